@@ -17,7 +17,7 @@ from torch_geometric.nn import GraphSAGE
 from fivefold.gnn.data import Dataset, generate_graph
 from fivefold.gnn.loading import DiskLoader
 from fivefold.gnn.packing import PackedStore, pack
-from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
+from fivefold.gnn.planning import Budgets, make_plan
 from fivefold.gnn.sampling import NeighborSampler, sample_epochs
 from fivefold.gnn.storage import Container, probe_disk
 from fivefold.gnn.training import infer_layers
@@ -31,13 +31,8 @@ def prepare(dataset: Dataset, folder: Path) -> PackedStore:
     with sample_epochs(
         sampler, dataset.train, folder / "samples.fvf", batch_size=256, seed=0
     ) as samples:
-        features = FeatureInfo(
-            num_nodes=dataset.num_nodes,
-            row_bytes=dataset.row_bytes,
-            fingerprint=dataset.features.fingerprint,
-        )
         budgets = Budgets(host_bytes=3_000_000, disk_bytes=1_000_000_000)
-        plan = make_plan(samples, features, budgets, probe_disk(folder, seconds=0.5))
+        plan = make_plan(samples, dataset.features, budgets, probe_disk(folder, seconds=0.5))
         print(plan.explain())
         return pack(dataset.features, samples, plan, folder / "store", memory_bytes=4 << 20)
 

@@ -32,10 +32,10 @@ from fivefold.collectives.schedules import (
     reduce,
     reduce_scatter,
     scatter,
-    verify,
+    verify_schedule,
 )
 from fivefold.collectives.synthesis import (
-    SearchResult,
+    ExactResult,
     SlotModel,
     SynthesisOptions,
     k_synchronous,
@@ -120,7 +120,7 @@ NDV2_SIZES: list[tuple[str, float, float, float | None]] = [
 ]
 
 
-def timed(ask: Callable[[], SearchResult]) -> tuple[SearchResult, float]:
+def timed(ask: Callable[[], ExactResult]) -> tuple[ExactResult, float]:
     """A result and the seconds from the question to the answer, models and checks included."""
     started_s = time.perf_counter()
     result = ask()
@@ -259,7 +259,7 @@ def taccl_runs(*, quick: bool) -> Iterator[BenchmarkRow]:
             time_limit_s=5 if quick else 20,
             progress=reached,
         )
-        verify(result.schedule, topology=topology, check_times=True)
+        verify_schedule(result.schedule, topology=topology, check_times=True)
         case = f"{sketch} {make.__name__}"
         length = result.time_s * unit
         yield BenchmarkRow(

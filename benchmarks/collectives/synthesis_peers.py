@@ -25,12 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
-from fivefold.collectives.schedules import (
-    all_gather,
-    discrete_ingress_bound,
-    evaluate,
-    verify,
-)
+from fivefold.collectives.schedules import all_gather, evaluate, verify_schedule
+from fivefold.collectives.schedules.bounds import discrete_ingress_bound
 from fivefold.collectives.synthesis import k_synchronous, matching, spanning_trees
 from fivefold.network.topology import Topology, mesh, named_topology, torus
 
@@ -160,7 +156,7 @@ def matched(program: Path | None, *, repetitions: int, quick: bool) -> Iterator[
             started_s = time.perf_counter()
             schedule = matching(collective, topology, size_bytes=size_bytes, seeds=1, seed=number)
             ours_s.append(time.perf_counter() - started_s)
-            verify(schedule, check_times=True)
+            verify_schedule(schedule, check_times=True)
             ours.append(evaluate(schedule, size_bytes=size_bytes).total_s * 1e6)
             if program is not None and max(peer_s, default=0.0) < SLOW_S:
                 answer = ask([str(program), kind, *map(str, numbers)])

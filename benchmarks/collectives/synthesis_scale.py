@@ -22,11 +22,11 @@ from benchmarks.results_file import BenchmarkRow, median_and_spread, write_resul
 from fivefold.collectives.schedules import (
     all_gather,
     all_to_all,
-    discrete_ingress_bound,
     evaluate,
     throughput_optimum,
-    verify,
+    verify_schedule,
 )
+from fivefold.collectives.schedules.bounds import discrete_ingress_bound
 from fivefold.collectives.synthesis import (
     all_to_all_flow,
     all_to_all_optimum,
@@ -105,7 +105,7 @@ def run_once(kind: str, topology: Topology, *, check: bool) -> Found:
         taken_s = time.perf_counter() - started_s
         bound_s = optimum.bound_s * SIZE_BYTES / ranks
     if check:
-        verify(schedule, check_times=True)
+        verify_schedule(schedule, check_times=True)
     total_s = evaluate(schedule, size_bytes=SIZE_BYTES).total_s
     return {"seconds": taken_s, "ratio": total_s / bound_s}
 

@@ -16,7 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from benchmarks.results_file import BenchmarkRow, write_results
-from fivefold.collectives.schedules import all_gather, evaluate, throughput_optimum, verify
+from fivefold.collectives.schedules import all_gather, evaluate, throughput_optimum, verify_schedule
 from fivefold.collectives.synthesis import all_to_all_optimum, matching, spanning_trees
 from fivefold.network.topology import Topology, hypercube, mesh, named_topology, ring, torus
 
@@ -168,7 +168,7 @@ def regression_values() -> Iterator[BenchmarkRow]:
         topology = make(shape, bandwidth=[rate * GIB for rate in rates], latency=latency_us * 1e-6)
         collective, size_bytes = all_gather(topology.num_ranks, chunks), size_mib * MIB
         schedule = matching(collective, topology, size_bytes=size_bytes)
-        verify(schedule, check_times=True)
+        verify_schedule(schedule, check_times=True)
         found_us = evaluate(schedule, size_bytes=size_bytes).total_s * 1e6
         yield BenchmarkRow(
             case=f"simulated: {topology.name}, {rates} GiB/s, {size_mib} MiB, C={chunks}",

@@ -22,7 +22,7 @@ from fivefold.collectives.schedules import (
     evaluate,
     named_collective,
     throughput_optimum,
-    verify,
+    verify_schedule,
 )
 from fivefold.network.topology import ring, torus
 
@@ -60,7 +60,7 @@ def schedules(ranks: int, repetitions: int) -> Iterator[BenchmarkRow]:
         case = f"ring {name}, {ranks} ranks, {schedule.num_transfers} transfers"
         works: dict[str, Callable[[], object]] = {
             "build": build,
-            "verify": lambda schedule=schedule: verify(schedule),  # type: ignore[misc]
+            "verify": lambda schedule=schedule: verify_schedule(schedule),  # type: ignore[misc]
             "evaluate": lambda schedule=schedule: evaluate(  # type: ignore[misc]
                 schedule, network, size_bytes=SIZE_BYTES
             ),

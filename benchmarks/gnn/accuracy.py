@@ -38,7 +38,7 @@ from fivefold.errors import FivefoldError
 from fivefold.gnn.data import Dataset, generate_graph
 from fivefold.gnn.loading import Block, DiskLoader, OnlineLoader
 from fivefold.gnn.packing import pack
-from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
+from fivefold.gnn.planning import Budgets, make_plan
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import DiskProfile, probe_disk
 from fivefold.gnn.training import GraphSAGE
@@ -79,11 +79,7 @@ def offline(task: Task, folder: Path, seed: int, stack: ExitStack) -> Epochs:
     features = task.dataset.features
     plan = make_plan(
         samples,
-        FeatureInfo(
-            num_nodes=task.dataset.num_nodes,
-            row_bytes=task.dataset.row_bytes,
-            fingerprint=features.fingerprint,
-        ),
+        features,
         Budgets(
             host_bytes=int(MEMORY_SHARE * task.dataset.num_nodes) * task.dataset.row_bytes,
             disk_bytes=10**11,

@@ -187,7 +187,7 @@ class Campaign:
         copy_whole(self.inputs, folder)
         cases = [
             ("rows.fvf", mode, backend)
-            for backend in ("threads", "python", "io_uring")
+            for backend in ("threads", "io_uring")
             for mode in ("eio", "eof", "short")
         ]
         cases.append(("records.fvf", "eio", "threads"))

@@ -24,16 +24,10 @@ from functools import cache
 import numpy as np
 import torch
 
-from fivefold.train import (
-    Corpus,
-    DataConfig,
-    ModelConfig,
-    ShardedSampler,
-    Transformer,
-    gather_batch,
-    load_corpus,
-    load_tokenizer,
-)
+from fivefold.train import ShardedSampler, Transformer, load_corpus, load_tokenizer
+from fivefold.train._corpus import Corpus
+from fivefold.train.config import DataConfig, ModelConfig
+from fivefold.train.sampler import gather_batch
 
 __all__ = [
     "BATCH_SIZE",

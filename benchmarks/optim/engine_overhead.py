@@ -22,7 +22,8 @@ import torch
 
 from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.optim import CO2, LocalSGD, OuterRule, OuterSync
-from fivefold.train import ModelConfig, Transformer
+from fivefold.train import Transformer
+from fivefold.train.config import ModelConfig
 
 RESULTS = Path(__file__).parents[1] / "results" / "optim" / "engine_overhead.json"
 MODELS = {

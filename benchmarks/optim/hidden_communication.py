@@ -33,15 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.lab import LabSpec, run_lab
 from fivefold.optim import CO2, LocalSGD, OuterSync
-from fivefold.train import (
-    DataConfig,
-    ModelConfig,
-    ShardedSampler,
-    Transformer,
-    gather_batch,
-    load_corpus,
-    load_tokenizer,
-)
+from fivefold.train import ShardedSampler, Transformer, load_corpus, load_tokenizer
+from fivefold.train.config import DataConfig, ModelConfig
+from fivefold.train.sampler import gather_batch
 
 SEQUENCE_LENGTH = 128
 BATCH_SIZE = 10

@@ -23,7 +23,8 @@ from typing import Any
 
 from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.lab import LabSpec, run_lab
-from fivefold.report import read_run, time_to_value
+from fivefold.report import read_run
+from fivefold.report.summary import time_to_value
 
 RESULTS = Path(__file__).parents[1] / "results" / "optim" / "learning.json"
 CONFIG = """

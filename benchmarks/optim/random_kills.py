@@ -45,19 +45,8 @@ from fivefold.errors import FivefoldError
 from fivefold.optim._fragment import Fragment
 from fivefold.runs import checkpoints
 from fivefold.runs.checkpoints import checkpoint_folders, read_checkpoint, verify_checkpoint
-from fivefold.train import (
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    SyncConfig,
-    TrainConfig,
-    _loop,
-    _outer,
-    _step,
-    _worker,
-    config_to_toml,
-)
+from fivefold.train import TrainConfig, _loop, _outer, _step, _worker, config_to_toml
+from fivefold.train.config import DataConfig, ModelConfig, OptimConfig, RunConfig, SyncConfig
 
 RESULTS = Path(__file__).parents[1] / "results" / "optim" / "random_kills.json"
 # The first optimizer of a process loads torch._dynamo, half a second in each forked rank.

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import difflib
 import errno
+import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import re
 import secrets
 import stat
+import time
 import tomllib
 from collections import Counter
 from dataclasses import dataclass
@@ -42,6 +45,9 @@ __all__ = [
     "write_checked_json",
 ]
 
+_LOG = logging.getLogger(__name__)
+_LOCK_POLL_S = 0.05
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 _MOST_LEVELS = 100
 _SMALLEST, _LARGEST = -(2**63), 2**64 - 1
 # tomllib's time grows with the square of the parts of a dotted key: 32 kB take three seconds.
@@ -512,3 +518,28 @@ def _nearest_file(path: Path, form: _Form) -> str:
         return f"did you mean {path.parent / close[0]}?"
     like = ", such as examples/train.toml" if form is _TOML else ""
     return f"give the path of a {form.name} file{like}"
+
+
+def lock_file(descriptor: int, path: str | os.PathLike[str], *, patience_s: float) -> bool:
+    """Return whether the lock on an open file was had in time; its process's end frees it.
+
+    On a file system without locks nobody is kept out, which a warning says.
+    """
+    give_up_at_s = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= give_up_at_s:
+                return False
+            time.sleep(_LOCK_POLL_S)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            _LOG.warning(
+                "the file system of %s has no locks: make sure that no other process writes there",
+                os.fspath(path),
+            )
+            return True
+        else:
+            return True

@@ -22,7 +22,7 @@ from fivefold.codesign._trees import (
     spread_trees,
     summed_columns,
 )
-from fivefold.collectives.pricing import aggregation_tree
+from fivefold.collectives.pricing.phases import aggregation_tree
 from fivefold.network.topology import (
     Aggregation,
     HostSpec,

@@ -17,7 +17,8 @@ from fivefold.codesign._page_lanes import job_timeline, layer_timelines, link_ti
 from fivefold.codesign._unrolled import unrolled
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Aggregation, fat_tree, parse_topology, switch
-from fivefold.report import Decision, DecisionLog, Folded, Timeline, render_html
+from fivefold.report import render_html
+from fivefold.report.page import Decision, DecisionLog, Folded, Timeline
 from fivefold.tasks import LayerCost
 
 LAYER = LayerCost(forward_s=1.0, backward_s=2.0, gradient_bytes=10**9)

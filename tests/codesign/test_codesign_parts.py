@@ -22,7 +22,7 @@ from fivefold.codesign._compile import alone_quote
 from fivefold.codesign._iteration import iteration_of, schedule_iteration
 from fivefold.codesign._traffic import phases_of
 from fivefold.collectives.algorithms import build_algorithm
-from fivefold.collectives.pricing import aggregation_tree, host_groups
+from fivefold.collectives.pricing.phases import aggregation_tree, host_groups
 from fivefold.collectives.schedules import all_reduce
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (

@@ -32,13 +32,13 @@ from fivefold.collectives.schedules import (
     all_to_all,
     all_to_allv,
     broadcast,
-    custom,
+    custom_collective,
     gather,
     named_collective,
     reduce,
     reduce_scatter,
     scatter,
-    verify,
+    verify_schedule,
 )
 from fivefold.errors import ConfigurationError, DataError, FivefoldError
 
@@ -46,7 +46,7 @@ SCHEDULE = build_algorithm("ring", all_reduce(3, 3))
 PROGRAM = lower(SCHEDULE)
 FORMS = {
     "program": (PROGRAM.to_json(), Program.from_json, check_program),
-    "schedule": (SCHEDULE.to_json(), Schedule.from_json, verify),
+    "schedule": (SCHEDULE.to_json(), Schedule.from_json, verify_schedule),
     "plan": (to_mscclpp_json(PROGRAM), from_mscclpp_json, check_program),
 }
 ODD = [None, True, -1, 0, 1, 7, 10**12, 2**31, 2**63, 10**400, 1.5, float("nan"), "", "x", "o9"]
@@ -144,17 +144,17 @@ def test_sizes_that_no_memory_holds_are_refused_at_once(make, sizes):
 )
 def test_conditions_that_are_no_pairs_are_refused(pre, post):
     with pytest.raises(ConfigurationError):
-        custom(2, pre, post=post)
+        custom_collective(2, pre, post=post)
 
 
 def test_weights_sizes_and_names_of_a_wrong_kind():
     with pytest.raises(ConfigurationError, match="no numbers"):
-        custom(2, [(0, 0)], post=[(0, 1)], chunk_weights=["x"])
+        custom_collective(2, [(0, 0)], post=[(0, 1)], chunk_weights=["x"])
     for sizes in ("x", [[1, "a"]], {}, [[10**400]]):
         with pytest.raises(ConfigurationError):
             all_to_allv(sizes)
     for name in (3, None, b"x", ["all_gather"]):
-        with pytest.raises(ConfigurationError, match="the collective's name is"):
+        with pytest.raises(ConfigurationError, match="there is no collective"):
             named_collective(name, 2)
 
 

@@ -26,18 +26,17 @@ from fivefold.gnn.data import (
     verify,
 )
 from fivefold.gnn.loading import DiskLoader
-from fivefold.gnn.packing import PackedStore, pack, read_plan, write_plan
+from fivefold.gnn.packing import PackedStore, pack
+from fivefold.gnn.planning import Plan
 from fivefold.gnn.sampling import HeteroNeighborSampler, NeighborSampler, SampleFile
 from fivefold.gnn.storage import Container
-from fivefold.gnn.training import (
+from fivefold.gnn.training import GnnConfig, infer_run, train_graph
+from fivefold.gnn.training.config import (
     BudgetsConfig,
     DataConfig,
-    GnnConfig,
     ModelConfig,
     RunConfig,
     SamplingConfig,
-    infer_run,
-    train_graph,
 )
 
 NOT_READ_BACK = {"lock", ".lock", "plan.txt", "metrics.jsonl"}
@@ -88,7 +87,7 @@ def make_everything(folder, seed):
     train_graph(config)
     infer_run(folder / "run")
     with PackedStore.open(next((folder / "prepared").glob("store-*"))) as store:
-        write_plan(store.plan, folder / "prepared" / "plan.fvf")
+        store.plan.write(folder / "prepared" / "plan.fvf")
     ingest(typed_source(seed), folder / "typed").close()
     rng = np.random.default_rng(seed)
     lines = (f"n{a},n{b}" for a, b in rng.integers(0, 30, (90, 2)).tolist())
@@ -148,7 +147,7 @@ def read_prepared(folder):
             loader.set_epoch(epoch)
             for batch in loader:
                 found.add(batch.x, batch.y, batch.edge_index, batch.n_id)
-        plan = read_plan(folder / "prepared" / "plan.fvf")
+        plan = Plan.open(folder / "prepared" / "plan.fvf")
         arguments = (dataset.features, samples, plan, store.folder)
         with pack(*arguments, memory_bytes=10**7) as again:
             found.add(again.plan.fingerprint, plan.to_json())

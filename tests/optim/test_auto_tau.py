@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._auto_tau import AutoTau, TauController, TauDecision, named_auto_tau
+from fivefold.optim.auto_tau import AutoTau, TauController, TauDecision, named_auto_tau
 
 
 @dataclass
@@ -331,7 +331,6 @@ def test_any_history_stays_in_bounds_and_goes_on_alike_from_any_state(chosen, hi
             resumed = TauController(chosen, world_size)
             resumed.restore(json.loads(json.dumps(state)))
         assert resumed.state() == state
-        assert resumed.decisions == controller.decisions
 
 
 def _length(value):
@@ -419,8 +418,6 @@ def test_a_run_resumed_at_every_round_is_the_run_that_never_stopped(settings):
         for controller, state in zip(resumed.controllers, states, strict=True):
             controller.restore(state)
     assert resumed.taus == straight.taus
-    assert resumed.decisions == straight.decisions
-    assert len({c.decisions for c in resumed.controllers}) == 1
     assert resumed.clock_s == straight.clock_s  # the local steps were alike too
 
 
@@ -484,7 +481,7 @@ def test_the_log_keeps_the_last_64():
     for number in range(200):
         controller.observe([0.1], [10.0 if number % 40 < 20 else 0.1], round_number=number)
     assert len(controller.decisions) <= 64
+    assert controller.changes == len(controller.decisions)
     resumed = TauController(AutoTau(initial=1, window=1, patience=1), 1)
     resumed.restore(controller.state())
-    assert resumed.decisions == controller.decisions
-    assert resumed.changes == controller.changes == len(controller.decisions)
+    assert (resumed.decisions, resumed.changes) == ((), controller.changes)

@@ -49,7 +49,10 @@ def make(transport, rule):
         (lambda: DelayCorrected(tau=2, outer_momentum=0.5), "DelayCorrected takes tau only"),
         (lambda: EagerDiLoCo(tau=2, clip=1.0), "EagerDiLoCo takes tau, outer_lr and outer_mom"),
         (lambda: OverlapLocalSGD(tau=2, pull=1.0), "pull must be between 0 and 1, both excluded"),
-        (lambda: OverlapLocalSGD(tau=2, outer_lr=0.5), "OverlapLocalSGD takes tau, pull and"),
+        (
+            lambda: OverlapLocalSGD(tau=2, outer_lr=0.5),
+            "OverlapLocalSGD takes tau, outer_momentum and pull only",
+        ),
         (lambda: StreamingDiLoCo(tau=2), "fragments must be an integer from 1 to tau=2; got 4"),
         (lambda: StreamingDiLoCo(tau=4, delay_steps=5), "delay_steps must be .* to tau=4; got 5"),
         (lambda: StreamingDiLoCo(tau=4, keep=0.0), "keep must be between 0 and 1, both excluded"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._codecs import BlockCodec, CastCodec, Codec, ExactCodec, named_codec
+from fivefold.optim.codecs import BlockCodec, CastCodec, Codec, ExactCodec, named_codec
 
 NAMES = ["fp32", "bf16", "fp16", "int8", "int4"]
 BLOCK_CODECS = [

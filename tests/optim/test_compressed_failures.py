@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import CommunicationError
-from fivefold.optim._transport import ProcessGroupTransport
+from fivefold.optim.transport import ProcessGroupTransport
 
 pytestmark = [pytest.mark.distributed, pytest.mark.alone]
 

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fivefold.errors import ConfigurationError
 from fivefold.lab import LabSpec, probe_capabilities, run_lab
-from fivefold.optim._codecs import BlockCodec, named_codec
 from fivefold.optim._compressed import ring_bytes, slice_bounds
-from fivefold.optim._transport import ProcessGroupTransport
+from fivefold.optim.codecs import BlockCodec, named_codec
+from fivefold.optim.transport import ProcessGroupTransport
 from fivefold.testing import run_processes
 
 pytestmark = pytest.mark.distributed

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.gnn.sampling import HeteroSampledBatch, HeteroTopology, SampledBatch, Topology
-from fivefold.gnn.sampling._epoch import GOLDEN, mix, stream_key
+from fivefold.gnn.sampling import HeteroTopology, Topology
+from fivefold.gnn.sampling.batches import GOLDEN, HeteroSampledBatch, SampledBatch, mix, stream_key
 
 __all__ = [
     "below",

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fivefold.optim._outer_optimizer import OuterOptimizer
-from fivefold.optim._rule import OuterRule
+from fivefold.optim._rules import OuterRule
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty
 
 __all__ = ["ReferenceRun", "reference_run"]

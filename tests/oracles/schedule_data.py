@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fivefold.collectives.schedules import Schedule, ScheduleError, event_order
+from fivefold.collectives.schedules import Schedule, ScheduleError
+from fivefold.collectives.schedules.timing import event_order
 
 
 def verify_with_data(schedule: Schedule, seed: int = 0) -> None:

@@ -10,7 +10,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fivefold.report import Timeline, build_report, render_html, report_page, write_html
+from fivefold.report import build_report, render_html, report_page, write_html
+from fivefold.report.page import Timeline
 
 _LOADING = {"src", "srcset", "poster", "data", "background", "action", "formaction", "xlink:href"}
 

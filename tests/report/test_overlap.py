@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.report import build_report, read_run
-from fivefold.report._perfetto import separate_tracks
 from fivefold.report._records import RankTrace, Span
 from fivefold.report._spans import measure_overlap, overlap_of_ranks, round_points
+from fivefold.report.perfetto import separate_tracks
 
 
 def test_by_hand():

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
-from fivefold.report import (
+from fivefold.report import render_html
+from fivefold.report._charts import curve_data, range_rows, round_step, timeline_svg
+from fivefold.report.page import (
     BarChart,
     BarRow,
     Curve,
@@ -27,9 +29,7 @@ from fivefold.report import (
     TextBlock,
     Timeline,
     TimelineLane,
-    render_html,
 )
-from fivefold.report._charts import curve_data, range_rows, round_step, timeline_svg
 
 LEFT, RIGHT = 170.0, 992.0  # where the stretch of a timeline begins and ends
 

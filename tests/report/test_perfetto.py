@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError
-from fivefold.report import read_run, trace_events, write_timeline
+from fivefold.report import read_run, write_timeline
 from fivefold.report._records import RankTrace, Span
+from fivefold.report.perfetto import trace_events
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from fivefold.errors import DataError
-from fivefold.report import find_runs, read_run, read_runs
+from fivefold.report import read_run, read_runs
+from fivefold.report._reader import find_runs
 
 
 def test_runs_are_found_at_any_depth_and_ordered_by_method(comparison):

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from fivefold.report import (
     build_report,
-    configuration_differences,
     print_page,
     read_runs,
     report_page,
     report_text,
-    time_to_value,
     write_html,
 )
+from fivefold.report._report import configuration_differences
+from fivefold.report.summary import time_to_value
 
 
 def _by_method(path):

@@ -16,18 +16,9 @@ import torch
 from fivefold.runs.checkpoints import checkpoint_folders, read_checkpoint
 from fivefold.runs.launch import OUTCOME_VARIABLE
 from fivefold.testing import free_port
-from fivefold.train import (  # loaded before the forks, not in each of them
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    SyncConfig,
-    TrainConfig,
-    _ddp,
-    _outer,
-    config_to_toml,
-)
+from fivefold.train import TrainConfig, _ddp, _outer, config_to_toml
 from fivefold.train import _worker as worker
+from fivefold.train.config import DataConfig, ModelConfig, OptimConfig, RunConfig, SyncConfig
 
 # The first optimizer of a process loads torch._dynamo, half a second in each forked rank.
 PRELOADED = (_ddp, _outer, importlib.import_module("torch._dynamo"))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fivefold.errors import ConfigurationError
-from fivefold.train._config import (
+from fivefold.train.config import (
     AutoTauConfig,
     DataConfig,
     ModelConfig,

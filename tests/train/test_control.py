@@ -14,7 +14,7 @@ from fivefold.testing import run_processes
 
 def wait_for_step(world, config, step):
     path = config.run.output / "metrics.jsonl"
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 120
     while time.monotonic() < deadline_s:
         if path.exists() and any(
             json.loads(line)["step"] >= step

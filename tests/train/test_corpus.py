@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from fivefold.errors import DataError
 from fivefold.train import _token_cache
-from fivefold.train._config import DataConfig
 from fivefold.train._corpus import find_files, is_text, load_corpus, read_pieces, resolve_source
 from fivefold.train._tokenizer import ByteTokenizer
+from fivefold.train.config import DataConfig
 
 END = ByteTokenizer().document_end
 
@@ -249,7 +249,7 @@ def test_a_builder_that_is_killed_leaves_nothing_in_the_way(load, folder, tmp_pa
     child = multiprocessing.get_context("fork").Process(target=load_corpus, args=(data, Slow()))
     child.start()
     cache = tmp_path / "cache"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not list(cache.glob(".*-*")) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert list(cache.glob(".*-*"))  # it holds the lock and has begun to write

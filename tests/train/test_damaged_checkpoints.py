@@ -11,15 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import CheckpointError
-from fivefold.train import (
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    SyncConfig,
-    TrainConfig,
-    train,
-)
+from fivefold.train import TrainConfig, train
+from fivefold.train.config import DataConfig, ModelConfig, OptimConfig, RunConfig, SyncConfig
 
 STEPS = 3
 NEWEST, OLDER = "checkpoints/step-00000002", "checkpoints/step-00000001"

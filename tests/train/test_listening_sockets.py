@@ -16,7 +16,7 @@ import pytest
 from fivefold.errors import ConfigurationError
 from fivefold.network.aggregation import AggregationSwitch
 from fivefold.optim import elastic_transport, start_lighthouse
-from fivefold.train._config import config_to_toml
+from fivefold.train.config import config_to_toml
 
 pytestmark = [pytest.mark.alone, pytest.mark.distributed]
 _LISTEN = "0A"

@@ -10,9 +10,9 @@ from fivefold.testing import run_processes
 from fivefold.train import load_config, train
 from fivefold.train._corpus import load_corpus
 from fivefold.train._model import Transformer
-from fivefold.train._sampler import ShardedSampler, gather_batch
 from fivefold.train._step import cosine_with_warmup
 from fivefold.train._tokenizer import load_tokenizer
+from fivefold.train.sampler import ShardedSampler, gather_batch
 
 METHODS = ["none", "ddp", "local_sgd", "slowmo", "diloco", "co2", "delay_corrected"]
 

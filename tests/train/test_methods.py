@@ -19,12 +19,12 @@ from fivefold.optim import (
 )
 from fivefold.runs.ranks import Ranks, open_ranks, read_place
 from fivefold.testing import run_processes
-from fivefold.train import AutoTauConfig, SyncConfig
-from fivefold.train._evaluate import bits_per_byte
+from fivefold.train._loop import make_method
 from fivefold.train._methods import method_label
 from fivefold.train._outer import make_rule
-from fivefold.train._setup import make_method
 from fivefold.train._spans import Span, SpanRecorder, subtract
+from fivefold.train._step import bits_per_byte
+from fivefold.train.config import AutoTauConfig, SyncConfig
 
 
 class Regression(torch.nn.Module):

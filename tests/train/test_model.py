@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the customary name
 
 from fivefold.errors import ConfigurationError
-from fivefold.train._config import ModelConfig
 from fivefold.train._model import (
     Transformer,
     rms_norm,
@@ -18,6 +17,7 @@ from fivefold.train._model import (
     split_rotated_heads,
     token_loss,
 )
+from fivefold.train.config import ModelConfig
 
 SHAPES = [(1, 8, 1), (2, 12, 2), (3, 48, 4)]
 

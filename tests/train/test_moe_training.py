@@ -10,8 +10,9 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.moe import MoE
 from fivefold.runs.checkpoints import checkpoint_folders, read_checkpoint
-from fivefold.train import MixtureConfig, ModelConfig, Transformer, load_config, train
+from fivefold.train import Transformer, load_config, train
 from fivefold.train._mixture import mixture_blocks
+from fivefold.train.config import MixtureConfig, ModelConfig
 
 
 def with_table(config, table, **changes):

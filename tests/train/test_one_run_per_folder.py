@@ -10,7 +10,7 @@ from fivefold.train import train
 
 
 def wait_for_checkpoint(world, config):
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 120
     while time.monotonic() < deadline_s:
         if list(config.run.output.glob("checkpoints/step-*[0-9]")):
             return

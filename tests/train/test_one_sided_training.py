@@ -14,8 +14,9 @@ from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedE
 from fivefold.moe import ExchangeConfig
 from fivefold.runs import ranks
 from fivefold.testing import free_port
-from fivefold.train import MixtureConfig, _expert_ranks, config_to_toml, load_config, train
+from fivefold.train import _expert_ranks, config_to_toml, load_config, train
 from fivefold.train._expert_ranks import OneSided, exchange_sizes, is_one_sided, open_exchange
+from fivefold.train.config import MixtureConfig
 
 CUDA = torch.device("cuda", 0)
 

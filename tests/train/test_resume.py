@@ -4,7 +4,7 @@ import shutil
 import pytest
 
 from fivefold.runs.checkpoints import checkpoint_folders
-from fivefold.train import AutoTauConfig
+from fivefold.train.config import AutoTauConfig
 
 STREAMING = {"fragments": 2, "delay_steps": 3}  # flights of both fragments at step 5
 METHODS = {

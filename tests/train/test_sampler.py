@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.train._sampler import ShardedSampler, gather_batch, sequential_starts
+from fivefold.train.sampler import ShardedSampler, gather_batch, sequential_starts
 
 shapes = st.fixed_dictionaries(
     {

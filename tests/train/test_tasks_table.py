@@ -7,8 +7,9 @@ import shutil
 import pytest
 
 from fivefold.errors import ConfigurationError
-from fivefold.train import TasksConfig, config_to_toml, load_config
+from fivefold.train import config_to_toml, load_config
 from fivefold.train._methods import method_label
+from fivefold.train.config import TasksConfig
 
 CHUNK, BUCKET = 1500, 4000
 
@@ -83,7 +84,7 @@ def test_a_resumed_run_of_three_ranks_reaches_the_same_state(
 @pytest.mark.distributed
 def test_experts_that_are_never_called_are_updated_in_time(make_config, run_ranks, final_digest):
     """A mixture uses its experts' weights itself: their module is never called."""
-    from fivefold.train import MixtureConfig, ModelConfig
+    from fivefold.train.config import MixtureConfig, ModelConfig
 
     moe = MixtureConfig(experts=4, top_k=2, expert_width=8)
     model = ModelConfig(layers=2, width=16, heads=2, moe=moe)

@@ -17,17 +17,11 @@ import numpy as np
 from fivefold.gnn.data import Dataset, array_source, generate_graph, ingest
 from fivefold.gnn.loading import DiskLoader
 from fivefold.gnn.packing import PackedStore, pack
-from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
+from fivefold.gnn.planning import Budgets, make_plan
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import DiskProfile
-from fivefold.gnn.training import (
-    BudgetsConfig,
-    DataConfig,
-    GnnConfig,
-    RunConfig,
-    SamplingConfig,
-    train_graph,
-)
+from fivefold.gnn.training import GnnConfig, train_graph
+from fivefold.gnn.training.config import BudgetsConfig, DataConfig, RunConfig, SamplingConfig
 
 __all__ = ["STAGES", "digest_of", "load", "prepare_inputs"]
 
@@ -118,13 +112,10 @@ def pack_rows(inputs: Path, folder: Path, tell: Tell) -> str:
         Dataset.open(graph_of(inputs, folder)) as dataset,
         SampleFile.open(samples_path) as samples,
     ):
-        info = FeatureInfo(
-            num_nodes=dataset.num_nodes,
-            row_bytes=dataset.row_bytes,
-            fingerprint=dataset.features.fingerprint,
-        )
         budgets = Budgets(host_bytes=NODES // 20 * dataset.row_bytes, disk_bytes=10**10)
-        plan = make_plan(samples, info, budgets, PROFILE, segment_batches=6, buffer_batches=0)
+        plan = make_plan(
+            samples, dataset.features, budgets, PROFILE, segment_batches=6, buffer_batches=0
+        )
         with pack(
             dataset.features,
             samples,

@@ -27,8 +27,9 @@ from benchmarks.gnn.systems._page_reads import PageReader
 from benchmarks.gnn.systems._simple import read_sorted, source_counts
 from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.sampling import SampledBatch, SampleFile, Topology
-from fivefold.gnn.storage import gather_rows
+from fivefold.gnn.sampling import SampleFile, Topology
+from fivefold.gnn.sampling.batches import SampledBatch
+from fivefold.gnn.storage.pages import gather_rows
 
 __all__ = ["GinexSystem", "neighbor_cache_ids"]
 

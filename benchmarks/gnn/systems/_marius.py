@@ -28,7 +28,8 @@ from benchmarks.gnn.systems._partitions import (
 from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling import NeighborSampler, Topology
-from fivefold.gnn.storage import Container, ContainerWriter, RowReader, gather_rows
+from fivefold.gnn.storage import Container, ContainerWriter, RowReader
+from fivefold.gnn.storage.pages import gather_rows
 
 __all__ = ["MariusSystem"]
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from benchmarks.gnn.systems._online_cache import CachePolicy, OnlineCache
 from benchmarks.gnn.systems._simple import read_sorted
 from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
-from fivefold.gnn.storage import RowReader, gather_rows
+from fivefold.gnn.storage import RowReader
+from fivefold.gnn.storage.pages import gather_rows
 
 __all__ = ["OnlineSystem"]
 

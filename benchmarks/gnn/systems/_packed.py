@@ -23,9 +23,11 @@ from benchmarks.gnn.systems._segments import first_feasible_segment
 from benchmarks.gnn.systems._simple import requested_rows, top_rows
 from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 from fivefold.errors import InfeasibleError
-from fivefold.gnn.packing import BatchRecord, PackedStore, pack
-from fivefold.gnn.planning import Budgets, FeatureInfo, Plan, make_plan
-from fivefold.gnn.storage import DiskProfile, RowReader, gather_rows
+from fivefold.gnn.packing import PackedStore, pack
+from fivefold.gnn.packing.record import BatchRecord
+from fivefold.gnn.planning import Budgets, Plan, make_plan
+from fivefold.gnn.storage import DiskProfile, RowReader
+from fivefold.gnn.storage.pages import gather_rows
 
 if TYPE_CHECKING:
     from fivefold.gnn.loading import DiskLoader
@@ -102,12 +104,6 @@ class _Packed:
         free = shutil.disk_usage(w.folder).free
         return Budgets(host_bytes=w.cache_rows() * w.row_bytes, disk_bytes=free)
 
-    def _info(self) -> FeatureInfo:
-        w = self.workload
-        return FeatureInfo(
-            num_nodes=w.num_nodes, row_bytes=w.row_bytes, fingerprint=w.features.fingerprint
-        )
-
     def seek(self, start: int) -> None:
         """Do nothing: a static cache has no state, and epochs of a moving one begin anew."""
 
@@ -176,7 +172,7 @@ class DiskGnnSystem(_Packed):
         )
         return make_plan(
             w.samples,
-            self._info(),
+            self.workload.features,
             self._budgets(),
             self.profile,
             policy="static",
@@ -302,7 +298,7 @@ class PackedLoaderSystem(_Packed):
     def _plan(self, segment: int | None) -> Plan:
         return make_plan(
             self.workload.samples,
-            self._info(),
+            self.workload.features,
             self._budgets(),
             self.profile,
             policy=self.policy,

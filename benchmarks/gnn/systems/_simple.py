@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling import Topology
-from fivefold.gnn.storage import RowReader, gather_rows
+from fivefold.gnn.storage import RowReader
+from fivefold.gnn.storage.pages import gather_rows
 
 __all__ = ["InMemorySystem", "MappedSystem", "source_counts", "top_rows"]
 

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.sampling import SampledBatch, SampleFile
+from fivefold.gnn.sampling import SampleFile
+from fivefold.gnn.sampling.batches import SampledBatch
 from fivefold.gnn.storage import Container
 
 __all__ = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.optim._peers._case import Case
-from fivefold.report import time_to_value
+from fivefold.report.summary import time_to_value
 
 __all__ = ["Curve", "Timing", "curve_of", "error_of", "seconds_to_target", "timing_of"]
 

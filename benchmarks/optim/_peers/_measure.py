@@ -22,7 +22,8 @@ import torch.distributed as dist
 from benchmarks.optim._peers._case import Attached, Case, Place, attach
 from benchmarks.optim._peers._pace import Pacer
 from benchmarks.optim._workload import Problem, Worker, make_optimizer, validate
-from fivefold.train import ModelConfig, Transformer
+from fivefold.train import Transformer
+from fivefold.train.config import ModelConfig
 
 __all__ = ["learning", "memory", "timing"]
 

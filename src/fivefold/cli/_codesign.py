@@ -42,7 +42,8 @@ from fivefold.codesign import (
 )
 from fivefold.errors import InfeasibleError, UnsupportedError
 from fivefold.network.topology import Topology
-from fivefold.report import Page, write_html
+from fivefold.report import write_html
+from fivefold.report.page import Page
 from fivefold.runs import ProgressBar, write_text
 from fivefold.strategy import named_clusters
 from fivefold.units import format_duration_s

@@ -26,7 +26,12 @@ from fivefold.cli._help import help_text
 from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption
 from fivefold.cli._outputs import require_writable
 from fivefold.collectives.lowering import Program, check_program, interpret, lower
-from fivefold.collectives.schedules import draw_schedule, evaluate, named_collective, verify
+from fivefold.collectives.schedules import (
+    draw_schedule,
+    evaluate,
+    named_collective,
+    verify_schedule,
+)
 from fivefold.collectives.synthesis import (
     Sketch,
     Synthesis,
@@ -208,7 +213,7 @@ def _verify(file: _File, *, topology: _Where = None, as_json: JsonOption = False
     if isinstance(found, Program):
         program = found
     else:
-        verify(found, topology=None if topology is None else topology_of(topology))
+        verify_schedule(found, topology=None if topology is None else topology_of(topology))
         program = lower(found)
     report = check_program(program)
     facts = {

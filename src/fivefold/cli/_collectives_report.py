@@ -13,10 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.cli._collectives_sizes import Price, Prices, fastest_ranges, price_sizes
-from fivefold.collectives.schedules import Bound, CostModel, Timing, draw_schedule, evaluate
+from fivefold.collectives.schedules import Timing, draw_schedule, evaluate
+from fivefold.collectives.schedules.bounds import Bound
+from fivefold.collectives.schedules.timing import CostModel
 from fivefold.collectives.synthesis import Synthesis
 from fivefold.network.topology import Topology, draw_topology
-from fivefold.report import (
+from fivefold.report.format import format_percent, format_ratio, format_seconds
+from fivefold.report.page import (
     Curve,
     CurveChart,
     DataTable,
@@ -24,9 +27,6 @@ from fivefold.report import (
     PageSection,
     SideBySide,
     TextBlock,
-    format_percent,
-    format_ratio,
-    format_seconds,
     picture_of,
 )
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s

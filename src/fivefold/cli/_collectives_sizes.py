@@ -8,13 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
-from fivefold.collectives.schedules import (
-    CostModel,
-    Schedule,
-    evaluate,
-    lower_bound,
-    named_collective,
-)
+from fivefold.collectives.schedules import Schedule, evaluate, lower_bound, named_collective
+from fivefold.collectives.schedules.timing import CostModel
 from fivefold.errors import FivefoldError
 from fivefold.network.topology import Topology
 from fivefold.units import format_bytes

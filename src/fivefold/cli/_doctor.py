@@ -17,7 +17,7 @@ from rich.console import Console
 
 from fivefold.cli._options import JsonOption
 from fivefold.lab import probe_capabilities
-from fivefold.runs import run_facts
+from fivefold.runs.machine import run_facts
 from fivefold.units import format_bytes
 
 # Package as it is imported, as it is installed, what it is for, and the extra that brings it.

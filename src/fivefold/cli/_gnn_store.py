@@ -13,8 +13,8 @@ from fivefold.cli._options import DatasetArgument, JsonOption
 from fivefold.cli._outputs import write_json
 from fivefold.errors import DataError
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.packing import pack, read_plan, write_plan
-from fivefold.gnn.planning import Budgets, FeatureInfo, Plan, make_plan
+from fivefold.gnn.packing import pack
+from fivefold.gnn.planning import Budgets, Plan, make_plan
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import DiskProfile, probe_disk
 from fivefold.runs import ProgressBar
@@ -35,9 +35,7 @@ DiskOption = Annotated[
 PolicyOption = Annotated[
     str, typer.Option(help="Cache contents: static, or belady for a fixed order of batches.")
 ]
-LayoutOption = Annotated[
-    str, typer.Option(help="Order of rows: gray, folded, minhash, popularity or packed.")
-]
+LayoutOption = Annotated[str, typer.Option(help="Order of rows: gray, minhash or packed.")]
 SegmentOption = Annotated[
     int | None, typer.Option(min=1, help="Batches per segment; left out, the cheapest.")
 ]
@@ -145,7 +143,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
             segment_batches=segment_batches,
         )
     if output is not None:
-        write_plan(plan, output)
+        plan.write(output)
     if as_json:
         _write_result(_facts_of_plan(plan), as_json=True)
     else:
@@ -177,7 +175,7 @@ def pack_command(  # noqa: PLR0913 - the command's options
     Raises:
         FivefoldError: Whatever packing met; the entry point prints it.
     """
-    made = read_plan(plan)
+    made = Plan.open(plan)
     memory_bytes = made.budgets.host_bytes if memory is None else bytes_of(memory)
     with (
         Dataset.open(dataset) as data,
@@ -219,15 +217,11 @@ def _make_plan(
 
     return make_plan(
         sampled,
-        FeatureInfo(
-            num_nodes=data.num_nodes,
-            row_bytes=data.row_bytes,
-            fingerprint=data.features.fingerprint,
-        ),
+        data.features,
         budgets,
         profile,
         policy=_one_of("policy", policy, ("static", "belady")),
-        layout=_one_of("layout", layout, ("gray", "folded", "minhash", "popularity", "packed")),
+        layout=_one_of("layout", layout, ("gray", "minhash", "packed")),
         segment_batches=segment_batches,
     )
 

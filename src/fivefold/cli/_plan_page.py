@@ -5,15 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from fivefold.report import (
-    BarChart,
-    BarRow,
-    Curve,
-    CurveChart,
-    DataTable,
-    Page,
-    PageSection,
-)
+from fivefold.report.page import BarChart, BarRow, Curve, CurveChart, DataTable, Page, PageSection
 from fivefold.strategy import Cluster, Job, ParallelPlan, Prediction, SearchResult
 from fivefold.units import format_bytes, format_duration_s
 

@@ -17,7 +17,7 @@ from fivefold.codesign._modules import job_traffic, routed
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._records import DecisionRecord, Layer
 from fivefold.codesign._trees import free_slots, job_trees, spread_trees, summed_columns
-from fivefold.collectives.pricing import tree_links
+from fivefold.collectives.pricing.phases import tree_links
 from fivefold.errors import ConfigurationError
 from fivefold.flows import priority_classes, time_shifts
 from fivefold.flows.guard import never_worse

@@ -10,13 +10,8 @@ from fivefold.codesign._iteration import communication_order, schedule_iteration
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._traffic import phases_of
-from fivefold.collectives.pricing import (
-    Phase,
-    Quote,
-    first_path,
-    phases_time_s,
-    route_latency_s,
-)
+from fivefold.collectives.pricing.fabric import Quote
+from fivefold.collectives.pricing.phases import Phase, first_path, phases_time_s, route_latency_s
 from fivefold.network.simulation import (
     AggregationRequest,
     Compute,

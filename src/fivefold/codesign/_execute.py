@@ -18,7 +18,7 @@ from typing import Any
 from fivefold.codesign._compile import edge_route, planned_order
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
-from fivefold.collectives.pricing import aggregation_tree, host_groups
+from fivefold.collectives.pricing.phases import aggregation_tree, host_groups
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
 from fivefold.files import read_json
 from fivefold.network.topology import Topology

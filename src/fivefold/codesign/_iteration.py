@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import JobPlan
-from fivefold.collectives.pricing import Quote
+from fivefold.collectives.pricing.fabric import Quote
 from fivefold.tasks import TaskGraph, schedule_tasks
 from fivefold.tasks.iteration import mesh_iteration, rotated_iteration
 from fivefold.tasks.schedule import TaskSchedule

@@ -8,7 +8,7 @@ from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import JobPlan
 from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.lowering import lower, to_msccl_xml
-from fivefold.collectives.pricing import host_groups
+from fivefold.collectives.pricing.phases import host_groups
 from fivefold.collectives.schedules import Schedule, all_reduce, all_to_all
 from fivefold.errors import UnsupportedError
 from fivefold.network.topology import Topology

@@ -21,7 +21,7 @@ from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._unrolled import unrolled
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology, draw_topology
-from fivefold.report import (
+from fivefold.report.page import (
     BarChart,
     BarRow,
     DataTable,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fivefold.codesign._ablation import AblationRow
 from fivefold.codesign._page_words import SIMULATED, change
 from fivefold.errors import ConfigurationError
-from fivefold.report import DataTable, Page, PageSection, RangeChart, RangeRow
+from fivefold.report.page import DataTable, Page, PageSection, RangeChart, RangeRow
 
 
 def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "") -> Page:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._unrolled import Window
 from fivefold.network.topology import Topology
-from fivefold.report import Folded, LaneLoad, LaneSpan, Timeline, TimelineLane
+from fivefold.report.page import Folded, LaneLoad, LaneSpan, Timeline, TimelineLane
 from fivefold.units import format_bytes_per_s
 
 _MOST_JOBS = 12

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fivefold.codesign._plans import JobPlan
 from fivefold.codesign._records import DecisionRecord
-from fivefold.report import Decision, DecisionLog
+from fivefold.report.page import Decision, DecisionLog
 from fivefold.units import format_bytes, format_duration_s
 
 SIMULATED = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from fivefold.collectives.pricing import Algorithm
+from fivefold.collectives.pricing.phases import Algorithm
 from fivefold.errors import ConfigurationError
 from fivefold.files import parse_json
 from fivefold.tasks.scheduler import Ordering

@@ -18,7 +18,7 @@ from fivefold.codesign._plans import JobPlan
 from fivefold.codesign._records import DecisionRecord
 from fivefold.codesign._traffic import job_groups
 from fivefold.codesign._trees import nearest_roots, spread_trees
-from fivefold.collectives.pricing import host_groups
+from fivefold.collectives.pricing.phases import host_groups
 from fivefold.network.topology import Topology
 from fivefold.tasks.scheduler import Ordering
 

@@ -7,7 +7,7 @@ import itertools
 
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import JobPlan
-from fivefold.collectives.pricing import Phase, collective_phases, host_groups
+from fivefold.collectives.pricing.phases import Phase, collective_phases, host_groups
 from fivefold.network.topology import Topology
 
 _AGGREGATED_AXES = {"", "data"}  # the empty one stands for all ranks of a job

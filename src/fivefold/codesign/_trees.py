@@ -20,7 +20,13 @@ import numpy.typing as npt
 from fivefold.codesign._jobs import JobSpec
 from fivefold.codesign._plans import ClusterPlan, JobPlan
 from fivefold.codesign._traffic import job_groups
-from fivefold.collectives.pricing import Tree, aggregation_tree, host_groups, tree_links
+from fivefold.collectives.pricing.phases import (
+    Tree,
+    aggregation_tree,
+    host_groups,
+    tree_links,
+    tree_switches,
+)
 from fivefold.network.topology import Topology
 
 _MOST_ROOTS = 4
@@ -113,14 +119,14 @@ def spread_trees(
         options = [
             (_busiest(topology, tree, busy, rate), len(tree), node, tree)
             for node, tree in _trees(topology, column)
-            if all(pools.get(name, 0) > 0 for name in _meeting(tree))
+            if all(pools.get(name, 0) > 0 for name in tree_switches(tree))
         ]
         if not options:
             return None
         _, _, node, tree = min(options)
         for link in tree_links(topology, tree):
             busy[link] = busy.get(link, 0.0) + rate
-        for name in _meeting(tree):
+        for name in tree_switches(tree):
             pools[name] -= 1
         roots.append(node)
         trees.append(tree)
@@ -138,7 +144,7 @@ def free_slots(
         if job.job_id == without or own.algorithm != "in_network":
             continue
         for tree in job_trees(topology, job, own):
-            for name in _meeting(tree):
+            for name in tree_switches(tree):
                 left[name] = max(0, left[name] - own.slots)
     return left
 
@@ -174,7 +180,7 @@ def slots_for(topology: Topology, tree: Tree) -> int:
 
 def _slots(topology: Topology, trees: Sequence[Tree], pools: Mapping[str, int]) -> int:
     """Slots per tree such that all of them fit; 0 where not even one does."""
-    through = Counter(name for tree in trees for name in _meeting(tree))
+    through = Counter(name for tree in trees for name in tree_switches(tree))
     most = min((pools.get(name, 0) // count for name, count in through.items()), default=0)
     return min(most, max(slots_for(topology, tree) for tree in trees))
 
@@ -184,13 +190,6 @@ def _busiest(topology: Topology, tree: Tree, busy: Mapping[int, float], rate: fl
         (busy.get(link, 0.0) + rate) / float(topology.capacities_bytes_per_s[link])
         for link in tree_links(topology, tree)
     )
-
-
-def _meeting(tree: Tree) -> list[str]:
-    """Switches in which streams meet, the root among them: those lend slots."""
-    streams = Counter(parent for _, parent in tree)
-    children = {child for child, _ in tree}
-    return [name for name, number in streams.items() if number > 1 or name not in children]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,16 +17,8 @@ from fivefold.codesign._jobs import JobSpec, check_jobs, check_ranks
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
 from fivefold.network.topology import Topology
-from fivefold.runs import (
-    Bytes,
-    Count,
-    Positive,
-    Rate,
-    Section,
-    Seed,
-    Text,
-    check_tables,
-)
+from fivefold.runs import Section, check_tables
+from fivefold.runs.config import Bytes, Count, Positive, Rate, Seed, Text
 from fivefold.strategy import job_from_table, load_cluster
 from fivefold.tasks import LayerCost
 from fivefold.units import parse_duration_s

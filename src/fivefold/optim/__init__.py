@@ -8,42 +8,38 @@ labs or reports.
 
 from __future__ import annotations
 
-from fivefold.optim._auto_tau import AutoTau, TauDecision
-from fivefold.optim._codecs import BlockCodec, CastCodec, Codec, ExactCodec, named_codec
 from fivefold.optim._elastic import ElasticTransport, LeftBehindError, elastic_transport
 from fivefold.optim._elastic_lighthouse import Lighthouse, start_lighthouse
 from fivefold.optim._layout import outer_state_bytes
 from fivefold.optim._outer_optimizer import OuterOptimizer
-from fivefold.optim._rule import OuterRule
 from fivefold.optim._rules import (
     CO2,
     DelayCorrected,
     DiLoCo,
     EagerDiLoCo,
     LocalSGD,
+    OuterRule,
     OverlapLocalSGD,
     SlowMo,
     StreamingDiLoCo,
 )
-from fivefold.optim._stability import StabilityWarning
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty, NoPenalty
-from fivefold.optim._statistics import AllReduceRecord, SyncStatistics
 from fivefold.optim._sync import OuterSync
-from fivefold.optim._transport import PendingAllReduce, ProcessGroupTransport, Transport
+from fivefold.optim.auto_tau import AutoTau
+from fivefold.optim.codecs import BlockCodec, Codec
+from fivefold.optim.statistics import StabilityWarning, SyncStatistics
+from fivefold.optim.transport import ProcessGroupTransport, Transport
 
 __all__ = [
     "CO2",
-    "AllReduceRecord",
     "AutoTau",
     "BlockCodec",
-    "CastCodec",
     "Codec",
     "ConstantPenalty",
     "DelayCorrected",
     "DiLoCo",
     "EagerDiLoCo",
     "ElasticTransport",
-    "ExactCodec",
     "GapPenalty",
     "LeftBehindError",
     "Lighthouse",
@@ -53,16 +49,13 @@ __all__ = [
     "OuterRule",
     "OuterSync",
     "OverlapLocalSGD",
-    "PendingAllReduce",
     "ProcessGroupTransport",
     "SlowMo",
     "StabilityWarning",
     "StreamingDiLoCo",
     "SyncStatistics",
-    "TauDecision",
     "Transport",
     "elastic_transport",
-    "named_codec",
     "outer_state_bytes",
     "start_lighthouse",
 ]

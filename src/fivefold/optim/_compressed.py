@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._codecs import Codec
 from fivefold.optim._comm_thread import CommunicationThread, Job
+from fivefold.optim.codecs import Codec
 
 _STAGES = 3  # a bucket is being sent, summed or received; as many are under way at once
 # Ten buckets hide encoding behind sending and keep the links even: measured at 4 ranks and
@@ -55,15 +55,7 @@ def slice_bounds(num_elements: int, *, world_size: int, granule: int) -> list[in
 
 @dataclass(frozen=True, kw_only=True)
 class _Bucket:
-    """One bucket of a payload as one rank sees it.
-
-    Attributes:
-        start: First element within the payload.
-        bounds: G + 1 bounds of the slices within the bucket, in elements.
-        wire_bytes: Encoded size of each rank's slice.
-        owned_start: First element within the residual of this rank's own slices.
-        rank: This rank.
-    """
+    """One bucket of a payload as one rank sees it."""
 
     start: int
     bounds: list[int]

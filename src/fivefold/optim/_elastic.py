@@ -21,13 +21,14 @@ import time
 import uuid
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
 from fivefold.optim._elastic_quorum import Ballot, Decision, Member
 from fivefold.optim._elastic_services import ElasticGroup, ElasticServices
+from fivefold.optim._sync import OuterSync
 
 _LOG = logging.getLogger(__name__)
 _SLACK_S = 60.0
@@ -44,18 +45,6 @@ class LeftBehindError(CommunicationError):
         >>> issubclass(LeftBehindError, CommunicationError)
         True
     """
-
-
-class PeerStateHolder(Protocol):
-    """What a worker can hand to a newcomer and take from a peer; ``OuterSync`` is one."""
-
-    def peer_state(self) -> dict[str, Any]:
-        """Return the state that all workers share, as of the launch that is being made."""
-        ...
-
-    def load_peer_state(self, state: dict[str, Any]) -> None:
-        """Stand where the peer stands, and launch with weight 0 what it is launching."""
-        ...
 
 
 def elastic_transport(
@@ -119,7 +108,7 @@ class ElasticTransport:
         self._timeout_s = timeout_s
         self._group = ElasticGroup(services.worker, timeout_s=timeout_s)
         self._settings = ""
-        self._holder: PeerStateHolder | None = None
+        self._holder: OuterSync | None = None
         self._decision: Decision | None = None
         self._slot = 0
         self._all_reduce: ElasticAllReduce | None = None
@@ -145,7 +134,7 @@ class ElasticTransport:
         """Slots of the workers of the next all-reduce; empty before this worker has joined."""
         return () if self._decision is None else tuple(m.slot for m in self._decision.members)
 
-    def join(self, holder: PeerStateHolder, *, steps: int = 0) -> None:
+    def join(self, holder: OuterSync, *, steps: int = 0) -> None:
         """Take part: start the job together with others, or enter it with a peer's state.
 
         Blocks until there is a quorum and, in a job under way, until its next launch. Call it
@@ -366,35 +355,12 @@ def _close(services: ElasticServices, group: ElasticGroup) -> None:
     services.close()
 
 
-class Carrier(Protocol):
-    """What an all-reduce needs of its transport."""
-
-    @property
-    def patience_s(self) -> float:
-        """Longest that an all-reduce can take, in seconds."""
-        ...
-
-    def fly(
-        self, tensors: Sequence[torch.Tensor], *, members: tuple[Member, ...], turn: int
-    ) -> None:
-        """Sum the tensors in place over the members; called in the all-reduce's thread."""
-        ...
-
-    def vote(self, ballot: Ballot, *, what: str) -> Decision:
-        """Vote on the all-reduce; called in the all-reduce's thread."""
-        ...
-
-    def adopt(self, decision: Decision, *, what: str) -> bool:
-        """Make the decision the worker's own; returns whether the all-reduce counts."""
-        ...
-
-
 class ElasticAllReduce:
     """A sum over the members under way."""
 
     def __init__(
         self,
-        transport: Carrier,
+        transport: ElasticTransport,
         tensors: Sequence[torch.Tensor],
         *,
         members: tuple[Member, ...],

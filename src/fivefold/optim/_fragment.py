@@ -15,19 +15,18 @@ from typing import Any
 import torch
 
 from fivefold.errors import CommunicationError, NonFiniteError
-from fivefold.optim._flat import FlatGroup
 from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coefficients
-from fivefold.optim._metadata import Metadata, MetadataReading
 from fivefold.optim._replica_hash import replica_hash, require_equal, require_equal_inside
-from fivefold.optim._schedule import Boundary, RoundSchedule
+from fivefold.optim._schedule import Boundary
 from fivefold.optim._shards import local_tensor
 from fivefold.optim._state import (
     EngineContext,
     FragmentState,
     InAllReduce,
+    MetadataReading,
 )
-from fivefold.optim._statistics import AllReduceRecord
 from fivefold.optim._update import OuterCoefficients, PieceStatistics
+from fivefold.optim.statistics import AllReduceRecord
 
 __all__ = ["EngineContext", "Fragment"]
 
@@ -39,27 +38,6 @@ _POLL_S = 0.0005
 
 class Fragment(FragmentState):
     """Outer state and rounds of one part of the model; made like ``FragmentState``."""
-
-    def __init__(
-        self,
-        index: int,
-        groups: list[FlatGroup],
-        *,
-        averaged: list[FlatGroup],
-        schedule: RoundSchedule,
-        context: EngineContext,
-    ) -> None:
-        super().__init__(index, groups, averaged=averaged, schedule=schedule, context=context)
-        device = groups[0].anchor.device
-        self._metadata = Metadata(context.transport.world_size, device=device)
-        self._side: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
-        self._weighted = False
-        self._finite = True
-        self._untold = 0  # of a lost all-reduce: others still have to be told
-        self._others_lr: float | None = None
-        context.transport.prepare(self._payloads(), fragment=index)
 
     # -- what the engine calls --------------------------------------------------------------------
 

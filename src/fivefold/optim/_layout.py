@@ -7,20 +7,25 @@ at the start.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._codecs import Codec, ExactCodec, named_codec
-from fivefold.optim._flat import flat_groups
+from fivefold.optim._flat import FlatGroup, flat_groups
 from fivefold.optim._fragment import Fragment
-from fivefold.optim._rule import OuterRule
+from fivefold.optim._rules import OuterRule
 from fivefold.optim._schedule import RoundSchedule
-from fivefold.optim._shards import RowShare
+from fivefold.optim._shards import RowShare, WorkerGroup, local_tensor, worker_group_of
 from fivefold.optim._staleness import GapPenalty
 from fivefold.optim._state import EngineContext
+from fivefold.optim.codecs import Codec, ExactCodec, named_codec
+from fivefold.optim.transport import Transport
 
 
 def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
@@ -204,3 +209,154 @@ def outer_state_bytes(
     if not isinstance(named_codec(codec) if isinstance(codec, str) else codec, ExactCodec):
         buffers += 1 + 1 / num_workers
     return round(_ELEMENT_BYTES * buffers * num_parameters / num_shards)
+
+
+def may_lose(transport: Transport) -> bool:
+    """Return whether all-reduces of a transport may be lost, so that their work must be kept."""
+    return bool(getattr(transport, "may_lose", False))
+
+
+def find_worker(
+    model: torch.nn.Module,
+    shard_group: dist.ProcessGroup | DeviceMesh | None,
+    *,
+    rule: OuterRule,
+    transport: Transport,
+    timeout_s: float,
+) -> WorkerGroup | None:
+    """Find the ranks of this worker and give them the same plain tensors; None for one rank."""
+    peers = getattr(transport, "global_ranks", None)
+    worker = worker_group_of(model, shard_group, peers=peers, timeout_s=timeout_s)
+    if worker is None:
+        return None
+    if may_lose(transport):
+        message = "a worker of several ranks cannot use a transport that may lose a round"
+        raise ConfigurationError(message, hint="use one rank for each worker, or no elastic")
+    require_countable(model, rule)
+    worker.broadcast([*model.parameters(), *model.buffers()])
+    return worker
+
+
+def parameter_shapes(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
+    """Names, local shapes and data types, for the comparison of the ranks."""
+    named = model.named_parameters()
+    return [(name, tuple(local_tensor(p).shape), str(p.dtype)) for name, p in named]
+
+
+def require_equal_settings(transport: Transport, mine: dict[str, Any]) -> None:
+    """Compare settings over the ranks; a collective call."""
+    if transport.world_size < 2:
+        message = "outer synchronisation needs at least two ranks; got world_size=1"
+        hint = "start more ranks (fivefold train --nproc 2, torchrun --nproc-per-node 2)"
+        raise ConfigurationError(message, hint=hint)
+    for rank, other in enumerate(transport.gather_objects(mine)):
+        for key, value in mine.items():
+            if other[key] != value:
+                message = f"rank {rank} has another {key} than rank {transport.rank}"
+                hint = "all ranks must use the same model and the same rule"
+                raise ConfigurationError(message, hint=hint)
+
+
+def outer_device_of(name: str) -> torch.device | None:
+    """Return where the outer state lives; None for beside the parameters."""
+    if name not in {"same", "cpu"}:
+        message = f"outer_device must be 'same' or 'cpu'; got {name!r}"
+        raise ConfigurationError(message, hint="'cpu' saves device memory, 'same' is faster")
+    return None if name == "same" else torch.device("cpu")
+
+
+def require_usable(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, timeout_s: float, every: int
+) -> None:
+    """Refuse arguments of ``OuterSync`` that cannot work."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        message = "the model is wrapped in DistributedDataParallel, which communicates every step"
+        raise ConfigurationError(message, hint="pass the bare module: OuterSync(model.module, ...)")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        message = f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}"
+        raise ConfigurationError(message)
+    if timeout_s <= 0:
+        raise ConfigurationError(f"timeout_s must be positive; got {timeout_s}")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        message = f"check_every_rounds must be an integer of at least 0; got {every!r}"
+        raise ConfigurationError(message, hint="0 switches the replica check off")
+
+
+_PATIENCE_ROUNDS = 2  # ranks whose rounds have other numbers of steps may announce one round apart
+
+
+class LateParameters:
+    """Parameters that become trainable after the engine was made, or whose objects are replaced.
+
+    Without care they would drift apart silently. A known name with a new object
+    (``load_state_dict`` with ``assign=True``) is followed. New ones are announced in the metadata,
+    so that all ranks adopt them at the same boundary, or all raise an error.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._known = _trainable(model)
+        self._different_rounds = 0
+        self.announced = 0.0
+
+    def look(self, groups: Iterable[FlatGroup]) -> dict[str, torch.Tensor]:
+        """Return what is not known yet, by name, after following replaced objects."""
+        now = _trainable(self._model)
+        known_objects = {id(p) for p in self._known.values()}
+        unknown = {name: p for name, p in now.items() if id(p) not in known_objects}
+        if unknown:
+            still_there = {id(p) for p in self._model.parameters()}
+            for name in list(unknown):
+                old = self._known.get(name)
+                if old is not None and id(old) not in still_there:
+                    _follow(groups, name, old=old, new=unknown[name])
+                    self._known[name] = unknown.pop(name)
+        text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in unknown.items())
+        self.announced = float(zlib.crc32(text.encode()) + 1) if unknown else 0.0
+        return unknown
+
+    def know(self, found: dict[str, torch.Tensor]) -> None:
+        """Count parameters as known from now on."""
+        self._known.update(found)
+        self.announced = 0.0
+
+    def all_announced(self, values: list[float]) -> bool:
+        """Return whether all ranks announced the same parameters."""
+        if len(set(values)) == 1:
+            self._different_rounds = 0
+            return values[0] != 0.0
+        self._different_rounds += 1
+        if self._different_rounds < _PATIENCE_ROUNDS:
+            return False
+        ranks = [rank for rank, value in enumerate(values) if value != values[0]]
+        message = f"rank(s) {ranks} have other new trainable parameters than rank 0"
+        hint = "make the same parameters trainable on all ranks, after the same step"
+        raise ConfigurationError(message, hint=hint)
+
+
+def require_same_names(names: list[list[str]]) -> None:
+    """Check what all ranks are about to adopt."""
+    for rank, found in enumerate(names):
+        if found != names[0]:
+            apart = sorted(set(found) ^ set(names[0]))
+            message = f"rank {rank} has other new trainable parameters than rank 0: {apart}"
+            hint = "make the same parameters trainable on all ranks, after the same step"
+            raise ConfigurationError(message, hint=hint)
+
+
+def _trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _follow(
+    groups: Iterable[FlatGroup], name: str, *, old: torch.Tensor, new: torch.Tensor
+) -> None:
+    was, now = local_tensor(old), local_tensor(new)
+    if (was.shape, was.dtype, was.device) != (now.shape, now.dtype, now.device):
+        message = (
+            f"parameter {name} was {tuple(was.shape)} {was.dtype} on {was.device}, and is now "
+            f"{tuple(now.shape)} {now.dtype} on {now.device}"
+        )
+        raise ConfigurationError(message, hint="make a new OuterSync for a changed model")
+    for group in groups:
+        group.tensors = [new if tensor is old else tensor for tensor in group.tensors]

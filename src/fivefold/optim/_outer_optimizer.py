@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._rule import MergeKind, OuterRule, require_plain
+from fivefold.optim._rules import MergeKind, OuterRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,6 @@ class OuterOptimizer(OuterRule):
         optimizer: A class of ``torch.optim``, or one with the same constructor.
         options: Its keyword arguments.
         hidden: Whether the all-reduce runs behind the next round.
-        staleness: Divisor of the pseudo-gradient; the gap penalty needs the engine's own step, so
-            "none" or "constant:..." here.
 
     Raises:
         ConfigurationError: A value is outside its range, or the optimizer refuses its options.
@@ -58,6 +56,8 @@ class OuterOptimizer(OuterRule):
 
     merge: ClassVar[MergeKind] = "hand over"
     name: ClassVar[str] = "outer optimizer"
+    takes: ClassVar[tuple[str, ...]] = ()
+    for_others: ClassVar[str] = "put the learning rate and momentum into options"
 
     optimizer: type[torch.optim.Optimizer]
     options: dict[str, Any] = field(default_factory=dict)
@@ -65,9 +65,6 @@ class OuterOptimizer(OuterRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = ("outer_lr", "outer_momentum", "clip", "units", "bootstrap", "staleness")
-        hint = "put the learning rate and momentum into options"
-        require_plain(self, *names, takes="tau, optimizer, options and hidden", hint=hint)
         probe = torch.nn.Parameter(torch.zeros(2, 2))
         probe.grad = torch.zeros(2, 2)
         try:

@@ -1,7 +1,19 @@
 """The outer rules: synchronous ones, and those whose all-reduce runs behind local steps.
 
-A delayed rule consumes a round's mean pseudo-gradient late: at the next boundary, or a stated
-number of steps after the launch. Rules differ in what happens to the work done meanwhile.
+A rule is a frozen, validated record; the engine (``OuterSync``) reads it. With x the anchor (equal
+on all replicas), D the mean pseudo-gradient over the replicas, L the staleness gap, beta the outer
+momentum, phi the clip and alpha the outer learning rate:
+
+    m <- clamp(beta * m + D / L, -phi, phi)
+    x <- x - alpha * m                        (Nesterov: x <- x - alpha * (beta * m + D / L))
+
+Rules differ in *when* a round's D arrives (this boundary, the next one, or some steps after the
+launch) and in the *merge*: what a worker's parameters z become when it has arrived.
+
+    replace   z <- x
+    pull      z <- (1 - s) * x + s * z         with s the local share
+    correct   z <- z + (d - D)                 with d the worker's own part of D
+    eager     z <- x, moved on by what the worker's own fresh part would do to it
 
 References:
     Local SGD: arXiv 1805.09767. SlowMo: arXiv 1910.00643. DiLoCo: arXiv 2311.08105. CO2: arXiv
@@ -12,14 +24,155 @@ References:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._rule import MergeKind, OuterRule, require_plain, require_share
-from fivefold.optim._staleness import StalenessPenalty
+from fivefold.optim._staleness import GapPenalty, NoPenalty, StalenessPenalty, named_penalty
+from fivefold.optim.auto_tau import AutoTau, named_auto_tau
 
-_ALL = ("outer_lr", "outer_momentum", "clip", "staleness", "units", "bootstrap")
+MergeKind = Literal["replace", "pull", "correct", "eager", "hand over"]
+
+
+_GENERAL = ("outer_lr", "outer_momentum", "clip", "staleness", "units", "bootstrap")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterRule:
+    """What every rule has; use one of its subclasses.
+
+    Attributes:
+        tau: Local steps per round; "auto" or ``AutoTau(...)`` for as few as hide the
+            communication (delayed rules only).
+        outer_lr: alpha, the outer learning rate.
+        outer_momentum: beta, the outer momentum, in [0, 1).
+        clip: phi, elementwise bound of the momentum in parameter units; None for no bound.
+        staleness: Divisor of the pseudo-gradient.
+        units: "delta" keeps pseudo-gradients as they are; "lr" divides them by the inner
+            learning rate and multiplies it back at the outer step, so that old momentum is
+            rescaled when the inner learning rate changes (SlowMo's published form).
+        bootstrap: What a delayed rule does at the first boundary (see ``CO2``).
+
+    Examples:
+        >>> LocalSGD(tau=4).outer_lr
+        1.0
+    """
+
+    name: ClassVar[str] = "outer rule"
+    merge: ClassVar[MergeKind] = "replace"
+    nesterov: ClassVar[bool] = False
+    hides_rounds: ClassVar[bool] = False
+    # Which of the general settings the published form has; the others must be at their defaults.
+    takes: ClassVar[tuple[str, ...]] = _GENERAL
+    for_others: ClassVar[str] = "use CO2 for other outer settings"
+
+    tau: int | Literal["auto"] | AutoTau
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    clip: float | None = None
+    staleness: StalenessPenalty | str = field(default_factory=NoPenalty)
+    units: Literal["delta", "lr"] = "delta"
+    bootstrap: Literal["reset", "sync"] = "reset"
+
+    def __post_init__(self) -> None:
+        self._check_tau()
+        _require_positive("outer_lr", self.outer_lr)
+        if self.clip is not None:
+            _require_positive("clip", self.clip)
+        if not 0 <= self.outer_momentum < 1:
+            message = f"outer_momentum must be in [0, 1); got {self.outer_momentum!r}"
+            raise ConfigurationError(message, hint="0 for none; CO2 uses 0 to 0.6")
+        if self.units not in {"delta", "lr"}:
+            raise ConfigurationError(f"units must be 'delta' or 'lr'; got {self.units!r}")
+        if self.bootstrap not in {"reset", "sync"}:
+            raise ConfigurationError(f"bootstrap must be 'reset' or 'sync'; got {self.bootstrap!r}")
+        object.__setattr__(self, "staleness", named_penalty(self.staleness))
+        if not self.delayed and isinstance(self.staleness, GapPenalty):
+            message = f"{self.name} is synchronous: nothing is stale, so a gap penalty has no use"
+            raise ConfigurationError(message, hint='use staleness="none", or the delayed rule CO2')
+        self._check_general_settings()
+
+    def _check_tau(self) -> None:
+        if isinstance(self.tau, (str, AutoTau)):
+            object.__setattr__(self, "tau", named_auto_tau(self.tau))
+            if not self.delayed or self.num_fragments > 1:
+                message = f'tau="auto" needs a rule that hides whole rounds; got {self.name}'
+                raise ConfigurationError(message, hint="use CO2, or give tau as a number")
+        elif isinstance(self.tau, bool) or not isinstance(self.tau, int) or self.tau < 1:
+            message = f"tau must be a positive integer, the local steps per round; got {self.tau!r}"
+            raise ConfigurationError(message, hint="use tau=1 to synchronise at every step")
+
+    def _check_general_settings(self) -> None:
+        if self.takes == _GENERAL:
+            return
+        defaults = OuterRule(tau=1)
+        for name in set(_GENERAL).difference(self.takes):
+            value = getattr(self, name)
+            if value != getattr(defaults, name):
+                names = [each.name for each in fields(self)]
+                *most, last = [n for n in names if n not in _GENERAL or n in self.takes]
+                taken = f"{', '.join(most)} and {last}" if most else last
+                message = f"{type(self).__name__} takes {taken} only"
+                raise ConfigurationError(f"{message}; got {name}={value!r}", hint=self.for_others)
+
+    @property
+    def penalty(self) -> StalenessPenalty:
+        """Return the staleness penalty as an object, whatever form it was given in."""
+        return named_penalty(self.staleness)
+
+    @property
+    def auto_tau(self) -> AutoTau | None:
+        """Settings of the automatic tau; None where tau is a number."""
+        return self.tau if isinstance(self.tau, AutoTau) else None
+
+    @property
+    def first_tau(self) -> int:
+        """Local steps of the first round."""
+        assert not isinstance(self.tau, str), "__post_init__ made it an object"
+        return self.tau.initial if isinstance(self.tau, AutoTau) else self.tau
+
+    @property
+    def delayed(self) -> bool:
+        """Return whether a round's result arrives while later local steps are being done."""
+        return self.hides_rounds
+
+    @property
+    def delay_steps(self) -> int | None:
+        """Local steps between launch and merge of a delayed rule; None for a whole round."""
+        return None
+
+    @property
+    def keeps_local(self) -> bool:
+        """Return whether replicas differ between boundaries even without local steps."""
+        return self.merge in {"pull", "correct"}
+
+    @property
+    def local_share(self) -> float:
+        """Return s of the merge "pull"."""
+        return 0.0
+
+    @property
+    def num_fragments(self) -> int:
+        """Parts of the model that are synchronised at moments of their own."""
+        return 1
+
+
+def _require_positive(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+        raise ConfigurationError(f"{name} must be a positive number; got {value!r}")
+
+
+def _require_share(name: str, value: object, *, hint: str) -> None:
+    if not isinstance(value, (int, float)) or not 0 < value < 1:
+        message = f"{name} must be between 0 and 1, both excluded; got {value!r}"
+        raise ConfigurationError(message, hint=hint)
+
+
+def _require_between(name: str, value: object, *, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        message = f"{name} must be an integer from 1 to tau={most}; got {value!r}"
+        raise ConfigurationError(message, hint=f"use at most {most}, or a larger tau")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +220,12 @@ class CO2(OuterRule):
     """
 
     name: ClassVar[str] = "CO2"
+    hides_rounds: ClassVar[bool] = True
 
     outer_lr: float = 0.7
     outer_momentum: float = 0.2
     clip: float | None = 1.0
     staleness: StalenessPenalty | str = "gap"
-
-    @property
-    def delayed(self) -> bool:
-        """Return True: the all-reduce runs behind the next round."""
-        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +255,8 @@ class DelayCorrected(OuterRule):
 
     merge: ClassVar[MergeKind] = "correct"
     name: ClassVar[str] = "delay-corrected"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        hint = "use CO2 for outer settings"
-        require_plain(self, *_ALL, takes="tau", hint=hint)
-
-    @property
-    def delayed(self) -> bool:
-        """Return True: the all-reduce runs behind the next round."""
-        return True
+    hides_rounds: ClassVar[bool] = True
+    takes: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +291,8 @@ class OverlapLocalSGD(OuterRule):
 
     merge: ClassVar[MergeKind] = "pull"
     name: ClassVar[str] = "Overlap-Local-SGD"
+    hides_rounds: ClassVar[bool] = True
+    takes: ClassVar[tuple[str, ...]] = ("outer_momentum",)
 
     outer_momentum: float = 0.7
     pull: float = 0.6
@@ -157,19 +300,11 @@ class OverlapLocalSGD(OuterRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         hint = "0.6 is the paper's; use CO2 to replace the local work, DelayCorrected to keep it"
-        require_share("pull", self.pull, hint=hint)
-        hint = "use CO2 for other outer settings"
-        names = ("outer_lr", "clip", "staleness", "units", "bootstrap")
-        require_plain(self, *names, takes="tau, pull and outer_momentum", hint=hint)
-
-    @property
-    def delayed(self) -> bool:
-        """Return True: the all-reduce runs behind the next round."""
-        return True
+        _require_share("pull", self.pull, hint=hint)
 
     @property
     def local_share(self) -> float:
-        """Return what remains of the worker's own parameters."""
+        """Return what remains of the local parameters."""
         return 1.0 - self.pull
 
 
@@ -216,20 +351,11 @@ class EagerDiLoCo(OuterRule):
     nesterov: ClassVar[bool] = True
     merge: ClassVar[MergeKind] = "eager"
     name: ClassVar[str] = "eager DiLoCo"
+    hides_rounds: ClassVar[bool] = True
+    takes: ClassVar[tuple[str, ...]] = ("outer_lr", "outer_momentum")  # the rest is not linear
 
     outer_lr: float = 0.5
     outer_momentum: float = 0.3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        takes, hint = "tau, outer_lr and outer_momentum", "use CO2 for other outer settings"
-        names = ("clip", "staleness", "units", "bootstrap")  # the split in two parts is linear
-        require_plain(self, *names, takes=takes, hint=hint)
-
-    @property
-    def delayed(self) -> bool:
-        """Return True: the all-reduce runs behind the next round."""
-        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +395,8 @@ class StreamingDiLoCo(OuterRule):
     nesterov: ClassVar[bool] = True
     merge: ClassVar[MergeKind] = "pull"
     name: ClassVar[str] = "Streaming DiLoCo"
+    hides_rounds: ClassVar[bool] = True
+    takes: ClassVar[tuple[str, ...]] = ("outer_lr", "outer_momentum")
 
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
@@ -279,10 +407,7 @@ class StreamingDiLoCo(OuterRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         hint = "0.5 is the paper's; use CO2 to replace the local work"
-        require_share("keep", self.keep, hint=hint)
-        takes = "tau, outer_lr, outer_momentum, fragments, delay_steps and keep"
-        names = ("clip", "staleness", "units", "bootstrap")
-        require_plain(self, *names, takes=takes, hint="use CO2 for other outer settings")
+        _require_share("keep", self.keep, hint=hint)
         tau = self.first_tau
         _require_between("fragments", self.fragments, most=tau)
         if self.delay_steps is not None:
@@ -291,28 +416,14 @@ class StreamingDiLoCo(OuterRule):
                 object.__setattr__(self, "delay_steps", None)
 
     @property
-    def delayed(self) -> bool:
-        """Return True: the all-reduces run behind local steps."""
-        return True
-
-    @property
     def local_share(self) -> float:
-        """Share of the local parameters in the merge."""
+        """Return what remains of the local parameters."""
         return self.keep
 
     @property
     def num_fragments(self) -> int:
         """Parts of the model that are synchronised at moments of their own."""
         return self.fragments
-
-
-def _require_between(name: str, value: object, *, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        message = f"{name} must be an integer from 1 to tau={most}; got {value!r}"
-        raise ConfigurationError(message, hint=f"use at most {most}, or a larger tau")
-
-
-_OUTER = ("outer_lr", "outer_momentum", "clip", "staleness", "units")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,11 +449,8 @@ class LocalSGD(OuterRule):
     """
 
     name: ClassVar[str] = "Local SGD"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        hint = "use SlowMo for an outer learning rate"
-        require_plain(self, *_OUTER, takes="tau", hint=hint)
+    takes: ClassVar[tuple[str, ...]] = ()
+    for_others: ClassVar[str] = "use SlowMo for an outer learning rate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,12 +512,8 @@ class DiLoCo(OuterRule):
 
     nesterov: ClassVar[bool] = True
     name: ClassVar[str] = "DiLoCo"
+    takes: ClassVar[tuple[str, ...]] = ("outer_lr", "outer_momentum")
+    for_others: ClassVar[str] = "use SlowMo for a clip or units of lr"
 
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        hint = "use SlowMo for a clip or units of lr"
-        takes = "tau, outer_lr and outer_momentum"
-        require_plain(self, "clip", "staleness", "units", takes=takes, hint=hint)

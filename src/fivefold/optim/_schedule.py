@@ -43,11 +43,7 @@ class ScheduleState(TypedDict):
 
 
 class RoundSchedule:
-    """Counts local steps into rounds.
-
-    Attributes:
-        ended_steps: Local steps of the round that ended last; not part of the state.
-    """
+    """Counts local steps into rounds."""
 
     def __init__(
         self,

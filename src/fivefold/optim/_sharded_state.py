@@ -36,15 +36,7 @@ _NORMS = ("last_move", "last_delta")
 
 @dataclass(frozen=True, kw_only=True)
 class StateForm:
-    """How one rank's state is written by parameter, and read again.
-
-    Attributes:
-        model: Gives the names.
-        fragments: The engine's.
-        worker: The ranks of this worker; None where that is one rank.
-        index: This worker's number.
-        num_workers: Number of workers.
-    """
+    """How one rank's state is written by parameter, and read again."""
 
     model: torch.nn.Module
     fragments: list[Fragment]

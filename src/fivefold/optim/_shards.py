@@ -50,12 +50,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RowShare:
-    """Which rows of every tensor a rank owns.
-
-    Attributes:
-        place: This rank's place within the worker.
-        count: Number of ranks of the worker.
-    """
+    """Which rows of every tensor a rank owns."""
 
     place: int = 0
     count: int = 1

@@ -19,31 +19,33 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._auto_tau import TauController, TauDecision
-from fivefold.optim._codecs import Codec
-from fivefold.optim._late_parameters import LateParameters, require_same_names
 from fivefold.optim._layout import (
+    LateParameters,
+    find_worker,
     fixed_tensors,
     late_fragment,
     make_fragments,
-    state_extras,
-)
-from fivefold.optim._metadata import MetadataReading
-from fivefold.optim._rule import OuterRule
-from fivefold.optim._sharded_state import StateForm
-from fivefold.optim._shards import local_tensor, reshard
-from fivefold.optim._stability import StabilityWatch
-from fivefold.optim._start import (
-    find_worker,
     may_lose,
     outer_device_of,
     parameter_shapes,
     require_equal_settings,
+    require_same_names,
     require_usable,
+    state_extras,
 )
-from fivefold.optim._state import EngineContext, require_same, settings
-from fivefold.optim._statistics import AllReduceRecord, StatisticsMeter, SyncStatistics
-from fivefold.optim._transport import ProcessGroupTransport, Transport
+from fivefold.optim._rules import OuterRule
+from fivefold.optim._sharded_state import StateForm
+from fivefold.optim._shards import local_tensor, reshard
+from fivefold.optim._state import EngineContext, MetadataReading, require_same, settings
+from fivefold.optim.auto_tau import TauController, TauDecision
+from fivefold.optim.codecs import Codec
+from fivefold.optim.statistics import (
+    AllReduceRecord,
+    StabilityWatch,
+    StatisticsMeter,
+    SyncStatistics,
+)
+from fivefold.optim.transport import ProcessGroupTransport, Transport
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,12 +7,13 @@ what is written into it is left out where it would not fit.
 from __future__ import annotations
 
 import bisect
+import html
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fivefold.report._markup import Markup, tag
-from fivefold.report._page import (
+from fivefold.report._styles import COLOURS
+from fivefold.report.page import (
     Curve,
     CurveChart,
     LaneLoad,
@@ -21,7 +22,6 @@ from fivefold.report._page import (
     Timeline,
     TimelineLane,
 )
-from fivefold.report._styles import COLOURS
 from fivefold.units import format_duration_s
 
 _WIDTH, _LEFT, _RIGHT = 1000.0, 170.0, 8.0
@@ -32,6 +32,43 @@ _LABEL_WIDTH = 6.2  # of one character at the size that the style sheet gives it
 _NAME_WIDTH = 24  # characters that fit left of a lane
 _DASHES = ("", "6 4", "2 3", "8 3 2 3")
 _DIGITS = 5  # of a curve's points: more do not show
+
+
+class Markup(str):
+    """Text that is markup."""
+
+    __slots__ = ()
+
+
+def tag(name: str, /, *children: str, **attributes: object) -> Markup:
+    """Return an element.
+
+    Attributes that are None or False are left out, True stands without a value; ``cls`` is the
+    class, and an underscore is a hyphen.
+    """
+    written = []
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        attribute = "class" if key == "cls" else key.replace("_", "-")
+        plain = f"{value:g}" if isinstance(value, float) else str(value)
+        written.append(f" {attribute}" if value is True else f' {attribute}="{_escaped(plain)}"')
+    start = f"<{name}{''.join(written)}>"
+    if name in ("br", "img", "meta"):
+        return Markup(start)
+    return Markup(f"{start}{join(children)}</{name}>")
+
+
+def join(children: tuple[str, ...] | list[str]) -> Markup:
+    """Return elements and escaped text, one behind the other."""
+    return Markup(
+        "".join(child if isinstance(child, Markup) else _escaped(child) for child in children)
+    )
+
+
+def _escaped(text: str) -> str:
+    """Return text that may stand between tags, and between double quotes."""
+    return html.escape(text, quote=False).replace('"', "&quot;")
 
 
 def timeline_svg(timeline: Timeline) -> Markup:

@@ -11,11 +11,11 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from fivefold.report._page import Curve, CurveChart
 from fivefold.report._records import RankTrace, Run, TrainPoint, ValidationPoint
 from fivefold.report._spans import RoundPoint, round_points
 from fivefold.report._styles import MARKERS, run_colours, thinned
-from fivefold.report._summary import final_bits_per_byte, validation_curve
+from fivefold.report.page import Curve, CurveChart
+from fivefold.report.summary import final_bits_per_byte, validation_curve
 
 _TICKS = (0.5, 0.7, 1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20)
 _AXES = {

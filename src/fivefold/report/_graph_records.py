@@ -148,23 +148,7 @@ class GraphResult(_Record):
 
 @dataclass(frozen=True, slots=True)
 class GraphRun:
-    """One run as its folder tells it.
-
-    Attributes:
-        path: The run's folder.
-        name: Short name, unique among the runs that were read together.
-        label: Name for people, unique as well.
-        manifest: What was started.
-        config_text: Its config.toml.
-        plan_text: The plan's explanation; empty without a plan.
-        train: The training curve.
-        epochs: Whole epochs.
-        validation: Validations.
-        prepare: What was made before training; the first time and the newest plan.
-        end: How it ended; None while it goes on, or where it was killed.
-        result: The sums; None where there are none yet.
-        notes: What a reader must know.
-    """
+    """One run as its folder tells it."""
 
     path: Path
     name: str

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fivefold.report._format import (
+from fivefold.report._graph_records import DataCounts, GraphRun
+from fivefold.report._styles import COLOURS, MARKERS, ORANGE, thinned
+from fivefold.report.format import (
     UNKNOWN,
     fact_rows,
     format_bytes_or_dash,
@@ -17,8 +19,7 @@ from fivefold.report._format import (
     format_seconds,
     typed_command,
 )
-from fivefold.report._graph_records import DataCounts, GraphRun
-from fivefold.report._page import (
+from fivefold.report.page import (
     BarChart,
     BarRow,
     Curve,
@@ -31,7 +32,6 @@ from fivefold.report._page import (
     SideBySide,
     TextBlock,
 )
-from fivefold.report._styles import COLOURS, MARKERS, ORANGE, thinned
 
 STAGE_NAMES = {
     "compute": "compute",
@@ -53,29 +53,7 @@ _MUCH = 0.1
 
 @dataclass(frozen=True, slots=True)
 class GraphSummary:
-    """The figures of one run.
-
-    Attributes:
-        name: Unique name of the run.
-        label: Name for people.
-        mode: Where its batches came from.
-        status: How it ended.
-        epochs: Whole epochs.
-        wall_s: Seconds of training.
-        epoch_s: Mean seconds of an epoch, validation and checkpoints not counted.
-        stages: Seconds of rank 0 by what its training thread did.
-        pipeline: Seconds of rank 0's background stages.
-        waiting: Share of an epoch in which training stood still for data.
-        data: What the data path did.
-        bytes_per_epoch: Bytes that rank 0 read from disk for cold rows, per epoch.
-        predicted_bytes_per_epoch: What the plan said all ranks would read.
-        hit_rates: Share of the rows by level.
-        amplification: Bytes read per byte of cold rows.
-        prepare_s: Seconds of sampling, planning and packing.
-        valid_accuracy: Best validation accuracy.
-        test_accuracy: Test accuracy at that epoch.
-        best_epoch: That epoch.
-    """
+    """The figures of one run."""
 
     name: str
     label: str

@@ -13,11 +13,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fivefold.report._charts import curve_data, range_rows, timeline_svg
+from fivefold.report._charts import Markup, curve_data, join, range_rows, tag, timeline_svg
 from fivefold.report._files import write_text_atomically
-from fivefold.report._format import format_seconds
-from fivefold.report._markup import Markup, join, tag
-from fivefold.report._page import (
+from fivefold.report.format import format_seconds
+from fivefold.report.page import (
     BarChart,
     CurveChart,
     DataTable,
@@ -62,7 +61,7 @@ def render_html(page: Page) -> str:
         page: What to show; sections without content are left out.
 
     Examples:
-        >>> from fivefold.report import Page
+        >>> from fivefold.report.page import Page
         >>> "A &lt; B" in render_html(Page(title="t", finding="A < B"))
         True
     """

@@ -9,32 +9,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fivefold.report._format import format_bytes_or_dash, format_percent
-from fivefold.report._page import Curve, CurveChart, DataTable, PagePart, PageSection
 from fivefold.report._records import MixturePoint, Run
 from fivefold.report._styles import MARKERS, run_colours
+from fivefold.report.format import format_bytes_or_dash, format_percent
+from fivefold.report.page import Curve, CurveChart, DataTable, PagePart, PageSection
 
 _MOST_EXPERTS = 64  # more columns do not fit a page
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureSummary:
-    """The figures of one run.
-
-    Attributes:
-        label: Name of the run for people.
-        blocks: Numbers of the blocks that have a mixture.
-        experts: Experts of each.
-        ranks: Ranks whose tokens are counted, which share the experts out.
-        load: Share of a block's assignments that went to each expert, by block.
-        imbalance: Largest load over the mean one by block, over the whole run.
-        imbalance_last: The same in the last interval that was logged.
-        idle: Experts that got nothing in the last interval, over all blocks.
-        dropped: Share of the assignments that were dropped beyond the capacity.
-        payload_bytes_per_step: Bytes of token rows that rank 0 sent to other ranks' experts, and
-            back from its own, forward and backward.
-        sent_bytes_per_step: The same with expert numbers, weights and counts.
-    """
+    """The figures of one run."""
 
     label: str
     blocks: tuple[int, ...]

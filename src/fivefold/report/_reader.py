@@ -89,15 +89,6 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
     """Find the run folders among the given folders and below them.
 
     A folder that holds a ``manifest.json`` is a run; the search does not go below a run.
-
-    Args:
-        paths: Run folders, or folders that hold runs at any depth.
-
-    Returns:
-        The run folders, each once, in the order given and by name within one folder.
-
-    Raises:
-        DataError: A path does not exist, or neither it nor anything below it is a run.
     """
     found: dict[Path, Path] = {}
     for path in map(Path, paths):

@@ -249,25 +249,7 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run as its folder tells it.
-
-    Attributes:
-        path: The run's folder.
-        name: Short name, unique among the runs that were read together.
-        label: Name for people, unique as well.
-        manifest: What was started.
-        config: The resolved configuration; empty where the file is missing.
-        config_text: The same as the file has it.
-        metrics: Curves and events.
-        ranks: One trace per rank that logged, by rank.
-        result: The sums; None while the run goes on, or where it was killed.
-        notes: What a reader must know: missing files, torn lines, an early end.
-
-    Examples:
-        >>> fields = {"schema": 1, "fivefold": "0", "method": "ddp", "label": "", "world_size": 2}
-        >>> Run(Path("runs/a"), name="a", label="A", manifest=Manifest(**fields)).status
-        'unfinished'
-    """
+    """One run as its folder tells it."""
 
     path: Path
     name: str

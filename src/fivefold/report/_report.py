@@ -10,11 +10,10 @@ from typing import Any
 
 from fivefold.report._graph_records import GraphRun
 from fivefold.report._graphs import GraphSummary, graph_headline, summarise_graph_runs
-from fivefold.report._headline import caveats, headline
 from fivefold.report._mixtures import summarise_mixtures
 from fivefold.report._reader import find_runs, is_graph_run, read_graph_runs, read_runs
 from fivefold.report._records import Run
-from fivefold.report._summary import RunSummary, summarise
+from fivefold.report.summary import RunSummary, caveats, headline, summarise
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +84,7 @@ def build_report(paths: Iterable[Path | str]) -> Report:
 
 
 def configuration_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """List the configuration keys in which runs differ, with each run's value.
-
-    Args:
-        runs: The runs of one report.
-
-    Returns:
-        (key, values in the order of the runs) by key; an absent key's value is ``""``.
-    """
+    """List the configuration keys in which runs differ, with each run's value."""
     flat = [dict(_flatten(run.config)) for run in runs]
     keys = sorted({key for config in flat for key in config})
     rows = [(key, [config.get(key, "") for config in flat]) for key in keys]

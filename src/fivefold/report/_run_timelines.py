@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
-from fivefold.report._format import CATEGORY_NAMES
-from fivefold.report._page import LaneSpan, PageSection, Timeline, TimelineLane
 from fivefold.report._records import RankTrace, Run, Span
 from fivefold.report._spans import separate_fragments
+from fivefold.report.format import CATEGORY_NAMES
+from fivefold.report.page import LaneSpan, PageSection, Timeline, TimelineLane
 from fivefold.units import format_bytes, format_duration_s
 
 _MOST_RANKS = 4

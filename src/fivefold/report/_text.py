@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.report._page import BarChart, DataTable, Page, PagePart, TextBlock
+from fivefold.report.page import BarChart, DataTable, Page, PagePart, TextBlock
 
 _LOOKS = {  # letter and colour of each kind
     "compute": ("C", "blue"),
@@ -43,7 +43,7 @@ def print_page(page: Page, *, file: TextIO | None = None) -> None:
             is a terminal.
 
     Examples:
-        >>> from fivefold.report import Page
+        >>> from fivefold.report.page import Page
         >>> print_page(Page(title="runs", finding="Nothing yet."))
         Nothing yet.
     """

@@ -6,7 +6,12 @@ import shlex
 from collections.abc import Callable, Sequence
 
 from fivefold.report._curves import loss_charts, round_charts
-from fivefold.report._format import (
+from fivefold.report._graphs import graph_sections, graph_text_sections
+from fivefold.report._mixtures import mixture_section, mixture_table, summarise_mixtures
+from fivefold.report._records import Run
+from fivefold.report._report import Report, configuration_differences
+from fivefold.report._run_timelines import timeline_section
+from fivefold.report.format import (
     CATEGORY_NAMES,
     UNKNOWN,
     fact_rows,
@@ -20,10 +25,7 @@ from fivefold.report._format import (
     format_waits,
     typed_command,
 )
-from fivefold.report._graphs import graph_sections, graph_text_sections
-from fivefold.report._headline import importance
-from fivefold.report._mixtures import mixture_section, mixture_table, summarise_mixtures
-from fivefold.report._page import (
+from fivefold.report.page import (
     BarChart,
     BarRow,
     DataTable,
@@ -34,10 +36,7 @@ from fivefold.report._page import (
     SideBySide,
     TextBlock,
 )
-from fivefold.report._records import Run
-from fivefold.report._report import Report, configuration_differences
-from fivefold.report._run_timelines import timeline_section
-from fivefold.report._summary import RunSummary
+from fivefold.report.summary import RunSummary, importance
 
 _MOST_RANKS = 8
 _EXPECTED_DIFFERENCES = ("sync.", "run.output")

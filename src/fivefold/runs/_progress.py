@@ -58,14 +58,7 @@ class ProgressBar:
             self._bar.stop()
 
     def __call__(self, stage: str, done: int, total: int, text: str = "") -> None:
-        """Show that a part of a stage is done.
-
-        Args:
-            stage: Name of the stage.
-            done: How much of it is done.
-            total: How much there is.
-            text: Figures to show beside it.
-        """
+        """Show that a part of a stage is done."""
         if self._bar is not None:
             if stage not in self._tasks:
                 self._tasks[stage] = self._bar.add_task(stage, total=total, text=text)

@@ -31,7 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fivefold import errors
 from fivefold.errors import CommunicationError, FivefoldError
-from fivefold.runs._ending import exit_code
+from fivefold.runs.ending import exit_code
 from fivefold.runs.ranks import STORE_VARIABLE
 
 _LOG = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # hidden
 
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
-from fivefold.runs._ending import StopRequest
+from fivefold.runs.ending import StopRequest
 
 Value = TypeVar("Value")
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.collectives.pricing import FabricSpec, Groups, collective_time_s
+from fivefold.collectives.pricing import FabricSpec, collective_time_s
+from fivefold.collectives.pricing.fabric import Groups
 from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._layer import LayerCost, LayerKey, head_cost, mean_layer_cost
 from fivefold.strategy._model import ModelSpec

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fivefold.collectives.pricing import FabricSpec, chain_time_s
+from fivefold.collectives.pricing import FabricSpec
+from fivefold.collectives.pricing.closed_form import chain_time_s
 from fivefold.errors import ConfigurationError
 from fivefold.strategy._columns import Columns, Floats
 from fivefold.strategy._device import DeviceSpec

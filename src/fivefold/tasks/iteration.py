@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fivefold.collectives.pricing import Quote
+from fivefold.collectives.pricing.fabric import Quote
 from fivefold.errors import ConfigurationError
 from fivefold.tasks.graph import CommunicationTask, ComputeTask, Task, TaskGraph
 

@@ -7,45 +7,20 @@ resumed, they reach the same parameters bit for bit.
 
 from __future__ import annotations
 
-from fivefold.train._config import (
-    AutoTauConfig,
-    DataConfig,
-    MixtureConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    SyncConfig,
-    TasksConfig,
-    TrainConfig,
-    config_to_toml,
-    load_config,
-)
-from fivefold.train._corpus import Corpus, load_corpus
-from fivefold.train._launch import launch
-from fivefold.train._loop import train
+from fivefold.train._corpus import load_corpus
+from fivefold.train._loop import launch, train
+from fivefold.train._methods import RunResult
 from fivefold.train._model import Transformer
-from fivefold.train._result import RunResult
-from fivefold.train._sampler import ShardedSampler, gather_batch
-from fivefold.train._tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from fivefold.train._tokenizer import load_tokenizer
+from fivefold.train.config import TrainConfig, config_to_toml, load_config
+from fivefold.train.sampler import ShardedSampler
 
 __all__ = [
-    "AutoTauConfig",
-    "ByteTokenizer",
-    "Corpus",
-    "DataConfig",
-    "HuggingFaceTokenizer",
-    "MixtureConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "RunConfig",
     "RunResult",
     "ShardedSampler",
-    "SyncConfig",
-    "TasksConfig",
     "TrainConfig",
     "Transformer",
     "config_to_toml",
-    "gather_batch",
     "launch",
     "load_config",
     "load_corpus",

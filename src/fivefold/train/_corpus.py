@@ -21,9 +21,9 @@ import numpy as np
 
 from fivefold.errors import DataError
 from fivefold.runs import ProgressBar
-from fivefold.train._config import DataConfig
 from fivefold.train._token_cache import TokenWriter, cache_folder, open_or_build
 from fivefold.train._tokenizer import Tokenizer
+from fivefold.train.config import DataConfig
 
 _FORMAT = "corpus-1"
 _SPLITS = ("train", "validation")
@@ -34,23 +34,7 @@ _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """Tokens of a folder of text, split by file.
-
-    Attributes:
-        train: Training tokens, uint16 or uint32, memory-mapped and read-only.
-        validation: Validation tokens, likewise.
-        train_bytes: Bytes of text behind the training tokens, without document ends.
-        validation_bytes: Bytes of text behind the validation tokens. A loss in nats per token
-            becomes bits per byte by ``/ ln 2 * len(validation) / validation_bytes``.
-        num_files: Files that were read.
-        num_skipped: Files that were left out because they are not text.
-        fingerprint: Changes whenever a token does; equal on all machines with the same text.
-
-    Examples:
-        >>> Corpus(train=np.zeros(3), validation=np.zeros(2), train_bytes=2, validation_bytes=1,
-        ...        num_files=2, num_skipped=0, fingerprint="").num_files
-        2
-    """
+    """Tokens of a folder of text, split by file."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -80,7 +64,7 @@ def load_corpus(data: DataConfig, tokenizer: Tokenizer) -> Corpus:
     Examples:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from fivefold.train._config import DataConfig
+        >>> from fivefold.train.config import DataConfig
         >>> from fivefold.train._tokenizer import ByteTokenizer
         >>> folder = Path(tempfile.mkdtemp())
         >>> for number in range(20):
@@ -203,14 +187,7 @@ def _with_progress(files: list[SourceFile]) -> Iterable[SourceFile]:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A file below the source folder.
-
-    Attributes:
-        path: Where it is.
-        name: Path below the source folder, with forward slashes.
-        size_bytes: Its size when it was listed.
-        modified_ns: When it was last written, in nanoseconds since 1970.
-    """
+    """A file below the source folder."""
 
     path: Path
     name: str

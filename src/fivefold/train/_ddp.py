@@ -21,14 +21,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fivefold.optim import SyncStatistics, TauDecision
+from fivefold.optim import SyncStatistics
+from fivefold.optim.auto_tau import TauDecision
 from fivefold.runs.ranks import Ranks
 from fivefold.tasks import ScheduledReduction
-from fivefold.train._config import TasksConfig
 from fivefold.train._expert_ranks import ExpertRanks
 from fivefold.train._methods import CommunicationTotals, LanguageModel, plain_update
 from fivefold.train._mixture import Mixtures
 from fivefold.train._spans import Span, union_s
+from fivefold.train.config import TasksConfig
 
 _MIB = 2**20
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -26,9 +26,9 @@ from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe import ExchangeConfig, ExpertExchange, ExpertGroup, TorchSymmetricHeap, backends
 from fivefold.moe.parallel import ExchangeFlight
 from fivefold.runs.ranks import Ranks
-from fivefold.train._config import MixtureConfig, ModelConfig, TrainConfig
 from fivefold.train._mixture import expert_width
 from fivefold.train._step import choose_precision
+from fivefold.train.config import MixtureConfig, ModelConfig, TrainConfig
 
 _LOG = logging.getLogger(__name__)
 _SIGNAL_BYTES = 8

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
+import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.runs import (
     FolderLock,
-    LinkMeter,
     MetricsWriter,
     ProgressBar,
     StopRequest,
@@ -31,27 +34,135 @@ from fivefold.runs.checkpoints import (
     choose_checkpoint,
     parameters_sha256,
     read_own_state,
+    require_resumable,
     restore_rng,
     rng_state,
     write_checkpoint,
 )
+from fivefold.runs.launch import launch_ranks
+from fivefold.runs.machine import LinkMeter
 from fivefold.runs.ranks import Ranks, StopAgreement, close_ranks, open_ranks, read_place
-from fivefold.train._config import TrainConfig
-from fivefold.train._corpus import Corpus
-from fivefold.train._evaluate import Validation, bits_per_byte, evaluate
-from fivefold.train._expert_ranks import share_experts
-from fivefold.train._methods import method_label
-from fivefold.train._model import Transformer
-from fivefold.train._result import RunResult, make_result, run_manifest
-from fivefold.train._setup import (
-    describe_run,
-    load_equal_data,
-    make_method,
-    make_optimizer,
-    require_settings,
+from fivefold.train._corpus import Corpus, load_corpus, resolve_source
+from fivefold.train._ddp import DataParallelMethod, ScheduledDataParallelMethod
+from fivefold.train._expert_ranks import ExpertRanks, require_shares, share_experts
+from fivefold.train._methods import (
+    Method,
+    NoMethod,
+    RunResult,
+    make_result,
+    method_label,
+    require_peers,
+    run_manifest,
 )
+from fivefold.train._model import Transformer
+from fivefold.train._outer import OuterMethod, make_rule
 from fivefold.train._spans import Span, SpanRecorder, subtract
-from fivefold.train._step import StepRunner, TrainedParts, autocast_context
+from fivefold.train._step import (
+    StepRunner,
+    TrainedParts,
+    Validation,
+    autocast_context,
+    bits_per_byte,
+    evaluate,
+)
+from fivefold.train._tokenizer import Tokenizer, load_tokenizer
+from fivefold.train.config import DataConfig, SyncConfig, TasksConfig, TrainConfig, load_config
+
+
+def require_settings(config: TrainConfig, *, world_size: int) -> None:
+    """Check what is the same on every host: the method, its rule, the number of ranks."""
+    require_peers(config.sync, world_size=world_size)
+    require_shares(config.model, world_size=world_size)
+    if config.sync.method not in {"none", "ddp"}:
+        make_rule(config.sync)
+
+
+def require_host(config: TrainConfig, *, nproc: int) -> None:
+    """Check what this host must have for the ranks that are about to start on it."""
+    resolve_source(config.data.path)
+    load_tokenizer(config.data.tokenizer)
+    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        message = "run.tensorboard is true, but tensorboard is not installed"
+        raise UnsupportedError(message, hint="pip install 'fivefold[tensorboard]'")
+    found = torch.cuda.device_count()
+    if nproc > found and (config.run.device == "cuda" or (config.run.device == "auto" and found)):
+        message = f"{nproc} ranks need as many CUDA devices; this host has {found}"
+        raise ConfigurationError(message, hint='use a smaller --nproc, or run.device = "cpu"')
+    require_resumable(config.run.output, config.run.resume)
+    with FolderLock(config.run.output, "run.output"):
+        pass  # rank 0 will hold it
+
+
+def load_equal_data(config: DataConfig, ranks: Ranks) -> tuple[Tokenizer, Corpus]:
+    """Load the text, and refuse to train where it differs between hosts; a collective call."""
+    loaded: list[tuple[Tokenizer, Corpus]] = []
+
+    def load() -> str:
+        tokenizer = load_tokenizer(config.tokenizer)
+        loaded.append((tokenizer, load_corpus(config, tokenizer)))
+        return loaded[0][1].fingerprint
+
+    found = ranks.together(load, what="the data's fingerprint")
+    odd = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
+    if odd:
+        message = f"rank {odd[0]} reads other data than rank 0"
+        hint = "give all hosts the same folder of text and the same tokenizer"
+        raise DataError(message, hint=hint)
+    return loaded[0]
+
+
+def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """Make AdamW; weight decay acts on matrices only: a norm's scale has no reason to shrink."""
+    optim = config.optim
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    scales = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": optim.weight_decay},
+        {"params": scales, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas)
+
+
+def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any]:
+    """Describe what decides the parameters and must be equal for a run to be resumed.
+
+    Paths, intervals, devices and timeouts may change; whatever decides the parameters may not.
+    """
+    sections = config.model_dump(mode="json", include={"model", "optim", "sync"})
+    del sections["optim"]["validation_batches"]
+    moe = sections["model"]["moe"]
+    if moe is not None and moe["group_score"] == "max":
+        del moe["group_score"]  # as in checkpoints from before there was a choice
+    sections["run"] = {"seed": config.run.seed, "steps": config.run.steps}
+    sections["data"] = {
+        "tokenizer": config.data.tokenizer,
+        "sequence_length": config.data.sequence_length,
+        "fingerprint": data_fingerprint,
+    }
+    # As it will be read back: tuples become lists.
+    normal: dict[str, Any] = json.loads(json.dumps(sections))
+    return normal
+
+
+def make_method(
+    config: SyncConfig,
+    model: torch.nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    experts: ExpertRanks | None = None,
+    tasks: TasksConfig | None = None,
+) -> Method:
+    """Set up the configured method; a collective call for all but "none"."""
+    if config.method == "none":
+        return NoMethod(model)
+    require_peers(config, world_size=ranks.world_size)
+    if config.method == "ddp" and tasks is not None:
+        return ScheduledDataParallelMethod(model, ranks=ranks, tasks=tasks, optimizer=optimizer)
+    if config.method == "ddp":
+        return DataParallelMethod(model, ranks=ranks, codec=config.codec or "fp32", experts=experts)
+    return OuterMethod(config, model, optimizer=optimizer, ranks=ranks)
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -82,8 +193,9 @@ def train(config: TrainConfig) -> RunResult:
 
     Examples:
         >>> import pathlib, tempfile
-        >>> from fivefold.train import DataConfig, ModelConfig, OptimConfig, RunConfig
-        >>> from fivefold.train import SyncConfig, TrainConfig
+        >>> from fivefold.train import TrainConfig
+        >>> from fivefold.train.config import DataConfig, ModelConfig, OptimConfig, RunConfig
+        >>> from fivefold.train.config import SyncConfig
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> for number in range(8):
         ...     _ = (folder / f"{number}.txt").write_text("to be or not to be\n" * 40)
@@ -283,7 +395,7 @@ class _Run:
             wall_s=wall_s,
             seconds=self.recorder.categories(wall_s),
             waits=self.recorder.waits,
-            validation=self.validation and self.validation[1],
+            bits_per_byte=self.validation and self.validation[1].bits_per_byte,
             link_bytes=self.link.record(),
             reason=reason,
             digest=parameters_sha256(self.model),
@@ -442,3 +554,52 @@ class _Run:
             "validation": validation,
             "link": self.link.record(),
         }
+
+
+def launch(
+    config_file: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    nproc: int,
+    max_restarts: int = 0,
+) -> int:
+    """Train with several ranks on this host; returns when all have ended.
+
+    Args:
+        config_file: The TOML configuration.
+        overrides: Assignments such as ``"run.steps=50"`` on top of it.
+        nproc: Number of ranks.
+        max_restarts: How often all ranks are started again after a failure; each time they
+            resume from the newest whole checkpoint.
+
+    Returns:
+        Exit code: 0 when training finished, or stopped with a checkpoint after a signal; 128
+        plus the signal's number when a signal ended the ranks before they could write one.
+
+    Raises:
+        ConfigurationError: The configuration is not allowed, or nproc is below 1.
+        FivefoldError: What the first rank to fail met.
+        CommunicationError: A rank was killed.
+        RuntimeError: A rank met an internal error.
+
+    Examples:
+        >>> launch("no such file.toml", nproc=2)
+        Traceback (most recent call last):
+            ...
+        fivefold.errors.ConfigurationError: ...
+    """
+    if nproc < 1 or max_restarts < 0:
+        message = (
+            f"nproc must be at least 1 and max_restarts at least 0; got {nproc}, {max_restarts}"
+        )
+        raise ConfigurationError(message, hint="use --nproc 2")
+    config = load_config(config_file, overrides)
+    require_settings(config, world_size=nproc)
+    require_host(config, nproc=nproc)
+    return launch_ranks(
+        ["-m", "fivefold.train._worker", str(config_file), *overrides],
+        nproc=nproc,
+        max_restarts=max_restarts,
+        timeout_s=config.run.timeout_s,
+        threads=config.run.threads,
+    )

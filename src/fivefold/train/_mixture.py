@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fivefold.moe import ExpertExchange, ExpertGroup, MoE, MoEConfig, Router, updated_selection_bias
-from fivefold.train._config import MixtureConfig, ModelConfig
+from fivefold.train.config import MixtureConfig, ModelConfig
 
 _MULTIPLE = 16  # of inner widths: the vector width in float32, so products have no ragged edge
 

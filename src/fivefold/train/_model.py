@@ -24,7 +24,6 @@ from torch.autograd import Function
 
 from fivefold.errors import ConfigurationError
 from fivefold.moe import ExpertExchange, ExpertGroup, MoE
-from fivefold.train._config import ModelConfig
 from fivefold.train._mixture import (
     Mixtures,
     dense_width,
@@ -32,6 +31,7 @@ from fivefold.train._mixture import (
     make_mixture,
     mixture_blocks,
 )
+from fivefold.train.config import ModelConfig
 
 # ruff: noqa: N803, N806, N815 - tensor names end in their shape
 
@@ -66,7 +66,7 @@ class Transformer(nn.Module):
         report, section 2.3.
 
     Examples:
-        >>> from fivefold.train._config import ModelConfig
+        >>> from fivefold.train.config import ModelConfig
         >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
         ...                     sequence_length=4)
         >>> model(torch.tensor([[0, 1, 2]])).shape
@@ -117,7 +117,7 @@ class Transformer(nn.Module):
             ConfigurationError: The sequences are too long.
 
         Examples:
-            >>> from fivefold.train._config import ModelConfig
+            >>> from fivefold.train.config import ModelConfig
             >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
             ...                     sequence_length=4)
             >>> model(torch.zeros(2, 4, dtype=torch.int64)).shape
@@ -150,7 +150,7 @@ class Transformer(nn.Module):
             Scalar in float32 or wider.
 
         Examples:
-            >>> from fivefold.train._config import ModelConfig
+            >>> from fivefold.train.config import ModelConfig
             >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
             ...                     sequence_length=4)
             >>> inputs_BT, targets_BT = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 2, 3]])

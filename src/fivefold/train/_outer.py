@@ -15,7 +15,6 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.optim import (
     CO2,
-    AllReduceRecord,
     AutoTau,
     DelayCorrected,
     DiLoCo,
@@ -28,12 +27,13 @@ from fivefold.optim import (
     SlowMo,
     StreamingDiLoCo,
     SyncStatistics,
-    TauDecision,
 )
+from fivefold.optim.auto_tau import TauDecision
+from fivefold.optim.statistics import AllReduceRecord
 from fivefold.runs.ranks import Ranks
-from fivefold.train._config import SyncConfig
 from fivefold.train._methods import NoMethod, plain_update
 from fivefold.train._spans import Span, subtract
+from fivefold.train.config import SyncConfig
 
 _RULES: dict[str, type[OuterRule]] = {
     "local_sgd": LocalSGD,

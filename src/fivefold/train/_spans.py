@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fivefold.runs import cannot_write
+from fivefold.runs.folder import cannot_write
 
 # Lane in the rank's file -> category in result.json; the order is that of the report.
 CATEGORIES = {

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
-from fivefold.runs import Count, Momentum, Positive, Section, Share, Text
+from fivefold.runs import Section
+from fivefold.runs.config import Count, Momentum, Positive, Share, Text
 
 _ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16}
 _HIDDEN_ROUNDS = _ROUNDS | {"auto_tau": None}
@@ -78,12 +79,7 @@ def _tau(value: Any) -> Any:
 
 
 class AutoTauConfig(Section):
-    """Table ``[sync.auto_tau]``: the bounds and manners of ``tau = "auto"``.
-
-    Examples:
-        >>> AutoTauConfig(maximum=64).initial
-        8
-    """
+    """Table ``[sync.auto_tau]``: the bounds and manners of ``tau = "auto"``."""
 
     initial: Positive = 8
     """local steps per round until the first measurements"""
@@ -114,16 +110,6 @@ class SyncConfig(Section):
 
     Keys that the method takes and that are left out get its rule's defaults; the others are
     None. Which method takes which keys is in the guide of the trainer.
-
-    Raises:
-        ConfigurationError: Through ``load_config``; a key does not belong to the method, or a
-            combination is not allowed.
-
-    Examples:
-        >>> SyncConfig(method="diloco").outer_momentum
-        0.9
-        >>> SyncConfig(method="ddp").tau is None
-        True
     """
 
     method: Literal[

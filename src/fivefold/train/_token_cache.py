@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -25,13 +24,12 @@ from typing import Any
 import numpy as np
 
 from fivefold.errors import DataError
-from fivefold.files import sync_folder
+from fivefold.files import lock_file, sync_folder
 
 _BLOCK_BYTES = 1 << 24
 _MOST_BLOCKS_CHECKED = 64  # 1 GiB: below a second, and a truncation shows in the size anyway
 _LOCK_TIMEOUT_S = 3600.0
 _MOST_BUILDS = 3
-_LOCK_POLL_S = 0.1
 _MANIFEST = "manifest.json"
 _logger = logging.getLogger(__name__)
 
@@ -203,16 +201,8 @@ def _turn(path: Path) -> Iterator[None]:
     """Hold a lock that the system releases when the process dies; go on without one if need be."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        give_up_at_s = time.monotonic() + _LOCK_TIMEOUT_S
-        while time.monotonic() < give_up_at_s:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(_LOCK_POLL_S)
-            except OSError:
-                break  # no locks on this file system
-            else:
-                break
+        with contextlib.suppress(OSError):
+            lock_file(descriptor, path, patience_s=_LOCK_TIMEOUT_S)
         yield
     finally:
         os.close(descriptor)

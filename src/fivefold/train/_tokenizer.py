@@ -22,13 +22,7 @@ _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|i
 
 
 class Tokenizer(Protocol):
-    """What the corpus and the model need of a tokenizer.
-
-    Attributes:
-        vocab_size: Number of tokens, the document end included.
-        document_end: The token between two documents.
-        fingerprint: Changes whenever the same text would give other tokens.
-    """
+    """What the corpus and the model need of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
@@ -55,48 +49,18 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Each byte of UTF-8 is a token; 256 is the document end.
-
-    Examples:
-        >>> tokenizer = ByteTokenizer()
-        >>> tokenizer.encode("hé").tolist()
-        [104, 195, 169]
-        >>> tokenizer.decode([104, 195, 169, 256])
-        'hé'
-    """
+    """Each byte of UTF-8 is a token; 256 is the document end."""
 
     vocab_size = _NUM_BYTES + 1
     document_end = _NUM_BYTES
     fingerprint = "bytes-1"
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Return the tokens of a text: its UTF-8 bytes.
-
-        Args:
-            text: Text, or its bytes.
-
-        Returns:
-            uint8 array, one token per byte.
-
-        Examples:
-            >>> ByteTokenizer().encode(b"ab").tolist()
-            [97, 98]
-        """
+        """Return the tokens of a text: its UTF-8 bytes."""
         return np.frombuffer(text.encode() if isinstance(text, str) else text, dtype=np.uint8)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens; bytes that are not UTF-8 (a cut character) become U+FFFD.
-
-        Args:
-            tokens: Token numbers.
-
-        Returns:
-            The text.
-
-        Examples:
-            >>> ByteTokenizer().decode([97, 256, 98])
-            'ab'
-        """
+        """Return the text of tokens; bytes that are not UTF-8 (a cut character) become U+FFFD."""
         return bytes(token for token in tokens if token < _NUM_BYTES).decode(errors="replace")
 
 
@@ -105,16 +69,6 @@ class HuggingFaceTokenizer:
 
     The document end is the file's own end token where it has one of the usual names, else a new
     token after the last.
-
-    Args:
-        path: The JSON file.
-
-    Raises:
-        ConfigurationError: The file is missing or is not such a file.
-        UnsupportedError: The ``tokenizers`` package is not installed.
-
-    Examples:
-        >>> tokenizer = HuggingFaceTokenizer("tokenizer.json")  # doctest: +SKIP
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -133,36 +87,13 @@ class HuggingFaceTokenizer:
         self.fingerprint = f"tokenizers-1-{digest}"
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Return the tokens of a text, without special tokens.
-
-        Args:
-            text: Text, or its UTF-8 bytes.
-
-        Returns:
-            uint32 array.
-
-        Raises:
-            UnicodeDecodeError: Bytes are not UTF-8.
-
-        Examples:
-            >>> HuggingFaceTokenizer("tokenizer.json").encode("hello")  # doctest: +SKIP
-        """
+        """Return the tokens of a text, without special tokens."""
         decoded = text if isinstance(text, str) else text.decode()
         tokens = self._inner.encode(decoded, add_special_tokens=False).ids
         return np.asarray(tokens, dtype=np.uint32)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens.
-
-        Args:
-            tokens: Token numbers.
-
-        Returns:
-            The text; special tokens give nothing.
-
-        Examples:
-            >>> HuggingFaceTokenizer("tokenizer.json").decode([1, 2])  # doctest: +SKIP
-        """
+        """Return the text of tokens."""
         kept = [int(token) for token in tokens if token != self.document_end]
         text: str = self._inner.decode(kept, skip_special_tokens=True)
         return text

@@ -9,10 +9,10 @@ import logging
 import os
 import sys
 
-from fivefold.runs import end_without_waiting
+from fivefold.runs.ending import end_without_waiting
 from fivefold.runs.launch import OUTCOME_VARIABLE, run_worker
-from fivefold.train._config import load_config
 from fivefold.train._loop import train
+from fivefold.train.config import load_config
 
 
 def main(arguments: list[str]) -> int:

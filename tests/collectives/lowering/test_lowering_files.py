@@ -25,7 +25,7 @@ from fivefold.collectives.schedules import (
     all_reduce,
     all_to_all,
     broadcast,
-    custom,
+    custom_collective,
     named_collective,
     reduce_scatter,
 )
@@ -241,7 +241,7 @@ def test_what_mscclpp_cannot_hold_is_refused():
 
 def test_collectives_without_a_name_there():
     own = lower(build_algorithm("ring", all_gather(2)))
-    collective = custom(2, [(0, 0)], post=[(0, 0)])
+    collective = custom_collective(2, [(0, 0)], post=[(0, 0)])
     program = lower(build_algorithm("ring", broadcast(2)))
     assert to_msccl_xml(program)
     from dataclasses import replace

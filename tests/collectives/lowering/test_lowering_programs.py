@@ -28,7 +28,7 @@ from fivefold.collectives.schedules import (
     all_reduce,
     all_to_all,
     broadcast,
-    custom,
+    custom_collective,
     named_collective,
     reduce_scatter,
 )
@@ -155,7 +155,7 @@ def test_messages_that_overtake_get_a_channel_of_their_own():
 
 
 def test_a_relay_that_needs_nothing_keeps_chunks_in_scratch():
-    collective = custom(3, [(0, 0)], post=[(0, 2)])
+    collective = custom_collective(3, [(0, 0)], post=[(0, 2)])
     moves = [Transfer(chunk=0, source=0, target=1), Transfer(chunk=0, source=1, target=2)]
     program = lower(Schedule.from_transfers(moves, collective=collective))
     assert program.ranks[1].scratch_slots == 1
@@ -232,7 +232,7 @@ def test_mutations_are_found(change, message):
 
 def test_a_double_add_is_found():
     moves = [Transfer(chunk=0, source=1, target=0, reduces=True)] * 2
-    collective = custom(2, [(0, 0), (0, 1)], post=[(0, 0)], reducing=True)
+    collective = custom_collective(2, [(0, 0), (0, 1)], post=[(0, 0)], reducing=True)
     with pytest.raises(ProgramError, match="adds rank 1's share of chunk 0 twice"):
         check_program(lower(Schedule.from_transfers(moves, collective=collective)))
 

@@ -41,7 +41,7 @@ from fivefold.collectives.schedules import (
     all_gather,
     all_reduce,
     named_collective,
-    verify,
+    verify_schedule,
 )
 from fivefold.collectives.synthesis import synthesize
 from fivefold.network.topology import Link, Node, Topology
@@ -315,7 +315,7 @@ def test_random_trees_become_right_programs(name, ranks, chunks, timed, seed):
     chunks = min(chunks, 2) if name == "all_to_all" else chunks
     collective = named_collective(name, ranks, chunks=chunks)
     schedule = random_schedule(collective, numbers, timed=timed)
-    verify(schedule)
+    verify_schedule(schedule)
     options = {
         "channels": numbers.choice([1, 1, 2]),
         "instances": numbers.choice([1, 1, 2]),
@@ -336,7 +336,7 @@ def require_found_is_right(name, method, ranks, chunks, seed):
     found = synthesize(
         collective, random_network(ranks, numbers), size_bytes=1e6, method=method, time_limit_s=1.0
     )
-    verify(found.schedule, check_times=found.schedule.has_times)
+    verify_schedule(found.schedule, check_times=found.schedule.has_times)
     require_right(found.schedule, numbers)
 
 
@@ -393,7 +393,7 @@ def test_partial_sums_that_arrive_together_are_added_in_one_order():
         Transfer(chunk=0, source=0, target=2, start_s=3.0, end_s=5.0),
     ]
     schedule = Schedule.from_transfers(moves, collective=all_reduce(3, 1))
-    verify(schedule)
+    verify_schedule(schedule)
     require_right(schedule, random.Random(0))
 
 
@@ -404,7 +404,7 @@ def test_pieces_keep_the_order_that_the_times_gave():
         Transfer(chunk=0, source=1, target=0, reduces=True, start_s=0.0, end_s=1.0),
     ]
     schedule = Schedule.from_transfers(moves, collective=all_reduce(2, 1))
-    verify(schedule.replicated(3))
+    verify_schedule(schedule.replicated(3))
     require_right(schedule, random.Random(0), instances=3)
 
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.collectives.pricing import Group, price_s
-from fivefold.errors import ConfigurationError
-from fivefold.network.topology import Link, Node, Topology, switch
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology import Aggregation, Link, Node, SwitchAbility, Topology, switch
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 FIDELITIES = ("closed_form", "schedule", "simulation")
@@ -43,7 +43,6 @@ def is_astride(ranks, group):
     return group.stride < ranks and not aligned
 
 
-@settings(max_examples=60, deadline=None)
 @given(case=cases(), kind=st.sampled_from(KINDS), ratio=st.sampled_from([1, 2, 4, 16]))
 def test_the_three_prices_hold_together(case, kind, ratio):
     count, ranks, group = case
@@ -94,3 +93,47 @@ def test_what_has_no_price_is_refused():
             price_s(network, **{"kind": "all_gather", "size_bytes": 1.0} | change)
     with pytest.raises(ConfigurationError, match="does not fit into 4 ranks"):
         price_s(network, "all_gather", size_bytes=1.0, group=Group(size=8), fidelity="simulation")
+
+
+def two_tiers(able=("tor0", "tor1", "core"), *, core_rate=2e9, **pool):
+    """Two racks of two ranks at 1 GB/s and 1 us a link."""
+    pool = Aggregation(**{"slots": 512, "slot_bytes": 1024} | pool)
+    nodes = [Node(f"gpu{i}", "gpu") for i in range(4)]
+    nodes += [Node(name, "switch") for name in ("tor0", "tor1", "core")]
+    ends = [(f"gpu{i}", f"tor{i // 2}", 1e9) for i in range(4)]
+    ends += [("tor0", "core", core_rate), ("tor1", "core", core_rate)]
+    links = [
+        Link(*pair, bandwidth_bytes_per_s=rate, latency_s=1e-6)
+        for a, b, rate in ends
+        for pair in ((a, b), (b, a))
+    ]
+    switches = [SwitchAbility(name, aggregation=pool) for name in able]
+    return Topology("tiers", nodes, links, switches=switches)
+
+
+@pytest.mark.parametrize(
+    ("change", "rate"),
+    [
+        ({}, 1e9),
+        ({"core_rate": 5e8}, 5e8),
+        ({"slots": 2, "slot_bytes": 1000}, 2 * 1000 / 4e-6),  # slots over the round trip
+        ({"rate_bytes_per_s": 1e8}, 1e8),
+    ],
+)
+def test_switches_aggregate_in_a_round_trip_and_the_bytes_at_the_least_rate(change, rate):
+    network = two_tiers(**change)
+    formula, simulated = (
+        price_s(network, "all_reduce", size_bytes=1e6, fidelity=fidelity, algorithm="in_network")
+        for fidelity in ("closed_form", "simulation")
+    )
+    assert formula == pytest.approx(4e-6 + 1e6 / rate)  # 2 h a + S / B
+    assert simulated == pytest.approx(formula, rel=1e-6)
+
+
+def test_what_switches_cannot_aggregate_is_refused():
+    for network in (switch(4), two_tiers(("tor0",))):
+        with pytest.raises(InfeasibleError, match="no tree of the"):
+            price_s(network, "all_reduce", size_bytes=1.0, algorithm="in_network")
+    for kind, fidelity in (("all_gather", "closed_form"), ("all_reduce", "schedule")):
+        with pytest.raises(ConfigurationError, match="switches do not aggregate"):
+            price_s(switch(4), kind, size_bytes=1.0, fidelity=fidelity, algorithm="in_network")

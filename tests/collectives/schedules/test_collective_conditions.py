@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.collectives.schedules import (
-    COLLECTIVES,
     Collective,
     all_gather,
     all_reduce,
     all_to_all,
     all_to_allv,
     broadcast,
-    custom,
+    custom_collective,
     gather,
     named_collective,
     reduce,
     reduce_scatter,
     scatter,
 )
+from fivefold.collectives.schedules.constructors import COLLECTIVES
 from fivefold.errors import ConfigurationError
 
 RANKS = st.integers(1, 6)
@@ -130,11 +130,11 @@ def test_addresses_count_as_msccl_does():
 
 
 def test_custom_collectives_may_have_several_holders():
-    collective = custom(3, [(1, 2), (0, 0), (0, 1)], post=[(0, 2), (1, 0)])
+    collective = custom_collective(3, [(1, 2), (0, 0), (0, 1)], post=[(0, 2), (1, 0)])
     assert collective.holders(0).tolist() == [0, 1]
     with pytest.raises(ConfigurationError, match="several holders"):
         collective.inverted()
-    assert custom(2, [], post=[]).num_chunks == 0
+    assert custom_collective(2, [], post=[]).num_chunks == 0
 
 
 def test_a_collective_survives_pickling_and_is_read_only():
@@ -162,14 +162,14 @@ def test_a_collective_survives_pickling_and_is_read_only():
         (lambda: all_to_allv([[1, 2]]), r"shape \(1, 2\)"),
         (lambda: all_to_allv([[1, -2], [0, 0]]), "weight of chunk 1 is -2"),
         (lambda: all_to_allv([[1, np.nan], [0, 0]]), "weight of chunk 1 is nan"),
-        (lambda: custom(2, [(0, 0)], post=[(1, 1)]), "chunk 1 must arrive"),
+        (lambda: custom_collective(2, [(0, 0)], post=[(1, 1)]), "chunk 1 must arrive"),
         (
             lambda: dataclasses.replace(all_gather(2), chunk_weights=[1.0]),
             r"chunk_weights has the shape \(1,\)",
         ),
-        (lambda: custom(2, [(0, 0), (0, 0)], post=[]), "twice"),
-        (lambda: custom(2, [(0, 2)], post=[]), "names rank 2 of 2"),
-        (lambda: custom(2, [(-1, 0)], post=[]), "whole numbers from 0"),
+        (lambda: custom_collective(2, [(0, 0), (0, 0)], post=[]), "twice"),
+        (lambda: custom_collective(2, [(0, 2)], post=[]), "names rank 2 of 2"),
+        (lambda: custom_collective(2, [(-1, 0)], post=[]), "whole numbers from 0"),
         (lambda: named_collective("all_together", 2), "no collective 'all_together'"),
         (lambda: all_gather(2).chunk_bytes(-1), "size_bytes is -1"),
         (lambda: all_gather(2).chunk_bytes(float("inf")), "size_bytes is inf"),

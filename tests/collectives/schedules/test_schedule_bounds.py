@@ -5,25 +5,27 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.collectives.schedules import (
-    COLLECTIVES,
     all_gather,
     all_reduce,
     all_to_all,
     all_to_allv,
-    bandwidth_bound,
     broadcast,
-    custom,
-    discrete_ingress_bound,
-    latency_bound,
+    custom_collective,
     lower_bound,
     named_collective,
     reduce,
     throughput_optimum,
 )
+from fivefold.collectives.schedules.bounds import (
+    bandwidth_bound,
+    discrete_ingress_bound,
+    latency_bound,
+)
+from fivefold.collectives.schedules.constructors import COLLECTIVES
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
     Link,
@@ -99,7 +101,6 @@ def slow_optimum(network, starts, ends):
     return best
 
 
-@settings(max_examples=80, deadline=None)
 @given(network=graphs(), data=st.data())
 def test_the_optimum_is_the_worst_of_all_cuts(network, data):
     n = network.num_ranks
@@ -145,7 +146,6 @@ def slow_cut_bound(collective, network, size):
     return best
 
 
-@settings(max_examples=80, deadline=None)
 @given(network=graphs(), name=st.sampled_from(COLLECTIVES), data=st.data())
 def test_the_bandwidth_bound_never_exceeds_a_true_cut(network, name, data):
     root = data.draw(st.integers(0, network.num_ranks - 1))
@@ -171,7 +171,6 @@ def _without_latency(link, scale):
     return Link(link.source, link.target, bandwidth_bytes_per_s=bandwidth)
 
 
-@settings(max_examples=60, deadline=None)
 @given(network=graphs(), name=st.sampled_from(COLLECTIVES), data=st.data())
 def test_the_latency_bound_is_the_farthest_pair(network, name, data):
     n = network.num_ranks
@@ -327,10 +326,10 @@ def test_uneven_and_custom_collectives_are_bounded_too():
     sizes = [[0, 0, 6], [0, 0, 0], [2, 0, 0]]
     bound = bandwidth_bound(all_to_allv(sizes), network, 6.0)
     assert bound.seconds == pytest.approx(6.0)
-    either = custom(3, [(0, 0), (0, 2)], post=[(0, 1)])
+    either = custom_collective(3, [(0, 0), (0, 2)], post=[(0, 1)])
     assert bandwidth_bound(either, network, 4.0).seconds == pytest.approx(2.0)  # from both sides
     assert latency_bound(either, line(3, latency="1 s")).seconds == 1.0
-    far = custom(4, [(0, 0), (0, 1)], post=[(0, 3), (0, 1)])
+    far = custom_collective(4, [(0, 0), (0, 1)], post=[(0, 3), (0, 1)])
     bound = latency_bound(far, line(4, latency="1 s"))
     assert (bound.seconds, bound.certificate) == (2.0, (1, 3))
 

@@ -2,24 +2,24 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
 from fivefold.collectives.schedules import (
-    COLLECTIVES,
     Schedule,
     ScheduleError,
     Transfer,
     all_gather,
     all_reduce,
     broadcast,
-    custom,
+    custom_collective,
     named_collective,
     reduce,
     reduce_scatter,
-    verify,
+    verify_schedule,
 )
+from fivefold.collectives.schedules.constructors import COLLECTIVES
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Link, Node, Topology, line, ring
 from oracles.schedule_data import verify_with_data
@@ -63,7 +63,7 @@ def slow_verdict(schedule):
 
 def accepted(schedule):
     try:
-        verify(schedule)
+        verify_schedule(schedule)
     except ScheduleError:
         return False
     return True
@@ -111,13 +111,11 @@ def mutated(draw):
     return Schedule.from_transfers(moves, collective=collective)
 
 
-@settings(max_examples=300, deadline=None)
 @given(schedule=mutated())
 def test_the_verifier_says_what_the_definition_says(schedule):
     assert accepted(schedule) == slow_verdict(schedule)
 
 
-@settings(max_examples=150, deadline=None)
 @given(schedule=mutated())
 def test_what_the_symbols_accept_gives_the_right_data(schedule):
     # Not the other way round: zeros that a rank sends without holding anything harm no sum.
@@ -138,11 +136,11 @@ def test_the_first_broken_transfer_is_named():
     with pytest.raises(
         ScheduleError, match=r"transfer 1 sends chunk 0 from rank 2 .* not hold"
     ) as e:
-        verify(early)
+        verify_schedule(early)
     assert e.value.transfer == 1
     twice = moved((0, 1, 0), (0, 2, 0), (0, 1, 0), collective=reduce(3), reduces=True)
     with pytest.raises(ScheduleError, match=r"transfer 2 adds chunk 0 .* already"):
-        verify(twice)
+        verify_schedule(twice)
     lost = Schedule.from_transfers(
         [
             Transfer(chunk=0, source=1, target=0),
@@ -151,12 +149,12 @@ def test_the_first_broken_transfer_is_named():
         collective=reduce(3),
     )
     with pytest.raises(ScheduleError, match=r"transfer 0 sends chunk 0 .* overwrites"):
-        verify(lost)
+        verify_schedule(lost)
     with pytest.raises(ScheduleError, match="chunk 0 never arrives whole at rank 2") as e:
-        verify(moved((0, 0, 1), collective=broadcast(3)))
+        verify_schedule(moved((0, 0, 1), collective=broadcast(3)))
     assert e.value.transfer is None
     with pytest.raises(ScheduleError, match="same rank"):
-        verify(moved((0, 0, 0), collective=broadcast(1)))
+        verify_schedule(moved((0, 0, 0), collective=broadcast(1)))
 
 
 def test_a_step_reads_what_was_there_when_it_began():
@@ -164,16 +162,16 @@ def test_a_step_reads_what_was_there_when_it_began():
         Transfer(chunk=0, source=0, target=1, reduces=True, step=0),
         Transfer(chunk=0, source=1, target=0, reduces=True, step=0),
     ]
-    verify(Schedule.from_transfers(swap, collective=all_reduce(2, 1)))
+    verify_schedule(Schedule.from_transfers(swap, collective=all_reduce(2, 1)))
     listed = [Transfer(**{**vars(move), "step": -1}) for move in swap]
     with pytest.raises(ScheduleError, match="already"):
-        verify(Schedule.from_transfers(listed, collective=all_reduce(2, 1)))
+        verify_schedule(Schedule.from_transfers(listed, collective=all_reduce(2, 1)))
     chain = [
         Transfer(chunk=0, source=0, target=1, step=0),
         Transfer(chunk=0, source=1, target=2, step=0),
     ]
     with pytest.raises(ScheduleError, match="transfer 1"):
-        verify(Schedule.from_transfers(chain, collective=broadcast(3)))
+        verify_schedule(Schedule.from_transfers(chain, collective=broadcast(3)))
 
 
 def test_times_order_transfers_whatever_the_list_says():
@@ -181,46 +179,50 @@ def test_times_order_transfers_whatever_the_list_says():
         Transfer(chunk=0, source=1, target=2, start_s=1.0, end_s=2.0),
         Transfer(chunk=0, source=0, target=1, start_s=0.0, end_s=1.0),
     ]
-    report = verify(Schedule.from_transfers(moves, collective=broadcast(3)))
+    report = verify_schedule(Schedule.from_transfers(moves, collective=broadcast(3)))
     assert report.order == "times"
     hurried = [Transfer(**{**vars(moves[0]), "start_s": 0.9}), moves[1]]
     with pytest.raises(ScheduleError, match="transfer 0"):
-        verify(Schedule.from_transfers(hurried, collective=broadcast(3)))
+        verify_schedule(Schedule.from_transfers(hurried, collective=broadcast(3)))
     backward = [Transfer(chunk=0, source=0, target=1, start_s=2.0, end_s=1.0)]
     with pytest.raises(ScheduleError, match="starts at 2"):
-        verify(Schedule.from_transfers(backward, collective=broadcast(2)))
+        verify_schedule(Schedule.from_transfers(backward, collective=broadcast(2)))
 
 
 def test_transfers_of_no_duration_follow_the_list():
     at_once = [
         Transfer(chunk=0, source=rank, target=rank + 1, start_s=0.0, end_s=0.0) for rank in range(4)
     ]
-    verify(Schedule.from_transfers(at_once, collective=broadcast(5)))
+    verify_schedule(Schedule.from_transfers(at_once, collective=broadcast(5)))
     circle = [at_once[1], at_once[0], *at_once[2:]]
     with pytest.raises(ScheduleError, match="transfer 0"):
-        verify(Schedule.from_transfers(circle, collective=broadcast(5)))
+        verify_schedule(Schedule.from_transfers(circle, collective=broadcast(5)))
 
 
 def test_redundant_copies_are_counted_and_pruned():
     wasteful = moved(
-        (0, 0, 1), (0, 0, 1), (0, 0, 2), (0, 1, 2), collective=custom(4, [(0, 0)], post=[(0, 2)])
+        (0, 0, 1),
+        (0, 0, 1),
+        (0, 0, 2),
+        (0, 1, 2),
+        collective=custom_collective(4, [(0, 0)], post=[(0, 2)]),
     )
-    assert verify(wasteful).num_redundant == 2
+    assert verify_schedule(wasteful).num_redundant == 2
     lean = wasteful.pruned()
     assert [(move.source, move.target) for move in lean] == [(0, 2)]
-    assert verify(lean).num_redundant == 0
+    assert verify_schedule(lean).num_redundant == 0
     double = moved((0, 0, 1), (0, 0, 2), (0, 1, 2), collective=broadcast(3))
-    verify(double.inverted())
+    verify_schedule(double.inverted())
 
 
 def test_one_rank_and_nothing_to_do():
     for name in COLLECTIVES:
         collective = named_collective(name, 1)
         empty = Schedule.from_transfers([], collective=collective)
-        assert verify(empty).num_transfers == 0
+        assert verify_schedule(empty).num_transfers == 0
         verify_with_data(empty)
     with pytest.raises(ScheduleError, match="never arrives"):
-        verify(Schedule.from_transfers([], collective=all_gather(2)))
+        verify_schedule(Schedule.from_transfers([], collective=all_gather(2)))
     with pytest.raises(ScheduleError, match="wrong value"):
         verify_with_data(Schedule.from_transfers([], collective=all_gather(2)))
 
@@ -228,7 +230,7 @@ def test_one_rank_and_nothing_to_do():
 def test_routes_must_be_paths():
     network = ring(4)
     good = build_algorithm("ring", broadcast(4), network)
-    assert verify(good).routed
+    assert verify_schedule(good).routed
     link = int(network.direct_links(0, 1)[0])
     back = int(network.direct_links(1, 0)[0])
     far = int(network.direct_links(2, 3)[0])
@@ -240,14 +242,14 @@ def test_routes_must_be_paths():
     ):
         moves = [Transfer(chunk=0, source=0, target=1, route=route)]
         schedule = Schedule.from_transfers(
-            moves, collective=custom(4, [(0, 0)], post=[(0, 1)]), topology=network
+            moves, collective=custom_collective(4, [(0, 0)], post=[(0, 1)]), topology=network
         )
         with pytest.raises(ScheduleError, match=words):
-            verify(schedule)
+            verify_schedule(schedule)
     moves = [Transfer(chunk=0, source=0, target=1, route=(link,))]
-    verify(
+    verify_schedule(
         Schedule.from_transfers(
-            moves, collective=custom(4, [(0, 0)], post=[(0, 1)]), topology=network
+            moves, collective=custom_collective(4, [(0, 0)], post=[(0, 1)]), topology=network
         )
     )
 
@@ -257,31 +259,31 @@ def test_a_disconnected_network_has_no_routes():
     apart = Topology("apart", nodes, [Link("a", "b", bandwidth_bytes_per_s=1e9)])
     schedule = build_algorithm("direct", all_gather(2))
     with pytest.raises(InfeasibleError, match="no route"):
-        verify(schedule, topology=apart)
+        verify_schedule(schedule, topology=apart)
     with pytest.raises(ConfigurationError, match="2 ranks, the topology 3"):
-        verify(schedule, topology=line(3))
+        verify_schedule(schedule, topology=line(3))
 
 
 @pytest.mark.parametrize("n", [65, 130])
 def test_sums_of_more_than_64_contributors(n):
     schedule = build_algorithm("binomial_tree", reduce(n))
-    assert verify(schedule).num_transfers == n - 1
+    assert verify_schedule(schedule).num_transfers == n - 1
     broken = Schedule.from_transfers(list(schedule)[1:], collective=reduce(n))
     with pytest.raises(ScheduleError, match="never arrives whole"):
-        verify(broken)
+        verify_schedule(broken)
     twice = Schedule.from_transfers([*schedule, next(iter(schedule))], collective=reduce(n))
     with pytest.raises(ScheduleError, match=r"already|whole"):
-        verify(twice)
+        verify_schedule(twice)
 
 
 def test_a_million_transfers_take_no_objects():
     n = 1024
     schedule = build_algorithm("ring", reduce_scatter(n))
-    assert verify(schedule).num_transfers == n * (n - 1)
+    assert verify_schedule(schedule).num_transfers == n * (n - 1)
     wrong = schedule.chunks.copy()
     wrong[700_000] = (wrong[700_000] + 1) % n
     with pytest.raises(ScheduleError):
-        verify(schedule.replaced(chunks=wrong))
+        verify_schedule(schedule.replaced(chunks=wrong))
 
 
 def test_schedules_refuse_what_they_cannot_hold():

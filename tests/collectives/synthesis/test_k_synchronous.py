@@ -15,13 +15,13 @@ from fivefold.collectives.schedules import (
     all_to_all,
     all_to_allv,
     broadcast,
-    custom,
+    custom_collective,
     evaluate,
     gather,
     reduce,
     reduce_scatter,
     scatter,
-    verify,
+    verify_schedule,
 )
 from fivefold.collectives.synthesis import k_synchronous, pareto_synthesis
 from fivefold.errors import ConfigurationError, InfeasibleError
@@ -104,7 +104,7 @@ def test_published_points(topology, make, point, exists):
 
 def check(schedule, topology, steps, rounds):
     """Steps, rounds and loads are what was asked; the verifier and the cost model agree."""
-    verify(schedule, topology=topology)
+    verify_schedule(schedule, topology=topology)
     per_step = schedule.attributes["rounds"]
     assert len(per_step) == steps
     assert sum(per_step) == rounds
@@ -176,7 +176,7 @@ def test_answers_equal_brute_force(instance):
         [(chunk, rank) for chunk, ranks_of in enumerate(side) for rank in ranks_of]
         for side in (holders, wanted)
     ]
-    collective = custom(ranks, pairs[0], post=pairs[1])
+    collective = custom_collective(ranks, pairs[0], post=pairs[1])
     # Where all links are double, the unit of capacity is a double link.
     unit = np.gcd.reduce(list(links.values())) if links else 1
     shared = {pair: count // unit for pair, count in links.items()}

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.collectives.schedules import all_gather, all_reduce, evaluate, lower_bound, verify
+from fivefold.collectives.schedules import (
+    all_gather,
+    all_reduce,
+    evaluate,
+    lower_bound,
+    verify_schedule,
+)
 from fivefold.collectives.synthesis import synthesize
 from fivefold.collectives.synthesis._methods import pipelined_all_reduce, roots_of
 from fivefold.errors import ConfigurationError, InfeasibleError
@@ -36,7 +42,7 @@ def test_a_slow_host_is_used_once_each_way():
     """Phased, the slow link carries 2 (N - 1) / N buffers in one direction; here one."""
     topology = uneven_star([12.5e6, 12.5e6, 12.5e6, 2.5e6])
     schedule = pipelined_all_reduce(all_reduce(4, 64), topology, root=3, size_bytes=16e6)
-    verify(schedule, topology=topology)
+    verify_schedule(schedule, topology=topology)
     pipelined_s = evaluate(schedule, topology, size_bytes=16e6).total_s
     phased_s = 2 * 3 / 4 * 16e6 / 2.5e6
     assert 16e6 / 2.5e6 <= pipelined_s < 0.8 * phased_s
@@ -56,7 +62,7 @@ def test_every_star_and_root_is_right(rates, chunks, root):
     place = root % len(rates)
     schedule = pipelined_all_reduce(collective, topology, root=place, size_bytes=1e6)
     assert schedule.collective == collective
-    verify(schedule, topology=topology)
+    verify_schedule(schedule, topology=topology)
     time_s = evaluate(schedule, topology, size_bytes=1e6).total_s
     assert time_s >= lower_bound(collective, topology, 1e6).seconds * (1 - 1e-9)
 

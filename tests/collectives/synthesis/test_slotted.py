@@ -13,12 +13,12 @@ from fivefold.collectives.schedules import (
     all_to_all,
     all_to_allv,
     broadcast,
-    custom,
+    custom_collective,
     lower_bound,
     reduce_scatter,
-    verify,
+    verify_schedule,
 )
-from fivefold.collectives.synthesis import SlotModel, slot_length_s, slotted
+from fivefold.collectives.synthesis import SlotModel, slotted
 from fivefold.collectives.synthesis._instance import Instance, Orbits
 from fivefold.collectives.synthesis._slotted import SlotTimes, search_slots
 from fivefold.errors import ConfigurationError, InfeasibleError
@@ -48,7 +48,7 @@ def test_ndv2_two_boxes_take_35_epochs_and_not_34():
     result = slotted(all_gather(16), topology, size_bytes=GB, slots=35, model=model)
     schedule = result.schedule
     assert schedule.attributes["slots"] == schedule.attributes["slots_bound"] == 35
-    verify(schedule, topology=topology, check_times=True)
+    verify_schedule(schedule, topology=topology, check_times=True)
     latencies_s = 1e-5  # the published figure leaves them out
     assert 0.04375 <= schedule.ends_s.max() <= 0.04375 + latencies_s
     refused = slotted(all_gather(16), topology, size_bytes=GB, slots=34)
@@ -65,7 +65,7 @@ def test_dgx2_two_boxes_take_31_epochs():
     schedule = result.require()
     assert schedule.attributes["slots"] == 31
     assert schedule.attributes["optimal"]
-    verify(schedule, topology=topology, check_times=True)
+    verify_schedule(schedule, topology=topology, check_times=True)
     assert 0.00775 <= schedule.ends_s.max() <= 0.00775 + 1e-5
     refused = slotted(all_gather(32), topology, size_bytes=GB, slots=30)
     assert refused.status == "infeasible"
@@ -181,13 +181,12 @@ def test_the_bound_never_exceeds_the_optimum():
 def test_every_collective_is_verified_with_times(make):
     topology = ring(4, bandwidth=1e9, latency=1e-6)
     result = slotted(make(4), topology, size_bytes=4e3)
-    verify(result.schedule, topology=topology)
+    verify_schedule(result.schedule, topology=topology)
     assert result.schedule.has_times
 
 
 def test_a_latency_costs_whole_slots_unless_negligible():
     topology = line(2, bandwidth=1e9, latency=2.5)
-    assert slot_length_s(broadcast(2), topology, size_bytes=1e9) == 1.0
     careful = slotted(broadcast(2), topology, size_bytes=1e9)
     assert careful.schedule.attributes["slots"] == 4
     assert careful.schedule.ends_s.max() == pytest.approx(3.5)
@@ -238,13 +237,15 @@ def test_links_one_way_are_enough_for_a_broadcast():
 def test_one_rank_and_nothing_to_do():
     result = slotted(all_gather(1), fully_connected(1), size_bytes=8.0)
     assert result.schedule.num_transfers == 0
-    alone = slotted(custom(2, [(0, 0)], post=[(0, 0)]), line(2), size_bytes=8.0)
+    alone = slotted(custom_collective(2, [(0, 0)], post=[(0, 0)]), line(2), size_bytes=8.0)
     assert alone.schedule.num_transfers == 0
     nodes = [Node("a", "gpu"), Node("s", "switch")]
     wires = [Link("a", "s", bandwidth_bytes_per_s=1e9), Link("s", "a", bandwidth_bytes_per_s=1e9)]
     lonely = slotted(all_gather(1), Topology("lonely", nodes, wires), size_bytes=8.0)
     assert lonely.schedule.num_transfers == 0
-    weightless = custom(2, [(0, 0), (1, 0)], post=[(0, 1)], chunk_weights=np.array([0.0, 0.0]))
+    weightless = custom_collective(
+        2, [(0, 0), (1, 0)], post=[(0, 1)], chunk_weights=np.array([0.0, 0.0])
+    )
     assert slotted(weightless, line(2), size_bytes=8.0).schedule.num_transfers == 1
 
 

@@ -13,20 +13,25 @@ from fivefold.collectives.schedules import (
     all_to_all,
     all_to_allv,
     broadcast,
-    custom,
+    custom_collective,
     evaluate,
     gather,
     lower_bound,
     reduce,
     reduce_scatter,
     scatter,
-    verify,
+    verify_schedule,
 )
 from fivefold.collectives.synthesis import Sketch, SwitchSketch, published_sketch, taccl
 from fivefold.collectives.synthesis._sketched import sketched
-from fivefold.collectives.synthesis._taccl_ordering import best_order, parents_of, prices_of
+from fivefold.collectives.synthesis._taccl_order import (
+    best_order,
+    improve_order,
+    join_messages,
+    parents_of,
+    prices_of,
+)
 from fivefold.collectives.synthesis._taccl_routing import candidates, greedy_routes, route
-from fivefold.collectives.synthesis._taccl_scheduling import improve_order, join_messages
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
     Link,
@@ -68,7 +73,7 @@ def test_no_slower_than_taccl_in_its_own_model(sketch, profile, boxes, connectio
     size_bytes = chunk_bytes * collective.buffer_weight
     plan = published_sketch(sketch)
     result = taccl(collective, topology, plan, size_bytes=size_bytes, time_limit_s=4)
-    verify(result.schedule, topology=topology, check_times=True)
+    verify_schedule(result.schedule, topology=topology, check_times=True)
     assert result.time_s * unit <= final * (1 + 1e-9)
     bound = lower_bound(collective, topology, size_bytes).seconds
     assert bound <= result.time_s * (1 + 1e-9)
@@ -83,7 +88,7 @@ def test_time_that_is_left_goes_to_routes_and_times_together():
     result = taccl(
         all_gather(8), topology, size_bytes=size_bytes, time_limit_s=30, progress=said.append
     )
-    verify(result.schedule, topology=topology, check_times=True)
+    verify_schedule(result.schedule, topology=topology, check_times=True)
     assert result.time_s * unit == pytest.approx(69.0)
     assert result.bound_s == lower_bound(all_gather(8), topology, size_bytes).seconds
     assert not result.is_optimal
@@ -107,7 +112,7 @@ def test_every_collective_is_done_and_priced(make):
     topology = ring(5, bandwidth=1e9, latency=1e-6)
     collective = make(5)
     result = taccl(collective, topology, size_bytes=5e3, time_limit_s=3)
-    verify(result.schedule, topology=topology, check_times=True)
+    verify_schedule(result.schedule, topology=topology, check_times=True)
     again = evaluate(result.schedule, topology, size_bytes=5e3, model="serial")
     assert result.time_s == pytest.approx(again.total_s)
     assert result.time_s >= lower_bound(collective, topology, 5e3).seconds * (1 - 1e-9)
@@ -150,7 +155,7 @@ def test_the_optimum_of_the_torus_is_found():
 def test_without_time_the_greedy_schedule_is_returned():
     topology = named_topology("ndv2", boxes=2)
     result = taccl(all_gather(16), topology, size_bytes=16e6, time_limit_s=0)
-    verify(result.schedule, topology=topology, check_times=True)
+    verify_schedule(result.schedule, topology=topology, check_times=True)
     assert result.time_s >= lower_bound(all_gather(16), topology, 16e6).seconds
 
 
@@ -174,16 +179,12 @@ def test_balance_spreads_the_load():
         Link(x, y, bandwidth_bytes_per_s=1e9) for x, y in ("ab", "bd", "ac", "cd", "da", "ba", "ca")
     ]
     diamond = Topology("diamond", [Node(name, "gpu") for name in names], links)
-    both = custom(4, [(0, 0), (1, 0)], post=[(0, 3), (1, 3)])
+    both = custom_collective(4, [(0, 0), (1, 0)], post=[(0, 3), (1, 3)])
     found = sketched(both, diamond, Sketch(balance="minmax"))
     prices = prices_of(found.logical, size_bytes=2e9)
     routing = route(found, prices, time_limit_s=3)
     loads = np.bincount([link for _, link in routing.moves], minlength=7)
-    into_d = [
-        loads[link]
-        for link in range(7)
-        if found.logical.instance.targets[link] == 3 and loads[link]
-    ]
+    into_d = [loads[link] for link in range(7) if found.logical.targets[link] == 3 and loads[link]]
     assert into_d == [1, 1]
 
 
@@ -213,7 +214,7 @@ def random_networks(draw):
 def test_stages_never_break_or_lengthen_a_schedule(topology, make):
     collective = make(topology.num_ranks)
     result = taccl(collective, topology, size_bytes=1e6, time_limit_s=1)
-    verify(result.schedule, topology=topology, check_times=True)
+    verify_schedule(result.schedule, topology=topology, check_times=True)
     assert result.time_s >= lower_bound(collective, topology, 1e6).seconds * (1 - 1e-9)
 
 
@@ -223,19 +224,19 @@ def test_each_stage_is_no_longer_than_the_one_before():
     prices = prices_of(found.logical, size_bytes=16e6)
     routing = greedy_routes(found, prices)
     assert len(routing.moves) == 16 * 15
-    parents = parents_of(found.logical.instance, routing.moves)
+    parents = parents_of(found.logical, routing.moves)
     assert all(parent < number for number, parent in enumerate(parents))
     ordered = best_order(found, prices, routing.moves, time_limit_s=0)
-    improved, _ = improve_order(found, prices, ordered, time_limit_s=2)
+    improved = improve_order(found, prices, ordered, time_limit_s=2)
     joined = join_messages(found, prices, improved, time_limit_s=2)
-    assert joined.timed.length <= improved.length <= ordered.length
+    assert joined.length <= improved.length <= ordered.length
 
 
 def test_candidates_are_the_shortest_paths():
     """On a ring of 4 a chunk goes both ways, and to the far side over either neighbour."""
     found = sketched(all_gather(4), ring(4), Sketch())
     kept = candidates(found)
-    instance = found.logical.instance
+    instance = found.logical
     ends = {
         (int(instance.sources[link]), int(instance.targets[link]))
         for link in np.flatnonzero(kept[0])
@@ -265,7 +266,7 @@ def test_own_chunks_leave_first():
 def test_one_rank_and_chunks_of_no_bytes():
     assert taccl(all_gather(1), fully_connected(1), size_bytes=8).schedule.num_transfers == 0
     empty = taccl(all_gather(3), ring(3, latency=1e-6, bandwidth=1e9), size_bytes=0)
-    verify(empty.schedule)
+    verify_schedule(empty.schedule)
     assert empty.time_s == pytest.approx(1e-6)
 
 
@@ -279,7 +280,7 @@ def test_parallel_links_are_used_side_by_side():
     nodes = [Node("a", "gpu"), Node("b", "gpu")]
     links = [Link(a, b, bandwidth_bytes_per_s=1e9) for a, b in (("a", "b"), ("a", "b"), ("b", "a"))]
     result = taccl(broadcast(2, 4), Topology("pair", nodes, links), size_bytes=4e9, time_limit_s=3)
-    verify(result.schedule, check_times=True)
+    verify_schedule(result.schedule, check_times=True)
     assert result.time_s == pytest.approx(2.0)
 
 

@@ -15,10 +15,10 @@ from fivefold.collectives.schedules import (
     evaluate,
     scatter,
     throughput_optimum,
-    verify,
+    verify_schedule,
 )
 from fivefold.collectives.synthesis import spanning_trees
-from fivefold.collectives.synthesis._trees_network import integer_network
+from fivefold.collectives.synthesis._packing import integer_network
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
     Link,
@@ -145,7 +145,7 @@ def test_trees_reach_the_worst_cut_of_random_networks(topology):
     packing = spanning_trees(topology)
     packing.check()
     assert packing.inverse_rate_s_per_byte == least_time_by_all_cuts(topology)
-    verify(packing.to_schedule("all_gather"))
+    verify_schedule(packing.to_schedule("all_gather"))
     few = spanning_trees(topology, connections="few")
     few.check()
     assert few.is_optimal
@@ -173,7 +173,7 @@ def test_edmonds_trees_of_one_root():
     packing.check()
     assert packing.inverse_rate_s_per_byte * 25 * GIGA == Fraction(1, 6)  # six links leave GPU 0
     for name in ("broadcast", "reduce"):
-        verify(packing.to_schedule(name, chunks=12))
+        verify_schedule(packing.to_schedule(name, chunks=12))
 
 
 @pytest.mark.parametrize("name", ["dgx1", "dgx_a100:2", "torus 4x4", "fat tree 4"])
@@ -181,7 +181,7 @@ def test_many_chunks_approach_the_bound(name):
     packing = spanning_trees(OPTIMA[name][0]())
     for pieces in (1, 4, 16):
         schedule = packing.to_schedule("all_gather", chunks=pieces * packing.k)
-        verify(schedule)
+        verify_schedule(schedule)
         shard = 1e9 / packing.topology.num_ranks
         bound_s = float(packing.optimum_s_per_byte) * shard
         timing = evaluate(schedule, size_bytes=1e9, model="synchronous")
@@ -193,7 +193,7 @@ def test_many_chunks_approach_the_bound(name):
 def test_times_are_close_to_the_bound_behind_switches():
     packing = spanning_trees(named_topology("dgx_a100", boxes=2))
     schedule = packing.to_schedule("all_gather", size_bytes=1e9)
-    verify(schedule, check_times=True)
+    verify_schedule(schedule, check_times=True)
     bound_s = float(packing.optimum_s_per_byte) * 1e9 / 16
     assert schedule.ends_s.max() <= 1.05 * bound_s
     assert evaluate(schedule, size_bytes=1e9).total_s <= schedule.ends_s.max() * (1 + 1e-9)
@@ -206,16 +206,16 @@ def test_reductions_are_trees_run_backwards(name, size_bytes):
     links.append(Link("g2", "g0", bandwidth_bytes_per_s=2.0))
     packing = spanning_trees(Topology("lopsided", gpus(3), links))
     schedule = packing.to_schedule(name, size_bytes=size_bytes)
-    verify(schedule, check_times=size_bytes is not None)
+    verify_schedule(schedule, check_times=size_bytes is not None)
 
 
 def test_any_number_of_chunks_finds_trees():
     packing = spanning_trees(named_topology("dgx1"))
     for chunks in (1, 2, 5, 7):
         schedule = packing.to_schedule(all_gather(8, chunks))
-        verify(schedule)
+        verify_schedule(schedule)
         assert schedule.num_transfers == 8 * 7 * chunks
-    verify(packing.to_schedule(all_reduce(8, 16)))
+    verify_schedule(packing.to_schedule(all_reduce(8, 16)))
 
 
 def test_parallel_links_and_chained_switches():
@@ -230,7 +230,7 @@ def test_parallel_links_and_chained_switches():
     packing.check()
     assert packing.inverse_rate_s_per_byte == least_time_by_all_cuts(topology)
     assert max(len(route) for tree in packing.trees for route in tree.routes) == 4
-    verify(packing.to_schedule("all_gather", size_bytes=64.0), check_times=True)
+    verify_schedule(packing.to_schedule("all_gather", size_bytes=64.0), check_times=True)
 
 
 @pytest.mark.parametrize("ranks", [4, 12])

@@ -5,7 +5,7 @@ import pytest
 
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.packing import pack
-from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
+from fivefold.gnn.planning import Budgets, make_plan
 from fivefold.gnn.sampling import NeighborSampler, sample_epochs
 from fivefold.gnn.storage import ContainerWriter
 
@@ -75,11 +75,6 @@ def make_store(folder, dataset, *, policy="static", layout="gray", epochs=1, **o
         epochs=epochs,
         seed=1,
     )
-    info = FeatureInfo(
-        num_nodes=dataset.num_nodes,
-        row_bytes=dataset.row_bytes,
-        fingerprint=dataset.features.fingerprint,
-    )
     budgets = Budgets(
         device_bytes=options.get("device_rows", 20) * dataset.row_bytes,
         host_bytes=options.get("host_rows", 60) * dataset.row_bytes,
@@ -87,7 +82,7 @@ def make_store(folder, dataset, *, policy="static", layout="gray", epochs=1, **o
     )
     plan = make_plan(
         samples,
-        info,
+        dataset.features,
         budgets,
         Disk(),
         policy=policy,

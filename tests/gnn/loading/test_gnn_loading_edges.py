@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.loading import DiskLoader, OnlineLoader
-from fivefold.gnn.loading._assemble import SeedTable
 from fivefold.gnn.loading._base import LoaderSettings, batch_order
 from fivefold.gnn.loading._disk_loader import DeviceTransfer
 from fivefold.gnn.loading._feature_store import FeatureStore
+from fivefold.gnn.loading.batch import SeedTable
 
 SHAPES = {
     "one node": {"nodes": 1, "edges": 0, "train": 1},

@@ -54,7 +54,7 @@ def deliver(loader, features):
     return None
 
 
-@pytest.mark.parametrize("backend", ["threads", "io_uring", "python", "mmap"])
+@pytest.mark.parametrize("backend", ["threads", "io_uring"])
 @pytest.mark.parametrize("where", [0.0, 0.4, 0.99])
 def test_a_flipped_bit_in_a_packed_row_stops_the_loop(fresh, backend, where):
     features, store = fresh()

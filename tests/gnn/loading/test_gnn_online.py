@@ -7,7 +7,7 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading import OnlineLoader
-from fivefold.gnn.loading._assemble import expand_edges
+from fivefold.gnn.loading.batch import expand_edges
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,14 @@ import pytest
 from fivefold.errors import DataError, StorageError
 from fivefold.gnn.loading import StallError
 from fivefold.gnn.loading._base import BatchIterator
-from fivefold.gnn.loading._pipeline import Channel, ClosedChannelError, Mailbox, Pipeline, Stage
-from fivefold.gnn.loading._ring import BufferRing
+from fivefold.gnn.loading._pipeline import (
+    BufferRing,
+    Channel,
+    ClosedChannelError,
+    Mailbox,
+    Pipeline,
+    Stage,
+)
 
 pytestmark = pytest.mark.alone
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
+from fivefold.gnn.planning import Budgets, make_plan
 from fivefold.gnn.sampling import NeighborSampler, Topology, sample_epochs
 from fivefold.gnn.storage import ContainerWriter
 
@@ -50,17 +50,12 @@ class World:
         return self.values.shape[1] * self.values.dtype.itemsize
 
     def plan(self, *, device=20, host=60, **kwargs):
-        info = FeatureInfo(
-            num_nodes=len(self.values),
-            row_bytes=self.row_bytes,
-            fingerprint=self.features.fingerprint,
-        )
         budgets = Budgets(
             host_bytes=host * self.row_bytes,
             disk_bytes=10**9,
             device_bytes=device * self.row_bytes,
         )
-        return make_plan(self.samples, info, budgets, Disk(), buffer_batches=0, **kwargs)
+        return make_plan(self.samples, self.features, budgets, Disk(), buffer_batches=0, **kwargs)
 
     def close(self):
         self.features.close()

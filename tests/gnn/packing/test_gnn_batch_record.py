@@ -9,18 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError
-from fivefold.gnn.packing import BatchRecord
-from fivefold.gnn.packing._layouts import SlotTracker
-from fivefold.gnn.packing._record import (
+from fivefold.gnn.packing._records import LocalNumbers, SlotTracker
+from fivefold.gnn.packing.record import (
+    BatchRecord,
     build_record,
     decode_arrays,
     decode_record,
     encode_arrays,
     encode_record,
 )
-from fivefold.gnn.packing._records import LocalNumbers
-from fivefold.gnn.planning._belady import CacheSchedule
-from fivefold.gnn.sampling import SampledBatch
+from fivefold.gnn.planning._caches import CacheSchedule
+from fivefold.gnn.sampling.batches import SampledBatch
 
 
 @st.composite

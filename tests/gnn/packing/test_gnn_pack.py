@@ -8,7 +8,7 @@ from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.storage import RowReader
 
 STRATEGIES = ["resident", "passes", "spill"]
-LAYOUTS = ["gray", "folded", "minhash", "popularity", "packed"]
+LAYOUTS = ["gray", "minhash", "packed"]
 
 
 def deliver(store, reader, record, host):

@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.packing import pack
 from fivefold.gnn.packing._rows import Cells, batches_of_cells, cut_windows
-from fivefold.gnn.planning import PAGE_BYTES, Geometry, choose_geometry, reader_shape
-from fivefold.gnn.planning._geometry import INDEX_BYTES_PER_ROW
+from fivefold.gnn.planning.geometry import (
+    INDEX_BYTES_PER_ROW,
+    Geometry,
+    choose_geometry,
+    reader_shape,
+)
+from fivefold.gnn.planning.layout import PAGE_BYTES
 
 SPEEDS = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9}
 MB = 10**6

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fivefold.gnn.packing._overlap import WriteBehind
-from fivefold.gnn.storage import Container, ContainerWriter, aligned_empty
+from fivefold.gnn.storage import Container, ContainerWriter
+from fivefold.gnn.storage.pages import aligned_empty
 
 
 def buffers(count):

@@ -5,24 +5,12 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from fivefold.gnn.planning import BatchList
-
-
-class Disk:
-    """A disk of so many requests and bytes per second, the two adding up."""
-
-    def __init__(self, requests_per_s=70e3, bytes_per_s=1.2e9):
-        self.requests_per_s = requests_per_s
-        self.sequential_read_bytes_per_s = bytes_per_s
-        self.sequential_write_bytes_per_s = bytes_per_s
-
-    def seconds(self, requests, size_bytes):
-        return requests / self.requests_per_s + size_bytes / self.sequential_read_bytes_per_s
+from helpers.gnn_planning import Batches, Disk
 
 
 @pytest.fixture(scope="session")
 def disk():
-    return Disk()
+    return Disk(requests_per_s=70e3, bytes_per_s=1.2e9)
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +26,7 @@ def random_batches(seed, *, num_nodes, num_batches, share=0.5, skew=2.0):
     for _ in range(num_batches):
         chosen = np.flatnonzero(generator.random(num_nodes) < share * popularity)
         batches.append(generator.permutation(chosen))
-    return BatchList(batches, num_nodes=num_nodes)
+    return Batches(batches, num_nodes=num_nodes)
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError
-from fivefold.gnn.planning import IdSet, SortedIds, argsort_distinct, is_dense, sort_distinct
-from fivefold.gnn.planning._id_set import union_of
+from fivefold.gnn.planning.id_sets import (
+    IdSet,
+    SortedIds,
+    argsort_distinct,
+    is_dense,
+    sort_distinct,
+    union_of,
+)
 
 distinct = st.lists(st.integers(0, 700), unique=True, max_size=80)
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError
-from fivefold.gnn.planning import BatchList
-from fivefold.gnn.planning._belady import belady
-from fivefold.gnn.planning._kept import KeptArrays, Scratch
+from fivefold.gnn.planning._caches import KeptArrays, Scratch, belady
+from helpers.gnn_planning import Batches
 
 NO_ROWS = np.empty(0, np.int64)
 
@@ -41,7 +40,7 @@ def fewest_misses(batches, size):
 
 
 def course_of(batches, num_rows, pinned=NO_ROWS):
-    source = batches if isinstance(batches, BatchList) else BatchList(batches, num_nodes=6)
+    source = batches if isinstance(batches, Batches) else Batches(batches, num_nodes=6)
     return belady(source, num_rows=num_rows, pinned=pinned, scratch=Scratch())
 
 
@@ -112,7 +111,7 @@ def test_arrays_kept_in_a_file_come_back():
 
 
 def test_ids_that_are_none_are_refused():
-    class Broken(BatchList):
+    class Broken(Batches):
         def node_ids(self, batch, /):
             return np.array([0, 7 - 8 * batch])
 

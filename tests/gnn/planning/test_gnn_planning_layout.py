@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.planning import runs_of
-from fivefold.gnn.planning._id_set import union_of
-from fivefold.gnn.planning._layout import Refinement, permutations, segment_layout
+from fivefold.gnn.planning.id_sets import union_of
+from fivefold.gnn.planning.layout import Refinement, permutations, runs_of, segment_layout
 
-LAYOUTS = ["gray", "folded", "minhash", "popularity", "packed"]
+LAYOUTS = ["gray", "minhash", "packed"]
 
 
 def gray_rank(mask):
@@ -103,13 +102,6 @@ def test_many_minhash_functions_do_not_overflow_the_key():
     assert laid_out.order.tolist() == expected
 
 
-@settings(max_examples=60, deadline=None)
-@given(segments())
-def test_popularity_puts_the_most_needed_rows_first(batches):
-    laid_out = segment_layout(batches, layout="popularity")
-    assert laid_out.order.tolist() == slow_shared(batches, lambda of: -len(of))
-
-
 def test_packed_gives_each_batch_its_own_rows_in_id_order():
     batches = [np.array([1, 5, 9]), np.array([], np.int64), np.array([5, 6])]
     laid_out = segment_layout(batches, layout="packed")
@@ -117,64 +109,21 @@ def test_packed_gives_each_batch_its_own_rows_in_id_order():
     assert [rows.tolist() for rows in laid_out.rows] == [[0, 1, 2], [], [3, 4]]
 
 
-def test_where_every_mask_occurs_gray_and_folded_agree():
+def test_where_every_mask_occurs_gray_is_the_reflected_code():
     # Id v is in the batches whose bits v has, so that all masks of 6 bits occur once.
     ids = np.arange(64)
     batches = [ids[(ids >> bit) & 1 == 1] for bit in range(6)]
-    gray, folded = (segment_layout(batches, layout=name) for name in ("gray", "folded"))
-    assert gray.order.tolist() == folded.order.tolist()
+    gray = segment_layout(batches, layout="gray")
     # The reflected code changes one bit from row to row: 2**t - 1 changes need 2**(t - 1) runs.
     assert [len(gray.runs(batch)[0]) for batch in range(6)] == [1, 1, 2, 4, 8, 16]
 
 
 @settings(max_examples=100, deadline=None)
-@given(segments(most_batches=6))
-def test_folded_never_has_more_runs_for_a_batch_than_any_other_sides(batches):
-    """Given the order of the groups so far, its choice of sides is the best: tried against all."""
+@given(segments())
+def test_runs_of_a_batch_are_known_when_it_is_split_off(batches):
     union = union_of(batches)
-    refinement = Refinement(len(union), folded=True)
-    for ids in batches:
-        rank = np.argsort(refinement._order)
-        before = (
-            refinement._sizes[refinement._order],
-            rank[refinement._labels],
-            refinement._unseen,
-        )
-        members = union.locate(ids)
-        starts, _ = refinement.split(members)
-        assert len(starts) <= fewest_runs(before, members)
-
-
-def fewest_runs(state, members):
-    """Fewest runs over all sides of all groups; the group of unseen rows stays in front."""
-    sizes, labels, unseen = state
-    inside = np.bincount(labels[members], minlength=len(sizes))
-    best = {False: 0}  # whether the rows before are needed ones -> fewest runs so far
-    for group, size in enumerate(sizes):
-        parts = [
-            needed
-            for needed in (False, True)
-            if (inside[group] if needed else size - inside[group])
-        ]
-        orders = [parts] if unseen and group == 0 else [parts, parts[::-1]]
-        following = {}
-        for joins, count in best.items():
-            for order in orders:
-                last, runs = joins, count
-                for needed in order:
-                    runs += needed and not last
-                    last = needed
-                following[last] = min(following.get(last, runs), runs)
-        best = following
-    return min(best.values(), default=0)
-
-
-@settings(max_examples=100, deadline=None)
-@given(segments(), st.sampled_from(["gray", "folded"]))
-def test_runs_of_a_batch_are_known_when_it_is_split_off(batches, layout):
-    union = union_of(batches)
-    refinement = Refinement(len(union), folded=layout == "folded")
-    laid_out = segment_layout(batches, layout=layout)
+    refinement = Refinement(len(union))
+    laid_out = segment_layout(batches, layout="gray")
     for number, ids in enumerate(batches):
         starts, counts = refinement.split(union.locate(ids))
         starts = starts + len(union) - refinement.num_seen

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.gnn.planning import runs_of
-from fivefold.gnn.planning._pages import read_costs
+from fivefold.gnn.planning.layout import read_costs, runs_of
 from fivefold.gnn.storage import ContainerWriter, RowReader
 
 

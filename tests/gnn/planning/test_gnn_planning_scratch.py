@@ -3,58 +3,49 @@
 import errno
 import os
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fivefold.errors import InfeasibleError, StorageError
-from fivefold.gnn.planning import BatchList, Budgets, FeatureInfo, _kept, make_plan
+from fivefold.gnn.planning import Budgets, _caches, make_plan
+from helpers.gnn_planning import Batches, Disk, features_of
 
 BATCHES = [np.arange(first, first + 400, 2) for first in range(0, 400, 40)]
-
-
-class Disk:
-    sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
-
-    def seconds(self, requests, size_bytes):
-        return requests * 1e-5 + size_bytes / 1e9
 
 
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch):
     """All spills; and nothing may go to the system's folder for temporary files."""
     monkeypatch.setattr(
-        _kept.KeptArrays.__init__, "__kwdefaults__", {"scratch": None, "memory_bytes": 99}
+        _caches.KeptArrays.__init__, "__kwdefaults__", {"scratch": None, "memory_bytes": 99}
     )
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
 
 
 def samples_in(folder):
-    samples = BatchList(BATCHES, num_nodes=800)
-    if folder is not None:
-        samples.path = folder / "samples.fvf"
-    return samples
+    return Batches(BATCHES, num_nodes=800, path=folder / "samples.fvf")
 
 
 def plan_of(samples, *, disk_bytes=10**8, **options):
-    features = FeatureInfo(num_nodes=800, row_bytes=512, fingerprint="x")
     budgets = Budgets(host_bytes=20_000, disk_bytes=disk_bytes)
-    return make_plan(samples, features, budgets, Disk(), buffer_batches=0, **options)
+    return make_plan(samples, features_of(800, 512), budgets, Disk(), buffer_batches=0, **options)
 
 
 @pytest.mark.parametrize("policy", ["static", "belady"])
 def test_it_goes_beside_the_samples_or_where_it_is_told(policy, tmp_path):
     beside = plan_of(samples_in(tmp_path), policy=policy)
-    told = plan_of(samples_in(None), policy=policy, scratch_folder=tmp_path)
+    told = plan_of(samples_in(Path("/nowhere")), policy=policy, scratch_folder=tmp_path)
     assert beside.fingerprint == told.fingerprint
     assert not list(tmp_path.iterdir())
 
 
-def test_the_system_s_folder_is_the_last_resort_and_its_refusal_is_said():
+def test_a_folder_that_cannot_be_written_is_named():
     with pytest.raises(
         StorageError, match=r"scratch file of planning.*in /nowhere.*scratch_folder"
     ):
-        plan_of(samples_in(None))
+        plan_of(samples_in(Path("/nowhere")))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])

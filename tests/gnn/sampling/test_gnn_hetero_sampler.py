@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling import HeteroNeighborSampler, HeteroTopology, Topology
-from fivefold.gnn.sampling._epoch import stream_key
+from fivefold.gnn.sampling.batches import stream_key
 from oracles.neighbor_sampling import reference_hetero_sample
 
 CITES = ("paper", "cites", "paper")

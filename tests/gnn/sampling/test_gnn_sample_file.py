@@ -15,14 +15,13 @@ from fivefold.gnn.sampling import (
     HeteroNeighborSampler,
     HeteroTopology,
     NeighborSampler,
-    SampledBatch,
     SampleFile,
     Topology,
-    epoch_batches,
     sample_epochs,
 )
-from fivefold.gnn.sampling import _sample_epochs as module
-from fivefold.gnn.sampling._sample_file import record_form
+from fivefold.gnn.sampling import _samples as module
+from fivefold.gnn.sampling._samples import RecordForm
+from fivefold.gnn.sampling.batches import SampledBatch, epoch_batches
 from fivefold.gnn.storage import Container
 
 FIELDS = ("node_ids", "nodes_per_hop", "edges_per_hop", "degrees", "sources", "edge_ids")
@@ -133,7 +132,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, stop):
 
 SCRIPT = """
 import time, numpy as np
-from fivefold.gnn.sampling import NeighborSampler, Topology, sample_epochs, _sample_epochs
+from fivefold.gnn.sampling import NeighborSampler, Topology, sample_epochs, _samples
 
 def run(path, pause_s=0.0, show=print):
     rng = np.random.default_rng(0)
@@ -144,7 +143,7 @@ def run(path, pause_s=0.0, show=print):
     sampler = NeighborSampler(topology, [5, 5], threads=2)
     sample_epochs(sampler, range(1000), path, batch_size=10, progress=slow).close()
 
-_sample_epochs._MARK_BYTES = 20_000
+_samples._MARK_BYTES = 20_000
 """
 
 
@@ -307,7 +306,7 @@ def test_only_the_part_asked_for_is_read(tmp_path, monkeypatch):
 )
 def test_records_use_the_narrowest_types(sizes, types):
     nodes, edges, degree, fanouts = sizes
-    form = record_form(
+    form = RecordForm.narrowest(
         num_nodes=nodes, num_edges=edges, max_degree=degree, fanouts=fanouts, edge_ids=True
     )
     assert (form.node_dtype, form.degree_dtype, form.edge_dtype) == tuple(map(np.dtype, types))
@@ -316,13 +315,12 @@ def test_records_use_the_narrowest_types(sizes, types):
 def test_records_hold_ids_beyond_32_bits():
     sampler = NeighborSampler(random_topology(dtype=np.int64), [3, 3], edge_ids=True)
     batch = sampler.sample(range(10), epoch=0, batch=0)
-    form = record_form(
+    form = RecordForm.narrowest(
         num_nodes=2**33, num_edges=2**40, max_degree=70_000, fanouts=[-1, 3], edge_ids=True
     )
     object.__setattr__(batch, "node_ids", batch.node_ids + 2**32)
     object.__setattr__(batch, "edge_ids", batch.edge_ids + 2**39)
-    row = form.index_row(batch, first_page=0, epoch=0)
-    pages = form.encode(batch)
+    row, pages = form.encode(batch, first_page=0, epoch=0)
     assert len(pages) == form.num_pages(row)
     assert_same(form.decode(pages, row, number=0), batch)
 
@@ -373,7 +371,7 @@ def records(draw):
         sources=rng.integers(0, 2**31, degrees.sum(), dtype=np.int32),
         edge_ids=rng.integers(0, 2**40, degrees.sum()) if draw(st.booleans()) else None,
     )
-    form = record_form(
+    form = RecordForm.narrowest(
         num_nodes=top,
         num_edges=2**40,
         max_degree=draw(st.sampled_from([9, 300, 70_000])),
@@ -387,10 +385,9 @@ def records(draw):
 @given(records())
 def test_any_record_comes_back(case):
     form, batch = case
-    row = form.index_row(batch, first_page=7, epoch=3)
+    row, pages = form.encode(batch, first_page=7, epoch=3)
     assert row.size == form.index_width
     assert row[:2].tolist() == [7, 3]
-    pages = form.encode(batch)
     assert pages.shape == (form.num_pages(row), 4096)
     assert_same(form.decode(pages, row, number=batch.number), batch)
     front = pages[: form.num_node_pages(row)]

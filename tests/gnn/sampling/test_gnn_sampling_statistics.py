@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fivefold.gnn.sampling import NeighborSampler, Topology, epoch_batches
-from fivefold.gnn.sampling._epoch import mix, mix_array, stream_key
+from fivefold.gnn.sampling import NeighborSampler, Topology
+from fivefold.gnn.sampling.batches import epoch_batches, mix, stream_key
+from fivefold.gnn.sampling.kernels import mix_bits
 from oracles.neighbor_sampling import below, draw_bits, exponential
 
 DRAWS = 4000
@@ -109,7 +110,7 @@ def test_the_hash_is_the_published_one():
     found = [mix(1234567 + step * golden) for step in (1, 2, 3)]
     assert found == expected
     values = np.array([(1234567 + step * golden) % 2**64 for step in (1, 2, 3)], np.uint64)
-    assert mix_array(values).tolist() == expected
+    assert mix_bits(values).tolist() == expected
 
 
 def test_the_logarithm_is_right_to_the_last_places():

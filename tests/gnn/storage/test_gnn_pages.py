@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from fivefold.gnn.storage._pages import hash_pages
+from fivefold.gnn.storage.pages import hash_pages
 
 
 def test_pages_are_seeded_with_file_and_number():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.gnn.storage import aligned_empty, gather_rows
+from fivefold.gnn.storage.pages import aligned_empty, gather_rows
 
 
 @settings(max_examples=80, deadline=None)

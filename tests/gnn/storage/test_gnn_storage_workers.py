@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fivefold.gnn.storage._workers import Workers
+from fivefold.gnn.storage._threads import Workers
 
 pytestmark = pytest.mark.alone
 

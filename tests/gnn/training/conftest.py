@@ -9,17 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.gnn.training import (
+from fivefold.gnn.training import GnnConfig, _loop, train_graph
+from fivefold.gnn.training.config import (
     BudgetsConfig,
     DataConfig,
-    GnnConfig,
     LoaderConfig,
     ModelConfig,
     RunConfig,
     SamplingConfig,
     ValidationConfig,
-    _loop,
-    train_graph,
 )
 from fivefold.testing import free_port
 

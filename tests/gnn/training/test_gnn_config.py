@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.training import GnnConfig, config_to_toml, load_config
+from fivefold.gnn.training import GnnConfig, load_config
+from fivefold.gnn.training.config import config_to_toml
 
 DATA = '[data]\npath = "g"\n'
 

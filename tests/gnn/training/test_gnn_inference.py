@@ -16,9 +16,15 @@ from training_graphs import Disk, edge_index, make_dataset
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, UnsupportedError
 from fivefold.gnn.storage import Container
-from fivefold.gnn.training import GraphSAGE, infer_layers, make_model
-from fivefold.gnn.training._inference_layers import fill_keys, reading_cost, take_apart
-from fivefold.gnn.training._inference_plan import ranges, share_memory
+from fivefold.gnn.training import GraphSAGE, infer_layers
+from fivefold.gnn.training._inference_layers import (
+    fill_keys,
+    ranges,
+    reading_cost,
+    share_memory,
+    take_apart,
+)
+from fivefold.gnn.training.models import make_model
 
 MODELS = ["sage", "gat", "gcn"]
 

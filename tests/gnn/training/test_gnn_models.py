@@ -7,7 +7,8 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.loading import Block
 from fivefold.gnn.sampling import NeighborSampler, Topology
-from fivefold.gnn.training import GAT, GCN, GraphSAGE, make_model
+from fivefold.gnn.training import GAT, GCN, GraphSAGE
+from fivefold.gnn.training.models import make_model
 
 MODELS = ["sage", "gat", "gcn"]
 

@@ -14,14 +14,9 @@ from training_graphs import make_dataset, relabel
 
 from fivefold.errors import CheckpointError, ConfigurationError, DataError, InfeasibleError
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.training import (
-    _loop,
-    config_to_toml,
-    infer_run,
-    load_config,
-    load_model,
-    train_graph,
-)
+from fivefold.gnn.training import _loop, infer_run, load_config, train_graph
+from fivefold.gnn.training._inference import load_model
+from fivefold.gnn.training.config import config_to_toml
 
 
 def events(config, kind=None):
@@ -174,8 +169,8 @@ def test_a_finished_run_can_be_made_longer(make_config):
         {"plan": {"layout": "packed"}, "data": {"mapped": True}},
         {"plan": {"segment_batches": 3}, "sampling": {"epochs": 2}},
         {"sampling": {"fanouts": (-1, 2)}, "validation": {"fanouts": (-1, -1)}},
-        {"loader": {"backend": "python", "prefetch": 1}},
-        {"loader": {"backend": "mmap", "verify": False}},
+        {"loader": {"backend": "threads", "prefetch": 1}},
+        {"loader": {"verify": False}},
     ],
 )
 def test_policies_layouts_and_engines_train_and_resume(changes, make_config, monkeypatch):

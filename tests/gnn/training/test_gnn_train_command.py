@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fivefold.cli._gnn import app
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.training import config_to_toml
+from fivefold.gnn.training.config import config_to_toml
 
 
 @pytest.fixture

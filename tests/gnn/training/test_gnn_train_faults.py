@@ -82,7 +82,7 @@ def test_sigterm_ends_well_with_a_checkpoint_at_once(make_config, start_ranks):
     config = make_config(epochs=500, checkpoint_every_steps=10**6, validate_every_epochs=0)
     world = start_ranks(config)
     metrics = config.run.output / "metrics.jsonl"
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 120
     while not (metrics.exists() and '"train"' in metrics.read_text()):
         assert time.monotonic() < deadline_s, world.logs()
         time.sleep(0.01)
@@ -170,7 +170,7 @@ def test_two_ranks_killed_together_resume_bit_for_bit(make_config, start_ranks):
     for _ in range(2):
         world = start_ranks(config, world_size=2)
         before = steps_of(config)
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 120
         while steps_of(config) == before and time.monotonic() < deadline_s:
             time.sleep(0.005)
         world.kill(ranks=[1])  # rank 0 must notice and end with an error
@@ -196,7 +196,7 @@ def test_sigterm_while_preparing_ends_at_once_and_what_is_done_stays(make_config
     )
     world = start_ranks(config)
     partial = Path(config.data.store)
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 120
     while not list(partial.glob("samples-*.partial")):
         assert time.monotonic() < deadline_s, world.logs()
         time.sleep(0.005)

@@ -12,7 +12,8 @@ from training_graphs import Disk
 
 from fivefold.errors import CheckpointError, DataError, InfeasibleError
 from fivefold.gnn.data import array_source, ingest
-from fivefold.gnn.training import config_to_toml, infer_run, train_graph
+from fivefold.gnn.training import infer_run, train_graph
+from fivefold.gnn.training.config import config_to_toml
 
 
 def test_another_run_in_the_folder_is_refused_before_sampling_and_packing(make_config, tmp_path):

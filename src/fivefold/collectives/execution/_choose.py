@@ -31,10 +31,10 @@ from fivefold.collectives.schedules import (
     Collective,
     Schedule,
     broadcast,
-    compose_all_reduce,
     evaluate,
     named_collective,
 )
+from fivefold.collectives.schedules.schedule import compose_all_reduce
 from fivefold.errors import ConfigurationError, FivefoldError
 from fivefold.flows.paths import default_paths
 from fivefold.network.topology import Topology

@@ -19,7 +19,9 @@ from itertools import pairwise
 import numpy as np
 
 from fivefold.collectives.lowering._program import Buffer
-from fivefold.collectives.schedules import Schedule, event_order, relays_of
+from fivefold.collectives.schedules import Schedule
+from fivefold.collectives.schedules.routes import relays_of
+from fivefold.collectives.schedules.timing import event_order
 from fivefold.errors import DataError
 
 Place = tuple[Buffer, int]
@@ -269,7 +271,7 @@ class _Places:
         if place is None:
             raise DataError(
                 f"transfer {transfer} sends chunk {chunk}, which rank {rank} does not hold then",
-                hint="verify(schedule) says more",
+                hint="verify_schedule(schedule) says more",
             )
         return place
 

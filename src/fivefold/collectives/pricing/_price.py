@@ -6,10 +6,17 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from fivefold.collectives.pricing._closed_form import collective_time_s
-from fivefold.collectives.pricing._fabric import Group
-from fivefold.collectives.pricing._from_topology import fabric_from_topology
-from fivefold.errors import ConfigurationError
+from fivefold.collectives.pricing.closed_form import collective_time_s
+from fivefold.collectives.pricing.fabric import Group, fabric_from_topology
+from fivefold.collectives.pricing.phases import (
+    Phase,
+    Tree,
+    aggregation_tree,
+    phases_time_s,
+    tree_switches,
+)
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.simulation import AggregationRequest, simulate
 from fivefold.network.topology import Topology
 
 if TYPE_CHECKING:
@@ -59,13 +66,15 @@ def price_s(
         group: Who takes part; None for all ranks.
         fidelity: One of the three above.
         algorithm: What the schedule is built by; None for rings, or pairwise for an all-to-all.
+            ``"in_network"``: the best tree of aggregating switches over all ranks, for an
+            all-reduce; its round trip, and the bytes at the least rate of links, adders and slots.
 
     Returns:
         Seconds; 0 for a group of one.
 
     Raises:
         ConfigurationError: There is no such kind or fidelity, or the group does not fit.
-        InfeasibleError: The topology is not connected.
+        InfeasibleError: The topology is not connected, or no tree of switches can aggregate.
 
     Examples:
         >>> from fivefold.network.topology import switch
@@ -81,6 +90,8 @@ def price_s(
     who = Group(size=topology.num_ranks) if group is None else group
     if who.size < 2:
         return 0.0
+    if algorithm == "in_network":
+        return _in_network_s(topology, kind, size_bytes, who, fidelity=fidelity)
     if fidelity == "closed_form":
         fabric = fabric_from_topology(topology, efficiency=1.0, base_s=0.0, hop_s=0.0)
         return collective_time_s(fabric, kind, size_bytes=size_bytes, group=who)
@@ -89,6 +100,38 @@ def price_s(
     schedule = _of_all_groups(topology, kind, who, algorithm or _ALGORITHMS[kind])
     model: Literal["slotted", "fluid"] = "slotted" if fidelity == "schedule" else "fluid"
     return evaluate(schedule, topology, size_bytes=size_bytes, model=model).total_s
+
+
+def _in_network_s(
+    topology: Topology, kind: str, size_bytes: float, group: Group, *, fidelity: Fidelity
+) -> float:
+    """Return the time of an all-reduce of all ranks by the tree that is fastest alone."""
+    if kind != "all_reduce" or group.size != topology.num_ranks or fidelity == "schedule":
+        raise ConfigurationError(
+            f"switches do not aggregate {kind} of {group.size} ranks as a {fidelity}",
+            hint="ask for the all-reduce of all ranks, in closed form or as a simulation",
+        )
+    leaves = tuple(range(topology.num_ranks))
+    pools = {s.node: s.aggregation.slots for s in topology.switches if s.aggregation is not None}
+    found: list[tuple[float, Tree, int]] = []
+    for root in pools:
+        tree = aggregation_tree(topology, leaves, root)
+        if tree is not None:
+            slots = min(pools[name] for name in tree_switches(tree))
+            phase = Phase(tuple((rank, rank) for rank in leaves), size_bytes, steps=1, tree=tree)
+            time_s = phases_time_s(topology, [phase], route=lambda _: (), slots=slots)
+            found.append((time_s, tree, slots))
+    if not found:
+        raise InfeasibleError(
+            f"no tree of the {len(pools)} aggregating switches of {topology.name!r} joins all",
+            hint="where branches meet, the switch must aggregate",
+        )
+    time_s, tree, slots = min(found)
+    if fidelity == "closed_form":
+        return time_s
+    names = [topology.nodes[topology.node_of_rank(rank)].name for rank in leaves]
+    request = AggregationRequest("sum", dict(tree), names, size_bytes, slots=slots)
+    return simulate(topology, [request]).finish_of("sum")
 
 
 def _of_all_groups(topology: Topology, kind: str, group: Group, algorithm: str) -> Schedule:

@@ -12,6 +12,7 @@ References: SCCL, arXiv 2008.08708, section 3 (pre- and postconditions over chun
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fivefold.collectives.schedules._arrays import (
+from fivefold.collectives.schedules.arrays import (
     Array,
     Floats,
     Ints,
@@ -51,7 +52,7 @@ _PAIRWISE = ("all_to_all", "all_to_allv")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Collective:
-    """A collective over numbered chunks; made by `all_gather` and its like, or by `custom`.
+    """A collective over numbered chunks; `all_gather` and its like make it, or `custom_collective`.
 
     Args:
         name: ``"all_gather"``, ..., or ``"custom"``.
@@ -114,8 +115,12 @@ class Collective:
 
     # Made anew in another process: arrays would come back writable, equal weights as a list.
     def __reduce__(self) -> tuple[Any, ...]:
-        names = tuple(self.__dataclass_fields__)
-        return functools.partial(Collective, **{name: getattr(self, name) for name in names}), ()
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return functools.partial(Collective, **fields), ()
+
+    def replaced(self, **changes: Any) -> Collective:
+        """Return the same collective with some fields changed, as `dataclasses.replace` does it."""
+        return dataclasses.replace(self, **changes)
 
     # -- where chunks are ----------------------------------------------------------------------
 
@@ -297,17 +302,14 @@ class Collective:
             pre, post = _renumbered(pre, numbers), _renumbered(post, numbers)
             if not self.has_equal_chunks:
                 weights = weights[np.argsort(numbers)]
-        return Collective(
+        return self.replaced(
             name=name,
-            num_ranks=self.num_ranks,
-            num_chunks=self.num_chunks,
             reducing=reducing,
             pre_chunks=pre[0],
             pre_ranks=pre[1],
             post_chunks=post[0],
             post_ranks=post[1],
             chunk_weights=weights,
-            root=self.root,
         )
 
     def replicated(self, pieces: int) -> Collective:
@@ -330,11 +332,8 @@ class Collective:
             finer, old = rows_of(offsets, rows)
             new = np.repeat(np.arange(rows.size) % count, np.diff(finer))
             cut.append((chunks[old] * np.int32(count) + within[new], ranks[old]))
-        return Collective(
-            name=self.name,
-            num_ranks=self.num_ranks,
+        return self.replaced(
             num_chunks=self.num_chunks * count,
-            reducing=self.reducing,
             pre_chunks=cut[0][0],
             pre_ranks=cut[0][1],
             post_chunks=cut[1][0],
@@ -344,7 +343,6 @@ class Collective:
                 if self.has_equal_chunks
                 else np.repeat(self.chunk_weights / count, count)
             ),
-            root=self.root,
         )
 
 
@@ -398,7 +396,7 @@ def _check_pairs(side: str, chunks: Ints, ranks: Ints, collective: Collective) -
         at = int(np.argmin(ordered)) + 1
         raise ConfigurationError(
             f"pair {at} of {side} (chunk {chunks[at]}, rank {ranks[at]}) is out of order or twice",
-            hint="sort the pairs by chunk, then rank, each once; custom() does it",
+            hint="sort the pairs by chunk, then rank, each once; custom_collective() does it",
         )
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.collectives.schedules import Schedule
+from fivefold.collectives.schedules.arrays import group_by_key, pop_event, push_event
 from fivefold.errors import ConfigurationError
 
 _WINDOW = 256
@@ -39,19 +40,12 @@ def dispatch(schedule: Schedule, *, size_bytes: float, by_load: bool = False) ->
         int(by_load),
     )
     order = np.argsort(starts_s, kind="stable")
-    lengths = np.diff(offsets)[order]
-    new_offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    within = np.arange(new_offsets[-1]) - np.repeat(new_offsets[:-1], lengths)
-    return schedule.replaced(
-        chunks=schedule.chunks[order],
-        sources=schedule.sources[order],
-        targets=schedule.targets[order],
+    return schedule.selected(
+        order,
         reduces=None,
         steps=None,
         starts_s=starts_s[order],
         ends_s=ends_s[order],
-        route_offsets=new_offsets,
-        route_links=links[np.repeat(offsets[:-1][order], lengths) + within],
         attributes={**schedule.attributes, "model": "serial", "size_bytes": float(size_bytes)},
     )
 
@@ -135,25 +129,6 @@ def _first_free(
 
 
 @njit
-def _followers(predecessors: Any) -> tuple[Any, Any]:
-    """Transfers that wait for each transfer, as offsets and members."""
-    count = len(predecessors)
-    offsets = np.zeros(count + 1, np.int64)
-    for before in predecessors:
-        if before >= 0:
-            offsets[before + 1] += 1
-    for place in range(count):
-        offsets[place + 1] += offsets[place]
-    members, filled = np.empty(offsets[count], np.int64), offsets[:-1].copy()
-    for number in range(count):
-        before = predecessors[number]
-        if before >= 0:
-            members[filled[before]] = number
-            filled[before] += 1
-    return offsets, members
-
-
-@njit
 def _start(
     number: int, now_s: float, routes: tuple[Any, Any], costs: tuple[Any, Any], size: float,
     free_s: Any,
@@ -187,12 +162,8 @@ def _port_queues(predecessors: Any, routes: tuple[Any, Any], num_links: int) -> 
     """Each transfer's first link, and a queue per link of those that are ready from the start."""
     offsets, links = routes
     count = len(predecessors)
-    port_of, begins = np.empty(count, np.int64), np.zeros(num_links + 1, np.int64)
-    for number in range(count):
-        port_of[number] = links[offsets[number]]
-        begins[port_of[number] + 1] += 1
-    for link in range(num_links):
-        begins[link + 1] += begins[link]
+    port_of = links[offsets[:-1]]
+    begins, _ = group_by_key(port_of, num_links)
     queues, ends = np.empty(count, np.int64), (begins, begins[:-1].copy(), begins[:-1].copy())
     for number in range(count):
         if predecessors[number] < 0:
@@ -238,7 +209,7 @@ def _run(
 ) -> tuple[Any, Any]:
     """Starts and arrivals of all transfers."""
     count, num_links = len(predecessors), len(costs[0])
-    after, members = _followers(predecessors)
+    after, members = group_by_key(predecessors + 1, count + 1)  # key 0: wait for nobody
     port_of, queues, ends = _port_queues(predecessors, routes, num_links)
     left = np.zeros(num_links * by_load)
     if by_load:
@@ -261,39 +232,5 @@ def _run(
             now_s, item = heap[0][0], heap[1][0]
             waiting = pop_event(heap, waiting)
             if item >= 0:
-                for place in range(after[item], after[item + 1]):
+                for place in range(after[item + 1], after[item + 2]):
                     _insert(queues, ends, port_of[members[place]], members[place])
-
-
-@njit
-def push_event(heap: tuple[Any, Any], size: int, time_s: float, item: int) -> int:
-    """Put an event into a heap of this size; gives the new size."""
-    times_s, items = heap
-    place = size
-    while place > 0:
-        above = (place - 1) >> 1
-        if times_s[above] <= time_s:
-            break
-        times_s[place], items[place] = times_s[above], items[above]
-        place = above
-    times_s[place], items[place] = time_s, item
-    return size + 1
-
-
-@njit
-def pop_event(heap: tuple[Any, Any], size: int) -> int:
-    """Remove the first event, which stands at place 0; gives the new size."""
-    times_s, items = heap
-    size -= 1
-    time_s, item = times_s[size], items[size]
-    place = 0
-    while 2 * place + 1 < size:
-        below = 2 * place + 1
-        if below + 1 < size and times_s[below + 1] < times_s[below]:
-            below += 1
-        if times_s[below] >= time_s:
-            break
-        times_s[place], items[place] = times_s[below], items[below]
-        place = below
-    times_s[place], items[place] = time_s, item
-    return size

@@ -8,14 +8,29 @@ no solver.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.collectives.synthesis._deadline import check_time
+from fivefold.collectives.schedules import (
+    Collective,
+    Schedule,
+    Transfer,
+    broadcast,
+    evaluate,
+    lower_bound,
+    verify_schedule,
+)
+from fivefold.collectives.schedules.bounds import Bound
+from fivefold.collectives.schedules.schedule import compose_all_reduce
+from fivefold.collectives.schedules.throughput import whole_capacities
+from fivefold.collectives.synthesis._solver import check_time
 from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology import Topology, line
 
 UNREACHABLE = 1 << 40
 """A distance longer than every schedule."""
@@ -201,3 +216,275 @@ def prune(instance: Instance, transfers: list[tuple[int, int, int]]) -> list[tup
             needed.add((chunk, int(instance.sources[link])))
             kept.append((time, chunk, link))
     return kept[::-1]
+
+
+_LARGEST_CAPACITY = 10_000  # units per round; beyond it the capacities have no common measure
+
+
+@dataclass(frozen=True)
+class Logical(Instance):
+    """A collective on the logical links of a topology, with prices."""
+
+    collective: Collective
+    topology: Topology
+    latencies_s: NDArray[np.float64]
+    capacities_bytes_per_s: NDArray[np.float64]
+    crosses: NDArray[np.bool_]
+    boxes: tuple[tuple[int, ...], ...]
+
+    def seconds_per_byte(self) -> NDArray[np.float64]:
+        """Inverse rate of the narrowest resource of each logical link."""
+        narrowest = [
+            min(float(self.capacities_bytes_per_s[resource]) for resource in resources)
+            for resources in self.resources
+        ]
+        return np.asarray(1.0 / np.array(narrowest, np.float64))
+
+    def chunk_bytes(self, size_bytes: float) -> float:
+        """Size of every chunk."""
+        sizes = np.unique(self.collective.chunk_bytes(size_bytes))
+        if len(sizes) > 1:
+            message = f"chunks of {sizes[0]:.0f} to {sizes[-1]:.0f} bytes"
+            hint = "use method='flow' or 'matching' for uneven collectives"
+            raise ConfigurationError(f"{message}: this search needs equal chunks", hint=hint)
+        return float(sizes[0]) if len(sizes) else 0.0
+
+
+def boxes_of(topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """Ranks by host, in the order of ranks; ranks without a host share one box."""
+    boxes: dict[str | None, list[int]] = {}
+    for rank in range(topology.num_ranks):
+        boxes.setdefault(topology.host_of(rank), []).append(rank)
+    return tuple(tuple(ranks) for ranks in boxes.values())
+
+
+def logical_of(
+    collective: Collective,
+    topology: Topology,
+    *,
+    allow: Callable[[int, int], bool] | None = None,
+    boxes: Sequence[Sequence[int]] | None = None,
+) -> Logical:
+    """Chunks, holders, receivers and logical links of a collective that copies."""
+    if collective.reducing:
+        message = f"{collective.name} sums"
+        raise ConfigurationError(message, hint="solve its inverse on the reversed topology")
+    if collective.num_ranks != topology.num_ranks:
+        message = f"{collective.num_ranks} ranks in the collective, {topology.num_ranks} in"
+        raise ConfigurationError(f"{message} topology {topology.name!r}")
+    graph = topology.rank_graph
+    pairs = zip(graph.sources.tolist(), graph.targets.tolist(), strict=True)
+    kept = [edge for edge, pair in enumerate(pairs) if allow is None or allow(*pair)]
+    holders, wanted = _ends_of_chunks(collective)
+    sources, targets = graph.sources[kept], graph.targets[kept]
+    groups = boxes_of(topology) if boxes is None else tuple(tuple(ranks) for ranks in boxes)
+    box = np.zeros(topology.num_ranks, np.int64)
+    for number, ranks in enumerate(groups):
+        box[list(ranks)] = number
+    return Logical(
+        num_ranks=topology.num_ranks,
+        sources=sources,
+        targets=targets,
+        resources=tuple(tuple(graph.route(edge).tolist()) for edge in kept),
+        num_resources=topology.num_links,
+        holders=holders,
+        wanted=wanted,
+        collective=collective,
+        topology=topology,
+        latencies_s=graph.latencies_s[kept],
+        capacities_bytes_per_s=topology.capacities_bytes_per_s,
+        crosses=box[sources] != box[targets],
+        boxes=groups,
+    )
+
+
+def _ends_of_chunks(
+    collective: Collective,
+) -> tuple[tuple[frozenset[int], ...], tuple[frozenset[int], ...]]:
+    chunks = range(collective.num_chunks)
+    check_time()
+    holders = tuple(frozenset(collective.holders(chunk).tolist()) for chunk in chunks)
+    wanted = tuple(frozenset(collective.receivers(chunk).tolist()) for chunk in chunks)
+    # What a rank holds already it does not want.
+    wanted = tuple(want - have for want, have in zip(wanted, holders, strict=True))
+    return holders, wanted
+
+
+def schedule_of(
+    logical: Logical,
+    transfers: Sequence[tuple[int, int]],
+    *,
+    steps: Sequence[int] | None = None,
+    times_s: tuple[Sequence[float], Sequence[float]] | None = None,
+    name: str,
+    attributes: dict[str, Any],
+) -> Schedule:
+    """Return the schedule of (chunk, logical link) pairs in their order."""
+    instance = logical
+    links = np.array([link for _, link in transfers], np.int64)
+    routes = [instance.resources[link] for link in links.tolist()]
+    offsets = np.cumsum([0, *(len(route) for route in routes)])
+    return Schedule(
+        collective=logical.collective,
+        topology=logical.topology,
+        chunks=np.array([chunk for chunk, _ in transfers], np.int32),
+        sources=instance.sources[links],
+        targets=instance.targets[links],
+        steps=None if steps is None else np.array(steps, np.int32),  # type: ignore[arg-type]
+        starts_s=None if times_s is None else np.array(times_s[0], np.float64),
+        ends_s=None if times_s is None else np.array(times_s[1], np.float64),
+        route_offsets=offsets.astype(np.int64),
+        route_links=np.array([link for route in routes for link in route], np.int32),
+        name=name,
+        solver="fivefold",
+        attributes=attributes,
+    )
+
+
+def integer_capacities(topology: Topology) -> tuple[NDArray[np.int64], float]:
+    """Return capacities as whole multiples of their largest common divisor."""
+    multiples, unit, exact = whole_capacities(topology, most=_LARGEST_CAPACITY)
+    if not exact:
+        message = f"the link rates of topology {topology.name!r} have no common measure"
+        hint = "round them, or use method='taccl', 'trees' or 'matching'"
+        raise ConfigurationError(message, hint=hint)
+    return multiples, float(unit)
+
+
+def by_inversion(
+    collective: Collective,
+    topology: Topology,
+    find: Callable[[Collective, Topology], Schedule],
+) -> Schedule:
+    """Solve a collective that may sum with a search that only copies."""
+    if not collective.reducing:
+        return find(collective, topology)
+    if collective.name == "all_reduce":
+        gather, scatter = all_reduce_halves(collective)
+        first = _inverse_solved(scatter, topology, find)
+        return compose_all_reduce(first, find(gather, topology))
+    if not collective.single_target:
+        message = f"{collective.name} sums a chunk for several ranks"
+        raise ConfigurationError(message, hint="split it into a reduce-scatter and an all-gather")
+    return _inverse_solved(collective, topology, find)
+
+
+def _inverse_solved(
+    collective: Collective, topology: Topology, find: Callable[[Collective, Topology], Schedule]
+) -> Schedule:
+    try:
+        found = find(collective.inverted(), topology.reversed())
+    except InfeasibleError as error:
+        message = f"{collective.name}, solved as {collective.inverted().name}: {error.message}"
+        raise InfeasibleError(message, hint=error.hint) from error
+    return found.inverted().replaced(topology=topology, collective=collective)
+
+
+def all_reduce_halves(collective: Collective) -> tuple[Collective, Collective]:
+    """Return an all-reduce as (all-gather, reduce-scatter); rank i * N // chunks owns chunk i."""
+    chunks = np.arange(collective.num_chunks)
+    owners = chunks * collective.num_ranks // max(collective.num_chunks, 1)
+    plain = collective.replaced(name="custom")
+    gather = plain.replaced(reducing=False, pre_chunks=chunks, pre_ranks=owners)
+    return gather, plain.replaced(post_chunks=chunks, post_ranks=owners)
+
+
+@dataclass(frozen=True)
+class ExactResult:
+    """The answer of an exact search.
+
+    Args:
+        status: "found", "infeasible" (proved) or "unknown" (out of time).
+        schedule: The verified schedule, None where there is none.
+        solver_s: Wall-clock time of the solver.
+        reason: What was proved, or why nothing was.
+
+    Examples:
+        >>> from fivefold.collectives.schedules import all_gather
+        >>> from fivefold.collectives.synthesis import k_synchronous
+        >>> from fivefold.network.topology import ring
+        >>> result = k_synchronous(all_gather(4), ring(4), steps=1, rounds=1)
+        >>> result.status, result.schedule is None
+        ('infeasible', True)
+    """
+
+    status: Literal["found", "infeasible", "unknown"]
+    schedule: Schedule | None
+    solver_s: float
+    reason: str
+
+    @property
+    def found(self) -> bool:
+        """Return whether there is a schedule."""
+        return self.schedule is not None
+
+    def require(self) -> Schedule:
+        """Return the schedule.
+
+        Raises:
+            InfeasibleError: There is none, or none was found in time.
+        """
+        if self.schedule is None:
+            hint = "allow more time" if self.status == "unknown" else "ask for less"
+            raise InfeasibleError(self.reason, hint=hint)
+        return self.schedule
+
+
+class NoSchedule(Exception):  # noqa: N818 - not an error, but how a search says no
+    """Carries a search's "no" out of an inversion; never leaves this package."""
+
+    status: Literal["infeasible", "unknown"] = "unknown"
+
+
+class Refuted(NoSchedule):
+    """There is no schedule: proved."""
+
+    status = "infeasible"
+
+
+class Undecided(NoSchedule):
+    """None was found, and none was ruled out."""
+
+
+def answer(
+    collective: Collective,
+    topology: Topology,
+    find: Callable[[Collective, Topology], tuple[Schedule, float]],
+) -> ExactResult:
+    """Run a search that only copies on any collective; verify what it finds."""
+    spent_s = [0.0]
+
+    def timed(part: Collective, place: Topology) -> Schedule:
+        schedule, solver_s = find(part, place)
+        spent_s[0] += solver_s
+        return schedule
+
+    try:
+        schedule = by_inversion(collective, topology, timed)
+    except NoSchedule as no:
+        return ExactResult(no.status, None, spent_s[0], str(no))
+    verify_schedule(schedule, topology=topology)
+    return ExactResult("found", schedule, spent_s[0], "found and verified")
+
+
+def bound_of(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
+    """The best bound, or none where some ranks cannot reach others but nobody asks them to."""
+    try:
+        return lower_bound(collective, topology, size_bytes)
+    except InfeasibleError:
+        for chunk in range(collective.num_chunks):
+            for holder in collective.holders(chunk).tolist():
+                for receiver in collective.receivers(chunk).tolist():
+                    if holder != receiver and (collective.reducing or collective.single_source):
+                        topology.shortest_route(holder, receiver)
+        reason = "the topology is not connected both ways, and the bounds need that"
+        return Bound(seconds=0.0, kind="none", reason=reason)
+
+
+@functools.cache
+def compile_pricing() -> None:
+    """Compile what verifies and prices schedules: at its first use it is no part of a search."""
+    move = Transfer(chunk=0, source=0, target=1)
+    schedule = Schedule.from_transfers([move], collective=broadcast(2), topology=line(2))
+    verify_schedule(schedule)
+    evaluate(schedule, size_bytes=1.0)

@@ -17,25 +17,25 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fivefold.collectives.schedules import Collective, Schedule, bandwidth_bound
-from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
-from fivefold.collectives.synthesis._deadline import OutOfTime, check_time, time_limit
-from fivefold.collectives.synthesis._instance import Instance, Orbits, prune, reach
-from fivefold.collectives.synthesis._logical import (
+from fivefold.collectives.schedules import Collective, Schedule
+from fivefold.collectives.schedules.bounds import bandwidth_bound
+from fivefold.collectives.synthesis._instance import (
+    ExactResult,
+    Instance,
     Logical,
-    integer_capacities,
-    logical_of,
-    schedule_of,
-)
-from fivefold.collectives.synthesis._search_result import (
     NoSchedule,
+    Orbits,
     Refuted,
-    SearchResult,
     Undecided,
     answer,
+    integer_capacities,
+    logical_of,
+    reach,
+    schedule_of,
 )
+from fivefold.collectives.synthesis._slotted import SendModel
+from fivefold.collectives.synthesis._solver import OutOfTime, check_time, solve, time_limit
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
 
@@ -50,7 +50,7 @@ def k_synchronous(
     rounds: int,
     time_limit_s: float = 60.0,
     seed: int = 0,
-) -> SearchResult:
+) -> ExactResult:
     """Find a schedule of ``steps`` steps and ``rounds`` rounds, or prove that there is none.
 
     In a round a link carries as many chunks as its capacity has units, the unit being the largest
@@ -117,42 +117,36 @@ def _find(
     logical.chunk_bytes(1.0)
     capacities, unit_bytes_per_s = integer_capacities(logical.topology)
     what = f"{logical.collective.name} in {steps} steps and {rounds} rounds"
-    if _hops(logical.instance) > steps:
-        raise Refuted(f"{what}: some chunk has {_hops(logical.instance)} hops")
+    if _hops(logical) > steps:
+        raise Refuted(f"{what}: some chunk has {_hops(logical)} hops")
     if time_limit_s <= 0:
         raise Undecided(f"{what}: not decided, for there was no time")
     if steps == 0:
-        return _schedule(logical, StepPlan((), ()), unit_bytes_per_s), 0.0
+        return _schedule(logical, [], [], unit_bytes_per_s), 0.0
     try:
         with time_limit(time_limit_s):
-            outcome, plan = search_steps(
-                logical.instance,
-                capacities.tolist(),
-                steps=steps,
-                rounds=rounds,
-                time_limit_s=time_limit_s,
-                seed=seed,
-            )
+            model = _StepModel(logical, capacities.tolist(), shape)
+            outcome = solve(model.model, time_limit_s=time_limit_s, seed=seed)
     except OutOfTime as late:
         raise Undecided(f"{what}: {late.message}") from late
-    if plan is None:
-        if outcome.status == "infeasible":
-            raise Refuted(f"{what}: the solver proved that there is none")
+    if outcome.status == "infeasible":
+        raise Refuted(f"{what}: the solver proved that there is none")
+    if not outcome.found:
         raise Undecided(f"{what}: not decided within {time_limit_s:g} s")
-    return _schedule(logical, plan, unit_bytes_per_s), outcome.solver_s
+    spans = [outcome.value(count) for count in model.rounds]
+    return _schedule(logical, model.plan(outcome), spans, unit_bytes_per_s), outcome.solver_s
 
 
-def _schedule(logical: Logical, plan: StepPlan, unit_bytes_per_s: float) -> Schedule:
+def _schedule(
+    logical: Logical, plan: list[tuple[int, int, int]], spans: list[int], unit_bytes_per_s: float
+) -> Schedule:
+    """Return the schedule of (step, chunk, link) triples, and how many rounds each step has."""
     return schedule_of(
         logical,
-        [(chunk, link) for _, chunk, link in plan.transfers],
-        steps=[step for step, _, _ in plan.transfers],
+        [(chunk, link) for _, chunk, link in plan],
+        steps=[step for step, _, _ in plan],
         name="k_synchronous",
-        attributes={
-            "model": "synchronous",
-            "rounds": list(plan.rounds),
-            "unit_bytes_per_s": unit_bytes_per_s,
-        },
+        attributes={"model": "synchronous", "rounds": spans, "unit_bytes_per_s": unit_bytes_per_s},
     )
 
 
@@ -161,7 +155,7 @@ def _hops(instance: Instance) -> int:
 
 
 def _check_size(logical: Logical, steps: int) -> None:
-    instance = logical.instance
+    instance = logical
     count = instance.num_chunks * instance.num_links * max(steps, 1)
     if count > _MOST_VARIABLES:
         message = f"{instance.num_chunks} chunks on {instance.num_links} logical links in {steps}"
@@ -171,22 +165,7 @@ def _check_size(logical: Logical, steps: int) -> None:
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """One point of the front.
-
-    Args:
-        chunks: Chunks per buffer C, as the collective's constructor counts them.
-        steps: Steps S.
-        rounds: Rounds R.
-        schedule: The verified schedule.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> from fivefold.network.topology import ring
-        >>> front = pareto_synthesis(lambda c: all_gather(3, c), ring(3), max_chunks=1)
-        >>> point = front.points[0]
-        >>> point.chunks, point.steps, point.rounds, point.rounds_per_chunk
-        (1, 1, 1, Fraction(1, 1))
-    """
+    """One point of the front."""
 
     chunks: int
     steps: int
@@ -201,20 +180,7 @@ class ParetoPoint:
 
 @dataclass(frozen=True)
 class ParetoFront:
-    """Points that no other beats in both steps and rounds per chunk.
-
-    Args:
-        points: The points, fewest steps first.
-        undecided: (C, S, R) that ran out of time; the front is proved where this is empty.
-        bound: No point has fewer rounds per chunk.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> from fivefold.network.topology import ring
-        >>> front = pareto_synthesis(lambda c: all_gather(4, c), ring(4), max_chunks=2)
-        >>> [(p.chunks, p.steps, p.rounds) for p in front.points], front.bound
-        ([(2, 2, 3)], Fraction(3, 2))
-    """
+    """Points that no other beats in both steps and rounds per chunk."""
 
     points: tuple[ParetoPoint, ...]
     undecided: tuple[tuple[int, int, int], ...]
@@ -265,9 +231,8 @@ def pareto_synthesis(
         raise ConfigurationError(f"max_chunks must be positive; got {max_chunks}")
     deadline_s = time.perf_counter() + time_limit_s
     logicals = {chunks: logical_of(make(chunks), topology) for chunks in range(1, max_chunks + 1)}
-    capacities, _ = integer_capacities(topology)
-    bound = _bound(logicals[1], capacities.tolist())
-    first = _hops(logicals[1].instance)
+    bound = least_rounds(logicals[1])
+    first = _hops(logicals[1])
     last = max_steps if max_steps is not None else max(2 * topology.num_ranks, first)
     points: list[ParetoPoint] = []
     undecided: list[tuple[int, int, int]] = []
@@ -304,158 +269,33 @@ def _candidates(
         yield chunks, rounds
 
 
-def _bound(logical: Logical, capacities: list[int]) -> Fraction:
-    """Return the least rounds per chunk by simple sets of ranks and by the bottleneck cut."""
-    simple = _least_ratio(logical, capacities)
+def least_rounds(logical: Logical) -> Fraction:
+    """Return the least rounds per chunk: what the bottleneck cut needs."""
     _, unit_bytes_per_s = integer_capacities(logical.topology)
     # With chunks of one unit's bytes per second a round takes one second.
     size_bytes = unit_bytes_per_s * logical.collective.buffer_weight
     place = logical.topology.scaled(latency=0.0)
     rounds = bandwidth_bound(logical.collective, place, size_bytes).seconds
     ratio = Fraction(rounds).limit_denominator(10_000)
-    if abs(float(ratio) - rounds) > 1e-9 * rounds:
-        ratio = Fraction(rounds * (1 - 1e-9))
-    return max(simple, ratio)
+    return ratio if abs(float(ratio) - rounds) <= 1e-9 * rounds else Fraction(rounds * (1 - 1e-9))
 
 
-def _least_ratio(logical: Logical, capacities: list[int]) -> Fraction:
-    """Chunks that must enter a set of ranks over what can enter in a round, over simple sets."""
-    instance = logical.instance
-    everyone = frozenset(range(instance.num_ranks))
-    sets = [frozenset([rank]) for rank in everyone] + [frozenset(box) for box in logical.boxes]
-    ratios = [Fraction(0)]
-    for ranks in (part for inside in sets for part in (inside, everyone - inside)):
-        lacking = sum(
-            1
-            for holders, wanted in zip(instance.holders, instance.wanted, strict=True)
-            if not holders & ranks and wanted & ranks
-        )
-        # The last resource of a route ends in the rank: all that enters the rank shares it.
-        ends = zip(instance.sources.tolist(), instance.targets.tolist(), strict=True)
-        entering = {
-            resources[-1]
-            for resources, (source, target) in zip(instance.resources, ends, strict=True)
-            if source not in ranks and target in ranks
-        }
-        room = sum(capacities[resource] for resource in entering)
-        if lacking and room:
-            ratios.append(Fraction(lacking, room))
-    return max(ratios)
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """A point that was found: the rounds of each step, and (step, chunk, link) of each transfer."""
-
-    rounds: tuple[int, ...]
-    transfers: tuple[tuple[int, int, int], ...]
-
-
-class _Model:
-    """Variables and constraints of one point."""
+class _StepModel(SendModel):
+    """Whether a point can be done: a send of one step arrives before the next."""
 
     def __init__(
-        self, instance: Instance, capacities: Sequence[int], shape: tuple[int, int], orbits: Orbits
+        self, instance: Instance, capacities: Sequence[int], shape: tuple[int, int]
     ) -> None:
-        self.instance, self.orbits = instance, orbits
-        self.steps, num_rounds = shape
-        self.model = new_model()
-        most = num_rounds - self.steps + 1
-        self.rounds = [self.model.new_int_var(1, most, f"r{step}") for step in range(self.steps)]
-        self.model.add(sum(self.rounds) == num_rounds)
-        self.sends: dict[tuple[int, int], Any] = {}
-        self.active: list[tuple[int, int, int]] = []  # (chunk, link, step) that have a variable
-        self._add_sends()
-        self._add_arrivals()
-        self._add_loads(capacities)
-
-    def _add_sends(self) -> None:
-        instance = self.instance
+        steps, num_rounds = shape
         hops = np.ones(instance.num_links, np.int64)
-        windows = reach(instance, hops).windows(instance, hops, self.steps)
-        for chunk, link, first, end in windows:
-            check_time()
-            for step in range(first, end):
-                self.active.append((chunk, link, step))
-                self._variable(chunk, link, step, make=True)
-
-    def _variable(self, chunk: int, link: int, step: int, *, make: bool = False) -> Any:
-        key = (int(self.orbits.link_orbits[chunk, link]), step)
-        if make and key not in self.sends:
-            self.sends[key] = self.model.new_bool_var(f"x{key[0]}.{step}")
-        return self.sends.get(key)
-
-    def _add_arrivals(self) -> None:
-        """At most one arrival per chunk and rank; a send needs an earlier one at its source."""
-        first = self.orbits.representative_ranks()
-        into: dict[tuple[int, int], list[tuple[int, Any]]] = {}
-        out_of: dict[tuple[int, int], list[tuple[int, Any]]] = {}
+        super().__init__(instance, hops, steps, Orbits(instance))
+        most = num_rounds - steps + 1
+        self.rounds = [self.model.new_int_var(1, most, f"r{step}") for step in range(steps)]
+        self.model.add(sum(self.rounds) == num_rounds)
+        loads: dict[tuple[int, int], list[Any]] = {}
         for chunk, link, step in self.active:
             check_time()
-            send = self._variable(chunk, link, step)
-            target, source = int(self.instance.targets[link]), int(self.instance.sources[link])
-            if first[chunk, target]:
-                into.setdefault((chunk, target), []).append((step, send))
-            if first[chunk, source] and source not in self.instance.holders[chunk]:
-                out_of.setdefault((chunk, source), []).append((step, send))
-        self._receive_once(into, first)
-        for pair, sends in out_of.items():
-            check_time()
-            arrivals = into.get(pair, [])
-            for step, send in sends:
-                earlier = [arrival for when, arrival in arrivals if when < step]
-                self.model.add_bool_or([send.negated(), *earlier])
-
-    def _receive_once(
-        self, into: dict[tuple[int, int], list[tuple[int, Any]]], first: NDArray[np.bool_]
-    ) -> None:
-        for chunk, wanted in enumerate(self.instance.wanted):
-            for rank in wanted - self.instance.holders[chunk]:
-                if first[chunk, rank]:
-                    arrivals = into.get((chunk, rank), [])
-                    self.model.add(sum(send for _, send in arrivals) == 1)
-        for (chunk, rank), arrivals in into.items():
-            if rank not in self.instance.wanted[chunk]:
-                self.model.add(sum(send for _, send in arrivals) <= 1)
-
-    def _add_loads(self, capacities: Sequence[int]) -> None:
-        loads: dict[tuple[int, int], list[tuple[int, Any]]] = {}
-        for chunk, link, step in self.active:
-            key = (int(self.orbits.link_orbits[chunk, link]), step)
-            check_time()
-            for resource in self.instance.resources[link]:
-                loads.setdefault((resource, step), []).append((key[0], self.sends[key]))
-        seen = set()
-        for (resource, step), users in loads.items():
-            # Resources that a symmetry makes equal carry the same variables: one row for all.
-            check_time()
-            row = (step, capacities[resource], tuple(sorted(orbit for orbit, _ in users)))
-            if row not in seen:
-                seen.add(row)
-                load = sum(send for _, send in users)
-                self.model.add(load <= capacities[resource] * self.rounds[step])
-
-    def plan(self, outcome: CpOutcome) -> StepPlan:
-        found = [
-            (step, chunk, link)
-            for chunk, link, step in self.active
-            if outcome.value(self._variable(chunk, link, step))
-        ]
-        rounds = tuple(outcome.value(count) for count in self.rounds)
-        return StepPlan(rounds, tuple(prune(self.instance, found)))
-
-
-def search_steps(
-    instance: Instance,
-    capacities: Sequence[int],
-    *,
-    steps: int,
-    rounds: int,
-    orbits: Orbits | None = None,
-    time_limit_s: float = 60.0,
-    seed: int = 0,
-) -> tuple[CpOutcome, StepPlan | None]:
-    """Find a schedule of ``steps`` steps and ``rounds`` rounds, or prove that there is none."""
-    model = _Model(instance, capacities, (steps, rounds), orbits or Orbits(instance))
-    outcome = solve(model.model, time_limit_s=time_limit_s, seed=seed)
-    return outcome, model.plan(outcome) if outcome.found else None
+            for resource in instance.resources[link]:
+                loads.setdefault((resource, step), []).append(self.variable(chunk, link, step))
+        for (resource, step), sends in loads.items():
+            self.model.add(sum(sends) <= capacities[resource] * self.rounds[step])

@@ -19,21 +19,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fivefold.collectives.schedules import (
-    Collective,
-    Schedule,
-    all_gather,
-    compose_all_reduce,
-    discrete_ingress_bound,
-)
-from fivefold.collectives.synthesis._deadline import (
-    SLACK_S,
-    OutOfTime,
-    check_time,
-    off_the_clock,
-    time_limit,
-)
-from fivefold.collectives.synthesis._matching_fabric import (
+from fivefold.collectives.schedules import Collective, Schedule
+from fivefold.collectives.schedules.bounds import discrete_ingress_bound
+from fivefold.collectives.synthesis._instance import by_inversion
+from fivefold.collectives.synthesis._matching_kernel import (
+    DONE,
     Fabric,
     Holdings,
     Neighbourhoods,
@@ -41,13 +31,20 @@ from fivefold.collectives.synthesis._matching_fabric import (
     Transfers,
     build_fabric,
     build_neighbourhoods,
+    match,
+    new_loop,
 )
-from fivefold.collectives.synthesis._matching_kernel import DONE, match, new_loop
+from fivefold.collectives.synthesis._solver import (
+    SLACK_S,
+    OutOfTime,
+    check_time,
+    off_the_clock,
+    time_limit,
+)
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 
-_GATHERING = ("all_gather", "broadcast")
-_REDUCING = ("reduce_scatter", "reduce")
+_DOES = ("all_gather", "broadcast", "reduce_scatter", "reduce", "all_reduce")
 _MUCH_FASTER = 4.0
 _MOST_SEEDS = 256
 _SEEDED_TRANSFERS = 2_000_000  # decided in about two seconds
@@ -91,42 +88,24 @@ def matching(
         4.0
     """
     _check(collective, topology, size_bytes, seeds)
-    options = {"size_bytes": size_bytes, "seeds": seeds, "seed": seed}
-    if collective.name == "all_reduce":
-        limit_s = None if time_limit_s is None else time_limit_s / 2
-        gather = all_gather(collective.num_ranks, _per_rank(collective))
-        parts = [
-            matching(part, topology, **options, time_limit_s=limit_s)  # type: ignore[arg-type]
-            for part in (gather.inverted(), gather)
-        ]
-        return compose_all_reduce(*parts)
-    if collective.name in _REDUCING:
-        turned = matching(
-            collective.inverted(), topology.reversed(), **options, time_limit_s=time_limit_s  # type: ignore[arg-type]
-        )  # fmt: skip
-        return turned.inverted().replaced(topology=topology, name="matching")
-    if seeds is None:
-        seeds = min(_MOST_SEEDS, max(1, _SEEDED_TRANSFERS // max(1, collective.post_chunks.size)))
-    return _best(collective, topology, size_bytes, _Tries(seeds, seed, time_limit_s))
+    halves = 2 if collective.name == "all_reduce" else 1
+    limit_s = None if time_limit_s is None else time_limit_s / halves
 
+    def find(part: Collective, place: Topology) -> Schedule:
+        count = seeds
+        if count is None:
+            count = min(_MOST_SEEDS, max(1, _SEEDED_TRANSFERS // max(1, part.post_chunks.size)))
+        return _best(part, place, size_bytes, _Tries(count, seed, limit_s))
 
-def _per_rank(collective: Collective) -> int:
-    chunks, rest = divmod(collective.num_chunks, collective.num_ranks)
-    if rest or not chunks:
-        raise ConfigurationError(
-            f"{collective.num_chunks} chunks do not divide among {collective.num_ranks} ranks",
-            hint=f"use a positive multiple of {collective.num_ranks} chunks",
-        )
-    return chunks
+    return by_inversion(collective, topology, find)
 
 
 def _check(
     collective: Collective, topology: Topology, size_bytes: float, seeds: int | None
 ) -> None:
-    known = (*_GATHERING, *_REDUCING, "all_reduce")
-    if collective.name not in known:
+    if collective.name not in _DOES:
         raise ConfigurationError(
-            f"matching does no {collective.name}", hint=f"it does {', '.join(known)}"
+            f"matching does no {collective.name}", hint=f"it does {', '.join(_DOES)}"
         )
     if collective.num_ranks != topology.num_ranks:
         raise ConfigurationError(
@@ -250,7 +229,6 @@ def _start(collective: Collective, near: Neighbourhoods) -> tuple[Holdings, Neig
     taken = held.copy()
     taken[:, -1] |= ~np.uint64(0) << np.uint64(chunks % 64) if chunks % 64 else np.uint64(0)
     sizes = [0, *((near.member[1:].max(axis=1) + 1).astype(np.int64) * chunks).tolist()]
-    offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
     offsets = np.cumsum([0, 0, *sizes[1:-1]]).astype(np.int64)
     counts = np.zeros(sum(sizes), np.int32)
     for level in range(1, len(near.member)):
@@ -268,10 +246,8 @@ def _schedule(
 ) -> Schedule:
     links = fabric.ports[found.ports]
     if len(found.route_offsets):
-        offsets, route_links = (
-            found.route_offsets,
-            found.route_links[: found.route_offsets[-1]].copy(),
-        )
+        offsets = found.route_offsets
+        route_links = found.route_links[: offsets[-1]].copy()
     else:
         offsets, route_links = np.arange(len(links) + 1, dtype=np.int64), links
     return Schedule(

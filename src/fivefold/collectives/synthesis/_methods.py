@@ -10,32 +10,31 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
 from fivefold.collectives.schedules import (
-    COLLECTIVES,
     Collective,
-    CostModel,
     Schedule,
-    bandwidth_bound,
     broadcast,
-    compose_all_reduce,
     evaluate,
     named_collective,
     reduce,
 )
-from fivefold.collectives.synthesis._flow_schedule import all_to_all_flow
-from fivefold.collectives.synthesis._instance import reach
-from fivefold.collectives.synthesis._k_synchronous import k_synchronous
-from fivefold.collectives.synthesis._logical import (
+from fivefold.collectives.schedules.constructors import COLLECTIVES
+from fivefold.collectives.schedules.schedule import compose_all_reduce
+from fivefold.collectives.schedules.timing import CostModel
+from fivefold.collectives.synthesis._flow import all_to_all_flow
+from fivefold.collectives.synthesis._instance import (
     all_reduce_halves,
     integer_capacities,
     logical_of,
+    reach,
 )
+from fivefold.collectives.synthesis._k_synchronous import k_synchronous, least_rounds
 from fivefold.collectives.synthesis._matching import matching
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._sketched import derive_sketch, rotation
@@ -52,85 +51,75 @@ _FEW, _SOME, _MANY = 16, 32, 128  # ranks up to which auto tries exact search, T
 _SPARE_STEPS, _SPARE_ROUNDS = 4, 6  # beyond the bounds, in the search for the cheapest point
 
 
-def _library(request: Request) -> Iterator[Candidate]:
+def _library(request: Request) -> Iterator[Schedule]:
     """Every algorithm of the textbooks that fits."""
     for count, collective in request.chunkings(most=8):
         if count > 1 and collective.name not in {"broadcast", "reduce"}:
             return
         for name in available_algorithms(collective):
             try:
-                yield build_algorithm(name, collective, request.topology), 0.0
+                yield build_algorithm(name, collective, request.topology)
             except (ConfigurationError, InfeasibleError, UnsupportedError) as error:
                 request.say(f"library, {name}: {error.message}")
 
 
-def _trees(request: Request) -> Iterator[Candidate]:
+def _trees(request: Request) -> Iterator[Schedule]:
     collective = request.collective
     if collective.name not in _TREE_COLLECTIVES:
         message = f"spanning trees do not do {collective.name}"
         raise ConfigurationError(message, hint=f"they do {', '.join(_TREE_COLLECTIVES)}")
-    started_s = time.perf_counter()
     # A sum runs the trees of the reversed topology backwards; the packing knows that.
     packing = spanning_trees(request.topology, root=collective.root)
     asked = collective.name if request.free else collective
-    schedule = packing.to_schedule(asked, size_bytes=request.size_bytes)
-    yield schedule, time.perf_counter() - started_s
+    yield packing.to_schedule(asked, size_bytes=request.size_bytes)
     if collective.name == "all_reduce":
         yield from _pipelined(request)
 
 
-def _pipelined(request: Request) -> Iterator[Candidate]:
+def _pipelined(request: Request) -> Iterator[Schedule]:
     """Reduce and broadcast that overlap: with the plain chunks, and with the finest that pay."""
     counts = [count for count, _ in request.chunkings(most=_FINEST_PIPELINE)]
     for root in roots_of(request.topology):
         for count in counts[-2:]:
             if request.left_s() <= 0:
                 return
-            started_s = time.perf_counter()
-            schedule = pipelined_all_reduce(
-                request.with_chunks(count),
-                request.topology,
-                root=root,
-                size_bytes=request.size_bytes,
-            )
-            yield schedule, time.perf_counter() - started_s
+            finer = request.with_chunks(count)
+            size_bytes = request.size_bytes
+            yield pipelined_all_reduce(finer, request.topology, root=root, size_bytes=size_bytes)
 
 
-def _matching(request: Request) -> Iterator[Candidate]:
+def _matching(request: Request) -> Iterator[Schedule]:
     for _, collective in request.chunkings(most=8):
         started_s = time.perf_counter()
-        schedule = matching(
+        yield matching(
             collective,
             request.topology,
             size_bytes=request.size_bytes,
             seed=request.seed,
             time_limit_s=request.left_s(0.5),
         )
-        yield schedule, time.perf_counter() - started_s
         if request.left_s() < 2 * (time.perf_counter() - started_s):
             return  # twice the chunks would take longer than is left
 
 
-def _flow(request: Request) -> Iterator[Candidate]:
+def _flow(request: Request) -> Iterator[Schedule]:
     for _, collective in request.chunkings(most=8):
         started_s = time.perf_counter()
-        schedule = all_to_all_flow(
+        yield all_to_all_flow(
             collective,
             request.topology,
             size_bytes=request.size_bytes,
             time_limit_s=request.left_s(),
         )
-        yield schedule, time.perf_counter() - started_s
         if request.left_s(0.5) < 2 * (time.perf_counter() - started_s):
             return
 
 
-def _taccl(request: Request) -> Iterator[Candidate]:
+def _taccl(request: Request) -> Iterator[Schedule]:
     choices = list(request.chunkings(most=2))
     if request.sketch is not None and request.free:
         choices = [(request.sketch.chunks, request.with_chunks(request.sketch.chunks))]
     for place, (_, collective) in enumerate(choices):
-        started_s = time.perf_counter()
         result = taccl(
             collective,
             request.topology,
@@ -140,10 +129,10 @@ def _taccl(request: Request) -> Iterator[Candidate]:
             seed=request.seed,
             progress=request.progress,
         )
-        yield result.schedule, time.perf_counter() - started_s
+        yield result.schedule
 
 
-def _slotted(request: Request) -> Iterator[Candidate]:
+def _slotted(request: Request) -> Iterator[Schedule]:
     last: InfeasibleError | None = None
     for _, collective in itertools.islice(request.chunkings(most=2), 2):
         for symmetric in (True, False):
@@ -159,7 +148,7 @@ def _slotted(request: Request) -> Iterator[Candidate]:
                 progress=request.progress,
             )
             if result.schedule is not None:
-                yield result.schedule, result.solver_s
+                yield result.schedule
                 break
             last = InfeasibleError(result.reason, hint="allow more time")
     if last is not None:
@@ -173,7 +162,7 @@ def _symmetries(request: Request, collective: Collective) -> list[NDArray[np.int
     return [rotation(*pair, num_ranks=ranks) for pair in sketch.symmetry]
 
 
-def _k_synchronous(request: Request) -> Iterator[Candidate]:
+def _k_synchronous(request: Request) -> Iterator[Schedule]:
     """The cheapest point S * alpha + R * chunk time: asked in that order, the first is the best."""
     undecided = 0
     for count, steps, rounds in _points(request):
@@ -189,7 +178,7 @@ def _k_synchronous(request: Request) -> Iterator[Candidate]:
             seed=request.seed,
         )
         if result.schedule is not None:
-            yield result.schedule, result.solver_s
+            yield result.schedule
             return
         undecided += result.status == "unknown"
     message = f"no synchronous schedule was found; {undecided} points stayed undecided"
@@ -204,10 +193,10 @@ def _points(request: Request) -> list[tuple[int, int, int]]:
     elif collective.reducing:
         collective, topology = collective.inverted(), topology.reversed()
     logical = logical_of(collective, topology)
-    hops = reach(logical.instance, np.ones(logical.instance.num_links, np.int64))
-    fewest = hops.horizon(logical.instance)
+    hops = reach(logical, np.ones(logical.num_links, np.int64))
+    fewest = hops.horizon(logical)
     _, unit_bytes_per_s = integer_capacities(topology)
-    least = _least_rounds(collective, topology.scaled(latency=0.0), unit_bytes_per_s)
+    least = least_rounds(logical)
     chunk_s = logical.chunk_bytes(request.size_bytes) / unit_bytes_per_s
     alpha_s = float(np.max(logical.latencies_s, initial=0.0))
     most = 6 if request.free else 1
@@ -221,13 +210,7 @@ def _points(request: Request) -> list[tuple[int, int, int]]:
     return [point for _, *point in sorted(costs)]  # type: ignore[misc]
 
 
-def _least_rounds(collective: Collective, topology: Topology, unit_bytes_per_s: float) -> Fraction:
-    size_bytes = unit_bytes_per_s * collective.buffer_weight
-    bound = bandwidth_bound(collective, topology, size_bytes).seconds
-    return Fraction(bound * (1 - 1e-9))
-
-
-METHODS: dict[str, Callable[[Request], Iterator[Candidate]]] = {
+METHODS: dict[str, Callable[[Request], Iterator[Schedule]]] = {
     "library": _library,
     "trees": _trees,
     "matching": _matching,
@@ -297,36 +280,15 @@ def overlapped(
     # Each chunk waits for its own sum only; a whole tree is shifted, so its order stays.
     lag_s = np.maximum(done_s - needed_s, 0.0)
     later_s = second.starts_s + lag_s[spread.chunks]
-    whole = compose_all_reduce(_listed(collect, first.starts_s), _listed(spread, later_s))
+    plain: dict[str, Any] = {"starts_s": None, "ends_s": None, "steps": None, "attributes": {}}
+    whole = compose_all_reduce(
+        collect.selected(np.argsort(first.starts_s, kind="stable"), **plain),
+        spread.selected(np.argsort(later_s, kind="stable"), **plain),
+    )
     starts_s = np.concatenate([np.sort(first.starts_s), np.sort(later_s)])
     halves = np.repeat([0, 1], [collect.num_transfers, spread.num_transfers])
     order = np.lexsort((halves, starts_s))
-    return _reordered(whole, order).replaced(topology=topology, name="pipelined all-reduce")
-
-
-def _listed(schedule: Schedule, starts_s: NDArray[np.float64]) -> Schedule:
-    """Return the transfers in the order of their starts, without times and steps."""
-    plain = schedule.replaced(starts_s=None, ends_s=None, steps=None, attributes={})
-    return _reordered(plain, np.argsort(starts_s, kind="stable"))
-
-
-def _reordered(schedule: Schedule, order: NDArray[np.int64]) -> Schedule:
-    offsets, links = schedule.route_offsets, schedule.route_links
-    if offsets is not None and links is not None:
-        lengths = np.diff(offsets)[order]
-        turned = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        within = np.arange(turned[-1]) - np.repeat(turned[:-1], lengths)
-        links = links[np.repeat(offsets[:-1][order], lengths) + within]
-        offsets = turned
-    return schedule.replaced(
-        chunks=schedule.chunks[order],
-        sources=schedule.sources[order],
-        targets=schedule.targets[order],
-        reduces=schedule.reduces[order],
-        steps=None,
-        route_offsets=offsets,
-        route_links=links,
-    )
+    return whole.selected(order, topology=topology, name="pipelined all-reduce")
 
 
 def roots_of(topology: Topology) -> Iterator[int]:
@@ -343,9 +305,6 @@ def roots_of(topology: Topology) -> Iterator[int]:
     count = len(order) if len(order) <= _EVERY_ROOT else _SOME_ROOTS
     yield from (int(rank) for rank in order[:count])
 
-
-Candidate = tuple[Schedule, float]
-"""A schedule and the seconds of its solver."""
 
 _FINEST = 0.25  # chunks that take less than this share of the latency are not worth their cost
 

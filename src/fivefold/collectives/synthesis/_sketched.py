@@ -8,15 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.schedules import Collective
-from fivefold.collectives.synthesis._deadline import check_time
-from fivefold.collectives.synthesis._instance import Instance, map_chunks, map_links
-from fivefold.collectives.synthesis._logical import (
+from fivefold.collectives.synthesis._instance import (
+    Instance,
     Logical,
     all_reduce_halves,
     boxes_of,
     logical_of,
+    map_chunks,
+    map_links,
 )
 from fivefold.collectives.synthesis._sketch import Connections, Policy, Sketch, SwitchSketch
+from fivefold.collectives.synthesis._solver import check_time
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 
@@ -68,8 +70,8 @@ def sketched(collective: Collective, topology: Topology, sketch: Sketch) -> Sket
     _check_ways(logical, allowed, sketch)
     permutations = tuple(rotation(*pair, num_ranks=count) for pair in sketch.symmetry)
     for permutation in permutations:
-        map_links(logical.instance, permutation)
-        map_chunks(logical.instance, permutation)
+        map_links(logical, permutation)
+        map_chunks(logical, permutation)
     return Sketched(logical, sketch, permutations, _policies(logical, sketch, size), allowed)
 
 
@@ -95,15 +97,15 @@ def _links_under(instance: Instance, switch: SwitchSketch, size: int) -> list[in
 
 def _policies(logical: Logical, sketch: Sketch, size: int) -> NDArray[np.int64]:
     signs = {"uc-min": 1, "uc-max": -1, "any": 0}
-    policies = np.zeros(logical.instance.num_links, np.int64)
+    policies = np.zeros(logical.num_links, np.int64)
     for switch in sketch.switches:
-        policies[_links_under(logical.instance, switch, size)] = signs[switch.policy]
+        policies[_links_under(logical, switch, size)] = signs[switch.policy]
     return policies
 
 
 def _allowed(logical: Logical, sketch: Sketch, size: int) -> NDArray[np.bool_]:
     """Chunks leave the box that holds them only through the sender of a rank that holds them."""
-    instance = logical.instance
+    instance = logical
     allowed = np.ones((instance.num_chunks, instance.num_links), np.bool_)
     if sketch.senders is None:
         return allowed
@@ -118,7 +120,7 @@ def _allowed(logical: Logical, sketch: Sketch, size: int) -> NDArray[np.bool_]:
 
 
 def _check_ways(logical: Logical, allowed: NDArray[np.bool_], sketch: Sketch) -> None:
-    instance = logical.instance
+    instance = logical
     for chunk in range(instance.num_chunks):
         check_time()
         seen = set(instance.holders[chunk])
@@ -212,7 +214,7 @@ def _connections(logical: Logical, size: int) -> Connections:
     Behind a switch between boxes a rank's connections share its own link, so that a copy for
     every rank of the other box costs as much as all of them together.
     """
-    instance = logical.instance
+    instance = logical
     if size == instance.num_ranks:
         return "all"
     crossing = np.flatnonzero(logical.crosses)
@@ -227,7 +229,7 @@ def _connections(logical: Logical, size: int) -> Connections:
 
 def _switches(logical: Logical, size: int, size_bytes: float) -> tuple[SwitchSketch, ...]:
     """Ranks of the first box that reach one another through a switch."""
-    instance = logical.instance
+    instance = logical
     groups: dict[int, set[int]] = {}
     for link in range(instance.num_links):
         source, target = int(instance.sources[link]), int(instance.targets[link])
@@ -250,7 +252,7 @@ def _symmetries(logical: Logical) -> tuple[tuple[int, int], ...]:
     The group they generate must move every rank (act freely): a symmetry that leaves a rank where
     it is would forbid that rank to treat two equal neighbours one after the other.
     """
-    count = logical.instance.num_ranks
+    count = logical.num_ranks
     found: list[tuple[int, int]] = []
     group = {tuple(range(count))}
     for block in reversed(_divisors(count)):
@@ -293,7 +295,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _keeps(logical: Logical, permutation: NDArray[np.int32]) -> bool:
-    instance = logical.instance
+    instance = logical
     try:
         image = map_links(instance, permutation)
         map_chunks(instance, permutation)

@@ -19,22 +19,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.collectives.schedules import Collective, Schedule, evaluate, with_times
-from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
-from fivefold.collectives.synthesis._deadline import OutOfTime, check_time, time_limit
-from fivefold.collectives.synthesis._instance import Instance, Orbits, Reach, prune, reach
-from fivefold.collectives.synthesis._logical import (
+from fivefold.collectives.schedules import Collective, Schedule, evaluate
+from fivefold.collectives.schedules.timing import with_times
+from fivefold.collectives.synthesis._instance import (
+    ExactResult,
+    Instance,
     Logical,
-    integer_capacities,
-    logical_of,
-    schedule_of,
-)
-from fivefold.collectives.synthesis._search_result import (
+    Orbits,
     Refuted,
-    SearchResult,
     Undecided,
     answer,
     bound_of,
+    integer_capacities,
+    logical_of,
+    prune,
+    reach,
+    schedule_of,
+)
+from fivefold.collectives.synthesis._solver import (
+    CpOutcome,
+    OutOfTime,
+    check_time,
+    new_model,
+    solve,
+    time_limit,
 )
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
@@ -49,7 +57,9 @@ class SlotModel:
     """How time is cut into slots.
 
     Args:
-        slot_s: Length of a slot; None: ``slot_length_s``.
+        slot_s: Length of a slot; None: the time of one chunk on a link of the
+            least common multiple of all rates, so that every link takes whole slots; where that is
+            small, the time on the fastest link.
         negligible_latency: Share of a slot below which a latency costs no slot.
         symmetries: Permutations of the ranks that the schedule must keep. They make a search
             small; that there is no symmetric schedule proves nothing about the others.
@@ -78,17 +88,6 @@ class SlotModel:
             raise ConfigurationError(message)
 
 
-@dataclass(frozen=True)
-class _Question:
-    """What is asked, apart from the collective."""
-
-    size_bytes: float
-    slots: int | None
-    model: SlotModel
-    time_limit_s: float
-    progress: Callable[[str], None] | None
-
-
 def slotted(
     collective: Collective,
     topology: Topology,
@@ -98,7 +97,7 @@ def slotted(
     model: SlotModel | None = None,
     time_limit_s: float = 60.0,
     progress: Callable[[str], None] | None = None,
-) -> SearchResult:
+) -> ExactResult:
     """Find a schedule of fewest time slots, or decide whether ``slots`` slots are enough.
 
     A send occupies each link of its route for the chunk's time on that link and arrives after
@@ -142,51 +141,21 @@ def slotted(
     if slots is not None and slots < 0:
         raise ConfigurationError(f"slots must not be negative; got {slots}")
     cut = SlotModel() if model is None else model
-    question = _Question(size_bytes, slots, cut, time_limit_s, progress)
 
     def find(part: Collective, place: Topology) -> tuple[Schedule, float]:
         try:
             with time_limit(time_limit_s):
-                return _Search(logical_of(part, place), question).run()
+                search = _Search(logical_of(part, place), size_bytes, cut, time_limit_s)
+                return search.run(slots, progress)
         except OutOfTime as late:
             raise Undecided(f"{collective.name}: {late.message}") from late
 
     return answer(collective, topology, find)
 
 
-def slot_length_s(collective: Collective, topology: Topology, *, size_bytes: float) -> float:
-    """Time of one chunk on a link of the least common multiple of all rates.
-
-    Every link then takes whole slots. Where the rates have no small common multiple it is the
-    time on the fastest link, and slower links are rounded up.
-
-    Args:
-        collective: Its chunks must be equal in size.
-        topology: Where.
-        size_bytes: Size of the collective.
-
-    Raises:
-        ConfigurationError: Chunks differ in size.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> from fivefold.network.topology import ring
-        >>> slot_length_s(all_gather(4), ring(4, bandwidth=1e9, latency=0), size_bytes=4000)
-        1e-06
-    """
-    return _slot_length_s(logical_of_copy(collective, topology), size_bytes)
-
-
-def logical_of_copy(collective: Collective, topology: Topology) -> Logical:
-    """Return the logical links for a collective or, where it sums, for its inverse."""
-    if not collective.reducing:
-        return logical_of(collective, topology)
-    return logical_of(collective.inverted(), topology.reversed())
-
-
 def _slot_length_s(logical: Logical, size_bytes: float) -> float:
     chunk_bytes = logical.chunk_bytes(size_bytes)
-    if not logical.instance.num_links or chunk_bytes <= 0:
+    if not logical.num_links or chunk_bytes <= 0:
         return 1.0  # nothing moves, or nothing takes time but latencies
     rates = np.unique(1.0 / logical.seconds_per_byte())
     fastest = float(max(rates))
@@ -204,31 +173,56 @@ def _slot_length_s(logical: Logical, size_bytes: float) -> float:
 class _Search:
     """Asks for one length after another until the time is over."""
 
-    def __init__(self, logical: Logical, question: _Question) -> None:
-        self.logical, self.question = logical, question
-        self.deadline_s = time.perf_counter() + question.time_limit_s
-        self.slot_s = question.model.slot_s or _slot_length_s(logical, question.size_bytes)
-        self.times = _slot_times(logical, question, self.slot_s)
-        self.orbits = Orbits(logical.instance, question.model.symmetries)
+    def __init__(
+        self, logical: Logical, size_bytes: float, cut: SlotModel, time_limit_s: float
+    ) -> None:
+        self.logical, self.size_bytes, self.cut = logical, size_bytes, cut
+        self.deadline_s = time.perf_counter() + time_limit_s
+        self.limit_s = time_limit_s
+        self.slot_s = cut.slot_s or _slot_length_s(logical, size_bytes)
+        self.times = self._times()
+        self.orbits = Orbits(logical, cut.symmetries)
         self.solver_s = 0.0
+        self.share = 1.0 / 3  # of the time: a length that stays undecided leaves some for the next
+        self.progress: Callable[[str], None] | None = None
 
-    def run(self) -> tuple[Schedule, float]:
-        bound = self._bound()
-        if self.question.slots is not None:
-            return self._one(self.question.slots, bound), self.solver_s
-        return self._fewest(bound), self.solver_s
+    def run(
+        self, slots: int | None, progress: Callable[[str], None] | None
+    ) -> tuple[Schedule, float]:
+        """Return the schedule of so many slots, or of fewest, and the seconds of the solver."""
+        self.progress = progress
+        if slots is None:
+            return self._fewest(self._bound()), self.solver_s
+        self.share = 1.0
+        return self._one(slots, self._bound()), self.solver_s
+
+    def _times(self) -> SlotTimes:
+        logical, slot_s = self.logical, self.slot_s
+        chunk_bytes = logical.chunk_bytes(self.size_bytes)
+        busy = tuple(
+            tuple(
+                _slots(chunk_bytes / float(logical.capacities_bytes_per_s[resource]), slot_s)
+                for resource in resources
+            )
+            for resources in logical.resources
+        )
+        sending_s = chunk_bytes * logical.seconds_per_byte()
+        counts = logical.latencies_s >= self.cut.negligible_latency * slot_s
+        lasts_s = sending_s + np.where(counts, logical.latencies_s, 0.0)
+        delays = [_slots(float(last_s), slot_s) for last_s in lasts_s]
+        return SlotTimes(busy, np.array(delays, np.int64))
 
     def _bound(self) -> int:
-        instance = self.logical.instance
+        instance = self.logical
         bound = reach(instance, self.times.delays).horizon(instance)
-        if not self.question.model.use_bounds:
+        if not self.cut.use_bounds:
             return bound
         everyone = frozenset(range(instance.num_ranks))
         for inside in [frozenset([rank]) for rank in everyone] + self._cuts():
             bound = max(bound, ingress_bound(instance, self.times, inside))
         # Latencies may be left out of the slots, so they are left out of the bound as well.
         place = self.logical.topology.scaled(latency=0.0)
-        least_s = bound_of(self.logical.collective, place, self.question.size_bytes).seconds
+        least_s = bound_of(self.logical.collective, place, self.size_bytes).seconds
         return max(bound, _slots(least_s, self.slot_s) if least_s > 0 else 0)
 
     def _cuts(self) -> list[frozenset[int]]:
@@ -241,7 +235,7 @@ class _Search:
             raise Refuted(f"{what}: at least {bound} are needed")
         status, transfers = self._ask(slots)
         if transfers is None:
-            symmetric = bool(self.question.model.symmetries)
+            symmetric = bool(self.cut.symmetries)
             proved = status == "infeasible" and not symmetric
             reason = "the solver proved that there is none" if proved else "not decided"
             raise (Refuted if proved else Undecided)(f"{what}: {reason}")
@@ -254,12 +248,12 @@ class _Search:
             status, transfers = self._ask(slots)
             if transfers is not None:
                 return self._schedule(transfers, slots, proved)
-            if status == "infeasible" and proved == slots and not self.question.model.symmetries:
+            if status == "infeasible" and proved == slots and not self.cut.symmetries:
                 proved = slots + 1
             slots += 1 if status == "infeasible" else max(slots // 8, 1)
             left_s = self.deadline_s - time.perf_counter()
             if left_s <= 0 or self._too_many(slots, left_s):
-                reason = f"no schedule within {self.question.time_limit_s:g} s; at least {proved}"
+                reason = f"no schedule within {self.limit_s:g} s; at least {proved}"
                 raise Undecided(f"{self.logical.collective.name}: {reason} slots")
 
     def _too_many(self, slots: int, left_s: float) -> bool:
@@ -267,14 +261,13 @@ class _Search:
         return size > _MOST_VARIABLES or size > max(left_s, 1.0) * _VARIABLES_PER_S
 
     def _ask(self, slots: int) -> tuple[str, list[tuple[int, int, int]] | None]:
-        instance = self.logical.instance
+        instance = self.logical
         left_s = self.deadline_s - time.perf_counter()
         if self._too_many(slots, left_s):
             message = f"{instance.num_chunks} chunks on {instance.num_links} links in {slots} slots"
             hint = "allow more time, give symmetries, or use method='trees' or 'matching'"
             raise ConfigurationError(f"{message} are too many for an exact search", hint=hint)
-        # A length that stays undecided must leave time for the next ones.
-        limit_s = left_s if self.question.slots is not None else max(left_s / 3, 1.0)
+        limit_s = max(left_s * self.share, 1.0)
         outcome, transfers = search_slots(
             instance,
             self.times,
@@ -282,23 +275,22 @@ class _Search:
             orbits=self.orbits,
             cuts=self._cuts(),
             time_limit_s=min(limit_s, max(left_s, 0.0)),
-            seed=self.question.model.seed,
+            seed=self.cut.seed,
         )
         self.solver_s += outcome.solver_s
-        if self.question.progress is not None:
-            self.question.progress(f"{slots} slots: {outcome.status}, {outcome.solver_s:.1f} s")
+        if self.progress is not None:
+            self.progress(f"{slots} slots: {outcome.status}, {outcome.solver_s:.1f} s")
         return outcome.status, transfers if outcome.found else None
 
     def _variables(self, slots: int) -> int:
         """Return how many (chunk, link, slot) there are, symmetric ones counted once."""
-        instance, window = self.logical.instance, reach(self.logical.instance, self.times.delays)
+        instance, window = self.logical, reach(self.logical, self.times.delays)
         first = window.earliest[:, instance.sources]
         last = slots - window.remaining[:, instance.targets] - self.times.delays
         kept = self.orbits.link_orbits == np.arange(first.size).reshape(first.shape)
         return int(np.clip(last - first + 1, 0, None)[kept].sum())
 
     def _schedule(self, transfers: list[tuple[int, int, int]], slots: int, bound: int) -> Schedule:
-        size_bytes = self.question.size_bytes
         ends = [slot + int(self.times.delays[link]) for slot, _, link in transfers]
         order = schedule_of(
             self.logical,
@@ -311,23 +303,7 @@ class _Search:
                 "optimal": slots <= bound,
             },
         )
-        return with_times(order, evaluate(order, size_bytes=size_bytes, model="slotted"))
-
-
-def _slot_times(logical: Logical, question: _Question, slot_s: float) -> SlotTimes:
-    chunk_bytes = logical.chunk_bytes(question.size_bytes)
-    busy = tuple(
-        tuple(
-            _slots(chunk_bytes / float(logical.capacities_bytes_per_s[resource]), slot_s)
-            for resource in resources
-        )
-        for resources in logical.instance.resources
-    )
-    sending_s = chunk_bytes * logical.seconds_per_byte()
-    counts = logical.latencies_s >= question.model.negligible_latency * slot_s
-    lasts_s = sending_s + np.where(counts, logical.latencies_s, 0.0)
-    delays = [_slots(float(last_s), slot_s) for last_s in lasts_s]
-    return SlotTimes(busy, np.array(delays, np.int64))
+        return with_times(order, evaluate(order, size_bytes=self.size_bytes, model="slotted"))
 
 
 def _slots(duration_s: float, slot_s: float) -> int:
@@ -342,33 +318,31 @@ class SlotTimes:
     delays: NDArray[np.int64]
 
 
-class _Model:
-    """Variables and constraints of the question whether T slots are enough."""
+class SendModel:
+    """Sends of chunks over links at whole times, each chunk from where it is, as variables.
+
+    What links can carry is for those who build on it to add.
+    """
 
     def __init__(
-        self, instance: Instance, times: SlotTimes, slots: int, orbits: Orbits, window: Reach
+        self, instance: Instance, delays: NDArray[np.int64], length: int, orbits: Orbits
     ) -> None:
-        self.instance, self.times, self.slots = instance, times, slots
-        self.orbits, self.window = orbits, window
+        self.instance, self.delays, self.length, self.orbits = instance, delays, length, orbits
         self.model = new_model()
         self.sends: dict[tuple[int, int], Any] = {}
-        self.active: list[tuple[int, int, int]] = []  # (chunk, link, slot) that have a variable
-        self._add_sends()
-        self._add_arrivals()
-        self._add_loads()
-
-    def _add_sends(self) -> None:
-        windows = self.window.windows(self.instance, self.times.delays, self.slots)
-        for chunk, link, first, end in windows:
-            orbit = int(self.orbits.link_orbits[chunk, link])
+        self.active: list[tuple[int, int, int]] = []  # (chunk, link, time) that have a variable
+        for chunk, link, first, end in reach(instance, delays).windows(instance, delays, length):
+            orbit = int(orbits.link_orbits[chunk, link])
             check_time()
-            for slot in range(first, end):
-                self.active.append((chunk, link, slot))
-                if (orbit, slot) not in self.sends:
-                    self.sends[orbit, slot] = self.model.new_bool_var(f"y{orbit}.{slot}")
+            for when in range(first, end):
+                self.active.append((chunk, link, when))
+                if (orbit, when) not in self.sends:
+                    self.sends[orbit, when] = self.model.new_bool_var(f"y{orbit}.{when}")
+        self._add_arrivals()
 
-    def _variable(self, chunk: int, link: int, slot: int) -> Any:
-        return self.sends[int(self.orbits.link_orbits[chunk, link]), slot]
+    def variable(self, chunk: int, link: int, when: int) -> Any:
+        """Return whether a chunk leaves over a link at a time."""
+        return self.sends[int(self.orbits.link_orbits[chunk, link]), when]
 
     def _add_arrivals(self) -> None:
         first = self.orbits.representative_ranks()
@@ -376,10 +350,10 @@ class _Model:
         out_of: dict[tuple[int, int], list[tuple[int, Any]]] = {}
         for chunk, link, slot in self.active:
             check_time()
-            send = self._variable(chunk, link, slot)
+            send = self.variable(chunk, link, slot)
             target, source = int(self.instance.targets[link]), int(self.instance.sources[link])
             if first[chunk, target]:
-                when = slot + int(self.times.delays[link])
+                when = slot + int(self.delays[link])
                 into.setdefault((chunk, target), {}).setdefault(when, []).append(send)
             if first[chunk, source] and source not in self.instance.holders[chunk]:
                 out_of.setdefault((chunk, source), []).append((slot, send))
@@ -404,7 +378,7 @@ class _Model:
     ) -> None:
         """One boolean per slot says whether the chunk is there: short clauses, not long sums."""
         there: dict[int, Any] = {}
-        slots = range(min(arrivals, default=self.slots), self.slots)
+        slots = range(min(arrivals, default=self.length), self.length)
         before = None
         for slot in slots:
             now = self.model.new_bool_var("")
@@ -420,12 +394,29 @@ class _Model:
             else:
                 self.model.add(send == 0)
 
-    def _add_loads(self) -> None:
+    def plan(self, outcome: CpOutcome) -> list[tuple[int, int, int]]:
+        """Return (time, chunk, link) of each transfer that somebody needs."""
+        found = [
+            (slot, chunk, link)
+            for chunk, link, slot in self.active
+            if outcome.value(self.variable(chunk, link, slot))
+        ]
+        return prune(self.instance, found)
+
+
+class _SlotModel(SendModel):
+    """Whether T slots are enough."""
+
+    def __init__(self, instance: Instance, times: SlotTimes, slots: int, orbits: Orbits) -> None:
+        super().__init__(instance, times.delays, slots, orbits)
+        self._add_loads(times)
+
+    def _add_loads(self, times: SlotTimes) -> None:
         loads: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for chunk, link, start in self.active:
             check_time()
             orbit = int(self.orbits.link_orbits[chunk, link])
-            taken = zip(self.instance.resources[link], self.times.busy[link], strict=True)
+            taken = zip(self.instance.resources[link], times.busy[link], strict=True)
             for resource, busy in taken:
                 for slot in range(start, start + busy):
                     loads.setdefault((resource, slot), []).append((orbit, start))
@@ -442,28 +433,14 @@ class _Model:
 
     def add_cut(self, inside: frozenset[int]) -> None:
         """A chunk that is held outside and wanted inside must enter at least once."""
-        entering = [
-            link
-            for link in range(self.instance.num_links)
-            if int(self.instance.sources[link]) not in inside
-            and int(self.instance.targets[link]) in inside
-        ]
         entries: dict[int, list[Any]] = {}
-        entering_set = set(entering)
+        entering = set(entries_of(self.instance, inside))
         for chunk, link, slot in self.active:
-            if link in entering_set:
-                entries.setdefault(chunk, []).append(self._variable(chunk, link, slot))
+            if link in entering:
+                entries.setdefault(chunk, []).append(self.variable(chunk, link, slot))
         for chunk, holders in enumerate(self.instance.holders):
             if not holders & inside and self.instance.wanted[chunk] & inside:
                 self.model.add_bool_or(entries.get(chunk, []))
-
-    def plan(self, outcome: CpOutcome) -> list[tuple[int, int, int]]:
-        found = [
-            (slot, chunk, link)
-            for chunk, link, slot in self.active
-            if outcome.value(self._variable(chunk, link, slot))
-        ]
-        return prune(self.instance, found)
 
 
 def _total(arrivals: dict[int, list[Any]]) -> Any:
@@ -481,10 +458,9 @@ def search_slots(
     seed: int = 0,
 ) -> tuple[CpOutcome, list[tuple[int, int, int]]]:
     """Find a schedule that ends within ``slots`` slots, or prove that there is none."""
-    window = reach(instance, times.delays)
-    if window.horizon(instance) > slots:
+    if reach(instance, times.delays).horizon(instance) > slots:
         return CpOutcome("infeasible", None, 0.0, 0.0), []
-    model = _Model(instance, times, slots, orbits or Orbits(instance), window)
+    model = _SlotModel(instance, times, slots, orbits or Orbits(instance))
     for inside in cuts:
         model.add_cut(inside)
     outcome = solve(model.model, time_limit_s=time_limit_s, seed=seed)
@@ -504,17 +480,21 @@ def ingress_bound(instance: Instance, times: SlotTimes, inside: frozenset[int]) 
         )
         if not holders & inside and wanted & inside
     ]
-    entries = [
-        link
-        for link in range(instance.num_links)
-        if int(instance.sources[link]) not in inside and int(instance.targets[link]) in inside
-    ]
+    entries = entries_of(instance, inside)
     if not lacking or not entries:
         return 0
     periods = _entry_periods(instance, times, entries)
     slots = _slots_to_enter(periods, len(lacking))
     ends = {int(instance.targets[link]) for link in entries}
     return slots + (_tail(instance, times, lacking, ends.pop()) if len(ends) == 1 else 0)
+
+
+def entries_of(instance: Instance, inside: frozenset[int]) -> list[int]:
+    """Return the links that lead into a set of ranks."""
+    ends = zip(instance.sources.tolist(), instance.targets.tolist(), strict=True)
+    return [
+        n for n, (source, target) in enumerate(ends) if source not in inside and target in inside
+    ]
 
 
 def _slots_to_enter(periods: list[tuple[int, int]], chunks: int) -> int:

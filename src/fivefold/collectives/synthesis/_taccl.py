@@ -12,36 +12,39 @@ References: TACCL, arXiv 2111.04867, sections 3 to 5.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fivefold.collectives.schedules import (
-    Collective,
-    Schedule,
-    evaluate,
-    verify,
-    with_times,
+from fivefold.collectives.schedules import Collective, Schedule, evaluate, verify_schedule
+from fivefold.collectives.schedules.timing import with_times
+from fivefold.collectives.synthesis._instance import (
+    bound_of,
+    by_inversion,
+    compile_pricing,
+    schedule_of,
 )
-from fivefold.collectives.synthesis._deadline import SLACK_S, OutOfTime, time_limit
-from fivefold.collectives.synthesis._logical import by_inversion, schedule_of
-from fivefold.collectives.synthesis._search_result import bound_of
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._sketched import Sketched, derive_sketch, sketched
-from fivefold.collectives.synthesis._taccl_ordering import Prices, Timed, best_order, prices_of
+from fivefold.collectives.synthesis._solver import SLACK_S, OutOfTime, time_limit
+from fivefold.collectives.synthesis._taccl_order import (
+    Prices,
+    Timed,
+    best_order,
+    improve_order,
+    join_messages,
+    prices_of,
+)
 from fivefold.collectives.synthesis._taccl_routing import (
     Routing,
     candidates,
     greedy_routes,
     route,
     route_and_order,
-)
-from fivefold.collectives.synthesis._taccl_scheduling import (
-    Messages,
-    improve_order,
-    join_messages,
 )
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
@@ -59,21 +62,6 @@ class TacclResult:
 
     TACCL proves nothing about the whole: unless ``is_optimal``, a longer search, another sketch,
     other chunks or another method (see `synthesize`) may find a shorter schedule.
-
-    Args:
-        schedule: The verified schedule with times in TACCL's model ("serial").
-        time_s: Its length.
-        routing_bound_s: No routing that was looked at (shortest paths in hops, in small instances
-            one hop more) is shorter; 0 where unknown. For an all-reduce the sum of both parts.
-        bound_s: No schedule of this collective is shorter, whatever its sketch; 0 where unknown.
-        stages: Seconds spent and lengths reached, by stage.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> from fivefold.network.topology import ring
-        >>> result = taccl(all_gather(4), ring(4, bandwidth=1e9, latency=1e-6), size_bytes=4e3)
-        >>> result.schedule.num_transfers, round(1e6 * result.time_s, 6)
-        (12, 4.0)
     """
 
     schedule: Schedule
@@ -130,6 +118,7 @@ def taccl(
         >>> taccl(reduce_scatter(3), net, size_bytes=3e3).schedule.num_transfers
         6
     """
+    compile_pricing()
     with time_limit(time_limit_s, slack_s=SLACK_S):
         if sketch is None:
             sketch = derive_sketch(topology, collective, size_bytes=size_bytes)
@@ -146,8 +135,8 @@ def taccl(
     if collective.reducing:
         timing = evaluate(schedule, topology, size_bytes=size_bytes, model="serial")
         schedule = with_times(schedule, timing)
-    verify(schedule, topology=topology)
-    length_s = float(schedule.ends_s.max(initial=0.0)) if schedule.ends_s is not None else 0.0
+    verify_schedule(schedule, topology=topology)
+    length_s = schedule.total_s
     schedule = schedule.replaced(name=f"taccl:{plan.name}")
     bound_s = bound_of(collective, topology, size_bytes).seconds
     result = TacclResult(schedule, length_s, run.bound_s, bound_s, run.stages)
@@ -157,7 +146,11 @@ def taccl(
 
 
 class _Run:
-    """The three stages under one deadline."""
+    """The three stages, for one part of the collective after the other, each with its deadline."""
+
+    sketch: Sketched
+    prices: Prices
+    deadline_s: float
 
     def __init__(
         self, size_bytes: float, time_limit_s: float, seed: int, progress: Progress | None
@@ -168,195 +161,166 @@ class _Run:
         self.stages: dict[str, Any] = {"routing_s": 0.0, "ordering_s": 0.0, "scheduling_s": 0.0}
 
     def find(self, collective: Collective, topology: Topology, plan: Sketch) -> Schedule:
-        deadline_s = time.perf_counter() + self.time_limit_s
-        sketch = sketched(collective, topology, plan)
-        prices = prices_of(sketch.logical, size_bytes=self.size_bytes)
+        self.deadline_s = time.perf_counter() + self.time_limit_s
+        self.sketch = sketched(collective, topology, plan)
+        self.prices = prices_of(self.sketch.logical, size_bytes=self.size_bytes)
         # Routes without a solver come first: there is something to return whenever time is over.
-        greedy = greedy_routes(sketch, prices)
-        best = self._timed(sketch, greedy.moves, None)
+        greedy = greedy_routes(self.sketch, self.prices)
+        best = self._timed(greedy.moves, None)
         bounds_s: list[float] = []
         try:
-            with time_limit(max(deadline_s - time.perf_counter(), SLACK_S / 4)):
-                timed = best_order(sketch, prices, greedy.moves, time_limit_s=0.0, seed=self.seed)
-                best = min(best, self._priced(sketch, prices, _plain(prices, timed)), key=_length_s)
-            with time_limit(deadline_s - time.perf_counter()):
-                for schedule in self._improved(sketch, prices, greedy, bounds_s, deadline_s):
-                    if _length_s(schedule) < _length_s(best):
+            with time_limit(max(self._left_s(), SLACK_S / 4)):
+                timed = best_order(
+                    self.sketch, self.prices, greedy.moves, time_limit_s=0.0, seed=self.seed
+                )
+                best = min(best, self._priced(timed), key=lambda schedule: schedule.total_s)
+            with time_limit(self._left_s()):
+                for schedule in self._improved(greedy, bounds_s):
+                    if schedule.total_s < best.total_s:
                         best = schedule
-                        self._say(f"schedule of {_length_s(best):.6g} s")
+                        self._say(f"schedule of {best.total_s:.6g} s")
         except OutOfTime:
             self._say("the time is over")
         self.bound_s += min(bounds_s, default=0.0)
         return best
 
-    def _improved(
-        self,
-        sketch: Sketched,
-        prices: Prices,
-        greedy: Routing,
-        bounds_s: list[float],
-        deadline_s: float,
-    ) -> Iterator[Schedule]:
-        """Schedules by the solver, until one meets the lower bound; the routings' bounds."""
-        logical = sketch.logical
-        least_s = bound_of(logical.collective, logical.topology, self.size_bytes).seconds
-        best_s = float("inf")
-        for routing, symmetric in self._routings(sketch, prices, greedy, deadline_s):
-            if not symmetric or routing.bound:
-                bounds_s.append(routing.bound * prices.unit_s)
-            for schedule in self._schedules(sketch, prices, routing, symmetric, deadline_s):
-                best_s = min(best_s, _length_s(schedule))
-                yield schedule
-            if best_s <= least_s * (1 + 1e-9):
-                return
-        yield from self._jointly(sketch, prices, best_s, least_s, deadline_s)
+    def _left_s(self, share: float = 1.0) -> float:
+        return max(self.deadline_s - time.perf_counter(), 0.0) * share
 
-    def _jointly(
-        self, sketch: Sketched, prices: Prices, best_s: float, least_s: float, deadline_s: float
-    ) -> Iterator[Schedule]:
-        """Shorter schedules from routes and times together, in the time that is left."""
-        for detour in (0, 1, 2):
-            left_s = deadline_s - time.perf_counter()
-            pairs = int(candidates(sketch, detour=detour).sum())
-            ordered = sketch.sketch.own_chunks_first
-            if best_s <= least_s * (1 + 1e-9) or pairs > _JOINT_PAIRS or ordered or left_s <= 0:
-                return
-            started_s = time.perf_counter()
-            below = math.ceil(best_s / prices.unit_s * (1 - 1e-9))
-            timed, proved = route_and_order(
-                sketch,
-                prices,
-                below=below,
-                detour=detour,
-                time_limit_s=left_s / (3 - detour),
-                seed=self.seed,
-            )
-            self.stages["joint_s"] = self.stages.get("joint_s", 0.0) + (
-                time.perf_counter() - started_s
-            )
-            self.stages[f"best_with_detour_{detour}"] = proved
-            if timed is None:
-                continue
-            plain = self._priced(sketch, prices, _plain(prices, timed))
-            limit_s = max(deadline_s - time.perf_counter(), 0.0) * 0.2
-            joined = join_messages(sketch, prices, timed, time_limit_s=limit_s, seed=self.seed)
-            for schedule in (plain, self._priced(sketch, prices, joined)):
-                best_s = min(best_s, _length_s(schedule))
-                yield schedule
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - started_s
 
     def _say(self, line: str) -> None:
         if self.progress is not None:
             self.progress(line)
 
-    def _routings(
-        self, sketch: Sketched, prices: Prices, greedy: Routing, deadline_s: float
-    ) -> Iterator[tuple[Routing, bool]]:
+    def _improved(self, greedy: Routing, bounds_s: list[float]) -> Iterator[Schedule]:
+        """Schedules by the solver, until one meets the lower bound; the routings' bounds."""
+        logical = self.sketch.logical
+        least_s = bound_of(logical.collective, logical.topology, self.size_bytes).seconds
+        enough_s, best_s = least_s * (1 + 1e-9), float("inf")
+        for routing, symmetric in self._routings(greedy):
+            if not symmetric or routing.bound:
+                bounds_s.append(routing.bound * self.prices.unit_s)
+            for schedule in self._schedules(routing, symmetric=symmetric):
+                best_s = min(best_s, schedule.total_s)
+                yield schedule
+            if best_s <= enough_s:
+                return
+        yield from self._jointly(best_s, enough_s)
+
+    def _jointly(self, best_s: float, enough_s: float) -> Iterator[Schedule]:
+        """Shorter schedules from routes and times together, in the time that is left."""
+        sketch, prices = self.sketch, self.prices
+        for detour in (0, 1, 2):
+            left_s = self._left_s()
+            pairs = int(candidates(sketch, detour=detour).sum())
+            ordered = sketch.sketch.own_chunks_first
+            if best_s <= enough_s or pairs > _JOINT_PAIRS or ordered or left_s <= 0:
+                return
+            with self._stage("joint_s"):
+                timed, proved = route_and_order(
+                    sketch,
+                    prices,
+                    below=math.ceil(best_s / prices.unit_s * (1 - 1e-9)),
+                    detour=detour,
+                    time_limit_s=left_s / (3 - detour),
+                    seed=self.seed,
+                )
+            self.stages[f"best_with_detour_{detour}"] = proved
+            if timed is not None:
+                for schedule in (self._priced(timed), self._joined(timed)):
+                    best_s = min(best_s, schedule.total_s)
+                    yield schedule
+
+    def _routings(self, greedy: Routing) -> Iterator[tuple[Routing, bool]]:
         """Symmetric routes, then free ones, then the greedy ones where no solver found any."""
-        pairs = int(candidates(sketch).sum())
+        pairs = int(candidates(self.sketch).sum())
         if pairs > _MOST_PAIRS:
             message = f"{pairs} choices of chunk and link are too many for the routing model"
             hint = "use method='matching' or 'trees', fewer chunks, or a sketch with fewer links"
             raise ConfigurationError(message, hint=hint)
+        symmetries = (True, False) if self.sketch.symmetries else (False,)
         detours = (0, 1) if pairs <= _DETOUR_PAIRS else (0,)
-        ways = [(symmetric, detour) for symmetric in (True, False) for detour in detours]
-        if not sketch.symmetries:
-            ways = [(False, detour) for detour in detours]
+        ways = list(itertools.product(symmetries, detours))
         found = 0
         for number, (symmetric, detour) in enumerate(ways):
-            left_s = deadline_s - time.perf_counter()
-            limit_s = left_s * 0.5 / (len(ways) - number)
-            started_s = time.perf_counter()
-            routing = route(
-                sketch,
-                prices,
-                symmetric=symmetric,
-                detour=detour,
-                time_limit_s=limit_s,
-                seed=self.seed,
-            )
-            self.stages["routing_s"] += time.perf_counter() - started_s
+            with self._stage("routing_s"):
+                routing = route(
+                    self.sketch,
+                    self.prices,
+                    symmetric=symmetric,
+                    detour=detour,
+                    time_limit_s=self._left_s(0.5 / (len(ways) - number)),
+                    seed=self.seed,
+                )
             if routing is not None:
                 found += 1
-                self._say(f"routing of at least {routing.bound * prices.unit_s:.6g} s")
+                self._say(f"routing of at least {routing.bound * self.prices.unit_s:.6g} s")
                 yield routing, symmetric
         if not found:
             yield greedy, False
 
-    def _schedules(
-        self,
-        sketch: Sketched,
-        prices: Prices,
-        routing: Routing,
-        symmetric: bool,  # noqa: FBT001 - one of two private loops
-        deadline_s: float,
-    ) -> Iterator[Schedule]:
-        started_s = time.perf_counter()
-        left_s = max(deadline_s - started_s, 0.0)
-        timed = best_order(
-            sketch, prices, routing.moves, time_limit_s=min(left_s * 0.05, 2.0), seed=self.seed
-        )
-        self.stages["ordering_s"] += time.perf_counter() - started_s
-        started_s = time.perf_counter()
+    def _schedules(self, routing: Routing, *, symmetric: bool) -> Iterator[Schedule]:
+        with self._stage("ordering_s"):
+            limit_s = min(self._left_s(0.05), 2.0)
+            timed = best_order(
+                self.sketch, self.prices, routing.moves, time_limit_s=limit_s, seed=self.seed
+            )
         if len(timed.moves) <= _SHOP_MOVES:
-            if symmetric:
-                limit_s = max(deadline_s - time.perf_counter(), 0.0) * 0.15
-                timed, _ = improve_order(
-                    sketch, prices, timed, symmetric=True, time_limit_s=limit_s, seed=self.seed
-                )
-            if timed.length > routing.bound:
-                limit_s = max(deadline_s - time.perf_counter(), 0.0) * 0.2
-                timed, _ = improve_order(
-                    sketch, prices, timed, time_limit_s=limit_s, seed=self.seed
-                )
-        yield self._priced(sketch, prices, _plain(prices, timed))
-        limit_s = max(deadline_s - time.perf_counter(), 0.0) * 0.2
-        joined = join_messages(sketch, prices, timed, time_limit_s=limit_s, seed=self.seed)
-        self.stages["scheduling_s"] += time.perf_counter() - started_s
-        yield self._priced(sketch, prices, joined)
+            with self._stage("scheduling_s"):
+                if symmetric:
+                    timed = self._reordered(timed, 0.15, symmetric=True)
+                if timed.length > routing.bound:
+                    timed = self._reordered(timed, 0.2, symmetric=False)
+        yield self._priced(timed)
+        yield self._joined(timed)
 
-    def _priced(self, sketch: Sketched, prices: Prices, messages: Messages) -> Schedule:
+    def _reordered(self, timed: Timed, share: float, *, symmetric: bool) -> Timed:
+        limit_s = self._left_s(share)
+        return improve_order(
+            self.sketch,
+            self.prices,
+            timed,
+            symmetric=symmetric,
+            time_limit_s=limit_s,
+            seed=self.seed,
+        )
+
+    def _joined(self, timed: Timed) -> Schedule:
+        with self._stage("scheduling_s"):
+            limit_s = self._left_s(0.2)
+            joined = join_messages(
+                self.sketch, self.prices, timed, time_limit_s=limit_s, seed=self.seed
+            )
+        return self._priced(joined)
+
+    def _priced(self, timed: Timed) -> Schedule:
         """Return the schedule in seconds: the order and the messages found, priced exactly."""
-        timed = messages.timed
-        beside = _places_beside(sketch, timed)
+        unit_s = self.prices.unit_s
         # Parallel links start a little apart: equal times would mean one message.
-        starts_s = [
-            (start + 1e-3 * place) * prices.unit_s
-            for start, place in zip(timed.starts, beside, strict=True)
-        ]
-        ends_s = [arrival * prices.unit_s for arrival in messages.arrivals]
-        return self._timed(sketch, timed.moves, (starts_s, ends_s))
+        beside = _places_beside(self.sketch, timed)
+        pairs = zip(timed.starts, beside, strict=True)
+        starts_s = [(start + 1e-3 * place) * unit_s for start, place in pairs]
+        return self._timed(timed.moves, (starts_s, [end * unit_s for end in timed.arrivals]))
 
     def _timed(
-        self,
-        sketch: Sketched,
-        moves: Sequence[tuple[int, int]],
-        times_s: tuple[list[float], list[float]] | None,
+        self, moves: Sequence[tuple[int, int]], times_s: tuple[list[float], list[float]] | None
     ) -> Schedule:
         """The moves in the order of their times, else as listed, with the times they really get."""
-        order = schedule_of(
-            sketch.logical,
-            moves,
-            times_s=times_s,
-            name="taccl",
-            attributes={"sketch": sketch.sketch.name},
-        )
-        topology = sketch.logical.topology
-        timing = evaluate(order, topology, size_bytes=self.size_bytes, model="serial")
+        logical = self.sketch.logical
+        attributes = {"sketch": self.sketch.sketch.name}
+        order = schedule_of(logical, moves, times_s=times_s, name="taccl", attributes=attributes)
+        timing = evaluate(order, logical.topology, size_bytes=self.size_bytes, model="serial")
         return with_times(order, timing)
-
-
-def _plain(prices: Prices, timed: Timed) -> Messages:
-    delays = prices.delays
-    arrivals = tuple(
-        start + int(delays[link])
-        for start, (_, link) in zip(timed.starts, timed.moves, strict=True)
-    )
-    return Messages(timed, arrivals, 0.0)
 
 
 def _places_beside(sketch: Sketched, timed: Timed) -> list[int]:
     """For each transfer the place of its link among those between the same two ranks."""
-    instance = sketch.logical.instance
+    instance = sketch.logical
     counts: dict[tuple[int, int], int] = {}
     places = []
     for link in range(instance.num_links):
@@ -364,7 +328,3 @@ def _places_beside(sketch: Sketched, timed: Timed) -> list[int]:
         places.append(counts.get(pair, 0))
         counts[pair] = places[-1] + 1
     return [places[link] for _, link in timed.moves]
-
-
-def _length_s(schedule: Schedule) -> float:
-    return float(schedule.ends_s.max(initial=0.0)) if schedule.ends_s is not None else 0.0

@@ -8,18 +8,17 @@ the solver as such; there is no large constant. Symmetric choices are one variab
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.collectives.synthesis._cp import CpOutcome, new_model, solve
-from fivefold.collectives.synthesis._deadline import check_time
 from fivefold.collectives.synthesis._instance import UNREACHABLE, Instance, Orbits, prune
 from fivefold.collectives.synthesis._sketched import Sketched
-from fivefold.collectives.synthesis._taccl_ordering import Prices, Timed
+from fivefold.collectives.synthesis._solver import CpOutcome, check_time, new_model, solve
+from fivefold.collectives.synthesis._taccl_order import Prices, Timed, chunk_by_chunk
 
 _POLICY_WEIGHT = 0.01  # of one chunk's time per connection, as TACCL weighs it
 
@@ -31,17 +30,15 @@ class Routing:
     Args:
         moves: The pairs.
         bound: No routing of this sketch has a shorter relaxed schedule, in units of time.
-        solver_s: Time of the solver.
     """
 
     moves: tuple[tuple[int, int], ...]
     bound: int
-    solver_s: float
 
 
 def candidates(sketch: Sketched, *, detour: int = 0) -> NDArray[np.bool_]:
     """Links that a chunk may take: those on its shortest paths in hops, and ``detour`` more."""
-    instance = sketch.logical.instance
+    instance = sketch.logical
     kept = np.zeros(sketch.allowed.shape, np.bool_)
     for chunk in range(instance.num_chunks):
         check_time()
@@ -83,7 +80,7 @@ class _Model:
         self, sketch: Sketched, prices: Prices, kept: NDArray[np.bool_], orbits: Orbits
     ) -> None:
         self.sketch, self.prices, self.orbits = sketch, prices, orbits
-        self.instance: Instance = sketch.logical.instance
+        self.instance: Instance = sketch.logical
         self.model = new_model()
         self.pairs = [(int(c), int(l)) for c, l in np.argwhere(kept)]  # noqa: E741 - (chunk, link)
         self.horizon = self._horizon()
@@ -265,7 +262,6 @@ def route(
     detour: int = 0,
     time_limit_s: float = 60.0,
     seed: int = 0,
-    progress: Callable[[float, float, float], None] | None = None,
 ) -> Routing | None:
     """Choose the links of all chunks.
 
@@ -276,23 +272,22 @@ def route(
         detour: Hops beyond the shortest path that a chunk may take.
         time_limit_s: Limit of the solver.
         seed: Seed of the solver.
-        progress: Called with (seconds, objective, bound) at each better routing.
 
     Returns:
         The routing, None where none was found (in time, or none is symmetric).
     """
-    instance = sketch.logical.instance
+    instance = sketch.logical
     orbits = Orbits(instance, sketch.symmetries if symmetric else ())
     model = _Model(sketch, prices, candidates(sketch, detour=detour), orbits)
-    outcome = solve(model.model, time_limit_s=time_limit_s, seed=seed, gap=1e-4, progress=progress)
+    outcome = solve(model.model, time_limit_s=time_limit_s, seed=seed, gap=1e-4)
     if not outcome.found:
         return None
-    return Routing(model.moves(outcome), model.bound(outcome.bound), outcome.solver_s)
+    return Routing(model.moves(outcome), model.bound(outcome.bound))
 
 
 def greedy_routes(sketch: Sketched, prices: Prices) -> Routing:
     """A routing without a solver: chunk after chunk the fastest tree, loaded links costing more."""
-    instance = sketch.logical.instance
+    instance = sketch.logical
     loads = [0] * instance.num_resources
     out_of: list[list[int]] = [[] for _ in range(instance.num_ranks)]
     for link, source in enumerate(instance.sources.tolist()):
@@ -305,7 +300,7 @@ def greedy_routes(sketch: Sketched, prices: Prices) -> Routing:
             for resource, busy in zip(instance.resources[link], prices.busy[link], strict=True):
                 loads[resource] += busy
         moves += [(chunk, link) for link in tree]
-    return Routing(ordered_trees(instance, moves), 0, 0.0)
+    return Routing(ordered_trees(instance, moves), 0)
 
 
 def _fastest_tree(
@@ -315,7 +310,7 @@ def _fastest_tree(
     loads: list[int],
     out_of: list[list[int]],
 ) -> list[int]:
-    instance = sketch.logical.instance
+    instance = sketch.logical
     targets, delays = instance.targets.tolist(), prices.delays.tolist()
     allowed = sketch.allowed[chunk].tolist()
     came_by: dict[int, int] = {}
@@ -355,7 +350,7 @@ def route_and_order(
     seed: int = 0,
 ) -> tuple[Timed | None, bool]:
     """Choose links and times of all chunks at once, where TACCL does one after the other."""
-    instance = sketch.logical.instance
+    instance = sketch.logical
     model = _Model(sketch, prices, candidates(sketch, detour=detour), Orbits(instance, ()))
     begins = model.add_order()
     model.model.add(model.length < below)
@@ -369,5 +364,6 @@ def route_and_order(
         for pair in moves
     }
     order = sorted(moves, key=lambda pair: starts[pair])  # stable: roots first
-    timed = Timed(tuple(order), tuple(starts[pair] for pair in order), outcome.value(model.length))
+    length = outcome.value(model.length)
+    timed = chunk_by_chunk(prices, order, [starts[pair] for pair in order], length)
     return timed, outcome.status == "optimal"

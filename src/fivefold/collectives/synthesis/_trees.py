@@ -5,8 +5,8 @@ Every rank is the root of ``k`` out-trees that span all ranks, and no link is in
 message; the least such quotient is the optimum of the cuts, and there are always trees that
 reach it where switches let out no more than they let in. The numbers are exact fractions.
 
-The steps: the optimum fixes ``k`` and ``U``; switches are removed (``_trees_split``); trees are
-packed into what is left (``_trees_pack``); paths through switches are put back.
+The steps: the optimum fixes ``k`` and ``U``; switches are removed (``_packing``); trees are
+packed into what is left (``_packing`` too); paths through switches are put back.
 
 References: ForestColl, arXiv 2402.06787. Edmonds, "Edge-disjoint branchings", 1973, for one root.
 """
@@ -26,27 +26,25 @@ from numpy.typing import NDArray
 from fivefold.collectives.schedules import (
     Collective,
     Schedule,
-    compose_all_reduce,
     named_collective,
     throughput_optimum,
 )
-from fivefold.collectives.synthesis._deadline import OutOfTime, time_limit
+from fivefold.collectives.schedules.arrays import Longs, rows_of
+from fivefold.collectives.schedules.schedule import compose_all_reduce
 from fivefold.collectives.synthesis._dispatch import dispatch
-from fivefold.collectives.synthesis._trees_network import (
+from fivefold.collectives.synthesis._packing import (
+    Bundle,
     FixedRate,
-    FlowSolver,
     Network,
+    PackedTree,
+    Path,
     integer_network,
     least_rate,
     next_rate,
-)
-from fivefold.collectives.synthesis._trees_split import (
-    Bundle,
-    PackedTree,
-    Path,
     pack_trees,
     remove_switches,
 )
+from fivefold.collectives.synthesis._solver import OutOfTime, time_limit
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 
@@ -63,22 +61,7 @@ _FIXED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class SpanningTree:
-    """One out-tree; edges are listed parents first.
-
-    Args:
-        root: Rank it begins at.
-        multiplicity: How many of the root's ``k`` trees it stands for.
-        sources: Sending rank of each edge.
-        targets: Receiving rank of each edge.
-        routes: Links of each edge in order, through switches where there are any.
-
-    Examples:
-        >>> tree = SpanningTree(
-        ...     root=0, multiplicity=1, sources=(0, 1), targets=(1, 2), routes=((0,), (1,))
-        ... )
-        >>> tree.depths, tree.height
-        ((1, 2), 2)
-    """
+    """One out-tree; edges are listed parents first."""
 
     root: int
     multiplicity: int
@@ -102,22 +85,7 @@ class SpanningTree:
 
 @dataclass(frozen=True, kw_only=True)
 class TreePacking:
-    """Trees that share the links of a topology without exceeding its rate.
-
-    Args:
-        topology: The network.
-        trees: The trees, those of a root next to one another.
-        root: The only root, or None where every rank is one.
-        k: Trees of each root, counted with multiplicity.
-        u_s: Seconds per byte of one tree's share: link e is in at most ``u_s * capacity`` trees.
-        optimum_s_per_byte: Least time per byte of shard that any algorithm needs (a cut).
-
-    Examples:
-        >>> from fivefold.network.topology import torus
-        >>> packing = spanning_trees(torus((4, 4), bandwidth=1.0))
-        >>> packing.k, packing.inverse_rate_s_per_byte, packing.is_optimal
-        (4, Fraction(15, 4), True)
-    """
+    """Trees that share the links of a topology without exceeding its rate."""
 
     topology: Topology
     trees: tuple[SpanningTree, ...]
@@ -156,11 +124,7 @@ class TreePacking:
         )
 
     def check(self) -> None:
-        """Do nothing where all trees span, every root has ``k``, and no link has too many.
-
-        Raises:
-            InfeasibleError: One of these does not hold; names it.
-        """
+        """Do nothing where all trees span, every root has ``k``, and no link has too many."""
         ranks, loads = self.topology.num_ranks, Counter[int]()
         found = Counter[int]()
         for number, tree in enumerate(self.trees):
@@ -193,20 +157,6 @@ class TreePacking:
 
         Reductions run the trees of the reversed topology backwards; an all-reduce is a
         reduce-scatter, then an all-gather.
-
-        Args:
-            collective: All-gather, reduce-scatter or all-reduce where every rank is a root,
-                broadcast or reduce where one is; or its name.
-            chunks: Chunks of each root's shard; None for those of the collective, or for a name
-                as many as suit ``size_bytes``. Multiples of ``k`` use the trees evenly.
-            size_bytes: Size for which transfers get times in the serial model, and for which the
-                number of chunks is chosen; None for steps without times, one chunk per tree.
-
-        Returns:
-            The schedule, with steps or with times.
-
-        Raises:
-            ConfigurationError: The collective does not fit the roots or the topology.
         """
         return schedule_trees(self, collective, chunks=chunks, size_bytes=size_bytes)
 
@@ -253,7 +203,9 @@ def spanning_trees(
         )  # fmt: skip
     topology.require_connected()
     network = integer_network(topology)
-    optimum = _optimum(topology, network, root)
+    kind = "all_gather" if root is None else "broadcast"
+    least = throughput_optimum(topology, collective=kind, root=root or 0)
+    optimum = least.inverse_rate * network.unit
     roots = [int(root is None or rank == root) for rank in range(topology.num_ranks)]
     with time_limit(time_limit_s):
         plan = _plan(network, roots, optimum, k)
@@ -280,17 +232,6 @@ def _check_arguments(topology: Topology, k: int | None, root: int | None, connec
         raise ConfigurationError(
             f"connections is {connections!r}", hint='use "auto", "many" or "few"'
         )
-
-
-def _optimum(topology: Topology, network: Network, root: int | None) -> Fraction:
-    """Least time per unit of shard, in the network's own unit."""
-    if root is None:
-        return throughput_optimum(topology).inverse_rate * network.unit
-    solver = FlowSolver()
-    solver.add(network.tails.tolist(), network.heads.tolist(), network.capacities.tolist())
-    ends = [node for rank, node in enumerate(network.terminals.tolist()) if rank != root]
-    start = int(network.terminals[root])
-    return Fraction(1, min(solver.flow(start, end) for end in ends))
 
 
 def _plan(network: Network, roots: list[int], optimum: Fraction, k: int | None) -> FixedRate:
@@ -370,8 +311,6 @@ def _with_routes(
     return parts
 
 
-Longs = NDArray[np.int64]
-
 _EVERY_RANK = ("all_gather", "reduce_scatter", "all_reduce")
 _ONE_ROOT = ("broadcast", "reduce")
 _BACKWARDS = {"reduce_scatter": "all_gather", "reduce": "broadcast"}
@@ -418,12 +357,11 @@ def _best(
     """Return the schedule by steps, or with a size the one with times that takes least."""
     if size_bytes is None:
         return _forward(packing, name, chunks or packing.k)
-    best, best_s, worse = None, math.inf, 0
+    best, worse = None, 0
     for count in [chunks] if chunks is not None else _counts(packing):
         found = dispatch(_forward(packing, name, count), size_bytes=size_bytes)
-        total_s = 0.0 if found.ends_s is None else float(found.ends_s.max(initial=0.0))
-        if best is None or total_s < best_s:
-            best, best_s, worse = found, total_s, 0
+        if best is None or found.total_s < best.total_s:
+            best, worse = found, 0
         else:
             worse += 1
             if worse > _MOST_WORSE:  # finer chunks only add latency from here on
@@ -488,9 +426,7 @@ def _forward(packing: TreePacking, name: str, chunks: int) -> Schedule:
     ahead = (table.targets - table.sources)[table.edges] % ranks
     order = np.lexsort((ahead, table.steps))
     edges = table.edges[order]
-    lengths = table.route_lengths[edges]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    offsets, places = rows_of(table.route_offsets, edges)
     return Schedule(
         collective=made,
         chunks=table.chunks[order],
@@ -498,7 +434,7 @@ def _forward(packing: TreePacking, name: str, chunks: int) -> Schedule:
         targets=table.targets[edges],
         steps=table.steps[order],
         route_offsets=offsets,
-        route_links=table.route_links[np.repeat(table.route_starts[edges], lengths) + within],
+        route_links=table.route_links[places],
         topology=packing.topology,
         name="spanning trees",
         solver="ForestColl",
@@ -516,8 +452,7 @@ class _Table:
         depths = np.array([d for tree in trees for d in tree.depths], np.int64)
         routes = [route for tree in trees for route in tree.routes]
         self.route_links = np.array([link for route in routes for link in route], np.int32)
-        self.route_lengths = np.array([len(route) for route in routes], np.int64)
-        self.route_starts = np.cumsum(self.route_lengths) - self.route_lengths
+        self.route_offsets = np.cumsum([0, *map(len, routes)], dtype=np.int64)
         first_edge = np.cumsum([0, *(len(tree.sources) for tree in trees)])
         parts: list[tuple[Longs, Longs, Longs]] = []
         for place, numbers in enumerate(_shares(packing, chunks)):

@@ -27,7 +27,8 @@ from fivefold.gnn.data._dataset import (
     check_belongs,
 )
 from fivefold.gnn.data._parts import EdgePart, Source
-from fivefold.gnn.sampling import EdgeType, HeteroTopology, Topology
+from fivefold.gnn.sampling import HeteroTopology, Topology
+from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container
 
 HETERO_VERSION = 2

@@ -19,7 +19,7 @@ from fivefold.gnn.data._write import (
     write_parts,
 )
 from fivefold.gnn.data._write_graph import EdgeRules
-from fivefold.gnn.sampling import EdgeType
+from fivefold.gnn.sampling.batches import EdgeType
 
 
 @overload

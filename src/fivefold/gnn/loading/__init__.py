@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fivefold.gnn.loading._batch import Block, HeteroMiniBatch, MiniBatch
+from fivefold.gnn.loading._base import LoaderStatistics
 from fivefold.gnn.loading._disk_loader import DiskLoader
 from fivefold.gnn.loading._pipeline import StallError
 from fivefold.gnn.loading._sampled import HeteroLoader, OnlineLoader
-from fivefold.gnn.loading._statistics import LoaderStatistics
+from fivefold.gnn.loading.batch import Block, HeteroMiniBatch, MiniBatch
 
 if TYPE_CHECKING:
-    from fivefold.gnn.loading._geometric import FeatureStoreAdapter
+    from fivefold.gnn.loading._adapter import FeatureStoreAdapter
 
 __all__ = [
     "Block",
@@ -30,6 +30,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # torch_geometric takes seconds to load, and only this class needs it.
     if name == "FeatureStoreAdapter":
-        return importlib.import_module("fivefold.gnn.loading._geometric").FeatureStoreAdapter
+        return importlib.import_module("fivefold.gnn.loading._adapter").FeatureStoreAdapter
     message = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(message)

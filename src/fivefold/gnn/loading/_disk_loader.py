@@ -17,22 +17,21 @@ import numpy.typing as npt
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.gnn.loading._assemble import Form, SeedTable, assemble, checked_form
 from fivefold.gnn.loading._base import (
     BatchLoader,
     Ids,
     LoaderSettings,
+    LoaderStatistics,
     Remainder,
     batch_order,
     checked_device,
 )
-from fivefold.gnn.loading._batch import MiniBatch
 from fivefold.gnn.loading._feature_store import FeatureStore
-from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
-from fivefold.gnn.loading._ring import BufferRing, buffer_count
-from fivefold.gnn.loading._rows import Backend
-from fivefold.gnn.loading._statistics import LoaderStatistics
-from fivefold.gnn.packing import BatchRecord, PackedStore
+from fivefold.gnn.loading._pipeline import BufferRing, Pipeline, Stage, Ticket, buffer_count
+from fivefold.gnn.loading.batch import Form, MiniBatch, SeedTable, assemble, checked_form
+from fivefold.gnn.packing import PackedStore
+from fivefold.gnn.packing.record import BatchRecord
+from fivefold.gnn.storage.reader import Backend
 
 # Two batches are read side by side where a third one can be at work in memory: the disk does not
 # idle between one and the next. With two buffers they would only wait for each other.
@@ -85,17 +84,16 @@ class DiskLoader(BatchLoader[MiniBatch]):
         >>> import tempfile
         >>> from fivefold.gnn.data import generate_graph
         >>> from fivefold.gnn.packing import pack
-        >>> from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
+        >>> from fivefold.gnn.planning import Budgets, make_plan
         >>> from fivefold.gnn.sampling import NeighborSampler, sample_epochs
         >>> from fivefold.gnn.storage import probe_disk
         >>> folder = tempfile.TemporaryDirectory()
         >>> dataset = generate_graph(f"{folder.name}/data", nodes=300, dim=4, seed=0)
         >>> samples = sample_epochs(NeighborSampler(dataset.topology(), [3, 3]), dataset.train,
         ...     f"{folder.name}/samples.fvf", batch_size=16, seed=0)
-        >>> info = FeatureInfo(
-        ...     num_nodes=300, row_bytes=16, fingerprint=dataset.features.fingerprint)
         >>> budgets = Budgets(host_bytes=20_000, disk_bytes=10**8)
-        >>> plan = make_plan(samples, info, budgets, probe_disk(folder.name, seconds=0.05))
+        >>> plan = make_plan(samples, dataset.features, budgets,
+        ...     probe_disk(folder.name, seconds=0.05))
         >>> store = pack(dataset.features, samples, plan, f"{folder.name}/store",
         ...     memory_bytes=1 << 25)
         >>> with DiskLoader(store, labels=dataset.labels) as loader:

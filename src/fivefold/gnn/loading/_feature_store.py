@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.loading._rows import Backend
-from fivefold.gnn.packing import BatchRecord, PackedStore
-from fivefold.gnn.storage import Container, ReadStatistics, RowReader, aligned_empty, gather_rows
+from fivefold.gnn.packing import PackedStore
+from fivefold.gnn.packing.record import BatchRecord
+from fivefold.gnn.storage import Container, RowReader
+from fivefold.gnn.storage.pages import aligned_empty, gather_rows
+from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
 Ids = npt.NDArray[np.int64]
 Rows = npt.NDArray[Any]

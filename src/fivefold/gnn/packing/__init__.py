@@ -1,7 +1,6 @@
 """Packed stores: the rows of each mini-batch next to one another on disk."""
 
 from fivefold.gnn.packing._pack import pack
-from fivefold.gnn.packing._record import BatchRecord
-from fivefold.gnn.packing._store import PackedStore, read_plan, write_plan
+from fivefold.gnn.packing._store import PackedStore
 
-__all__ = ["BatchRecord", "PackedStore", "pack", "read_plan", "write_plan"]
+__all__ = ["PackedStore", "pack"]

@@ -115,7 +115,7 @@ class WriteBehind:
         """Return the free buffer, as soon as what was put from it is written."""
         while len(self._writes) >= len(self._buffers):
             self._writes.popleft().result()
-        while self._calls and self._calls[0].done():
+        if self._calls and self._calls[0].done():
             self._calls.popleft().result()
         return self._buffers[self._turn]
 
@@ -128,7 +128,13 @@ class WriteBehind:
         self._turn = (self._turn + 1) % len(self._buffers)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called after all that was put, without waiting for it."""
+        """Have ``call`` called after all that was put, without waiting for it.
+
+        Waits for the call before it: on a slow disk marks would pile up, and all that they stand
+        for would be done again after a kill.
+        """
+        while self._calls:
+            self._calls.popleft().result()
         before, self._since = self._since, []
 
         def after() -> None:

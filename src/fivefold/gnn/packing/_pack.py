@@ -7,7 +7,6 @@ way. ``store.json`` comes last.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -16,38 +15,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
-from fivefold.files import read_checked_json, write_checked_json
-from fivefold.gnn.packing._layouts import KIND_LAYOUTS, write_layouts
+from fivefold.files import lock_file, read_checked_json, write_checked_json
 from fivefold.gnn.packing._overlap import Check, Progress, side_by_side
-from fivefold.gnn.packing._records import KIND_RECORDS, Recorder
+from fivefold.gnn.packing._records import KIND_LAYOUTS, KIND_RECORDS, Recorder, write_layouts
 from fivefold.gnn.packing._rows import KIND_ROWS, Mover, Order, write_rows
 from fivefold.gnn.packing._store import (
     PackedStore,
     StoreFiles,
     read_manifest,
     write_manifest,
-    write_plan,
 )
-from fivefold.gnn.planning import (
-    PAGE_BYTES,
-    STRATEGIES,
-    DiskCost,
-    Geometry,
-    Plan,
-    choose_geometry,
-    reader_shape,
-)
+from fivefold.gnn.planning import Plan
+from fivefold.gnn.planning.geometry import STRATEGIES, Geometry, choose_geometry, reader_shape
+from fivefold.gnn.planning.layout import PAGE_BYTES
 from fivefold.gnn.sampling import SampleFile
-from fivefold.gnn.storage import Container, RowReader
+from fivefold.gnn.storage import Container, DiskProfile, RowReader
+from fivefold.gnn.storage.reader import Backend
 from fivefold.units import format_bytes, format_duration_s
 
-Backend = Literal["auto", "threads", "io_uring", "python", "mmap"]
-Profile = DiskCost | Callable[[], DiskCost]
+Profile = DiskProfile | Callable[[], DiskProfile]
 
 _logger = logging.getLogger(__name__)
 _SECTION = "x"
@@ -104,7 +95,7 @@ def pack(  # noqa: PLR0913 - independent options, each with a default
     Examples:
         >>> import tempfile
         >>> from fivefold.gnn.data import generate_graph
-        >>> from fivefold.gnn.planning import Budgets, FeatureInfo, make_plan
+        >>> from fivefold.gnn.planning import Budgets, make_plan
         >>> from fivefold.gnn.sampling import NeighborSampler, sample_epochs
         >>> class Disk:
         ...     sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
@@ -116,11 +107,8 @@ def pack(  # noqa: PLR0913 - independent options, each with a default
         >>> samples = sample_epochs(
         ...     sampler, data.train, f"{folder.name}/samples.fvf", batch_size=16
         ... )
-        >>> info = FeatureInfo(
-        ...     num_nodes=300, row_bytes=data.row_bytes, fingerprint=data.features.fingerprint
-        ... )
         >>> budgets = Budgets(host_bytes=100_000, disk_bytes=10**8)
-        >>> plan = make_plan(samples, info, budgets, Disk(), buffer_batches=0)
+        >>> plan = make_plan(samples, data.features, budgets, Disk(), buffer_batches=0)
         >>> with pack(
         ...     data.features, samples, plan, f"{folder.name}/store", memory_bytes=10**6
         ... ) as store:
@@ -272,7 +260,7 @@ class _Run:
         return min(free, self.plan.budgets.disk_bytes - whole - layouts.nbytes)
 
     def _write_manifest(self, geometry: Geometry) -> None:
-        write_plan(self.plan, self.files.plan)
+        self.plan.write(self.files.plan)
         with (
             self._own(self.files.rows, KIND_ROWS) as rows,
             self._own(self.files.records, KIND_RECORDS) as records,
@@ -435,11 +423,9 @@ def _locked(files: StoreFiles) -> Iterator[None]:
             hint="choose a folder that can be written, on a disk with free space",
         ) from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_file(lock.fileno(), files.scratch, patience_s=0):
             raise StorageError(
                 f"another process packs into {files.folder}",
                 hint="wait for it to end, or choose another folder",
-            ) from None
+            )
         yield

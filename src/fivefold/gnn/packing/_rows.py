@@ -4,7 +4,7 @@ A step is a window of the output or a range of the features. ``finished`` is cal
 that writes, after all bytes of the step; after a kill packing begins with the first step that was
 not marked. Marks are counted in rows of the output (and in ranges of the features while spilling),
 so that a run with another memory budget can go on where the last one stopped. See
-``planning._geometry`` for the ways and their cost.
+``planning.geometry`` for the ways and their cost.
 
 Legend: w windows of the output, g ranges of the features.
 """
@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 from fivefold.gnn.packing._overlap import Progress, WriteBehind, read_ahead
-from fivefold.gnn.planning import PAGE_BYTES, Geometry
-from fivefold.gnn.storage import Container, ContainerWriter, RowReader, aligned_empty, gather_rows
+from fivefold.gnn.planning.geometry import Geometry
+from fivefold.gnn.planning.layout import PAGE_BYTES
+from fivefold.gnn.storage import Container, ContainerWriter, RowReader
+from fivefold.gnn.storage.pages import aligned_empty, gather_rows
 
 KIND_ROWS = "packed-rows"
 _KIND_ROUTES = "packing-routes"

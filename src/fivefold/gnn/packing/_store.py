@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.files import read_checked_json, write_checked_json
-from fivefold.gnn.packing._record import BatchRecord, decode_record
 from fivefold.gnn.packing._records import KIND_RECORDS
 from fivefold.gnn.packing._rows import KIND_ROWS
+from fivefold.gnn.packing.record import BatchRecord, decode_record
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.sampling import SampleFile
-from fivefold.gnn.storage import Container, ContainerWriter
+from fivefold.gnn.storage import Container
 
 _VERSION = 2
 _REPACK = "pack again with resume=False (`fivefold gnn pack --fresh`)"
@@ -95,7 +95,7 @@ class PackedStore:
                     f"{manifest['inputs'][name]}, not {given.fingerprint}",
                     hint=_REPACK,
                 )
-        plan = read_plan(files.plan)
+        plan = Plan.open(files.plan)
         store = cls(files.folder, manifest=manifest, plan=plan)
         try:
             store._check()
@@ -233,40 +233,3 @@ def read_manifest(files: StoreFiles) -> dict[str, Any]:
 def write_manifest(files: StoreFiles, manifest: dict[str, Any]) -> None:
     """Put ``store.json`` in place, whole or not at all."""
     write_checked_json(files.store, {"version": _VERSION, **manifest})
-
-
-_KIND = "plan"
-
-
-def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan, whole or not at all.
-
-    Args:
-        plan: What ``make_plan`` decided.
-        path: File to write; one that is there is replaced.
-
-    Raises:
-        StorageError: The disk refused.
-    """
-    arrays = plan.arrays()
-    sections = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    with ContainerWriter(
-        path, kind=_KIND, sections=sections, attributes={"plan": plan.to_json()}
-    ) as writer:
-        for name, array in arrays.items():
-            writer.write(name, 0, array)
-        writer.commit().close()
-
-
-def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read what :func:`write_plan` wrote.
-
-    Raises:
-        DataError: The file is missing, damaged or no plan.
-    """
-    with Container.open(path, kind=_KIND) as container:
-        text = container.attributes.get("plan")
-        if not isinstance(text, str):
-            raise DataError(f"{Path(path)} holds no plan", hint="make it again with make_plan")
-        arrays = {name: container.read(name) for name in container.sections}
-    return Plan.from_json(text, arrays)

@@ -9,23 +9,8 @@ import os
 from pathlib import Path
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError
-from fivefold.gnn.planning._caches import Caches, Policy, Tally
-from fivefold.gnn.planning._geometry import Geometry, least_memory_bytes, packing_ways
-from fivefold.gnn.planning._inputs import (
-    Budgets,
-    DiskCost,
-    FeatureInfo,
-    SampleSource,
-    folder_of,
-    record_bytes,
-    sample_bytes,
-    sampled_epochs,
-    sizes_of,
-)
-from fivefold.gnn.planning._kept import KeptArrays, Scratch
-from fivefold.gnn.planning._layout import Layout, check_layout
-from fivefold.gnn.planning._plan import Plan
-from fivefold.gnn.planning._prediction import Prediction
+from fivefold.gnn.planning._caches import Caches, KeptArrays, Policy, Scratch, Tally
+from fivefold.gnn.planning._plan import Budgets, Plan, Prediction
 from fivefold.gnn.planning._search import (
     GAPS_BYTES,
     Found,
@@ -34,16 +19,20 @@ from fivefold.gnn.planning._search import (
     search_segments,
     segments_of,
 )
+from fivefold.gnn.planning.geometry import Geometry, least_memory_bytes, packing_ways
+from fivefold.gnn.planning.layout import Layout, check_layout
+from fivefold.gnn.sampling import SampleFile
+from fivefold.gnn.storage import Container, DiskProfile
 from fivefold.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
 
 def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may take over
-    samples: SampleSource,
-    features: FeatureInfo,
+    samples: SampleFile,
+    features: Container,
     budgets: Budgets,
-    profile: DiskCost,
+    profile: DiskProfile,
     *,
     policy: Policy = "static",
     layout: Layout = "gray",
@@ -61,12 +50,12 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
 
     Args:
         samples: Sampled batches.
-        features: Size of the feature matrix.
+        features: Container whose section ``x`` has the feature rows; only its sizes are read.
         budgets: Memory and disk space.
         profile: The disk's prices.
         policy: ``"static"``: the most used rows are cached and batches may come in any order;
             ``"belady"``: batches come in the order of the samples, and the host cache holds what
-            will be needed soonest. ``BatchList`` puts batches into another order.
+            will be needed soonest.
         layout: Order of the packed rows within a segment.
         segment_batches: Batches per segment; None: the size of least cost within the budget.
         minhash_functions: Number of hash functions of the ``minhash`` layout.
@@ -75,8 +64,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
             memory where there is some; the caches get the rest of the budgets.
         training_epochs: Epochs over which the time for packing is spread in the choice of the
             segment size.
-        scratch_folder: Where the scratch file goes; None: beside the samples where they are a
-            file, else the system's folder for temporary files.
+        scratch_folder: Where the scratch file goes; None: beside the samples.
 
     Returns:
         The plan.
@@ -86,25 +74,12 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         DataError: Samples and features are of different graphs.
         InfeasibleError: A budget is short; says which, and the smallest that would do.
         StorageError: The scratch file cannot be written.
-
-    Examples:
-        >>> import numpy as np
-        >>> from fivefold.gnn.planning import BatchList
-        >>> samples = BatchList([np.array([0, 1, 2]), np.array([2, 3])], num_nodes=4)
-        >>> features = FeatureInfo(num_nodes=4, row_bytes=4096, fingerprint="x")
-        >>> class Disk:
-        ...     sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
-        ...     def seconds(self, requests, size_bytes):
-        ...         return requests * 1e-5 + size_bytes / 1e9
-        >>> plan = make_plan(samples, features, Budgets(host_bytes=50_000, disk_bytes=10**6),
-        ...                  Disk(), segment_batches=2)
-        >>> plan.host_rows.tolist(), plan.predicted.read_bytes_per_epoch
-        ([0, 1, 2], 4096)
     """
-    if samples.num_nodes != features.num_nodes:
+    rows = features.section("x")
+    num_nodes, row_bytes = rows.num_rows, rows.row_bytes
+    if samples.num_nodes != num_nodes:
         raise DataError(
-            f"the samples are of a graph of {samples.num_nodes} nodes, the features of "
-            f"{features.num_nodes}",
+            f"the samples are of a graph of {samples.num_nodes} nodes, the features of {num_nodes}",
             hint="sample the graph that these features belong to",
         )
     if policy not in {"static", "belady"}:
@@ -115,39 +90,39 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
     _at_least("training_epochs", training_epochs, 0)
     check_layout(layout, minhash_functions)
     scratch = Scratch(
-        folder=folder_of(samples) if scratch_folder is None else Path(scratch_folder),
+        folder=samples.path.parent if scratch_folder is None else Path(scratch_folder),
         most_bytes=budgets.disk_bytes,
     )
-    largest = max(sizes_of(samples), default=0) if buffer_batches else 0
-    buffer_bytes = buffer_batches * largest * features.row_bytes
-    device_slots, host_slots = _slots(features, budgets, buffer_batches, buffer_bytes)
+    largest = max(map(samples.num_nodes_of, range(samples.num_batches)), default=0)
+    buffer_bytes = buffer_batches * largest * row_bytes
+    device_slots, host_slots = _slots(row_bytes, budgets, buffer_batches, buffer_bytes)
     caches = Caches.fill(
         samples, policy, device_slots=device_slots, host_slots=host_slots, scratch=scratch
     )
-    tally = Tally(samples, features, caches, profile)
+    tally = Tally(samples, row_bytes, caches, profile)
     kept = KeptArrays(tally.cold_ids(), limit=samples.num_nodes, scratch=scratch)
     with contextlib.closing(kept) as cold:
         question = SegmentQuestion(
             cold=cold,
             layout=layout,
             minhash_functions=minhash_functions,
-            row_bytes=features.row_bytes,
+            row_bytes=row_bytes,
             disk=profile,
             gaps_bytes=GAPS_BYTES if max_gap_bytes is None else (max_gap_bytes,),
         )
         found = search_segments(
             question,
-            _space(samples, features, budgets, profile, caches, tally.cold_rows),
+            _space(samples, row_bytes, budgets, profile, caches, tally.cold_rows),
             segment_batches=segment_batches,
-            num_passes=training_epochs / sampled_epochs(samples),
+            num_passes=training_epochs / samples.num_epochs,
         )
     return Plan(
         policy=policy,
         layout=layout,
         minhash_functions=minhash_functions,
         max_gap_bytes=found.reads.max_gap_bytes,
-        row_bytes=features.row_bytes,
-        num_nodes=features.num_nodes,
+        row_bytes=row_bytes,
+        num_nodes=num_nodes,
         num_batches=samples.num_batches,
         features_fingerprint=features.fingerprint,
         samples_fingerprint=samples.fingerprint,
@@ -160,14 +135,14 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         segment_rows=found.reads.segment_rows,
         batch_bytes=found.reads.read_bytes,
         batch_requests=found.reads.requests,
-        predicted=_predict(samples, features, profile, caches, tally, found, buffer_bytes),
+        predicted=_predict(samples, row_bytes, profile, caches, tally, found, buffer_bytes),
         choices=found.choices,
         cache_schedule=caches.schedule,
     )
 
 
 def _slots(
-    features: FeatureInfo, budgets: Budgets, buffer_batches: int, buffer_bytes: int
+    row_bytes: int, budgets: Budgets, buffer_batches: int, buffer_bytes: int
 ) -> tuple[int, int]:
     """Return the slots of the device and of the host that the buffers leave."""
     spare_bytes = budgets.host_bytes - buffer_bytes
@@ -178,7 +153,7 @@ def _slots(
             hint=f"give at least host_bytes={buffer_bytes} ({format_bytes(buffer_bytes)}), lower "
             "buffer_batches, or sample smaller batches",
         )
-    device_slots = max(0, budgets.device_bytes - buffer_bytes) // features.row_bytes
+    device_slots = max(0, budgets.device_bytes - buffer_bytes) // row_bytes
     if budgets.device_bytes and not device_slots:
         _log.warning(
             "no rows are cached on the device: %s do not exceed the %s of the %d batches in "
@@ -187,14 +162,14 @@ def _slots(
             format_bytes(buffer_bytes),
             buffer_batches,
         )
-    return device_slots, spare_bytes // features.row_bytes
+    return device_slots, spare_bytes // row_bytes
 
 
 def _space(
-    samples: SampleSource,
-    features: FeatureInfo,
+    samples: SampleFile,
+    row_bytes: int,
     budgets: Budgets,
-    disk: DiskCost,
+    disk: DiskProfile,
     caches: Caches,
     cold_rows: int,
 ) -> Space:
@@ -204,38 +179,48 @@ def _space(
     @functools.cache
     def ways(packed_rows: int) -> list[Geometry]:
         return packing_ways(
-            num_nodes=features.num_nodes,
-            row_bytes=features.row_bytes,
+            num_nodes=samples.num_nodes,
+            row_bytes=row_bytes,
             sections={"rows": packed_rows, **cached},
             # With less, packing refuses; a plan may be made for its reads alone.
-            memory_bytes=max(budgets.host_bytes, least_memory_bytes(features.row_bytes)),
+            memory_bytes=max(budgets.host_bytes, least_memory_bytes(row_bytes)),
             read_bytes_per_s=disk.sequential_read_bytes_per_s,
             write_bytes_per_s=disk.sequential_write_bytes_per_s,
         )
 
     return Space(
         disk_bytes=budgets.disk_bytes,
-        fixed_bytes=caches.filled_rows * features.row_bytes,
-        record_bytes=lambda rows: record_bytes(samples, rows, cold_rows),
-        row_bytes=features.row_bytes,
+        fixed_bytes=caches.filled_rows * row_bytes,
+        record_bytes=lambda rows: _record_bytes(samples, rows, cold_rows),
+        row_bytes=row_bytes,
         ways=ways,
     )
 
 
+def _record_bytes(samples: SampleFile, packed_rows: int, cold_rows: int) -> int:
+    """Estimate the bytes that packing writes besides rows: records, and while it runs the layouts.
+
+    Records are about as large as the samples; the layouts take a node id per packed row and a
+    number per cold row of a batch.
+    """
+    id_bytes = 4 if samples.num_nodes <= 2**32 else 8
+    return samples.nbytes + packed_rows * id_bytes + 4 * cold_rows
+
+
 def _predict(
-    samples: SampleSource,
-    features: FeatureInfo,
-    disk: DiskCost,
+    samples: SampleFile,
+    row_bytes: int,
+    disk: DiskProfile,
     caches: Caches,
     tally: Tally,
     found: Found,
     buffer_bytes: int,
 ) -> Prediction:
     """Sum up what the choices lead to; sums over all batches become means per epoch."""
-    reads, packing, row_bytes = found.reads, found.packing, features.row_bytes
+    reads, packing = found.reads, found.packing
     packed_rows = int(reads.segment_rows[-1])
     read_bytes = int(reads.read_bytes.sum())
-    epochs = sampled_epochs(samples)
+    epochs = samples.num_epochs
     cold_bytes = tally.cold_rows * row_bytes
     cache_bytes = caches.filled_rows * row_bytes
     return Prediction(
@@ -249,11 +234,11 @@ def _predict(
         packed_bytes=packed_rows * row_bytes,
         cache_bytes=cache_bytes,
         fill_seconds=cache_bytes / disk.sequential_read_bytes_per_s,
-        record_bytes=record_bytes(samples, packed_rows, tally.cold_rows),
-        sample_bytes=sample_bytes(samples),
+        record_bytes=_record_bytes(samples, packed_rows, tally.cold_rows),
+        sample_bytes=samples.nbytes,
         scratch_bytes=packing.scratch_bytes,
         buffer_bytes=buffer_bytes,
-        blow_up=packed_rows / max(1, features.num_nodes),
+        blow_up=packed_rows / max(1, samples.num_nodes),
         amplification=read_bytes / cold_bytes if cold_bytes else 1.0,
         hit_rates=tally.hit_rates,
         packing=packing.cost(),

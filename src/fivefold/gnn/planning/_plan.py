@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,16 +17,137 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.errors import DataError
+from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import parse_json
-from fivefold.gnn.planning._belady import CacheSchedule
-from fivefold.gnn.planning._caches import Caches, Policy
-from fivefold.gnn.planning._inputs import Array, Budgets, Ids, SampleSource
-from fivefold.gnn.planning._layout import Layout, SegmentLayout, segment_layout
-from fivefold.gnn.planning._prediction import Prediction, SegmentCost
+from fivefold.gnn.planning._caches import Caches, CacheSchedule, Policy
+from fivefold.gnn.planning.geometry import PackingCost
+from fivefold.gnn.planning.id_sets import Array, Ids
+from fivefold.gnn.planning.layout import Layout, SegmentLayout, segment_layout
+from fivefold.gnn.sampling import SampleFile
+from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.units import format_bytes, format_duration_s
 
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """How many bytes a packed store and its training may take.
+
+    Args:
+        host_bytes: Host memory for the feature cache, the buffers of batches in flight and the
+            scratch memory of packing. The topology, the samples in flight, the model and the
+            interpreter are not in it.
+        disk_bytes: Disk space for all that is written: packed rows, cached rows, batch records
+            and, for a while, the scratch files of packing. The features themselves are not in it.
+        device_bytes: Device memory for the feature cache and the batches on the device.
+
+    Raises:
+        ConfigurationError: A budget is negative or no whole number.
+    """
+
+    host_bytes: int
+    disk_bytes: int
+    device_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("host_bytes", "disk_bytes", "device_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigurationError(
+                    f"{name} must be a whole number of at least 0; got {value!r}",
+                    hint="sizes are in bytes; fivefold.units.parse_bytes reads texts like '2 GB'",
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentCost:
+    """What one number of batches per segment costs, over all batches."""
+
+    segment_batches: int
+    read_seconds: float
+    read_bytes: int  # gaps that are read through included
+    requests: int
+    packed_rows: int
+    max_gap_bytes: int  # up to which reading through is cheapest
+    packing_seconds: float
+    exact: bool  # every segment was counted; else the batches of a few stand for all
+
+    def total_seconds(self, num_passes: float) -> float:
+        """Return the time for packing once and reading all batches ``num_passes`` times."""
+        return self.packing_seconds + num_passes * self.read_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a plan will read, write and take.
+
+    Args:
+        sampled_epochs: Epochs that the samples make up; values per epoch are means over them.
+        read_bytes_per_epoch: Bytes of cold rows read in an epoch: exactly what the reader counts.
+        requests_per_epoch: Read requests of an epoch, of at most 1 MiB each.
+        read_seconds: Seconds of disk time for them.
+        cold_rows: Rows of all batches that come from disk.
+        accesses: Rows that all batches ask for.
+        packed_rows: Rows of the packed file.
+        packed_bytes: Bytes of the packed file's rows.
+        cache_bytes: Bytes of the cached rows on disk, which fill the caches at the start.
+        fill_seconds: Seconds to fill the caches.
+        record_bytes: Bytes of the batch records, estimated from the samples.
+        sample_bytes: Bytes of the sample file.
+        scratch_bytes: Disk space that packing takes on top while it runs.
+        buffer_bytes: Host memory that is kept for the batches in flight.
+        blow_up: Packed rows over rows of the features.
+        amplification: Bytes read over bytes of the cold rows asked for; 1 where there are none.
+        hit_rates: Share of the accesses served by ``device``, ``host`` and ``disk``.
+        packing: How the rows are packed, and what that costs.
+        packing_seconds: Seconds of disk time for packing.
+        online_seconds: Seconds per epoch to gather the same cold rows from the features, each
+            page once per batch: what packing saves.
+    """
+
+    sampled_epochs: int
+    read_bytes_per_epoch: int
+    requests_per_epoch: int
+    read_seconds: float
+    cold_rows: int
+    accesses: int
+    packed_rows: int
+    packed_bytes: int
+    cache_bytes: int
+    fill_seconds: float
+    record_bytes: int
+    sample_bytes: int
+    scratch_bytes: int
+    buffer_bytes: int
+    blow_up: float
+    amplification: float
+    hit_rates: dict[str, float]
+    packing: PackingCost
+    packing_seconds: float
+    online_seconds: float
+
+    @property
+    def disk_bytes(self) -> int:
+        """Largest disk space that is taken at any time, samples and features not counted."""
+        return self.packed_bytes + self.cache_bytes + self.record_bytes + self.scratch_bytes
+
+    @property
+    def break_even_epochs(self) -> float:
+        """Epochs after which packing has paid for itself; infinite where it never does."""
+        saved = self.online_seconds - self.read_seconds
+        return self.packing_seconds / saved if saved > 0 else float("inf")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a mapping of plain numbers and names."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Prediction:
+        """Return the prediction that ``to_json`` wrote."""
+        return cls(**(values | {"packing": PackingCost(**values["packing"])}))
+
+
 _VERSION = 1
+_KIND = "plan"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,7 +260,7 @@ class Plan:
             schedule=self.cache_schedule,
         )
 
-    def segment_layout(self, segment: int, samples: SampleSource) -> SegmentLayout:
+    def segment_layout(self, segment: int, samples: SampleFile) -> SegmentLayout:
         """Return the order of a segment's packed rows and what its batches read of it.
 
         Args:
@@ -179,6 +301,38 @@ class Plan:
         values["choices"] = [dataclasses.asdict(choice) for choice in self.choices]
         hashes = {name: _hash(array) for name, array in self.arrays().items()}
         return json.dumps({"version": _VERSION, **values, "arrays": hashes}, sort_keys=True)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, whole or not at all.
+
+        Args:
+            path: File to write; one that is there is replaced.
+
+        Raises:
+            StorageError: The disk refused.
+        """
+        arrays = self.arrays()
+        sections = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+        with ContainerWriter(
+            path, kind=_KIND, sections=sections, attributes={"plan": self.to_json()}
+        ) as writer:
+            for name, array in arrays.items():
+                writer.write(name, 0, array)
+            writer.commit().close()
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that ``write`` wrote.
+
+        Raises:
+            DataError: The file is missing, damaged or no plan.
+        """
+        with Container.open(path, kind=_KIND) as container:
+            text = container.attributes.get("plan")
+            if not isinstance(text, str):
+                raise DataError(f"{path} holds no plan", hint="make it again with make_plan")
+            arrays = {name: container.read(name) for name in container.sections}
+        return cls.from_json(text, arrays)
 
     @classmethod
     def from_json(cls, text: str, arrays: Mapping[str, Array]) -> Plan:

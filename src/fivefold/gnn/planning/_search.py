@@ -19,13 +19,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from fivefold.errors import InfeasibleError
-from fivefold.gnn.planning._geometry import Geometry
-from fivefold.gnn.planning._id_set import IdSet, SortedIds, union_of
-from fivefold.gnn.planning._inputs import Array, DiskCost, Ids
-from fivefold.gnn.planning._kept import KeptArrays
-from fivefold.gnn.planning._layout import Layout, Refinement, segment_layout
-from fivefold.gnn.planning._pages import PAGE_BYTES, SIZE_CLASSES, read_costs
-from fivefold.gnn.planning._prediction import SegmentCost
+from fivefold.gnn.planning._caches import KeptArrays
+from fivefold.gnn.planning._plan import SegmentCost
+from fivefold.gnn.planning.geometry import Geometry
+from fivefold.gnn.planning.id_sets import Array, Ids, IdSet, SortedIds, union_of
+from fivefold.gnn.planning.layout import (
+    PAGE_BYTES,
+    SIZE_CLASSES,
+    Layout,
+    Refinement,
+    read_costs,
+    segment_layout,
+)
+from fivefold.gnn.storage import DiskProfile
 from fivefold.units import format_bytes
 
 _WINDOW = 64
@@ -98,7 +104,7 @@ class _Search:
 
     def look_around(self) -> None:
         """Estimate or count many sizes, until one fits or there are no more."""
-        if self._question.layout not in {"gray", "folded"}:
+        if self._question.layout != "gray":
             for power in range(self._most.bit_length()):
                 self.count(2**power)
             self.count(self._most)
@@ -209,7 +215,7 @@ class SegmentQuestion:
     layout: Layout
     minhash_functions: int
     row_bytes: int
-    disk: DiskCost
+    disk: DiskProfile
     gaps_bytes: tuple[int, ...] = GAPS_BYTES
 
 
@@ -277,9 +283,9 @@ def _segment_runs(
     question: SegmentQuestion, batches: list[Ids], first: int
 ) -> tuple[int, Iterator[tuple[Ids, Ids]]]:
     """Return the rows of a segment, and starts and counts of the runs of each of its batches."""
-    if question.layout in {"gray", "folded"}:
+    if question.layout == "gray":
         union = union_of(batches)
-        return len(union), _membership_runs(union, batches, question.layout)
+        return len(union), _membership_runs(union, batches)
     laid_out = segment_layout(
         batches,
         layout=question.layout,
@@ -290,10 +296,8 @@ def _segment_runs(
     return len(laid_out.order), (laid_out.runs(batch) for batch in range(len(batches)))
 
 
-def _membership_runs(
-    union: IdSet | SortedIds, batches: list[Ids], layout: Layout
-) -> Iterator[tuple[Ids, Ids]]:
-    refinement = Refinement(len(union), folded=layout == "folded")
+def _membership_runs(union: IdSet | SortedIds, batches: list[Ids]) -> Iterator[tuple[Ids, Ids]]:
+    refinement = Refinement(len(union))
     for ids in batches:
         starts, counts = refinement.split(union.locate(ids))
         # Rows that are first needed by later batches will stand before these.
@@ -338,7 +342,7 @@ class WindowCosts:
         """Add one window: entry t of each array is about its first t batches."""
         batches = self._question.cold.segment(first, stop)
         union = union_of(batches)
-        refinement = Refinement(len(union), folded=self._question.layout == "folded")
+        refinement = Refinement(len(union))
         gaps_bytes = np.array(self._question.gaps_bytes)
         total, total_needed = np.zeros(reads.shape[1:]), 0
         for length, ids in enumerate(batches, start=1):

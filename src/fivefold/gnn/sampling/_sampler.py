@@ -7,7 +7,7 @@ import operator
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -15,10 +15,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.sampling._batch import EdgeType, HeteroSampledBatch, SampledBatch
-from fivefold.gnn.sampling._epoch import as_ids, stream_key
-from fivefold.gnn.sampling._hetero import HeteroTopology
-from fivefold.gnn.sampling._kernels import (
+from fivefold.gnn.sampling._topology import HeteroTopology, Topology
+from fivefold.gnn.sampling.batches import (
+    EdgeType,
+    HeteroSampledBatch,
+    SampledBatch,
+    as_ids,
+    stream_key,
+)
+from fivefold.gnn.sampling.kernels import (
     LOCAL_BITS,
     draw,
     draw_weighted,
@@ -27,20 +32,19 @@ from fivefold.gnn.sampling._kernels import (
     number_sources,
     refill_table,
 )
-from fivefold.gnn.sampling._topology import Topology
 
 _FIRST_ROOM = 1 << 10
 
 
-class Hop(NamedTuple):
-    """What one hop adds to a batch."""
+class _Hop(NamedTuple):
+    """What one hop adds to a batch along one edge type."""
 
     degrees: NDArray[np.int32]
     sources: NDArray[np.int32]
     edge_ids: NDArray[np.int64] | None
 
 
-class NodeTable:
+class _NodeTable:
     """The nodes of a batch in order of discovery, and a hash table from id to local number.
 
     At most half of the table's slots are taken, so a look-up probes about 1.5 of them. It is
@@ -52,7 +56,7 @@ class NodeTable:
         self.nodes: NDArray[np.int64] = np.empty(_FIRST_ROOM, np.int64)
         self.count = 0
 
-    def start(self, seeds: NDArray[np.int64], num_nodes: int, name: str = "seed") -> None:
+    def start(self, seeds: NDArray[np.int64], num_nodes: int) -> None:
         """Forget everything and enter the seeds."""
         self.count = 0
         while self.nodes.size < seeds.size:
@@ -62,7 +66,7 @@ class NodeTable:
         if place >= 0:
             reason = "stands twice" if 0 <= seeds[place] < num_nodes else "is out of range"
             raise ConfigurationError(
-                f"{name} {seeds[place]} {reason}", hint=f"give each of 0 to {num_nodes - 1} once"
+                f"seed {seeds[place]} {reason}", hint=f"give each of 0 to {num_nodes - 1} once"
             )
         self.nodes[: seeds.size] = seeds
         self.count = seeds.size
@@ -81,7 +85,7 @@ class NodeTable:
         refill_table(self.slots, nodes, self.count)
 
 
-class Scratch:
+class _Scratch:
     """Chosen edge positions of one hop; grows to the widest hop and stays."""
 
     def __init__(self) -> None:
@@ -94,13 +98,13 @@ class Scratch:
         return self._positions
 
 
-def draw_edges(
+def _draw_edges(
     topology: Topology,
     nodes: NDArray[np.int64],
     fanout: int,
     *,
     key: int,
-    scratch: Scratch,
+    scratch: _Scratch,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Return (positions of the sampled edges, in scratch memory; how many each node got)."""
     positions = scratch.positions(most_edges(topology.indptr, nodes, fanout))
@@ -113,8 +117,8 @@ def draw_edges(
     return positions[:count], degrees
 
 
-def number_edges(
-    topology: Topology, positions: NDArray[np.int64], table: NodeTable
+def _number_edges(
+    topology: Topology, positions: NDArray[np.int64], table: _NodeTable
 ) -> NDArray[np.int32]:
     """Return the local number of each edge's source, entering new nodes in ``table``."""
     sources = np.empty(positions.size, np.int32)
@@ -143,7 +147,7 @@ def number_edges(
         table.enlarge()
 
 
-def check_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
+def _check_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
     """Return the fan-outs."""
     try:
         checked = tuple(operator.index(fanout) for fanout in fanouts)
@@ -157,7 +161,79 @@ def check_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
     return checked
 
 
-class NeighborSampler:
+class _Buffers(threading.local):
+    """Memory of one thread, by node type, which stays from batch to batch."""
+
+    def __init__(self, node_types: Sequence[str]) -> None:
+        self.tables = {name: _NodeTable() for name in node_types}
+        self.scratch = _Scratch()
+
+
+class _Sampler:
+    """What samplers of one and of several types have in common."""
+
+    def __init__(
+        self,
+        node_types: Sequence[str],
+        fanouts: dict[EdgeType, tuple[int, ...]],
+        *,
+        edge_ids: bool,
+    ) -> None:
+        self.edge_ids = edge_ids
+        self._node_types = list(node_types)
+        self._by_type = fanouts
+        self._buffers = _Buffers(self._node_types)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_buffers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._buffers = _Buffers(self._node_types)
+
+    def _walk(
+        self,
+        edges: Mapping[EdgeType, Topology],
+        tables: Mapping[str, _NodeTable],
+        key_of: Callable[[int, int], int],
+    ) -> tuple[dict[str, list[int]], dict[EdgeType, list[_Hop]]]:
+        """Sample hop by hop from seeded tables; returns where hops end among nodes, and hops."""
+        bounds = {name: [0, table.count] for name, table in tables.items()}
+        hops: dict[EdgeType, list[_Hop]] = {kind: [] for kind in self._by_type}
+        for hop in range(len(next(iter(self._by_type.values()), ()))):
+            for number, (kind, fanouts) in enumerate(self._by_type.items()):
+                source, _, target = kind
+                first, last = bounds[target][-2:]
+                positions, degrees = _draw_edges(
+                    edges[kind],
+                    tables[target].nodes[first:last],
+                    fanouts[hop],
+                    key=key_of(hop, number),
+                    scratch=self._buffers.scratch,
+                )
+                sources = _number_edges(edges[kind], positions, tables[source])
+                edge_ids = positions.copy() if self.edge_ids else None
+                hops[kind].append(_Hop(degrees, sources, edge_ids))
+            for name, table in tables.items():
+                bounds[name].append(table.count)
+        return bounds, hops
+
+
+def _edges_of(hops: list[_Hop]) -> dict[str, Any]:
+    """Return the fields of a batch that its hops along one edge type give."""
+    edge_ids = [hop.edge_ids for hop in hops if hop.edge_ids is not None]
+    return {
+        "edges_per_hop": np.array([hop.sources.size for hop in hops], np.int64),
+        "degrees": np.concatenate([hop.degrees for hop in hops]),
+        "sources": np.concatenate([hop.sources for hop in hops]),
+        "edge_ids": np.concatenate(edge_ids) if edge_ids else None,
+    }
+
+
+_ONE_TYPE: EdgeType = ("node", "edge", "node")
+
+
+class NeighborSampler(_Sampler):
     """Samples in-neighbours hop by hop, without replacement, each node expanded once.
 
     The random numbers of a node are keyed by (seed, epoch, batch, hop, node). So a batch is the
@@ -208,13 +284,12 @@ class NeighborSampler:
             message = "sources and targets are different nodes"
             raise ConfigurationError(message, hint="use HeteroNeighborSampler")
         self.topology = topology
-        self.fanouts = check_fanouts(fanouts)
+        self.fanouts = _check_fanouts(fanouts)
         self.seed = operator.index(seed)
         self.threads = len(os.sched_getaffinity(0)) if threads is None else threads
-        self.edge_ids = edge_ids
         if self.threads < 1:
             raise ConfigurationError(f"threads is {threads}", hint="use 1 or more, or None")
-        self._local = threading.local()
+        super().__init__(["node"], {_ONE_TYPE: self.fanouts}, edge_ids=edge_ids)
 
     def sample(self, seeds: ArrayLike, *, epoch: int, batch: int) -> SampledBatch:
         """Return the batch around ``seeds``.
@@ -229,22 +304,20 @@ class NeighborSampler:
             DataError: The topology names a node that there is not (one made with ``check=False``),
                 or its mapped file was changed.
         """
-        ids = as_ids(seeds, "seeds")
-        table, scratch = self._buffers()
-        table.start(ids, self.topology.num_nodes)
-        bounds = [0, ids.size]
-        hops: list[Hop] = []
-        for hop, fanout in enumerate(self.fanouts):
-            first, last = bounds[-2:]
-            key = stream_key(self.seed, epoch, batch, hop)
-            positions, degrees = draw_edges(
-                self.topology, table.nodes[first:last], fanout, key=key, scratch=scratch
-            )
-            sources = number_edges(self.topology, positions, table)
-            edge_ids = positions.copy() if self.edge_ids else None
-            hops.append(Hop(degrees, sources, edge_ids))
-            bounds.append(table.count)
-        return _assemble(batch, table.nodes[: table.count].copy(), bounds, hops)
+        table = self._buffers.tables["node"]
+        table.start(as_ids(seeds, "seeds"), self.topology.num_nodes)
+        bounds, hops = self._walk(
+            {_ONE_TYPE: self.topology},
+            self._buffers.tables,
+            lambda hop, _: stream_key(self.seed, epoch, batch, hop),
+        )
+        return SampledBatch(
+            number=batch,
+            node_ids=table.nodes[: table.count].copy(),
+            batch_size=bounds["node"][1],
+            nodes_per_hop=np.diff(bounds["node"]).astype(np.int64),
+            **_edges_of(hops[_ONE_TYPE]),
+        )
 
     def sample_many(
         self, batches: Iterable[ArrayLike], *, epoch: int, first: int = 0
@@ -278,49 +351,19 @@ class NeighborSampler:
                 for future in waiting:
                     future.cancel()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_local"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._local = threading.local()
-
-    def _buffers(self) -> tuple[NodeTable, Scratch]:
-        local = self._local
-        if not hasattr(local, "buffers"):
-            local.buffers = (NodeTable(), Scratch())
-        buffers: tuple[NodeTable, Scratch] = local.buffers
-        return buffers
-
-
-def _assemble(
-    number: int, node_ids: NDArray[np.int64], bounds: list[int], hops: list[Hop]
-) -> SampledBatch:
-    edge_ids = [hop.edge_ids for hop in hops if hop.edge_ids is not None]
-    return SampledBatch(
-        number=number,
-        node_ids=node_ids,
-        batch_size=bounds[1],
-        nodes_per_hop=np.diff(bounds).astype(np.int64),
-        edges_per_hop=np.array([hop.sources.size for hop in hops], np.int64),
-        degrees=np.concatenate([hop.degrees for hop in hops]),
-        sources=np.concatenate([hop.sources for hop in hops]),
-        edge_ids=np.concatenate(edge_ids) if edge_ids else None,
-    )
-
-
-def fanouts_by_type(
+def _fanouts_by_type(
     edge_types: Sequence[EdgeType], fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]]
 ) -> dict[EdgeType, tuple[int, ...]]:
     """Return the fan-outs of every edge type; one list serves all."""
     if not isinstance(fanouts, Mapping):
-        return dict.fromkeys(edge_types, check_fanouts(fanouts))
+        return dict.fromkeys(edge_types, _check_fanouts(fanouts))
     if set(fanouts) != set(edge_types):
         odd = sorted(set(fanouts) ^ set(edge_types))
         raise ConfigurationError(
             f"fanouts and edge types differ in {odd}", hint="use [0, ...] to leave a type out"
         )
-    checked = {edge_type: check_fanouts(fanouts[edge_type]) for edge_type in edge_types}
+    checked = {edge_type: _check_fanouts(fanouts[edge_type]) for edge_type in edge_types}
     if len({len(numbers) for numbers in checked.values()}) > 1:
         raise ConfigurationError(
             f"fanouts have different numbers of hops: {checked}", hint="fill up with 0"
@@ -328,7 +371,7 @@ def fanouts_by_type(
     return checked
 
 
-class HeteroNeighborSampler:
+class HeteroNeighborSampler(_Sampler):
     """As :class:`NeighborSampler`, for a :class:`HeteroTopology`.
 
     In each hop the edge types are visited in their order. Every node first met in the hop before
@@ -362,10 +405,9 @@ class HeteroNeighborSampler:
         edge_ids: bool = False,
     ) -> None:
         self.topology = topology
-        self.fanouts = fanouts_by_type(topology.edge_types, fanouts)
+        self.fanouts = _fanouts_by_type(topology.edge_types, fanouts)
         self.seed = operator.index(seed)
-        self.edge_ids = edge_ids
-        self._local = threading.local()
+        super().__init__(topology.node_types, self.fanouts, edge_ids=edge_ids)
 
     def sample(
         self, seeds: Mapping[str, ArrayLike], *, epoch: int, batch: int
@@ -381,69 +423,24 @@ class HeteroNeighborSampler:
             ConfigurationError: A type is unknown, or a seed stands twice or is out of range.
             DataError: The topology names a node that there is not.
         """
-        tables, scratch = self._buffers()
-        self._start(tables, seeds)
-        num_hops = len(next(iter(self.fanouts.values()), ()))
-        bounds = {name: [0, table.count] for name, table in tables.items()}
-        hops: dict[EdgeType, list[Hop]] = {edge_type: [] for edge_type in self.fanouts}
-        for hop in range(num_hops):
-            for number, (edge_type, fanouts) in enumerate(self.fanouts.items()):
-                topology = self.topology.edges[edge_type]
-                first, last = bounds[edge_type[2]][-2:]
-                key = stream_key(self.seed, epoch, batch, hop, number)
-                positions, degrees = draw_edges(
-                    topology,
-                    tables[edge_type[2]].nodes[first:last],
-                    fanouts[hop],
-                    key=key,
-                    scratch=scratch,
-                )
-                sources = number_edges(topology, positions, tables[edge_type[0]])
-                edge_ids = positions.copy() if self.edge_ids else None
-                hops[edge_type].append(Hop(degrees, sources, edge_ids))
-            for name, table in tables.items():
-                bounds[name].append(table.count)
-        return _assemble_hetero(batch, tables, bounds, hops)
-
-    def _start(self, tables: dict[str, NodeTable], seeds: Mapping[str, ArrayLike]) -> None:
-        unknown = set(seeds) - set(tables)
-        if unknown:
+        tables = self._buffers.tables
+        if unknown := set(seeds) - set(tables):
             raise ConfigurationError(
                 f"seeds of unknown type {min(unknown)!r}", hint=f"types are {list(tables)}"
             )
         for name, table in tables.items():
             table.start(as_ids(seeds.get(name, ()), "seeds"), self.topology.num_nodes[name])
-
-    def _buffers(self) -> tuple[dict[str, NodeTable], Scratch]:
-        local = self._local
-        if not hasattr(local, "buffers"):
-            local.buffers = ({name: NodeTable() for name in self.topology.num_nodes}, Scratch())
-        buffers: tuple[dict[str, NodeTable], Scratch] = local.buffers
-        return buffers
-
-
-def _assemble_hetero(
-    number: int,
-    tables: dict[str, NodeTable],
-    bounds: dict[str, list[int]],
-    hops: dict[EdgeType, list[Hop]],
-) -> HeteroSampledBatch:
-    def joined(edge_type: EdgeType, name: str) -> NDArray[np.int32]:
-        parts: NDArray[np.int32] = np.concatenate([getattr(hop, name) for hop in hops[edge_type]])
-        return parts
-
-    with_ids = any(hop.edge_ids is not None for parts in hops.values() for hop in parts)
-    edge_ids = {kind: joined(kind, "edge_ids").astype(np.int64) for kind in hops if with_ids}
-    return HeteroSampledBatch(
-        number=number,
-        node_ids={name: table.nodes[: table.count].copy() for name, table in tables.items()},
-        batch_sizes={name: bound[1] for name, bound in bounds.items()},
-        nodes_per_hop={name: np.diff(bound).astype(np.int64) for name, bound in bounds.items()},
-        edges_per_hop={
-            kind: np.array([hop.sources.size for hop in parts], np.int64)
-            for kind, parts in hops.items()
-        },
-        degrees={kind: joined(kind, "degrees") for kind in hops},
-        sources={kind: joined(kind, "sources") for kind in hops},
-        edge_ids=edge_ids,
-    )
+        bounds, hops = self._walk(
+            self.topology.edges,
+            tables,
+            lambda hop, number: stream_key(self.seed, epoch, batch, hop, number),
+        )
+        fields = {kind: _edges_of(parts) for kind, parts in hops.items()}
+        names = ["edges_per_hop", "degrees", "sources", *(["edge_ids"] if self.edge_ids else [])]
+        return HeteroSampledBatch(
+            number=batch,
+            node_ids={name: table.nodes[: table.count].copy() for name, table in tables.items()},
+            batch_sizes={name: bound[1] for name, bound in bounds.items()},
+            nodes_per_hop={name: np.diff(bound).astype(np.int64) for name, bound in bounds.items()},
+            **{name: {kind: field[name] for kind, field in fields.items()} for name in names},
+        )

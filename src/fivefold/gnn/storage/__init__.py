@@ -7,28 +7,13 @@ and put in place whole (:class:`ContainerWriter`, :class:`Container`).
 A :class:`RowReader` turns runs of rows into requests of whole pages, none of them twice, reads them
 past the page cache, compares the checksums and copies each row to its final place, by compiled code
 without the interpreter's lock. Its back ends are ``io_uring`` (what "auto" takes where the kernel
-permits it), ``threads`` (``pread``), ``python`` (``os.preadv``) and ``mmap``; all pass the same
-tests. :func:`probe_disk` measures a disk with the same engine, for the planner.
+permits it) and ``threads`` (``pread``); both pass the same tests. :func:`probe_disk` measures a
+disk with the same engine, for the planner.
 """
 
 from fivefold.gnn.storage._container import Container
 from fivefold.gnn.storage._disk import DiskProfile, probe_disk
-from fivefold.gnn.storage._files import WatchedFile
-from fivefold.gnn.storage._format import Section
-from fivefold.gnn.storage._gather import gather_rows
-from fivefold.gnn.storage._pages import aligned_empty
-from fivefold.gnn.storage._reader import ReadStatistics, RowReader
 from fivefold.gnn.storage._writer import ContainerWriter
+from fivefold.gnn.storage.reader import RowReader
 
-__all__ = [
-    "Container",
-    "ContainerWriter",
-    "DiskProfile",
-    "ReadStatistics",
-    "RowReader",
-    "Section",
-    "WatchedFile",
-    "aligned_empty",
-    "gather_rows",
-    "probe_disk",
-]
+__all__ = ["Container", "ContainerWriter", "DiskProfile", "RowReader", "probe_disk"]

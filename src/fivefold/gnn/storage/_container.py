@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self
@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import storage_error
-from fivefold.gnn.storage._files import closed_error, open_to_read, read_into
 from fivefold.gnn.storage._format import (
     Header,
     Section,
     decode_manifest,
     make_section,
 )
-from fivefold.gnn.storage._pages import PAGE_BYTES, aligned, aligned_empty, hash_pages
-from fivefold.gnn.storage._reader import RowReader
+from fivefold.gnn.storage.files import closed_error, open_to_read, read_into
+from fivefold.gnn.storage.pages import PAGE_BYTES, aligned, aligned_empty, hash_pages
+from fivefold.gnn.storage.reader import RowReader
 
 _CHUNK_PAGES = 4096  # 16 MiB at a time when all is verified
 _LARGE_BYTES = 4 << 20  # from here on the engine is faster, and leaves the page cache alone
@@ -210,6 +210,18 @@ class Container:
             reader.read_runs([start], [last - start], [0], rows)
         return rows
 
+    def blocks(self, name: str, rows: int = 1 << 20, *, overlap: int = 0) -> Iterator[NDArray[Any]]:
+        """Yield a section in verified blocks of rows.
+
+        Args:
+            name: Section.
+            rows: Rows of a block; the last has what remains.
+            overlap: How many rows of the next block stand at the end of each, too.
+        """
+        num_rows = self.section(name).num_rows
+        for start in range(0, max(num_rows - overlap, 1), rows):
+            yield self.read(name, start, min(start + rows + overlap, num_rows))
+
     def _read_small(self, section: Section, start: int, stop: int) -> NDArray[Any]:
         """Return a few pages, through the page cache."""
         begin = section.offset + start * section.row_bytes
@@ -223,23 +235,14 @@ class Container:
         # The lock keeps close() from letting the number of the descriptor go to another file.
         with self._lock:
             read_into(self.descriptor, pages, first, self.path)
-        self.check_pages(pages, first // PAGE_BYTES)
+        self._check_pages(pages, first // PAGE_BYTES)
         return pages[begin - first :][:count].view(section.dtype).reshape(shape)
 
     def _reader(self, section: Section) -> RowReader:
         with self._lock:
             return RowReader(self, section)
 
-    def check_pages(self, pages: NDArray[np.uint8], first_page: int) -> None:
-        """Compare pages that were read with the table.
-
-        Args:
-            pages: Whole pages, contiguous.
-            first_page: Number of the first one in the file.
-
-        Raises:
-            DataError: One of them is damaged.
-        """
+    def _check_pages(self, pages: NDArray[np.uint8], first_page: int) -> None:
         found = hash_pages(pages, self.file_id, first_page)
         wrong = np.flatnonzero(found != self.page_checksums[first_page : first_page + len(found)])
         if len(wrong):

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,11 +24,11 @@ import numpy as np
 
 from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.files import free_bytes, parse_json, storage_error
-from fivefold.gnn.storage._backends import open_files
 from fivefold.gnn.storage._container import Container
-from fivefold.gnn.storage._pages import PAGE_BYTES, aligned_empty
-from fivefold.gnn.storage._reader import RowReader
 from fivefold.gnn.storage._writer import ContainerWriter
+from fivefold.gnn.storage.files import Files, open_files
+from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty
+from fivefold.gnn.storage.reader import RowReader
 from fivefold.units import format_bytes, format_duration_s
 
 _logger = logging.getLogger(__name__)
@@ -106,36 +105,22 @@ class DiskProfile:
             return dict(self.bytes_per_s_by_request_bytes)
         return {4096: 4096 * self.random_read_iops, 1 << 20: self.sequential_read_bytes_per_s}
 
-    def _points(self) -> list[tuple[int, float]]:
-        """Return (size, seconds of a request), the second never falling: noise is smoothed out."""
-        points: list[tuple[int, float]] = []
-        for size, speed in sorted(self._measured().items()):
-            least = points[-1][1] if points else 0.0
-            points.append((size, max(least, size / speed)))
-        return points
-
     def request_seconds(self, request_bytes: float) -> float:
         """Return the seconds that one request of this size costs, among others of its kind.
 
         Args:
             request_bytes: Its size.
 
-        Returns:
-            The seconds.
-
         Raises:
             ConfigurationError: The size is negative.
         """
         if request_bytes < 0:
             raise ConfigurationError(f"request_bytes is {request_bytes}", hint="use 0 or more")
-        points = self._points()
-        if request_bytes <= points[0][0]:
-            return points[0][1]
-        for (low, before), (high, after) in pairwise(points):
-            if request_bytes <= high:
-                return before + (after - before) * (request_bytes - low) / (high - low)
-        size, seconds = points[-1]
-        return seconds * request_bytes / size
+        sizes, speeds = np.array(sorted(self._measured().items())).T
+        seconds = np.maximum.accumulate(sizes / speeds)  # never falling: noise is smoothed out
+        if request_bytes > sizes[-1]:
+            return float(seconds[-1] * request_bytes / sizes[-1])
+        return float(np.interp(request_bytes, sizes, seconds))
 
     def seconds(self, requests: float, num_bytes: float) -> float:
         """Return the seconds for a number of requests of equal size.
@@ -143,9 +128,6 @@ class DiskProfile:
         Args:
             requests: How many. For a mixture, add the seconds of each size.
             num_bytes: Bytes of all of them together.
-
-        Returns:
-            The seconds; 0 for no requests.
 
         Raises:
             ConfigurationError: A number is negative.
@@ -272,10 +254,14 @@ def _measure(folder: Path, seconds: float, size: int, backend: str) -> DiskProfi
         _write(Path(inside) / "warm.fvf", 1)[0].close()  # compile before the clock runs
         container, write_speed = _write(Path(inside) / "probe.fvf", blocks)
         with container:
-            _forget_cached(container)
+            os.posix_fadvise(container.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             share = seconds / 8
-            sequential = _sequential(container, blocks, 2 * share)
-            latency = _latency(container, blocks, share / 2)
+            files = open_files(container.path, container.descriptor)
+            try:
+                sequential = _sequential(files, blocks, 2 * share)
+                latency = _latency(files, blocks, share / 2)
+            finally:
+                files.close()
             with RowReader(container, "x", backend=backend) as reader:  # type: ignore[arg-type]
                 speeds = {size: _random(reader, blocks, size, share) for size in _SIZES}
                 name, direct = reader.backend, reader.direct
@@ -303,45 +289,32 @@ def _write(path: Path, blocks: int) -> tuple[Container, float]:
     return container, rows * PAGE_BYTES / (time.perf_counter() - begin)
 
 
-def _forget_cached(container: Container) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(container.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _sequential(container: Container, blocks: int, seconds: float) -> float:
+def _sequential(files: Files, blocks: int, seconds: float) -> float:
     """Return bytes/s of large reads in file order, four in flight, without checks or copies."""
-    files = open_files(container.path, container.descriptor, direct=None)
     buffers = [aligned_empty(_BLOCK_BYTES) for _ in range(4)]
 
     def read(number: int) -> None:
         offset = PAGE_BYTES + number % blocks * _BLOCK_BYTES
         os.preadv(files.direct, [buffers[number % 4].data], offset)
 
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            return _rate(lambda turn: _all(pool, read, turn), 8 * _BLOCK_BYTES, seconds)
-    finally:
-        files.close()
+    with ThreadPoolExecutor(4) as pool:
+
+        def read_eight(turn: int) -> None:
+            # The next block of each buffer is asked for only when the one before is done.
+            for first in (8 * turn, 8 * turn + 4):
+                list(pool.map(read, range(first, first + 4)))
+
+        return _rate(read_eight, 8 * _BLOCK_BYTES, seconds)
 
 
-def _all(pool: ThreadPoolExecutor, read: Callable[[int], None], turn: int) -> None:
-    # Eight at a time: the next block of each buffer is asked for only when the one before is done.
-    for half in (0, 4):
-        list(pool.map(read, range(8 * turn + half, 8 * turn + half + 4)))
-
-
-def _latency(container: Container, blocks: int, seconds: float) -> float:
-    files = open_files(container.path, container.descriptor, direct=None)
+def _latency(files: Files, blocks: int, seconds: float) -> float:
     pages = np.random.default_rng(1).integers(1, blocks * _BLOCK_BYTES // PAGE_BYTES, 4096)
     buffer = aligned_empty(PAGE_BYTES)
 
     def read(turn: int) -> None:
         os.preadv(files.direct, [buffer.data], int(pages[turn % len(pages)]) * PAGE_BYTES)
 
-    try:
-        return 1 / _rate(read, 1, seconds)
-    finally:
-        files.close()
+    return 1 / _rate(read, 1, seconds)
 
 
 def _random(reader: RowReader, blocks: int, size: int, seconds: float) -> float:

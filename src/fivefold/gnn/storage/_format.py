@@ -23,7 +23,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import parse_json
-from fivefold.gnn.storage._pages import PAGE_BYTES, aligned
+from fivefold.gnn.storage.pages import PAGE_BYTES, aligned
 
 MAGIC = b"\x89FVF\r\n\x1a\n"  # as PNG's: a transfer in text mode, or cut to 7 bits, is seen
 FORMAT_VERSION = 1
@@ -49,19 +49,12 @@ def padded(data: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One array in a container.
-
-    Attributes:
-        name: Its name.
-        dtype: Of one element, little-endian.
-        shape: Of the array; the first dimension counts rows.
-        offset: Of its first byte in the file, a multiple of 4096.
-    """
+    """One array in a container; the first dimension of its shape counts rows."""
 
     name: str
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # little-endian
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # of its first byte in the file, a multiple of 4096
 
     @property
     def num_rows(self) -> int:
@@ -105,27 +98,14 @@ def make_section(name: str, dtype: Any, shape: tuple[int, ...], *, offset: int) 
     return Section(name=name, dtype=kind, shape=tuple(int(n) for n in shape), offset=offset)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Header:
-    """The first page of a file.
+class Header(NamedTuple):
+    """The first page of a file; hashes are XXH64 of a part and its padding."""
 
-    Attributes:
-        kind: What the file is for, at most 32 bytes.
-        file_id: Seed of its page checksums.
-        file_bytes: Its whole length.
-        table_offset: Of the table of page checksums.
-        table_bytes: Of the table, without padding.
-        table_hash: XXH64 of the table and its padding.
-        manifest_offset: Of the manifest.
-        manifest_bytes: Of the manifest, without padding.
-        manifest_hash: XXH64 of the manifest and its padding.
-    """
-
-    kind: str
-    file_id: int
+    file_id: int  # seed of its page checksums
+    kind: str  # what the file is for
     file_bytes: int
-    table_offset: int
-    table_bytes: int
+    table_offset: int  # of the page checksums
+    table_bytes: int  # without padding
     table_hash: int
     manifest_offset: int
     manifest_bytes: int
@@ -133,21 +113,8 @@ class Header:
 
     def encode(self) -> bytes:
         """Return the page."""
-        fields = _HEADER.pack(
-            MAGIC,
-            FORMAT_VERSION,
-            PAGE_BYTES,
-            self.file_id,
-            encode_kind(self.kind),
-            self.file_bytes,
-            self.table_offset,
-            self.table_bytes,
-            self.table_hash,
-            self.manifest_offset,
-            self.manifest_bytes,
-            self.manifest_hash,
-        )
-        page = fields.ljust(_CHECKED, b"\0")
+        fields = (MAGIC, FORMAT_VERSION, PAGE_BYTES, self.file_id, encode_kind(self.kind))
+        page = _HEADER.pack(*fields, *self[2:]).ljust(_CHECKED, b"\0")
         return page + struct.pack("<Q", xxhash.xxh64_intdigest(page))
 
     @classmethod
@@ -164,10 +131,8 @@ class Header:
                 f"the header of {path} is damaged: its checksum is wrong",
                 hint="make the file again, or copy it again from its source",
             )
-        fields = _HEADER.unpack(page[: _HEADER.size])
-        kind = fields[4].rstrip(b"\0").decode()
-        names = list(cls.__dataclass_fields__)[2:]
-        return cls(kind=kind, file_id=fields[3], **dict(zip(names, fields[5:], strict=True)))
+        file_id, kind, *places = _HEADER.unpack(page[: _HEADER.size])[3:]
+        return cls(file_id, kind.rstrip(b"\0").decode(), *places)
 
 
 def _check_start(page: bytes, path: str) -> None:

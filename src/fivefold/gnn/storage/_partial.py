@@ -5,9 +5,8 @@ with direct I/O, in compiled code that does not hold the interpreter's lock. So 
 neither fills the page cache nor stalls in its write-back. What is left at the two ends of a piece,
 and small pieces, go through the page cache. Both agree, for a page goes either way as a whole.
 
-Pages are hashed as they pass. A page that is written in parts is kept aside until all of its bytes
-have come. Pages that stay incomplete, and those that are written twice, are marked dirty:
-``commit`` reads them back from the file.
+Pages are hashed as they pass. A page that is written in parts is marked dirty: ``commit`` reads it
+back from the file.
 """
 
 from __future__ import annotations
@@ -25,38 +24,25 @@ from numpy.typing import NDArray
 from fivefold._compiler import njit
 from fivefold.errors import StorageError
 from fivefold.files import free_bytes, storage_error
-from fivefold.gnn.storage._files import read_into, write_all
-from fivefold.gnn.storage._machine import copy_bytes, pwrite, read_errno
-from fivefold.gnn.storage._pages import PAGE_BYTES, aligned_empty, hash_into, hash_pages
+from fivefold.gnn.storage._machine import copy_bytes
+from fivefold.gnn.storage.files import (
+    check_written,
+    move_bytes,
+    open_direct,
+    read_into,
+    write_all,
+)
+from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty, hash_into, hash_pages
 from fivefold.units import format_bytes
 
 _BOUNCE_BYTES = 4 << 20  # one write at a time: long ones, so that its latency does not count
 _COPY_BYTES = 256 << 10  # copied and hashed while they are in the second-level cache
 _LEAST_DIRECT_BYTES = 1 << 20  # below this the page cache is faster and holds it easily
 _LEAST_PAGES_BYTES = 256 << 10  # the same for whole pages in aligned memory, written as they are
-_EINTR = 4
 NEVER, DIRTY, CLEAN = 0, 1, 2
-_PENDING_PAGES = 1024  # at most 8 MiB kept aside
 _CHUNK_PAGES = 4096
 _CHUNK_BYTES = _CHUNK_PAGES * 5  # a checksum of four bytes and a state of one
 _NO_RESERVATION = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-
-
-@njit
-def _write_whole(direct: Any, plain: Any, address: Any, count: Any, offset: Any) -> Any:
-    """Write all bytes; returns (bytes done, error number)."""
-    done = np.int64(0)
-    while done < count:
-        descriptor = direct if done % PAGE_BYTES == 0 else plain
-        put = pwrite(descriptor, address + done, np.uint64(count - done), offset + done)
-        if put > 0:
-            done += put
-            continue
-        number = read_errno() if put < 0 else 0
-        if put < 0 and number == _EINTR:
-            continue
-        return done, number
-    return done, 0
 
 
 @njit
@@ -94,7 +80,7 @@ def _write_pages(
         else:
             _fill(bounce, address, count, place, file_id, sums)
             address = bounce
-        put, number = _write_whole(descriptors[0], descriptors[1], address, count, place)
+        put, number = move_bytes(True, descriptors[0], descriptors[1], address, count, place)
         done += put
         if put < count:
             return done, number
@@ -108,7 +94,6 @@ class PageLedger:
         self.file_id = file_id
         self.checksums: NDArray[np.uint32] = np.zeros(num_pages, np.uint32)
         self.states: NDArray[np.uint8] = np.zeros(num_pages, np.uint8)
-        self._pending: dict[int, tuple[NDArray[np.uint8], NDArray[np.bool_]]] = {}
         self._changed: set[int] = set()
 
     def grow(self, num_pages: int) -> None:
@@ -133,11 +118,9 @@ class PageLedger:
             skip = first * PAGE_BYTES - offset
             whole = data[skip : skip + (last - first) * PAGE_BYTES]
             self.set_checksums(first, hash_pages(whole, self.file_id, first))
-        head = min(first * PAGE_BYTES, stop) - offset
-        if head:
-            self._note_part(offset // PAGE_BYTES, offset % PAGE_BYTES, data[:head])
-        if last >= first and stop % PAGE_BYTES:
-            self._note_part(last, 0, data[len(data) - stop % PAGE_BYTES :])
+        for page in {place // PAGE_BYTES for place in (offset, stop) if place % PAGE_BYTES}:
+            self.states[page] = DIRTY
+            self._changed.add(page // _CHUNK_PAGES)
 
     def set_checksums(self, first: int, checksums: NDArray[np.uint32]) -> None:
         """Note that consecutive pages are whole and have these checksums."""
@@ -146,25 +129,6 @@ class PageLedger:
         self.checksums[first:last] = checksums
         self.states[first:last] = CLEAN
         self._changed.update(range(first // _CHUNK_PAGES, (last - 1) // _CHUNK_PAGES + 1))
-        if self._pending:
-            for page in [page for page in self._pending if first <= page < last]:
-                del self._pending[page]
-
-    def _note_part(self, page: int, begin: int, data: NDArray[np.uint8]) -> None:
-        known = self.states[page] != NEVER
-        part = self._pending.get(page)
-        self.states[page] = DIRTY
-        self._changed.add(page // _CHUNK_PAGES)
-        if part is None:
-            if known or len(self._pending) >= _PENDING_PAGES:
-                return
-            part = (np.zeros(PAGE_BYTES, np.uint8), np.zeros(PAGE_BYTES, np.bool_))
-            self._pending[page] = part
-        contents, filled = part
-        contents[begin : begin + len(data)] = data
-        filled[begin : begin + len(data)] = True
-        if filled.all():
-            self.set_checksums(page, hash_pages(contents, self.file_id, page))
 
     def pages_in(self, state: int, first: int, last: int) -> NDArray[np.int64]:
         """Return the numbers of the pages of a range that are in this state."""
@@ -253,16 +217,11 @@ class PartialFile:
 
     def try_direct(self) -> None:
         """Use direct I/O from now on if the file system has it."""
-        flag = getattr(os, "O_DIRECT", 0)
         try:
-            self._direct_descriptor = os.open(
-                f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC | flag
-            )
-            self._open.append(self._direct_descriptor)
-            page = aligned_empty(PAGE_BYTES)
-            os.preadv(self._direct_descriptor, [page.data], 0)
+            self._direct_descriptor = open_direct(self.descriptor, os.O_RDWR)
         except OSError:
             return
+        self._open.append(self._direct_descriptor)
         self._bounce = aligned_empty(_BOUNCE_BYTES)
         self.direct = True
 
@@ -285,10 +244,7 @@ class PartialFile:
             np.uint64(file_id),
             checksums,
         )
-        if done < len(pages):
-            action = f"writing {len(pages) - done} bytes"
-            code = number or errno.ENOSPC  # a write that takes nothing and says nothing
-            raise storage_error(code, self.path, action, offset=offset + done)
+        check_written(done, number, len(pages), offset, self.path)
         return checksums
 
     def put(self, data: NDArray[np.uint8], offset: int, ledger: PageLedger | None) -> None:

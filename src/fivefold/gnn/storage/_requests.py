@@ -4,6 +4,10 @@ Runs (ascending, apart) become byte ranges, those become page ranges; page range
 within the allowed gap, become one extent; extents are cut into requests of at most one block. A
 page therefore belongs to one request only. Rows may straddle pages, requests and blocks: a request
 knows its first and last run, and copies the part of each that it holds.
+
+Workers of all engines take the next request by an atomic counter, so that none waits for a slow
+one, and look at a stop word in between. A worker ends with a status: a code, the error number and
+the place.
 """
 
 from __future__ import annotations
@@ -15,51 +19,34 @@ from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.storage._machine import copy_bytes
-from fivefold.gnn.storage._pages import PAGE_BYTES, hash_page
+from fivefold.gnn.storage._machine import atomic_add, copy_bytes
+from fivefold.gnn.storage.pages import PAGE_BYTES, hash_page
+
+#: Codes: all well; a system call failed; the file ended; a page is damaged; told to stop.
+DONE, FAILED, ENDED, DAMAGED, STOPPED = 0, 1, 2, 3, 4
 
 
 class Requests(NamedTuple):
-    """Requests of one call, and the runs they serve.
-
-    Attributes:
-        first_pages: First page of each request in the file, ascending.
-        num_pages: Pages of each request.
-        first_runs: First run of which each holds bytes.
-        stop_runs: Run after the last one.
-        run_begins: Where each run begins in the file, in bytes, ascending.
-        run_bytes: Its length.
-        run_places: Where its bytes go, from the beginning of the output.
-        bytes_used: Sum of ``run_bytes``.
-    """
+    """Requests of one call, in the order of the file, and the runs they serve, in bytes."""
 
     first_pages: NDArray[np.int64]
     num_pages: NDArray[np.int64]
-    first_runs: NDArray[np.int64]
+    first_runs: NDArray[np.int64]  # of which each request holds bytes
     stop_runs: NDArray[np.int64]
-    run_begins: NDArray[np.int64]
+    run_begins: NDArray[np.int64]  # in the file
     run_bytes: NDArray[np.int64]
-    run_places: NDArray[np.int64]
+    run_places: NDArray[np.int64]  # in the output
     bytes_used: int
 
 
 class Work(NamedTuple):
-    """What the workers of one call share.
-
-    Attributes:
-        requests: What to read.
-        out: Address of the output.
-        checksums: Of the file's pages; empty where nothing is to be checked.
-        file_id: Their seed.
-        shared: Address of two int64: the next request, and a word that is not 0 when all shall
-            stop.
-    """
+    """What the workers of one call share."""
 
     requests: Requests
-    out: int
-    checksums: NDArray[np.uint32]
+    out: int  # address of the output
+    checksums: NDArray[np.uint32]  # of the file's pages; empty where nothing is to be checked
     file_id: np.uint64
-    shared: int
+    shared: int  # address of two int64: the next request; not 0 when all shall stop
 
 
 @njit
@@ -141,7 +128,7 @@ def plan_requests(
     block_bytes: int,
     max_gap_bytes: int,
 ) -> Requests:
-    """Check runs and turn them into requests."""
+    """Check runs (rows of starts, counts, places) and turn them into requests."""
     starts, counts, places = runs
     bad = _check_runs(starts, counts, places, num_rows, out_rows)
     if bad >= 0:
@@ -158,11 +145,12 @@ def plan_requests(
     pages = extents[:, 1] - extents[:, 0]
     requests = np.empty((4, int((-(-pages // block_pages)).sum())), np.int64)
     _cut(extents, block_pages, begins, lengths, requests)
+    first_pages, num_pages, first_runs, stop_runs = requests
     return Requests(
-        first_pages=requests[0],
-        num_pages=requests[1],
-        first_runs=requests[2],
-        stop_runs=requests[3],
+        first_pages,
+        num_pages,
+        first_runs,
+        stop_runs,
         run_begins=begins,
         run_bytes=lengths,
         run_places=places * row_bytes,
@@ -171,11 +159,30 @@ def plan_requests(
 
 
 @njit
-def deliver(buffer: Any, request: Any, work: Any) -> Any:
+def halt(shared: Any) -> None:
+    """Tell all workers to stop."""
+    atomic_add(shared + 8, np.int64(1))
+
+
+@njit
+def take(work: Any, status: Any) -> Any:
+    """Return the next request, or -1: none is left, or all shall stop (see the status)."""
+    request = atomic_add(work.shared, np.int64(1))
+    if request >= len(work.requests.first_pages):
+        return -1
+    if atomic_add(work.shared + 8, np.int64(0)) != 0:
+        if status[0] == DONE:
+            status[0] = STOPPED
+        return -1
+    return request
+
+
+@njit
+def deliver(buffer: Any, request: Any, work: Any, status: Any) -> Any:
     """Check the pages of a request that was read and copy its rows to their places.
 
-    Returns the number of the first damaged page, or -1. Without checksums (length 0) nothing is
-    checked. No row of a request is copied before all of its pages were found right.
+    Returns False with the status set if a page is damaged: no row is copied before all pages of
+    the request were found right.
     """
     requests = work.requests
     first = requests.first_pages[request]
@@ -184,7 +191,8 @@ def deliver(buffer: Any, request: Any, work: Any) -> Any:
         for page in range(first, stop):
             seed = work.file_id + np.uint64(page)
             if hash_page(buffer + (page - first) * PAGE_BYTES, seed) != work.checksums[page]:
-                return page
+                status[0], status[2] = DAMAGED, page
+                return False
     begin, end = first * PAGE_BYTES, stop * PAGE_BYTES
     for run in range(requests.first_runs[request], requests.stop_runs[request]):
         low = max(requests.run_begins[run], begin)
@@ -192,4 +200,4 @@ def deliver(buffer: Any, request: Any, work: Any) -> Any:
         if low < high:
             place = requests.run_places[run] + low - requests.run_begins[run]
             copy_bytes(work.out + place, buffer + (low - begin), high - low)
-    return -1
+    return True

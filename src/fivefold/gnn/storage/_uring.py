@@ -22,23 +22,13 @@ import errno
 import mmap
 import os
 import struct
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.errors import StorageError, UnsupportedError
-from fivefold.gnn.storage._backends import (
-    DONE,
-    ENDED,
-    FAILED,
-    STOPPED,
-    Files,
-    deliver_checked,
-    halt,
-    take,
-)
 from fivefold.gnn.storage._machine import (
     load_acquire_u32,
     load_u64,
@@ -48,8 +38,9 @@ from fivefold.gnn.storage._machine import (
     store_u64,
     syscall,
 )
-from fivefold.gnn.storage._pages import PAGE_BYTES, aligned_empty
-from fivefold.gnn.storage._requests import Work
+from fivefold.gnn.storage._requests import DONE, ENDED, FAILED, STOPPED, Work, deliver, halt, take
+from fivefold.gnn.storage.files import Files
+from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty
 
 _SETUP, _ENTER = 425, 426  # the same numbers on every architecture
 _PARAMETERS_BYTES = 120
@@ -270,7 +261,7 @@ def _reap(own: Any, slots: Any, state: Any, work: Any, status: Any) -> None:
             _issue(own, slots, slot, work)
             continue
         if status[0] == DONE:
-            deliver_checked(own.arena + slots[slot, _BEGIN], slots[slot, _REQUEST], work, status)
+            deliver(own.arena + slots[slot, _BEGIN], slots[slot, _REQUEST], work, status)
         if status[0] not in (DONE, STOPPED):
             halt(work.shared)
         slots[slot, _FINISHED] = 1
@@ -303,7 +294,7 @@ def _ring_share(own: Any, depth: Any, work: Any, status: Any) -> None:
 class RingBackend:
     """Reads through one io_uring per worker."""
 
-    name = "io_uring"
+    name: Literal["io_uring"] = "io_uring"
 
     def __init__(self, files: Files, *, workers: int, block_bytes: int, queue_depth: int) -> None:
         self._depth = max(1, queue_depth // workers)

@@ -26,7 +26,6 @@ from numpy.typing import DTypeLike, NDArray
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import read_checked_json, storage_error, sync_folder, write_checked_json
 from fivefold.gnn.storage._container import Container
-from fivefold.gnn.storage._files import closed_error
 from fivefold.gnn.storage._format import (
     Header,
     Section,
@@ -36,8 +35,9 @@ from fivefold.gnn.storage._format import (
     make_section,
     padded,
 )
-from fivefold.gnn.storage._pages import PAGE_BYTES, aligned, hash_pages
 from fivefold.gnn.storage._partial import DIRTY, NEVER, PageLedger, PartialFile
+from fivefold.gnn.storage.files import closed_error
+from fivefold.gnn.storage.pages import PAGE_BYTES, aligned, hash_pages
 
 _CHUNK_BYTES = 8 << 20
 _JOURNAL_VERSION = 2
@@ -182,7 +182,7 @@ class ContainerWriter:
     def _refused(self, reason: str) -> DataError:
         return DataError(
             f"{self._file.path} cannot be resumed: {reason}",
-            hint=f"delete {self._file.path}* or write with resume=False to begin anew",
+            hint=f"delete {self._file.path}* or write with resume=False to start over",
         )
 
     def _grown_bytes(self, name: str) -> int:

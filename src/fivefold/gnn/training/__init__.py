@@ -9,73 +9,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold.gnn.training._config import (
-        BudgetsConfig,
-        DataConfig,
-        GnnConfig,
-        LoaderConfig,
-        ModelConfig,
-        OptimConfig,
-        PlanConfig,
-        RunConfig,
-        SamplingConfig,
-        ValidationConfig,
-        config_to_toml,
-        load_config,
+    from fivefold.gnn.training._inference import (
+        InferenceResult,
+        RunInference,
+        infer_layers,
+        infer_run,
     )
-    from fivefold.gnn.training._infer_run import RunInference, infer_run, load_model
-    from fivefold.gnn.training._inference import InferenceResult, LayerReport, infer_layers
     from fivefold.gnn.training._loop import train_graph
-    from fivefold.gnn.training._models import GAT, GCN, GraphSAGE, LayeredModel, make_model
     from fivefold.gnn.training._result import GnnResult
+    from fivefold.gnn.training.config import GnnConfig, load_config
+    from fivefold.gnn.training.models import GAT, GCN, GraphSAGE
 
 __all__ = [
     "GAT",
     "GCN",
-    "BudgetsConfig",
-    "DataConfig",
     "GnnConfig",
     "GnnResult",
     "GraphSAGE",
     "InferenceResult",
-    "LayerReport",
-    "LayeredModel",
-    "LoaderConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "PlanConfig",
-    "RunConfig",
     "RunInference",
-    "SamplingConfig",
-    "ValidationConfig",
-    "config_to_toml",
     "infer_layers",
     "infer_run",
     "load_config",
-    "load_model",
-    "make_model",
     "train_graph",
 ]
 
 _HOMES = {
-    "_config": (
-        "BudgetsConfig",
-        "DataConfig",
-        "GnnConfig",
-        "LoaderConfig",
-        "ModelConfig",
-        "OptimConfig",
-        "PlanConfig",
-        "RunConfig",
-        "SamplingConfig",
-        "ValidationConfig",
-        "config_to_toml",
-        "load_config",
-    ),
-    "_infer_run": ("RunInference", "infer_run", "load_model"),
-    "_inference": ("InferenceResult", "LayerReport", "infer_layers"),
+    "config": ("GnnConfig", "load_config"),
+    "_inference": ("InferenceResult", "RunInference", "infer_layers", "infer_run"),
     "_loop": ("train_graph",),
-    "_models": ("GAT", "GCN", "GraphSAGE", "LayeredModel", "make_model"),
+    "models": ("GAT", "GCN", "GraphSAGE"),
     "_result": ("GnnResult",),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}

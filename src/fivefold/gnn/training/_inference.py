@@ -22,23 +22,29 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fivefold.errors import ConfigurationError, DataError, StorageError
+from fivefold.errors import CheckpointError, ConfigurationError, DataError, StorageError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import Topology
-from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, ReadStatistics, probe_disk
-from fivefold.gnn.training._config import Backend
-from fivefold.gnn.training._inference_layers import Aggregate, LayerParts, fill_keys, take_apart
-from fivefold.gnn.training._inference_plan import (
+from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, probe_disk
+from fivefold.gnn.storage.reader import ReadStatistics
+from fivefold.gnn.training._inference_layers import (
     PAGE_BYTES,
+    Aggregate,
+    LayerParts,
     Piece,
     Reading,
     RowStream,
     Shares,
     choose_reading,
+    fill_keys,
     ranges,
     share_memory,
+    take_apart,
 )
-from fivefold.gnn.training._models import LayeredModel, as_layered
+from fivefold.gnn.training.config import Backend, GnnConfig, load_config
+from fivefold.gnn.training.models import LayeredModel, as_layered, make_model
+from fivefold.runs import write_json
+from fivefold.runs.checkpoints import newest_checkpoint, read_checkpoint
 from fivefold.units import format_bytes, format_duration_s
 
 _LOG = logging.getLogger(__name__)
@@ -48,23 +54,7 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """What one layer took.
-
-    Args:
-        layer: Number of the layer, from 1.
-        ranges: Ranges of targets in this run; 0 where the layer was done before.
-        gathered: Pieces whose rows were gathered page by page.
-        swept: Pieces whose rows were read in one sequential pass.
-        bytes_read: Bytes read from the layer's input.
-        bytes_used: Bytes of rows that were needed.
-        requests: Requests to the disk.
-        seconds: Time of the layer.
-
-    Examples:
-        >>> zeros = dict.fromkeys(("gathered", "bytes_read", "bytes_used", "requests"), 0)
-        >>> LayerReport(layer=1, ranges=3, swept=3, seconds=1.0, **zeros).line()
-        'layer 1: 3 ranges of targets, by sequential passes; read 0 B in 1 s'
-    """
+    """What one layer took."""
 
     layer: int
     ranges: int
@@ -407,3 +397,154 @@ def _profitable_gap_bytes(profile: DiskProfile) -> int:
 
 def _no_progress(_done: int, _total: int) -> None:
     """Show nothing."""
+
+
+_CHUNK_ROWS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunInference:
+    """What inference over a whole graph gave.
+
+    Args:
+        outputs: Where the class scores of all nodes are, and what each layer took.
+        accuracy: Accuracy per split, from all neighbours; splits without labels are left out.
+        step: Optimizer step of the checkpoint.
+
+    Examples:
+        >>> RunInference.__dataclass_params__.frozen
+        True
+    """
+
+    outputs: InferenceResult
+    accuracy: dict[str, float]
+    step: int
+
+    def record(self) -> dict[str, Any]:
+        """Return the content of inference.json."""
+        layers = [dataclasses.asdict(layer) for layer in self.outputs.layers]
+        path = str(self.outputs.path)
+        return {
+            "schema": 1,
+            "path": path,
+            "step": self.step,
+            "accuracy": self.accuracy,
+            "layers": layers,
+        }
+
+
+def infer_run(
+    run: str | Path,
+    folder: str | Path | None = None,
+    *,
+    memory_bytes: int = 1_000_000_000,
+    keep_layers: bool = False,
+    backend: Backend = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> RunInference:
+    """Compute the class scores of all nodes by a run's newest checkpoint, out of core.
+
+    Args:
+        run: The run's folder.
+        folder: Where the outputs go; None for ``inference/step-N`` in the run's folder. The same
+            call resumes what is unfinished there.
+        memory_bytes: Budget of rows, sums and buffers.
+        keep_layers: Keep the hidden layers' outputs.
+        backend: Reading engine.
+        progress: Called with targets done and targets in all.
+
+    Returns:
+        Outputs and accuracy; also written to ``inference.json`` beside the outputs.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or none is whole.
+        DataError: The run or its data set is missing, or the data set is another one.
+        InfeasibleError: The budget is too small.
+        StorageError: The disk is full or refuses; the same call goes on afterwards.
+
+    Examples:
+        >>> infer_run("no such run")
+        Traceback (most recent call last):
+            ...
+        fivefold.errors.DataError: no such run holds no run of fivefold gnn train; ...
+    """
+    run = Path(run)
+    if not (run / "config.toml").exists():
+        message = f"{run} holds no run of fivefold gnn train"
+        raise DataError(message, hint="give the folder of a run, the run.output of its config")
+    config = load_config(run / "config.toml")
+    if not config.data.path.is_absolute() and not config.data.path.exists():
+        raise DataError(
+            f"the run's data set {config.data.path} is not in the current folder",
+            hint=f"run this where the run was started, or set data.path in {run / 'config.toml'}",
+        )
+    torch.set_num_threads(config.run.threads)
+    with Dataset.open(config.data.path) as dataset:
+        model, step = load_model(config, dataset)
+        place = run / "inference" / f"step-{step:08d}" if folder is None else Path(folder)
+        outputs = infer_layers(
+            model,
+            dataset,
+            place,
+            memory_bytes=memory_bytes,
+            mapped=config.data.mapped,
+            keep_layers=keep_layers,
+            backend=backend,
+            progress=progress,
+        )
+        accuracy = _accuracy(outputs.path, dataset)
+    result = RunInference(outputs=outputs, accuracy=accuracy, step=step)
+    write_json(place / "inference.json", result.record())
+    return result
+
+
+def load_model(config: GnnConfig, dataset: Dataset) -> tuple[LayeredModel, int]:
+    """Load the model of a run's newest checkpoint, in evaluation mode, and its step.
+
+    Args:
+        config: The run's configuration.
+        dataset: Its data set.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or none is whole.
+        DataError: The checkpoint was trained on another data set.
+
+    Examples:
+        >>> load_model.__name__
+        'load_model'
+    """
+    found = newest_checkpoint(config.run.output)
+    if found is None:
+        message = f"{config.run.output} has no checkpoint"
+        raise CheckpointError(message, hint="train first, or give another run")
+    path, description = found[0], found[1]["description"]
+    written = config.model_dump(mode="json", include={"model"})["model"]
+    if description["model"] != written:
+        message = f"{path} was written with model {description['model']}; now it is {written}"
+        raise CheckpointError(message, hint="use the config.toml that the run was started with")
+    if description["data"]["fingerprint"] != dataset.fingerprint:
+        message = f"{path} was trained on other data than {dataset.folder}"
+        raise DataError(message, hint="set data.path in the run's config.toml to its data set")
+    model = make_model(
+        config.model.name,
+        dataset.dim,
+        config.model.hidden_dim,
+        dataset.num_classes,
+        num_layers=len(config.sampling.fanouts),
+        heads=config.model.heads,
+    )
+    model.load_state_dict(read_checkpoint(path, rank=0)["model"])
+    return model.eval(), int(found[1]["step"])
+
+
+def _accuracy(path: Path, dataset: Dataset) -> dict[str, float]:
+    if not dataset.has_labels:
+        return {}
+    right = np.zeros(dataset.num_nodes, np.bool_)
+    with Container.open(path) as outputs:
+        for low in range(0, dataset.num_nodes, _CHUNK_ROWS):
+            rows = outputs.read("x", low, min(low + _CHUNK_ROWS, dataset.num_nodes))
+            right[low : low + len(rows)] = rows.argmax(1) == dataset.labels[low : low + len(rows)]
+    splits = {"train": dataset.train, "valid": dataset.valid, "test": dataset.test}
+    known = {name: ids[dataset.labels[ids] >= 0] for name, ids in splits.items()}
+    return {name: float(right[ids].mean()) for name, ids in known.items() if len(ids)}

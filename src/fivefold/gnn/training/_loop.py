@@ -25,18 +25,21 @@ from fivefold.errors import DataError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading import MiniBatch
 from fivefold.gnn.packing import PackedStore
-from fivefold.gnn.training._config import GnnConfig, config_to_toml
-from fivefold.gnn.training._evaluate import Evaluator
-from fivefold.gnn.training._models import make_model
 from fivefold.gnn.training._prepare import Rounds
-from fivefold.gnn.training._result import Clock, EpochTally, GnnResult, run_label, run_manifest
-from fivefold.gnn.training._resume import (
+from fivefold.gnn.training._result import (
+    Clock,
+    EpochTally,
+    GnnResult,
     check_before_work,
     describe_run,
     refuse_older_format,
     require_same_plan,
+    run_label,
+    run_manifest,
 )
-from fivefold.gnn.training._source import BatchSource, add_counts, counts_of, make_source
+from fivefold.gnn.training._source import BatchSource, Evaluator, add_counts, counts_of, make_source
+from fivefold.gnn.training.config import GnnConfig, config_to_toml
+from fivefold.gnn.training.models import make_model
 from fivefold.runs import (
     FolderLock,
     MetricsWriter,
@@ -85,13 +88,12 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
     Examples:
         >>> import pathlib, tempfile
         >>> from fivefold.gnn.data import generate_graph
-        >>> from fivefold.gnn.training import DataConfig, RunConfig, SamplingConfig
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> generate_graph(folder / "graph", nodes=300, dim=8, seed=0).close()
         >>> config = GnnConfig(
-        ...     run=RunConfig(output=folder / "run", epochs=1, mode="memory", device="cpu"),
-        ...     data=DataConfig(path=folder / "graph"),
-        ...     sampling=SamplingConfig(fanouts=(3, 3), batch_size=64),
+        ...     run={"output": folder / "run", "epochs": 1, "mode": "memory", "device": "cpu"},
+        ...     data={"path": folder / "graph"},
+        ...     sampling={"fanouts": (3, 3), "batch_size": 64},
         ... )
         >>> train_graph(config).epochs
         1

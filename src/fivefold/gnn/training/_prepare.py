@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import logging
+import math
 import shutil
 import threading
 import time
@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import DataError, InfeasibleError, StorageError
+from fivefold.files import lock_file
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.packing import PackedStore, pack, read_plan, write_plan
-from fivefold.gnn.planning import Budgets, FeatureInfo, Plan, make_plan
+from fivefold.gnn.packing import PackedStore, pack
+from fivefold.gnn.planning import Budgets, Plan, make_plan
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, Topology, sample_epochs
 from fivefold.gnn.storage import probe_disk
-from fivefold.gnn.training._config import GnnConfig
+from fivefold.gnn.training.config import GnnConfig
 from fivefold.units import format_bytes, format_duration_s
 
 _LOG = logging.getLogger(__name__)
@@ -153,18 +154,14 @@ class _Preparation:
         path, features, config = self._plan_file(), self._dataset.features, self._config
         if path.exists():
             with contextlib.suppress(DataError):  # it costs seconds to make it again
-                found = read_plan(path)
+                found = Plan.open(path)
                 inputs = (found.features_fingerprint, found.samples_fingerprint)
                 if inputs == (features.fingerprint, samples.fingerprint):
                     return found
         with self._timed("plan"), _in_terms_of_the_file():
             plan = make_plan(
                 samples,
-                FeatureInfo(
-                    num_nodes=self._dataset.num_nodes,
-                    row_bytes=self._dataset.row_bytes,
-                    fingerprint=features.fingerprint,
-                ),
+                features,
                 self._budgets(),
                 probe_disk(self._folder),
                 policy=config.plan.policy,
@@ -175,7 +172,7 @@ class _Preparation:
                 training_epochs=config.run.epochs,
                 scratch_folder=self._folder,
             )
-            write_plan(plan, path)
+            plan.write(path)
         return plan
 
     def _budgets(self) -> Budgets:
@@ -213,11 +210,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
         message = f"cannot write in {folder}: {error.strerror or error}"
         raise StorageError(message, hint="set data.store to a folder that you may write") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_file(file.fileno(), folder, patience_s=0):
             _LOG.info("another process prepares %s; waiting for it", folder)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file.fileno(), folder, patience_s=math.inf)
         yield
 
 

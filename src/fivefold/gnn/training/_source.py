@@ -6,13 +6,17 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
+import torch
+from torch.nn import functional
 
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading import DiskLoader, LoaderStatistics, MiniBatch, OnlineLoader
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.sampling import Topology
-from fivefold.gnn.training._config import GnnConfig
+from fivefold.gnn.training.config import GnnConfig
+from fivefold.gnn.training.models import LayeredModel
 from fivefold.runs.ranks import Ranks
 
 
@@ -121,3 +125,84 @@ def add_counts(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str
         else:
             total[key] = value if key == "row_bytes" else before + value
     return total
+
+
+_SEED = 20_250  # of the sampled neighbours; apart from training's
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """How well a model does on some nodes."""
+
+    accuracy: float
+    loss: float
+    nodes: int
+
+
+class Evaluator:
+    """Judges a model on a fixed part of the validation and test nodes."""
+
+    def __init__(
+        self,
+        config: GnnConfig,
+        dataset: Dataset,
+        *,
+        topology: Topology,
+        ranks: Ranks,
+        features: npt.NDArray[Any] | None,
+    ) -> None:
+        self._ranks = ranks
+        rows: Literal["disk"] | npt.NDArray[Any] = "disk" if features is None else features
+        self._loaders = {
+            name: OnlineLoader(
+                dataset,
+                _share(dataset, ids, limit=config.validation.nodes, ranks=ranks),
+                fanouts=config.validation.fanouts or config.sampling.fanouts,
+                batch_size=config.validation.batch_size,
+                topology=topology,
+                features=rows,
+                resample=False,
+                seed=_SEED,
+                form="blocks",
+                device=ranks.device,
+                backend=config.loader.backend,
+                verify=config.loader.verify,
+            )
+            for name, ids in (("valid", dataset.valid), ("test", dataset.test))
+        }
+
+    def score(self, model: LayeredModel, name: Literal["valid", "test"]) -> Score:
+        """Judge a model; a collective call."""
+        loss, right, nodes = 0.0, 0, 0
+        loader = self._loaders[name]
+        model.eval()
+        try:
+            with torch.no_grad():
+                for batch in loader:
+                    assert batch.blocks is not None, "the loader was asked for blocks"
+                    assert batch.y is not None, "the loader has labels"
+                    scores = model(batch.x, batch.blocks)
+                    loss += float(functional.cross_entropy(scores, batch.y, reduction="sum"))
+                    right += int((scores.argmax(dim=1) == batch.y).sum())
+                    nodes += batch.batch_size
+        finally:
+            model.train()
+        loss, right_sum, count = self._ranks.sum([loss, right, nodes], what=f"the {name} score")
+        if not count:
+            return Score(accuracy=float("nan"), loss=float("nan"), nodes=0)
+        return Score(accuracy=right_sum / count, loss=loss / count, nodes=int(count))
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+        for loader in self._loaders.values():
+            loader.close()
+
+
+def _share(
+    dataset: Dataset, ids: npt.NDArray[np.int64], *, limit: int, ranks: Ranks
+) -> npt.NDArray[np.int64]:
+    """Return a rank's share of at most limit labelled nodes, spread evenly over all of them."""
+    known = ids[dataset.labels[ids] >= 0]
+    if len(known) > limit:
+        known = known[np.linspace(0, len(known) - 1, limit).astype(np.int64)]
+    return np.ascontiguousarray(known[ranks.rank :: ranks.world_size])

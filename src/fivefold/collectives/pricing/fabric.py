@@ -1,0 +1,319 @@
+"""A fabric of tiers (GPU, node, pod, and so on) and the groups of ranks that lie on it.
+
+A tier joins units of the tier below and gives every GPU a share of what leaves its unit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.network.topology import Topology
+
+Ints = npt.NDArray[np.int64]
+Quote = Callable[[str, float], float]
+"""Seconds of a collective of a job, from its kind and bytes: the price that layer 3 quotes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """One level of the fabric.
+
+    Args:
+        name: Such as ``"node"`` or ``"cluster"``.
+        gpus: GPUs that one unit of this tier joins; the last tier's may exceed the cluster.
+        bandwidth_bytes_per_s: What each GPU can send through this tier at once.
+        efficiency: Share of it that collectives reach.
+        exchange_efficiency: Share that all-to-all and point-to-point reach; None: the same.
+        base_s: Fixed time of a collective.
+        hop_s: Time of one step across this tier.
+        fill_s: Time scale in which a pipelined collective fills: adds 2 sqrt(fill x size / rate).
+        all_reduce_gain: Rate of an all-reduce against a ring's, where switches reduce (NVLS).
+
+    Raises:
+        ConfigurationError: A bandwidth or count is not positive, or a time negative.
+    """
+
+    name: str
+    gpus: int
+    bandwidth_bytes_per_s: float
+    efficiency: float = 0.8
+    exchange_efficiency: float | None = None
+    base_s: float = 8.4e-6
+    hop_s: float = 3.4e-6
+    fill_s: float = 0.0
+    all_reduce_gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or not self.bandwidth_bytes_per_s > 0 or not self.efficiency > 0:
+            message = f"tier {self.name!r} has gpus={self.gpus}, {self.bandwidth_bytes_per_s:g} B/s"
+            raise ConfigurationError(message, hint="both must be positive, and the efficiency too")
+        if min(self.base_s, self.hop_s, self.fill_s) < 0:
+            message = f"tier {self.name!r} has a negative time"
+            raise ConfigurationError(message, hint="latencies are at least 0")
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """Return what a GPU reaches in a collective."""
+        return self.bandwidth_bytes_per_s * self.efficiency
+
+    @property
+    def exchange_share(self) -> float:
+        """Share of the bandwidth that all-to-all and point to point reach."""
+        return self.efficiency if self.exchange_efficiency is None else self.exchange_efficiency
+
+    @property
+    def exchange_rate_bytes_per_s(self) -> float:
+        """Return what a GPU reaches in an all-to-all or point to point."""
+        return self.bandwidth_bytes_per_s * self.exchange_share
+
+
+@dataclass(frozen=True, kw_only=True)
+class FabricSpec:
+    """Tiers from the innermost outward.
+
+    Args:
+        name: For people.
+        tiers: Each joins more GPUs than the one before.
+
+    Raises:
+        ConfigurationError: There is no tier, or the counts do not grow by whole factors.
+
+    Examples:
+        >>> node = Tier(name="node", gpus=8, bandwidth_bytes_per_s=300e9)
+        >>> net = Tier(name="cluster", gpus=1024, bandwidth_bytes_per_s=25e9)
+        >>> FabricSpec(name="dgx", tiers=(node, net)).gpus_per_node
+        8
+    """
+
+    name: str
+    tiers: tuple[Tier, ...]
+
+    def __post_init__(self) -> None:
+        if not self.tiers:
+            raise ConfigurationError(f"fabric {self.name!r} has no tier", hint="give at least one")
+        for inner, outer in zip(self.tiers, self.tiers[1:], strict=False):
+            if outer.gpus <= inner.gpus or outer.gpus % inner.gpus:
+                message = (
+                    f"tier {outer.name!r} joins {outer.gpus} GPUs, {inner.name!r} {inner.gpus}"
+                )
+                raise ConfigurationError(
+                    message, hint="each tier joins a multiple of the one below"
+                )
+
+    @functools.cached_property
+    def merged(self) -> tuple[Tier, ...]:
+        """Return the tiers, neighbours of the same constants made one: nothing tells them apart."""
+        kept: list[Tier] = []
+        for tier in self.tiers:
+            if kept and _constants(kept[-1]) == _constants(tier):
+                kept.pop()
+            kept.append(tier)
+        return tuple(kept)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs that the innermost tier joins."""
+        return self.merged[0].gpus
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that the outermost tier can join."""
+        return self.tiers[-1].gpus
+
+    def holds_in_node(self, size: int, num_gpus: int) -> bool:
+        """Whether groups of ``size`` neighbouring ranks, of so many GPUs, all lie inside nodes."""
+        return num_gpus <= self.gpus_per_node or self.gpus_per_node % size == 0
+
+
+def _constants(tier: Tier) -> dict[str, object]:
+    return {key: value for key, value in asdict(tier).items() if key not in {"name", "gpus"}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A group of ranks that lie ``stride`` apart, as every axis of a mesh does.
+
+    Args:
+        size: Members.
+        stride: Ranks between neighbours: the product of the axes inside it.
+        ranks: Ranks of the whole mesh, whose groups of this axis all work at once; None: of one
+            run of groups from rank 0. Groups that do not divide a node lie across nodes in some
+            places, and the slowest counts.
+
+    Examples:
+        >>> Group(size=6, ranks=24)
+        Group(size=6, stride=1, ranks=24)
+    """
+
+    size: int
+    stride: int = 1
+    ranks: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Many groups: the numbers of ``Group`` as arrays, with one entry per group."""
+
+    size: Ints
+    stride: Ints
+    ranks: Ints
+
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+_MOST_UNITS = 64  # flows are computed for so many units, spread over all
+_LARGEST_CAPACITY = 1 << 24  # SciPy's flows are 32-bit integers
+_Unit = tuple[int, ...]
+
+
+def fabric_from_topology(
+    topology: Topology, *, efficiency: float = 0.8, base_s: float = 8.4e-6, hop_s: float = 2e-6
+) -> FabricSpec:
+    """Describe a topology by tiers.
+
+    Args:
+        topology: Connected; every host must have the same number of GPUs.
+        efficiency: Share of the links that collectives reach.
+        base_s: Fixed time of a collective.
+        hop_s: Time of a step in software, added to the latency of the links.
+
+    Raises:
+        ConfigurationError: Hosts differ in their number of GPUs.
+        InfeasibleError: A rank cannot be reached.
+
+    Examples:
+        >>> from fivefold.network.topology import named_topology
+        >>> fabric = fabric_from_topology(named_topology("dgx_a100", boxes=2))
+        >>> [(tier.name, tier.gpus, tier.bandwidth_bytes_per_s) for tier in fabric.tiers]
+        [('node', 8, 300000000000.0), ('cluster', 16, 25000000000.0)]
+    """
+    topology.require_connected()
+    hosts = _hosts(topology)
+    flows = _Flows(topology)
+    racks = _racks(topology, hosts)
+    levels: list[tuple[str, list[_Unit]]] = [("node", [(rank,) for rank in range(flows.count)])]
+    if len(hosts) < flows.count:
+        levels.append(("rack" if racks else "cluster", hosts))
+    else:
+        levels = [("rack" if racks else "cluster", hosts)]
+    if racks:
+        levels.append(("cluster", racks))
+    tiers = []
+    for number, (name, units) in enumerate(levels):
+        joined = levels[number + 1][1] if number + 1 < len(levels) else [tuple(range(flows.count))]
+        if len(joined) == len(units):
+            continue
+        rate = min(flows.leaving(unit, joined) / len(unit) for unit in _spread(units))
+        latency_s = max(_latency_s(topology, joined[0]), _latency_s(topology, joined[-1]))
+        tiers.append(
+            Tier(
+                name=name, gpus=len(joined[0]), bandwidth_bytes_per_s=rate, efficiency=efficiency,
+                base_s=base_s, hop_s=hop_s + latency_s,
+            )
+        )  # fmt: skip
+    if not tiers:
+        tiers.append(Tier(name="node", gpus=1, bandwidth_bytes_per_s=1.0))
+    return FabricSpec(name=topology.name, tiers=tuple(tiers))
+
+
+def _hosts(topology: Topology) -> list[_Unit]:
+    hosts: dict[str, list[int]] = {}
+    for rank in range(len(topology.ranks)):
+        host = topology.host_of(rank)
+        hosts.setdefault(f"rank {rank}" if host is None else f"host {host}", []).append(rank)
+    sizes = sorted({len(ranks) for ranks in hosts.values()})
+    if len(sizes) > 1:
+        message = f"hosts of {topology.name!r} have {sizes} GPUs"
+        raise ConfigurationError(message, hint="take a subset with as many GPUs on every host")
+    return [tuple(ranks) for ranks in hosts.values()]
+
+
+def _racks(topology: Topology, hosts: list[_Unit]) -> list[_Unit]:
+    """Hosts on the same switches, where there are several such groups of one size."""
+    owner = {topology.nodes[topology.node_of_rank(r)].host: unit for unit in hosts for r in unit}
+    names = [node.host for node in topology.nodes]
+    above: dict[_Unit, set[int]] = {unit: set() for unit in hosts}
+    for source, target in zip(topology.link_sources, topology.link_targets, strict=True):
+        if names[source] is not None and names[target] is None and names[source] in owner:
+            above[owner[names[source]]].add(int(target))
+    groups: dict[frozenset[int], list[int]] = {}
+    for unit, switches in above.items():
+        groups.setdefault(frozenset(switches), []).extend(unit)
+    sizes = {len(group) for group in groups.values()}
+    uniform = len(sizes) == 1 and 1 < len(groups) < len(hosts)
+    return [tuple(group) for group in groups.values()] if uniform else []
+
+
+def _spread(units: list[_Unit]) -> list[_Unit]:
+    step = max(1, len(units) // _MOST_UNITS)
+    return units[::step]
+
+
+def _latency_s(topology: Topology, unit: Sequence[int]) -> float:
+    if len(unit) < 2:
+        return 0.0
+    links = topology.shortest_route(unit[0], unit[-1])
+    return float(np.asarray(topology.latencies_s)[np.asarray(links, dtype=np.int64)].sum())
+
+
+class _Flows:
+    """Maximum flows between groups of ranks."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.count = len(topology.ranks)
+        capacities = np.asarray(topology.capacities_bytes_per_s, dtype=np.float64)
+        # Whole bytes have a common divisor, with which most flows are exact.
+        shared = float(np.gcd.reduce(np.round(capacities).astype(np.int64), initial=0))
+        coarse = float(capacities.max(initial=1.0)) / _LARGEST_CAPACITY
+        self.unit_bytes_per_s = max(shared, 1.0) if shared >= coarse else coarse
+        # A link far slower than the widest is one unit, not none.
+        rounded = np.maximum(np.round(capacities / self.unit_bytes_per_s), 1)
+        self.capacities = rounded.astype(np.int64)
+        hosts = [node.host for node in topology.nodes]
+        ends = zip(topology.link_sources, topology.link_targets, strict=True)
+        self.is_inside = np.array([hosts[a] is not None and hosts[a] == hosts[b] for a, b in ends])
+
+    def leaving(self, unit: _Unit, joined: list[_Unit]) -> float:
+        """Return what a unit can send at once to the rest of the larger unit that joins it."""
+        whole = next(group for group in joined if unit[0] in group)
+        others = [rank for rank in whole if rank not in unit]
+        try:
+            from scipy.sparse.csgraph import maximum_flow  # noqa: PLC0415 - only this needs it
+        except ImportError as error:
+            message = "tiers of a topology need SciPy"
+            raise UnsupportedError(message, hint="pip install 'fivefold[network]'") from error
+        # Between GPUs of one host nothing leaves the host.
+        single = len(unit) == 1 and self.topology.host_of(unit[0]) is not None
+        within = single and all(
+            self.topology.host_of(rank) == self.topology.host_of(unit[0]) for rank in others
+        )
+        graph, source, sink = self._graph(unit, others, within=within)
+        return float(maximum_flow(graph, source, sink).flow_value) * self.unit_bytes_per_s
+
+    def _graph(
+        self, unit: _Unit, others: Sequence[int], *, within: bool
+    ) -> tuple[csr_matrix, int, int]:
+        from scipy.sparse import csr_matrix  # noqa: PLC0415 - only this needs it
+
+        topology, nodes = self.topology, len(self.topology.nodes)
+        source, sink = nodes, nodes + 1
+        most = np.iinfo(np.int32).max // 4
+        rows = [*topology.link_sources, *([source] * len(unit))]
+        columns = [*topology.link_targets, *(topology.node_of_rank(rank) for rank in unit)]
+        rows += [topology.node_of_rank(rank) for rank in others]
+        columns += [sink] * len(others)
+        links = np.where(self.is_inside, self.capacities, 0) if within else self.capacities
+        values = np.concatenate([links, np.full(len(unit) + len(others), most)])
+        # Parallel links add up when the matrix is built.
+        matrix = csr_matrix((values, (rows, columns)), shape=(nodes + 2, nodes + 2))
+        matrix.data = np.minimum(matrix.data, most).astype(np.int32)
+        return matrix.astype(np.int32), source, sink

@@ -1,0 +1,282 @@
+"""A collective on a graph: phases of flows that end together, and the time that they take alone.
+
+A ring, a hierarchy and a tree of aggregating switches, each as bytes per edge and steps of latency.
+These are the closed forms of the schedules in ``fivefold.collectives.algorithms`` (a test compares
+them), without an object per chunk, so that hundreds of jobs can be simulated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fivefold.errors import InfeasibleError
+from fivefold.flows import equal_cost_paths
+from fivefold.network.topology import Topology
+
+Algorithm = Literal["ring", "hierarchical", "in_network"]
+"""``"ring"``: one ring over all ranks. ``"hierarchical"``: inside hosts first, then one ring per
+place in the host. ``"in_network"``: switches aggregate."""
+Edge = tuple[int, int]
+Tree = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Flows that one step of a collective keeps going at one rate."""
+
+    edges: tuple[Edge, ...]
+    edge_bytes: float
+    steps: int
+    tree: Tree | None = None
+    coupled: bool = True
+
+
+def collective_phases(
+    topology: Topology,
+    group: tuple[int, ...],
+    kind: str,
+    size_bytes: float,
+    *,
+    algorithm: Algorithm = "ring",
+    roots: Sequence[str] = (),
+    every_port: bool = False,
+) -> list[list[Phase]]:
+    """Return the phases of one collective of a group, one after the other."""
+    number = len(group)
+    if number == 1:
+        return []
+    if kind == "all_to_all":
+        pairs = tuple((a, b) for a in group for b in group if a != b)
+        return [[Phase(pairs, size_bytes / number, steps=1, coupled=False)]]
+    rounds = 2 if kind == "all_reduce" else 1
+    sizes = {len(own) for own in _hosts(topology, group)}
+    if algorithm == "ring" or (len(sizes) > 1 and every_port):
+        if every_port:
+            return [_rings(_hosts(topology, group), rounds * size_bytes, rounds=rounds)]
+        return [[_ring(group, rounds * size_bytes, rounds=rounds)]]
+    hosts = host_groups(topology, group)
+    if hosts is None:
+        raise InfeasibleError(
+            f"{group} has not the same number of ranks on each host", hint="use the ring there"
+        )
+    if algorithm == "in_network" and rounds == 1:
+        algorithm = "hierarchical"
+    return _by_host(topology, hosts, kind, size_bytes, algorithm=algorithm, roots=roots)
+
+
+def _by_host(
+    topology: Topology, hosts: list[tuple[int, ...]], kind: str, size_bytes: float, *,
+    algorithm: Algorithm, roots: Sequence[str],
+) -> list[list[Phase]]:  # fmt: skip
+    local, rounds = len(hosts[0]), 2 if kind == "all_reduce" else 1
+    inside = [_ring(own, size_bytes, rounds=1) for own in hosts] if local > 1 else []
+    columns = [tuple(own[place] for own in hosts) for place in range(local)]
+    share = size_bytes / local
+    across: list[Phase] = []
+    if len(hosts) > 1 and algorithm == "hierarchical":
+        across = [_ring(column, rounds * share, rounds=rounds) for column in columns]
+    elif len(hosts) > 1:
+        across = [
+            _tree_phase(topology, column, root, share)
+            for column, root in zip(columns, roots, strict=True)
+        ]
+    steps = {
+        "reduce_scatter": (inside, across),
+        "all_gather": (across, inside),
+    }.get(kind, (inside, across, inside))
+    return [step for step in steps if step]
+
+
+def _ring(order: Sequence[int], sent_bytes: float, *, rounds: int) -> Phase:
+    """Let every rank pass on all but its own share: once to scatter, once to gather."""
+    number = len(order)
+    edges = tuple((order[i], order[(i + 1) % number]) for i in range(number))
+    return Phase(edges, sent_bytes * (number - 1) / number, steps=rounds * (number - 1))
+
+
+def _rings(hosts: list[tuple[int, ...]], sent_bytes: float, *, rounds: int) -> list[Phase]:
+    """As many rings as the smallest host has members, each leaving a host by another member.
+
+    So all ports of that host carry a share, as the closed form over tiers counts on.
+    """
+    rings, number = min(map(len, hosts)), sum(map(len, hosts))
+    if rings == 1 or len(hosts) == 1:
+        return [_ring([rank for own in hosts for rank in own], sent_bytes, rounds=rounds)]
+    passed = sent_bytes * (number - 1) / number / rings
+    across = tuple(
+        (own[(i - 1) % len(own)], further[i])
+        for own, further in zip(hosts, (*hosts[1:], hosts[0]), strict=True)
+        for i in range(rings)
+    )
+    phases = []
+    for members in sorted({len(own) for own in hosts}):
+        inside = tuple(
+            (own[i], own[(i + 1) % members])
+            for own in hosts
+            if len(own) == members
+            for i in range(members)
+        )
+        # Each ring goes through all members but one link, another one for each ring.
+        share = passed * rings * (members - 1) / members
+        phases.append(Phase(inside, share, steps=rounds * (number - len(hosts))))
+    return [*phases, Phase(across, passed, steps=rounds * (len(hosts) - 1))]
+
+
+def _tree_phase(topology: Topology, leaves: Sequence[int], root: str, size_bytes: float) -> Phase:
+    tree = aggregation_tree(topology, tuple(leaves), root)
+    if tree is None:
+        raise InfeasibleError(
+            f"switch {root!r} cannot aggregate for ranks {tuple(leaves)}",
+            hint="choose another root, or a host algorithm",
+        )
+    return Phase(tuple((rank, rank) for rank in leaves), size_bytes, steps=1, tree=tree)
+
+
+def _hosts(topology: Topology, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    """Ranks by host, in order of first appearance."""
+    groups: dict[str, list[int]] = {}
+    for rank in ranks:
+        host = topology.host_of(rank)
+        groups.setdefault(host if host is not None else f"rank {rank}", []).append(rank)
+    return [tuple(group) for group in groups.values()]
+
+
+def host_groups(topology: Topology, ranks: Sequence[int]) -> list[tuple[int, ...]] | None:
+    """Return ranks by host, in order of first appearance; None where hosts have unequal numbers."""
+    groups = _hosts(topology, ranks)
+    return groups if len({len(group) for group in groups}) == 1 else None
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def first_path(topology: Topology, source: int, target: int) -> tuple[int, ...]:
+    """Return the first of the shortest paths between two ranks, as links."""
+    return equal_cost_paths(topology, source, target, relay=True)[0]
+
+
+def phases_time_s(
+    topology: Topology,
+    phases: Sequence[Phase],
+    *,
+    route: Callable[[Edge], tuple[int, ...]],
+    slots: int = 0,
+) -> float:
+    """Return the seconds of phases that run side by side, with the network to themselves.
+
+    Flows add up on the links that they share.
+    """
+    loads: dict[int, float] = {}
+    slowest_s = latency_s = 0.0
+    for phase in phases:
+        if phase.tree is not None:
+            rate, delay_s = _tree_rate(topology, slots, phase.tree)
+            slowest_s = max(slowest_s, phase.edge_bytes / rate)
+            latency_s = max(latency_s, delay_s)
+            for link in tree_links(topology, phase.tree):
+                loads[link] = loads.get(link, 0.0) + phase.edge_bytes
+            continue
+        for edge in phase.edges:
+            links = route(edge)
+            for link in links:
+                loads[link] = loads.get(link, 0.0) + phase.edge_bytes
+            latency_s = max(latency_s, phase.steps * route_latency_s(topology, links))
+    busiest_s = max(
+        (load / float(topology.capacities_bytes_per_s[link]) for link, load in loads.items()),
+        default=0.0,
+    )
+    return max(slowest_s, busiest_s) + latency_s
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def route_latency_s(topology: Topology, route: tuple[int, ...]) -> float:
+    """Return the latency of a path."""
+    return float(topology.latencies_s[list(route)].sum())
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def aggregation_tree(topology: Topology, leaves: tuple[int, ...], root: str) -> Tree | None:
+    """Return child and parent of each node of the tree of shortest paths to a root."""
+    parents = _toward(topology, topology.index(root), {topology.node_of_rank(r) for r in leaves})
+    tree: dict[str, str] = {}
+    for rank in leaves:
+        node = topology.node_of_rank(rank)
+        while topology.nodes[node].name != root:
+            if node not in parents:
+                return None
+            above = parents[node]
+            tree[topology.nodes[node].name] = topology.nodes[above].name
+            node = above
+    found = tuple(sorted(tree.items()))
+    if any(topology.ability_of(name).aggregation is None for name in tree_switches(found)):
+        return None
+    return found
+
+
+def tree_switches(tree: Tree) -> list[str]:
+    """Return the nodes in which streams meet, and the root: the others, such as NICs, pass on."""
+    streams = Counter(parent for _, parent in tree)
+    children = {child for child, _ in tree}
+    return [name for name, number in streams.items() if number > 1 or name not in children]
+
+
+def _toward(topology: Topology, root: int, wanted: set[int]) -> dict[int, int]:
+    """Return the next node on a shortest way to the root, by links that exist both ways."""
+    parents: dict[int, int] = {}
+    frontier, missing = [root], wanted - {root}
+    while frontier and missing:
+        further = []
+        for node in frontier:
+            out = {int(topology.link_targets[link]) for link in topology.out_links(node)}
+            for link in topology.in_links(node):
+                child = int(topology.link_sources[link])
+                if child != root and child not in parents and child in out:
+                    parents[child] = node
+                    missing.discard(child)
+                    if not topology.is_rank[child]:  # ranks do not forward
+                        further.append(child)
+        frontier = further
+    return parents
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def tree_links(topology: Topology, tree: Tree) -> tuple[int, ...]:
+    """Return the links of a tree, up and down for each edge: between two nodes the widest."""
+    found = []
+    for child, parent in tree:
+        for ends in ((child, parent), (parent, child)):
+            links = topology.out_links(topology.index(ends[0]))
+            links = links[topology.link_targets[links] == topology.index(ends[1])]
+            found.append(int(links[np.argmax(topology.capacities_bytes_per_s[links])]))
+    return tuple(found)
+
+
+def _tree_rate(topology: Topology, slots: int, tree: Tree) -> tuple[float, float]:
+    """Return what adders and slots of a tree allow, and its latency."""
+    links = tree_links(topology, tree)
+    delays = {
+        child: float(topology.latencies_s[up] + topology.latencies_s[down])
+        for (child, _), up, down in zip(tree, links[::2], links[1::2], strict=True)
+    }
+    above = dict(tree)
+    delay_s = 0.0
+    for child in above:
+        node, total = child, 0.0
+        while node in above:
+            total += delays[node]
+            node = above[node]
+        delay_s = max(delay_s, total)
+    rate = np.inf
+    for node in set(above.values()):
+        ability = topology.ability_of(node).aggregation
+        if ability is None:  # it only passes on
+            continue
+        if ability.rate_bytes_per_s is not None:
+            rate = min(rate, ability.rate_bytes_per_s)
+        if delay_s > 0:
+            rate = min(rate, slots * ability.slot_bytes / delay_s)
+    return rate, delay_s

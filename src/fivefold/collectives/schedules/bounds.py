@@ -1,0 +1,447 @@
+"""Times that no schedule can beat, each with the reason why.
+
+Latency: a chunk needs the latency of its shortest way. Bandwidth: what must cross a cut needs the
+cut's capacity; single ranks, hosts and sweeps over the network are tried for every collective, and
+for those whose optimum is a cut the worst one is found exactly. An all-reduce needs besides that
+2 (k - 1) messages for each byte among any k groups: k - 1 to bring all parts together and k - 1 to
+tell the others. Whole chunks: a link that takes a chunk at a time carries whole numbers of them.
+
+References: SCCL, arXiv 2008.08708, section 3; ForestColl, arXiv 2402.06787, section 4; Patarasuk
+and Yuan, J. Parallel Distrib. Comput. 69(2), 2009 (the all-reduce).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from fivefold._compiler import njit
+from fivefold.collectives.schedules._collective import Collective
+from fivefold.collectives.schedules.arrays import Array, Floats, Longs
+from fivefold.collectives.schedules.throughput import throughput_optimum
+from fivefold.errors import ConfigurationError
+from fivefold.network.topology import Topology
+from fivefold.units import format_bytes
+
+_EXACT_WORK = 15_000_000  # ranks times arcs up to which max-flows are run unasked
+
+
+def _require_match(collective: Collective, topology: Topology) -> None:
+    if collective.num_ranks != topology.num_ranks:
+        raise ConfigurationError(
+            f"the collective has {collective.num_ranks} ranks, the topology {topology.num_ranks}",
+            hint="make the collective for topology.num_ranks ranks",
+        )
+    topology.require_connected()
+
+
+def latency_bound(collective: Collective, topology: Topology) -> Bound:
+    """Return the largest latency from where a chunk starts to where it must be."""
+    _require_match(collective, topology)
+    ranks, router = topology.rank_nodes, topology.router
+    worst = (0, -1, -1)
+    for chunks_alike in _kinds_of_chunks(collective):
+        if chunks_alike is None:  # all start somewhere and all end everywhere
+            starts = ends = np.arange(collective.num_ranks)
+        else:
+            starts, ends = chunks_alike
+        nearest = np.full(ends.size, np.iinfo(np.int64).max)
+        origin = np.zeros(ends.size, dtype=np.int64)
+        for start in starts:
+            ticks = router.distances(int(start))[0][ranks[ends]]
+            far = int(np.argmax(ticks))
+            if ticks[far] > worst[0] and (chunks_alike is None or collective.reducing):
+                worst = (int(ticks[far]), int(start), int(ends[far]))
+            closer = ticks < nearest
+            nearest[closer], origin[closer] = ticks[closer], start
+        far = int(np.argmax(nearest))
+        if chunks_alike is not None and nearest[far] > worst[0]:
+            worst = (int(nearest[far]), int(origin[far]), int(ends[far]))
+    if worst[1] < 0:
+        return NO_BOUND
+    names = topology.ranks
+    return Bound(
+        seconds=router.seconds(worst[0]),
+        kind="latency",
+        certificate=(int(ranks[worst[1]]), int(ranks[worst[2]])),
+        reason=f"the shortest way from {names[worst[1]]} to {names[worst[2]]} takes so long",
+    )
+
+
+def _kinds_of_chunks(collective: Collective) -> Iterator[tuple[Longs, Longs] | None]:
+    """Yield where chunks start and must end, each once; None: every rank to every rank."""
+    if collective.name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        yield None
+        return
+    seen = set()
+    for chunk in range(collective.num_chunks):
+        starts, ends = collective.holders(chunk), collective.receivers(chunk)
+        key = (starts.tobytes(), ends.tobytes())
+        if key not in seen and starts.size and ends.size:
+            seen.add(key)
+            yield starts.astype(np.int64), ends.astype(np.int64)
+
+
+def bandwidth_bound(
+    collective: Collective, topology: Topology, size_bytes: float, *, exact: bool | None = None
+) -> Bound:
+    """Return the largest time that the bytes across some cut take."""
+    _require_match(collective, topology)
+    chunk_bytes = collective.chunk_bytes(size_bytes)
+    best = NO_BOUND
+    candidates = [*_group_cuts(collective, topology, chunk_bytes)]
+    candidates += _sweep_cuts(collective, topology, chunk_bytes)
+    if exact or (exact is None and _worth_it(topology)):
+        candidates += _exact_cuts(collective, topology, chunk_bytes)
+    for candidate in candidates:
+        if candidate.seconds > best.seconds or (
+            candidate.optimal_cut and candidate.seconds >= best.seconds * (1 - 1e-12)
+        ):
+            best = candidate
+    messages = _message_bound(collective, topology, size_bytes)
+    return messages if messages.seconds > best.seconds else best
+
+
+def _worth_it(topology: Topology) -> bool:
+    return topology.num_ranks * (topology.num_links + topology.num_ranks) <= _EXACT_WORK
+
+
+def _message_bound(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
+    """An all-reduce among k groups: 2 (k - 1) messages for each byte, unless switches aggregate."""
+    adding = any(switch.aggregation is not None for switch in topology.switches)
+    if collective.name != "all_reduce" or adding:
+        return NO_BOUND
+    copying = any(switch.multicast for switch in topology.switches)
+    best = NO_BOUND
+    for _, count, nodes in _groupings(topology):
+        if count < 2:
+            continue
+        into, out_of = _group_capacities(topology, nodes, count)
+        # Where a switch copies, one message out may be several in.
+        total = float(into.sum() if copying else min(into.sum(), out_of.sum()))
+        seconds = 2 * (count - 1) * size_bytes / total if total > 0 else 0.0
+        if seconds > best.seconds:
+            best = Bound(
+                seconds=seconds,
+                kind="messages",
+                reason=f"each byte needs 2 x {count - 1} messages among {count} groups, "
+                f"which send {format_bytes(total)}/s together",
+            )
+    return best
+
+
+def discrete_ingress_bound(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
+    """Return when whole chunks can have entered, and left, every rank (serial model).
+
+    A link that is busy for latency + bytes / capacity with each chunk has carried floor(T / that)
+    chunks by T. Chunks are those of the collective, so the bound holds for schedules of just this
+    collective whose links take one chunk at a time.
+    """
+    _require_match(collective, topology)
+    chunk_bytes = collective.chunk_bytes(size_bytes)
+    if collective.num_ranks < 2 or not collective.has_equal_chunks or not chunk_bytes.size:
+        return NO_BOUND
+    everyone = np.arange(collective.num_ranks)
+    traffic = _group_traffic(collective, chunk_bytes, everyone, num_groups=everyone.size)
+    lasts_s = topology.latencies_s + chunk_bytes[0] / topology.capacities_bytes_per_s
+    best = NO_BOUND
+    sides = ((traffic[2], topology.in_links, "enter"), (traffic[3], topology.out_links, "leave"))
+    for counts, links_of, verb in sides:
+        for rank in np.flatnonzero(counts):
+            node = int(topology.rank_nodes[rank])
+            seconds = _whole_chunks_s(lasts_s[links_of(node)], int(counts[rank]))
+            if seconds > best.seconds:
+                best = Bound(
+                    seconds=seconds,
+                    kind="chunks",
+                    certificate=(node,),
+                    reason=f"{counts[rank]} whole chunks must {verb} {topology.ranks[rank]}",
+                )
+    return best
+
+
+def _whole_chunks_s(lasts_s: Floats, count: int) -> float:
+    """Return the least T with sum of floor(T / lasts) >= count."""
+    if not lasts_s.size or float(lasts_s.min()) <= 0:
+        return 0.0
+    done = np.floor(count / np.sum(1 / lasts_s) / lasts_s * (1 + 1e-12))
+    while True:
+        seconds = float((done * lasts_s).max())
+        missing = count - int(done.sum())
+        if missing <= 0:
+            return seconds
+        done[int(np.argmin((done + 1) * lasts_s))] += 1
+
+
+def lower_bound(
+    collective: Collective,
+    topology: Topology,
+    size_bytes: float,
+    *,
+    whole_chunks: bool = False,
+    exact: bool | None = None,
+) -> Bound:
+    """Return the best of the bounds.
+
+    Args:
+        collective: The collective.
+        topology: The network.
+        size_bytes: Size of the collective.
+        whole_chunks: Whether to count `discrete_ingress_bound`, which holds for schedules of this
+            very chunking under the serial model only.
+        exact: As in `bandwidth_bound`.
+
+    Returns:
+        The bound.
+
+    Raises:
+        ConfigurationError: The two have different numbers of ranks.
+        InfeasibleError: The topology is not connected.
+
+    Examples:
+        >>> from fivefold.collectives.schedules import all_gather
+        >>> from fivefold.network.topology import ring
+        >>> network = ring(8, bandwidth="1 GB/s", latency="1 us")
+        >>> [lower_bound(all_gather(8), network, size).kind for size in (8, 8e9)]
+        ['latency', 'cut']
+    """
+    found = [
+        latency_bound(collective, topology),
+        bandwidth_bound(collective, topology, size_bytes, exact=exact),
+    ]
+    if whole_chunks:
+        found.append(discrete_ingress_bound(collective, topology, size_bytes))
+    return max(found, key=lambda bound: bound.seconds)
+
+
+BoundKind = Literal["none", "latency", "cut", "messages", "chunks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """A time that no schedule of a collective can beat."""
+
+    seconds: float
+    kind: BoundKind
+    certificate: tuple[int, ...] = field(default=(), repr=False)
+    reason: str = ""
+    optimal_cut: bool = False
+
+
+NO_BOUND = Bound(seconds=0.0, kind="none", reason="nothing has to move")
+
+
+def _cut_bound(
+    topology: Topology, inside: Array, crossing_bytes: float, *, optimal: bool = False
+) -> Bound:
+    """Return the bound of one set of nodes, given what must leave it."""
+    links = inside[topology.link_sources] & ~inside[topology.link_targets]
+    capacity = float(topology.capacities_bytes_per_s[links].sum())
+    if crossing_bytes <= 0 or capacity <= 0:
+        return NO_BOUND
+    seconds = crossing_bytes / capacity + float(topology.latencies_s[links].min())
+    few, side = (inside, "out of") if 2 * inside.sum() <= inside.size else (~inside, "into")
+    names = [topology.nodes[node].name for node in np.flatnonzero(few & topology.is_rank)[:3]]
+    more = int((few & topology.is_rank).sum()) - len(names)
+    return Bound(
+        seconds=seconds,
+        kind="cut",
+        certificate=tuple(int(node) for node in np.flatnonzero(inside)),
+        reason=(
+            f"{format_bytes(crossing_bytes)} must go {side} {', '.join(names)}"
+            f"{f' and {more} more' if more else ''} at {format_bytes(capacity)}/s"
+        ),
+        optimal_cut=optimal,
+    )
+
+
+def _groupings(topology: Topology) -> Iterator[tuple[Array, int, Array]]:
+    """Return the groups of ranks and the nodes of each group: single ranks, then hosts."""
+    nodes = np.full(topology.num_nodes, -1, dtype=np.int64)
+    nodes[topology.rank_nodes] = np.arange(topology.num_ranks)
+    yield np.arange(topology.num_ranks), topology.num_ranks, nodes
+    hosts = [node.host or "" for node in topology.nodes]
+    numbers = {host: index for index, host in enumerate(topology.hosts)}
+    groups = np.array([numbers.get(hosts[node], -1) for node in topology.rank_nodes])
+    if 1 < len(numbers) < topology.num_ranks and (groups >= 0).all():
+        with_switches = np.array([numbers.get(host, -1) for host in hosts])
+        yield groups, len(numbers), with_switches
+        yield groups, len(numbers), np.where(topology.is_rank, with_switches, -1)
+
+
+def _group_capacities(topology: Topology, nodes: Array, count: int) -> tuple[Floats, Floats]:
+    """Return the capacity of the links into and out of each group of nodes; -1 is no group."""
+    first, last = nodes[topology.link_sources], nodes[topology.link_targets]
+    crossing, capacities = first != last, topology.capacities_bytes_per_s
+    entering, leaving = crossing & (last >= 0), crossing & (first >= 0)
+    into = np.bincount(last[entering], capacities[entering], count)
+    out_of = np.bincount(first[leaving], capacities[leaving], count)
+    return into.astype(np.float64), out_of.astype(np.float64)
+
+
+def _group_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
+    for groups, count, nodes in _groupings(topology):
+        if count < 2:
+            continue
+        traffic = _group_traffic(collective, chunk_bytes, groups, num_groups=count)
+        capacities = _group_capacities(topology, nodes, count)
+        for carried, capacity, incoming in zip(traffic[:2], capacities, (True, False), strict=True):
+            seconds = np.divide(carried, capacity, out=np.zeros(count), where=capacity > 0)
+            worst = int(np.argmax(seconds))
+            members = nodes == worst
+            yield _cut_bound(topology, ~members if incoming else members, float(carried[worst]))
+
+
+def _sweep_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
+    """Try the prefixes of orders of all nodes, both ways round."""
+    for order in _orders(topology):
+        for nodes in (order, order[::-1]):
+            place = np.empty(topology.num_nodes, dtype=np.int64)
+            place[nodes] = np.arange(topology.num_nodes)
+            ranks_before = np.concatenate([[0], np.cumsum(topology.is_rank[nodes])])
+            rank_place = ranks_before[place[topology.rank_nodes]]
+            carried = _sweep_traffic(collective, chunk_bytes, rank_place)[ranks_before]
+            capacity = _prefix_capacities(topology, place)
+            fine = (capacity > 0) & (carried > 0)
+            if not fine.any():
+                continue
+            seconds = np.where(fine, carried / np.where(fine, capacity, 1.0), 0.0)
+            cut = int(np.argmax(seconds))
+            yield _cut_bound(topology, place < cut, float(carried[cut]))
+
+
+def _prefix_capacities(topology: Topology, place: Longs) -> Floats:
+    """Return the capacity from the first k nodes to the others, for k = 0..nodes."""
+    first, last = place[topology.link_sources], place[topology.link_targets]
+    change = np.zeros(topology.num_nodes + 2)
+    forward = last > first
+    np.add.at(change, first[forward] + 1, topology.capacities_bytes_per_s[forward])
+    np.add.at(change, last[forward] + 1, -topology.capacities_bytes_per_s[forward])
+    summed = np.cumsum(change)[:-1]
+    summed[np.abs(summed) < 1e-9 * np.abs(summed).max(initial=0.0)] = 0.0
+    return summed
+
+
+def _orders(topology: Topology) -> Iterator[Longs]:
+    """Return the orders of the nodes whose prefixes are promising cuts."""
+    yield np.arange(topology.num_nodes)
+    if topology.num_nodes > 3:
+        yield _spectral_order(topology)
+
+
+def _spectral_order(topology: Topology) -> Longs:
+    """Return the nodes along the slowest mode of the network, whose prefixes cut few links."""
+    from scipy import sparse  # noqa: PLC0415 - heavy
+    from scipy.sparse.linalg import splu  # noqa: PLC0415 - heavy
+
+    count = topology.num_nodes
+    weights = topology.capacities_bytes_per_s / topology.capacities_bytes_per_s.max(initial=1.0)
+    ends = (topology.link_sources, topology.link_targets)
+    graph = sparse.coo_matrix((weights, ends), shape=(count, count)).tocsr()
+    graph = graph + graph.T
+    degrees = np.asarray(graph.sum(axis=1)).ravel()
+    grounded = sparse.diags(degrees + 1e-6 * degrees.max(initial=1.0)) - graph
+    solve = splu(grounded.tocsc()).solve
+    mode = np.cos(np.arange(count) * np.pi / count) + 1e-3 * np.sin(np.arange(count))
+    for _ in range(12):
+        mode = solve(mode - mode.mean())
+        mode -= mode.mean()
+        mode /= max(float(np.abs(mode).max()), 1e-300)
+    return np.argsort(mode, kind="stable")
+
+
+def _exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
+    """Find the worst cut of all, where the collective's optimum is one and shares are equal."""
+    name = collective.name
+    if name not in ("all_gather", "reduce_scatter", "broadcast", "reduce", "scatter", "gather"):
+        return
+    if collective.num_ranks < 2 or not collective.has_equal_chunks:
+        return
+    optimum = throughput_optimum(
+        topology,
+        collective=name,
+        root=collective.root or 0,
+    )
+    inside = np.zeros(topology.num_nodes, dtype=np.bool_)
+    inside[list(optimum.cut)] = True
+    if name in ("reduce_scatter", "reduce", "gather"):
+        inside = ~inside  # found on the reversed network
+    share = float(chunk_bytes.sum())
+    if name not in ("broadcast", "reduce"):
+        share /= collective.num_ranks
+    links = inside[topology.link_sources] & ~inside[topology.link_targets]
+    capacity = float(topology.capacities_bytes_per_s[links].sum())
+    # Whole shares cross; the optimum may be that of capacities rounded to a grid, a bound may not.
+    crossing = round(float(optimum.inverse_rate) * capacity)
+    yield _cut_bound(topology, inside, crossing * share, optimal=True)
+
+
+def _group_traffic(
+    collective: Collective, chunk_bytes: Floats, groups: Array, *, num_groups: int
+) -> tuple[Floats, Floats, Longs, Longs]:
+    """Return the least bytes and chunks into and out of each group of ranks."""
+    found = _traffic_kernel(
+        (collective.pre_offsets, groups[collective.pre_ranks].astype(np.int32)),
+        (collective.post_offsets, groups[collective.post_ranks].astype(np.int32)),
+        np.ascontiguousarray(chunk_bytes),
+        (num_groups, int(collective.reducing)),
+    )
+    return found[0], found[1], found[2], found[3]
+
+
+@njit
+def _traffic_kernel(
+    pre: tuple[Any, Any], post: tuple[Any, Any], chunk_bytes: Any, shape: tuple[int, int]
+) -> tuple[Any, Any, Any, Any]:
+    num_groups, reducing = shape
+    bytes_in, bytes_out = np.zeros(num_groups), np.zeros(num_groups)
+    chunks_in, chunks_out = np.zeros(num_groups, np.int64), np.zeros(num_groups, np.int64)
+    seen = np.zeros(num_groups, np.int64)  # bit 0: starts here, bit 1: arrives here
+    for chunk in range(chunk_bytes.size):
+        starts = pre[1][pre[0][chunk] : pre[0][chunk + 1]]
+        ends = post[1][post[0][chunk] : post[0][chunk + 1]]
+        num_starts, num_ends = 0, 0
+        for group in starts:
+            num_starts += seen[group] & 1 == 0
+            seen[group] |= 1
+        for group in ends:
+            num_ends += seen[group] & 2 == 0
+            seen[group] |= 2
+        for group in starts:
+            state = seen[group]
+            if state == 0:
+                continue
+            leaves = reducing or num_starts == 1
+            if leaves and num_ends > (state >> 1):  # someone else receives it
+                bytes_out[group] += chunk_bytes[chunk]
+                chunks_out[group] += 1
+            if state == 3 and reducing and num_starts > 1:
+                bytes_in[group] += chunk_bytes[chunk]
+                chunks_in[group] += 1
+            seen[group] = 0
+        for group in ends:
+            if seen[group] == 2:  # arrives here without having started here
+                bytes_in[group] += chunk_bytes[chunk]
+                chunks_in[group] += 1
+            seen[group] = 0
+    return bytes_in, bytes_out, chunks_in, chunks_out
+
+
+def _sweep_traffic(collective: Collective, chunk_bytes: Floats, places: Longs) -> Floats:
+    """Return the least bytes from the first k ranks of an order to the others, for k = 0..N."""
+    pre, post = collective.pre_offsets, collective.post_offsets
+    used = np.flatnonzero((np.diff(pre) > 0) & (np.diff(post) > 0))
+    total = np.zeros(collective.num_ranks + 2)
+    if used.size:
+        spread = np.minimum if collective.reducing else np.maximum
+        # Segments of unused chunks are empty, so the next used one starts where this one ends.
+        first = spread.reduceat(places[collective.pre_ranks], pre[used])
+        last = np.maximum.reduceat(places[collective.post_ranks], post[used])
+        crosses = last > first  # for every k with first < k <= last
+        sizes = chunk_bytes[used][crosses]
+        np.add.at(total, first[crosses] + 1, sizes)
+        np.add.at(total, last[crosses] + 1, -sizes)
+    return np.maximum(np.cumsum(total)[:-1], 0.0)

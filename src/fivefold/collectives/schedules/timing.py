@@ -1,0 +1,570 @@
+"""What a schedule costs on a topology, under the alpha-beta models of the field.
+
+``serial``: a message keeps every link of its route busy for the route's latency and its bytes over
+the link's capacity (TACCL, TACOS). ``slotted``: only the bytes keep a link busy, the latency delays
+the arrival (TE-CCL). ``synchronous``: all transfers of a step run together; a step costs its
+largest latency and the time of its fullest link (SCCL). ``fluid``: transfers run as soon as they
+can and share links max-min fairly (`fivefold.network.simulation`); those of one connection follow
+one another. In all of them a rank on a transfer's route receives the whole of it before it sends it
+on.
+
+In the first two, messages are taken in the schedule's order; each starts as soon as its source
+holds the chunk and every link of its route is free, and never overtakes one that is listed before
+it on a link.
+
+References: TACCL, arXiv 2111.04867; TE-CCL, arXiv 2305.13479; SCCL, arXiv 2008.08708.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from fivefold._compiler import njit
+from fivefold.collectives.schedules.arrays import Array, Floats, Longs, group_by_key, rows_of
+from fivefold.collectives.schedules.routes import RouteTable, require_topology, route_table
+from fivefold.collectives.schedules.schedule import Schedule, ScheduleError
+from fivefold.errors import ConfigurationError
+from fivefold.network import simulation
+from fivefold.network.topology import Topology
+
+CostModel = Literal["serial", "slotted", "synchronous", "fluid"]
+MODELS: tuple[CostModel, ...] = ("serial", "slotted", "synchronous", "fluid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """When each transfer runs, and what that makes of the links.
+
+    Args:
+        total_s: When the last transfer has arrived.
+        starts_s: Start of each transfer, float64 [T].
+        ends_s: Arrival of each transfer, float64 [T].
+        link_busy_s: How long each link is busy, float64 [links].
+        link_bytes: Bytes that each link carries, float64 [links].
+        size_bytes: Size of the collective.
+        model: The cost model.
+    """
+
+    total_s: float
+    starts_s: Floats = field(repr=False)
+    ends_s: Floats = field(repr=False)
+    link_busy_s: Floats = field(repr=False)
+    link_bytes: Floats = field(repr=False)
+    size_bytes: float
+    model: CostModel
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Algorithm bandwidth: the collective's size over its time; infinite for no time."""
+        return self.size_bytes / self.total_s if self.total_s > 0 else float("inf")
+
+    @property
+    def busiest_link(self) -> int | None:
+        """Return the link that is busy longest; None where there are no links."""
+        return int(np.argmax(self.link_busy_s)) if self.link_busy_s.size else None
+
+
+def evaluate(
+    schedule: Schedule,
+    topology: Topology | None = None,
+    *,
+    size_bytes: float,
+    model: CostModel = "serial",
+) -> Timing:
+    """Return when each transfer of a schedule runs on a topology.
+
+    Args:
+        schedule: A schedule that `verify_schedule` accepts. Its order is the priority; where it
+            has times but no steps, their starts are, and transfers between the same two ranks with
+            equal start and equal end travel as one message that pays its latency once.
+        topology: The network; None for the one the schedule was made for.
+        size_bytes: Size of the collective, as `Collective.buffer_weight` counts it.
+        model: One of `MODELS`; see the module.
+
+    Returns:
+        The times.
+
+    Raises:
+        ConfigurationError: There is no topology, no such model, or the model needs steps.
+        ScheduleError: A transfer sends what its source never holds, or its route is no path.
+        InfeasibleError: Two ranks that a transfer joins have no route.
+
+    Examples:
+        >>> from fivefold.collectives.schedules import Transfer, broadcast
+        >>> from fivefold.network.topology import line
+        >>> moves = [Transfer(chunk=0, source=0, target=1), Transfer(chunk=0, source=1, target=2)]
+        >>> schedule = Schedule.from_transfers(moves, collective=broadcast(3))
+        >>> evaluate(schedule, line(3, bandwidth="1 GB/s", latency="1 s"), size_bytes=1e9).total_s
+        4.0
+    """
+    if model not in MODELS:
+        raise ConfigurationError(
+            f"there is no cost model {model!r}", hint=f"choose one of {', '.join(MODELS)}"
+        )
+    network = require_topology(schedule, topology)
+    routes = route_table(schedule, network)
+    chunk_bytes = np.ascontiguousarray(schedule.collective.chunk_bytes(size_bytes))
+    if model == "synchronous":
+        times = _synchronous(schedule, network, routes, chunk_bytes)
+    elif model == "fluid":
+        times = fluid_times(schedule, network, routes, chunk_bytes)
+    else:
+        times = _listed(schedule, network, routes, chunk_bytes, serial=model == "serial")
+    starts_s, ends_s, busy_s = times
+    return Timing(
+        total_s=float(ends_s.max(initial=0.0)),
+        starts_s=starts_s,
+        ends_s=ends_s,
+        link_busy_s=busy_s,
+        link_bytes=routes.loads(chunk_bytes[schedule.chunks], network.num_links),
+        size_bytes=float(size_bytes),
+        model=model,
+    )
+
+
+def with_times(schedule: Schedule, timing: Timing) -> Schedule:
+    """Return the schedule with the times of an evaluation, and the size and model they hold for."""
+    known = {**schedule.attributes, "size_bytes": timing.size_bytes, "model": timing.model}
+    return schedule.replaced(starts_s=timing.starts_s, ends_s=timing.ends_s, attributes=known)
+
+
+Times = tuple[Floats, Floats, Floats]
+
+
+def _listed(
+    schedule: Schedule,
+    topology: Topology,
+    routes: RouteTable,
+    chunk_bytes: Floats,
+    *,
+    serial: bool,
+) -> Times:
+    read, written, filled, order = schedule.slots()
+    capacities = topology.capacities_bytes_per_s
+    legs, first_legs = routes.legs()
+    starts_s, ends_s, busy_s, broken = list_schedule(
+        _messages_in_order(schedule, order),
+        (read, written, filled),
+        (routes.rows, first_legs, legs.offsets, legs.links),
+        (
+            legs.latencies_s(topology.latencies_s),
+            legs.capacities_bytes_per_s(capacities),
+            capacities,
+        ),
+        (schedule.chunks, np.ascontiguousarray(schedule.steps), chunk_bytes),
+        (int(schedule.collective.reducing), int(serial)),
+    )
+    if broken >= 0:
+        move = schedule.transfer(broken)
+        raise ScheduleError(
+            f"transfer {broken} sends chunk {move.chunk} from rank {move.source}, which does not "
+            "hold it by then",
+            hint="verify_schedule() the schedule first",
+            transfer=int(broken),
+        )
+    return starts_s, ends_s, busy_s
+
+
+def _messages_in_order(schedule: Schedule, order: Longs) -> tuple[Longs, Longs]:
+    """Return the offsets and members of the messages, each at the place of its first transfer."""
+    count = schedule.num_transfers
+    plain = np.arange(count + 1, dtype=np.int64), order
+    if schedule.has_steps or not schedule.has_times:
+        return plain
+    leaders, _ = messages_of(schedule, np.zeros(count))
+    if (leaders == np.arange(count)).all():
+        return plain
+    place = np.empty(count, dtype=np.int64)
+    place[order] = np.arange(count)
+    members = np.lexsort((place, place[leaders]))
+    first = np.flatnonzero(leaders[members] == members)
+    return np.append(first, count).astype(np.int64), members
+
+
+def _synchronous(
+    schedule: Schedule, topology: Topology, routes: RouteTable, chunk_bytes: Floats
+) -> Times:
+    if schedule.num_transfers and not schedule.has_steps:
+        message = "the synchronous model needs a step for each transfer"
+        raise ConfigurationError(
+            message,
+            hint="choose the serial, slotted or fluid model, or give the schedule steps",
+        )
+    starts_s, ends_s = np.zeros(schedule.num_transfers), np.zeros(schedule.num_transfers)
+    busy_s = np.zeros(topology.num_links)
+    legs, first_legs = routes.legs()
+    latencies_s = legs.latencies_s(topology.latencies_s)
+    order = np.argsort(schedule.steps, kind="stable")
+    bounds = np.searchsorted(schedule.steps[order], np.arange(schedule.num_steps + 1))
+    now_s = 0.0
+    for first, last in pairwise(bounds):
+        members = order[first:last]
+        starts_s[members] = now_s
+        rows = routes.rows[members]
+        for hop in range(int((first_legs[rows + 1] - first_legs[rows]).max(initial=0))):
+            on = first_legs[rows] + hop < first_legs[rows + 1]
+            hops = replace(legs, rows=(first_legs[rows[on]] + hop).astype(np.int32))
+            loads = hops.loads(chunk_bytes[schedule.chunks[members[on]]], topology.num_links)
+            transmit_s = loads / topology.capacities_bytes_per_s
+            now_s += float(transmit_s.max(initial=0.0))
+            now_s += float(latencies_s[hops.rows].max(initial=0.0))
+            busy_s += transmit_s
+        ends_s[members] = now_s
+    return starts_s, ends_s, busy_s
+
+
+@njit
+def _fold(slot: Any, step: Any, ready_s: Any, pending: tuple[Any, Any], reducing: int) -> float:
+    """Return when the slot's value was whole, counting only what steps before this one wrote."""
+    arrived_s, written_in = pending
+    if written_in[slot] >= 0 and (step < 0 or written_in[slot] < step):
+        if reducing and np.isfinite(ready_s[slot]):
+            ready_s[slot] = max(ready_s[slot], arrived_s[slot])
+        else:
+            ready_s[slot] = min(ready_s[slot], arrived_s[slot])
+        written_in[slot] = -1
+    return float(ready_s[slot])
+
+
+@njit
+def _deliver(
+    slot: Any, step: Any, end_s: float, ready_s: Any, pending: tuple[Any, Any], reducing: int
+) -> None:
+    arrived_s, written_in = pending
+    _fold(slot, step, ready_s, pending, reducing)
+    if written_in[slot] < 0:
+        arrived_s[slot] = end_s
+        written_in[slot] = max(step, 0)
+    elif reducing:
+        arrived_s[slot] = max(arrived_s[slot], end_s)
+    else:
+        arrived_s[slot] = min(arrived_s[slot], end_s)
+
+
+@njit
+def _occupy(
+    route: Any, start_s: float, held_s: float, size: float, links: tuple[Any, Any, Any]
+) -> None:
+    free_s, busy_s, capacities = links
+    for link in route:
+        lasts_s = held_s + size / capacities[link]
+        free_s[link] = start_s + lasts_s
+        busy_s[link] += lasts_s
+
+
+@njit
+def list_schedule(
+    messages: tuple[Any, Any],
+    slots: tuple[Any, Any, Any],
+    routes: tuple[Any, Any, Any, Any],
+    costs: tuple[Any, Any, Any],
+    transfers: tuple[Any, Any, Any],
+    shape: tuple[int, int],
+) -> tuple[Any, Any, Any, int]:
+    """Return the times of all transfers, in the order of the messages."""
+    offsets, members = messages
+    read, written, filled = slots
+    rows, first_legs, leg_offsets, leg_links = routes
+    latencies_s, narrowest, capacities = costs
+    chunks, steps, chunk_bytes = transfers
+    reducing, serial = shape
+    starts_s, ends_s = np.zeros(rows.size), np.zeros(rows.size)
+    ready_s = np.where(filled, 0.0, np.inf)
+    pending = (np.zeros(filled.size), np.full(filled.size, -1, np.int32))
+    last_read_s = np.zeros(filled.size if reducing else 0)
+    links = (np.zeros(capacities.size), np.zeros(capacities.size), capacities)
+    for message in range(offsets.size - 1):
+        first, last = offsets[message], offsets[message + 1]
+        row = rows[members[first]]
+        start_s, size = 0.0, 0.0
+        for place in range(first, last):
+            index = members[place]
+            start_s = max(start_s, _fold(read[index], steps[index], ready_s, pending, reducing))
+            size += chunk_bytes[chunks[index]]
+            if reducing:  # what is read must not be overwritten before
+                start_s = max(start_s, last_read_s[written[index]])
+        if not np.isfinite(start_s):
+            return starts_s, ends_s, links[1], members[first]
+        end_s = start_s
+        for leg in range(first_legs[row], first_legs[row + 1]):
+            route = leg_links[leg_offsets[leg] : leg_offsets[leg + 1]]
+            for link in route:
+                end_s = max(end_s, links[0][link])
+            if leg == first_legs[row]:
+                start_s = end_s
+            _occupy(route, end_s, latencies_s[leg] if serial else 0.0, size, links)
+            end_s += latencies_s[leg] + size / narrowest[leg]
+        for place in range(first, last):
+            index = members[place]
+            starts_s[index], ends_s[index] = start_s, end_s
+            _deliver(written[index], steps[index], end_s, ready_s, pending, reducing)
+            if reducing:
+                last_read_s[read[index]] = max(last_read_s[read[index]], start_s)
+    return starts_s, ends_s, links[1], -1
+
+
+def flow_dependencies(schedule: Schedule) -> tuple[Longs, Longs]:
+    """Return what each transfer waits for as a flow: (offsets, transfers).
+
+    Beside what it sends on, the transfer before it between the same two ranks: a connection is a
+    queue, and its messages do not compete with one another.
+    """
+    found = dependencies(schedule)
+    order = schedule.slots()[3]
+    count = schedule.num_transfers
+    pairs = schedule.sources.astype(np.int64) * schedule.collective.num_ranks + schedule.targets
+    grouped = order[np.argsort(pairs[order], kind="stable")]
+    before = np.full(count, -1, dtype=np.int64)
+    same = pairs[grouped[1:]] == pairs[grouped[:-1]]
+    before[grouped[1:][same]] = grouped[:-1][same]
+    lengths = np.diff(found.offsets) + (before >= 0)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    waits = np.empty(offsets[-1], dtype=np.int64)
+    first = np.zeros(waits.size, dtype=np.bool_)
+    first[offsets[:-1][before >= 0]] = True
+    waits[first] = before[before >= 0]
+    waits[~first] = found.transfers
+    return offsets, waits
+
+
+def fluid_times(
+    schedule: Schedule, topology: Topology, routes: RouteTable, chunk_bytes: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Return the starts, ends and busy seconds of the links, from `fivefold.network.simulation`."""
+    # A flow for each leg. It waits for the leg before it, the first one for what its transfer does.
+    legs, first_legs = routes.legs()
+    counts = np.diff(first_legs)[routes.rows]
+    begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    owner = np.repeat(np.arange(counts.size), counts)
+    number = np.arange(owner.size) - begins[owner]
+    rows = first_legs[routes.rows[owner]] + number
+    offsets, places = rows_of(legs.offsets, rows)
+    wait_offsets, waits = flow_dependencies(schedule)
+    num_waits = np.where(number == 0, np.diff(wait_offsets)[owner], 1)
+    of_first = np.repeat(number == 0, num_waits)
+    leg_waits = np.empty(of_first.size, dtype=np.int64)
+    leg_waits[of_first] = begins[1:][waits] - 1
+    leg_waits[~of_first] = np.flatnonzero(number > 0) - 1
+    table = simulation.FlowTable.build(
+        sizes=chunk_bytes[schedule.chunks[owner]],
+        routes=(offsets, legs.links[places]),
+        dependencies=(np.concatenate([[0], np.cumsum(num_waits)]).astype(np.int64), leg_waits),
+        latencies_s=legs.latencies_s(topology.latencies_s)[rows],
+    )
+    result = simulation.simulate(topology, table)
+    starts_s, ends_s = result.start_s[begins[:-1]], result.finish_s[begins[1:] - 1]
+    return starts_s, ends_s, np.asarray(result.link_busy_s)
+
+
+def messages_of(schedule: Schedule, transfer_bytes: Floats) -> tuple[Longs, Floats]:
+    """Find what travels as one message: (leader of each transfer, bytes of each leader).
+
+    Transfers of the same source, target, start and end that leave on the same link are one; the
+    first of them leads. Bytes of followers are 0.
+    """
+    count = schedule.num_transfers
+    leaders = np.arange(count, dtype=np.int64)
+    if schedule.starts_s is None or schedule.ends_s is None or count == 0:
+        return leaders, transfer_bytes
+    keys: tuple[Array, ...]
+    keys = (schedule.ends_s, schedule.starts_s, schedule.targets, schedule.sources)
+    if schedule.route_offsets is not None and schedule.route_links is not None:
+        filled = np.minimum(schedule.route_offsets[:-1], schedule.route_links.size - 1)
+        keys = (schedule.route_links[filled], *keys)  # parallel links carry messages side by side
+    order = np.lexsort((leaders, *keys))
+    changes = np.zeros(count, dtype=np.bool_)
+    changes[0] = True
+    for key in keys:
+        changes[1:] |= key[order][1:] != key[order][:-1]
+    # What takes no time needs no company, and may well carry on what came at the same instant.
+    changes |= (schedule.starts_s == schedule.ends_s)[order]
+    leaders[order] = order[np.maximum.accumulate(np.where(changes, np.arange(count), 0))]
+    return leaders, np.bincount(leaders, transfer_bytes, count).astype(np.float64)
+
+
+def event_order(schedule: Schedule) -> Longs:
+    """Return the order in which a schedule's transfers read and write, as the verifier has it."""
+    times = (np.zeros(0), np.zeros(0))
+    if schedule.starts_s is not None and schedule.ends_s is not None:
+        # Times of one moment are sums formed in different ways. Made equal here, they keep the
+        # listed order; the kernel's slack, a thousand times wider, decides as in `verify_schedule`.
+        unit = max(schedule.total_s, 1e-300)
+        times = (np.round(schedule.starts_s / unit, 12), np.round(schedule.ends_s / unit, 12))
+    events: Longs = order_events(
+        np.arange(schedule.num_transfers, dtype=np.int64),
+        np.ascontiguousarray(schedule.steps),
+        times,
+        schedule.order_mode,
+        1e-9,
+    )
+    return events
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dependencies:
+    """Which transfers must have arrived before each one may start."""
+
+    offsets: Longs
+    transfers: Longs
+
+    def of(self, transfer: int) -> Longs:
+        """Return the transfers that this one waits for."""
+        return self.transfers[self.offsets[transfer] : self.offsets[transfer + 1]]
+
+
+def dependencies(schedule: Schedule) -> Dependencies:
+    """Find what each transfer waits for at its source.
+
+    A copied chunk waits for its first arrival in order, a sum for everything that was added to it
+    since the last copy. A rank that holds a chunk at first waits for nothing to send it on.
+    """
+    collective = schedule.collective
+    none = np.zeros(0)
+    offsets, transfers = _find_dependencies(
+        group_by_key(schedule.chunks, collective.num_chunks),
+        (schedule.sources, schedule.targets, np.ascontiguousarray(schedule.reduces)),
+        (
+            np.ascontiguousarray(schedule.steps),
+            none if schedule.starts_s is None else schedule.starts_s,
+            none if schedule.ends_s is None else schedule.ends_s,
+        ),
+        (collective.pre_offsets, collective.pre_ranks),
+        (
+            collective.num_ranks,
+            schedule.order_mode,
+            int(collective.reducing),
+            1e-9 * schedule.total_s,
+        ),
+    )
+    return Dependencies(offsets=offsets, transfers=transfers)
+
+
+@njit
+def _trace_chunk(
+    events: Any,
+    members: Any,
+    transfers: tuple[Any, Any, Any, int],
+    chains: tuple[Any, Any, Any, Any],
+) -> None:
+    """Chain the writes at each rank: what a read finds is the last write and how many count."""
+    sources, targets, reduces, reducing = transfers
+    newest, before, length, waits = chains
+    for event in events:
+        index = members[event >> 1]
+        if event & 1 == 0:
+            waits[index, 0] = max(length[sources[index]], 0)
+            waits[index, 1] = newest[sources[index]]
+            continue
+        target = targets[index]
+        if length[target] < 0 or (not reducing and length[target] > 0):
+            continue  # a copy of what is there already
+        if not reduces[index]:
+            length[target] = 0
+        before[index] = newest[target]
+        newest[target] = index
+        length[target] += 1
+
+
+@njit
+def _find_dependencies(
+    grouped: tuple[Any, Any],
+    transfers: tuple[Any, Any, Any],
+    timing: tuple[Any, Any, Any],
+    pre: tuple[Any, Any],
+    shape: tuple[int, int, int, float],
+) -> tuple[Any, Any]:
+    """Count the writes each transfer waits for, then list their chains."""
+    sources, targets, reduces = transfers
+    num_ranks, mode, reducing, slack_s = shape
+    offsets, positions = grouped
+    newest = np.full(num_ranks, -1, np.int64)  # last write at each rank
+    length = np.zeros(num_ranks, np.int64)  # writes that count; -1: held at first
+    before = np.full(sources.size, -1, np.int64)  # the write before each write at the same rank
+    waits = np.zeros((sources.size, 2), np.int64)  # how many, and the last of them
+    for chunk in range(offsets.size - 1):
+        members = positions[offsets[chunk] : offsets[chunk + 1]]
+        if members.size == 0:
+            continue
+        holders = pre[1][pre[0][chunk] : pre[0][chunk + 1]]
+        if not reducing:
+            length[holders] = -1
+        events = order_events(members, timing[0], (timing[1], timing[2]), mode, slack_s)
+        moves = (sources, targets, reduces, reducing)
+        _trace_chunk(events, members, moves, (newest, before, length, waits))
+        length[holders] = 0
+        for index in members:
+            length[targets[index]], newest[targets[index]] = 0, -1
+    found = np.zeros(sources.size + 1, np.int64)
+    found[1:] = np.cumsum(waits[:, 0])
+    listed = np.empty(found[-1], np.int64)
+    for index in range(sources.size):
+        writer = waits[index, 1]
+        for place in range(waits[index, 0]):
+            listed[found[index + 1] - 1 - place] = writer
+            writer = before[writer]
+    return found, listed
+
+
+@njit
+def _by_steps(members: Any, steps: Any, events: Any) -> None:
+    """Reads of a step before its writes: events 2 * m + (0 reads, 1 writes) of member m."""
+    count = members.size
+    sorted_already = True
+    for m in range(1, count):
+        if steps[members[m]] < steps[members[m - 1]]:
+            sorted_already = False
+    order = np.arange(count)
+    if not sorted_already:
+        keys = np.empty(count, np.int64)
+        for m in range(count):
+            keys[m] = np.int64(steps[members[m]]) * count + m
+        order = np.argsort(keys)
+    first, place = 0, 0
+    while first < count:
+        last = first
+        while last < count and steps[members[order[last]]] == steps[members[order[first]]]:
+            last += 1
+        for half in range(2):
+            for m in range(first, last):
+                events[place] = 2 * order[m] + half
+                place += 1
+        first = last
+
+
+@njit
+def _by_times(members: Any, times: tuple[Any, Any], slack_s: float, events: Any) -> None:
+    """In order of time; a write counts before a read that starts within the slack after it."""
+    starts_s, ends_s = times
+    count = members.size
+    instants = np.empty(2 * count, np.float64)
+    for m in range(count):
+        instants[2 * m] = starts_s[members[m]] + slack_s
+        instants[2 * m + 1] = ends_s[members[m]]
+        # Too short to tell: both at one instant, where the stable sort keeps the listed order.
+        instants[2 * m + 1] = max(instants[2 * m + 1], instants[2 * m])
+    order = np.argsort(instants, kind="mergesort")
+    for place in range(2 * count):
+        events[place] = order[place]
+
+
+@njit
+def order_events(
+    members: Any, steps: Any, times: tuple[Any, Any], mode: int, slack_s: float
+) -> Any:
+    """Reads and writes of one chunk's transfers in the order in which they take effect.
+
+    2 * m is the read and 2 * m + 1 the write of member m.
+    """
+    events = np.empty(2 * members.size, np.int64)
+    if mode == 1:
+        _by_steps(members, steps, events)
+    elif mode == 2:
+        _by_times(members, times, slack_s, events)
+    else:
+        for place in range(2 * members.size):
+            events[place] = place
+    return events

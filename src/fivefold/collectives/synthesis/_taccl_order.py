@@ -1,0 +1,410 @@
+"""Stage 2 of TACCL: an order on every link, by list scheduling.
+
+Of all transfers whose chunk has a place to start from, the one that can start first goes first;
+ties go to the chunk with the longest way still to go. Several priorities and random ones are
+tried, and the shortest schedule is kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.collectives.synthesis._instance import Instance, Logical, Orbits
+from fivefold.collectives.synthesis._sketched import Sketched
+from fivefold.collectives.synthesis._solver import CpOutcome, check_time, new_model, solve
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Transfers with whole-number times."""
+
+    moves: tuple[tuple[int, int], ...]
+    starts: tuple[int, ...]
+    arrivals: tuple[int, ...]
+    length: int
+
+    def in_order(self) -> Timed:
+        """Return the same by starts."""
+        order = sorted(range(len(self.moves)), key=lambda number: (self.starts[number], number))
+        return Timed(
+            tuple(self.moves[number] for number in order),
+            tuple(self.starts[number] for number in order),
+            tuple(self.arrivals[number] for number in order),
+            self.length,
+        )
+
+
+def chunk_by_chunk(
+    prices: Prices, moves: Sequence[tuple[int, int]], starts: Sequence[int], length: int
+) -> Timed:
+    """Return transfers that travel on their own, each for its own time."""
+    pairs = zip(starts, moves, strict=True)
+    arrivals = tuple(start + int(prices.delays[link]) for start, (_, link) in pairs)
+    return Timed(tuple(moves), tuple(starts), arrivals, length)
+
+
+def parents_of(instance: Instance, moves: Sequence[tuple[int, int]]) -> list[int]:
+    """For each transfer the one that brings its chunk to its source; -1 where it is held."""
+    brought = {
+        (chunk, int(instance.targets[link])): number for number, (chunk, link) in enumerate(moves)
+    }
+    return [
+        -1
+        if int(instance.sources[link]) in instance.holders[chunk]
+        else brought[chunk, int(instance.sources[link])]
+        for chunk, link in moves
+    ]
+
+
+def best_order(
+    sketch: Sketched,
+    prices: Prices,
+    moves: Sequence[tuple[int, int]],
+    *,
+    time_limit_s: float = 2.0,
+    seed: int = 0,
+) -> Timed:
+    """Return the best of several list schedules."""
+    deadline_s = time.perf_counter() + time_limit_s
+    instance = sketch.logical
+    parents = parents_of(instance, moves)
+    tails, weights = _tails(prices, moves, parents), _weights(moves, parents)
+    chance = random.Random(seed)  # noqa: S311 - not for secrets
+    own = _own_first(sketch, moves)
+    longest = max(tails, default=1)
+    priorities = [
+        [(first, -tail) for first, tail in zip(own, tails, strict=True)],
+        [(first, -weight) for first, weight in zip(own, weights, strict=True)],
+    ]
+    found: Timed | None = None
+    attempt = 0
+    while attempt < len(priorities) or (time.perf_counter() < deadline_s and attempt < 200):
+        if attempt < len(priorities):
+            priority = priorities[attempt]
+        else:
+            spread = longest * chance.choice((0.05, 0.2, 0.6))
+            priority = [
+                (first, -tail + round(chance.uniform(0, spread)))
+                for first, tail in zip(own, tails, strict=True)
+            ]
+        timed = _list_schedule(instance, prices, moves, parents, priority)
+        if found is None or timed.length < found.length:
+            found = timed
+        attempt += 1
+    assert found is not None, "the plain priorities always run"
+    return found
+
+
+def _own_first(sketch: Sketched, moves: Sequence[tuple[int, int]]) -> list[int]:
+    instance = sketch.logical
+    if not sketch.sketch.own_chunks_first:
+        return [0] * len(moves)
+    return [
+        int(
+            bool(sketch.logical.crosses[link])
+            and int(instance.sources[link]) not in instance.holders[chunk]
+        )
+        for chunk, link in moves
+    ]
+
+
+def _tails(prices: Prices, moves: Sequence[tuple[int, int]], parents: list[int]) -> list[int]:
+    """Time from the start of each transfer to the last arrival that depends on it."""
+    tails = [int(prices.delays[link]) for _, link in moves]
+    for number in reversed(range(len(moves))):
+        parent = parents[number]
+        if parent >= 0:
+            delay = int(prices.delays[moves[parent][1]])
+            tails[parent] = max(tails[parent], delay + tails[number])
+    return tails
+
+
+def _weights(moves: Sequence[tuple[int, int]], parents: list[int]) -> list[int]:
+    """Return how many transfers depend on each, itself included."""
+    weights = [1] * len(moves)
+    for number in reversed(range(len(moves))):
+        if parents[number] >= 0:
+            weights[parents[number]] += weights[number]
+    return weights
+
+
+def _list_schedule(
+    instance: Instance,
+    prices: Prices,
+    moves: Sequence[tuple[int, int]],
+    parents: list[int],
+    priority: Sequence[tuple[int, int]],
+) -> Timed:
+    children: list[list[int]] = [[] for _ in moves]
+    for number, parent in enumerate(parents):
+        if parent >= 0:
+            children[parent].append(number)
+    free = np.zeros(instance.num_resources, np.int64).tolist()
+    starts = [0] * len(moves)
+    ready = [0] * len(moves)
+    heap = [(0, priority[number], number) for number in range(len(moves)) if parents[number] < 0]
+    heapq.heapify(heap)
+    length = 0
+    while heap:
+        check_time()
+        known, rank, number = heapq.heappop(heap)
+        link = moves[number][1]
+        resources = instance.resources[link]
+        start = max(ready[number], *(free[resource] for resource in resources))
+        if start > known:  # something else took the link meanwhile
+            heapq.heappush(heap, (start, rank, number))
+            continue
+        starts[number] = start
+        for resource, busy in zip(resources, prices.busy[link], strict=True):
+            free[resource] = start + busy
+        arrival = start + int(prices.delays[link])
+        length = max(length, arrival)
+        for child in children[number]:
+            ready[child] = arrival
+            heapq.heappush(heap, (arrival, priority[child], child))
+    return chunk_by_chunk(prices, moves, starts, length)
+
+
+_UNITS_PER_SHORTEST = 2_000  # so that rounding is far below what any model of a link is worth
+_MOST_UNITS = 20_000_000  # per transfer: beyond it sums could leave what solvers handle well
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Whole units of time per logical link."""
+
+    unit_s: float
+    latencies: NDArray[np.int64]
+    sends: NDArray[np.int64]
+    busy: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def delays(self) -> NDArray[np.int64]:
+        """From the start of one chunk to its arrival, int64 [links]."""
+        return np.asarray(np.maximum(self.latencies + self.sends, 1), np.int64)
+
+
+def prices_of(logical: Logical, *, size_bytes: float) -> Prices:
+    """Return the prices of one chunk."""
+    chunk_bytes = logical.chunk_bytes(size_bytes)
+    sends_s = chunk_bytes * logical.seconds_per_byte()
+    whole_s = logical.latencies_s + sends_s
+    positive = whole_s[whole_s > 0]
+    shortest_s = float(positive.min()) if len(positive) else 1.0
+    longest_s = float(positive.max()) if len(positive) else 1.0
+    unit_s = max(shortest_s / _UNITS_PER_SHORTEST, longest_s / _MOST_UNITS)
+    latencies = np.rint(logical.latencies_s / unit_s).astype(np.int64)
+    rates = logical.capacities_bytes_per_s
+    busy = tuple(
+        tuple(
+            max(int(latency) + round(chunk_bytes / float(rates[resource]) / unit_s), 1)
+            for resource in resources
+        )
+        for latency, resources in zip(latencies, logical.resources, strict=True)
+    )
+    return Prices(unit_s, latencies, np.rint(sends_s / unit_s).astype(np.int64), busy)
+
+
+_LARGEST_MESSAGE = 6  # chunks, as in TACCL
+
+
+class _Shop:
+    """Transfers with free order: one no-overlap constraint per resource."""
+
+    def __init__(self, sketch: Sketched, prices: Prices, timed: Timed, orbits: Orbits) -> None:
+        self.instance: Instance = sketch.logical
+        self.prices, self.timed, self.orbits = prices, timed, orbits
+        self.model = new_model()
+        self.length = self.model.new_int_var(0, timed.length, "T")
+        self.starts: dict[int, Any] = {}
+        parents = parents_of(self.instance, timed.moves)
+        for number, (chunk, link) in enumerate(timed.moves):
+            check_time()
+            start = self.start(chunk, link)
+            self.model.add(start + int(prices.delays[link]) <= self.length)
+            if parents[number] >= 0:
+                before = timed.moves[parents[number]]
+                arrival = self.start(*before) + int(prices.delays[before[1]])
+                self.model.add(start >= arrival)
+        self._add_resources()
+        self._add_own_first(sketch)
+        self.model.minimize(self.length)
+
+    def start(self, chunk: int, link: int) -> Any:
+        orbit = int(self.orbits.link_orbits[chunk, link])
+        if orbit not in self.starts:
+            self.starts[orbit] = self.model.new_int_var(0, self.timed.length, f"s{orbit}")
+        return self.starts[orbit]
+
+    def _add_resources(self) -> None:
+        users: dict[int, list[tuple[int, int]]] = {}
+        for chunk, link in self.timed.moves:
+            orbit = int(self.orbits.link_orbits[chunk, link])
+            taken = zip(self.instance.resources[link], self.prices.busy[link], strict=True)
+            for resource, busy in taken:
+                users.setdefault(resource, []).append((orbit, busy))
+        for row in {tuple(sorted(pairs)) for pairs in users.values()}:
+            check_time()
+            if len(row) > 1:
+                intervals = [
+                    self.model.new_fixed_size_interval_var(self.starts[orbit], busy, "")
+                    for orbit, busy in row
+                ]
+                self.model.add_no_overlap(intervals)
+
+    def _add_own_first(self, sketch: Sketched) -> None:
+        if not sketch.sketch.own_chunks_first:
+            return
+        crossing: dict[int, list[tuple[int, bool]]] = {}
+        for chunk, link in self.timed.moves:
+            if sketch.logical.crosses[link]:
+                own = int(self.instance.sources[link]) in self.instance.holders[chunk]
+                crossing.setdefault(link, []).append((chunk, own))
+        for link, chunks in crossing.items():
+            for first in (chunk for chunk, own in chunks if own):
+                check_time()
+                for second in (chunk for chunk, own in chunks if not own):
+                    self.model.add(self.start(first, link) <= self.start(second, link))
+
+    def hint(self) -> None:
+        for (chunk, link), start in zip(self.timed.moves, self.timed.starts, strict=True):
+            self.model.add_hint(self.start(chunk, link), start)
+
+    def result(self, outcome: CpOutcome) -> Timed:
+        moves = self.timed.moves
+        starts = tuple(outcome.value(self.start(chunk, link)) for chunk, link in moves)
+        return chunk_by_chunk(self.prices, moves, starts, outcome.value(self.length)).in_order()
+
+
+def improve_order(
+    sketch: Sketched,
+    prices: Prices,
+    timed: Timed,
+    *,
+    symmetric: bool = False,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+) -> Timed:
+    """Return a schedule no longer than the one given, of the same routes."""
+    instance = sketch.logical
+    orbits = Orbits(instance, sketch.symmetries if symmetric else ())
+    shop = _Shop(sketch, prices, timed, orbits)
+    if not symmetric:
+        shop.hint()
+    outcome = solve(shop.model, time_limit_s=time_limit_s, seed=seed)
+    return shop.result(outcome) if outcome.found else timed.in_order()
+
+
+class _Joining:
+    """Fixed order on every resource; on links between boxes runs of chunks may be one message."""
+
+    def __init__(self, sketch: Sketched, prices: Prices, timed: Timed) -> None:
+        self.sketch, self.prices, self.timed = sketch, prices, timed
+        self.instance: Instance = sketch.logical
+        self.model = new_model()
+        self.length = self.model.new_int_var(0, timed.length, "T")
+        horizon = timed.length
+        numbers = range(len(timed.moves))
+        self.starts = [self.model.new_int_var(0, horizon, f"s{n}") for n in numbers]
+        self.arrivals = [self.model.new_int_var(0, horizon, f"a{n}") for n in numbers]
+        self.users: dict[int, set[int]] = {}  # links that use each resource
+        for _, link in timed.moves:
+            for resource in self.instance.resources[link]:
+                self.users.setdefault(resource, set()).add(link)
+        self._add_chunks()
+        self._add_links()
+        self._add_shared()
+        self.model.minimize(self.length)
+
+    def _add_chunks(self) -> None:
+        parents = parents_of(self.instance, self.timed.moves)
+        for number, parent in enumerate(parents):
+            self.model.add(self.arrivals[number] <= self.length)
+            if parent >= 0:
+                self.model.add(self.starts[number] >= self.arrivals[parent])
+
+    def _add_links(self) -> None:
+        by_link: dict[int, list[int]] = {}
+        for number, (_, link) in enumerate(self.timed.moves):
+            by_link.setdefault(link, []).append(number)
+        for link, numbers in by_link.items():
+            joins = bool(self.sketch.logical.crosses[link]) and self._own_resources(link)
+            self._add_link(link, numbers, _LARGEST_MESSAGE if joins else 1)
+
+    def _own_resources(self, link: int) -> bool:
+        """Whether no other link shares the resources: then the order on it is the only one."""
+        return all(self.users[resource] == {link} for resource in self.instance.resources[link])
+
+    def _add_link(self, link: int, numbers: list[int], largest: int) -> None:
+        latency, send = int(self.prices.latencies[link]), int(self.prices.sends[link])
+        busiest = max(self.prices.busy[link]) - latency
+        covers: dict[int, list[Any]] = {number: [] for number in numbers}
+        for first in range(len(numbers)):
+            check_time()
+            for last in range(first, min(first + largest, len(numbers))):
+                run = numbers[first : last + 1]
+                chosen = self.model.new_bool_var("")
+                for number in run:
+                    covers[number].append(chosen)
+                    start, arrival = self.starts[number], self.arrivals[number]
+                    self.model.add(start == self.starts[run[0]]).only_enforce_if(chosen)
+                    whole = self.starts[run[0]] + max(latency + send * len(run), 1)
+                    self.model.add(arrival == whole).only_enforce_if(chosen)
+                if last + 1 < len(numbers):
+                    free = self.starts[run[0]] + latency + busiest * len(run)
+                    following = self.starts[numbers[last + 1]] >= free
+                    self.model.add(following).only_enforce_if(chosen)
+        for options in covers.values():
+            self.model.add_exactly_one(options)
+
+    def _add_shared(self) -> None:
+        """Consecutive users of a resource that several links share keep their order."""
+        for resource, links in self.users.items():
+            check_time()
+            if len(links) < 2:
+                continue
+            numbers = [
+                number
+                for number, (_, link) in enumerate(self.timed.moves)
+                if resource in self.instance.resources[link]
+            ]
+            for before, after in itertools.pairwise(numbers):
+                link = self.timed.moves[before][1]
+                place = self.instance.resources[link].index(resource)
+                free = self.starts[before] + self.prices.busy[link][place]
+                self.model.add(self.starts[after] >= free)
+
+    def result(self, outcome: CpOutcome) -> Timed:
+        starts = tuple(outcome.value(start) for start in self.starts)
+        arrivals = tuple(outcome.value(arrival) for arrival in self.arrivals)
+        return Timed(self.timed.moves, starts, arrivals, outcome.value(self.length)).in_order()
+
+
+def join_messages(
+    sketch: Sketched,
+    prices: Prices,
+    timed: Timed,
+    *,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+) -> Timed:
+    """Let consecutive chunks between boxes travel together where that is shorter."""
+    timed = timed.in_order()
+    crossing = any(sketch.logical.crosses[link] for _, link in timed.moves)
+    if not crossing or not int(prices.latencies.max(initial=0)):
+        return timed
+    joining = _Joining(sketch, prices, timed)
+    for number, start in enumerate(timed.starts):
+        joining.model.add_hint(joining.starts[number], start)
+    outcome = solve(joining.model, time_limit_s=time_limit_s, seed=seed)
+    return joining.result(outcome) if outcome.found else timed

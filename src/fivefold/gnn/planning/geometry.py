@@ -1,0 +1,236 @@
+"""How packing moves the rows: three ways, their sizes in rows, and what they cost.
+
+Packing is one large permutation with repetition: row ``order[i]`` of the features becomes row i
+of the output. Three ways move the bytes; F are the features' bytes, R those of the output:
+
+- ``resident``: the features fit the memory; each is read once, the output is gathered in order.
+- ``passes``: a window of the output is held in memory and filled by one pass over the features;
+  as many passes as there are windows. Reads ``windows * F``, writes R, needs no scratch.
+- ``spill``: one pass over the features in ranges; the rows of a range go to the spill of the
+  bucket (a window of the output) that wants them, then each bucket is read and put in order.
+  Reads F + R, writes 2 R, needs R of scratch, and up to a page for each range of each window.
+
+The output is the packed rows followed by the two caches' rows; a window never crosses from one of
+these sections into the next. The planner asks for the cost, the packer for the sizes; no I/O here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+from fivefold.errors import InfeasibleError
+from fivefold.gnn.planning.layout import PAGE_BYTES
+from fivefold.units import format_bytes
+
+STRATEGIES = ("resident", "passes", "spill")
+INDEX_BYTES_PER_ROW = 40  # numbers that routing keeps for each row of a window or a chunk
+_SMALLEST_MEMORY_BYTES = 1 << 19
+_LARGEST_CHUNK_BYTES = 8 << 20  # written while the next one is filled; larger ones gain nothing
+_LARGEST_SOURCE_BYTES = 32 << 20  # read at a time; all threads wait at the end of each
+_THREADS_FROM_BYTES = 32 << 20  # with less, buffers would be too small for more threads
+_CELL_BYTES = 3 << 19  # large enough for a direct write, small enough for windows to be many
+_LEAST_WINDOW_BYTES = 16 << 20  # smaller ones cost more calls than they save memory
+_LARGEST_MARK_BYTES = 128 << 20  # a mark waits for the disk; this much is redone after a kill
+_RESIDENT_WINDOW_BYTES = 256 << 20  # how much is redone after a kill
+_LARGEST_RANGES = 65_535  # range numbers are sorted as 16-bit keys, which is a radix sort
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingCost:
+    """How the rows get from the features to the packed file, and what that moves."""
+
+    strategy: str
+    read_bytes: int
+    written_bytes: int
+    scratch_bytes: int  # largest space that the spill takes
+    seconds: float  # what the disk needs for both
+
+    @property
+    def moved_bytes(self) -> int:
+        """Return bytes read and written."""
+        return self.read_bytes + self.written_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry(PackingCost):
+    """A way of packing with its sizes, kept in the job file, so that a resumed run agrees."""
+
+    NUM_CHUNKS: ClassVar[int] = 3  # one is filled while two are written
+
+    source_rows: int
+    window_rows: int
+    chunk_rows: int
+    steps_per_mark: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a mapping of plain numbers and names."""
+        return asdict(self)
+
+    def cost(self) -> PackingCost:
+        """Return the cost without the sizes."""
+        return PackingCost(
+            **{field.name: getattr(self, field.name) for field in fields(PackingCost)}
+        )
+
+
+def packing_ways(
+    *,
+    num_nodes: int,
+    row_bytes: int,
+    sections: Mapping[str, int],
+    memory_bytes: int,
+    read_bytes_per_s: float,
+    write_bytes_per_s: float,
+) -> list[Geometry]:
+    """Return every way that fits the memory, cheapest first.
+
+    ``sections`` are the rows of each output section; the memory is that of buffers and indices.
+    """
+    threads, block_bytes = reader_shape(memory_bytes)
+    memory_bytes -= 2 * threads * block_bytes  # of two engines
+    if memory_bytes < _smallest_bytes(row_bytes):
+        raise InfeasibleError(
+            f"memory for packing rows of {row_bytes} bytes is short",
+            hint=f"give {format_bytes(least_memory_bytes(row_bytes))} or more",
+        )
+    sizes = [_size(name, num_nodes, row_bytes, sections, memory_bytes) for name in STRATEGIES]
+    ways = [
+        Geometry(
+            **way,
+            seconds=way["read_bytes"] / read_bytes_per_s + way["written_bytes"] / write_bytes_per_s,
+        )
+        for way in sizes
+        if way is not None
+    ]
+    return sorted(ways, key=lambda way: way.seconds)
+
+
+def choose_geometry(  # noqa: PLR0913 - facts of the disk and of the rows, all by name
+    *,
+    num_nodes: int,
+    row_bytes: int,
+    sections: Mapping[str, int],
+    memory_bytes: int,
+    read_bytes_per_s: float,
+    write_bytes_per_s: float,
+    free_bytes: float = math.inf,
+    strategy: str | None = None,
+) -> Geometry:
+    """Return the cheapest way that fits the memory and the free disk space."""
+    ways = packing_ways(
+        num_nodes=num_nodes,
+        row_bytes=row_bytes,
+        sections=sections,
+        memory_bytes=memory_bytes,
+        read_bytes_per_s=read_bytes_per_s,
+        write_bytes_per_s=write_bytes_per_s,
+    )
+    ways = [way for way in ways if strategy in (None, way.strategy)]
+    if not ways:
+        raise InfeasibleError(
+            f"strategy {strategy!r} does not fit {format_bytes(memory_bytes)} of memory",
+            hint="leave the strategy open, or give more memory",
+        )
+    output_bytes = row_bytes * sum(sections.values())
+    for way in ways:
+        if output_bytes + way.scratch_bytes <= free_bytes:
+            return way
+    short = output_bytes + min(way.scratch_bytes for way in ways) - free_bytes
+    raise InfeasibleError(
+        f"the packed rows take {format_bytes(output_bytes)}, {format_bytes(short)} more than "
+        "is free on the disk or left of its budget",
+        hint="free some space, or plan again with a disk budget that fits",
+    )
+
+
+def least_memory_bytes(row_bytes: int) -> int:
+    """Return memory with which rows of this size can be packed."""
+    return _smallest_bytes(row_bytes) * 5 // 4
+
+
+def reader_shape(memory_bytes: int) -> tuple[int, int]:
+    """Return the threads of a reading engine and the bytes of a request.
+
+    The buffers of two engines take an eighth of the memory or less. With four threads the disk
+    reads for two of them while the other two check and copy.
+    """
+    threads = 4 if memory_bytes >= _THREADS_FROM_BYTES else 2
+    most = memory_bytes // (16 * threads)
+    return threads, 1 << max(14, min(20, most.bit_length() - 1))
+
+
+def _smallest_bytes(row_bytes: int) -> int:
+    return max(_SMALLEST_MEMORY_BYTES, 16 * (row_bytes + INDEX_BYTES_PER_ROW))
+
+
+def _num_windows(sections: Mapping[str, int], window_rows: int) -> int:
+    return sum(-(-rows // window_rows) for rows in sections.values())
+
+
+def _size(
+    name: str, num_nodes: int, row_bytes: int, sections: Mapping[str, int], memory_bytes: int
+) -> dict[str, Any] | None:
+    """Return sizes and bytes of one way, or None where it cannot be."""
+    cost = row_bytes + INDEX_BYTES_PER_ROW
+    features, output = num_nodes * row_bytes, sum(sections.values()) * row_bytes
+    chunk_bytes = min(memory_bytes // (4 * Geometry.NUM_CHUNKS), _LARGEST_CHUNK_BYTES)
+    chunk_rows = _whole_pages(chunk_bytes // cost, row_bytes)
+    rest = memory_bytes - Geometry.NUM_CHUNKS * chunk_rows * cost
+    way: dict[str, Any] = {"strategy": name, "chunk_rows": chunk_rows, "scratch_bytes": 0}
+    if name == "resident":
+        if features > rest:
+            return None
+        return way | {
+            "source_rows": max(num_nodes, 1),
+            "window_rows": _whole_pages(_RESIDENT_WINDOW_BYTES // row_bytes, row_bytes),
+            "read_bytes": features,
+            "written_bytes": output,
+        }
+    if name == "passes":
+        # Read into two buffers; written from the window itself, without any.
+        source_bytes = min(memory_bytes // 8, _LARGEST_SOURCE_BYTES)
+        source_rows = _whole_pages(source_bytes // cost, row_bytes)
+        rows = _whole_pages((memory_bytes - 2 * source_rows * cost) // cost, row_bytes)
+        windows = _num_windows(sections, rows)
+        return way | {
+            "source_rows": source_rows,
+            "window_rows": rows,
+            "read_bytes": windows * features,
+            "written_bytes": output,
+        }
+    most = _whole_pages(rest // 2 // cost, row_bytes)
+    rows = _spill_rows(num_nodes, row_bytes, most=most)
+    if rows > most:
+        return None
+    cells = _num_windows(sections, rows) * -(-max(num_nodes, 1) // rows)
+    spill = output + cells * PAGE_BYTES
+    mark_bytes = min(_LARGEST_MARK_BYTES, memory_bytes // 3)
+    return way | {
+        "source_rows": rows,
+        "window_rows": rows,
+        "steps_per_mark": max(1, mark_bytes // (rows * row_bytes)),
+        "read_bytes": features + spill,
+        "written_bytes": output + spill,
+        "scratch_bytes": spill,
+    }
+
+
+def _spill_rows(num_nodes: int, row_bytes: int, *, most: int) -> int:
+    """Return the rows of a window and a range of the spill; above ``most`` where none will do.
+
+    A cell is what one window takes from one range: with windows and ranges of W bytes each and F
+    bytes of features, about W W / F bytes. Small windows stay in the processor's cache, touch less
+    fresh memory and wait less at both ends, so they are only as large as cells need.
+    """
+    wanted = math.isqrt(_CELL_BYTES * num_nodes * row_bytes)
+    rows = _whole_pages(max(wanted, _LEAST_WINDOW_BYTES) // row_bytes, row_bytes)
+    return max(min(rows, most), -(-num_nodes // _LARGEST_RANGES))
+
+
+def _whole_pages(rows: int, row_bytes: int) -> int:
+    """Return the largest number of rows up to ``rows`` that ends on a page, where there is one."""
+    step = PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)
+    return rows // step * step if rows >= step else max(rows, 1)

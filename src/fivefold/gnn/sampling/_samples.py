@@ -1,0 +1,508 @@
+"""Offline sampling: mini-batches of some epochs, drawn in parallel, in one file read by batch.
+
+A record is node ids, sources, edge ids (if any) and degrees, each in the narrowest type that the
+graph and the fan-outs allow, one after another without gaps; the rest of its last page is zero.
+So one read gets a batch, and one shorter read its node ids. Counts are in the index, a table of
+one row per batch: first page, epoch, nodes per hop, edges per hop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.sampling._sampler import NeighborSampler
+from fivefold.gnn.sampling.batches import SampledBatch, as_ids, check_distinct, epoch_batches
+from fivefold.gnn.storage import Container, ContainerWriter
+from fivefold.gnn.storage.pages import PAGE_BYTES
+
+KIND = "samples"
+FORMAT_VERSION = 1
+_MARK_BYTES = 64 << 20  # a mark waits for the disk: after this much, it costs little beside writing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordForm:
+    """The types in a record; the same for a whole file."""
+
+    node_dtype: np.dtype[Any]
+    degree_dtype: np.dtype[Any]
+    edge_dtype: np.dtype[Any] | None  # None where there are no edge ids
+    num_hops: int
+
+    @classmethod
+    def narrowest(
+        cls,
+        *,
+        num_nodes: int,
+        num_edges: int,
+        max_degree: int,
+        fanouts: Sequence[int],
+        edge_ids: bool,
+    ) -> Self:
+        """Return the narrowest form for what a sampler may yield."""
+        most = max_degree if min(fanouts) < 0 else min(max_degree, max(fanouts))
+        return cls(
+            node_dtype=_signed(num_nodes),
+            degree_dtype=np.min_scalar_type(most),
+            edge_dtype=_signed(num_edges) if edge_ids else None,
+            num_hops=len(fanouts),
+        )
+
+    @classmethod
+    def from_attributes(cls, attributes: Mapping[str, Any]) -> Self:
+        """Return the form of the records of a file."""
+        try:
+            edge_dtype = attributes["edge_dtype"]
+            return cls(
+                node_dtype=np.dtype(attributes["node_dtype"]),
+                degree_dtype=np.dtype(attributes["degree_dtype"]),
+                edge_dtype=None if edge_dtype is None else np.dtype(edge_dtype),
+                num_hops=len(attributes["fanouts"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise DataError(f"a sample file without {error}", hint="sample again") from error
+
+    def attributes(self) -> dict[str, Any]:
+        """Return what :meth:`from_attributes` reads, the hops excepted."""
+        return {
+            "node_dtype": self.node_dtype.str,
+            "degree_dtype": self.degree_dtype.str,
+            "edge_dtype": None if self.edge_dtype is None else self.edge_dtype.str,
+        }
+
+    @property
+    def index_width(self) -> int:
+        """Return the number of columns of the index."""
+        return 2 + 2 * self.num_hops + 1
+
+    def _parts(self, row: NDArray[np.int64]) -> dict[str, tuple[int, np.dtype[Any]]]:
+        """Return (elements, type) of each array of the record that an index row describes."""
+        nodes, edges = self.counts(row)
+        num_edges = int(edges.sum())
+        parts = {
+            "node_ids": (int(nodes.sum()), self.node_dtype),
+            "sources": (num_edges, np.dtype(np.int32)),
+        }
+        if self.edge_dtype is not None:
+            parts["edge_ids"] = (num_edges, self.edge_dtype)
+        return {**parts, "degrees": (int(nodes[:-1].sum()), self.degree_dtype)}
+
+    def counts(self, row: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the nodes and the edges per hop."""
+        split = 2 + self.num_hops + 1
+        return row[2:split], row[split:]
+
+    def encode(
+        self, batch: SampledBatch, *, first_page: int, epoch: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """Return the row of the index and the record, ``[pages, 4096]``."""
+        row = np.array([first_page, epoch, *batch.nodes_per_hop, *batch.edges_per_hop], np.int64)
+        pages = np.zeros((self.num_pages(row), PAGE_BYTES), np.uint8)
+        flat, place = pages.reshape(-1), 0
+        for name, (_, dtype) in self._parts(row).items():
+            part = getattr(batch, name).astype(dtype).view(np.uint8)
+            flat[place : place + part.nbytes] = part
+            place += part.nbytes
+        return row, pages
+
+    def num_pages(self, row: NDArray[np.int64]) -> int:
+        """Return the length of the record that an index row describes."""
+        size = sum(count * dtype.itemsize for count, dtype in self._parts(row).values())
+        return -(-size // PAGE_BYTES)
+
+    def num_node_pages(self, row: NDArray[np.int64]) -> int:
+        """Return how many pages of the record hold node ids."""
+        return -(-int(self.counts(row)[0].sum()) * self.node_dtype.itemsize // PAGE_BYTES)
+
+    def decode_node_ids(
+        self, pages: NDArray[np.uint8], row: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the node ids from the front pages of a record."""
+        count, dtype = self._parts(row)["node_ids"]
+        return pages.reshape(-1)[: count * dtype.itemsize].view(dtype).astype(np.int64)
+
+    def decode(
+        self, pages: NDArray[np.uint8], row: NDArray[np.int64], *, number: int
+    ) -> SampledBatch:
+        """Return the batch of a record."""
+        arrays: dict[str, NDArray[Any]] = {}
+        flat, place = pages.reshape(-1), 0
+        for name, (count, dtype) in self._parts(row).items():
+            stop = place + count * dtype.itemsize
+            # A copy by bytes: later arrays may not lie on a multiple of their item size.
+            array = np.frombuffer(flat[place:stop].tobytes(), dtype)
+            arrays[name] = array.astype(np.int64) if name.endswith("_ids") else array
+            place = stop
+        nodes, edges = self.counts(row)
+        return SampledBatch(
+            number=number,
+            node_ids=arrays["node_ids"],
+            batch_size=int(nodes[0]),
+            nodes_per_hop=nodes.copy(),
+            edges_per_hop=edges.copy(),
+            degrees=arrays["degrees"].astype(np.int32),
+            sources=arrays["sources"],
+            edge_ids=arrays.get("edge_ids"),
+        )
+
+
+def _signed(count: int) -> np.dtype[Any]:
+    return np.dtype(np.int32 if count <= 1 << 31 else np.int64)
+
+
+class SampleFile:
+    """The batches of one or more epochs; made by :func:`sample_epochs`.
+
+    Every batch is one record on page boundaries, so that it takes one read. Batches of all epochs
+    are numbered through: batch ``i`` of epoch ``e`` has the number ``e * batches_per_epoch + i``.
+
+    Args:
+        container: An open container of kind ``"samples"``.
+
+    Raises:
+        DataError: It is of another kind or version.
+
+    Examples:
+        >>> import tempfile
+        >>> from fivefold.gnn.sampling import NeighborSampler, Topology, sample_epochs
+        >>> sampler = NeighborSampler(Topology([0, 2, 2, 3], [1, 2, 0]), [-1])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with sample_epochs(sampler, [0, 2], f"{folder}/s.fvf", batch_size=1) as samples:
+        ...         print(samples.num_batches, samples.counts.tolist())
+        2 [2, 1, 2]
+    """
+
+    def __init__(self, container: Container) -> None:
+        container.check_kind(KIND)
+        self.container = container
+        version = container.attributes.get("format_version")
+        if version != FORMAT_VERSION:
+            raise DataError(
+                f"{container.path} holds samples of format {version}",
+                hint=f"this version reads format {FORMAT_VERSION}; sample again",
+            )
+        attributes = container.attributes
+        self._form = RecordForm.from_attributes(attributes)
+        self._index: NDArray[np.int64] = container.read("index")
+        self.num_batches: int = len(self._index)
+        self.batch_size: int = attributes["batch_size"]
+        self.num_epochs: int = attributes["epochs"]
+        self.first_epoch: int = attributes["first_epoch"]
+        self.num_nodes: int = attributes["num_nodes"]
+        self.fanouts: tuple[int, ...] = tuple(attributes["fanouts"])
+        self.seed: int = attributes["seed"]
+        self.topology_fingerprint: str = attributes["topology"]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Open a file.
+
+        Raises:
+            DataError: There is none, or it is foreign, damaged, truncated or of another version.
+            StorageError: The disk refused.
+        """
+        container = Container.open(path, kind=KIND)
+        try:
+            return cls(container)
+        except BaseException:
+            container.close()
+            raise
+
+    @property
+    def path(self) -> Path:
+        """Return where the file is."""
+        return self.container.path
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Return the number of batches of an epoch."""
+        return self.num_batches // self.num_epochs
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash over all contents."""
+        return self.container.fingerprint
+
+    @property
+    def nbytes(self) -> int:
+        """Return the length of the file."""
+        return self.container.nbytes
+
+    @cached_property
+    def counts(self) -> NDArray[np.uint32]:
+        """Return how many batches use each node."""
+        return self.container.read("counts")
+
+    @cached_property
+    def train_ids(self) -> NDArray[np.int64]:
+        """Return the seeds of an epoch, as they were given."""
+        return self.container.read("train_ids")
+
+    def batch(self, number: int) -> SampledBatch:
+        """Read one batch.
+
+        Raises:
+            ConfigurationError: There is no batch of this number.
+            DataError: A page is damaged.
+            StorageError: The disk refused.
+        """
+        row = self._row(number)
+        pages = self._pages(row, self._form.num_pages(row))
+        return self._form.decode(pages, row, number=number)
+
+    def node_ids(self, number: int) -> NDArray[np.int64]:
+        """Read the node ids of one batch, and nothing else of it.
+
+        Raises:
+            ConfigurationError: There is no batch of this number.
+            DataError: A page is damaged.
+            StorageError: The disk refused.
+        """
+        row = self._row(number)
+        return self._form.decode_node_ids(self._pages(row, self._form.num_node_pages(row)), row)
+
+    def num_nodes_of(self, number: int) -> int:
+        """Return how many nodes a batch has, without reading it.
+
+        Raises:
+            ConfigurationError: There is no batch of this number.
+        """
+        return int(self._form.counts(self._row(number))[0].sum())
+
+    def record_bytes_of(self, number: int) -> int:
+        """Return how many bytes a batch takes in the file, without reading it.
+
+        Raises:
+            ConfigurationError: There is no batch of this number.
+        """
+        return self._form.num_pages(self._row(number)) * PAGE_BYTES
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.container.close()
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _row(self, number: int) -> NDArray[np.int64]:
+        if not 0 <= number < self.num_batches:
+            raise ConfigurationError(
+                f"there is no batch {number}", hint=f"batches are 0 to {self.num_batches - 1}"
+            )
+        row: NDArray[np.int64] = self._index[number]
+        return row
+
+    def _pages(self, row: NDArray[np.int64], count: int) -> NDArray[np.uint8]:
+        first = int(row[0])
+        return self.container.read("records", first, first + count)
+
+
+def sample_epochs(  # noqa: PLR0913 - settings of one run, nearly all keyword-only
+    sampler: NeighborSampler,
+    train_ids: ArrayLike,
+    path: str | os.PathLike[str],
+    *,
+    batch_size: int,
+    epochs: int = 1,
+    first_epoch: int = 0,
+    seed: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    resume: bool = True,
+) -> SampleFile:
+    """Sample whole epochs and write them to one file.
+
+    Memory: 4 bytes for each node of the graph (access counts), 24 for each training node, and
+    ``sampler.threads + 1`` batches, whatever the number of batches. The contents depend only on
+    topology, sampler settings and arguments, not on threads, interruptions or ``path``.
+
+    Args:
+        sampler: Draws the batches, ``sampler.threads`` at a time.
+        train_ids: Seeds of an epoch, each once.
+        path: Where the file shall be; it appears there when it is whole.
+        batch_size: Seeds of a batch.
+        epochs: How many epochs, each in its own order with its own random numbers.
+        first_epoch: Number of the first, part of the key of the random numbers.
+        seed: Of the order of the batches; None takes the sampler's.
+        progress: Called after each batch with the batches done and the batches in all.
+        resume: Go on where an interrupted run stopped, and take a finished file of the same
+            settings as it is. Otherwise begin anew and replace what is there.
+
+    Returns:
+        The file, open.
+
+    Raises:
+        ConfigurationError: ``train_ids`` is empty or has an id twice or out of range, or a number
+            is not positive.
+        DataError: With ``resume``: what is there was made with other settings, or is damaged.
+        StorageError: The disk refused or is full; what was written stays for resuming.
+
+    Examples:
+        >>> import tempfile
+        >>> from fivefold.gnn.sampling import NeighborSampler, Topology
+        >>> sampler = NeighborSampler(Topology([0, 1, 2, 2], [1, 2]), [1, 1])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with sample_epochs(
+        ...         sampler, [0, 1, 2], f"{folder}/s.fvf", batch_size=2, epochs=3
+        ...     ) as samples:
+        ...         print(samples.num_batches, samples.batch(5).batch_size)
+        6 1
+    """
+    ids = as_ids(train_ids, "train_ids")
+    order_seed = operator.index(sampler.seed if seed is None else seed)
+    first = operator.index(first_epoch)
+    numbers = range(first, first + operator.index(epochs))
+    work = _Sampling(sampler, ids, operator.index(batch_size), numbers, order_seed)
+    finished = _finished(Path(path), work.attributes) if resume else None
+    if finished is not None:
+        return finished
+    with ContainerWriter(
+        path, kind=KIND, sections=work.sections(), attributes=work.attributes, resume=resume
+    ) as writer:
+        return SampleFile(work.write(writer, progress))
+
+
+def _finished(path: Path, attributes: dict[str, Any]) -> SampleFile | None:
+    if not path.exists():
+        return None
+    samples = SampleFile.open(path)
+    found = samples.container.attributes
+    differing = sorted(key for key, value in attributes.items() if found.get(key) != value)
+    if not differing:
+        return samples
+    samples.close()
+    name = differing[0]
+    raise DataError(
+        f"{path} was sampled with another {name}: {found.get(name)} instead of {attributes[name]}",
+        hint="sample with resume=False to replace it, or choose another path",
+    )
+
+
+class _Sampling:
+    """What is to be sampled, and the running totals."""
+
+    def __init__(
+        self,
+        sampler: NeighborSampler,
+        train_ids: NDArray[np.int64],
+        batch_size: int,
+        epochs: range,
+        seed: int,
+    ) -> None:
+        if not isinstance(sampler, NeighborSampler):
+            raise ConfigurationError(
+                f"the sampler is a {type(sampler).__name__}",
+                hint="use a NeighborSampler; HeteroTopology.merged() gives it one topology",
+            )
+        check_distinct(train_ids, sampler.topology.num_nodes)
+        if train_ids.size == 0 or len(epochs) < 1:
+            raise ConfigurationError(
+                f"{train_ids.size} training nodes, {len(epochs)} epochs", hint="use at least one"
+            )
+        if batch_size < 1:
+            raise ConfigurationError(f"batch_size is {batch_size}", hint="use a positive integer")
+        self.sampler = sampler
+        self.train_ids = train_ids
+        self.batch_size = batch_size
+        self.epochs = epochs
+        self.seed = seed
+        self.per_epoch = -(-train_ids.size // batch_size)
+        self.total = self.per_epoch * len(epochs)
+        self.counts = np.zeros(sampler.topology.num_nodes, np.uint32)
+        topology = sampler.topology
+        self.form = RecordForm.narrowest(
+            num_nodes=topology.num_nodes,
+            num_edges=topology.num_edges,
+            max_degree=topology.max_degree,
+            fanouts=sampler.fanouts,
+            edge_ids=sampler.edge_ids,
+        )
+        self.attributes = self._attributes()
+
+    def _attributes(self) -> dict[str, Any]:
+        sampler, topology = self.sampler, self.sampler.topology
+        return {
+            "format_version": FORMAT_VERSION,
+            "topology": topology.fingerprint,
+            "num_nodes": topology.num_nodes,
+            "fanouts": list(sampler.fanouts),
+            "seed": sampler.seed,
+            "order_seed": self.seed,
+            "batch_size": self.batch_size,
+            "epochs": len(self.epochs),
+            "first_epoch": self.epochs.start,
+            "train_ids": hashlib.blake2b(self.train_ids.data, digest_size=16).hexdigest(),
+            **self.form.attributes(),
+        }
+
+    def sections(self) -> dict[str, tuple[Any, tuple[int | None, ...]]]:
+        """Return the sections of the file."""
+        return {
+            "records": (np.uint8, (None, PAGE_BYTES)),
+            "index": (np.int64, (self.total, self.form.index_width)),
+            "counts": (np.uint32, self.counts.shape),
+            "train_ids": (np.int64, self.train_ids.shape),
+        }
+
+    def write(self, writer: ContainerWriter, progress: Callable[[int, int], None] | None) -> Any:
+        """Sample from where ``writer`` stands to the end; return the finished container."""
+        done = 0 if writer.progress is None else int(writer.progress["batches"])
+        if done:
+            self._count_again(writer, done)
+        unmarked_bytes = 0
+        for number, epoch, batch in self._batches(done):
+            row, pages = self.form.encode(batch, first_page=writer.rows("records"), epoch=epoch)
+            writer.append("records", pages)
+            writer.write("index", number, row[None])
+            self.counts[batch.node_ids] += 1
+            unmarked_bytes += pages.nbytes
+            if unmarked_bytes >= _MARK_BYTES:
+                writer.mark({"batches": number + 1})
+                unmarked_bytes = 0
+            if progress is not None:
+                progress(number + 1, self.total)
+        writer.write("counts", 0, self.counts)
+        writer.write("train_ids", 0, self.train_ids)
+        return writer.commit()
+
+    def _batches(self, done: int) -> Iterator[tuple[int, int, SampledBatch]]:
+        for place, epoch in enumerate(self.epochs):
+            first = min(max(done - place * self.per_epoch, 0), self.per_epoch)
+            if first == self.per_epoch:
+                continue
+            seeds = epoch_batches(
+                self.train_ids, batch_size=self.batch_size, seed=self.seed, epoch=epoch
+            )
+            stream = self.sampler.sample_many(seeds[first:], epoch=epoch, first=first)
+            for number, batch in enumerate(stream, place * self.per_epoch + first):
+                yield number, epoch, batch
+
+    def _count_again(self, writer: ContainerWriter, done: int) -> None:
+        """Rebuild the counts from the batches that an interrupted run had written."""
+        index = writer.read("index", 0, done)
+        for row in index:
+            first = int(row[0])
+            pages = writer.read("records", first, first + self.form.num_node_pages(row))
+            self.counts[self.form.decode_node_ids(pages, row)] += 1

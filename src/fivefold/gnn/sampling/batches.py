@@ -1,0 +1,205 @@
+"""Mini-batches: which training nodes are in one, and the nodes and edges sampled around them.
+
+Every draw is a hash of what it is for. The key is (seed, epoch, batch, hop), absorbed one after
+another into 64 bits; a node has the stream ``mix(key + node * golden)``; draw ``i`` of the stream
+is ``mix(stream + (i + 1) * golden)``, with the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA
+2014, section 4). So a draw depends on nothing but its purpose: not on the order of work, the
+number of threads or the version of a library. ``kernels`` holds the draws.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fivefold.errors import ConfigurationError
+from fivefold.gnn.sampling.kernels import mix_bits
+
+EdgeType = tuple[str, str, str]
+GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_ORDER = 0x6F72646572  # keeps the key of the order apart from those of the hops
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampledBatch:
+    """The nodes and edges of one mini-batch, with local numbers.
+
+    Nodes stand in order of discovery: the seeds, then the nodes first met in hop 1, and so on.
+    Each node is expanded once, in the hop after its discovery, so that edges are grouped by
+    target, and the targets are 0, 1, 2, ...
+
+    Attributes:
+        number: Which batch this is.
+        node_ids: ``[nodes]``, the ids in the graph; int64, distinct.
+        batch_size: How many of them, at the front, are seeds.
+        nodes_per_hop: ``[hops + 1]``, newly met nodes: seeds, hop 1, ...; int64.
+        edges_per_hop: ``[hops]``, int64.
+        degrees: ``[nodes of all hops but the last]``, sampled in-edges of each target; int32.
+        sources: ``[edges]``, local number of each edge's source; int32.
+        edge_ids: ``[edges]``, position of each edge in ``Topology.indices``; int64, or None where
+            it was not asked for.
+
+    Examples:
+        >>> from fivefold.gnn.sampling import NeighborSampler, Topology
+        >>> sampler = NeighborSampler(Topology([0, 2, 2, 3], [1, 2, 0]), [-1])
+        >>> batch = sampler.sample([0], epoch=0, batch=0)
+        >>> batch.node_ids.tolist(), batch.edge_index().tolist()
+        ([0, 1, 2], [[1, 2], [0, 0]])
+    """
+
+    number: int
+    node_ids: NDArray[np.int64]
+    batch_size: int
+    nodes_per_hop: NDArray[np.int64]
+    edges_per_hop: NDArray[np.int64]
+    degrees: NDArray[np.int32]
+    sources: NDArray[np.int32]
+    edge_ids: NDArray[np.int64] | None = None
+
+    @property
+    def seeds(self) -> NDArray[np.int64]:
+        """Return the ids of the seeds."""
+        return self.node_ids[: self.batch_size]
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of nodes."""
+        return self.node_ids.size
+
+    @property
+    def num_edges(self) -> int:
+        """Return the number of edges."""
+        return self.sources.size
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the arrays."""
+        edge_ids = 0 if self.edge_ids is None else self.edge_ids.nbytes
+        return self.node_ids.nbytes + self.degrees.nbytes + self.sources.nbytes + edge_ids
+
+    def targets(self) -> NDArray[np.int32]:
+        """Return the local number of each edge's target."""
+        return np.repeat(np.arange(self.degrees.size, dtype=np.int32), self.degrees)
+
+    def edge_index(self) -> NDArray[np.int64]:
+        """Return ``[2, edges]``: row 0 sources, row 1 targets, local numbers."""
+        return np.stack([self.sources, self.targets()]).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeteroSampledBatch:
+    """A mini-batch with the fields of :class:`SampledBatch` for each node or edge type.
+
+    Local numbers count within a type. A type without nodes or edges in the batch has empty arrays.
+
+    Attributes:
+        number: Which batch this is.
+        node_ids: By node type: ids, seeds first, then in order of discovery; int64.
+        batch_sizes: By node type: how many of them are seeds.
+        nodes_per_hop: By node type: ``[hops + 1]``, newly met nodes.
+        edges_per_hop: By edge type: ``[hops]``.
+        degrees: By edge type: sampled in-edges of target nodes 0, 1, ...; int32.
+        sources: By edge type: local number, in the source type, of each edge's source; int32.
+        edge_ids: By edge type: positions in ``indices``; empty where it was not asked for.
+    """
+
+    number: int
+    node_ids: dict[str, NDArray[np.int64]]
+    batch_sizes: dict[str, int]
+    nodes_per_hop: dict[str, NDArray[np.int64]]
+    edges_per_hop: dict[EdgeType, NDArray[np.int64]]
+    degrees: dict[EdgeType, NDArray[np.int32]]
+    sources: dict[EdgeType, NDArray[np.int32]]
+    edge_ids: dict[EdgeType, NDArray[np.int64]] = field(default_factory=dict)
+
+    def seeds(self, node_type: str) -> NDArray[np.int64]:
+        """Return the ids of the seeds of one type."""
+        return self.node_ids[node_type][: self.batch_sizes[node_type]]
+
+    def edge_index(self, edge_type: EdgeType) -> NDArray[np.int64]:
+        """Return ``[2, edges]`` of one type: row 0 sources, row 1 targets, local numbers.
+
+        Raises:
+            ConfigurationError: There is no such edge type.
+        """
+        if edge_type not in self.sources:
+            raise ConfigurationError(f"no edge type {edge_type}", hint=f"{list(self.sources)}")
+        degrees = self.degrees[edge_type]
+        targets = np.repeat(np.arange(degrees.size), degrees)
+        return np.stack([self.sources[edge_type].astype(np.int64), targets])
+
+
+def mix(value: int) -> int:
+    """Return the 64-bit finaliser of SplitMix64."""
+    return int(mix_bits(np.uint64(value & _MASK)))
+
+
+def stream_key(*parts: int) -> int:
+    """Return the key of ``parts``; their order and number matter."""
+    key = 0
+    for part in parts:
+        key = mix(key ^ mix(operator.index(part) + GOLDEN))  # NumPy's integers would overflow
+    return key
+
+
+def as_ids(values: ArrayLike, name: str) -> NDArray[np.int64]:
+    """Return node ids as int64."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ConfigurationError(
+            f"{name} has shape {array.shape} and dtype {array.dtype}", hint="a list of node ids"
+        )
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def check_distinct(ids: NDArray[np.int64], num_nodes: int | None = None) -> None:
+    """Check training nodes; None for ``num_nodes`` allows all ids."""
+    in_order = np.sort(ids)
+    twice = in_order[1:][in_order[1:] == in_order[:-1]]
+    if twice.size:
+        raise ConfigurationError(
+            f"train_ids holds node {twice[0]} more than once", hint="give every node once"
+        )
+    if num_nodes is not None and ids.size and not 0 <= in_order[0] <= in_order[-1] < num_nodes:
+        outside = in_order[0] if in_order[0] < 0 else in_order[-1]
+        raise ConfigurationError(
+            f"train_ids holds node {outside}, which is out of range",
+            hint=f"nodes are 0 to {num_nodes - 1}",
+        )
+
+
+def epoch_batches(
+    train_ids: ArrayLike, *, batch_size: int, seed: int, epoch: int
+) -> list[NDArray[np.int64]]:
+    """Return the training nodes in random order, cut into batches.
+
+    The order is that of a hash of (seed, epoch, place), so it is the same with every version of
+    every library.
+
+    Args:
+        train_ids: Node ids, each once.
+        batch_size: Nodes in a batch; the last batch has what remains.
+        seed: Other seeds give other orders.
+        epoch: So do other epochs.
+
+    Raises:
+        ConfigurationError: An id stands twice, or ``batch_size`` is not positive.
+
+    Examples:
+        >>> batches = epoch_batches(range(10), batch_size=4, seed=0, epoch=0)
+        >>> [len(batch) for batch in batches], sum(sum(batch.tolist()) for batch in batches)
+        ([4, 4, 2], 45)
+    """
+    if batch_size < 1:
+        raise ConfigurationError(f"batch_size is {batch_size}", hint="use a positive integer")
+    ids = as_ids(train_ids, "train_ids")
+    check_distinct(ids)
+    key = stream_key(seed, epoch, _ORDER)
+    places = np.arange(1, ids.size + 1, dtype=np.uint64)
+    order = np.argsort(mix_bits(np.uint64(key) + places * np.uint64(GOLDEN)), kind="stable")
+    shuffled = ids[order]
+    return [shuffled[start : start + batch_size] for start in range(0, ids.size, batch_size)]

@@ -1,0 +1,335 @@
+"""Compiled inner loops of the sampler; every one runs without the interpreter lock.
+
+A hop is three passes. *Draw* chooses positions in the edge array, reading only ``indptr`` (and
+``weights``); *number* fetches the source of every chosen edge and gives new nodes the next local
+number through an open-addressing hash table. Keeping the passes apart lets the processor have many
+cache misses under way at once, which is what the time goes into.
+
+A slot of the table is ``(node + 1) << 30 | local number``, 0 where it is empty: 8 bytes for each,
+so that a look-up costs one cache line. Hence the limits: 2**33 nodes in a graph, 2**30 in a
+batch.
+"""
+
+from __future__ import annotations
+
+from math import frexp
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fivefold._compiler import njit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+LOCAL_BITS = 30
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+_ONE = np.uint64(1)
+_S11, _S27, _S30, _S31, _S32 = (np.uint64(bits) for bits in (11, 27, 30, 31, 32))
+_LOW_32 = np.uint64(0xFFFFFFFF)
+_LOCAL_MASK = (1 << LOCAL_BITS) - 1
+_HALF_SQRT = 0.7071067811865476
+_LN_2 = 0.6931471805599453
+_UNIT = 1.0 / (1 << 53)
+_BLOCK = 256  # edges whose cache misses are under way together
+_SMALL = 48  # up to here a scan of the chosen positions is cheaper than a bitmap
+
+
+@njit(inline="always")
+def mix_bits(value: Any) -> Any:
+    """Return the finaliser of SplitMix64, of one ``uint64`` or of every one in an array."""
+    value = (value ^ (value >> _S30)) * _FIRST
+    value = (value ^ (value >> _S27)) * _SECOND
+    return value ^ (value >> _S31)
+
+
+@njit(inline="always")
+def _below(random: Any, bound: Any) -> Any:
+    """Return the upper 64 bits of ``random * bound``, uniform below ``bound`` to within 2**-32."""
+    high = (random >> _S32) * bound
+    low = (random & _LOW_32) * bound
+    return np.int64((high + (low >> _S32)) >> _S32)
+
+
+@njit
+def _exponential(random: Any) -> float:
+    """Return ``-log(u)``, u uniform in (0, 1] with 53 bits, from basic operations alone.
+
+    The system's logarithm differs in the last bit between libraries; sums and products do not.
+    """
+    fraction, exponent = frexp((np.float64(random >> _S11) + 1.0) * _UNIT)
+    if fraction < _HALF_SQRT:
+        fraction *= 2.0
+        exponent -= 1
+    s = (fraction - 1.0) / (fraction + 1.0)
+    z = s * s
+    series = 0.0
+    for odd in range(23, 0, -2):  # atanh series; |s| <= 0.1716, so the rest is below 1e-18
+        series = series * z + 1.0 / odd
+    return -(exponent * _LN_2 + 2.0 * s * series)
+
+
+@njit
+def check_indptr(indptr: NDArray[np.int64]) -> tuple[int, int]:
+    """Return (first node whose edges end before they begin, or -1; greatest in-degree)."""
+    greatest = 0
+    for node in range(indptr.shape[0] - 1):
+        degree = indptr[node + 1] - indptr[node]
+        if degree < 0:
+            return node, greatest
+        greatest = max(greatest, degree)
+    return -1, greatest
+
+
+@njit
+def check_indices(indices: NDArray[Any], num_sources: int) -> int:
+    """Return the first position whose source is out of range, or -1."""
+    for position in range(indices.shape[0]):
+        if indices[position] < 0 or indices[position] >= num_sources:
+            return position
+    return -1
+
+
+@njit
+def check_weights(weights: NDArray[np.float32]) -> int:
+    """Return the first position whose weight is negative or not finite, or -1."""
+    for position in range(weights.shape[0]):
+        if not (weights[position] >= 0.0 and np.isfinite(weights[position])):
+            return position
+    return -1
+
+
+@njit
+def most_edges(indptr: NDArray[np.int64], nodes: NDArray[np.int64], fanout: int) -> int:
+    """Return the most edges that the nodes of a frontier can give."""
+    total = 0
+    for place in range(nodes.shape[0]):
+        degree = indptr[nodes[place] + 1] - indptr[nodes[place]]
+        total += degree if fanout < 0 else min(degree, fanout)
+    return total
+
+
+@njit
+def _floyd_small(stream: Any, degree: int, fanout: int, chosen: NDArray[np.int64]) -> None:
+    for count in range(fanout):
+        limit = degree - fanout + count
+        pick = _below(mix_bits(stream + np.uint64(count + 1) * _GOLDEN), np.uint64(limit + 1))
+        for before in range(count):
+            if chosen[before] == pick:
+                pick = limit
+                break
+        chosen[count] = pick
+
+
+@njit
+def _floyd_large(stream: Any, degree: int, fanout: int, chosen: NDArray[np.int64]) -> None:
+    taken = np.zeros((degree >> 6) + 1, np.uint64)
+    for count in range(fanout):
+        limit = degree - fanout + count
+        pick = _below(mix_bits(stream + np.uint64(count + 1) * _GOLDEN), np.uint64(limit + 1))
+        if taken[pick >> 6] >> np.uint64(pick & 63) & _ONE:
+            pick = limit
+        taken[pick >> 6] |= _ONE << np.uint64(pick & 63)
+        chosen[count] = pick
+
+
+@njit
+def draw(
+    indptr: NDArray[np.int64],
+    nodes: NDArray[np.int64],
+    fanout: int,
+    key: Any,
+    positions: NDArray[np.int64],
+    degrees: NDArray[np.int32],
+) -> int:
+    """Choose up to ``fanout`` edges of each frontier node; return the number of edges.
+
+    Floyd's algorithm: ``fanout`` draws whatever the degree, each set equally likely.
+    """
+    written = 0
+    for place in range(nodes.shape[0]):
+        start = indptr[nodes[place]]
+        degree = indptr[nodes[place] + 1] - start
+        taken = degree
+        if fanout < 0 or degree <= fanout:
+            for offset in range(degree):
+                positions[written + offset] = start + offset
+        else:
+            taken = fanout
+            chosen = positions[written : written + fanout]
+            stream = mix_bits(key + np.uint64(nodes[place]) * _GOLDEN)
+            if fanout <= _SMALL:
+                _floyd_small(stream, degree, fanout, chosen)
+            else:
+                _floyd_large(stream, degree, fanout, chosen)
+            for offset in range(fanout):
+                chosen[offset] += start
+        degrees[place] = taken
+        written += taken
+    return written
+
+
+@njit
+def _sift_down(keys: NDArray[np.float64], picks: NDArray[np.int64], size: int, hole: int) -> None:
+    """Restore the heap (greatest (key, pick) on top) below ``hole``."""
+    key, pick = keys[hole], picks[hole]
+    while 2 * hole + 1 < size:
+        child = 2 * hole + 1
+        if child + 1 < size and (
+            keys[child + 1] > keys[child]
+            or (keys[child + 1] == keys[child] and picks[child + 1] > picks[child])
+        ):
+            child += 1
+        if keys[child] < key or (keys[child] == key and picks[child] < pick):
+            break
+        keys[hole], picks[hole] = keys[child], picks[child]
+        hole = child
+    keys[hole], picks[hole] = key, pick
+
+
+@njit
+def _least_keys(
+    stream: Any,
+    weights: NDArray[np.float32],
+    keys: NDArray[np.float64],
+    picks: NDArray[np.int64],
+) -> int:
+    """Write the picks with the least exponential keys, ascending; return how many."""
+    size = 0
+    room = keys.shape[0]
+    for offset in range(weights.shape[0]):
+        if not weights[offset] > 0.0:
+            continue
+        random = mix_bits(stream + np.uint64(offset + 1) * _GOLDEN)
+        key = _exponential(random) / np.float64(weights[offset])
+        if size < room:
+            keys[size], picks[size] = key, offset
+            size += 1
+            if size == room:
+                for hole in range(room // 2 - 1, -1, -1):
+                    _sift_down(keys, picks, size, hole)
+        elif key < keys[0]:
+            keys[0], picks[0] = key, offset
+            _sift_down(keys, picks, size, 0)
+    if size < room:
+        for hole in range(size // 2 - 1, -1, -1):
+            _sift_down(keys, picks, size, hole)
+    for end in range(size - 1, 0, -1):  # heap sort: smallest key first
+        keys[0], keys[end] = keys[end], keys[0]
+        picks[0], picks[end] = picks[end], picks[0]
+        _sift_down(keys, picks, end, 0)
+    return size
+
+
+@njit
+def draw_weighted(
+    indptr: NDArray[np.int64],
+    weights: NDArray[np.float32],
+    nodes: NDArray[np.int64],
+    fanout: int,
+    key: Any,
+    positions: NDArray[np.int64],
+    degrees: NDArray[np.int32],
+) -> int:
+    """Choose as :func:`draw`, in proportion to the weights without replacement; never weight 0."""
+    written = 0
+    keys = np.empty(max(fanout, 0), np.float64)
+    for place in range(nodes.shape[0]):
+        start, stop = indptr[nodes[place]], indptr[nodes[place] + 1]
+        taken = 0
+        if fanout < 0 or stop - start <= fanout:
+            for position in range(start, stop):
+                if weights[position] > 0.0:
+                    positions[written + taken] = position
+                    taken += 1
+        elif fanout > 0:
+            stream = mix_bits(key + np.uint64(nodes[place]) * _GOLDEN)
+            picks = positions[written : written + fanout]
+            taken = _least_keys(stream, weights[start:stop], keys, picks)
+            for offset in range(taken):
+                picks[offset] += start
+        degrees[place] = taken
+        written += taken
+    return written
+
+
+@njit(inline="always")
+def _find(table: NDArray[np.int64], node: int) -> int:
+    """Return the slot of a node, or the free one where it belongs."""
+    mask = table.shape[0] - 1
+    slot = np.int64(mix_bits(np.uint64(node)) & np.uint64(mask))
+    while table[slot] != 0 and table[slot] >> LOCAL_BITS != node + 1:
+        slot = (slot + 1) & mask
+    return int(slot)
+
+
+@njit
+def refill_table(table: NDArray[np.int64], nodes: NDArray[np.int64], count: int) -> None:
+    """Empty the table and enter nodes 0 to ``count``."""
+    table[:] = 0
+    for local in range(count):
+        table[_find(table, nodes[local])] = (nodes[local] + 1) << LOCAL_BITS | local
+
+
+@njit
+def insert_seeds(table: NDArray[np.int64], nodes: NDArray[np.int64], num_nodes: int) -> int:
+    """Enter the seeds in an empty table; return the place of one at fault, or -1."""
+    for local in range(nodes.shape[0]):
+        node = nodes[local]
+        if node < 0 or node >= num_nodes:
+            return local
+        slot = _find(table, node)
+        if table[slot] != 0:
+            return local
+        table[slot] = (node + 1) << LOCAL_BITS | local
+    return -1
+
+
+@njit
+def number_sources(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by one
+    indices: NDArray[Any],
+    positions: NDArray[np.int64],
+    begin: int,
+    end: int,
+    table: NDArray[np.int64],
+    nodes: NDArray[np.int64],
+    count: int,
+    num_sources: int,
+    sources: NDArray[np.int32],
+) -> tuple[int, int]:
+    """Write the local numbers of the sources; return (edges done, nodes known).
+
+    It stops early where the table is half full or ``nodes`` has no room, so that the caller can
+    enlarge them, and returns -1 for the nodes where a source is out of range.
+    """
+    mask = table.shape[0] - 1
+    room = min(nodes.shape[0], table.shape[0] // 2)
+    block = np.empty(_BLOCK, np.int64)
+    seen = np.empty(_BLOCK, np.int64)
+    for start in range(begin, end, _BLOCK):
+        size = min(_BLOCK, end - start)
+        # Two loops without branches first: their cache misses overlap.
+        for offset in range(size):
+            block[offset] = indices[positions[start + offset]]
+        for offset in range(size):
+            seen[offset] = table[np.int64(mix_bits(np.uint64(block[offset])) & np.uint64(mask))]
+        for offset in range(size):
+            node = block[offset]
+            if node < 0 or node >= num_sources:
+                return start + offset, -1
+            entry = seen[offset]
+            if entry >> LOCAL_BITS != node + 1:
+                slot = _find(table, node)
+                entry = table[slot]
+                if entry == 0:
+                    if count >= room:
+                        return start + offset, count
+                    nodes[count] = node
+                    entry = (node + 1) << LOCAL_BITS | count
+                    table[slot] = entry
+                    count += 1
+            sources[start + offset] = entry & _LOCAL_MASK
+    return end, count

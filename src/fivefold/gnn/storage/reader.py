@@ -1,0 +1,385 @@
+"""Rows of a section, read into their final places by one of several back ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import ConfigurationError, DataError, FivefoldError, UnsupportedError
+from fivefold.files import storage_error
+from fivefold.gnn.storage._format import Section
+from fivefold.gnn.storage._requests import (
+    DAMAGED,
+    DONE,
+    ENDED,
+    FAILED,
+    STOPPED,
+    Requests,
+    Work,
+    join_rows,
+    plan_requests,
+)
+from fivefold.gnn.storage._threads import ThreadsBackend, Workers
+from fivefold.gnn.storage._uring import RingBackend
+from fivefold.gnn.storage.files import Files, closed_error, open_files, truncated_error
+from fivefold.gnn.storage.pages import PAGE_BYTES
+
+_logger = logging.getLogger(__name__)
+_IN_FLIGHT_BYTES = 1 << 20
+_MOST_THREADS = 16
+Backend = Literal["auto", "threads", "io_uring"]
+Integers = NDArray[np.integer[Any]] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class ReadStatistics:
+    """Counts of one or more reads; they add up with ``+``."""
+
+    requests: int = 0
+    bytes_read: int = 0  # whole pages
+    bytes_used: int = 0  # of the rows that were wanted
+    seconds: float = 0.0
+
+    def __add__(self, other: ReadStatistics) -> ReadStatistics:
+        return ReadStatistics(
+            self.requests + other.requests,
+            self.bytes_read + other.bytes_read,
+            self.bytes_used + other.bytes_used,
+            self.seconds + other.seconds,
+        )
+
+
+class PagedFile(Protocol):
+    """What a reader needs of a container."""
+
+    path: Path
+    file_id: int
+    page_checksums: NDArray[np.uint32]
+
+    @property
+    def descriptor(self) -> int:
+        """Return the open file."""
+
+    def section(self, name: str) -> Section:
+        """Return a section by name."""
+
+    def damaged_page(self, page: int) -> DataError:
+        """Return the error for a page whose checksum is wrong."""
+
+
+class RowReader:
+    """Reads runs of consecutive rows of one section to where they are wanted.
+
+    Requests are whole pages, past the page cache where the file system can do that. Runs that
+    share or adjoin pages are read together, so no page is read twice in a call. Each page is
+    compared with its checksum before a row of it is copied.
+
+    Args:
+        container: The file; it may be closed before the reader is.
+        section: Name of the section, or the section.
+        backend: "threads" or "io_uring"; "auto" takes io_uring where the kernel permits it.
+        threads: Workers of one call, the calling thread included.
+        queue_depth: Requests in flight at most, over all workers. With "threads" these are
+            threads, at most 16, and only calls with small requests use more than ``threads``.
+        direct: Read past the page cache, where the file system can.
+        block_bytes: Longest request; also the size of each worker's buffer.
+        max_gap_bytes: Read over gaps of at most this size between runs.
+        verify: Compare pages with their checksums.
+
+    Attributes:
+        backend: The back end in use.
+        direct: Whether reads go past the page cache.
+        buffer_bytes: Memory of its own at most, beside the output.
+
+    Raises:
+        ConfigurationError: An argument is out of range.
+        DataError: No such section.
+        StorageError: The file cannot be opened again.
+        UnsupportedError: The back end is not available.
+
+    Examples:
+        >>> import tempfile
+        >>> from fivefold.gnn.storage import ContainerWriter
+        >>> rows = np.arange(3000, dtype=np.float32).reshape(1000, 3)
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> schema = {"x": (np.float32, (1000, 3))}
+        >>> writer = ContainerWriter(
+        ...     f"{folder.name}/a.fvf", kind="demo", sections=schema, attributes={}
+        ... )
+        >>> writer.write("x", 0, rows)
+        >>> out = np.empty((5, 3), np.float32)
+        >>> with writer.commit() as container, RowReader(container, "x") as reader:
+        ...     cost = reader.read_runs(np.array([7, 900]), np.array([2, 3]), np.array([3, 0]), out)
+        >>> np.array_equal(out, rows[[900, 901, 902, 7, 8]]), cost.requests, cost.bytes_read
+        (True, 2, 8192)
+        >>> folder.cleanup()
+    """
+
+    def __init__(  # noqa: PLR0913 - the contract of the engines; all but two by name
+        self,
+        container: PagedFile,
+        section: str | Section,
+        *,
+        backend: Backend = "auto",
+        threads: int = 2,
+        queue_depth: int = 64,
+        direct: bool = True,
+        block_bytes: int = 1 << 20,
+        max_gap_bytes: int = 0,
+        verify: bool = True,
+    ) -> None:
+        _check_settings(
+            backend=backend, threads=threads, queue_depth=queue_depth, block_bytes=block_bytes
+        )
+        if max_gap_bytes < 0:
+            raise ConfigurationError(f"max_gap_bytes is {max_gap_bytes}", hint="use 0 or more")
+        self.section = container.section(section) if isinstance(section, str) else section
+        self.threads = threads
+        self.queue_depth = queue_depth
+        self.block_bytes = block_bytes
+        self.max_gap_bytes = max_gap_bytes
+        self._container = container
+        none = np.empty(0, np.uint32)
+        self._checksums = container.page_checksums if verify else none
+        self._shared = np.zeros(2, np.int64)
+        self._lock = threading.Lock()
+        self._closing = self._closed = False
+        self._workers = Workers()
+        self._files = open_files(container.path, container.descriptor, direct=direct)
+        try:
+            self._backend = self._make_backend(backend)
+        except BaseException:
+            self._files.close()
+            raise
+        # What is closed when the reader is, or when it is forgotten; backends change after a fork.
+        self._resources: list[ThreadsBackend | RingBackend | Files] = [self._backend, self._files]
+        self._finalizer = weakref.finalize(self, _release, self._resources)
+        self._process = os.getpid()
+        self.backend = self._backend.name
+        self.direct = self._files.is_direct
+        self.buffer_bytes = self._backend.buffer_bytes
+        _logger.debug("%s: %s, %s", container.path, self.backend, self._files.why)
+
+    def _make_backend(self, name: Backend) -> ThreadsBackend | RingBackend:
+        if name != "threads":
+            try:
+                return RingBackend(
+                    self._files,
+                    workers=self.threads,
+                    block_bytes=self.block_bytes,
+                    queue_depth=self.queue_depth,
+                )
+            except UnsupportedError as error:
+                if name == "io_uring":
+                    raise
+                _logger.debug("%s: threads, for %s", self._container.path, error.message)
+        return ThreadsBackend(self._files, workers=self._most_workers, block_bytes=self.block_bytes)
+
+    @property
+    def _most_workers(self) -> int:
+        return max(self.threads, min(self.queue_depth, _MOST_THREADS))
+
+    # --- reading ----------------------------------------------------------------------------
+
+    def read_runs(
+        self,
+        starts: Integers,
+        counts: Integers,
+        destinations: Integers,
+        out: NDArray[Any],
+    ) -> ReadStatistics:
+        """Copy runs of consecutive rows into an array.
+
+        Args:
+            starts: First row of each run, ascending; runs do not overlap.
+            counts: Rows of each run; 0 is allowed.
+            destinations: Row of ``out`` at which each run goes; the ranges should not overlap.
+            out: Contiguous rows of the section's dtype and row shape. Rows to which no run goes
+                keep their contents.
+
+        Returns:
+            What it cost.
+
+        Raises:
+            ConfigurationError: Runs out of order or range, or the output does not fit.
+            DataError: A page is damaged; rows may have been copied, but none of that page.
+            StorageError: The disk failed, the file was truncated, or the reader is closed.
+        """
+        runs = np.empty((3, len(starts)), np.int64)
+        if not len(starts) == len(counts) == len(destinations):
+            raise ConfigurationError(
+                f"{len(starts)} starts, {len(counts)} counts, {len(destinations)} destinations",
+                hint="give one of each per run",
+            )
+        runs[0], runs[1], runs[2] = starts, counts, destinations
+        return self._read(runs, out)
+
+    def read_rows(
+        self,
+        rows: Integers,
+        out: NDArray[Any],
+        destinations: Integers | None = None,
+    ) -> ReadStatistics:
+        """Copy single rows into an array.
+
+        Args:
+            rows: Numbers of the rows, ascending, none twice.
+            out: As for :meth:`read_runs`.
+            destinations: Row of ``out`` for each; None puts them one after another.
+
+        Returns:
+            What it cost.
+
+        Raises:
+            ConfigurationError: Rows out of order or range, or the output does not fit.
+            DataError: A page is damaged.
+            StorageError: The disk failed, the file was truncated, or the reader is closed.
+        """
+        places = np.arange(len(rows)) if destinations is None else destinations
+        if len(places) != len(rows):
+            raise ConfigurationError(
+                f"{len(rows)} rows and {len(places)} destinations", hint="give one per row"
+            )
+        runs = np.empty((3, len(rows)), np.int64)
+        count = join_rows(np.asarray(rows, np.int64), np.asarray(places, np.int64), runs)
+        return self._read(np.ascontiguousarray(runs[:, :count]), out)
+
+    def _read(self, runs: NDArray[np.int64], out: NDArray[Any]) -> ReadStatistics:
+        begin = time.perf_counter()
+        self._check_out(out)
+        requests = plan_requests(
+            runs,
+            offset=self.section.offset,
+            row_bytes=self.section.row_bytes,
+            num_rows=self.section.num_rows,
+            out_rows=len(out),
+            block_bytes=self.block_bytes,
+            max_gap_bytes=self.max_gap_bytes,
+        )
+        num_bytes = int(requests.num_pages.sum()) * PAGE_BYTES
+        if num_bytes:
+            self._perform(requests, out, num_bytes)
+        else:
+            self._check_open()
+        seconds = time.perf_counter() - begin
+        return ReadStatistics(len(requests.first_pages), num_bytes, requests.bytes_used, seconds)
+
+    def _perform(self, requests: Requests, out: NDArray[Any], num_bytes: int) -> None:
+        workers = self._active_workers(len(requests.first_pages), num_bytes)
+        self._renew_after_fork()
+        with self._lock:
+            # In this order: close() says that it is closing before it sets the stop word.
+            self._shared[:] = 0
+            self._check_open()
+            work = Work(
+                requests=requests,
+                out=out.ctypes.data,
+                checksums=self._checksums,
+                file_id=np.uint64(self._container.file_id),
+                shared=self._shared.ctypes.data,
+            )
+            status = np.zeros((workers, 4), np.int64)
+            self._workers.run(lambda worker: self._backend.share(worker, work, status), workers)
+        self._raise_failures(status)
+
+    def _renew_after_fork(self) -> None:
+        """Make threads and rings anew: a child has none, nor a right to its parent's."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._lock = threading.Lock()  # another thread may have held it at the fork
+            self._workers = Workers()
+            self._shared = np.zeros(2, np.int64)
+            self._shared[1] = int(self._closing)
+            if not self._closed:
+                self._backend = self._make_backend(self.backend)
+                self._resources.insert(0, self._backend)
+
+    def _active_workers(self, requests: int, num_bytes: int) -> int:
+        if self.backend != "threads":
+            return min(self.threads, requests)
+        # Short requests wait longer than they transfer: more of them at a time.
+        wanted = -(-_IN_FLIGHT_BYTES * requests // num_bytes)
+        return min(max(self.threads, min(wanted, self._most_workers)), requests)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise closed_error(f"the reader of {self._container.path}")
+
+    def _check_out(self, out: NDArray[Any]) -> None:
+        fits = out.dtype == self.section.dtype and out.shape[1:] == self.section.shape[1:]
+        if not fits or out.ndim == 0 or not out.flags.c_contiguous or not out.flags.writeable:
+            raise ConfigurationError(
+                f"the output is {out.dtype} of shape {out.shape}",
+                hint=f"give a contiguous, writable array of {self.section.dtype} rows of shape "
+                f"{self.section.shape[1:]}",
+            )
+
+    def _raise_failures(self, status: NDArray[np.int64]) -> None:
+        """Raise for the failure at the smallest place, whichever worker met it."""
+        failed = status[(status[:, 0] != DONE) & (status[:, 0] != STOPPED)]
+        if len(failed):
+            code, number, place, _ = min(failed.tolist(), key=lambda row: (row[2], row[0]))
+            raise self._failure(code, number, place)
+        if (status[:, 0] == STOPPED).any():
+            raise closed_error(f"while it was being read, {self._container.path}")
+
+    def _failure(self, code: int, number: int, place: int) -> FivefoldError:
+        path = self._container.path
+        if code == DAMAGED:
+            return self._container.damaged_page(place)
+        if code == ENDED:
+            return truncated_error(path, place)
+        assert code == FAILED, f"unknown status {code}"
+        return storage_error(number, path, "reading", offset=place)
+
+    # --- ending -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop a read that another thread is in, and release threads, buffers and descriptors."""
+        self._closing = True
+        self._shared[1] = 1
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._workers.close()
+                self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _release(resources: list[ThreadsBackend | RingBackend | Files]) -> None:
+    for resource in resources:
+        resource.close()
+
+
+def _check_settings(*, backend: str, threads: int, queue_depth: int, block_bytes: int) -> None:
+    if backend not in get_args(Backend):
+        raise ConfigurationError(f"backend is {backend!r}", hint=f"use one of {get_args(Backend)}")
+    if threads < 1 or queue_depth < 1:
+        raise ConfigurationError(
+            f"threads is {threads}, queue_depth is {queue_depth}", hint="use at least 1 of each"
+        )
+    if block_bytes < PAGE_BYTES or block_bytes % PAGE_BYTES:
+        raise ConfigurationError(
+            f"block_bytes is {block_bytes}", hint=f"use a positive multiple of {PAGE_BYTES}"
+        )

@@ -1,0 +1,436 @@
+"""How many local steps a round needs to hide its communication, decided while training.
+
+The overlap law: with a delayed rule one round takes ``max(tau * T_step, T_allreduce)``, so the
+smallest tau that hides everything is the smallest integer with
+
+    tau * T_step >= margin * T_allreduce.
+
+A ``TauController`` is told at every boundary what all ranks measured, and moves tau. It holds no
+clock, no tensor and no socket. All ranks feed it the same numbers (they travel in the metadata of a
+all-reduce, whose sum is the same everywhere bit for bit), so all ranks decide alike without asking
+one another.
+
+**Which statistic over the ranks.** A rank that launches early waits for the others, so its
+all-reduce is longer than the network needs: the network's time is the *minimum* over the ranks, of
+the same round. The slowest rank sets the pace and the others wait for it anyway: the compute to
+hide behind is that of the *slowest* rank, each rank's time being its median over the window first,
+so that hiccups which hit another rank each round do not look like slow compute.
+
+**Stability.** Medians over ``window`` rounds keep one stall from counting. Up at once when the
+round is too short for the communication; up or down by the margin only when ``patience`` rounds in
+a row agree, to what suits each of these rounds. Rounds agree while they differ by fewer steps than
+following them gains: the more the measurements scatter, the wider the band in which tau rests, and
+without scatter tau is exact. Where going down proves wrong, the next try needs four times the
+patience.
+
+Compute and communication that share cores slow one another down, and the more of a round the
+shorter it is. While one second of all-reduce costs less than one second of compute, the required
+tau grows slower than tau itself: the controller climbs to the fixed point without overshoot. From
+above it may stop a few steps early there, since each step less makes the others slower.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+from fivefold.errors import ConfigurationError
+
+# Patience after each try that proved wrong, and how often it grows.
+_PATIENCE_GROWTH = 4
+_MOST_GROWTHS = 3
+_KEPT_DECISIONS = 64
+# A quotient that is an integer but for rounding (0.6 / 0.2) must not cost one more step.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoTau:
+    """Settings of ``tau="auto"``: keep the smallest tau that hides the communication.
+
+    What a changing tau means for the outer step: a pseudo-gradient is the movement of a whole
+    round, so it grows with tau. ``outer_lr`` is relative to it and needs no rescaling, but a
+    longer round contracts more directions fully, so the stability limit of a delayed rule,
+    outer_lr < (1 - outer_momentum) * L, must hold as it stands and not only for short rounds.
+    The gap penalty's reference is a moving average over past rounds: for about ten rounds after
+    tau went up it damps too much, and after tau went down too little. ``clip`` is in units of
+    parameters and binds more often in longer rounds. Change of tau is therefore rare by design;
+    for runs that must be comparable, read ``TauController.tau`` once and fix it.
+
+    Going down takes ``patience`` rounds of the larger tau, so it is slower in steps than going up.
+
+    Args:
+        initial: tau until ``window`` rounds have been measured.
+        minimum: Smallest tau.
+        maximum: Largest tau. A network that makes no progress while this machine computes cannot
+            be hidden by any tau; then tau ends here.
+        margin: The round must last this many times the communication: 1.1 leaves 10 % to spare.
+        window: Rounds whose median counts; a link that hangs for less than half of it changes
+            nothing, a link that stays slow changes tau within it.
+        patience: Rounds in a row that must agree before tau goes down, or up although nothing is
+            exposed yet.
+        balance: Whether a slow rank takes fewer local steps per round, so that all reach the
+            boundary together. tau then counts the fastest rank's steps. Weight the ranks by
+            their tokens.
+
+    Raises:
+        ConfigurationError: A value is outside its range.
+
+    References:
+        CO2, arXiv 2401.16265 (tau was tuned by hand there; reviewers asked for a rule).
+
+    Examples:
+        >>> AutoTau(maximum=64).initial
+        8
+    """
+
+    initial: int = 8
+    minimum: int = 1
+    maximum: int = 1024
+    margin: float = 1.1
+    window: int = 3
+    patience: int = 12
+    balance: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "minimum", "maximum", "window", "patience"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(
+                    f"AutoTau {name} must be a positive integer; got {value!r}"
+                )
+        if not self.minimum <= self.initial <= self.maximum:
+            message = (
+                "AutoTau needs minimum <= initial <= maximum; got "
+                f"minimum={self.minimum}, initial={self.initial}, maximum={self.maximum}"
+            )
+            raise ConfigurationError(message, hint="set initial between the two")
+        number = isinstance(self.margin, (int, float)) and not isinstance(self.margin, bool)
+        if not (number and math.isfinite(self.margin) and self.margin >= 1):
+            message = f"AutoTau margin must be a number of at least 1; got {self.margin!r}"
+            raise ConfigurationError(message, hint="1.1 leaves 10 % of the round to spare")
+        if not isinstance(self.balance, bool):
+            raise ConfigurationError(f"AutoTau balance must be True or False; got {self.balance!r}")
+
+
+def named_auto_tau(tau: str | AutoTau) -> AutoTau:
+    """Return the settings that a name stands for; settings are returned as they are."""
+    if isinstance(tau, AutoTau):
+        return tau
+    if tau != "auto":
+        message = f"tau {tau!r} is not known"
+        raise ConfigurationError(message, hint='use a positive integer, "auto" or AutoTau(...)')
+    return AutoTau()
+
+
+class TauState(TypedDict):
+    """Plain numbers and lists whose lengths depend on settings and world size alone."""
+
+    tau: int
+    changes: int
+    growths: int
+    last_was_down: int
+    above_rounds: int
+    above_most: int
+    above_least: int
+    below_rounds: int
+    below_most: int
+    below_least: int
+    all_reduce_window: list[float]
+    step_windows: list[float]
+    local_steps: list[int]
+    share_sums: list[float]
+    share_rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Need:
+    """What the last rounds ask for: ``steps`` with the margin, ``bare`` without it."""
+
+    steps: int
+    bare: float
+    step_s: float
+    all_reduce_s: float
+
+
+class TauController:
+    """Turns measured step and all-reduce times into tau, in the same way on every rank."""
+
+    def __init__(self, settings: AutoTau, world_size: int) -> None:
+        if world_size < 1:
+            raise ConfigurationError(f"world_size must be positive; got {world_size!r}")
+        self.settings = settings
+        self.world_size = world_size
+        self.changes = 0
+        self._tau = settings.initial
+        self._growths = 0
+        self._last_was_down = False
+        self._above = _Agreement()
+        self._below = _Agreement()
+        self._all_reduces: deque[float] = deque([0.0] * settings.window, maxlen=settings.window)
+        self._steps: list[deque[float]] = [self._all_reduces.copy() for _ in range(world_size)]
+        self._balance = StepBalance(world_size, tau=settings.initial, patience=settings.patience)
+        self._decisions: deque[TauDecision] = deque(maxlen=_KEPT_DECISIONS)
+
+    @property
+    def tau(self) -> int:
+        """Local steps of the coming round; with ``balance`` those of the fastest rank."""
+        return self._tau
+
+    @property
+    def decisions(self) -> tuple[TauDecision, ...]:
+        """Return the last 64 decisions since the start or the last ``restore``, oldest first."""
+        return tuple(self._decisions)
+
+    @property
+    def patience_rounds(self) -> int:
+        """Rounds that must agree before tau goes down: more after each try that proved wrong."""
+        return int(self.settings.patience * _PATIENCE_GROWTH**self._growths)
+
+    def local_tau(self, rank: int) -> int:
+        """Local steps of this rank in the coming round; ``tau`` unless ``balance`` is on."""
+        return self._balance.steps[rank] if self.settings.balance else self._tau
+
+    def observe(
+        self, step_s: Sequence[float], all_reduce_s: Sequence[float], *, round_number: int
+    ) -> TauDecision | None:
+        """Take in one boundary's measurements; call it once per boundary, with equal numbers."""
+        self._require_times("step_s", step_s)
+        self._require_times("all_reduce_s", all_reduce_s)
+        flown = [time_s for time_s in all_reduce_s if time_s > 0]
+        if flown:
+            self._all_reduces.append(min(flown))
+        if any(step_s):
+            for window, time_s in zip(self._steps, step_s, strict=True):
+                window.append(time_s)
+        times = [_median(window) for window in self._steps]
+        need = self._need(times)
+        if need is None:
+            return None
+        previous = self._tau
+        reason = self._move(need)
+        if self.settings.balance:
+            moved = self._balance.update(times, tau=self._tau, at_once=reason is not None)
+            reason = reason or ("balance" if moved else None)
+        if reason is None:
+            return None
+        decision = TauDecision(
+            round=round_number,
+            previous=previous,
+            tau=self._tau,
+            step_s=need.step_s,
+            all_reduce_s=need.all_reduce_s,
+            reason=reason,
+        )
+        self._decisions.append(decision)
+        self.changes += self._tau != previous
+        return decision
+
+    def state(self) -> TauState:
+        """Return what a resumed run needs to go on deciding bit for bit alike."""
+        return TauState(
+            tau=self._tau,
+            changes=self.changes,
+            growths=self._growths,
+            last_was_down=int(self._last_was_down),
+            above_rounds=self._above.rounds,
+            above_most=self._above.most,
+            above_least=self._above.least,
+            below_rounds=self._below.rounds,
+            below_most=self._below.most,
+            below_least=self._below.least,
+            all_reduce_window=list(self._all_reduces),
+            step_windows=[time_s for window in self._steps for time_s in window],
+            local_steps=list(self._balance.steps),
+            share_sums=list(self._balance.sums),
+            share_rounds=self._balance.rounds,
+        )
+
+    def restore(self, state: TauState) -> None:
+        """Go on from ``state()`` of a controller with the same settings and world size."""
+        fresh = self.state()
+        for name in ("all_reduce_window", "step_windows", "local_steps"):
+            if len(state[name]) != len(fresh[name]):
+                message = f"the saved {name} has {len(state[name])} entries, not {len(fresh[name])}"
+                hint = "use the same world size and window, or start again with initial=<saved tau>"
+                raise ConfigurationError(message, hint=hint)
+        window = self.settings.window
+        self._tau, self.changes = state["tau"], state["changes"]
+        self._growths, self._last_was_down = state["growths"], bool(state["last_was_down"])
+        self._above = _Agreement(state["above_rounds"], state["above_most"], state["above_least"])
+        self._below = _Agreement(state["below_rounds"], state["below_most"], state["below_least"])
+        self._all_reduces.extend(state["all_reduce_window"])
+        for rank, times in enumerate(self._steps):
+            times.extend(state["step_windows"][rank * window : (rank + 1) * window])
+        self._balance.restore(
+            steps=state["local_steps"], sums=state["share_sums"], rounds=state["share_rounds"]
+        )
+
+    # -- tau --------------------------------------------------------------------------------------
+
+    def _need(self, times: Sequence[float]) -> _Need | None:
+        """Return what the windows ask for; None until they are full."""
+        present = [time_s for time_s in times if time_s > 0]
+        if not present or not all(self._all_reduces):
+            return None
+        all_reduce_s, slowest_s, fastest_s = _median(self._all_reduces), max(present), min(present)
+        step_s, to_fill_s, bare_s = slowest_s, self.settings.margin * all_reduce_s, all_reduce_s
+        if self.settings.balance:
+            # The slowest rank must get at least one step in.
+            step_s = fastest_s
+            to_fill_s, bare_s = max(to_fill_s, slowest_s), max(bare_s, slowest_s)
+        steps = math.ceil(to_fill_s / step_s * (1 - _ROUNDING))
+        steps = max(self.settings.minimum, min(steps, self.settings.maximum))
+        return _Need(steps=steps, bare=bare_s / step_s, step_s=step_s, all_reduce_s=all_reduce_s)
+
+    def _move(self, need: _Need) -> TauReason | None:
+        """Change tau where the rounds so far ask for it."""
+        tau = self._tau
+        self._above.count(need.steps, tau=tau, when=need.steps > tau)
+        self._below.count(need.steps, tau=tau, when=need.steps < tau)
+        exposed = need.bare * (1 - _ROUNDING) > tau
+        if exposed and need.steps > tau:
+            return self._set(need.steps, "exposed")
+        if self._above.rounds >= self.settings.patience:
+            return self._set(self._above.most, "margin")
+        if self._below.rounds >= self.patience_rounds:
+            return self._set(self._below.most, "slack")
+        return None
+
+    def _set(self, tau: int, reason: TauReason) -> TauReason:
+        down = tau < self._tau
+        if max(tau, self._tau) > 2 * min(tau, self._tau) + 1:
+            self._growths = 0  # the link changed; what was learnt of its noise is void
+        elif self._last_was_down and not down:
+            self._growths = min(self._growths + 1, _MOST_GROWTHS)
+        self._last_was_down = down
+        self._tau = tau
+        self._above, self._below = _Agreement(), _Agreement()
+        return reason
+
+    def _require_times(self, name: str, times: Sequence[float]) -> None:
+        if len(times) != self.world_size:
+            message = f"{name} must have one entry per rank, {self.world_size}; got {len(times)}"
+            raise ConfigurationError(message)
+        for rank, time_s in enumerate(times):
+            if not (math.isfinite(time_s) and time_s >= 0):
+                message = f"{name} of rank {rank} must be finite and not negative; got {time_s!r}"
+                raise ConfigurationError(message, hint="0.0 stands for no measurement")
+
+
+@dataclass
+class _Agreement:
+    """Rounds in a row that asked for the same direction, and the range of what they asked for."""
+
+    rounds: int = 0
+    most: int = 0
+    least: int = 0
+
+    def count(self, steps: int, *, tau: int, when: bool) -> None:
+        """Count one round; begin anew where it asks for something else, or too differently.
+
+        Rounds agree while they differ by less than what following them would gain.
+        """
+        if not when:
+            self.rounds = self.most = self.least = 0
+            return
+        most, least = max(self.most, steps), min(self.least or steps, steps)
+        agrees = min(abs(tau - most), abs(tau - least)) > most - least
+        self.rounds = self.rounds + 1 if agrees else 1
+        self.most, self.least = (most, least) if agrees else (steps, steps)
+
+
+def _median(times: Sequence[float] | deque[float]) -> float:
+    """Return the median of the measurements there are (of two, the lower); 0.0 without any."""
+    measured = [time_s for time_s in times if time_s > 0]
+    return statistics.median_low(measured) if measured else 0.0
+
+
+TauReason = Literal["exposed", "margin", "slack", "balance"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TauDecision:
+    """One change of tau, or of the ranks' local steps ("balance"), for logs and timelines.
+
+    Attributes:
+        round: Round whose message brought the measurements; the round that begins when it has
+            arrived is the first with the new tau.
+        previous: tau before.
+        tau: tau from now on.
+        step_s: Compute seconds of one step of tau: of the slowest rank, or with ``balance`` of
+            the fastest.
+        all_reduce_s: Seconds that the network needs for one round's communication.
+        reason: "exposed": the communication took longer than the round. "margin": it fitted, but
+            without the margin. "slack": fewer steps hide it too. "balance": only the local steps
+            of some ranks changed.
+
+    Examples:
+        >>> print(TauDecision(round=5, previous=8, tau=18, step_s=0.1, all_reduce_s=1.6,
+        ...                   reason="exposed"))
+        round 5: tau 8 -> 18 (exposed: communication 1.6 s, step 0.1 s)
+    """
+
+    round: int
+    previous: int
+    tau: int
+    step_s: float
+    all_reduce_s: float
+    reason: TauReason
+
+    def __str__(self) -> str:
+        times = f"communication {self.all_reduce_s:.3g} s, step {self.step_s:.3g} s"
+        return f"round {self.round}: tau {self.previous} -> {self.tau} ({self.reason}: {times})"
+
+
+# Counts stay while no rank's mean share is off by more than this.
+_SLACK_STEPS = 0.75
+
+
+class StepBalance:
+    """Local steps per rank, for a given tau."""
+
+    def __init__(self, world_size: int, *, tau: int, patience: int) -> None:
+        self.steps = [tau] * world_size
+        self.sums = [0.0] * world_size
+        self.rounds = 0
+        self._patience = patience
+
+    def update(self, step_s: Sequence[float], *, tau: int, at_once: bool) -> bool:
+        """Count one round's measurements; return whether a rank's steps changed."""
+        fastest_s = min(time_s for time_s in step_s if time_s > 0)
+        shares = [tau * fastest_s / (time_s or fastest_s) for time_s in step_s]
+        if at_once or self._is_far_off(shares):
+            return self._set(shares)
+        self.sums = [total + share for total, share in zip(self.sums, shares, strict=True)]
+        self.rounds += 1
+        if self.rounds < self._patience:
+            return False
+        means = [total / self.rounds for total in self.sums]
+        pairs = zip(means, self.steps, strict=True)
+        if any(abs(mean - steps) > _SLACK_STEPS for mean, steps in pairs):
+            return self._set(means)
+        self._forget()
+        return False
+
+    def restore(self, *, steps: Sequence[int], sums: Sequence[float], rounds: int) -> None:
+        """Go on from the three public attributes of another one."""
+        self.steps, self.sums, self.rounds = list(steps), list(sums), rounds
+
+    def _is_far_off(self, shares: Sequence[float]) -> bool:
+        """Return whether a rank is off by more than a step and more than a quarter of its steps."""
+        pairs = zip(shares, self.steps, strict=True)
+        return any(abs(share - steps) > max(1.0, steps / 4) for share, steps in pairs)
+
+    def _set(self, shares: Sequence[float]) -> bool:
+        self._forget()
+        before = self.steps
+        self.steps = [max(1, math.floor(share + 0.5)) for share in shares]
+        return before != self.steps
+
+    def _forget(self) -> None:
+        self.sums, self.rounds = [0.0] * len(self.steps), 0

@@ -1,0 +1,219 @@
+"""What the engine measured: a frozen record for users, and the meter that fills it."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from dataclasses import dataclass, field
+
+from fivefold.optim._rules import OuterRule
+from fivefold.optim._update import Number
+
+_KEPT_RECORDS = 4096
+_RUNNING_GAP_DECAY = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceRecord:
+    """One all-reduce, in ``time.perf_counter()`` seconds of this rank.
+
+    Attributes:
+        round: Round whose work it carried.
+        payload_bytes: Bytes summed, per rank.
+        launched_at_s: When it was launched.
+        completed_at_s: When the backend finished it.
+        wait_started_at_s: When the training thread began to wait for it.
+        wait_ended_at_s: When the training thread went on.
+        fragment: Part of the model that it carried.
+        sent_bytes: Bytes that this rank sent for it.
+        lost: Whether it was lost; its work went out again with the next.
+
+    Examples:
+        >>> AllReduceRecord(round=0, payload_bytes=8, launched_at_s=0.0, completed_at_s=1.0,
+        ...              wait_started_at_s=2.0, wait_ended_at_s=2.0).round
+        0
+    """
+
+    round: int
+    payload_bytes: int
+    launched_at_s: float
+    completed_at_s: float
+    wait_started_at_s: float
+    wait_ended_at_s: float
+    fragment: int = 0
+    sent_bytes: int = 0
+    lost: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncStatistics:
+    """Totals since the engine was made, on this rank.
+
+    Attributes:
+        steps: Local steps.
+        rounds: Rounds that were ended.
+        merged_rounds: Rounds whose all-reduce was merged.
+        payload_bytes: Bytes of the pseudo-gradients that were summed, before any codec.
+        sent_bytes: Bytes that this rank sent for them, as counted by the transport.
+        in_flight_s: Seconds in which an all-reduce was under way.
+        exposed_wait_s: Seconds in which the training thread waited for one.
+        overlap_fraction: 1 - exposed_wait_s / in_flight_s; None before the first merge.
+        boundary_s: Seconds of outer updates and copies, without the waits.
+        staleness_gap: Mean L_t over the merged rounds; None before the first merge.
+        last_staleness_gap: L_t of the last merged round; None before the first merge.
+        clipped_fraction: Share of momentum elements that the clip changed.
+        tau: Local steps of the present round.
+        tau_changes: How often the automatic tau was changed.
+        lost_all_reduces: All-reduces that were lost and sent again.
+        left_out_payloads: Payloads, of any rank, that were left out of a sum because they were not
+            finite.
+
+    Examples:
+        >>> StatisticsMeter().snapshot(steps=0, rounds=0, tau=8).merged_rounds
+        0
+    """
+
+    steps: int
+    rounds: int
+    merged_rounds: int
+    payload_bytes: int
+    sent_bytes: int
+    in_flight_s: float
+    exposed_wait_s: float
+    overlap_fraction: float | None
+    boundary_s: float
+    staleness_gap: float | None
+    last_staleness_gap: float | None
+    clipped_fraction: float
+    tau: int
+    tau_changes: int
+    lost_all_reduces: int
+    left_out_payloads: int
+
+
+@dataclass(kw_only=True)
+class StatisticsMeter:
+    """Running sums; the counters that a resume should keep are in ``state()``."""
+
+    merged_rounds: int = 0
+    payload_bytes: int = 0
+    sent_bytes: int = 0
+    lost_all_reduces: int = 0
+    left_out_payloads: int = 0
+    in_flight_s: float = 0.0
+    exposed_wait_s: float = 0.0
+    boundary_s: float = 0.0
+    gap_sum: float = 0.0
+    last_gap: float | None = None
+    running_gap: float | None = None
+    clipped: Number = 0
+    elements: int = 0
+    all_reduces: deque[AllReduceRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
+
+    def add_all_reduce(self, all_reduce: AllReduceRecord) -> None:
+        """Count one waited-for all-reduce."""
+        self.all_reduces.append(all_reduce)
+        self.payload_bytes += all_reduce.payload_bytes
+        self.sent_bytes += all_reduce.sent_bytes
+        self.lost_all_reduces += all_reduce.lost
+        self.in_flight_s += all_reduce.completed_at_s - all_reduce.launched_at_s
+        self.exposed_wait_s += all_reduce.wait_ended_at_s - all_reduce.wait_started_at_s
+
+    def add_merge(self, *, gap: float, clipped: Number, elements: int) -> None:
+        """Count one outer step."""
+        self.merged_rounds += 1
+        self.gap_sum += gap
+        self.last_gap = gap
+        previous = gap if self.running_gap is None else self.running_gap
+        self.running_gap = _RUNNING_GAP_DECAY * previous + (1 - _RUNNING_GAP_DECAY) * gap
+        self.clipped = self.clipped + clipped
+        self.elements += elements
+
+    def take_all_reduces(self) -> list[AllReduceRecord]:
+        """Return and forget the all-reduces since the last call."""
+        taken = list(self.all_reduces)
+        self.all_reduces.clear()
+        return taken
+
+    def snapshot(
+        self, *, steps: int, rounds: int, tau: int, tau_changes: int = 0
+    ) -> SyncStatistics:
+        """Return the totals as a frozen record."""
+        merged = self.merged_rounds
+        self.clipped = int(self.clipped)
+        overlap = None
+        if self.in_flight_s > 0:
+            overlap = max(0.0, 1.0 - self.exposed_wait_s / self.in_flight_s)
+        return SyncStatistics(
+            steps=steps,
+            rounds=rounds,
+            merged_rounds=merged,
+            payload_bytes=self.payload_bytes,
+            sent_bytes=self.sent_bytes,
+            in_flight_s=self.in_flight_s,
+            exposed_wait_s=self.exposed_wait_s,
+            overlap_fraction=overlap,
+            boundary_s=self.boundary_s,
+            staleness_gap=self.gap_sum / merged if merged else None,
+            last_staleness_gap=self.last_gap,
+            clipped_fraction=self.clipped / self.elements if self.elements else 0.0,
+            tau=tau,
+            tau_changes=tau_changes,
+            lost_all_reduces=self.lost_all_reduces,
+            left_out_payloads=self.left_out_payloads,
+        )
+
+    def state(self) -> dict[str, float | int | None]:
+        """Return the numbers that a resumed run continues from."""
+        self.clipped = int(self.clipped)
+        return {name: value for name, value in vars(self).items() if name != "all_reduces"}
+
+    def restore(self, state: dict[str, float | int | None]) -> None:
+        """Set the numbers from ``state()``."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+_ROUNDS_BEFORE_WARNING = 8
+_FRAMES_TO_THE_CALLER_OF_STEP = 3
+
+
+class StabilityWarning(UserWarning):
+    """The outer learning rate is at or above the stability limit of a delayed rule.
+
+    Examples:
+        >>> issubclass(StabilityWarning, UserWarning)
+        True
+    """
+
+
+class StabilityWatch:
+    """Warn once when the running staleness gap says that the outer learning rate is too high.
+
+    On a noise-free quadratic mode that a round of local steps contracts by a in (0, 1], a delayed
+    rule that replaces local work is stable if and only if alpha * a / L < 1 - beta. Modes that
+    converge within a round have a near 1, so alpha should stay below (1 - beta) * L. Derivation:
+    the characteristic polynomial r^2 - (1 + beta) r + (beta + alpha a / L) and the Jury test.
+    """
+
+    def __init__(self, rule: OuterRule) -> None:
+        self._rule = rule
+        self._limited = rule.delayed and rule.merge == "replace"
+
+    def watch(self, meter: StatisticsMeter) -> None:
+        """Look at the meter after an outer step."""
+        gap = meter.running_gap
+        if not self._limited or gap is None or meter.merged_rounds < _ROUNDS_BEFORE_WARNING:
+            return
+        outer_lr, momentum = self._rule.outer_lr, self._rule.outer_momentum
+        limit = (1 - momentum) * gap
+        if outer_lr < limit:
+            return
+        self._limited = False  # once is enough
+        message = (
+            f"outer_lr={outer_lr} is at or above the stability limit {limit:.3g} = "
+            f"(1 - outer_momentum={momentum}) * staleness gap {gap:.3g}: directions that converge "
+            f"within a round may diverge; use outer_lr below {limit:.3g}, a smaller "
+            "outer_momentum or a penalty"
+        )
+        warnings.warn(message, StabilityWarning, stacklevel=_FRAMES_TO_THE_CALLER_OF_STEP)

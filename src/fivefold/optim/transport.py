@@ -1,0 +1,383 @@
+"""The outside of the engine: one asynchronous sum over the ranks of a process group.
+
+A *all-reduce* is the sum of one round's payload, plus metadata*: a few float64 numbers that travel
+with it (norms, replica hashes). The sum of metadata is the same bit for bit on every rank, so
+decisions made from it are made alike everywhere, whatever each rank's hardware rounds to.
+
+Payloads travel as they are, by one asynchronous all-reduce for each bucket, or written by a
+codec, in which case ``_compressed`` carries them.
+
+The transport has a process group of its own. Two collectives of one group are matched by their
+order, and the trainer's own collectives (validation, checkpoints) come at other moments on
+different ranks; in a shared group they could be matched with a payload.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fivefold.errors import ConfigurationError
+from fivefold.optim._comm_thread import CommunicationThread, Job, named_errors
+from fivefold.optim._compressed import CompressedExchange, ring_bytes
+from fivefold.optim.codecs import Codec, ExactCodec, resolve_codec
+
+_CALLBACK_PATIENCE_S = 1.0
+_CALLBACK_GRACE_S = 0.05
+
+
+class PendingAllReduce(Protocol):
+    """One sum over the ranks on its way."""
+
+    @property
+    def launched_at_s(self) -> float:
+        """``time.perf_counter()`` at the launch."""
+        ...
+
+    @property
+    def completed_at_s(self) -> float | None:
+        """``time.perf_counter()`` at completion; None while under way."""
+        ...
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends over the network for this all-reduce, by the formula."""
+        ...
+
+    def wait(self) -> bool:
+        """Block until the sums are in the tensors that were launched.
+
+        With CUDA tensors the host need not block: the current stream is made to wait.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """What the engine needs of the world.
+
+    ``world_size`` is the number of slots that ranks can have; a transport whose membership
+    changes keeps it and leaves slots empty.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks that are summed over."""
+        ...
+
+    def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
+        """Learn a fragment's payloads, once and before its first launch.
+
+        From then on ``state_dict()`` has its final structure.
+
+        Args:
+            payloads: Buffers of the sizes, data types and devices that will be launched.
+            fragment: Their number.
+        """
+        ...
+
+    def launch(
+        self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
+    ) -> PendingAllReduce:
+        """Start summing the tensors in place over all ranks; return at once.
+
+        Args:
+            payloads: Flat buffers that nobody touches until the all-reduce has been waited for. A
+                transport may send them compressed; their sums are then approximate, and equal
+                on all ranks bit for bit.
+            metadata: A few float64 numbers, always summed exactly as they are.
+            fragment: Which part of the model the payloads are, from 0; at most one all-reduce of a
+                fragment is under way at a time.
+            what: What is sent, for error messages.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold of the transport (error feedback); its shape never varies."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()``."""
+        ...
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite the tensors with rank 0's."""
+        ...
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """Return every rank's value, in rank order."""
+        ...
+
+
+class ProcessGroupTransport:
+    """A transport over ``torch.distributed`` (gloo or NCCL) in a process group of its own.
+
+    Args:
+        process_group: Ranks that take part, as a group or a one-dimensional ``DeviceMesh``; None
+            for all. Only its membership is used.
+        timeout_s: Longest wait for a collective, in seconds.
+        codec: How payloads are written on the wire: ``"fp32"`` (every data type as it is),
+            ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, or a codec.
+        bucket_bytes: Payloads are sent in parts of at most this size.
+
+    Raises:
+        ConfigurationError: ``torch.distributed`` is not initialised, or an argument is not
+            allowed.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | DeviceMesh | None,
+        *,
+        timeout_s: float,
+        codec: str | Codec = "fp32",
+        bucket_bytes: int = 32 * 2**20,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            message = "torch.distributed is not initialised"
+            hint = "call torch.distributed.init_process_group first, or start with torchrun"
+            raise ConfigurationError(message, hint=hint)
+        self.codec = resolve_codec(codec)
+        self._bucket_bytes = _checked_bucket_bytes(bucket_bytes)
+        members = dist.get_process_group_ranks(_as_group(process_group))
+        with named_errors(dist.get_rank(), "the set-up of the engine's process group"):
+            self._group = dist.new_group(
+                members,
+                timeout=timedelta(seconds=timeout_s),
+                use_local_synchronization=process_group is not None,
+            )
+        self._global_root = members[0]
+        self._thread = CommunicationThread(
+            rank=self.rank, issues_at_once="nccl" in dist.get_backend_config(self._group)
+        )
+        self._exchange: CompressedExchange | None = None
+        if not isinstance(self.codec, ExactCodec):
+            self._exchange = CompressedExchange(
+                self._group, self._thread, codec=self.codec, bucket_bytes=bucket_bytes
+            )
+        self._open_works: list[dist.Work] = []
+        # Also at the interpreter's exit: gloo aborts the process when a collective is cut off.
+        weakref.finalize(self, _let_land, self._open_works)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the group."""
+        return dist.get_rank(self._group)
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks in the group."""
+        return dist.get_world_size(self._group)
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """Return the group's ranks as the default group numbers them."""
+        return tuple(dist.get_process_group_ranks(self._group))
+
+    def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
+        """Make the residuals of a fragment, where the codec needs them.
+
+        Raises:
+            ConfigurationError: The codec does not take such payloads.
+        """
+        if self._exchange is not None:
+            self._exchange.prepare(payloads, fragment=fragment)
+
+    def launch(
+        self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
+    ) -> PendingAllReduce:
+        """Start summing; see ``Transport.launch``.
+
+        Raises:
+            CommunicationError: The collective could not be started.
+            ConfigurationError: The codec does not take such payloads.
+        """
+        if self._exchange is not None:
+            return self._exchange.launch(payloads, metadata=metadata, fragment=fragment, what=what)
+        launched_at_s = time.perf_counter()
+        tensors = [*payloads, metadata]
+        buckets = [part for tensor in tensors for part in self._buckets(tensor)]
+        with named_errors(self.rank, what):
+            works = [dist.all_reduce(part, group=self._group, async_op=True) for part in buckets]
+        self._open_works[:] = [work for work in self._open_works if not work.is_completed()]
+        self._open_works.extend(works)
+        watch = None
+        if any(tensor.is_cuda for tensor in tensors):
+            watch = self._thread.submit(lambda: _wait_all(works), tensors=tensors, what=what)
+        sent_bytes = ring_bytes(sum(t.nbytes for t in tensors), world_size=self.world_size)
+        return ProcessGroupAllReduce(
+            works,
+            rank=self.rank,
+            launched_at_s=launched_at_s,
+            sent_bytes=sent_bytes,
+            what=what,
+            watch=watch,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals of the codec, live; nothing where payloads travel as they are.
+
+        Call it when all all-reduces have been waited for.
+        """
+        return {} if self._exchange is None else self._exchange.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()`` of the same fragments, codec and number of ranks.
+
+        Raises:
+            ConfigurationError: It is of others.
+        """
+        if self._exchange is not None:
+            self._exchange.load_state_dict(state)
+        elif state:
+            message = 'the saved transport has residuals of a codec, this run has codec="fp32"'
+            raise ConfigurationError(message, hint="resume with the codec of the save")
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite the tensors with the group's first rank's.
+
+        Raises:
+            CommunicationError: A peer ended or the network failed.
+        """
+
+        def run() -> None:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=self._global_root, group=self._group)
+
+        self._in_order(run, tensors=tensors, what="broadcast of the initial parameters")
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """Return every rank's value, in rank order.
+
+        Raises:
+            CommunicationError: A peer ended or the network failed.
+        """
+        values: list[Any] = [None] * self.world_size
+
+        def run() -> None:
+            dist.all_gather_object(values, value, group=self._group)
+
+        self._in_order(run, tensors=(), what="comparison of the ranks' settings")
+        return values
+
+    def _in_order(
+        self, run: Callable[[], None], *, tensors: Sequence[torch.Tensor], what: str
+    ) -> None:
+        """Run a collective after the all-reduces before it, whoever carries those out."""
+        if self._exchange is None:
+            with named_errors(self.rank, what):
+                run()
+        else:
+            self._thread.wait(self._thread.submit(run, tensors=tensors, what=what))
+
+    def _buckets(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Views of a tensor that cover it once; a collective on nothing is left out."""
+        if tensor.nbytes <= self._bucket_bytes:
+            return [tensor] if tensor.numel() else []
+        if not tensor.is_contiguous():
+            message = f"payloads must be contiguous; got strides {tensor.stride()}"
+            raise ConfigurationError(message, hint="launch tensor.contiguous()")
+        return torch.split(tensor.view(-1), max(self._bucket_bytes // tensor.element_size(), 1))
+
+
+def _as_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            message = f"process_group must have one dimension; got a mesh of {process_group.ndim}"
+            raise ConfigurationError(message, hint='choose one: mesh["replicate"]')
+        return process_group.get_group()
+    group = process_group or dist.group.WORLD
+    assert group is not None, "torch.distributed is initialised"
+    return group
+
+
+def _checked_bucket_bytes(bucket_bytes: int) -> int:
+    whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
+    if not whole or bucket_bytes < 1:
+        message = f"bucket_bytes must be a positive integer; got {bucket_bytes!r}"
+        raise ConfigurationError(message, hint="the default is 32 MiB")
+    return bucket_bytes
+
+
+def _wait_all(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _let_land(works: list[dist.Work], patience_s: float = 5.0) -> None:
+    """Give collectives that nobody waits for any more a moment to end."""
+    deadline_s = time.monotonic() + patience_s
+    while any(not work.is_completed() for work in works) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    if works:
+        # The backend's thread may still be letting go of a callback. If the interpreter ended
+        # meanwhile, that thread would be unwound in the middle of it, and the process aborted.
+        time.sleep(_CALLBACK_GRACE_S)
+
+
+class ProcessGroupAllReduce:
+    """All-reduces of one round on their way.
+
+    On a CPU completion is stamped by the backend's thread. With CUDA tensors the works' callbacks
+    run when the collectives have been queued, not when they have ended: there a ``watch`` job
+    waits for the event on the communication thread, and the compute stream never does.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        *,
+        rank: int,
+        launched_at_s: float,
+        sent_bytes: int,
+        what: str,
+        watch: Job | None = None,
+    ) -> None:
+        self.sent_bytes = sent_bytes
+        self.launched_at_s = launched_at_s
+        self._works = works
+        self._rank = rank
+        self._what = what
+        self._watch = watch
+        self._lock = threading.Lock()
+        self._stamped = threading.Event()
+        self._open = len(works)
+        self._completed_at_s: float | None = None
+        if watch is None:
+            for work in works:
+                work.get_future().add_done_callback(self._on_done)
+
+    @property
+    def completed_at_s(self) -> float | None:
+        """``time.perf_counter()`` at completion; None while under way."""
+        return self._completed_at_s if self._watch is None else self._watch.completed_at_s
+
+    def _on_done(self, _: object) -> None:
+        now_s = time.perf_counter()
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                self._completed_at_s = now_s
+                self._stamped.set()
+
+    def wait(self) -> bool:
+        """Wait for every all-reduce; see ``PendingAllReduce.wait``."""
+        with named_errors(self._rank, self._what):
+            _wait_all(self._works)  # NCCL: only makes the current stream wait
+        if self._watch is None and self._works:
+            self._stamped.wait(_CALLBACK_PATIENCE_S)  # it may run just after the wait returned
+        if self._watch is None and self._completed_at_s is None:
+            self._completed_at_s = time.perf_counter()
+        return True

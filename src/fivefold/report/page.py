@@ -1,0 +1,445 @@
+"""A page as plain data: sections of typed parts. Producers fill it in, renderers draw it.
+
+Nothing here knows what a run, a plan or a topology is. Kinds (``"compute"``, ``"job0"``, ...) name
+colours, which are the style sheet's business.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.errors import ConfigurationError
+
+Kinds = tuple[tuple[str, str], ...]
+"""Kind and name of what a chart shows, for its legend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataTable:
+    """Rows of text.
+
+    Args:
+        columns: Name and meaning of each.
+        rows: Text of each cell, the first being the row's name. A name and one more cell: that
+            cell spans all columns.
+        caption: What it lists.
+        text_columns: Which columns are words; the others are figures.
+        marked: Rows that stand out.
+        badges: Row and a word beside its name.
+        shades: Depth of each cell's background from 0 to 1, by row, without the names.
+        explained: Whether the meanings of the columns are listed below.
+
+    Raises:
+        ConfigurationError: A row has another number of cells than there are columns.
+    """
+
+    columns: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str = ""
+    text_columns: tuple[int, ...] = ()
+    marked: tuple[int, ...] = ()
+    badges: tuple[tuple[int, str], ...] = ()
+    shades: tuple[tuple[float, ...], ...] = ()
+    explained: bool = False
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns) and not len(row) == 2 < len(self.columns):
+                raise ConfigurationError(
+                    f"a row has {len(row)} cells, the table {len(self.columns)} columns: {row}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarRow:
+    """One stacked bar: its label, kind, length and text of each segment, the text at its end."""
+
+    label: str
+    total: str
+    segments: tuple[tuple[str, float, str], ...]
+
+    @property
+    def length(self) -> float:
+        """Return the length of the whole bar."""
+        return sum(length for _, length, _ in self.segments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarChart:
+    """Stacked bars.
+
+    Args:
+        rows: The bars; lengths in one unit.
+        kinds: For the legend.
+        caption: What they show.
+        tight: Whether there are many: thinner, in groups that begin with a label.
+        full: Length of the whole track; None takes the longest bar, 0 makes each bar the whole.
+    """
+
+    rows: tuple[BarRow, ...]
+    kinds: Kinds = ()
+    caption: str = ""
+    tight: bool = False
+    full: float | None = None
+
+    def shares(self, row: BarRow) -> tuple[float, ...]:
+        """Return what each segment of a row takes of the track, from 0 to 1."""
+        longest = max((row.length for row in self.rows), default=0.0)
+        full = longest if self.full is None else self.full or row.length
+        return tuple(length / full if full > 0 else 0.0 for _, length, _ in row.segments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeRow:
+    """A value with its interval, and what is written at its end."""
+
+    label: str
+    value: float
+    low: float
+    high: float
+    text: str
+
+    def __post_init__(self) -> None:
+        numbers = (self.value, self.low, self.high)
+        if not all(math.isfinite(number) for number in numbers) or self.low > self.high:
+            raise ConfigurationError(f"{self.label!r} has no proper interval: {numbers}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeChart:
+    """Bars from 0 with intervals, and named lines that they are compared to."""
+
+    rows: tuple[RangeRow, ...]
+    marks: tuple[tuple[str, float], ...] = ()
+    caption: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneSpan:
+    """A box on a timeline.
+
+    Args:
+        start_s: Where it begins.
+        end_s: Where it ends.
+        kind: Its colour.
+        title: What a pointer over it tells, beside its length.
+        label: Written into it where there is room.
+        group: Spans of different groups never share a track of their lane.
+    """
+
+    start_s: float
+    end_s: float
+    kind: str
+    title: str
+    label: str = ""
+    group: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneLoad:
+    """What one of several asks of a lane, in steps.
+
+    Args:
+        kind: Its colour.
+        title: What a pointer over it tells.
+        times_s: Where each step begins; the last is where it ends.
+        shares: Of the lane's capacity from each time to the next; one fewer than times.
+
+    Raises:
+        ConfigurationError: The numbers of times and shares do not go together.
+    """
+
+    kind: str
+    title: str
+    times_s: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.times_s) != len(self.shares) + 1:
+            raise ConfigurationError(
+                f"{len(self.shares)} shares need {len(self.shares) + 1} times; "
+                f"got {len(self.times_s)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineLane:
+    """A row of a timeline: boxes, those at one time below one another, or stacked loads.
+
+    A group's name stands above its first row; the others of the group have none.
+    """
+
+    name: str
+    group: str = ""
+    spans: tuple[LaneSpan, ...] = ()
+    loads: tuple[LaneLoad, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Rows over one stretch of time.
+
+    Args:
+        lanes: The rows.
+        start_s: Where the stretch begins; ticks count from here.
+        end_s: Where it ends.
+        kinds: For the legend.
+        caption: How to read it.
+        heading: What it is of, where there are several.
+        touching_s: Boxes that overlap by less lie side by side.
+
+    Raises:
+        ConfigurationError: The stretch has no length.
+    """
+
+    lanes: tuple[TimelineLane, ...]
+    start_s: float
+    end_s: float
+    kinds: Kinds = ()
+    caption: str = ""
+    heading: str = ""
+    touching_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.end_s > self.start_s:
+            raise ConfigurationError(
+                f"a timeline must have a length; it goes from {self.start_s} to {self.end_s} s"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One curve, or a set of points.
+
+    Args:
+        name: Of what; curves of one name are shown and hidden together.
+        x: Positions to the right.
+        y: Positions upward.
+        texts: What a pointer near each point tells; empty for the two numbers.
+        colour: As CSS has it; empty for the next of the page's own.
+        width: Of the line; 0 draws no line.
+        dash: SVG's pattern of dashes.
+        marker: ``"circle"``, ``"diamond"``, ``"square"``, ``"triangle"`` or nothing.
+        filled: Whether the area below it is filled.
+        stepped: Whether it goes up and then right, as a count does.
+        in_legend: Whether its name is listed.
+
+    Raises:
+        ConfigurationError: There are not as many positions upward as to the right, or one of them
+            is not finite.
+    """
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    texts: tuple[str, ...] = ()
+    colour: str = ""
+    width: float = 2.0
+    dash: str = ""
+    marker: str = ""
+    filled: bool = False
+    stepped: bool = False
+    in_legend: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y) or len(self.texts) not in (0, len(self.x)):
+            sizes = f"{len(self.x)}, {len(self.y)} and {len(self.texts)}"
+            raise ConfigurationError(f"curve {self.name!r} has {sizes} positions and texts")
+        if not all(map(math.isfinite, (*self.x, *self.y))):
+            raise ConfigurationError(f"curve {self.name!r} has a point that lies nowhere")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveChart:
+    """Curves of one quantity against another, to hover over and to zoom into.
+
+    Args:
+        key: Unique name of the chart on its page.
+        x_name: What lies to the right, with its unit.
+        y_name: What lies upward, with its unit.
+        curves: The curves, the last on top.
+        caption: How to read it; its first sentence stands out.
+        x_log: Whether the axis to the right is logarithmic.
+        y_log: Whether the axis upward is.
+        x_ticks: Positions and texts of its ticks; empty for round numbers.
+        y_ticks: The same upward.
+        x_from_zero: Whether the axis begins at 0.
+        y_from_zero: The same upward.
+        marks: Name and height of horizontal lines to compare with.
+
+    Raises:
+        ConfigurationError: A logarithmic axis would have to show 0 or less.
+    """
+
+    key: str
+    x_name: str
+    y_name: str
+    curves: tuple[Curve, ...]
+    caption: str = ""
+    x_log: bool = False
+    y_log: bool = False
+    x_ticks: tuple[tuple[float, str], ...] = ()
+    y_ticks: tuple[tuple[float, str], ...] = ()
+    x_from_zero: bool = False
+    y_from_zero: bool = False
+    marks: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for curve in self.curves:
+            if (self.x_log and min(curve.x, default=1) <= 0) or (
+                self.y_log and min(curve.y, default=1) <= 0
+            ):
+                raise ConfigurationError(
+                    f"curve {curve.name!r} does not fit the logarithmic axis of {self.key!r}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A decision: who took it, from what, against which alternatives.
+
+    Args:
+        who: Who decided.
+        about: What it was about.
+        decision: What was decided.
+        taken: Whether a change came of it.
+        alternatives: Name and predicted seconds of what was weighed.
+        chosen: Which of the alternatives it was; None where a rule decided.
+        inputs: What was used, and who owns it.
+        allowed_by: What let those inputs through.
+        round: When it was taken.
+    """
+
+    who: str
+    about: str
+    decision: str
+    taken: bool = True
+    alternatives: tuple[tuple[str, float], ...] = ()
+    chosen: str | None = None
+    inputs: tuple[tuple[str, str], ...] = ()
+    allowed_by: tuple[str, ...] = ()
+    round: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionLog:
+    """Decisions in their order, and what the seconds of their alternatives are."""
+
+    decisions: tuple[Decision, ...]
+    seconds: str = "predicted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A drawing that is put into the page itself: an SVG or PNG file's content."""
+
+    title: str
+    content: bytes
+    caption: str = ""
+    media_type: str = "image/svg+xml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextBlock:
+    """A paragraph, or text to be shown as it was typed."""
+
+    text: str
+    heading: str = ""
+    verbatim: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """A part that is shown when it is asked for, by its title."""
+
+    title: str
+    part: PagePart
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideBySide:
+    """Parts beside one another, two in a row where the page is wide enough."""
+
+    parts: tuple[PagePart, ...]
+
+
+PagePart = (
+    DataTable
+    | BarChart
+    | RangeChart
+    | Timeline
+    | CurveChart
+    | DecisionLog
+    | Picture
+    | TextBlock
+    | Folded
+    | SideBySide
+)
+"""What a section of a page may hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageSection:
+    """A headed part of a page, and how to read it.
+
+    The key is the section's address within the page; empty where nothing points at it.
+    """
+
+    heading: str
+    parts: tuple[PagePart, ...] = ()
+    how: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page about runs, a plan, a simulation, an ablation or an algorithm.
+
+    Args:
+        title: Title of the page.
+        finding: The result in a sentence or two.
+        tiles: The few figures to see first: value, what it is, more about it.
+        caveats: What a reader must know to believe the right things.
+        sections: The page's parts.
+        command: How to make it again.
+
+    Examples:
+        >>> table = DataTable(columns=(("job", ""), ("time", "")), rows=(("a", "1 s"),))
+        >>> sections = (PageSection(heading="Jobs", parts=(table,)),)
+        >>> page = Page(title="two jobs", finding="Nobody waits.", sections=sections)
+    """
+
+    title: str
+    finding: str
+    tiles: tuple[tuple[str, str, str], ...] = ()
+    caveats: tuple[str, ...] = ()
+    sections: tuple[PageSection, ...] = ()
+    command: str = ""
+
+
+_MOST_SVG_BYTES = 90_000  # beyond, the same picture in pixels is smaller and draws faster
+_DOTS_PER_INCH = 100
+_COLOURS = 64
+
+
+def picture_of(figure: Any, title: str, caption: str = "") -> Picture:
+    """Return a figure of matplotlib as SVG, or as PNG where that would be large.
+
+    The same picture is the same file: it holds no date, and no ids that depend on the run.
+    """
+    import matplotlib as mpl  # noqa: PLC0415 - optional, and the figure shows that it is there
+    from PIL import Image  # noqa: PLC0415 - comes with matplotlib
+
+    content = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "fivefold"}):
+        figure.savefig(content, format="svg", bbox_inches="tight", metadata={"Date": None})
+    if content.tell() <= _MOST_SVG_BYTES:
+        return Picture(title=title, caption=caption, content=content.getvalue())
+    pixels = io.BytesIO()
+    figure.savefig(pixels, format="png", bbox_inches="tight", dpi=_DOTS_PER_INCH)
+    content = io.BytesIO()
+    Image.open(pixels).convert("RGB").quantize(_COLOURS).save(content, "png", optimize=True)
+    return Picture(title=title, caption=caption, content=content.getvalue(), media_type="image/png")

@@ -1,0 +1,421 @@
+"""What the runs of a report amount to: pure functions from runs to numbers.
+
+Rates leave out validation and checkpoints (their cadence is a matter of configuration and has
+nothing to do with how gradients travel), so that methods are compared on the training step alone.
+Every ratio compares with one reference run per run: the DDP run, or the run with communication
+switched off, that shares most of its settings. What cannot be computed is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from pydantic import BaseModel, ConfigDict
+
+from fivefold.report._records import LinkBytes, Run, Status
+from fivefold.report._spans import (
+    LANE_CATEGORIES,
+    RankOverlap,
+    measure_overlap,
+    overlap_of_ranks,
+)
+from fivefold.report.format import format_count, format_percent, format_ratio
+from fivefold.units import format_duration_s
+
+CATEGORIES = (
+    "compute",
+    "exposed_communication",
+    "boundary",
+    "data",
+    "validation",
+    "checkpoint",
+    "other",
+)
+_NOT_TRAINING = ("validation", "checkpoint")
+
+
+class RunSummary(BaseModel):
+    """The figures of one run, in seconds, bytes and tokens of all ranks.
+
+    Attributes:
+        name: The run's name in the report.
+        label: Its method, for people.
+        method: Its method, for programs.
+        is_plain_ddp: Whether it is DDP in its own order: what the others are compared with.
+        status: ``"finished"``, ``"stopped"`` (on request) or ``"unfinished"`` (going on, killed).
+        steps: Optimizer steps of each rank so far.
+        tokens: Tokens of all ranks so far.
+        wall_s: Wall-clock seconds so far.
+        tokens_per_s: Tokens per second of training: without validation and checkpoints.
+        fraction_of_compute_only: ``tokens_per_s`` over that of the run without communication.
+        ddp: Name of the DDP run that this one is compared with; None where there is none.
+        speed_ratio_to_ddp: ``tokens_per_s`` over that of the DDP run.
+        seconds: Rank 0's wall time by category; None where nothing recorded it.
+        waits: Rank 0's seconds of waiting by cause, the longest first; None where nothing
+            recorded it.
+        in_flight_s: Seconds in which a collective was under way; None where there was none.
+        exposed_wait_s: Seconds in which training stood still for one; ``seconds`` also counts
+            the waits for other messages, such as the ranks' agreement on stopping.
+        overlap_fraction: Share of the time in flight that was not waited for, of all ranks that
+            recorded a timeline; rank 0's own sums where none did.
+        overlap: The same rank by rank, measured from the timeline.
+        payload_bytes_per_step: Bytes that one rank handed to all-reduce, per step.
+        message_bytes_per_step: Bytes that rank 0 sent for it, after any codec, as the method
+            counts them; None where it does not.
+        least_link_bytes_per_step: What any all-reduce of that payload must send per rank where
+            no codec shrinks it, ``2 (n - 1) / n`` of it; None where several ranks share a link.
+        sent_bytes_per_step: Bytes that left rank 0's interface, per step.
+        received_bytes_per_step: Bytes that came in there, per step.
+        bits_per_byte: Final validation.
+        time_to_ddp_s: Wall seconds until validation first was as good as the DDP run's final one.
+        time_to_ddp_ratio: How many times sooner than the DDP run that was.
+        notes: What a reader must know about the run.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    label: str
+    method: str
+    is_plain_ddp: bool = False
+    status: Status
+    steps: int = 0
+    tokens: int = 0
+    wall_s: float = 0.0
+    tokens_per_s: float | None = None
+    fraction_of_compute_only: float | None = None
+    ddp: str | None = None
+    speed_ratio_to_ddp: float | None = None
+    seconds: dict[str, float] | None = None
+    waits: dict[str, float] | None = None
+    in_flight_s: float | None = None
+    exposed_wait_s: float | None = None
+    overlap_fraction: float | None = None
+    overlap: tuple[RankOverlap, ...] = ()
+    payload_bytes_per_step: float | None = None
+    message_bytes_per_step: float | None = None
+    least_link_bytes_per_step: float | None = None
+    sent_bytes_per_step: float | None = None
+    received_bytes_per_step: float | None = None
+    bits_per_byte: float | None = None
+    time_to_ddp_s: float | None = None
+    time_to_ddp_ratio: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exposed_fraction(self) -> float | None:
+        """Share of the wall time in which training stood still, for whatever message."""
+        waited_s = self.exposed_wait_s
+        if self.seconds is not None:
+            waited_s = self.seconds["exposed_communication"]
+        return waited_s / self.wall_s if waited_s is not None and self.wall_s > 0 else None
+
+
+def summarise(runs: Sequence[Run]) -> list[RunSummary]:
+    """Compute the figures of each run and compare it with its baselines."""
+    alone = [_summarise_one(run) for run in runs]
+    return [_compare(index, runs, alone) for index in range(len(runs))]
+
+
+def validation_curve(run: Run) -> list[tuple[float, float]]:
+    """Wall seconds and bits per byte of each finite validation, the final one included."""
+    points = [(point.wall_s, point.bits_per_byte) for point in run.metrics.validation]
+    last_step = run.metrics.validation[-1].step if run.metrics.validation else -1
+    result = run.result
+    if result is not None and result.bits_per_byte is not None and result.steps > last_step:
+        points.append((result.wall_s, result.bits_per_byte))
+    return sorted(point for point in points if all(map(math.isfinite, point)))
+
+
+def final_bits_per_byte(run: Run) -> float | None:
+    """Return the run's final validation: of the result, else the last one there is."""
+    if run.result is not None and run.result.bits_per_byte is not None:
+        return run.result.bits_per_byte
+    return run.metrics.validation[-1].bits_per_byte if run.metrics.validation else None
+
+
+def time_to_value(points: Sequence[tuple[float, float]], target: float) -> float | None:
+    """When a falling curve first reaches a value, by linear interpolation between its points."""
+    if points and points[0][1] <= target:
+        return points[0][0]
+    for (start_s, high), (end_s, low) in pairwise(points):
+        if low <= target:
+            return start_s + (end_s - start_s) * (high - target) / (high - low)
+    return None
+
+
+def _summarise_one(run: Run) -> RunSummary:
+    steps, tokens, wall_s = _progress(run)
+    seconds = _seconds(run)
+    communication = run.result.communication if run.result is not None else None
+    in_flight_s, exposed_s = _communication_seconds(run)
+    overlap = tuple(found for rank in run.ranks if (found := measure_overlap(rank)) is not None)
+    overlap_fraction = overlap_of_ranks(overlap)
+    if overlap_fraction is None and communication is not None:
+        overlap_fraction = communication.overlap_fraction
+    payload = messages = None
+    if communication is not None and steps:
+        payload = communication.payload_bytes / steps
+        if communication.sent_bytes is not None:
+            messages = communication.sent_bytes / steps
+    link = _link_bytes(run)
+    return RunSummary(
+        name=run.name,
+        label=run.label,
+        method=run.manifest.method,
+        is_plain_ddp=run.is_plain_ddp,
+        status=run.status,
+        steps=steps,
+        tokens=tokens,
+        wall_s=wall_s,
+        tokens_per_s=_training_rate(tokens, wall_s, seconds),
+        seconds=seconds,
+        waits=_waits(run),
+        in_flight_s=in_flight_s,
+        exposed_wait_s=exposed_s,
+        overlap_fraction=overlap_fraction if in_flight_s else None,
+        overlap=overlap,
+        payload_bytes_per_step=payload,
+        message_bytes_per_step=messages,
+        least_link_bytes_per_step=_least_link_bytes(run, payload),
+        sent_bytes_per_step=link.sent / steps if link is not None and steps else None,
+        received_bytes_per_step=link.received / steps if link is not None and steps else None,
+        bits_per_byte=final_bits_per_byte(run),
+        notes=run.notes,
+    )
+
+
+def _progress(run: Run) -> tuple[int, int, float]:
+    """Steps, tokens and wall seconds: of the result, else the furthest line of the metrics."""
+    if run.result is not None:
+        return run.result.steps, run.result.tokens, run.result.wall_s
+    metrics = run.metrics
+    reached = [(point.step, point.tokens, point.wall_s) for point in metrics.train]
+    reached += [(point.step, point.tokens, point.wall_s) for point in metrics.validation]
+    if metrics.end is not None:
+        reached.append((metrics.end.step, metrics.end.tokens, metrics.end.wall_s))
+    return max(reached, default=(0, 0, 0.0))
+
+
+def _seconds(run: Run) -> dict[str, float] | None:
+    if run.result is not None and run.result.seconds:
+        return {category: run.result.seconds.get(category, 0.0) for category in CATEGORIES}
+    spans = run.ranks[0].spans if run.ranks and run.ranks[0].rank == 0 else ()
+    if not spans:
+        return None
+    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    for span in spans:
+        if span.lane in LANE_CATEGORIES:
+            seconds[LANE_CATEGORIES[span.lane]] += span.end_s - span.start_s
+    return seconds
+
+
+def _waits(run: Run) -> dict[str, float] | None:
+    if run.result is not None and run.result.waits:
+        waits = dict(run.result.waits)
+    elif run.ranks and run.ranks[0].rank == 0 and run.ranks[0].spans:
+        waits = {}
+        for span in run.ranks[0].spans:
+            if span.lane == "wait":
+                cause = span.name.partition(" round ")[0]
+                waits[cause] = waits.get(cause, 0.0) + span.end_s - span.start_s
+    else:
+        return None
+    return dict(sorted(waits.items(), key=lambda item: -item[1]))
+
+
+def _communication_seconds(run: Run) -> tuple[float | None, float | None]:
+    """Return seconds in flight and exposed on rank 0; None where there was no communication."""
+    if run.result is not None and run.result.communication is not None:
+        communication = run.result.communication
+        if communication.collectives or communication.in_flight_s:
+            return communication.in_flight_s, communication.exposed_wait_s
+        return None, None
+    lanes = {"flight": 0.0, "wait": 0.0}
+    for span in run.ranks[0].spans if run.ranks and run.ranks[0].rank == 0 else ():
+        if span.lane in lanes:
+            lanes[span.lane] += span.end_s - span.start_s
+    return (lanes["flight"], lanes["wait"]) if lanes["flight"] else (None, None)
+
+
+def _link_bytes(run: Run) -> LinkBytes | None:
+    if run.result is not None and run.result.link_bytes is not None:
+        return run.result.link_bytes
+    return run.ranks[0].link_bytes if run.ranks and run.ranks[0].rank == 0 else None
+
+
+def _least_link_bytes(run: Run, payload: float | None) -> float | None:
+    ranks, hosts = run.manifest.world_size, run.manifest.hosts
+    if payload is None or hosts != ranks:
+        return None
+    return 2 * (ranks - 1) / ranks * payload
+
+
+def _training_rate(tokens: int, wall_s: float, seconds: dict[str, float] | None) -> float | None:
+    training_s = wall_s - sum((seconds or {}).get(name, 0.0) for name in _NOT_TRAINING)
+    return tokens / training_s if tokens and training_s > 0 else None
+
+
+def _compare(index: int, runs: Sequence[Run], alone: Sequence[RunSummary]) -> RunSummary:
+    run, summary = runs[index], alone[index]
+    found: dict[str, float | str | None] = {}
+    silent = [index for index, other in enumerate(runs) if other.manifest.method == "none"]
+    compute_only = _reference(run, runs, alone, among=silent)
+    if compute_only is not None:
+        found["fraction_of_compute_only"] = _ratio(
+            summary.tokens_per_s, alone[compute_only].tokens_per_s
+        )
+    plain = [index for index, other in enumerate(runs) if other.is_plain_ddp]
+    ddp = _reference(run, runs, alone, among=plain)
+    if ddp is not None:
+        found["ddp"] = runs[ddp].name
+        found["speed_ratio_to_ddp"] = _ratio(summary.tokens_per_s, alone[ddp].tokens_per_s)
+        target = alone[ddp].bits_per_byte
+        # Ranks that never communicate train replicas of their own: no curve to compare.
+        if target is not None and run.manifest.method != "none":
+            reached_s = time_to_value(validation_curve(run), target)
+            ddp_s = time_to_value(validation_curve(runs[ddp]), target)
+            found["time_to_ddp_s"] = reached_s
+            found["time_to_ddp_ratio"] = _ratio(ddp_s, reached_s)
+    return summary.model_copy(update=found)
+
+
+def _reference(
+    run: Run, runs: Sequence[Run], alone: Sequence[RunSummary], *, among: Sequence[int]
+) -> int | None:
+    """The one of some runs that shares most with the given one, the first where several do."""
+    candidates = [index for index in among if alone[index].tokens_per_s is not None]
+
+    def shared(index: int) -> int:
+        mine, other = run.manifest, runs[index].manifest
+        keys = ("world_size", "num_parameters", "lab", "seed")
+        return sum(getattr(mine, key) == getattr(other, key) for key in keys)
+
+    return max(candidates, key=lambda index: (shared(index), -index), default=None)
+
+
+def _ratio(mine: float | None, reference: float | None) -> float | None:
+    return mine / reference if mine is not None and reference else None
+
+
+_BASELINES = ("none", "ddp")
+_SAME = 0.02
+_KEYS_THAT_MUST_AGREE = ("world_size", "num_parameters", "lab", "machine", "torch")
+
+
+def headline(summaries: Sequence[RunSummary]) -> str:
+    """Say in one or two sentences what the runs show.
+
+    The subject is the fastest CO2 run, else the fastest run of another local-update method, else
+    the first run that trained.
+    """
+    subject = _subject(summaries)
+    if subject is None:
+        return "There is nothing to report yet."
+    ddp = next((run for run in summaries if run.name == subject.ddp), None)
+    if ddp is None or ddp is subject or subject.speed_ratio_to_ddp is None:
+        return _alone(subject)
+    sentence = f"{subject.label} {_speed(subject.speed_ratio_to_ddp)}, {_rates(subject, ddp)}"
+    return f"{sentence}{_hidden(subject)}. {_learning(subject, ddp)}".strip()
+
+
+def caveats(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> list[str]:
+    """Say what limits the comparison: unfinished runs, unequal conditions, an unshaped link."""
+    found = []
+    unshaped = [lab for run in runs if (lab := run.manifest.lab) is not None and not lab.shaped]
+    if unshaped:
+        known = "; ".join(sorted({lab.reason or "no reason recorded" for lab in unshaped}))
+        found.append(
+            f"Unshaped: {known}. The ranks talked over this machine's own network, so the figures "
+            "say nothing about a slow link."
+        )
+    unfinished = [run.label for run in summaries if run.status != "finished"]
+    if unfinished:
+        found.append(f"Not finished: {', '.join(unfinished)}. Figures are of what there is so far.")
+    differing = [key for key in _KEYS_THAT_MUST_AGREE if _differs(runs, key)]
+    if differing:
+        names = ", ".join(key.replace("_", " ") for key in differing)
+        found.append(f"The runs differ in {names}: compare them with care.")
+    tokens = {run.tokens for run in summaries if run.method != "none" and run.status == "finished"}
+    if len(tokens) > 1:
+        found.append("The runs did not train on the same number of tokens.")
+    return found
+
+
+def _differs(runs: Sequence[Run], key: str) -> bool:
+    values = [getattr(run.manifest, key) for run in runs]
+    if key == "lab":  # counted hosts, rate, delay: whether it was shaped is said on its own
+        values = [
+            value and (value.hosts, value.rate_bytes_per_s, value.delay_s) for value in values
+        ]
+    return any(value != values[0] for value in values[1:])
+
+
+def _subject(summaries: Sequence[RunSummary]) -> RunSummary | None:
+    trained = [run for run in summaries if run.tokens_per_s]
+    tried = [run for run in trained if run.method != "none" and not run.is_plain_ddp]
+    if tried:
+        return max(tried, key=importance)
+    return next((run for run in trained if run.is_plain_ddp), trained[0] if trained else None)
+
+
+def importance(run: RunSummary) -> tuple[bool, bool, float]:
+    """What a run is chosen by where a page speaks of one: CO2, local updates, then its rate."""
+    return run.method == "co2", run.method not in _BASELINES, run.tokens_per_s or 0.0
+
+
+def _speed(ratio: float) -> str:
+    if ratio > 1 + _SAME:
+        return f"trained {format_ratio(ratio)} as fast as DDP"
+    if ratio < 1 - _SAME:
+        return f"was slower than DDP, at {format_ratio(ratio)} its speed"
+    return "was as fast as DDP"
+
+
+def _rates(subject: RunSummary, ddp: RunSummary) -> str:
+    rates = (
+        f"{format_count(subject.tokens_per_s)} against {format_count(ddp.tokens_per_s)} tokens/s"
+    )
+    if subject.fraction_of_compute_only is None:
+        return rates
+    share = format_percent(subject.fraction_of_compute_only)
+    return f"{rates} ({share} of the speed without any communication)"
+
+
+def _hidden(run: RunSummary) -> str:
+    if run.overlap_fraction is None:
+        return ""
+    hidden = format_percent(run.overlap_fraction)
+    return f", and hid {hidden} of its communication behind computation"
+
+
+def _learning(subject: RunSummary, ddp: RunSummary) -> str:
+    if subject.bits_per_byte is None or ddp.bits_per_byte is None:
+        return ""
+    if "unfinished" in (subject.status, ddp.status):
+        so_far = f"{subject.bits_per_byte:.3f} bits per byte, DDP at {ddp.bits_per_byte:.3f}"
+        return f"So far it is at {so_far}."
+    ends = f"it ended at {subject.bits_per_byte:.3f} bits per byte, DDP at {ddp.bits_per_byte:.3f}"
+    if subject.time_to_ddp_s is None:
+        return f"It did not reach DDP's final loss: {ends}."
+    reached = f"It reached DDP's final loss after {format_duration_s(subject.time_to_ddp_s)}"
+    ratio = subject.time_to_ddp_ratio
+    if ratio is None:
+        return f"{reached}; {ends}."
+    pace = f"{ratio:.2f} times sooner" if ratio >= 1 else f"{1 / ratio:.2f} times later"
+    return f"{reached}, {pace} than DDP itself; {ends}."
+
+
+def _alone(run: RunSummary) -> str:
+    sentence = f"{run.label} trained at {format_count(run.tokens_per_s)} tokens/s"
+    if run.fraction_of_compute_only is not None and run.method != "none":
+        share = format_percent(run.fraction_of_compute_only)
+        sentence += f", {share} of the speed without any communication"
+    sentence += f"{_hidden(run)}."
+    if run.bits_per_byte is not None:
+        ended = "So far it is" if run.status == "unfinished" else "It ended"
+        sentence += f" {ended} at {run.bits_per_byte:.3f} bits per byte."
+    missing = "" if run.is_plain_ddp else " There is no DDP run here to compare with."
+    return sentence + missing
