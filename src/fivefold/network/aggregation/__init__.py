@@ -1,8 +1,11 @@
 """In-network aggregation: a software switch that really sums, and the ranks' half of it."""
 
-from fivefold.network.aggregation._connection import read_switch_state
 from fivefold.network.aggregation._switch import AggregationSwitch
-from fivefold.network.aggregation.client import AggregationClient, AggregationOptions
+from fivefold.network.aggregation.client import (
+    AggregationClient,
+    AggregationOptions,
+    read_switch_state,
+)
 
 __all__ = [
     "AggregationClient",

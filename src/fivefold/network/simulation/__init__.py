@@ -1,7 +1,6 @@
 """The fluid simulator: max-min fair rates of flows over paths, event by event."""
 
-from fivefold.network.simulation._result import SimulationResult
-from fivefold.network.simulation._simulate import simulate
+from fivefold.network.simulation._simulate import SimulationResult, simulate
 from fivefold.network.simulation._tasks import AggregationRequest, Compute, Flow, FlowTable
 from fivefold.network.simulation.rates import max_min_rates
 
