@@ -4,7 +4,7 @@ python examples/moe_expert_parallel.py
 
 The ranks are virtual: they share this process, as they can share one GPU. Without a GPU, Triton's
 interpreter runs the kernel on the CPU, slowly, so the sizes are tiny. Between processes the same
-call goes over ``ExpertExchange.between_processes``, between GPUs over ``TorchSymmetricHeap``.
+call goes over ``OneSidedGroup.between_processes``, between GPUs over ``TorchSymmetricHeap``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
-from fivefold.moe import ExchangeConfig, ExpertExchange, Router, VirtualHeap, fused_moe
+from fivefold.moe import OneSidedConfig, OneSidedGroup, Router, VirtualHeap, fused_moe
 
 RANKS, EXPERTS, HIDDEN, INNER, TOP_K = 4, 8, 32, 32, 2
 
@@ -35,7 +35,7 @@ def main() -> None:
     w13 = torch.randn(EXPERTS, 2 * INNER, HIDDEN, device=device) / HIDDEN**0.5
     w2 = torch.randn(EXPERTS, HIDDEN, INNER, device=device) / INNER**0.5
 
-    config = ExchangeConfig(
+    config = OneSidedConfig(
         ranks=RANKS,
         experts=EXPERTS,
         hidden=HIDDEN,
@@ -45,17 +45,17 @@ def main() -> None:
         dtype=x.dtype,
     )
     heap = VirtualHeap(RANKS, nbytes=config.heap_bytes(), device=device)
-    exchange = ExpertExchange(config, heap)
-    y, ids, weights = exchange.routed(x, w13, w2, gate, Router(top_k=TOP_K), num_tokens=tokens)
-    exchange.check()
+    group = OneSidedGroup(config, heap)
+    y, ids, weights = group.routed(x, w13, w2, gate, Router(top_k=TOP_K), num_tokens=tokens)
+    group.check()
 
     alone = fused_moe(x, w13, w2, ids, weights, backend="reference")
     print(f"heap: {heap.nbytes} bytes per rank; largest difference {(y - alone).abs().max():.1e}")
     print("bytes of tokens from each rank to each rank's experts:")
-    for rank, row in enumerate(exchange.statistics()["sent_bytes"]):
+    for rank, row in enumerate(group.statistics()["sent_bytes"]):
         print(f"  rank {rank}: {row}")
     routed = int((ids >= 0).sum())
-    total = sum(map(sum, exchange.statistics()["sent_bytes"]))
+    total = sum(map(sum, group.statistics()["sent_bytes"]))
     print(f"{routed} routed rows x {HIDDEN} x {x.dtype.itemsize} bytes = {total}")
 
 

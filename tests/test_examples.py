@@ -20,7 +20,7 @@ ALONE = [
     "gnn_from_toml.py",
 ]
 ELASTIC = "elastic_co2.py"
-ON_TWO_RANKS = ["co2_plain_loop.py", "hf_style_loop.py"]
+ON_TWO_RANKS = ["co2_plain_loop.py", "hf_style_loop.py", "hf_trainer.py"]
 
 
 def run(command, cwd):
@@ -81,6 +81,17 @@ def test_hugging_face_style_loop_resumes_to_the_same_bits(tmp_path):
     assert len({checksum for pair in ends for checksum in pair}) == 1
     losses = [float(loss) for loss in re.findall(r"step 160  loss (\S+)", output)]
     assert losses[0] == losses[1] < 1.0  # a uniform guess has log(32) = 3.47
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_hugging_face_trainer_resumes_to_the_same_bits(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed (fivefold[hf])")
+    output = torchrun(ROOT / "examples" / "hf_trainer.py", tmp_path)
+    ends = re.findall(r"rank [01]: loss (\S+), model (\S+), resumed (\S+)", output)
+    assert len(ends) == 2
+    assert len({checksum for _, *pair in ends for checksum in pair}) == 1
+    assert float(ends[0][0]) < 1.8  # a uniform guess has log(16) = 2.77
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ MAY_IMPORT = {
 MAY_IMPORT["cli"] = set(MAY_IMPORT) - {"testing"}  # the one room above all
 # Rooms within a room, each importing only those before it.
 INNER_ORDER = {
-    "moe": ["routing", "kernels", "operator", "parallel", "checkpoints"],
+    "moe": ["routing", "kernels", "operator", "parallel"],
     "network": ["topology", "profiling", "simulation", "aggregation"],
     "collectives": ["schedules", "algorithms", "pricing", "synthesis", "lowering", "execution"],
     "gnn": [

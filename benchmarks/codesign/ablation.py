@@ -15,15 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+from matplotlib.figure import Figure
+
 from benchmarks.results_file import BenchmarkRow, write_results
-from fivefold.codesign import (
-    AblationRow,
-    JobSpec,
-    PlanningOptions,
-    ablate,
-    draw_ablation,
-    synthetic_jobs,
-)
+from fivefold.codesign import JobSpec, PlanningOptions, ablate, synthetic_jobs
+from fivefold.codesign.ablation import AblationRow
 from fivefold.network.topology import (
     Aggregation,
     HostSpec,
@@ -36,6 +33,31 @@ RESULTS = Path(__file__).parents[1] / "results" / "codesign" / "ablation.json"
 FIGURES = Path(__file__).parents[2] / "docs" / "figures" / "codesign"
 LINK = "bandwidth=12.5GB/s,latency=1us"
 POOL = Aggregation(slots=128, slot_bytes=4096)
+
+
+def draw_ablation(rows: Sequence[AblationRow], path: Path | str, *, title: str = "") -> None:
+    """Bars of mean completion time against B0, with intervals and B1 as a line."""
+    shown = [row for row in rows if row.label != "B1"]
+    figure = Figure(figsize=(8, 0.34 * len(shown) + 1.3), layout="constrained")
+    axes = figure.subplots()
+    places = np.arange(len(shown))
+    values = np.array([row.to_null for row in shown])
+    ends = np.array([row.to_null_interval for row in shown])
+    spread = np.abs(ends.T - values)
+    axes.barh(places, values, xerr=spread, color="#4c78a8", ecolor="#333333", height=0.7)
+    best = next((row for row in rows if row.label == "B1"), None)
+    if best is not None:
+        axes.axvline(best.to_null, color="#e45756", linewidth=1.5)
+        axes.text(best.to_null, -0.9, " B1", color="#e45756", va="bottom", fontsize=9)
+    axes.axvline(1.0, color="#888888", linewidth=1.0, linestyle=":")
+    axes.set_yticks(places, [row.label for row in shown])
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(1.05, float(ends.max()) * 1.02))
+    axes.set_xlabel("mean completion time / B0 (simulated)")
+    axes.set_title(title, fontsize=10)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=150)
 
 
 def clusters(lingjun: Path | None) -> dict[str, tuple[Topology, dict[str, object]]]:

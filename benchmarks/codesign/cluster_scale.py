@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import BenchmarkRow, write_results
-from fivefold.codesign import JobSpec, null_plan, run_plan, synthetic_jobs
+from fivefold.codesign import JobSpec, run_plan, synthetic_jobs
+from fivefold.codesign.baselines import null_plan
 from fivefold.network.topology import HostSpec, Topology, load_lingjun, parse_topology
 from fivefold.tasks import LayerCost
 

@@ -26,11 +26,11 @@ from fivefold.codesign import (
     CoDesigns,
     JobSpec,
     PlanningOptions,
-    null_plan,
-    place_jobs,
     plan_cluster,
     run_plan,
 )
+from fivefold.codesign.baselines import null_plan
+from fivefold.codesign.workloads import place_jobs
 from fivefold.flows import equal_cost_paths
 from fivefold.network.simulation import Flow, simulate
 from fivefold.network.topology import Aggregation, Topology, parse_topology

@@ -25,14 +25,11 @@ from fivefold.codesign import (
     CoDesigns,
     JobSpec,
     PlanningOptions,
-    best_alone_plan,
-    execution_command,
-    lab_options,
     plan_cluster,
-    read_measurements,
     run_plan,
-    write_order,
 )
+from fivefold.codesign.baselines import best_alone_plan
+from fivefold.codesign.execute import execution_command, lab_options, read_measurements, write_order
 from fivefold.lab import LabSpec, run_lab
 from fivefold.network.topology import Aggregation, Topology, parse_topology
 from fivefold.tasks import LayerCost

@@ -34,7 +34,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
-from fivefold.gnn.data import ArraySource, Dataset, array_source, describe, ingest
+from fivefold.gnn.data import Dataset, array_source, ingest
+from fivefold.gnn.data.arrays import ArraySource
+from fivefold.gnn.data.statistics import describe
 
 APT_LISTS = Path("/var/lib/apt/lists")
 APT_HELPER = Path("/usr/lib/apt/apt-helper")

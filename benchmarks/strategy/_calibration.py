@@ -120,10 +120,10 @@ def fit_constants(
         UnsupportedError: SciPy is not installed.
 
     Examples:
-        >>> from fivefold.strategy import load_cluster, named_model
+        >>> from fivefold.strategy import load_cluster, load_model
         >>> cluster = load_cluster("a100-megatron")
         >>> plan = ParallelPlan(global_batch=8, data=8)
-        >>> run = MeasuredRun(case="x", model=named_model("gpt3-1.3b"), plan=plan, measured_s=0.5)
+        >>> run = MeasuredRun(case="x", model=load_model("gpt3-1.3b"), plan=plan, measured_s=0.5)
         >>> fit = fit_constants(cluster, [run], limits={"gemm_efficiency": (0.1, 1.0)})
         >>> fit.mean_error < 1e-3
         True

@@ -17,8 +17,8 @@ from fivefold.strategy import (
     ModelSpec,
     ParallelPlan,
     evaluate_plan,
-    plan_problem,
 )
+from fivefold.strategy.plan import plan_problem
 
 __all__ = ["Row", "predict", "read_table", "read_vtrain"]
 

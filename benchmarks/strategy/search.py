@@ -25,14 +25,14 @@ from typing import Any
 from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.strategy import (
     ParallelPlan,
-    Prediction,
+    PlanPrediction,
     SearchSpace,
     evaluate_plan,
     load_cluster,
-    named_model,
-    plan_problem,
+    load_model,
     search_plans,
 )
+from fivefold.strategy.plan import plan_problem
 
 RESULTS = Path(__file__).parents[1] / "results" / "strategy" / "search.json"
 GPUS, BATCH = 1024, 1536
@@ -85,7 +85,7 @@ def wide_space() -> SearchSpace:
 
 def ours() -> tuple[list[BenchmarkRow], ParallelPlan]:
     """Whole spaces by bounds, a reduced one both ways, and 16,384 GPUs."""
-    model, cluster = named_model("gpt3-175b"), load_cluster("a100-megatron")
+    model, cluster = load_model("gpt3-175b"), load_cluster("a100-megatron")
     rows = []
     for name, space in (("Calculon's choices", same_space()), ("wide", wide_space())):
         runs = [
@@ -127,7 +127,7 @@ def _large() -> BenchmarkRow:
         schedules=("1f1b", "interleaved", "zb_1p", "zb_v"), orders=("tcdp", "tcpd"),
     )  # fmt: skip
     runs = [
-        search_plans(named_model("llama3-405b"), cluster.device, cluster.fabric, space=space)
+        search_plans(load_model("llama3-405b"), cluster.device, cluster.fabric, space=space)
         for _ in range(REPETITIONS)
     ]
     seconds, spread = median_and_spread([run.seconds for run in runs])
@@ -178,7 +178,7 @@ def best_of(folder: Path, plan: ParallelPlan) -> float | None:
 
 def sample_plans(count: int) -> list[ParallelPlan]:
     """Random plans of the common space that both can evaluate."""
-    model, generator = named_model("gpt3-175b"), random.Random(0)  # noqa: S311 - a sample
+    model, generator = load_model("gpt3-175b"), random.Random(0)  # noqa: S311 - a sample
     plans: list[ParallelPlan] = []
     while len(plans) < count:
         tensor, pipeline = 2 ** generator.randint(0, 5), 2 ** generator.randint(0, 5)
@@ -206,7 +206,7 @@ def sample_plans(count: int) -> list[ParallelPlan]:
 def neighbours(plan: ParallelPlan) -> list[ParallelPlan]:
     """Plans around ours, so that Calculon's side gets a good start too."""
     around = []
-    model = named_model("gpt3-175b")
+    model = load_model("gpt3-175b")
     for tensor, pipeline, size, virtual in itertools.product(
         (4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 3, 6, 12)
     ):
@@ -250,9 +250,9 @@ def both_judges(
     memory is published (arXiv 2205.05198), adds them up over micro-batches and keeps all, so that
     some of what Calculon lets in would not run; its best of those has rows of its own.
     """
-    model, cluster = named_model("gpt3-175b"), load_cluster("a100-megatron")
+    model, cluster = load_model("gpt3-175b"), load_cluster("a100-megatron")
 
-    def rated(one: ParallelPlan) -> Prediction:
+    def rated(one: ParallelPlan) -> PlanPrediction:
         return evaluate_plan(model, cluster.device, cluster.fabric, plan=one)
 
     anything, free = min(found, key=lambda pair: pair[0])

@@ -9,15 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.codesign import (
-    CoDesigns,
-    JobSpec,
-    PlanningOptions,
-    best_alone_plan,
-    null_plan,
-    plan_cluster,
-    run_plan,
-)
+from fivefold.codesign import CoDesigns, JobSpec, PlanningOptions, plan_cluster, run_plan
+from fivefold.codesign.baselines import best_alone_plan, null_plan
 from fivefold.network.topology import Aggregation, Link, Node, SwitchAbility, Topology
 from fivefold.tasks import LayerCost
 

@@ -7,36 +7,27 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
-from fivefold.codesign import (
-    ClusterPlan,
-    CoDesigns,
-    JobPlan,
-    JobSpec,
-    null_plan,
-    plan_cluster,
-    run_plan,
-)
-from fivefold.codesign._described import ModelJob, job_from_plan
-from fivefold.codesign._iteration import iteration_of
-from fivefold.codesign._jobs import Split, mesh_ranks
-from fivefold.codesign._single import alone_iteration_s, plan_single
-from fivefold.codesign._traffic import phases_of
-from fivefold.codesign._workloads import load_jobs
+from fivefold.codesign import ClusterPlan, CoDesigns, JobPlan, JobSpec, plan_cluster, run_plan
+from fivefold.codesign.baselines import null_plan
+from fivefold.codesign.coordinator import alone_iteration_s, plan_single
+from fivefold.codesign.described import ModelJob, job_from_plan
+from fivefold.codesign.jobs import Split, mesh_ranks
+from fivefold.codesign.simulate import iteration_of, phases_of
+from fivefold.codesign.workloads import load_jobs
 from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import HostSpec, leaf_spine, line, switch
 from fivefold.strategy import (
     Cluster,
-    DeviceSpec,
     Job,
     ModelSpec,
     ParallelPlan,
     SearchSpace,
-    axis_groups,
     evaluate_plan,
     load_cluster,
-    plan_demand,
 )
+from fivefold.strategy.cluster import DeviceSpec
+from fivefold.strategy.demand import axis_groups, plan_demand
 from fivefold.tasks import LayerCost
 from fivefold.tasks.iteration import IterationDemand, Message
 

@@ -6,17 +6,14 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
-from fivefold.codesign import (
-    ClusterPlan,
-    JobPlan,
-    JobSpec,
+from fivefold.codesign import ClusterPlan, JobPlan, JobSpec, run_plan
+from fivefold.codesign.baselines import null_plan
+from fivefold.codesign.execute import (
     check_executable,
     execution_command,
     lab_options,
-    null_plan,
     read_measurements,
     read_order,
-    run_plan,
     write_order,
 )
 from fivefold.errors import ConfigurationError, UnsupportedError
@@ -75,7 +72,7 @@ def test_a_file_that_is_no_order_is_refused(tmp_path, text):
 @pytest.mark.parametrize(
     ("jobs", "changes", "message"),
     [
-        ([job(all_to_all_bytes=8)], {}, "exchanges all-to-all"),
+        ([job(all_to_all_bytes=8)], {}, "sends all-to-all"),
         ([job(), job("b", (1, 2))], {}, "share rank 1"),
     ],
 )
@@ -100,7 +97,7 @@ def test_hosts_of_several_ranks_reduce_in_rings_only():
 @pytest.mark.parametrize(
     ("ranks", "more", "message"),
     [
-        ((0, 1, 2, 3), {}, "is summed at leaf0, leaf1"),
+        ((0, 1, 2, 3), {}, "is aggregated at leaf0, leaf1"),
         ((0, 1), {"slot_bytes": 256}, "slots of 256 bytes"),
         ((0, 1), {"rate_bytes_per_s": 1e9}, "a rate of its own"),
     ],
@@ -207,7 +204,7 @@ def test_bytes_go_along_the_planned_ring_in_its_direction(tmp_path):
 @pytest.mark.lab
 @pytest.mark.distributed
 def test_classes_and_sums_together_take_about_the_predicted_time(tmp_path):
-    """`a` is summed at the spine and goes first on the uplinks; `b` has what `a` leaves of them."""
+    """`a` is aggregated at the spine and first on the uplinks; `b` has what `a` leaves."""
     topology = parse_topology("leaf_spine:4,leaves=2,spines=1,oversubscription=2,bandwidth=6MB/s")
     topology = summing(topology, "core")
     jobs = [sized("a", (0, 2), 0.3, 1_500_000), sized("b", (1, 3), 0.1, 1_500_000)]

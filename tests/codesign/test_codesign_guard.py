@@ -9,18 +9,17 @@ from fivefold.codesign import (
     CoDesigns,
     JobSpec,
     PlanningOptions,
-    best_alone_plan,
-    null_plan,
     plan_cluster,
     run_plan,
 )
-from fivefold.codesign._arbiter import Arbiter
-from fivefold.codesign._trees import (
+from fivefold.codesign.arbiter import Arbiter
+from fivefold.codesign.baselines import best_alone_plan, null_plan
+from fivefold.codesign.trees import (
+    aggregated_columns,
     free_slots,
     job_trees,
     nearest_roots,
     spread_trees,
-    summed_columns,
 )
 from fivefold.collectives.pricing.phases import aggregation_tree
 from fivefold.network.topology import (
@@ -125,7 +124,7 @@ def test_slots_that_are_promised_are_there(case):
     for job in jobs:
         own = plan.jobs[job.job_id]
         if own.algorithm == "in_network":
-            assert len(job_trees(topology, job, own)) == len(summed_columns(topology, job, own))
+            assert len(job_trees(topology, job, own)) == len(aggregated_columns(topology, job, own))
             for tree in job_trees(topology, job, own):
                 parents = [parent for _, parent in tree]
                 for name in set(parents):

@@ -11,14 +11,8 @@ from google.protobuf.internal import enum_type_wrapper
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
-from fivefold.codesign import (
-    ClusterPlan,
-    JobPlan,
-    JobSpec,
-    chakra_traces,
-    msccl_programs,
-    null_plan,
-)
+from fivefold.codesign import ClusterPlan, JobPlan, JobSpec, chakra_traces, msccl_programs
+from fivefold.codesign.baselines import null_plan
 from fivefold.collectives.lowering import from_msccl_xml, interpret
 from fivefold.errors import UnsupportedError
 from fivefold.network.topology import parse_topology, switch
@@ -180,7 +174,7 @@ def test_msccl_programs_sum_in_the_planned_order(algorithm):
 def test_sums_in_switches_have_no_msccl_program():
     job = JobSpec(job_id="a", ranks=(0, 1), layers=(LAYER,))
     plan = JobPlan(order=(0, 1), algorithm="in_network", root="switch", slots=1)
-    with pytest.raises(UnsupportedError, match="switches sum"):
+    with pytest.raises(UnsupportedError, match="aggregates in switches"):
         msccl_programs(switch(2), job, plan)
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from fivefold.codesign import (
-    AblationRow,
     ClusterPlan,
     CoDesigns,
     JobPlan,
@@ -13,8 +12,8 @@ from fivefold.codesign import (
     plan_page,
     run_plan,
 )
-from fivefold.codesign._page_lanes import job_timeline, layer_timelines, link_timeline
-from fivefold.codesign._unrolled import unrolled
+from fivefold.codesign.ablation import AblationRow
+from fivefold.codesign.page_lanes import job_timeline, layer_timelines, link_timeline, unrolled
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Aggregation, fat_tree, parse_topology, switch
 from fivefold.report import render_html

@@ -11,16 +11,13 @@ from fivefold.codesign import (
     JobPlan,
     JobSpec,
     PlanningOptions,
-    Split,
-    check_jobs,
-    decisions_to_json,
-    null_plan,
     plan_cluster,
     run_plan,
 )
-from fivefold.codesign._compile import alone_quote
-from fivefold.codesign._iteration import iteration_of, schedule_iteration
-from fivefold.codesign._traffic import phases_of
+from fivefold.codesign.baselines import null_plan
+from fivefold.codesign.jobs import Split, check_jobs
+from fivefold.codesign.plans import decisions_to_json
+from fivefold.codesign.simulate import alone_quote, iteration_of, phases_of, schedule_iteration
 from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.pricing.phases import aggregation_tree, host_groups
 from fivefold.collectives.schedules import all_reduce

@@ -6,15 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
-from fivefold.codesign import (
-    CoDesigns,
-    ablate,
-    load_jobs,
-    place_jobs,
-    plan_cluster,
-    synthetic_jobs,
-    timeline_of,
-)
+from fivefold.codesign import CoDesigns, ablate, load_jobs, plan_cluster, synthetic_jobs
+from fivefold.codesign.exports import timeline_of
+from fivefold.codesign.workloads import place_jobs
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import HostSpec, leaf_spine, switch
 
@@ -184,16 +178,16 @@ def test_simulate_looks_where_it_writes_before_it_plans(jobs_file, option, monke
     assert "is a file" in str(shown.exception)
 
 
-def test_ablate_draws_jobs_and_a_picture(tmp_path):
-    picture = tmp_path / "bars.png"
+def test_ablate_draws_jobs_and_writes_a_page(tmp_path):
+    page = tmp_path / "ablation.html"
     result = CliRunner().invoke(
         app,
         ["ablate", "--cluster", "fat_tree:4", "--seeds", "1", "--number", "2", "--sizes", "2",
-         "--iterations", "2", "--plot", str(picture)],
+         "--iterations", "2", "--report", str(page)],
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "V+H+II+HN" in result.output
-    assert picture.stat().st_size > 5000
+    assert page.stat().st_size > 5000
 
 
 @pytest.mark.parametrize(

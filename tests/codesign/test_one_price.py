@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.codesign import ModelJob, job_from_plan, null_plan, run_plan
+from fivefold.codesign import run_plan
+from fivefold.codesign.baselines import null_plan
+from fivefold.codesign.described import ModelJob, job_from_plan
 from fivefold.collectives.pricing import fabric_from_topology
 from fivefold.network.topology import HostSpec, leaf_spine
 from fivefold.strategy import (
@@ -17,8 +19,8 @@ from fivefold.strategy import (
     SearchSpace,
     evaluate_plan,
     load_cluster,
-    reached_tiers,
 )
+from fivefold.strategy.cluster import reached_tiers
 
 BASE = load_cluster("h100-nemo")
 LARGE = dataclasses.replace(BASE.device, memory_bytes=1e15)

@@ -23,8 +23,8 @@ from fivefold.gnn.data import (
     ingest,
     pyg_source,
     table_source,
-    verify,
 )
+from fivefold.gnn.data.statistics import verify
 from fivefold.gnn.loading import DiskLoader
 from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.planning import Plan

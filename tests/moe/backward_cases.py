@@ -16,9 +16,8 @@ assert os.environ["TRITON_INTERPRET"] == "1"
 
 import torch
 
-from fivefold.moe import fused_moe
+from fivefold.moe import ACTIVATIONS, fused_moe
 from fivefold.moe.kernels.launch import backward_fused, forward_fused, forward_split
-from fivefold.moe.operator import ACTIVATIONS
 from oracles.experts import expected, operands
 
 torch.set_num_threads(1)
@@ -255,7 +254,7 @@ def well_formed_custom_ops():
     plain = [t.detach() for t in operand]
     torch.library.opcheck(
         torch.ops.fivefold.fused_moe_backward.default,
-        (torch.ones(3, 16), *plain, "swiglu", False, "fused"),
+        (torch.ones(3, 16), *plain, "swiglu", False, "fused", "ieee", None),
     )
     return {"holds": True}
 

@@ -16,10 +16,17 @@ import torch
 from group_cases import CASES as GROUP_CASES
 
 from fivefold.errors import FivefoldError
-from fivefold.moe import ExchangeConfig, ExpertExchange, Router, VirtualHeap, fused_moe, route
+from fivefold.moe import (
+    ACTIVATIONS,
+    OneSidedConfig,
+    OneSidedGroup,
+    Router,
+    VirtualHeap,
+    fused_moe,
+    route,
+)
 from fivefold.moe.kernels.launch import forward_fused
 from fivefold.moe.kernels.sync import QUEUES
-from fivefold.moe.operator import ACTIVATIONS
 from fivefold.moe.parallel._config import heap_layout
 from oracles.experts import expected, operands, relative
 
@@ -48,7 +55,7 @@ def on_one_rank(given, activation="swiglu", **options):
 def exchange_for(given, ranks, activation="swiglu", *, max_tokens=None, **options):
     tokens, top_k = given["topk_ids"].shape
     experts, hidden, inner = given["w2"].shape
-    config = ExchangeConfig(
+    config = OneSidedConfig(
         ranks=ranks,
         experts=experts,
         hidden=hidden,
@@ -60,9 +67,7 @@ def exchange_for(given, ranks, activation="swiglu", *, max_tokens=None, **option
         debug=True,
         **options,
     )
-    exchange = ExpertExchange(
-        config, VirtualHeap(ranks, nbytes=config.heap_bytes()), timeout_s=0.05
-    )
+    exchange = OneSidedGroup(config, VirtualHeap(ranks, nbytes=config.heap_bytes()), timeout_s=0.05)
     spoil(exchange)
     return exchange
 
@@ -95,7 +100,7 @@ def same_bits(shape, activation="swiglu", *, ranks=(1, 2, 4), layouts=(None, 1),
             capacity = None if layout is None else max(shape[0], 1)
             exchange = exchange_for(given, number, activation, capacity=capacity)
             counts = uneven(shape[0], number)
-            found = exchange(**given, num_tokens=counts, **known)
+            found = exchange.fused_moe(backend="fused", **given, num_tokens=counts, **known)
             assert torch.equal(found, wanted), (number, layout)
             check_bytes(exchange, given, counts, weight_on_input=bool(known))
     return {"error": relative(wanted, expected(given, activation, **known))}
@@ -145,7 +150,7 @@ def a_plain_activation_with_weights_on_the_input():
 def no_tokens_at_all():
     given = operands((5, 16, 16, 4, 2), dtype=torch.float32)
     given |= {name: given[name][:0] for name in ("x", "topk_ids", "topk_weights")}
-    return {"holds": exchange_for(given, 2)(**given).shape == (0, 16)}
+    return {"holds": exchange_for(given, 2).fused_moe(backend="fused", **given).shape == (0, 16)}
 
 
 @case
@@ -154,7 +159,7 @@ def dropped_ids():
     given["topk_ids"][::3] = -1
     given["topk_ids"][1, 0] = -1
     given["topk_weights"][1, 0] = float("inf")
-    found = exchange_for(given, 2)(**given)
+    found = exchange_for(given, 2).fused_moe(backend="fused", **given)
     assert torch.equal(found[::3], torch.zeros_like(found[::3]))
     return {"error": relative(found, expected(given, "swiglu"))}
 
@@ -176,7 +181,9 @@ def skewed_calls_one_after_the_other():
         wanted = on_one_rank(now)
         for exchange in exchanges:
             counts = [0, 1, 3, 8] if exchange.config.ranks == 4 else [11, 1]
-            found = exchange(**now, num_tokens=counts, programs=1 + call % 3)
+            found = exchange.fused_moe(
+                backend="fused", **now, num_tokens=counts, programs=1 + call % 3
+            )
             assert torch.equal(found, wanted), call
             spoil(exchange)
     return {"holds": all(exchange.epoch == 4 for exchange in exchanges)}
@@ -187,7 +194,9 @@ def capacity_drops_by_its_rule_on_every_rank():
     given = operands((12, 16, 16, 2, 2), dtype=torch.float32)
     counts = [7, 5]
     for policy in ("position", "weight"):
-        found = exchange_for(given, 2, capacity=4)(**given, num_tokens=counts, drop_policy=policy)
+        found = exchange_for(given, 2, capacity=4).fused_moe(
+            backend="fused", **given, num_tokens=counts, drop_policy=policy
+        )
         parts = zip(
             *(given[n].split(counts) for n in ("x", "topk_ids", "topk_weights")), strict=True
         )
@@ -213,7 +222,7 @@ def every_row_has_the_writer_that_its_index_says():
     """Theorem 3.1: a valid index carries its writer, so the map of owners is the index itself."""
     given = operands((24, 16, 24, 8, 3), dtype=torch.float32)
     exchange = exchange_for(given, 4, capacity=20)
-    exchange(**given, num_tokens=[4, 9, 8, 3])
+    exchange.fused_moe(backend="fused", **given, num_tokens=[4, 9, 8, 3])
     config, sections = exchange.config, heap_layout(exchange.config).sections
     owners = {}
     for name in ("shadow", "return_shadow"):
@@ -327,7 +336,7 @@ def a_second_writer_is_found():
     exchange = exchange_for(given, 2)
     first, count, _ = heap_layout(exchange.config).sections["shadow"]
     exchange.heap.own[:, first : first + 4 * count].view(torch.int32).fill_(1 * 2 + 1 + 1)
-    return {"refused": refusal(lambda: exchange(**given))}
+    return {"refused": refusal(lambda: exchange.fused_moe(backend="fused", **given))}
 
 
 @case
@@ -335,10 +344,10 @@ def more_rows_than_room():
     given = operands((20, 16, 16, 4, 2), dtype=torch.float32)
     given["topk_ids"] = torch.tensor([[0, 1]]).repeat(20, 1)
     exchange = exchange_for(given, 2, max_rows=30)
-    found = refusal(lambda: exchange(**given))
+    found = refusal(lambda: exchange.fused_moe(backend="fused", **given))
     even = given | {"topk_ids": torch.tensor([[0, 1], [2, 3]]).repeat(10, 1)[:14].repeat(2, 1)[:20]}
     fits = even | {name: even[name][:14] for name in ("x", "topk_ids", "topk_weights")}
-    after = exchange(**fits)  # it can go on
+    after = exchange.fused_moe(backend="fused", **fits)  # it can go on
     return {"refused": found, "holds": torch.equal(after, on_one_rank(fits))}
 
 
@@ -347,8 +356,8 @@ def a_task_that_no_one_does():
     given = operands((8, 16, 16, 4, 2), dtype=torch.float32)
     exchange = exchange_for(given, 2)
     exchange._control[1, QUEUES.value] = 1  # as if a program had taken the first task and died
-    found = refusal(lambda: exchange(**given))
-    again = refusal(lambda: exchange(**given))
+    found = refusal(lambda: exchange.fused_moe(backend="fused", **given))
+    again = refusal(lambda: exchange.fused_moe(backend="fused", **given))
     return {"refused": found, "holds": "has failed before" in again}
 
 
@@ -357,24 +366,25 @@ def operands_that_do_not_fit():
     given = operands((8, 16, 16, 4, 2), dtype=torch.float32)
     exchange = exchange_for(given, 2)
     wrong = {
-        "cannot be shared out evenly": {name: given[name][:7] for name in PER_TOKEN},
-        "the exchange was made for 8": {"num_tokens": [9, 0]}
+        "the group was made for 8": {"num_tokens": [9, 0]}
         | {name: torch.cat([given[name], given[name][:1]]) for name in PER_TOKEN},
-        "are not those of the exchange": {name: given[name][:2] for name in ("w13", "w2")},
+        "are not those of the group": {name: given[name][:2] for name in ("w13", "w2")},
         "num_tokens is (3, 3)": {"num_tokens": [3, 3]},
-        "has no backward": {"x": given["x"].clone().requires_grad_()},
+        "no room for a backward": {"x": given["x"].clone().requires_grad_()},
         "there are 4 experts": {"topk_ids": given["topk_ids"] + 3},
         "weight_on_input needs top_k 1": {"weight_on_input": True},
     }
     for part, change in wrong.items():
-        found = refusal(lambda change=change: exchange(**(given | change)))
+        found = refusal(
+            lambda change=change: exchange.fused_moe(backend="fused", **(given | change))
+        )
         assert part in found, found
-    nothing = refusal(lambda: ExpertExchange(exchange.config, VirtualHeap(4, nbytes=10**6)))
-    small = refusal(lambda: ExpertExchange(exchange.config, VirtualHeap(2, nbytes=100)))
+    nothing = refusal(lambda: OneSidedGroup(exchange.config, VirtualHeap(4, nbytes=10**6)))
+    small = refusal(lambda: OneSidedGroup(exchange.config, VirtualHeap(2, nbytes=100)))
     assert "the heap has 4 ranks" in nothing, nothing
     assert "nbytes=config.heap_bytes()" in small, small
     exchange.close()
-    return {"refused": refusal(lambda: exchange(**given))}
+    return {"refused": refusal(lambda: exchange.fused_moe(backend="fused", **given))}
 
 
 PER_TOKEN = ("x", "topk_ids", "topk_weights")

@@ -23,8 +23,7 @@ import torch
 from group_cases import with_gradients
 
 from fivefold.errors import CommunicationError
-from fivefold.moe import ExchangeConfig, ExpertExchange, MoE, MoEConfig, Router
-from fivefold.moe.parallel._heaps import SharedMemoryHeap
+from fivefold.moe import MoE, MoEConfig, OneSidedConfig, OneSidedGroup, Router, SharedMemoryHeap
 from oracles.experts import expected, operands, relative
 
 torch.set_num_threads(1)
@@ -62,7 +61,7 @@ def part_of(given, counts, rank, ranks):
 
 
 def open_exchange(folder, rank, ranks, *, capacity=None, most=5, training=False):
-    config = ExchangeConfig(
+    config = OneSidedConfig(
         ranks=ranks,
         experts=2 * ranks,
         hidden=HIDDEN,
@@ -74,7 +73,7 @@ def open_exchange(folder, rank, ranks, *, capacity=None, most=5, training=False)
         training=training,
         debug=True,
     )
-    return ExpertExchange.between_processes(config, folder, rank=rank, timeout_s=TIMEOUT_S)
+    return OneSidedGroup.between_processes(config, folder, rank=rank, timeout_s=TIMEOUT_S)
 
 
 def play(folder, rank, ranks, *, epochs, capacity=None, most=5, stir_s=0.02):
@@ -86,7 +85,7 @@ def play(folder, rank, ranks, *, epochs, capacity=None, most=5, stir_s=0.02):
         given, counts = inputs(ranks, epoch, most=most)
         own = part_of(given, counts, rank, ranks)
         time.sleep(stir.random() * stir_s)  # ranks come early and late
-        found = exchange(**own)
+        found = exchange.fused_moe(backend="fused", **own)
         assert bool(torch.isfinite(found).all()), epoch
         wanted = expected(given | {n: own[n] for n in ("x", "topk_ids", "topk_weights")}, "swiglu")
         if bool(wanted.any()):
@@ -170,21 +169,21 @@ def train_a_layer(folder, rank, ranks):
 def die(folder, rank, ranks):
     """The last rank is gone in the middle of its second launch; the others say so, and when."""
     exchange = open_exchange(folder, rank, ranks)
-    exchange = ExpertExchange(exchange.config, exchange.heap, timeout_s=DEAD_S)
+    exchange = OneSidedGroup(exchange.config, exchange.heap, timeout_s=DEAD_S)
     given = operands((3, HIDDEN, INNER, 2 * ranks, TOP_K), bias=True, dtype=torch.float32)
     given["topk_ids"][:] = torch.tensor([0, 2 * ranks - 1])  # the last rank's expert among them
     own = part_of(given, [3, *[0] * (ranks - 1)], 0, ranks) | {
         n: part_of(given, [3], rank, ranks)[n] if rank == 0 else given[n][rank * 2 : rank * 2 + 2]
         for n in ("w13", "w2", "b13", "b2")
     }
-    exchange(**own)
+    exchange.fused_moe(backend="fused", **own)
     if rank == ranks - 1:
         threading.Timer(0.2, os._exit, [9]).start()  # it waits for the others' counts by then
     else:
         time.sleep(1.0)
     began = time.monotonic()
     try:
-        exchange(**own)
+        exchange.fused_moe(backend="fused", **own)
     except CommunicationError as error:
         return {"refused": str(error), "waited_s": time.monotonic() - began}
     return {"refused": "nothing"}

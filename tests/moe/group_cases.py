@@ -8,10 +8,10 @@ import torch
 
 from fivefold.errors import FivefoldError
 from fivefold.moe import (
-    ExchangeConfig,
-    ExpertExchange,
     MoE,
     MoEConfig,
+    OneSidedConfig,
+    OneSidedGroup,
     Router,
     VirtualHeap,
     fused_moe,
@@ -31,7 +31,7 @@ def group_of(given, ranks, *, activation="swiglu", **options):
     experts, hidden, inner = given["w2"].shape
     tokens, top_k = given["topk_ids"].shape
     usual = {"max_tokens": max(1, tokens), "dtype": given["x"].dtype, "training": True}
-    config = ExchangeConfig(
+    config = OneSidedConfig(
         ranks=ranks,
         experts=experts,
         hidden=hidden,
@@ -41,7 +41,7 @@ def group_of(given, ranks, *, activation="swiglu", **options):
         debug=True,
         **(usual | options),
     )
-    return ExpertExchange(config, VirtualHeap(ranks, nbytes=config.heap_bytes()), timeout_s=5.0)
+    return OneSidedGroup(config, VirtualHeap(ranks, nbytes=config.heap_bytes()), timeout_s=5.0)
 
 
 def with_gradients(given, scale=None, **options):
@@ -163,7 +163,7 @@ def a_layer():
         hidden=16, intermediate=8, experts=4, bias=True, shared_intermediate=4, router=router
     )
     whole = MoE(config)
-    made = ExchangeConfig(
+    made = OneSidedConfig(
         ranks=2,
         experts=4,
         hidden=16,
@@ -173,7 +173,7 @@ def a_layer():
         dtype=torch.float32,
         training=True,
     )
-    group = ExpertExchange(made, VirtualHeap(2, nbytes=made.heap_bytes()))
+    group = OneSidedGroup(made, VirtualHeap(2, nbytes=made.heap_bytes()))
     spread = MoE(config, group)
     spread.load_state_dict(whole.state_dict())
     x = torch.randn(1, 15, 16)  # 8 tokens on one rank, 7 on the other
@@ -206,13 +206,13 @@ def what_does_not_fit_is_named():
         "no room for a backward": {"w2": given["w2"].clone().requires_grad_()},
         "made for 'swiglu'": {"activation": "reglu"},
         "memory of its own": {"workspace": object()},
-        "must be an ExpertExchange": {"group": 2},
+        "must be a OneSidedGroup": {"group": 2},
         "nothing is kept for the backward": {"recompute": False},
-        "are not those of the exchange": {name: given[name][:2] for name in ("w13", "w2")},
+        "are not those of the group": {name: given[name][:2] for name in ("w13", "w2")},
         "there are 4 experts": {"topk_ids": given["topk_ids"] + 3},
         "weight_on_input needs top_k 1": {"weight_on_input": True},
         "no backend 'fast'": {"backend": "fast"},
-        "the exchange was made for 8": {
+        "the group was made for 8": {
             name: given[name].repeat(3, 1) for name in ("x", "topk_ids", "topk_weights")
         },
         "x is on meta": {name: value.to("meta") for name, value in given.items()},
@@ -221,10 +221,10 @@ def what_does_not_fit_is_named():
         part: lambda change=change: fused_moe(**({"group": group} | given | change))
         for part, change in wrong.items()
     } | {
-        "the layer has 6 experts, the exchange 4": lambda: MoE(
+        "the layer has 6 experts, the group 4": lambda: MoE(
             MoEConfig(**(sizes | {"experts": 6})), group
         ),
-        "hidden of the layer is 8, of the exchange 16": lambda: MoE(
+        "hidden of the layer is 8, of the group 16": lambda: MoE(
             MoEConfig(**(sizes | {"hidden": 8})), group
         ),
         "top_k of the layer is 1": lambda: MoE(MoEConfig(**sizes, router=Router(top_k=1)), group),

@@ -16,10 +16,9 @@ assert os.environ["TRITON_INTERPRET"] == "1"
 import torch
 
 from fivefold.errors import FivefoldError
-from fivefold.moe import Workspace, backends, fused_moe
+from fivefold.moe import ACTIVATIONS, Workspace, backends, fused_moe
 from fivefold.moe.kernels.launch import forward_fused, forward_split
 from fivefold.moe.kernels.sync import COUNTED, QUEUES
-from fivefold.moe.operator import ACTIVATIONS
 from oracles.experts import cancelling, expected, operands, relative
 
 torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """Compiles kernels for a GPU that is not there, by the host's own launches: a child process.
 
-    python offline.py forward|backward|exchange
+    python offline.py forward|backward|one_sided
 
 Prints one line of JSON per kernel. ptxas and the disassembler are in triton's wheel, so the machine
 code, its registers, spills and shared memory, and the spelling of its synchronisation can be looked
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -23,14 +24,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from fivefold.moe import ExchangeConfig, ExpertExchange, Router, VirtualHeap, fused_moe
+from fivefold.moe import ACTIVATIONS, OneSidedConfig, OneSidedGroup, Router, VirtualHeap, fused_moe
 from fivefold.moe.kernels import launch as launches
 from fivefold.moe.kernels.launch import backward_fused, forward_fused, forward_split
-from fivefold.moe.operator import ACTIVATIONS
 from fivefold.moe.operator.backend import Backend
-from fivefold.moe.parallel import SymmetricHeap
-from fivefold.moe.parallel import _autograd as autograd
-from fivefold.moe.parallel import _launch as exchange_launches
+from fivefold.moe.parallel import _one_sided as one_sided
+from fivefold.moe.parallel._heaps import SymmetricHeap
 
 BF16, FP32 = {"dtype": torch.bfloat16}, {"dtype": torch.float32}
 ODD = {"hidden": 1001, "intermediate": 333}
@@ -80,12 +79,15 @@ EXCHANGE = {
 GATE = Router(top_k=8, score="sigmoid", groups=8, top_groups=4, group_score="top2_sum", scale=2.5)
 
 
-NOBODY = Backend(  # computes the experts between the two halves of an exchange
+NOBODY = Backend(  # computes the experts between the two halves of a one-sided call
     name="nobody",
     forward=lambda x, *_operands, **_options: x,
     backward=lambda _g, x, w13, w2, _ids, weight, *, b13, b2, **_: (x, w13, w2, weight, b13, b2),
     missing=lambda _device: None,
 )
+
+
+FUSED = replace(NOBODY, name="fused")  # one launch; asked of no device
 
 
 class Hopper:
@@ -116,8 +118,8 @@ def compiled_instead():
     with (
         mock.patch.object(triton.JITFunction, "run", run),
         mock.patch.object(launches, "multiprocessors", return_value=132),
-        mock.patch.object(exchange_launches, "multiprocessors", return_value=132),
-        mock.patch.object(exchange_launches, "missing_fused", return_value=None),
+        mock.patch.object(one_sided, "multiprocessors", return_value=132),
+        mock.patch.object(one_sided, "missing_fused", return_value=None),
     ):
         yield found
 
@@ -202,13 +204,13 @@ def backward():
     show("forward that keeps", found[0][1])
 
 
-def exchange_of(config, *, virtual):
+def group_of(config, *, virtual):
     if virtual:
         heap = VirtualHeap(config.ranks, nbytes=config.heap_bytes(), device="meta")
     else:
         own = torch.empty(1, config.heap_bytes(), dtype=torch.uint8, device="meta")
         heap = SymmetricHeap(own, [0] * config.ranks, first_rank=0)
-    made = ExpertExchange(config, heap)
+    made = OneSidedGroup(config, heap)
     here = config.local_experts * heap.num_local
     sizes = {"experts": here, "hidden": config.hidden, "intermediate": config.intermediate}
     more = {"dtype": config.dtype, "activation": config.activation, "top_k": config.top_k}
@@ -216,23 +218,24 @@ def exchange_of(config, *, virtual):
     return made, given, {name: options[name] for name in ("b13", "b2")}
 
 
-def exchange():
+def one_sided_group():
     for name, sizes in EXCHANGE.items():
         with compiled_instead() as found:
-            config = ExchangeConfig(**(SIZES | sizes))
-            made, given, biases = exchange_of(config, virtual="virtual" in name)
+            config = OneSidedConfig(**(SIZES | sizes))
+            made, given, biases = group_of(config, virtual="virtual" in name)
             if "gate" in name:
                 gate = torch.empty(config.experts, config.hidden, dtype=config.dtype, device="meta")
                 bias = torch.empty(config.experts, device="meta")
                 made.routed(*given[:3], gate, GATE, selection_bias=bias, **biases)
             else:
-                made(*given, **biases)
+                with mock.patch.object(one_sided, "backend_for", return_value=FUSED):
+                    made.fused_moe(*given, **biases)
         show(name, found[0][1])
     with compiled_instead() as found:
-        config = ExchangeConfig(**SIZES, ranks=8, experts=64, training=True)
-        made, given, biases = exchange_of(config, virtual=False)
+        config = OneSidedConfig(**SIZES, ranks=8, experts=64, training=True)
+        made, given, biases = group_of(config, virtual=False)
         leaves = [t.requires_grad_(t.is_floating_point()) for t in given]
-        with mock.patch.object(autograd, "backend_for", return_value=NOBODY):
+        with mock.patch.object(one_sided, "backend_for", return_value=NOBODY):
             fused_moe(*leaves, **biases, group=made).sum().backward()
     kernels = dict(found)
     for name in ("scatter_kernel", "gather_kernel"):
@@ -240,4 +243,4 @@ def exchange():
 
 
 if __name__ == "__main__":
-    {"forward": forward, "backward": backward, "exchange": exchange}[sys.argv[1]]()
+    {"forward": forward, "backward": backward, "one_sided": one_sided_group}[sys.argv[1]]()

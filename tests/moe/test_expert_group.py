@@ -8,8 +8,15 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import ConfigurationError
-from fivefold.moe import ExpertGroup, MoE, MoEConfig, Router, route
-from fivefold.moe.routing import load_balancing_loss, router_z_loss
+from fivefold.moe import (
+    AllToAllGroup,
+    MoE,
+    MoEConfig,
+    Router,
+    load_balancing_loss,
+    route,
+    router_z_loss,
+)
 
 TOKENS = (5, 0, 7, 2)  # by rank
 
@@ -25,7 +32,7 @@ def on_ranks(size, folder, body, *, timeout_s=30.0):
         limit = timedelta(seconds=20)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         try:
-            found = body(ExpertGroup(), rank)
+            found = body(AllToAllGroup(), rank)
         except Exception as error:  # noqa: BLE001 - the parent judges it
             found = f"{type(error).__name__}: {error}"
         torch.save(found, folder / f"{rank}.pt")
@@ -91,7 +98,7 @@ def test_outputs_gradients_loads_and_bytes_are_those_of_one_process(tmp_path, si
         y = mine(x)
         (y.square().sum() + mine.auxiliary_loss(balance=0.3, z=0.1)).backward()
         gradients = {name: p.grad for name, p in mine.named_parameters()}
-        flights = [vars(flight) for flight in group.take_flights()]
+        flights = [vars(flight) for flight in group.take_calls()]
         return y.detach(), x.grad, gradients, vars(mine.last_load), flights
 
     found = on_ranks(size, tmp_path, body)
@@ -148,15 +155,15 @@ def test_a_peer_that_dies_is_an_error_that_says_who_waited_for_what(tmp_path):
 
     first, second = on_ranks(2, tmp_path, body)
     assert second is None
-    assert first.startswith("CommunicationError: rank 0 of 2 in the expert group: the exchange of")
+    assert first.startswith("CommunicationError: rank 0 of 2 in the expert group: sending")
 
 
 def test_groups_that_cannot_be_are_refused():
     with pytest.raises(ConfigurationError, match="needs a process group"):
-        ExpertGroup()
+        AllToAllGroup()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        group = ExpertGroup()
+        group = AllToAllGroup()
         group.size = 3
         with pytest.raises(ConfigurationError, match="4 experts cannot be shared out equally"):
             MoE(MoEConfig(hidden=8, intermediate=4, experts=4), group)

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.errors import UnsupportedError
-from fivefold.moe import backends, fused_moe
-from fivefold.moe.operator import ACTIVATIONS
+from fivefold.moe import ACTIVATIONS, backends, fused_moe
 from oracles.children import check_case, lines_of
 
 HERE = Path(__file__).parent

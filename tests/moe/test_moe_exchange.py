@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe import ExchangeConfig, ExpertExchange, TorchSymmetricHeap, VirtualHeap
-from fivefold.moe.parallel import SharedMemoryHeap
+from fivefold.moe import (
+    OneSidedConfig,
+    OneSidedGroup,
+    SharedMemoryHeap,
+    TorchSymmetricHeap,
+    VirtualHeap,
+)
 from oracles.children import check_case, environment, lines_of
 
 pytest.importorskip("triton")
@@ -213,22 +218,22 @@ def sizes(**changes):
 )
 def test_sizes_that_cannot_be(changes, message):
     with pytest.raises(ConfigurationError, match=message):
-        ExchangeConfig(**sizes(**changes))
+        OneSidedConfig(**sizes(**changes))
 
 
 def test_room_is_for_the_worst_routing_and_no_more():
-    assert ExchangeConfig(**sizes()).room_rows == 4 * 10 * 2  # all ranks' rows may come
-    one_each = ExchangeConfig(**sizes(experts=4))
-    assert one_each.room_rows == 4 * 10  # a token's experts are distinct: one of a rank's one
-    assert ExchangeConfig(**sizes(max_rows=30)).room_rows == 30
-    capacity = ExchangeConfig(**sizes(capacity=200))
+    assert OneSidedConfig(**sizes()).receive_rows == 4 * 10 * 2  # all ranks' rows may come
+    one_each = OneSidedConfig(**sizes(experts=4))
+    assert one_each.receive_rows == 4 * 10  # a token's experts are distinct: one of a rank's one
+    assert OneSidedConfig(**sizes(max_rows=30)).receive_rows == 30
+    capacity = OneSidedConfig(**sizes(capacity=200))
     # The paper's L without its outgoing buffers: 2 P L C H elements, C in whole tiles.
-    assert capacity.room_rows == capacity.return_rows == 8 * 256
+    assert capacity.receive_rows == capacity.return_rows == 8 * 256
     assert 0 < capacity.heap_bytes() - 2 * 8 * 256 * 64 * 2 < 0.1 * capacity.heap_bytes()
 
 
 def test_cannot_be_had_without_a_gpu(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    config = ExchangeConfig(**sizes())
-    with pytest.raises(UnsupportedError, match="the exchange cannot work here: it needs a CUDA"):
-        ExpertExchange(config, VirtualHeap(4, nbytes=config.heap_bytes()))
+    config = OneSidedConfig(**sizes())
+    with pytest.raises(UnsupportedError, match="group cannot work here: it needs a CUDA"):
+        OneSidedGroup(config, VirtualHeap(4, nbytes=config.heap_bytes()))

@@ -5,8 +5,8 @@ import torch
 
 from fivefold.errors import CommunicationError
 from fivefold.moe import (
-    ExchangeConfig,
-    ExpertExchange,
+    OneSidedConfig,
+    OneSidedGroup,
     Router,
     VirtualHeap,
     backends,
@@ -34,7 +34,7 @@ def on_gpu(given):
 def exchange_for(given, ranks, *, timeout_s=20.0, **options):
     tokens, top_k = given["topk_ids"].shape
     experts, hidden, inner = given["w2"].shape
-    config = ExchangeConfig(
+    config = OneSidedConfig(
         ranks=ranks,
         experts=experts,
         hidden=hidden,
@@ -45,7 +45,7 @@ def exchange_for(given, ranks, *, timeout_s=20.0, **options):
         **options,
     )
     heap = VirtualHeap(ranks, nbytes=config.heap_bytes(), device="cuda")
-    return ExpertExchange(config, heap, timeout_s=timeout_s)
+    return OneSidedGroup(config, heap, timeout_s=timeout_s)
 
 
 def uneven(tokens, ranks):
@@ -62,7 +62,9 @@ def test_equals_one_by_one_and_all_numbers_of_ranks_agree(shape, capacity, dtype
     wanted, results = expected(given, "swiglu"), []
     for ranks in (1, 2, 4):
         exchange = exchange_for(given, ranks, capacity=shape[0] if capacity else None, debug=True)
-        results.append(exchange(**on_gpu(given), num_tokens=uneven(shape[0], ranks)).cpu())
+        results.append(
+            exchange.fused_moe(**on_gpu(given), num_tokens=uneven(shape[0], ranks)).cpu()
+        )
         exchange.check()
     assert relative(results[0], wanted) < TOLERANCE[dtype]
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -80,11 +82,11 @@ def test_a_thousand_skewed_launches_without_a_pause(capacity):
     ]
     calls = [given | {"topk_ids": ids} for ids in skews]
     counts = [[175] * 4, [0, 0, 0, 700], [1, 2, 3, 694], [700, 0, 0, 0]]
-    first = [exchange(**c, num_tokens=n) for c, n in zip(calls, counts, strict=True)]
+    first = [exchange.fused_moe(**c, num_tokens=n) for c, n in zip(calls, counts, strict=True)]
     differs = torch.zeros((), dtype=torch.bool, device="cuda")
     for launch in range(1000):
         which = launch * 7 % 4
-        found = exchange(**calls[which], num_tokens=counts[which])
+        found = exchange.fused_moe(**calls[which], num_tokens=counts[which])
         differs |= (found != first[which]).any()
     exchange.check()
     assert not bool(differs)
@@ -94,10 +96,10 @@ def test_a_thousand_skewed_launches_without_a_pause(capacity):
 def test_in_a_graph():
     given = on_gpu(operands((64, 256, 256, 8, 2), dtype=torch.bfloat16))
     exchange = exchange_for(given, 4)
-    wanted = exchange(**given)
+    wanted = exchange.fused_moe(**given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = exchange(**given)
+        found = exchange.fused_moe(**given)
     for _ in range(3):  # the epoch goes on by itself
         found.fill_(float("nan"))
         graph.replay()
@@ -124,7 +126,7 @@ def test_a_wait_ends():
     given = on_gpu(operands((64, 256, 256, 8, 2), dtype=torch.bfloat16))
     exchange = exchange_for(given, 4, timeout_s=0.2)
     exchange._control[1, 0] = 1  # as if someone had taken the first task and died
-    exchange(**given)
+    exchange.fused_moe(**given)
     with pytest.raises(CommunicationError, match=r"waited 0\.2 s for"):
         exchange.check()
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from fivefold.moe import MoE, MoEConfig, Router, fused_moe
-from fivefold.moe.routing import drop_beyond_capacity
+from fivefold.moe import MoE, MoEConfig, Router, drop_beyond_capacity, fused_moe
 from oracles.experts import operands
 
 ROUTERS = {

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.moe import (
+    ACTIVATIONS,
     MoE,
     MoEConfig,
     Router,
@@ -21,7 +22,6 @@ from fivefold.moe import (
     route,
 )
 from fivefold.moe.checkpoints import LAYOUTS
-from fivefold.moe.operator import ACTIVATIONS
 from oracles.experts import experts_one_by_one
 
 

@@ -62,7 +62,7 @@ CUT = [f"8 ranks, bf16, backward: {name}" for name in ("scatter_kernel", "gather
 VARIANTS = {
     "forward": [*FORWARD, *SPLIT],
     "backward": [*BACKWARD, *SMALL],
-    "exchange": [*EXCHANGE, *CUT],
+    "one_sided": [*EXCHANGE, *CUT],
 }
 ALL = [(part, variant) for part, variants in VARIANTS.items() for variant in variants]
 RELEASE = r"(?:atom|red)\.global\.(?:gpu|sys)\.(?:release|acq_rel)"
@@ -136,7 +136,7 @@ def test_the_backward_adds_nothing_up_atomically(compiled):
 
 @pytest.mark.parametrize("variant", EXCHANGE)
 def test_rows_move_in_wide_accesses(compiled, variant):
-    ptx = compiled["exchange"][variant]["ptx"]
+    ptx = compiled["one_sided"][variant]["ptx"]
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?(0x[0-9a-f]+)", ptx)
     assert set(copies) == {"0x10"}  # 16 bytes each
     assert len(re.findall(r"st\.global\.v4", ptx)) >= 8  # dispatched and returned rows
@@ -144,7 +144,7 @@ def test_rows_move_in_wide_accesses(compiled, variant):
 
 @pytest.mark.parametrize("variant", [*EXCHANGE, *CUT])
 def test_ranks_hand_over_by_release_and_acquire_at_system_scope(compiled, variant):
-    ptx = compiled["exchange"][variant]["ptx"]
+    ptx = compiled["one_sided"][variant]["ptx"]
     check_barriers(ptx)
     assert "globaltimer" in ptx  # waits end
     assert "nanosleep" in ptx

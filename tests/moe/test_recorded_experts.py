@@ -9,10 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe import fused_moe
-from fivefold.moe.operator import ACTIVATIONS
-from fivefold.moe.operator import _assignments as assignments
-from fivefold.moe.operator import _large_memory as memory
+from fivefold.moe import ACTIVATIONS, fused_moe
 from fivefold.moe.operator import _products as products
 from oracles.experts import expected, operands, relative
 
@@ -254,27 +251,25 @@ def test_sums_by_token_add_in_the_order_of_choices(dtype):
     generator = torch.Generator().manual_seed(1)
     ids = torch.stack([torch.randperm(6, generator=generator)[:4] for _ in range(50)])
     ids[::5, 2] = -1
-    order = assignments.sort_assignments(ids, 6)
-    rows = torch.randn(order.num_rows, 9, generator=generator).to(dtype)
+    order = products.sort_assignments(ids, 6)
+    rows = torch.randn(order.num_rows + 1, 9, generator=generator).to(dtype)
+    rows[-1] = 0.0
     weights = torch.rand(50, 4, generator=generator)
-    wide = torch.cat([rows, rows.new_zeros(1, 9)]).to(torch.promote_types(dtype, torch.float32))
+    wide = rows.to(torch.promote_types(dtype, torch.float32))
     for factors in (None, weights):
         slowly = torch.zeros(50, 9, dtype=wide.dtype)
         for token in range(50):
             for slot in range(4):
                 row = wide[order.places[token, slot]]
                 slowly[token] += row if factors is None else factors[token, slot] * row
-        found = assignments.added(rows, order, factors)
+        found = products.added(rows, order, factors)
         torch.testing.assert_close(found, slowly, rtol=1e-6, atol=1e-6)
-        same = assignments._added_one_by_one(wide, order.places, None if factors is None else
-                                             factors.to(wide.dtype))  # fmt: skip
-        torch.testing.assert_close(found, same, rtol=1e-6, atol=1e-6)
 
 
 def test_blocks_hold_every_row_once():
     sizes = [0, 3, 0, 1700, 5, 0, 90, 90, 90, 1, 4096, 0, 0, 2]
     ids = torch.repeat_interleave(torch.arange(14), torch.tensor(sizes)).unsqueeze(1)
-    order = assignments.sort_assignments(ids[torch.randperm(len(ids))], 14)
+    order = products.sort_assignments(ids[torch.randperm(len(ids))], 14)
     for dtype in (torch.float32, torch.bfloat16):
         blocks = products.cut(order, dtype)
         assert [size for block in blocks for size in block.sizes if size] == [s for s in sizes if s]
@@ -291,8 +286,7 @@ def test_large_gradients_are_ordinary_tensors(monkeypatch):
     given = operands((12, 8, 16, 4, 2), dtype=torch.float32)
     given["topk_ids"][given["topk_ids"] == 1] = -1
     _, wanted = output_and_gradients(lambda g: fused_moe(**g), given)
-    for module in (memory, products):
-        monkeypatch.setattr(module, "LARGE_BYTES", 1)
+    monkeypatch.setattr(products, "LARGE_BYTES", 1)
     _, found = output_and_gradients(lambda g: fused_moe(**g), given)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     large = found["w13"]
@@ -307,13 +301,13 @@ def test_large_gradients_are_ordinary_tensors(monkeypatch):
 
 
 def test_no_huge_pages_is_no_error(monkeypatch):
-    monkeypatch.setattr(memory, "LARGE_BYTES", 1)
+    monkeypatch.setattr(products, "LARGE_BYTES", 1)
 
     def refused(*_, **__):
         raise OSError
 
-    monkeypatch.setattr(memory.mmap, "mmap", refused)
-    assert memory.large_empty(torch.zeros(1), 3, 4).shape == (3, 4)
+    monkeypatch.setattr(products.mmap, "mmap", refused)
+    assert products.large_empty(torch.zeros(1), 3, 4).shape == (3, 4)
 
 
 @pytest.mark.parametrize(

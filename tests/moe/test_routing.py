@@ -8,13 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.moe import Router, route, updated_selection_bias
-from fivefold.moe.routing import (
+from fivefold.moe import (
+    Router,
     Routing,
     capacity_for,
     drop_beyond_capacity,
     load_balancing_loss,
+    route,
     router_z_loss,
+    updated_selection_bias,
 )
 
 

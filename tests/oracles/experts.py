@@ -2,7 +2,7 @@
 
 import torch
 
-from fivefold.moe.operator import ACTIVATIONS
+from fivefold.moe import ACTIVATIONS
 
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 2e-6, torch.float64: 1e-13}
 

@@ -77,7 +77,7 @@ class RunMaker:
         self.now_s += seconds
 
     def flies(self, name: str, start_s: float, seconds: float, **details: int) -> None:
-        self.spans.append(("flight", name, start_s, start_s + seconds, details))
+        self.spans.append(("in_flight", name, start_s, start_s + seconds, details))
 
     def play(self) -> None:
         for step in range(1, STEPS + 1):
@@ -114,7 +114,7 @@ class RunMaker:
 
     def result(self) -> dict[str, Any]:
         rounds = {"ddp": STEPS, "co2": STEPS // TAU}.get(self.method, 0)
-        in_flight_s, exposed_s = self.total("flight"), self.total("wait")
+        in_flight_s, exposed_s = self.total("in_flight"), self.total("wait")
         sent = round(1.05 * PAYLOAD_BYTES * rounds)
         return {
             "schema": 1,

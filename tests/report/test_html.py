@@ -185,8 +185,8 @@ def test_a_browser_draws_the_curves_under_the_policy(comparison, tmp_path):
     ]  # fmt: skip
     command = [_BROWSER, *options, "--dump-dom", page.as_uri()]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    for axis in ("wall", "step", "tokens", "flights"):
+    for axis in ("wall", "step", "tokens", "messages"):
         drawn = answer.stdout[answer.stdout.index(f'id="plot-{axis}"') :]
         assert drawn.index('class="main-svg"') < drawn.index("</figure>")
-        assert 'stroke="#d55e00"' in drawn[: drawn.index("</figure>")] or axis == "flights"
+        assert 'stroke="#d55e00"' in drawn[: drawn.index("</figure>")] or axis == "messages"
     assert not re.search(r"CONSOLE.*(error|violates|refused)", answer.stderr, re.IGNORECASE)

@@ -19,8 +19,8 @@ def test_by_hand():
         Span("compute", "step 1", 0.0, 4.0),
         Span("wait", "a", 4.0, 5.0),
         Span("boundary", "outer step", 5.0, 5.5),
-        Span("flight", "a", 1.0, 5.0),
-        Span("flight", "b", 2.0, 6.0),  # beside the first: the seconds count once
+        Span("in_flight", "a", 1.0, 5.0),
+        Span("in_flight", "b", 2.0, 6.0),  # beside the first: the seconds count once
     )
     found = measure_overlap(RankTrace(3, spans))
     assert (found.rank, found.in_flight_s, found.most_in_flight) == (3, 5.0, 2)
@@ -37,13 +37,13 @@ def test_by_hand():
 
 
 def test_a_wait_for_something_else_while_nothing_flies_does_not_count():
-    spans = (Span("flight", "a", 0.0, 1.0), Span("wait", "agreement", 2.0, 9.0))
+    spans = (Span("in_flight", "a", 0.0, 1.0), Span("wait", "agreement", 2.0, 9.0))
     assert measure_overlap(RankTrace(0, spans)).fraction == 1.0
 
 
-def test_without_flights_there_is_no_fraction():
+def test_without_messages_there_is_no_fraction():
     assert measure_overlap(RankTrace(0, (Span("compute", "a", 0.0, 1.0),))) is None
-    assert measure_overlap(RankTrace(0, (Span("flight", "a", 1.0, 1.0),))) is None
+    assert measure_overlap(RankTrace(0, (Span("in_flight", "a", 1.0, 1.0),))) is None
     assert overlap_of_ranks([]) is None
 
 
@@ -52,15 +52,15 @@ def test_of_the_runs(comparison):
     assert runs["none"].overlap == ()
     # DDP: from 0.125 s to 0.75 s of each step something flies, and 0.5 s of it is waited for.
     assert [rank.fraction for rank in runs["ddp"].overlap] == pytest.approx([0.2, 0.2], abs=1e-6)
-    # CO2: eight flights of 0.5 s, the last one waited for.
+    # CO2: eight messages of 0.5 s, the last one waited for.
     assert [rank.fraction for rank in runs["co2"].overlap] == pytest.approx([7 / 8] * 2, abs=1e-6)
     assert runs["co2"].overlap[1].in_flight_s == pytest.approx(4.0)
     assert runs["co2"].overlap_fraction == pytest.approx(7 / 8, abs=1e-6)
 
 
 def test_a_slower_rank_counts_by_its_seconds_in_flight():
-    fast = measure_overlap(RankTrace(0, (Span("flight", "a", 0, 3), Span("wait", "a", 0, 3))))
-    slow = measure_overlap(RankTrace(1, (Span("flight", "a", 2, 3), Span("compute", "a", 0, 3))))
+    fast = measure_overlap(RankTrace(0, (Span("in_flight", "a", 0, 3), Span("wait", "a", 0, 3))))
+    slow = measure_overlap(RankTrace(1, (Span("in_flight", "a", 2, 3), Span("compute", "a", 0, 3))))
     assert (fast.fraction, slow.fraction) == (0.0, 1.0)
     assert overlap_of_ranks([fast, slow]) == 0.25
 
@@ -68,7 +68,7 @@ def test_a_slower_rank_counts_by_its_seconds_in_flight():
 _spans = st.lists(
     st.builds(
         lambda lane, start, length: Span(lane, lane, start, start + length),
-        st.sampled_from(["compute", "wait", "flight", "boundary"]),
+        st.sampled_from(["compute", "wait", "in_flight", "boundary"]),
         st.integers(0, 40),
         st.integers(1, 12),
     ),
@@ -83,7 +83,7 @@ def test_seconds_are_those_of_counting_ticks(spans):
     def covers(lane, tick):
         return sum(s.lane == lane and s.start_s <= tick < s.end_s for s in spans)
 
-    flown = [tick for tick in range(60) if covers("flight", tick)]
+    flown = [tick for tick in range(60) if covers("in_flight", tick)]
     if not flown:
         assert found is None
         return
@@ -91,7 +91,7 @@ def test_seconds_are_those_of_counting_ticks(spans):
     assert found.seconds["compute"] == sum(covers("compute", tick) > 0 for tick in flown)
     waited = sum(covers("wait", tick) > 0 for tick in flown)
     assert found.fraction == pytest.approx(1 - waited / len(flown))
-    assert found.most_in_flight == max(covers("flight", tick) for tick in flown)
+    assert found.most_in_flight == max(covers("in_flight", tick) for tick in flown)
 
 
 @given(_spans)
@@ -110,7 +110,7 @@ def test_rounds_of_a_run(tmp_path, make_run):
     assert [point.round for point in points] == list(range(1, 9))
     assert [point.local_steps for point in points] == [8] * 8
     assert [point.waited_s for point in points] == pytest.approx([0.0] * 7 + [0.5], abs=1e-6)
-    assert [point.flight_s for point in points] == pytest.approx([0.5] * 8, abs=1e-6)
+    assert [point.in_flight_s for point in points] == pytest.approx([0.5] * 8, abs=1e-6)
     assert {point.sent_bytes for point in points} == {12_000_000}
 
 
@@ -122,9 +122,9 @@ def test_rounds_of_uneven_length_pieces_of_steps_and_fragments():
         Span("compute", "step 3", 2.0, 2.9),
         Span("compute", "step 3", 3.0, 3.9),  # done again after a resume: one step here
         Span("compute", "step 4", 4.0, 4.9),
-        Span("flight", "r0 f0", 0.95, 1.5, round=0, fragment=0),
-        Span("flight", "r0 f1", 1.95, 2.5, round=0, fragment=1),
-        Span("flight", "r1 f0", 4.95, 5.5, round=1, fragment=0),
+        Span("in_flight", "r0 f0", 0.95, 1.5, round=0, fragment=0),
+        Span("in_flight", "r0 f1", 1.95, 2.5, round=0, fragment=1),
+        Span("in_flight", "r1 f0", 4.95, 5.5, round=1, fragment=0),
     ]
     points = round_points(RankTrace(0, tuple(spans)))
     assert [(p.round, p.fragment, p.local_steps) for p in points] == [
@@ -136,9 +136,9 @@ def test_rounds_of_uneven_length_pieces_of_steps_and_fragments():
 
 def test_waits_of_a_name_used_twice_go_to_the_flight_before_them():
     spans = (
-        Span("flight", "all-reduce round 4", 0.0, 1.0, round=4),
+        Span("in_flight", "all-reduce round 4", 0.0, 1.0, round=4),
         Span("wait", "all-reduce round 4", 0.5, 1.0),
-        Span("flight", "all-reduce round 4", 5.0, 6.0, round=4),
+        Span("in_flight", "all-reduce round 4", 5.0, 6.0, round=4),
         Span("wait", "all-reduce round 4", 5.75, 6.0),
         Span("wait", "agreement", 7.0, 8.0),
     )

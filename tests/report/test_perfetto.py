@@ -57,32 +57,38 @@ def test_times_are_monotone_and_no_duration_is_negative(events):
     assert all(event["dur"] >= 0 for event in timed if event["ph"] == "X")
 
 
-def test_flights_that_overlap_are_on_threads_of_their_own(events):
+def test_messages_that_overlap_are_on_threads_of_their_own(events):
     lanes = {
         event["tid"]: event["args"]["name"]
         for event in events
         if event["name"] == "thread_name" and event["pid"] == 0
     }
-    flights = defaultdict(list)
+    messages = defaultdict(list)
     for event in events:
-        if event.get("cat") == "flight" and event["pid"] == 0:
-            flights[lanes[event["tid"]]].append((event["name"], event["ts"], event["dur"]))
-    assert {name: len(found) for name, found in flights.items()} == {
+        if event.get("cat") == "in_flight" and event["pid"] == 0:
+            messages[lanes[event["tid"]]].append((event["name"], event["ts"], event["dur"]))
+    assert {name: len(found) for name, found in messages.items()} == {
         "in flight": 64,
         "in flight 2": 64,
     }
     # The second bucket of the first step begins while the first is in flight.
-    assert flights["in flight"][0] == ("all-reduce bucket 0", 125_000, 375_000)
-    assert flights["in flight 2"][0] == ("all-reduce bucket 1", 250_000, 500_000)
+    assert messages["in flight"][0] == ("all-reduce bucket 0", 125_000, 375_000)
+    assert messages["in flight 2"][0] == ("all-reduce bucket 1", 250_000, 500_000)
 
 
 def test_fragments_have_a_thread_each_with_their_details():
-    flights = [
-        Span("flight", "round 0, fragment 1", 1.0, 2.0, round=0, fragment=1, sent_bytes=2_000_000),
-        Span("flight", "round 0, fragment 0", 1.5, 2.5, round=0, fragment=0, sent_bytes=1_000_000),
-        Span("flight", "round 1, fragment 1", 1.8, 4.0, round=1, fragment=1, sent_bytes=2_000_000),
+    messages = [
+        Span(
+            "in_flight", "round 0, fragment 1", 1.0, 2.0, round=0, fragment=1, sent_bytes=2_000_000
+        ),
+        Span(
+            "in_flight", "round 0, fragment 0", 1.5, 2.5, round=0, fragment=0, sent_bytes=1_000_000
+        ),
+        Span(
+            "in_flight", "round 1, fragment 1", 1.8, 4.0, round=1, fragment=1, sent_bytes=2_000_000
+        ),
     ]
-    events = trace_events([RankTrace(0, tuple(flights))])
+    events = trace_events([RankTrace(0, tuple(messages))])
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     drawn = {e["name"]: (names[e["tid"]], e["args"]) for e in events if e["ph"] == "X"}
     assert drawn == {
@@ -148,7 +154,7 @@ _times = st.integers(0, 60).map(lambda ticks: ticks / 8)
 _spans = st.lists(
     st.builds(
         lambda lane, start, length: Span(lane, f"{lane} at {start}", start, start + length),
-        st.sampled_from(["compute", "wait", "flight", "something new"]),
+        st.sampled_from(["compute", "wait", "in_flight", "something new"]),
         _times,
         _times,
     ),

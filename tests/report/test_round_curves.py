@@ -26,7 +26,7 @@ from fivefold.report.perfetto import trace_events
 STEP_S = 0.25
 
 
-def played(taus, *, rank=0, flight_s=0.5, fragments=1, name="all-reduce round"):
+def played(taus, *, rank=0, in_flight_s=0.5, fragments=1, name="all-reduce round"):
     """One rank that takes steps of 0.25 s and launches behind each round, fragment by fragment."""
     spans = []
     now_s = 0.0
@@ -36,9 +36,9 @@ def played(taus, *, rank=0, flight_s=0.5, fragments=1, name="all-reduce round"):
             now_s += STEP_S
         title = f"{name} {number}"
         details = {"round": number, "fragment": number % fragments, "sent_bytes": 10**6}
-        spans.append(Span("flight", title, now_s, now_s + flight_s, **details))
+        spans.append(Span("in_flight", title, now_s, now_s + in_flight_s, **details))
         if number + 1 == len(taus):
-            spans.append(Span("wait", title, now_s, now_s + flight_s))
+            spans.append(Span("wait", title, now_s, now_s + in_flight_s))
     return RankTrace(rank, tuple(spans))
 
 
@@ -56,8 +56,8 @@ def figures_of(runs):
 def test_rounds_of_one_length_need_no_curve_of_their_length():
     run = run_of(played([4, 4, 4, 2]), played([4, 4, 4, 2], rank=1))
     figures = figures_of([run])
-    assert list(figures) == ["flights", "sent"]
-    waited, flown = figures["flights"]
+    assert list(figures) == ["messages", "sent"]
+    waited, flown = figures["messages"]
     assert waited.y == (0, 0, 0, 0.5)
     assert flown.y == (0.5,) * 4
     assert flown.x == (1.0, 2.0, 3.0, 3.5)
@@ -65,7 +65,14 @@ def test_rounds_of_one_length_need_no_curve_of_their_length():
 
 def test_steps_of_each_round_with_the_decisions_and_the_ranks_that_differ():
     decision = TauPoint(
-        step=8, wall_s=2.0, round=1, previous=4, tau=6, step_s=0.25, flight_s=1.4, reason="exposed"
+        step=8,
+        wall_s=2.0,
+        round=1,
+        previous=4,
+        tau=6,
+        step_s=0.25,
+        all_reduce_s=1.4,
+        reason="exposed",
     )
     ranks = [played([4, 4, 6, 6]), played([4, 4, 3, 3], rank=1), played([4, 4, 6, 6], rank=2)]
     figure = figures_of([run_of(*ranks, tau=[decision])])["steps"]
@@ -120,12 +127,12 @@ def test_messages_counted_by_the_method_stand_in_the_place_of_the_least(comparis
 
 
 def test_fragments_are_drawn_one_above_the_other_and_high_enough_for_their_names():
-    run = run_of(played([4] * 12, flight_s=2.5, fragments=4))
+    run = run_of(played([4] * 12, in_flight_s=2.5, fragments=4))
     (timeline,) = timeline_section([run]).parts
     lane = next(lane for lane in timeline.lanes if lane.name == "in flight")
     assert {span.group for span in lane.spans} == {0, 1, 2, 3}
     assert "1 MB sent" in lane.spans[0].title
-    drawn = re.findall(r'<rect class="box k-flight"[^>]* y="([\d.]+)"[^>]* height="([\d.]+)"',
+    drawn = re.findall(r'<rect class="box k-in_flight"[^>]* y="([\d.]+)"[^>]* height="([\d.]+)"',
                        timeline_svg(timeline))  # fmt: skip
     rows = sorted({float(y) for y, _ in drawn})
     assert {after - before for before, after in pairwise(rows)} == {12.0}
@@ -174,7 +181,7 @@ def test_the_page_has_the_measured_overlap_and_a_place_for_each_curve(logged):
     for rank in range(2):
         assert f'aria-label="CO2 (tau 8), rank {rank} 88 % of 4 s"' in page
     figures = json.loads(re.search(r'id="figures">(.*?)</script>', page, re.DOTALL)[1])
-    assert set(figures) == {"wall", "step", "tokens", "flights", "steps", "gap", "sent"}
+    assert set(figures) == {"wall", "step", "tokens", "messages", "steps", "gap", "sent"}
     for name in figures:
         assert page.count(f'id="plot-{name}"') == 1
     assert "<exposed>" not in page

@@ -6,7 +6,7 @@ from benchmarks.strategy import astra_sim as astra
 from fivefold.collectives.pricing import FabricSpec, Group, Tier, collective_time_s
 from fivefold.network.simulation import Compute, Flow, simulate
 from fivefold.network.topology import fat_tree, ring
-from fivefold.strategy import pipeline_shape
+from fivefold.strategy.pipeline import pipeline_shape
 
 RATE = 10e9
 
@@ -72,9 +72,9 @@ def test_bubble_of_1f1b_by_the_event_engine(stages, micro_batches):
         input_s=backward_s / 2, weight_s=backward_s / 2,
     )  # fmt: skip
     simulated_s = max(simulate(ring(2), tasks).finish_s)
-    ours_s = micro_batches * (forward_s + backward_s) + shape.idle_s
+    ours_s = micro_batches * (forward_s + backward_s) + shape.bubble_s
     assert simulated_s == pytest.approx(ours_s, rel=1e-9)
-    assert shape.idle_s == pytest.approx((stages - 1) * (forward_s + backward_s), rel=1e-12)
+    assert shape.bubble_s == pytest.approx((stages - 1) * (forward_s + backward_s), rel=1e-12)
 
 
 def one_forward_one_backward(stage, stages, micro_batches):

@@ -13,8 +13,8 @@ from fivefold.strategy import (
     SearchSpace,
     device_mesh,
     load_cluster,
+    load_model,
     megatron_flags,
-    named_model,
     search_plans,
 )
 
@@ -35,7 +35,7 @@ def test_flags_of_a_dense_model():
         global_batch=512, micro_batch=2, data=8, tensor=4, pipeline=4, virtual=5, zero=1,
         schedule="interleaved", sequence_parallel=True, recompute="full", data_overlap=True,
     )  # fmt: skip
-    found = parsed(megatron_flags(named_model("llama3-70b"), plan))
+    found = parsed(megatron_flags(load_model("llama3-70b"), plan))
     assert found["num_layers"] == "80"
     assert found["num_layers_per_virtual_pipeline_stage"] == "4"
     assert (found["tensor_model_parallel_size"], found["global_batch_size"]) == ("4", "512")
@@ -48,7 +48,7 @@ def test_flags_of_a_dense_model():
 
 def test_flags_of_a_model_with_experts():
     plan = ParallelPlan(global_batch=64, data=8, expert=8)
-    found = parsed(megatron_flags(named_model("mixtral-8x7b"), plan))
+    found = parsed(megatron_flags(load_model("mixtral-8x7b"), plan))
     assert (found["num_experts"], found["moe_router_topk"]) == ("8", "2")
     assert found["expert_model_parallel_size"] == "8"
     assert found["moe_grouped_gemm"] is True
@@ -62,7 +62,7 @@ def test_flags_of_a_model_with_experts():
 def test_flags_of_the_type_of_products(dtype, expected):
     """Megatron-LM's parameters are 32 bits wide without --bf16, under FP8 too."""
     plan = ParallelPlan(global_batch=64, dtype=dtype)
-    found = parsed(megatron_flags(named_model("llama2-7b"), plan))
+    found = parsed(megatron_flags(load_model("llama2-7b"), plan))
     assert (found.get("bf16"), found.get("fp8_format")) == expected
     assert "fp16" not in found
 
@@ -73,13 +73,13 @@ def test_flags_of_messages_between_interleaved_stages(overlap):
     plan = ParallelPlan(
         global_batch=64, pipeline=4, virtual=2, schedule="interleaved", pipeline_overlap=overlap
     )
-    found = megatron_flags(named_model("llama2-7b"), plan)
+    found = megatron_flags(load_model("llama2-7b"), plan)
     assert ("--no-overlap-p2p-communication" in found) is not overlap
 
 
 def test_what_a_search_finds_for_plain_schedules_has_flags():
     """No switch is on that the schedule does not have."""
-    model, cluster = named_model("llama2-7b"), load_cluster("h100-nemo")
+    model, cluster = load_model("llama2-7b"), load_cluster("h100-nemo")
     space = SearchSpace(num_gpus=16, global_batch=64, pipeline=(4,), schedules=("1f1b",),
                         zero=(0, 1))  # fmt: skip
     best = search_plans(model, cluster.device, cluster.fabric, space=space).best[0]
@@ -107,7 +107,7 @@ def test_what_a_search_finds_for_plain_schedules_has_flags():
 )
 def test_what_has_no_flag_is_refused(model, changes, message):
     with pytest.raises(UnsupportedError, match=message):
-        megatron_flags(named_model(model), ParallelPlan(global_batch=64, **changes))
+        megatron_flags(load_model(model), ParallelPlan(global_batch=64, **changes))
 
 
 @given(

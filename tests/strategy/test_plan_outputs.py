@@ -12,7 +12,7 @@ from fivefold.strategy import (
     MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
-    named_model,
+    load_model,
     torchtitan_config,
     trainer_config,
 )
@@ -125,7 +125,7 @@ def planned(monkeypatch, source, room="llama3"):
     ],
 )
 def test_a_torchtitan_module_says_what_the_plan_says(monkeypatch, plan):
-    model = named_model("llama3-70b")
+    model = load_model("llama3-70b")
     config = planned(monkeypatch, torchtitan_config(model, plan))
     degrees = vars(config.parallelism)
     product = 1
@@ -168,19 +168,19 @@ def test_a_torchtitan_module_says_what_the_plan_says(monkeypatch, plan):
 def test_what_torchtitan_cannot_do_is_refused(changes, words):
     plan = ParallelPlan(**{"global_batch": 64, "data": 8} | changes)
     with pytest.raises(UnsupportedError, match=words):
-        torchtitan_config(named_model("llama3-8b"), plan)
+        torchtitan_config(load_model("llama3-8b"), plan)
 
 
 def test_models_are_found_by_their_sizes_or_named(monkeypatch):
     plan = ParallelPlan(global_batch=8, data=8)
-    assert "import llama3_8b" in torchtitan_config(named_model("llama3-8b"), plan)
-    assert "deepseek_v3_671b" in torchtitan_config(named_model("deepseek-v3"), plan)
+    assert "import llama3_8b" in torchtitan_config(load_model("llama3-8b"), plan)
+    assert "deepseek_v3_671b" in torchtitan_config(load_model("deepseek-v3"), plan)
     with pytest.raises(UnsupportedError, match="llama2-7b"):  # another vocabulary
-        torchtitan_config(named_model("llama2-7b"), plan)
+        torchtitan_config(load_model("llama2-7b"), plan)
     odd = ModelSpec(name='a"""b', num_layers=2, hidden=8, num_heads=2, seq_len=4, vocab=9)
     source = torchtitan_config(odd, plan, base="mine.tiny")
     assert planned(monkeypatch, source, room="mine").training.max_context_length == 4
-    with pytest.raises(ConfigurationError, match="room and a function"):
+    with pytest.raises(ConfigurationError, match="package and a function"):
         torchtitan_config(odd, plan, base="import os")
 
 

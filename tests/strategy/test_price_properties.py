@@ -13,14 +13,14 @@ from fivefold.strategy import (
     MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
-    PlanTable,
     SearchSpace,
     evaluate_plan,
-    evaluate_table,
     load_cluster,
-    plan_demand,
     search_plans,
 )
+from fivefold.strategy.cost import evaluate_table
+from fivefold.strategy.demand import plan_demand
+from fivefold.strategy.plan import PlanTable
 
 DEVICES = {name: load_cluster(name).device for name in ("h100-nemo", "a100-megatron")}
 TWO_CHUNKS = {"zb_v", "v_half", "v_min", "dualpipe_v", "interleaved"}
@@ -251,8 +251,8 @@ def test_each_boundary_between_stages_has_its_own_tier():
     fast, slow = cost(1e18), cost(1.0)
     message = 2.0 * model.seq_len * model.hidden
     # Sixteen micro-batches send eight messages each way; filling meets the slow boundary once.
-    assert slow.boundary_s == pytest.approx(16 * 2 * 8 * message, rel=1e-3)
-    assert slow.idle_s - fast.idle_s == pytest.approx(2 * message, rel=1e-3)
+    assert slow.pipeline_p2p_s == pytest.approx(16 * 2 * 8 * message, rel=1e-3)
+    assert slow.pipeline_bubble_s - fast.pipeline_bubble_s == pytest.approx(2 * message, rel=1e-3)
     assert cost(1.25e9).total_s > 3 * cost(50e9).total_s
 
 
@@ -282,7 +282,7 @@ def test_plain_schedules_wait_for_their_messages(schedule):
     apart, beside = (
         evaluate_plan(
             model, base.device, base.fabric, plan=dataclasses.replace(plan, pipeline_overlap=flag)
-        ).time.boundary_s
+        ).time.pipeline_p2p_s
         for flag in (False, True)
     )
     assert (beside < apart) is (schedule not in {"gpipe", "1f1b"})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fivefold.strategy import ModelSpec, ParallelPlan, evaluate_plan, load_cluster, named_model
+from fivefold.strategy import ModelSpec, ParallelPlan, evaluate_plan, load_cluster, load_model
 from fivefold.strategy._operators import LayerShape, layer_operators
 
 # Korthikanti et al., arXiv 2205.05198: model, tensor, pipeline, virtual, micro-batch.
@@ -93,14 +93,14 @@ def test_states_are_18_bytes_of_the_layers(name):
     ("zero", "bytes_per_parameter"), [(0, 18.0), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)]
 )
 def test_zero_shares_states(zero, bytes_per_parameter):
-    model, cluster = named_model("gpt3-1.3b"), load_cluster("a100-megatron")
+    model, cluster = load_model("gpt3-1.3b"), load_cluster("a100-megatron")
     plan = ParallelPlan(global_batch=8, data=8, zero=zero)
     memory = evaluate_plan(model, cluster.device, cluster.fabric, plan=plan).memory
     assert memory.states_bytes == pytest.approx(bytes_per_parameter * model.num_parameters)
 
 
 def test_local_updates_keep_two_more_copies():
-    model, cluster = named_model("gpt3-1.3b"), load_cluster("a100-megatron")
+    model, cluster = load_model("gpt3-1.3b"), load_cluster("a100-megatron")
     plain, local = (
         evaluate_plan(
             model, cluster.device, cluster.fabric,

@@ -5,14 +5,8 @@ import json
 import pytest
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.strategy import (
-    MixtureOfExperts,
-    ModelSpec,
-    load_model,
-    model_from_hugging_face,
-    named_model,
-    named_models,
-)
+from fivefold.strategy import MixtureOfExperts, ModelSpec, load_model, named_models
+from fivefold.strategy.presets import model_from_hugging_face
 
 # Billions, from each model's paper or card.
 KNOWN = {
@@ -29,7 +23,7 @@ def gpt(h, layers, a, *, seq=2048, vocab=51200):
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_models_have_their_published_parameters(name):
-    assert named_model(name).num_parameters / 1e9 == pytest.approx(KNOWN[name], rel=5e-3)
+    assert load_model(name).num_parameters / 1e9 == pytest.approx(KNOWN[name], rel=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -53,14 +47,14 @@ def test_flops_equal_the_closed_forms(recompute):
 
 
 def test_nvidia_form_of_llama_flops():
-    model = named_model("llama3-70b")
+    model = load_model("llama3-70b")
     s, h, layers, ffn, v = 8192, 8192, 80, 28672, 128256
     expected = s * (12 * layers * h**2 * (1 + 8 / 64 + s / h) + 18 * layers * ffn * h + 6 * v * h)
     assert model.flops_per_sequence() == pytest.approx(expected)
 
 
 def test_deepseek_activates_its_published_37_billion():
-    assert named_model("deepseek-v3").active_parameters / 1e9 == pytest.approx(37.5, rel=0.02)
+    assert load_model("deepseek-v3").active_parameters / 1e9 == pytest.approx(37.5, rel=0.02)
 
 
 def test_a_hugging_face_file_gives_the_preset(tmp_path):
@@ -72,7 +66,7 @@ def test_a_hugging_face_file_gives_the_preset(tmp_path):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = load_model(str(tmp_path), seq_len=4096)
-    assert model.num_parameters == named_model("mixtral-8x7b").num_parameters
+    assert model.num_parameters == load_model("mixtral-8x7b").num_parameters
     assert model.seq_len == 4096
 
 
@@ -92,18 +86,18 @@ def test_hugging_face_deepseek_is_the_preset():
         "max_position_embeddings": 4096, "hidden_act": "silu", "moe_layer_freq": 1,
     }  # fmt: skip
     assert (
-        model_from_hugging_face(config).num_parameters == named_model("deepseek-v3").num_parameters
+        model_from_hugging_face(config).num_parameters == load_model("deepseek-v3").num_parameters
     )
 
 
 @pytest.mark.parametrize("name", named_models())
 def test_every_preset_has_operators(name):
-    assert named_model(name).flops_per_sequence() > 0
+    assert load_model(name).flops_per_sequence() > 0
 
 
 def test_bad_input_is_explained(tmp_path):
     with pytest.raises(ConfigurationError, match="did you mean 'llama3-8b'"):
-        named_model("lama3-8b")
+        load_model("lama3-8b")
     with pytest.raises(ConfigurationError, match="positive integer"):
         gpt(0, 2, 1)
     with pytest.raises(ConfigurationError, match="not a multiple"):

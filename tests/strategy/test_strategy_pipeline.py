@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
-from fivefold.strategy import pipeline_shape
-from fivefold.strategy._pipeline import stage_layers, stored_at
+from fivefold.strategy.pipeline import pipeline_shape, stage_layers, stored_at
 
 THIRD = {"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0}
 
@@ -70,7 +69,7 @@ def test_1f1b_and_gpipe_equal_a_simulated_pipeline(stages, micro_batches, forwar
         shape = pipeline_shape(name, stages=stages, micro_batches=micro_batches, **times)
         if micro_batches >= stages or name == "gpipe":
             seconds, most = simulate(orders, forward_s, backward_s)
-            assert ideal + shape.idle_s == pytest.approx(seconds, rel=1e-9)
+            assert ideal + shape.bubble_s == pytest.approx(seconds, rel=1e-9)
             assert shape.stored == max(most)
             for stage in range(stages):
                 kept = stored_at(
@@ -96,10 +95,10 @@ def test_zero_bubble_ratios(name, stages):
     sizes = {"stages": stages, "micro_batches": 100, **THIRD}
     plain, shape = pipeline_shape("1f1b", **sizes), pipeline_shape(name, **sizes)
     idle, memory, messages = ZERO_BUBBLE[name]
-    assert shape.idle_s == pytest.approx(idle * plain.idle_s, abs=1e-9)
+    assert shape.bubble_s == pytest.approx(idle * plain.bubble_s, abs=1e-9)
     exact = memory * stages - (1 if name == "zb_2p" else 0)  # ZB-H2 keeps 2 p - 1
     assert shape.stored == pytest.approx(exact)
-    assert shape.boundary_messages == messages * plain.boundary_messages
+    assert shape.p2p_messages == messages * plain.p2p_messages
 
 
 @given(
@@ -113,13 +112,13 @@ def test_dualpipe_and_interleaving_forms(p, f, i, w):
     sizes = {"stages": p, "micro_batches": 1000, **times}
     dual = pipeline_shape("dualpipe", **sizes)
     whole = i + w
-    assert dual.idle_s == pytest.approx(max(p / 2 - 1, 0) * (f + whole + whole - 3 * w))
+    assert dual.bubble_s == pytest.approx(max(p / 2 - 1, 0) * (f + whole + whole - 3 * w))
     assert (dual.parameter_copies, dual.stored) == (2, p + 1)
     one, four = (
         pipeline_shape("interleaved" if v > 1 else "1f1b", virtual=v, **sizes) for v in (1, 4)
     )
-    assert four.idle_s == pytest.approx(one.idle_s / 4, rel=1e-9)
-    assert one.idle_s == pytest.approx((p - 1) * (f + i + w), rel=1e-9)
+    assert four.bubble_s == pytest.approx(one.bubble_s / 4, rel=1e-9)
+    assert one.bubble_s == pytest.approx((p - 1) * (f + i + w), rel=1e-9)
 
 
 @given(st.integers(1, 200), st.integers(1, 64), st.booleans())

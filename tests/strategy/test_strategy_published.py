@@ -14,8 +14,8 @@ from fivefold.strategy import (
     ParallelPlan,
     evaluate_plan,
     load_cluster,
-    plan_problem,
 )
+from fivefold.strategy.plan import plan_problem
 
 TABLES = Path(__file__).parent / "tables"
 

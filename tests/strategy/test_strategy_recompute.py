@@ -4,16 +4,10 @@ import dataclasses
 
 import pytest
 
-from fivefold.strategy import (
-    ModelSpec,
-    ParallelPlan,
-    PlanTable,
-    evaluate_plan,
-    evaluate_table,
-    load_cluster,
-    named_model,
-)
-from fivefold.strategy._device import gemm_time_s, memory_time_s
+from fivefold.strategy import ModelSpec, ParallelPlan, evaluate_plan, load_cluster, load_model
+from fivefold.strategy.cluster import gemm_time_s, memory_time_s
+from fivefold.strategy.cost import evaluate_table
+from fivefold.strategy.plan import PlanTable
 
 MODEL = ModelSpec(
     name="x", num_layers=8, hidden=4096, num_heads=32, seq_len=2048, vocab=50304, dropout=False
@@ -41,7 +35,7 @@ def test_stopping_early_leaves_out_the_last_product_and_what_follows():
 
 def test_experts_are_repeated_whole():
     plan = ParallelPlan(global_batch=8, data=8, expert=8, recompute="full", zero=1)
-    model = named_model("mixtral-8x7b")
+    model = load_model("mixtral-8x7b")
     whole = time_of(cluster_with(), model, plan)
     assert time_of(cluster_with(recompute_stops_early=True), model, plan) == whole
 
@@ -67,8 +61,10 @@ def test_messages_are_hidden_only_in_the_steady_part(virtual, micro_batches):
         pipeline_overlap=True,
     )  # fmt: skip
     cluster = cluster_with(overlap_slowdown=0.0)
-    beside = time_of(cluster, model, plan).boundary_s
-    apart = time_of(cluster, model, dataclasses.replace(plan, pipeline_overlap=False)).boundary_s
+    beside = time_of(cluster, model, plan).pipeline_p2p_s
+    apart = time_of(
+        cluster, model, dataclasses.replace(plan, pipeline_overlap=False)
+    ).pipeline_p2p_s
     # Plain 1F1B waits for its messages: nothing of them is hidden.
     filling = (virtual - 1) * 8 / (virtual * micro_batches) if virtual > 1 else 1.0
     assert beside == pytest.approx(filling * apart, rel=1e-9, abs=1e-15)
@@ -77,7 +73,7 @@ def test_messages_are_hidden_only_in_the_steady_part(virtual, micro_batches):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_columns_agree_on_every_stack_s_recomputation(recompute, dtype):
-    cluster, model = load_cluster("h100-torchtitan"), named_model("llama3-8b")
+    cluster, model = load_cluster("h100-torchtitan"), load_model("llama3-8b")
     plans = [
         ParallelPlan(
             global_batch=64, data=4, tensor=tensor, pipeline=2, virtual=2, schedule="interleaved",

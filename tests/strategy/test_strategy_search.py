@@ -14,16 +14,14 @@ from fivefold.strategy import (
     MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
-    PlanTable,
     SearchSpace,
     evaluate_plan,
-    evaluate_table,
     load_cluster,
-    named_model,
-    plan_problem,
+    load_model,
     search_plans,
 )
-from fivefold.strategy._plan import PipelineSchedule
+from fivefold.strategy.cost import evaluate_table
+from fivefold.strategy.plan import PipelineSchedule, PlanTable, plan_problem
 
 GPT = ModelSpec(name="gpt", num_layers=24, hidden=2048, num_heads=16, seq_len=2048, vocab=51200)
 MOE = dataclasses.replace(
@@ -163,7 +161,7 @@ def test_parts_of_the_time_add_up_and_are_not_negative():
 @pytest.mark.parametrize("gpus", [1, 2, 3, 6, 7, 12])
 def test_odd_numbers_of_gpus(gpus):
     odd = SearchSpace(num_gpus=gpus, global_batch=84)
-    best = search_plans(named_model("gpt3-1.3b"), H100.device, H100.fabric, space=odd).best[0]
+    best = search_plans(load_model("gpt3-1.3b"), H100.device, H100.fabric, space=odd).best[0]
     assert best.plan.num_gpus == gpus
 
 
@@ -180,7 +178,7 @@ def test_more_bandwidth_is_never_slower():
 
 def test_a_convolution_network_is_planned():
     best = search_plans(
-        named_model("resnet50"), A100.device, A100.fabric,
+        load_model("resnet50"), A100.device, A100.fabric,
         space=SearchSpace(num_gpus=8, global_batch=2048),
     ).best[0]  # fmt: skip
     # Eight A100 train roughly 20,000 images a second; the model must be of that order.
@@ -190,7 +188,7 @@ def test_a_convolution_network_is_planned():
 def test_memory_that_binds_is_named_with_the_nearest_change():
     with pytest.raises(InfeasibleError, match="memory binds") as caught:
         search_plans(
-            named_model("llama3-70b"), A100.device, A100.fabric,
+            load_model("llama3-70b"), A100.device, A100.fabric,
             space=SearchSpace(num_gpus=2, global_batch=8),
         )  # fmt: skip
     assert caught.value.exit_code == 3
@@ -200,7 +198,7 @@ def test_memory_that_binds_is_named_with_the_nearest_change():
 def test_offloading_is_offered_where_it_helps():
     tight = SearchSpace(num_gpus=8, global_batch=8, zero=(0,), recompute=("full",))
     with pytest.raises(InfeasibleError) as caught:
-        search_plans(named_model("llama3-70b"), A100.device, A100.fabric, space=tight)
+        search_plans(load_model("llama3-70b"), A100.device, A100.fabric, space=tight)
     assert "ZeRO-3" in caught.value.hint or "offloading" in caught.value.hint
 
 

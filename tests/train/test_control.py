@@ -1,7 +1,5 @@
 import json
-import os
 import signal
-import threading
 import time
 
 import pytest
@@ -10,20 +8,7 @@ from fivefold.runs import StopRequest
 from fivefold.runs import ranks as ranks_module
 from fivefold.runs.ranks import Ranks, StopAgreement, open_ranks
 from fivefold.testing import run_processes
-
-
-def wait_for_step(world, config, step):
-    path = config.run.output / "metrics.jsonl"
-    deadline_s = time.monotonic() + 120
-    while time.monotonic() < deadline_s:
-        if path.exists() and any(
-            json.loads(line)["step"] >= step
-            for line in path.read_text().splitlines()
-            if line.endswith("}")
-        ):
-            return
-        time.sleep(0.02)
-    pytest.fail(f"step {step} was not reached: {world.logs()}")
+from helpers.forked_ranks import wait_for_step
 
 
 @pytest.fixture
@@ -52,9 +37,9 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
     run_ranks(whole)
     config = make_config(method, steps=steps, validate_every_steps=0)
     world = start_ranks(config)
-    wait_for_step(world, config, 30)
+    wait_for_step(world, config.run.output, 30)
     for rank in ranks:
-        world.kill(rank, number)
+        world.kill(rank, number=number)
     assert world.wait() == {0: 0, 1: 0}, world.logs()
     events = [
         json.loads(line) for line in (config.run.output / "metrics.jsonl").read_text().splitlines()
@@ -75,13 +60,13 @@ def test_all_ranks_stop_at_the_same_step_whoever_is_asked():
     def work(rank):
         world = open_ranks(device="cpu", timeout_s=20.0)
         stop = StopRequest()
-        lane = StopAgreement(world, stop)
-        lane.start(0)
+        agreement = StopAgreement(world, stop)
+        agreement.start(0)
         for step in range(1, 10_000):
             time.sleep(0.001 * (1 + rank))  # ranks of different speed
             if rank == 1 and step == 37:
                 stop.requested = True
-            if lane.poll(step):
+            if agreement.poll(step):
                 return step
         return None
 
@@ -90,17 +75,18 @@ def test_all_ranks_stop_at_the_same_step_whoever_is_asked():
     assert steps[0] >= 37
 
 
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_the_agreement_is_not_waited_for_in_every_step():
     def work(_rank):
         world = open_ranks(device="cpu", timeout_s=20.0)
-        lane = StopAgreement(world, StopRequest())
-        lane.start(0)
+        agreement = StopAgreement(world, StopRequest())
+        agreement.start(0)
         for step in range(1, 1201):
             time.sleep(0.001)
-            lane.poll(step)
-        lane.drain()
-        return len(lane.take_waits())
+            agreement.poll(step)
+        agreement.drain()
+        return len(agreement.take_waits())
 
     counts = run_processes(2, work)
     # About one message per half second; the first ones come sooner, until the period is known.
@@ -108,49 +94,17 @@ def test_the_agreement_is_not_waited_for_in_every_step():
     assert counts[0] < 60
 
 
-def test_first_interrupt_asks_second_aborts():
-    stop = StopRequest()
-    before = signal.getsignal(signal.SIGINT)
-    with stop.handling_signals():
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.requested
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_repeated_sigterm_does_not_abort():
-    stop = StopRequest()
-    with stop.handling_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested
-
-
-def test_signals_are_left_alone_outside_the_main_thread():
-    found = []
-
-    def work():
-        with StopRequest().handling_signals():
-            found.append(signal.getsignal(signal.SIGTERM))
-
-    before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [before]
-
-
 def test_one_rank_decides_alone_and_at_once():
     stop = StopRequest()
     world = Ranks(timeout_s=1.0)
-    lane = StopAgreement(world, stop)
-    lane.start(0)
-    assert not lane.poll(1)
+    agreement = StopAgreement(world, stop)
+    agreement.start(0)
+    assert not agreement.poll(1)
     stop.requested = True
-    assert lane.poll(2)
+    assert agreement.poll(2)
 
 
+@pytest.mark.alone
 @pytest.mark.distributed
 def test_ranks_that_are_fast_in_turn_do_not_wait_for_the_agreement(monkeypatch):
     """Within a round of local steps each rank is slow once; only the round's end is common."""
@@ -159,15 +113,15 @@ def test_ranks_that_are_fast_in_turn_do_not_wait_for_the_agreement(monkeypatch):
 
     def work(rank):
         world = open_ranks(device="cpu", timeout_s=20.0)
-        lane = StopAgreement(world, StopRequest())
-        lane.start(0)
+        agreement = StopAgreement(world, StopRequest())
+        agreement.start(0)
         for step in range(1, 4 * rounds + 1):
             time.sleep(slow_s if step % 4 == 1 + rank else 0.01)
-            lane.poll(step)
+            agreement.poll(step)
             if step % 4 == 0:
                 world.gather(None, what="the end of a round")
-        lane.drain()
-        return sum(end_s - start_s for start_s, end_s in lane.take_waits())
+        agreement.drain()
+        return sum(end_s - start_s for start_s, end_s in agreement.take_waits())
 
     # Agreed on at every step, each round would wait once on each rank.
     assert max(run_processes(2, work)) < 0.3 * rounds * slow_s

@@ -1,10 +1,11 @@
-import json
 import random
 import re
 import signal
 import time
 
 import pytest
+
+from helpers.forked_ranks import wait_for_step
 
 METHODS = ["ddp", "co2", "slowmo", "local_sgd"]
 TIMEOUT_S = 6.0
@@ -29,14 +30,16 @@ def uninterrupted(method, expected, *, make_config, start_ranks, final_digest):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("trial", range(20))
+@pytest.mark.parametrize(
+    "trial", [*range(12), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(12, 40))]
+)
 def test_kill_9_at_a_random_moment(trial, expected, make_config, start_ranks, final_digest):
     draw = random.Random(trial)  # noqa: S311 - a seeded choice of moments, no secret
     method = METHODS[trial % len(METHODS)]
     tools = {"make_config": make_config, "start_ranks": start_ranks}
     digest, duration_s = uninterrupted(method, expected, final_digest=final_digest, **tools)
     # A checkpoint every 3 steps (rounds have 4) takes a good part of the time, so kills hit
-    # start, data, forward, flights, merges and checkpoint writes.
+    # start, data, forward, all-reduces, merges and checkpoint writes.
     config = make_config(method, checkpoint_every_steps=3, timeout_s=TIMEOUT_S)
     world = start_ranks(config)
     victim, moment = draw.randrange(2), draw.random()
@@ -64,7 +67,7 @@ def test_kill_9_at_a_random_moment(trial, expected, make_config, start_ranks, fi
 def test_error_of_a_survivor_names_rank_step_and_collective(make_config, start_ranks, method):
     config = make_config(method, steps=100_000, log_every_steps=5, timeout_s=TIMEOUT_S)
     world = start_ranks(config)
-    wait_for_step(world, config, 10)
+    wait_for_step(world, config.run.output, 10)
     world.kill(1)
     codes = world.wait(TIMEOUT_S + SLACK_S)
     assert codes[0] == 1
@@ -79,8 +82,8 @@ def test_error_of_a_survivor_names_rank_step_and_collective(make_config, start_r
 def test_a_stopped_peer_ends_the_run_within_the_timeout(make_config, start_ranks, method):
     config = make_config(method, steps=100_000, log_every_steps=5, timeout_s=TIMEOUT_S)
     world = start_ranks(config)
-    wait_for_step(world, config, 10)
-    world.kill(1, signal.SIGSTOP)
+    wait_for_step(world, config.run.output, 10)
+    world.kill(1, number=signal.SIGSTOP)
     stopped_s = time.monotonic()
     codes = world.wait(TIMEOUT_S + SLACK_S, ranks=[0])
     assert codes[0] == 1
@@ -101,15 +104,3 @@ def test_ranks_that_never_come_are_not_waited_for_forever(make_config, start_ran
     error = world.error(0)
     assert error["kind"] == "CommunicationError"
     assert "rank 0 of 2, start: forming the process group failed" in error["message"]
-
-
-def wait_for_step(world, config, step):
-    path = config.run.output / "metrics.jsonl"
-    deadline_s = time.monotonic() + 120
-    while time.monotonic() < deadline_s:
-        if path.exists():
-            for line in path.read_text().splitlines():
-                if line.endswith("}") and json.loads(line)["step"] >= step:
-                    return
-        time.sleep(0.02)
-    pytest.fail(f"step {step} was not reached: {world.logs()}")

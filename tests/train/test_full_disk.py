@@ -75,7 +75,7 @@ def fill_disk(where, from_step):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "where", [("data", 1), ("data", 0), ("_checksum", 1), ("sync_folder", 0), ("_prepare", 0)]
+    "where", [("data", 1), ("data", 0), ("_checksum", 1), ("write_atomically", 0), ("_prepare", 0)]
 )
 def test_no_space_on_one_rank_is_a_clear_error_on_all(
     make_config, start_ranks, run_ranks, final_digest, where

@@ -142,7 +142,7 @@ def test_events_lanes_and_files(make_config, run_ranks, method):
         assert spans[0]["event"] == "clock"
         assert spans[-1]["event"] == "rank_end"
         lanes = {line["lane"] for line in spans if line["event"] == "span"}
-        assert {"compute", "data", "flight", "wait", "checkpoint", "validation"} <= lanes
+        assert {"compute", "data", "in_flight", "wait", "checkpoint", "validation"} <= lanes
         assert all(s["end_s"] >= s["start_s"] for s in spans if s["event"] == "span")
         compute = [s for s in spans if s.get("lane") == "compute"]
         assert {s["name"] for s in compute} == {f"step {n}" for n in range(1, 19)}

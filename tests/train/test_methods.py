@@ -164,27 +164,27 @@ def test_local_sgd_is_the_average_after_every_round():
 def test_spans_and_totals_tell_one_story(method):
     keys = {"fragments": 2} if method == "streaming_diloco" else {}
     for _, spans, totals in run_method(method, **keys):
-        flights = [span for span in spans if span.lane == "flight"]
+        all_reduces = [span for span in spans if span.lane == "in_flight"]
         waits = [span for span in spans if span.lane == "wait"]
-        assert len(flights) == totals["collectives"] > 0
+        assert len(all_reduces) == totals["collectives"] > 0
         # Buckets of DDP travel at the same time: count each moment with any of them once. The
-        # flights of fragments are summed: each has its own wait.
-        moments = sorted({t for span in flights for t in (span.start_s, span.end_s)})
+        # all_reduces of fragments are summed: each has its own wait.
+        moments = sorted({t for span in all_reduces for t in (span.start_s, span.end_s)})
         in_flight_s = sum(
             end - start
             for start, end in itertools.pairwise(moments)
-            if any(span.start_s <= start and end <= span.end_s for span in flights)
+            if any(span.start_s <= start and end <= span.end_s for span in all_reduces)
         )
         if method == "streaming_diloco":
-            in_flight_s = sum(span.end_s - span.start_s for span in flights)
-            assert any("fragment 1" in span.name for span in flights)
+            in_flight_s = sum(span.end_s - span.start_s for span in all_reduces)
+            assert any("fragment 1" in span.name for span in all_reduces)
         exposed_s = sum(span.end_s - span.start_s for span in waits)
         assert math.isclose(in_flight_s, totals["in_flight_s"], rel_tol=1e-9)
         assert math.isclose(exposed_s, totals["exposed_wait_s"], rel_tol=1e-9)
         assert 0 <= totals["overlap_fraction"] <= 1
         # What occupies the training thread never overlaps.
         busy = sorted(
-            (span for span in spans if span.lane != "flight"), key=lambda span: span.start_s
+            (span for span in spans if span.lane != "in_flight"), key=lambda span: span.start_s
         )
         for before, after in itertools.pairwise(busy):
             assert before.end_s <= after.start_s + 1e-9
@@ -297,9 +297,9 @@ def test_subtracting_holes_keeps_the_rest():
     assert subtract(0.0, 10.0, holes=[hole(0.0, 10.0)]) == []
 
 
-def test_recorder_sums_lanes_and_leaves_flights_out(tmp_path):
+def test_recorder_sums_lanes_and_leaves_all_reduces_out(tmp_path):
     recorder = SpanRecorder(tmp_path / "rank0.jsonl", seconds={"data": 1.5})
-    recorder.add([hole(0.0, 2.0), Span(lane="flight", name="f", start_s=0.0, end_s=9.0)])
+    recorder.add([hole(0.0, 2.0), Span(lane="in_flight", name="f", start_s=0.0, end_s=9.0)])
     seconds = recorder.categories(10.0)
     recorder.close()
     assert seconds["exposed_communication"] == 2.0

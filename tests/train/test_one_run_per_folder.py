@@ -40,7 +40,7 @@ def test_a_second_run_ends_on_all_ranks_and_the_first_goes_on(make_config, start
         assert f"run.output {config.run.output} is in use by process" in error["message"]
         assert str(first.pids[0]) in error["message"]
         assert "another run.output" in error["hint"]
-    first.kill(0, signal.SIGTERM)
+    first.kill(0, number=signal.SIGTERM)
     assert first.wait() == {0: 0, 1: 0}, first.logs()
     last = json.loads((config.run.output / "metrics.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["reason"]) == ("end", "stopped")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
-from fivefold.moe import ExchangeConfig
+from fivefold.moe import OneSidedConfig
 from fivefold.runs import ranks
 from fivefold.testing import free_port
 from fivefold.train import _expert_ranks, config_to_toml, load_config, train
@@ -92,12 +92,12 @@ def test_the_memory_of_gpus_is_symmetric_memory_of_the_expert_group(shared_confi
     )
     monkeypatch.setattr(
         _expert_ranks,
-        "ExpertExchange",
+        "OneSidedGroup",
         lambda config, heap, **options: SimpleNamespace(config=config, heap=heap, **options),
     )
     config = shared_config(moe={"top_k": 3, "exchange_room": 1.2, "expert_width": 48})
     found = open_exchange(config, Ranks(CUDA), "group").exchange
-    wanted = ExchangeConfig(
+    wanted = OneSidedConfig(
         ranks=2, experts=4, hidden=16, intermediate=48, top_k=3, max_tokens=8,
         max_rows=29, dtype=torch.float32, training=True,
     )  # fmt: skip

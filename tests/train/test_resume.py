@@ -6,7 +6,8 @@ import pytest
 from fivefold.runs.checkpoints import checkpoint_folders
 from fivefold.train.config import AutoTauConfig
 
-STREAMING = {"fragments": 2, "delay_steps": 3}  # flights of both fragments at step 5
+# At step 5 an all-reduce of each fragment is in flight.
+STREAMING = {"fragments": 2, "delay_steps": 3}
 METHODS = {
     "none": {},
     "ddp": {},
@@ -38,7 +39,7 @@ def losses(events):
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", METHODS)
 def test_resume_at_any_step_reaches_the_same_state_bit_for_bit(
-    make_config, run_ranks, final_digest, tmp_path, name
+    make_config, run_ranks, start_ranks, final_digest, tmp_path, name
 ):
     # tau = 4: step 4 is a boundary, 5 to 7 lie inside a round with an all-reduce in flight.
     method = name.partition(" ")[0]
@@ -47,12 +48,15 @@ def test_resume_at_any_step_reaches_the_same_state_bit_for_bit(
     whole = with_run(whole, steps=10, validate_every_steps=4)
     run_ranks(whole)
     expected = final_digest(whole)
-    for step in (1, 5, 8):
-        resumed = with_run(whole, output=tmp_path / f"resumed{step}")
+    resumed = {step: with_run(whole, output=tmp_path / f"resumed{step}") for step in (1, 5, 8)}
+    worlds = []
+    for step, config in resumed.items():
         source = whole.run.output / "checkpoints" / f"step-{step:08d}"
-        shutil.copytree(source, resumed.run.output / "checkpoints" / source.name)
-        run_ranks(resumed)
-        assert final_digest(resumed) == expected, f"resumed at step {step}"
+        shutil.copytree(source, config.run.output / "checkpoints" / source.name)
+        worlds.append(start_ranks(config))  # they start beside one another
+    for world, (step, config) in zip(worlds, resumed.items(), strict=True):
+        assert set(world.wait().values()) == {0}, world.logs()
+        assert final_digest(config) == expected, f"resumed at step {step}"
 
 
 @pytest.mark.distributed

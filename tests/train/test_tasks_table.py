@@ -68,7 +68,7 @@ def test_clipping_by_norm_stays_where_forward_waits_for_all(make_config, run_ran
 
 @pytest.mark.distributed
 def test_a_resumed_run_of_three_ranks_reaches_the_same_state(
-    make_config, run_ranks, final_digest, tmp_path
+    make_config, run_ranks, start_ranks, final_digest, tmp_path
 ):
     whole = make_config("ddp", output="whole", steps=8, checkpoint_every_steps=4)
     whole = with_tasks(whole, ordering="priority", plan_after_steps=2)
@@ -79,6 +79,14 @@ def test_a_resumed_run_of_three_ranks_reaches_the_same_state(
     shutil.copytree(source, resumed.run.output / "checkpoints" / source.name)
     run_ranks(resumed, world_size=3)
     assert final_digest(resumed) == final_digest(whole)
+    # Another order of sums rounds otherwise: that is another run, and so is one without the table.
+    for other, was in (
+        (with_tasks(resumed, ordering="fifo"), "tasks.ordering = 'priority'; now it is 'fifo'"),
+        (resumed.model_copy(update={"tasks": None}), "tasks.ordering = 'priority'; now it is None"),
+    ):
+        world = start_ranks(other, world_size=3)
+        assert set(world.wait().values()) == {1}
+        assert f"was written with {was}" in world.error(1)["message"]
 
 
 @pytest.mark.distributed

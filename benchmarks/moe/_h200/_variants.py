@@ -12,7 +12,7 @@ import torch
 from benchmarks.moe._h200._cases import Case
 from benchmarks.moe._h200._operands import Operands
 from fivefold.moe import Workspace, backends, fused_moe
-from fivefold.moe.operator import activation_named
+from fivefold.moe.operator.activations import activation_named
 
 __all__ = [
     "LIGER",

@@ -20,10 +20,9 @@ from fivefold.cli._options import (
     PageOption,
     PathSeedOption,
 )
-from fivefold.cli._outputs import require_picture, require_writable, write_json
+from fivefold.cli._outputs import require_writable, write_json
 from fivefold.cli._plan_files import make_folder
 from fivefold.codesign import (
-    AblationRow,
     CoDesignResult,
     CoDesigns,
     JobSpec,
@@ -31,15 +30,15 @@ from fivefold.codesign import (
     ablate,
     ablation_page,
     chakra_traces,
-    decisions_to_json,
-    draw_ablation,
     load_jobs,
     msccl_programs,
     plan_cluster,
     plan_page,
     synthetic_jobs,
-    timeline_of,
 )
+from fivefold.codesign.ablation import AblationRow
+from fivefold.codesign.exports import timeline_of
+from fivefold.codesign.plans import decisions_to_json
 from fivefold.errors import InfeasibleError, UnsupportedError
 from fivefold.network.topology import Topology
 from fivefold.report import write_html
@@ -135,7 +134,6 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     sizes: Annotated[str, typer.Option(help="Ranks of drawn jobs, comma-separated.")] = "4,8",
     iterations: Annotated[int, typer.Option(min=1, help="Iterations of drawn jobs.")] = 20,
     budget: BudgetOption = 60,
-    plot: Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")] = None,
     report: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -147,8 +145,7 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     Examples:
         $ fivefold ablate --cluster fat_tree:4,gpus=2 --seeds 3
     """
-    require_picture(plot)
-    require_writable(plot, report)
+    require_writable(report)
     topology = read_network(cluster)
     drawn_sizes = _sizes(sizes)
 
@@ -167,9 +164,6 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
             options=PlanningOptions(budget=budget),
             progress=lambda done, total: show("ablation", done, total),
         )
-    if plot is not None:
-        _draw(rows, plot, topology.name)
-        typer.echo(f"picture: {plot}", err=True)
     if report is not None:
         write_page(ablation_page(rows, cluster=topology.name, command=typed_command()), report)
     if as_json:
@@ -274,7 +268,6 @@ def _record(jobs: Sequence[JobSpec], found: CoDesignResult) -> dict[str, Any]:
 
 
 def _described(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult) -> list[str]:
-
     width = max(len("job"), *(len(job.job_id) for job in jobs))
     tried = _count(found.simulations, "simulation")
     lines = [
@@ -311,7 +304,6 @@ def _described(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResul
 
 
 def _write(folder: Path, found: CoDesignResult) -> None:
-
     write_text(folder / "plan.json", found.plan.to_json() + "\n")
     write_text(folder / "decisions.jsonl", decisions_to_json(found.decisions))
     write_text(folder / "timeline.json", json.dumps(timeline_of(found.outcome)) + "\n")
@@ -334,7 +326,6 @@ def _write_programs(
 def _write_traces(
     folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
 ) -> None:
-
     files = chakra_traces(topology, jobs, found.plan)
     make_folder(folder)
     for name, content in files.items():
@@ -361,8 +352,3 @@ def _table(rows: Sequence[AblationRow]) -> list[str]:
 
 def _interval(ends: tuple[float, float]) -> str:
     return f"{ends[0]:.3f}-{ends[1]:.3f}"
-
-
-def _draw(rows: Sequence[AblationRow], path: Path, name: str) -> None:
-
-    draw_ablation(rows, path, title=name)

@@ -24,7 +24,8 @@ from fivefold.cli._options import (
     PathSeedOption,
 )
 from fivefold.cli._outputs import require_writable
-from fivefold.codesign import PlanningOptions, load_jobs, plan_cluster, plan_page, write_order
+from fivefold.codesign import PlanningOptions, load_jobs, plan_cluster, plan_page
+from fivefold.codesign.execute import write_order
 
 
 def execute_command(  # noqa: PLR0913 - each option is a parameter

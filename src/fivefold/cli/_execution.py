@@ -11,14 +11,12 @@ import typer
 
 from fivefold.cli._codesign import change_of
 from fivefold.cli._outputs import write_json
-from fivefold.codesign import (
-    ClusterPlan,
-    JobSpec,
+from fivefold.codesign import ClusterPlan, JobSpec, run_plan
+from fivefold.codesign.execute import (
     execution_command,
     lab_options,
     read_measurements,
     read_order,
-    run_plan,
     write_order,
 )
 from fivefold.errors import CommunicationError
@@ -35,11 +33,11 @@ class Measured:
 
     Attributes:
         iteration_s: Mean seconds per iteration of each job.
-        sums: What each switch that sums counted.
+        aggregation: What each aggregation switch counted.
     """
 
     iteration_s: Mapping[str, float]
-    sums: Mapping[str, Mapping[str, int]]
+    aggregation: Mapping[str, Mapping[str, int]]
 
 
 def run_in_the_lab(
@@ -95,15 +93,15 @@ def show_measured(
             f"{job.job_id:<{width}}  {before:>8.3f} s  {after:>8.3f} s  "
             f"{change_of(before, after)}  {_how(plan, job.job_id)}"
         )
-    for node, counts in measured.sums.items():
+    for node, counts in measured.aggregation.items():
         refused = counts["misses"] + counts["expired"]
-        typer.echo(f"{node} summed {counts['hits']} chunks and left {refused} to the hosts")
+        typer.echo(f"{node} aggregated {counts['hits']} chunks and left {refused} to the hosts")
     typer.echo("seconds per iteration; compute is a sleep, reductions are real", err=True)
 
 
 def _how(plan: ClusterPlan, job_id: str) -> str:
     own = plan.jobs[job_id]
-    words = [f"summed at {own.root}" if own.root else f"ring {'-'.join(map(str, own.order))}"]
+    words = [f"aggregated at {own.root}" if own.root else f"ring {'-'.join(map(str, own.order))}"]
     if len({other.priority for other in plan.jobs.values()}) > 1:
         words.append(f"class {own.priority}")
     if own.shift_s:

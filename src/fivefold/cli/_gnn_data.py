@@ -18,13 +18,12 @@ from fivefold.gnn.data import (
     HeteroDataset,
     SourceOptions,
     TableColumns,
-    describe,
     find_source,
     generate_graph,
     ingest,
     open_dataset,
-    verify,
 )
+from fivefold.gnn.data.statistics import describe, verify
 from fivefold.runs import ProgressBar
 from fivefold.units import format_bytes
 

@@ -23,8 +23,8 @@ from fivefold.runs import write_text
 from fivefold.strategy import (
     Cluster,
     Job,
-    Prediction,
-    SearchResult,
+    PlanPrediction,
+    PlanSearchResult,
     evaluate_plan,
     load_cluster,
     load_job,
@@ -37,8 +37,9 @@ from fivefold.units import format_bytes
 _PARTS = {
     "compute_s": "compute", "recompute_s": "recomputation", "tensor_s": "tensor communication",
     "context_s": "context communication", "expert_s": "dispatch, combine",
-    "boundary_s": "pipeline p2p", "idle_s": "pipeline bubble", "data_s": "gradients, parameters",
-    "offload_s": "host transfers", "optimizer_s": "optimizer", "overhead_s": "overhead, lag",
+    "pipeline_p2p_s": "pipeline p2p", "pipeline_bubble_s": "pipeline bubble",
+    "data_s": "gradients, parameters", "offload_s": "host transfers",
+    "optimizer_s": "optimizer", "overhead_s": "overhead, lag",
 }  # fmt: skip
 
 
@@ -116,7 +117,7 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
 
 
 def _write_files(
-    job: Job, best: Prediction, *, output: Path | None, folder: Path | None, base: str | None
+    job: Job, best: PlanPrediction, *, output: Path | None, folder: Path | None, base: str | None
 ) -> None:
 
     if output is not None:
@@ -125,7 +126,7 @@ def _write_files(
         write_plan_files(folder, job, best.plan, base=base)
 
 
-def _without_front(result: SearchResult) -> SearchResult:
+def _without_front(result: PlanSearchResult) -> PlanSearchResult:
     """What was found but for the front, which the page wanted and nobody asked to be printed."""
     return dataclasses.replace(result, front=())
 
@@ -134,8 +135,8 @@ def _write_page(
     path: Path,
     job: Job,
     cluster: Cluster,
-    best: tuple[Prediction, ...],
-    result: SearchResult | None,
+    best: tuple[PlanPrediction, ...],
+    result: PlanSearchResult | None,
 ) -> None:
     page = split_page(
         job, cluster, best, result=result, parts=_PARTS, words=(_split, _words),
@@ -144,14 +145,14 @@ def _write_page(
     write_page(page, path)
 
 
-def _search(job: Job, cluster: Cluster, *, top: int, front: bool) -> SearchResult:
+def _search(job: Job, cluster: Cluster, *, top: int, front: bool) -> PlanSearchResult:
 
     return search_plans(
         job.model, cluster.device, cluster.fabric, space=job.space, top=top, front=front
     )
 
 
-def _judge(job: Job, cluster: Cluster) -> Prediction:
+def _judge(job: Job, cluster: Cluster) -> PlanPrediction:
 
     assert job.plan is not None, "only called with a plan"
     found = evaluate_plan(job.model, cluster.device, cluster.fabric, plan=job.plan)
@@ -166,7 +167,7 @@ def _judge(job: Job, cluster: Cluster) -> Prediction:
 
 
 def _document(
-    job: Job, cluster: Cluster, best: tuple[Prediction, ...], result: SearchResult | None
+    job: Job, cluster: Cluster, best: tuple[PlanPrediction, ...], result: PlanSearchResult | None
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "model": job.model.name, "parameters": job.model.num_parameters, "cluster": cluster.name,
@@ -181,7 +182,7 @@ def _document(
     return document
 
 
-def _facts(found: Prediction) -> dict[str, Any]:
+def _facts(found: PlanPrediction) -> dict[str, Any]:
     memory = dataclasses.asdict(found.memory) | {"total_bytes": found.memory.total_bytes}
     return {
         "plan": dataclasses.asdict(found.plan), "time_s": found.time_s, "mfu": found.mfu,
@@ -190,7 +191,7 @@ def _facts(found: Prediction) -> dict[str, Any]:
 
 
 def _show(
-    job: Job, cluster: Cluster, best: tuple[Prediction, ...], result: SearchResult | None
+    job: Job, cluster: Cluster, best: tuple[PlanPrediction, ...], result: PlanSearchResult | None
 ) -> None:
 
     console = Console(highlight=False)
@@ -218,7 +219,7 @@ def _show(
         console.print(f"  {rest:>12,}  for {others} other reasons: --json", soft_wrap=True)
 
 
-def _plans(title: str, found: tuple[Prediction, ...]) -> Any:
+def _plans(title: str, found: tuple[PlanPrediction, ...]) -> Any:
 
     table = Table(title=title, title_justify="left")
     for name in ("time", "MFU", "memory"):
@@ -233,7 +234,7 @@ def _plans(title: str, found: tuple[Prediction, ...]) -> Any:
     return table
 
 
-def _split(found: Prediction) -> str:
+def _split(found: PlanPrediction) -> str:
     """Degrees over 1, and the micro-batch."""
     plan = found.plan
     degrees = (("d", plan.data), ("t", plan.tensor), ("p", plan.pipeline), ("c", plan.context),
@@ -242,16 +243,16 @@ def _split(found: Prediction) -> str:
     return " ".join([*words, f"b{plan.micro_batch}"])
 
 
-def _thinned(front: tuple[Prediction, ...]) -> tuple[Prediction, ...]:
+def _thinned(front: tuple[PlanPrediction, ...]) -> tuple[PlanPrediction, ...]:
     """Points of the front that save at least a twentieth of the memory of the one before."""
-    shown: list[Prediction] = []
+    shown: list[PlanPrediction] = []
     for one in front:
         if not shown or one.memory.total_bytes < 0.95 * shown[-1].memory.total_bytes:
             shown.append(one)
     return tuple(shown)
 
 
-def _words(found: Prediction) -> str:
+def _words(found: PlanPrediction) -> str:
     plan = found.plan
     words = []
     if plan.pipeline > 1:
@@ -272,7 +273,7 @@ def _words(found: Prediction) -> str:
     return ", ".join(words) or "plain"
 
 
-def _breakdown(found: Prediction) -> Any:
+def _breakdown(found: PlanPrediction) -> Any:
 
     table = Table(title="where the time of the first goes", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from fivefold.report.page import BarChart, BarRow, Curve, CurveChart, DataTable, Page, PageSection
-from fivefold.strategy import Cluster, Job, ParallelPlan, Prediction, SearchResult
+from fivefold.strategy import Cluster, Job, ParallelPlan, PlanPrediction, PlanSearchResult
 from fivefold.units import format_bytes, format_duration_s
 
 _MEMORY = (
@@ -19,7 +19,7 @@ _MEMORY = (
 )
 _TIME_COLOURS = {
     "compute_s": "compute", "recompute_s": "forward", "tensor_s": "job1", "context_s": "job2",
-    "expert_s": "job3", "boundary_s": "job4", "idle_s": "other", "data_s": "job6",
+    "expert_s": "job3", "pipeline_p2p_s": "job4", "pipeline_bubble_s": "other", "data_s": "job6",
     "offload_s": "job7", "optimizer_s": "job5", "overhead_s": "least",
 }  # fmt: skip
 _GIB = 2**30
@@ -32,11 +32,11 @@ _PREDICTED = (
 def split_page(
     job: Job,
     cluster: Cluster,
-    best: Sequence[Prediction],
+    best: Sequence[PlanPrediction],
     *,
-    result: SearchResult | None,
+    result: PlanSearchResult | None,
     parts: dict[str, str],
-    words: tuple[Callable[[Prediction], str], Callable[[Prediction], str]],
+    words: tuple[Callable[[PlanPrediction], str], Callable[[PlanPrediction], str]],
     command: str,
 ) -> Page:
     """Return the page of a search, or of one plan that was judged.
@@ -92,13 +92,13 @@ def split_page(
     )
 
 
-def _searched(result: SearchResult) -> tuple[str, str, str]:
+def _searched(result: PlanSearchResult) -> tuple[str, str, str]:
     more = f"{result.num_evaluated:,} evaluated in {format_duration_s(result.seconds)}"
     return f"{result.num_plans:,}", "plans searched", more
 
 
 def _table(
-    best: Sequence[Prediction], labels: Sequence[str], switches: Callable[[Prediction], str]
+    best: Sequence[PlanPrediction], labels: Sequence[str], switches: Callable[[PlanPrediction], str]
 ) -> DataTable:
     rows = tuple(
         (
@@ -111,7 +111,9 @@ def _table(
     return DataTable(columns=columns, rows=rows, text_columns=(4,), marked=(0,))
 
 
-def _times(best: Sequence[Prediction], labels: Sequence[str], parts: dict[str, str]) -> BarChart:
+def _times(
+    best: Sequence[PlanPrediction], labels: Sequence[str], parts: dict[str, str]
+) -> BarChart:
     rows, used = [], set()
     for label, one in zip(labels, best, strict=True):
         segments = []
@@ -129,7 +131,9 @@ def _times(best: Sequence[Prediction], labels: Sequence[str], parts: dict[str, s
     return BarChart(rows=tuple(rows), kinds=kinds)
 
 
-def _memories(best: Sequence[Prediction], labels: Sequence[str], capacity_bytes: float) -> BarChart:
+def _memories(
+    best: Sequence[PlanPrediction], labels: Sequence[str], capacity_bytes: float
+) -> BarChart:
     rows = []
     for label, one in zip(labels, best, strict=True):
         segments = tuple(
@@ -153,7 +157,9 @@ def _settings(plan: ParallelPlan) -> DataTable:
     return DataTable(columns=(("setting", ""), ("value", "")), rows=rows, text_columns=(1,))
 
 
-def _search_sections(result: SearchResult, split: Callable[[Prediction], str]) -> list[PageSection]:
+def _search_sections(
+    result: PlanSearchResult, split: Callable[[PlanPrediction], str]
+) -> list[PageSection]:
     front = CurveChart(
         key="front",
         x_name="iteration in s",
@@ -188,7 +194,7 @@ def _search_sections(result: SearchResult, split: Callable[[Prediction], str]) -
 
 
 def _points(
-    name: str, found: Sequence[Prediction], split: Callable[[Prediction], str], colour: str
+    name: str, found: Sequence[PlanPrediction], split: Callable[[PlanPrediction], str], colour: str
 ) -> Curve:
     return Curve(
         name=name,

@@ -107,7 +107,7 @@ def round_charts(runs: Sequence[Run]) -> list[CurveChart]:
     by_round = [pair for pair in pairs if pair[0].manifest.method not in _BASELINES]
     charts = [
         CurveChart(
-            key="flights",
+            key="messages",
             x_name="wall time (s)",
             y_name="seconds per message",
             curves=tuple(curve for pair in by_round for curve in _messages_in_flight(*pair)),
@@ -170,9 +170,9 @@ def _messages_in_flight(run: Run, colour: str) -> list[Curve]:
     flown = Curve(
         name=run.label,
         x=at_s,
-        y=tuple(point.flight_s for point in points),
+        y=tuple(point.in_flight_s for point in points),
         texts=tuple(
-            f"in flight {p.flight_s:.3g} s at {p.launched_s - start_s:.1f} s" for p in points
+            f"in flight {p.in_flight_s:.3g} s at {p.launched_s - start_s:.1f} s" for p in points
         ),
         colour=colour,
         width=1.6,
@@ -215,7 +215,7 @@ def _decisions(run: Run, colour: str) -> Curve:
         y=tuple(decision.tau for decision in run.metrics.tau),
         texts=tuple(
             f"round {d.round}: tau {d.previous} to {d.tau}, {d.reason}\n"
-            f"communication {d.flight_s:.3g} s, step {d.step_s:.3g} s"
+            f"communication {d.all_reduce_s:.3g} s, step {d.step_s:.3g} s"
             for d in run.metrics.tau
         ),
         colour=colour,

@@ -11,16 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt
 
-from fivefold.report._records import Machine, Status
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+from fivefold.report._records import Record, StartedRun, Status
 
 
-class GraphFacts(_Record):
+class GraphFacts(Record):
     """The data set of a run."""
 
     name: str
@@ -35,26 +31,15 @@ class GraphFacts(_Record):
     test: NonNegativeInt
 
 
-class GraphManifest(_Record):
+class GraphManifest(StartedRun):
     """What was started."""
 
-    schema_version: int = Field(alias="schema")
-    fivefold: str
-    torch: str | None = None
-    python: str | None = None
     mode: str
     model: str
-    label: str
-    world_size: PositiveInt
-    seed: int | None = None
-    num_parameters: NonNegativeInt | None = None
-    command: tuple[str, ...] = ()
-    started_at: str | None = None
-    machine: Machine = Machine()
     dataset: GraphFacts
 
 
-class DataCounts(_Record):
+class DataCounts(Record):
     """What the data path of rank 0 did so far."""
 
     rows: dict[str, int] = Field(default_factory=dict)
@@ -79,7 +64,7 @@ class DataCounts(_Record):
         return self.bytes_read / self.cold_bytes if self.cold_bytes else None
 
 
-class GraphTrainPoint(_Record):
+class GraphTrainPoint(Record):
     """One line of the training curve: rank 0's own seeds."""
 
     step: NonNegativeInt
@@ -90,7 +75,7 @@ class GraphTrainPoint(_Record):
     nodes: NonNegativeInt
 
 
-class EpochPoint(_Record):
+class EpochPoint(Record):
     """One whole epoch; data counts from the run's beginning."""
 
     step: NonNegativeInt
@@ -102,7 +87,7 @@ class EpochPoint(_Record):
     stages: dict[str, float] = Field(default_factory=dict)
 
 
-class GraphValidationPoint(_Record):
+class GraphValidationPoint(Record):
     """One validation."""
 
     step: NonNegativeInt
@@ -114,14 +99,14 @@ class GraphValidationPoint(_Record):
     nodes: NonNegativeInt = 0
 
 
-class PreparePoint(_Record):
+class PreparePoint(Record):
     """Sampling, planning and packing; what the plan predicts for an epoch of all ranks."""
 
     seconds: dict[str, float] = Field(default_factory=dict)
     plan: dict[str, Any] = Field(default_factory=dict)
 
 
-class GraphEnd(_Record):
+class GraphEnd(Record):
     """The run ended in order."""
 
     step: NonNegativeInt
@@ -131,7 +116,7 @@ class GraphEnd(_Record):
     stages: dict[str, float] = Field(default_factory=dict)
 
 
-class GraphResult(_Record):
+class GraphResult(Record):
     """``result.json``."""
 
     schema_version: int = Field(alias="schema")

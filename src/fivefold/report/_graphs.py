@@ -11,13 +11,18 @@ from fivefold.report._graph_records import DataCounts, GraphRun
 from fivefold.report._styles import COLOURS, MARKERS, ORANGE, thinned
 from fivefold.report.format import (
     UNKNOWN,
-    fact_rows,
+    Writer,
+    command_texts,
+    config_texts,
+    fact_table,
+    figure_table,
     format_bytes_or_dash,
     format_count,
     format_percent,
     format_ratio,
     format_seconds,
-    typed_command,
+    run_notes,
+    seconds_bar,
 )
 from fivefold.report.page import (
     BarChart,
@@ -25,9 +30,7 @@ from fivefold.report.page import (
     Curve,
     CurveChart,
     DataTable,
-    Folded,
     Kinds,
-    PagePart,
     PageSection,
     SideBySide,
     TextBlock,
@@ -227,14 +230,17 @@ def graph_text_sections(
         for run in summaries
         if run.hit_rates
     ]
-    sections = [PageSection(heading="", parts=(_table(summaries, explained=False),))]
-    if any(row.length > 0 for row in _stage_rows(summaries)):
-        sections.append(PageSection(heading=_SECONDS, parts=(_stage_bars(summaries),)))
+    sections = [
+        PageSection(heading="", parts=(figure_table(summaries, _COLUMNS, explained=False),))
+    ]
+    stages = _stage_bars(summaries)
+    if any(row.length > 0 for row in stages.rows):
+        sections.append(PageSection(heading=_SECONDS, parts=(stages,)))
     if shares:
         levels = BarChart(rows=tuple(shares), kinds=tuple(LEVEL_NAMES.items()))
         sections.append(PageSection(heading="Where the feature rows came from", parts=(levels,)))
     last = sections.pop()
-    notes = tuple(TextBlock(text=f"note: {text}") for text in _notes(runs))
+    notes = tuple(TextBlock(text=f"note: {text}") for text in run_notes(runs))
     return [*sections, PageSection(heading=last.heading, parts=(*last.parts, *notes))]
 
 
@@ -254,8 +260,8 @@ def graph_sections(
             how="One row per run of fivefold gnn train. A run whose features lie on disk is as "
             "fast as one in memory where it does not wait for data.",
             parts=(
-                _table(summaries, explained=True),
-                *(TextBlock(text=text) for text in _notes(runs)),
+                figure_table(summaries, _COLUMNS),
+                *(TextBlock(text=text) for text in run_notes(runs)),
             ),
         ),
         _curves(runs),
@@ -283,28 +289,13 @@ def graph_sections(
         PageSection(
             key="graph-setting",
             heading="Data, machine, versions",
-            parts=(_facts(runs), *_origins(runs)),
+            parts=(_facts(runs), *config_texts(runs), *command_texts(runs)),
         ),
     ]
 
 
-_SECONDS = "Where each second of rank 0 went"
 _STAGE_KINDS = {"data": "exposed_communication"}  # training stands still
-
-
-def _table(summaries: Sequence[GraphSummary], *, explained: bool) -> DataTable:
-    return DataTable(
-        columns=(("run", ""), *((name, meaning) for name, meaning, _ in _COLUMNS)),
-        rows=tuple((run.label, *(write(run) for _, _, write in _COLUMNS)) for run in summaries),
-        badges=tuple(
-            (number, run.status) for number, run in enumerate(summaries) if run.status != "finished"
-        ),
-        explained=explained,
-    )
-
-
-def _notes(runs: Sequence[GraphRun]) -> list[str]:
-    return [f"{run.label}: {note}" for run in runs for note in run.notes]
+_SECONDS = "Where each second of rank 0 went"
 
 
 def _curves(runs: Sequence[GraphRun]) -> PageSection:
@@ -373,25 +364,14 @@ def _colour(index: int) -> str:
     return colours[index % len(colours)]
 
 
-def _stage_rows(summaries: Sequence[GraphSummary]) -> tuple[BarRow, ...]:
-    return tuple(
-        BarRow(
-            label=run.label,
-            total=format_seconds(sum(run.stages.values())),
-            segments=tuple(
-                (_STAGE_KINDS.get(kind, kind), value, _named(STAGE_NAMES[kind], value))
-                for kind, value in run.stages.items()
-                if value > 0
-            ),
-        )
+def _stage_bars(summaries: Sequence[GraphSummary]) -> BarChart:
+    rows = [
+        seconds_bar(run.label, run.stages, STAGE_NAMES, kinds=_STAGE_KINDS)
         for run in summaries
         if run.stages
-    )
-
-
-def _stage_bars(summaries: Sequence[GraphSummary]) -> BarChart:
-    kinds = tuple((_STAGE_KINDS.get(kind, kind), name) for kind, name in STAGE_NAMES.items())
-    return BarChart(rows=_stage_rows(summaries), kinds=kinds)
+    ]
+    kinds = tuple((_STAGE_KINDS.get(stage, stage), name) for stage, name in STAGE_NAMES.items())
+    return BarChart(rows=tuple(rows), kinds=kinds)
 
 
 def _pipeline(summaries: Sequence[GraphSummary]) -> BarChart:
@@ -475,50 +455,19 @@ def _disk_table(summaries: Sequence[GraphSummary]) -> DataTable:
 
 
 def _facts(runs: Sequence[GraphRun]) -> DataTable:
-    writers: tuple[tuple[str, Callable[[GraphRun], object]], ...] = (
+    writers: tuple[tuple[str, Writer], ...] = (
         ("data set", lambda run: run.manifest.dataset.name),
         ("nodes", lambda run: format_count(run.manifest.dataset.nodes)),
         ("edges", lambda run: format_count(run.manifest.dataset.edges)),
-        (
-            "features",
-            lambda run: (
-                f"{run.manifest.dataset.dim} x {run.manifest.dataset.dtype}, "
-                + format_bytes_or_dash(run.manifest.dataset.nodes * run.manifest.dataset.row_bytes)
-            ),
-        ),
+        ("features", _features),
         ("training nodes", lambda run: format_count(run.manifest.dataset.train)),
-        ("model parameters", lambda run: format_count(run.manifest.num_parameters)),
-        ("ranks", lambda run: run.manifest.world_size),
-        ("seed", lambda run: run.manifest.seed),
-        ("processor", lambda run: run.manifest.machine.cpu),
-        ("cores", lambda run: run.manifest.machine.cores),
-        ("memory", lambda run: format_bytes_or_dash(run.manifest.machine.memory_bytes)),
-        ("kernel", lambda run: run.manifest.machine.kernel),
-        ("fivefold", lambda run: run.manifest.fivefold),
-        ("torch", lambda run: run.manifest.torch),
-        ("started", lambda run: run.manifest.started_at),
     )
-    return DataTable(
-        columns=(("property", ""), *((run.label, "") for run in runs)),
-        rows=fact_rows(runs, writers),
-        text_columns=tuple(range(1, len(runs) + 1)),
-    )
+    return fact_table(runs, writers)
 
 
-def _origins(runs: Sequence[GraphRun]) -> list[PagePart]:
-    """Return the runs' configurations and the commands that started them."""
-    parts: list[PagePart] = [
-        Folded(
-            title=f"config.toml of {run.label}",
-            part=TextBlock(text=run.config_text, verbatim=True),
-        )
-        for run in runs
-        if run.config_text
-    ]
-    for run in runs:
-        command = typed_command(run.manifest.command)
-        parts.append(TextBlock(text=command, heading=run.label, verbatim=True))
-    return parts
+def _features(run: GraphRun) -> str:
+    data = run.manifest.dataset
+    return f"{data.dim} x {data.dtype}, {format_bytes_or_dash(data.nodes * data.row_bytes)}"
 
 
 def _named(name: str, seconds: float) -> str:

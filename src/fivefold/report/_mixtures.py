@@ -11,7 +11,7 @@ from typing import Any
 
 from fivefold.report._records import MixturePoint, Run
 from fivefold.report._styles import MARKERS, run_colours
-from fivefold.report.format import format_bytes_or_dash, format_percent
+from fivefold.report.format import figure_table, format_bytes_or_dash, format_percent
 from fivefold.report.page import Curve, CurveChart, DataTable, PagePart, PageSection
 
 _MOST_EXPERTS = 64  # more columns do not fit a page
@@ -113,11 +113,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[MixtureSummary], str]], ...] = (
 
 def mixture_table(summaries: Sequence[MixtureSummary]) -> DataTable:
     """Return a row of figures per run."""
-    return DataTable(
-        columns=(("run", ""), *((name, meaning) for name, meaning, _ in _COLUMNS)),
-        rows=tuple((run.label, *(write(run) for _, _, write in _COLUMNS)) for run in summaries),
-        explained=True,
-    )
+    return figure_table(summaries, _COLUMNS)
 
 
 def mixture_section(runs: Sequence[Run]) -> PageSection | None:

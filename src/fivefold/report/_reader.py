@@ -31,14 +31,12 @@ from fivefold.report._graph_records import (
 )
 from fivefold.report._records import (
     SCHEMA_VERSION,
-    CheckpointPoint,
     EndPoint,
     LinkBytes,
     Manifest,
     Metrics,
     MixturePoint,
     RankTrace,
-    ResumePoint,
     Run,
     RunResult,
     Span,
@@ -66,8 +64,6 @@ _HEAD_BYTES = 1000  # in which a file says of what form it is
 _POINTS: dict[str, type[BaseModel]] = {  # by their event in metrics.jsonl
     "train": TrainPoint,
     "validation": ValidationPoint,
-    "checkpoint": CheckpointPoint,
-    "resume": ResumePoint,
     "sync": SyncPoint,
     "tau": TauPoint,
     "moe": MixturePoint,
@@ -262,8 +258,6 @@ def _read_metrics(path: Path, notes: list[str]) -> Metrics:
     metrics = Metrics(
         train=tuple(found["train"]),
         validation=tuple(found["validation"]),
-        checkpoints=tuple(found["checkpoint"]),
-        resumes=tuple(found["resume"]),
         sync=tuple(found["sync"]),
         tau=tuple(found["tau"]),
         mixtures=tuple(found["moe"]),
@@ -398,9 +392,10 @@ def _rank_end(record: dict[str, Any], where: str) -> tuple[LinkBytes | None, int
 
 
 def _span(record: dict[str, Any], offset_s: float) -> Span:
+    lane = str(record["lane"])
     return Span(
-        lane=str(record["lane"]),
-        name=str(record.get("name", record["lane"])),
+        lane="in_flight" if lane == "flight" else lane,  # the word of older runs
+        name=str(record.get("name", lane)),
         start_s=offset_s + float(record["start_s"]),
         end_s=offset_s + float(record["end_s"]),
         round=_number(record, "round"),

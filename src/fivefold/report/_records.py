@@ -29,11 +29,13 @@ _Seconds = Annotated[float, Field(ge=-1e12, le=1e12)]  # sums of these stay numb
 Status = Literal["finished", "stopped", "unfinished"]
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """A frozen record; fields that are not named in it are ignored."""
+
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
 
-class Machine(_Record):
+class Machine(Record):
     """The machine that a run was made on."""
 
     cpu: str | None = None
@@ -42,7 +44,7 @@ class Machine(_Record):
     kernel: str | None = None
 
 
-class Lab(_Record):
+class Lab(Record):
     """The emulated cluster of a run; ``shaped`` says whether its links were really slowed."""
 
     hosts: PositiveInt
@@ -55,26 +57,31 @@ class Lab(_Record):
     reason: str | None = None
 
 
-class Manifest(_Record):
-    """What was started: method, ranks, versions, command, machine and lab."""
+class StartedRun(Record):
+    """What every manifest says: label, ranks, versions, command and machine."""
 
     schema_version: int = Field(alias="schema")
     fivefold: str
     torch: str | None = None
     python: str | None = None
-    method: str
     label: str
     world_size: PositiveInt
-    hosts: PositiveInt | None = None
     seed: int | None = None
     num_parameters: NonNegativeInt | None = None
     command: tuple[str, ...] = ()
     started_at: str | None = None
     machine: Machine = Machine()
+
+
+class Manifest(StartedRun):
+    """What was started: method, hosts and lab beside what every manifest says."""
+
+    method: str
+    hosts: PositiveInt | None = None
     lab: Lab | None = None
 
 
-class TrainPoint(_Record):
+class TrainPoint(Record):
     """One line of the training curve: rank 0's own batch, tokens of all ranks."""
 
     step: NonNegativeInt
@@ -87,7 +94,7 @@ class TrainPoint(_Record):
     tokens_per_s: float | None = None
 
 
-class ValidationPoint(_Record):
+class ValidationPoint(Record):
     """One validation of the global parameters."""
 
     step: NonNegativeInt
@@ -97,24 +104,7 @@ class ValidationPoint(_Record):
     loss: float | None = None
 
 
-class CheckpointPoint(_Record):
-    """One checkpoint: when, how long it took, how large it is."""
-
-    step: NonNegativeInt
-    wall_s: _Seconds
-    seconds: NonNegativeFloat
-    bytes: NonNegativeInt | None = None
-
-
-class ResumePoint(_Record):
-    """The run went on from a checkpoint."""
-
-    step: NonNegativeInt
-    wall_s: _Seconds
-    checkpoint: str | None = None
-
-
-class EndPoint(_Record):
+class EndPoint(Record):
     """The run ended in order: it finished, or it was asked to stop."""
 
     step: NonNegativeInt
@@ -123,7 +113,7 @@ class EndPoint(_Record):
     reason: str
 
 
-class SyncPoint(_Record):
+class SyncPoint(Record):
     """The outer engine's totals on rank 0 at one step."""
 
     step: NonNegativeInt
@@ -132,12 +122,9 @@ class SyncPoint(_Record):
     rounds: NonNegativeInt | None = None
     sent_bytes: NonNegativeInt | None = None
     last_staleness_gap: float | None = None
-    lost_flights: NonNegativeInt = Field(  # the second name is that of older runs
-        default=0, validation_alias=AliasChoices("lost_all_reduces", "lost_flights")
-    )
 
 
-class TauPoint(_Record):
+class TauPoint(Record):
     """One decision of ``tau="auto"``."""
 
     step: NonNegativeInt
@@ -146,11 +133,13 @@ class TauPoint(_Record):
     previous: PositiveInt
     tau: PositiveInt
     step_s: _Seconds
-    flight_s: _Seconds = Field(validation_alias=AliasChoices("all_reduce_s", "flight_s"))
+    all_reduce_s: _Seconds = Field(  # the second name is that of older runs
+        validation_alias=AliasChoices("all_reduce_s", "flight_s")
+    )
     reason: str
 
 
-class MixturePoint(_Record):
+class MixturePoint(Record):
     """Where the routers sent the tokens since the line before; lists are by block."""
 
     step: NonNegativeInt
@@ -170,7 +159,7 @@ class MixturePoint(_Record):
         return self
 
 
-class LinkBytes(_Record):
+class LinkBytes(Record):
     """What the counters of a network interface moved by during the run."""
 
     interface: str | None = None
@@ -178,7 +167,7 @@ class LinkBytes(_Record):
     received: NonNegativeInt
 
 
-class Communication(_Record):
+class Communication(Record):
     """Rank 0's collectives, summed over the run."""
 
     in_flight_s: _Seconds = 0.0
@@ -189,7 +178,7 @@ class Communication(_Record):
     collectives: NonNegativeInt = 0
 
 
-class RunResult(_Record):
+class RunResult(Record):
     """``result.json``: the sums that rank 0 writes at a run's end."""
 
     schema_version: int = Field(alias="schema")
@@ -211,7 +200,7 @@ class RunResult(_Record):
 class Span:
     """A stretch of time on one lane of one rank, in Unix seconds.
 
-    A flight may also say which round's work it carried, which fragment of the model, and how
+    A message may also say which round's work it carried, which fragment of the model, and how
     many bytes the rank sent for it.
     """
 
@@ -239,8 +228,6 @@ class Metrics:
 
     train: tuple[TrainPoint, ...] = ()
     validation: tuple[ValidationPoint, ...] = ()
-    checkpoints: tuple[CheckpointPoint, ...] = ()
-    resumes: tuple[ResumePoint, ...] = ()
     sync: tuple[SyncPoint, ...] = ()
     tau: tuple[TauPoint, ...] = ()
     mixtures: tuple[MixturePoint, ...] = ()

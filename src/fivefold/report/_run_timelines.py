@@ -22,7 +22,7 @@ _MOST_RANKS_OF_MANY_RUNS = 2
 _MANY_RUNS = 4
 _CYCLES = 2.5
 _MOST_CANDIDATES = 200
-_ROWS = (("training", None), ("in flight", "flight"), ("waiting", "wait"))
+_ROWS = (("training", None), ("in flight", "in_flight"), ("waiting", "wait"))
 _TRAINING_LANES = ("compute", "data", "boundary", "validation", "checkpoint")
 _KINDS = {"wait": "exposed_communication"}
 _TOUCHING_S = 1e-4  # spans of one thread may seem to overlap by the rounding of two clocks
@@ -64,8 +64,8 @@ def _cycle_s(run: Run) -> float | None:
 def _cycle_starts(run: Run) -> list[float]:
     spans = next((rank.spans for rank in run.ranks if rank.spans), ())
     if run.manifest.method not in ("none", "ddp"):
-        flights = separate_fragments(span for span in spans if span.lane == "flight")
-        launches = [sorted(span.start_s for span in found) for found in flights.values()]
+        messages = separate_fragments(span for span in spans if span.lane == "in_flight")
+        launches = [sorted(span.start_s for span in found) for found in messages.values()]
         if launches and len(launches[0]) > 1:
             return launches[0]
     first: dict[str, float] = {}
@@ -112,7 +112,7 @@ def _timeline(run: Run, window_s: float, *, most_ranks: int, first: bool) -> Tim
         lanes=tuple(lanes),
         start_s=start_s,
         end_s=start_s + window_s,
-        kinds=(*kinds, ("flight", "in flight")) if first else (),
+        kinds=(*kinds, ("in_flight", "in flight")) if first else (),
         heading=run.label,
         caption=f"{hidden} more ranks are not drawn." if hidden > 0 else "",
         touching_s=_TOUCHING_S,
@@ -129,8 +129,8 @@ def _lane(
             end_s=span.end_s,
             kind=_KINDS.get(span.lane, span.lane),
             title=_title(span),
-            label=span.name.removeprefix("all-reduce ") if lane == "flight" else "",
-            group=(span.fragment or 0) if lane == "flight" else 0,
+            label=span.name.removeprefix("all-reduce ") if lane == "in_flight" else "",
+            group=(span.fragment or 0) if lane == "in_flight" else 0,
         )
         for span in rank.spans
         if span.lane in lanes and _overlap_s(span, start_s, end_s) > 0

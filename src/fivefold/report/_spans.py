@@ -56,10 +56,12 @@ class RankOverlap(BaseModel):
 
 def measure_overlap(trace: RankTrace) -> RankOverlap | None:
     """Measure one rank's overlap; None where it recorded nothing in flight."""
-    flights = [span for span in trace.spans if span.lane == "flight" and span.end_s > span.start_s]
-    if not flights:
+    messages = [
+        span for span in trace.spans if span.lane == "in_flight" and span.end_s > span.start_s
+    ]
+    if not messages:
         return None
-    flown = _union(flights)
+    flown = _union(messages)
     in_flight_s = sum(end_s - start_s for start_s, end_s in flown)
     seconds = {
         category: _common_s(flown, _union(span for span in trace.spans if span.lane == lane))
@@ -70,7 +72,7 @@ def measure_overlap(trace: RankTrace) -> RankOverlap | None:
         rank=trace.rank,
         in_flight_s=in_flight_s,
         seconds=seconds,
-        most_in_flight=_most_at_once(flights),
+        most_in_flight=_most_at_once(messages),
     )
 
 
@@ -125,7 +127,7 @@ class RoundPoint:
         launched_s: When it was launched, in the spans' own time.
         step: Steps that had begun by then.
         local_steps: Steps since the last launch of this fragment, or since the start.
-        flight_s: Seconds in flight.
+        in_flight_s: Seconds in flight.
         waited_s: Seconds in which training stood still for it.
         fragment: Which part of the model it was; 0 where the model is sent whole.
         sent_bytes: Bytes that the rank sent for it; None where they were not recorded.
@@ -135,7 +137,7 @@ class RoundPoint:
     launched_s: float
     step: int
     local_steps: int
-    flight_s: float
+    in_flight_s: float
     waited_s: float
     fragment: int
     sent_bytes: int | None
@@ -144,11 +146,11 @@ class RoundPoint:
 def round_points(trace: RankTrace) -> list[RoundPoint]:
     """List a rank's messages in the order in which they were launched."""
     starts = _step_starts(trace.spans)
-    flights = sorted((s for s in trace.spans if s.lane == "flight"), key=lambda s: s.start_s)
-    waited = _waited_s(flights, trace.spans)
+    messages = sorted((s for s in trace.spans if s.lane == "in_flight"), key=lambda s: s.start_s)
+    waited = _waited_s(messages, trace.spans)
     seen: dict[int, int] = {}  # fragment -> steps that had begun at its last launch
     points = []
-    for span, waited_s in zip(flights, waited, strict=True):
+    for span, waited_s in zip(messages, waited, strict=True):
         fragment = span.fragment or 0
         begun = bisect_left(starts, span.start_s)
         points.append(
@@ -157,7 +159,7 @@ def round_points(trace: RankTrace) -> list[RoundPoint]:
                 launched_s=span.start_s,
                 step=begun,
                 local_steps=begun - seen.get(fragment, 0),
-                flight_s=span.end_s - span.start_s,
+                in_flight_s=span.end_s - span.start_s,
                 waited_s=waited_s,
                 fragment=fragment,
                 sent_bytes=span.sent_bytes,
@@ -178,24 +180,24 @@ def _step_starts(spans: Sequence[Span]) -> list[float]:
     return sorted(starts)
 
 
-def _waited_s(flights: Sequence[Span], spans: Sequence[Span]) -> list[float]:
-    """Seconds waited for each flight: a wait has its flight's name and ends after its launch."""
-    last: dict[str, int] = {}  # name -> number of the last flight of that name launched by now
-    waited = [0.0] * len(flights)
+def _waited_s(messages: Sequence[Span], spans: Sequence[Span]) -> list[float]:
+    """Seconds waited for each message: a wait has its message's name and ends after its launch."""
+    last: dict[str, int] = {}  # name -> number of the last message of that name launched by now
+    waited = [0.0] * len(messages)
     waits = [span for span in spans if span.lane == "wait"]
-    events = [(flight.start_s, 0, n) for n, flight in enumerate(flights)]
+    events = [(message.start_s, 0, n) for n, message in enumerate(messages)]
     events += [(wait.end_s, 1, n) for n, wait in enumerate(waits)]
     for _, is_wait, number in sorted(events):
         if not is_wait:
-            last[flights[number].name] = number
+            last[messages[number].name] = number
         elif waits[number].name in last:
             wait = waits[number]
             waited[last[wait.name]] += wait.end_s - wait.start_s
     return waited
 
 
-def separate_fragments(flights: Iterable[Span]) -> dict[int, list[Span]]:
-    """Sort flights by the fragment of the model that they carried, 0 where none is recorded."""
-    flights = list(flights)
-    numbers = sorted({flight.fragment or 0 for flight in flights})
-    return {n: [flight for flight in flights if (flight.fragment or 0) == n] for n in numbers}
+def separate_fragments(messages: Iterable[Span]) -> dict[int, list[Span]]:
+    """Sort messages by the fragment of the model that they carried, 0 where none is recorded."""
+    messages = list(messages)
+    numbers = sorted({message.fragment or 0 for message in messages})
+    return {n: [message for message in messages if (message.fragment or 0) == n] for n in numbers}

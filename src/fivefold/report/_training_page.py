@@ -14,7 +14,10 @@ from fivefold.report._run_timelines import timeline_section
 from fivefold.report.format import (
     CATEGORY_NAMES,
     UNKNOWN,
-    fact_rows,
+    command_texts,
+    config_texts,
+    fact_table,
+    figure_table,
     format_bits,
     format_bytes_or_dash,
     format_count,
@@ -23,7 +26,8 @@ from fivefold.report.format import (
     format_ratio,
     format_seconds,
     format_waits,
-    typed_command,
+    run_notes,
+    seconds_bar,
 )
 from fivefold.report.page import (
     BarChart,
@@ -31,7 +35,6 @@ from fivefold.report.page import (
     DataTable,
     Folded,
     Page,
-    PagePart,
     PageSection,
     SideBySide,
     TextBlock,
@@ -172,14 +175,7 @@ def _comparison(summaries: Sequence[RunSummary], *, short: bool) -> DataTable:
         for name, terminal, meaning, write in _COLUMNS
         if terminal or not short
     ]
-    return DataTable(
-        columns=(("run", ""), *((name, meaning) for name, meaning, _ in shown)),
-        rows=tuple((run.label, *(write(run) for *_, write in shown)) for run in summaries),
-        badges=tuple(
-            (number, run.status) for number, run in enumerate(summaries) if run.status != "finished"
-        ),
-        explained=True,
-    )
+    return figure_table(summaries, shown)
 
 
 def _text_sections(report: Report) -> list[PageSection]:
@@ -223,11 +219,7 @@ def _setting(report: Report) -> list[str]:
     lines = [f"emulated cluster: {'; '.join(sorted(labs))}"]
     if machines:
         lines.append(f"machine: {'; '.join(sorted(machines))}")
-    return lines + [f"note: {text}" for text in _notes(report.summaries)]
-
-
-def _notes(summaries: Sequence[RunSummary]) -> list[str]:
-    return [f"{run.label}: {note}" for run in summaries for note in run.notes]
+    return lines + [f"note: {text}" for text in run_notes(report.summaries)]
 
 
 def _sections(report: Report) -> list[PageSection]:
@@ -240,7 +232,7 @@ def _sections(report: Report) -> list[PageSection]:
             "network; the closer a run comes to 100 % of compute-only, the less it waits. Lower "
             "bits per byte means that the model predicts unseen text better; without communication "
             "that figure is of one rank that trained alone.",
-            parts=(_comparison(summaries, short=False), *map(_line, _notes(summaries))),
+            parts=(_comparison(summaries, short=False), *map(_line, run_notes(summaries))),
         ),
         _loss(runs),
         _seconds(summaries),
@@ -261,7 +253,9 @@ def _sections(report: Report) -> list[PageSection]:
         PageSection(
             key="machine",
             heading="Machine, emulated cluster, versions",
-            parts=(_facts(runs),),
+            parts=(
+                fact_table(runs, [("emulated cluster", lambda run: format_lab(run.manifest.lab))]),
+            ),
         ),
         _origins(runs),
     ]
@@ -326,7 +320,12 @@ def _time_bars(summaries: Sequence[RunSummary], *, count_steps: bool) -> BarChar
     steps_differ = count_steps and len({run.steps for run, _ in recorded}) > 1
     return BarChart(
         rows=tuple(
-            _time_bar(run.label, seconds, f" for {run.steps} steps" if steps_differ else "")
+            seconds_bar(
+                run.label,
+                seconds,
+                CATEGORY_NAMES,
+                more=f" for {run.steps} steps" if steps_differ else "",
+            )
             for run, seconds in recorded
         ),
         kinds=_CATEGORIES,
@@ -336,7 +335,11 @@ def _time_bars(summaries: Sequence[RunSummary], *, count_steps: bool) -> BarChar
 def _step_bars(summaries: Sequence[RunSummary]) -> BarChart:
     return BarChart(
         rows=tuple(
-            _time_bar(run.label, {k: value / run.steps for k, value in run.seconds.items()}, "")
+            seconds_bar(
+                run.label,
+                {kind: value / run.steps for kind, value in run.seconds.items()},
+                CATEGORY_NAMES,
+            )
             for run in summaries
             if run.seconds is not None and run.steps
         ),
@@ -345,24 +348,12 @@ def _step_bars(summaries: Sequence[RunSummary]) -> BarChart:
     )
 
 
-def _time_bar(label: str, seconds: dict[str, float], steps: str) -> BarRow:
-    return BarRow(
-        label=label,
-        total=format_seconds(sum(seconds.values())) + steps,
-        segments=tuple(
-            (kind, value, f"{CATEGORY_NAMES[kind]}: {format_seconds(value)}")
-            for kind, value in seconds.items()
-            if value > 0
-        ),
-    )
-
-
 def _overlap_bars(summaries: Sequence[RunSummary]) -> BarChart:
     """Per run and rank what training did while messages were in flight, each bar the whole."""
     rows = []
     for run in summaries:
         for rank in run.overlap[:_MOST_RANKS]:
-            bar = _time_bar(f"{run.label}, rank {rank.rank}", rank.seconds, "")
+            bar = seconds_bar(f"{run.label}, rank {rank.rank}", rank.seconds, CATEGORY_NAMES)
             total = f"{format_percent(rank.fraction)} of {format_seconds(rank.in_flight_s)}"
             rows.append(BarRow(label=bar.label, total=total, segments=bar.segments))
     return BarChart(rows=tuple(rows), kinds=_CATEGORIES, tight=True, full=0.0)
@@ -418,46 +409,12 @@ def _configuration(runs: Sequence[Run]) -> PageSection:
         how += "are marked: they make a comparison less direct."
     elif len(runs) > 1:
         how = "The runs do not differ in any key."
-    texts: list[PagePart] = [
-        Folded(
-            title=f"config.toml of {run.label}",
-            part=TextBlock(text=run.config_text, verbatim=True),
-        )
-        for run in runs
-        if run.config_text
-    ]
+    texts = config_texts(runs)
     parts = (table, *texts) if differences else tuple(texts)
     return PageSection(key="configuration", heading="Configuration", how=how, parts=parts)
 
 
-def _facts(runs: Sequence[Run]) -> DataTable:
-    """Machine, lab and versions."""
-    writers: tuple[tuple[str, Callable[[Run], object]], ...] = (
-        ("processor", lambda run: run.manifest.machine.cpu),
-        ("cores", lambda run: run.manifest.machine.cores),
-        ("memory", lambda run: format_bytes_or_dash(run.manifest.machine.memory_bytes)),
-        ("kernel", lambda run: run.manifest.machine.kernel),
-        ("emulated cluster", lambda run: format_lab(run.manifest.lab)),
-        ("ranks", lambda run: run.manifest.world_size),
-        ("model parameters", lambda run: format_count(run.manifest.num_parameters)),
-        ("seed", lambda run: run.manifest.seed),
-        ("fivefold", lambda run: run.manifest.fivefold),
-        ("torch", lambda run: run.manifest.torch),
-        ("python", lambda run: run.manifest.python),
-        ("started", lambda run: run.manifest.started_at),
-    )
-    return DataTable(
-        columns=(("property", ""), *((run.label, "") for run in runs)),
-        rows=fact_rows(runs, writers),
-        text_columns=tuple(range(1, len(runs) + 1)),
-    )
-
-
 def _origins(runs: Sequence[Run]) -> PageSection:
-    commands = [
-        TextBlock(text=typed_command(run.manifest.command), heading=run.label, verbatim=True)
-        for run in runs
-    ]
     words = shlex.join(["fivefold", "report", *(str(run.path) for run in runs)])
     page = TextBlock(text=words, heading="This page", verbatim=True)
     return PageSection(
@@ -467,5 +424,5 @@ def _origins(runs: Sequence[Run]) -> PageSection:
         f"every key, so that fivefold train config.toml --nproc {runs[0].manifest.world_size} runs "
         "it again (with --set run.output=FOLDER, as the folder of a finished run is not written "
         "over).",
-        parts=(*commands, page),
+        parts=(*command_texts(runs), page),
     )

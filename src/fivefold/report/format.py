@@ -1,16 +1,19 @@
-"""How figures are written in a report: one function per kind, a dash for what is not known."""
+"""How figures, tables and bars of runs are written in a report; a dash for what is not known."""
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from fivefold.report._records import Lab
+from fivefold.report.page import BarRow, DataTable, Folded, PagePart, TextBlock
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
 
-_RunT = TypeVar("_RunT")
+Writer = Callable[[Any], Any]
+"""Writes one figure or property of a run or of its summary."""
 
 UNKNOWN = "–"  # noqa: RUF001 - an en dash is what a table shows for "does not apply"
 
@@ -96,12 +99,90 @@ def typed_command(words: Sequence[str]) -> str:
     return shlex.join(command) or "not recorded"
 
 
-def fact_rows(
-    runs: Sequence[_RunT], writers: Sequence[tuple[str, Callable[[_RunT], object]]]
-) -> tuple[tuple[str, ...], ...]:
-    """Write properties of runs: a value per run, or one for all where they are equal."""
+def figure_table(
+    summaries: Sequence[Any], columns: Sequence[tuple[str, str, Writer]], *, explained: bool = True
+) -> DataTable:
+    """Return a row of figures per run, from name, meaning and writer of each column."""
+    return DataTable(
+        columns=(("run", ""), *((name, meaning) for name, meaning, _ in columns)),
+        rows=tuple((run.label, *(write(run) for _, _, write in columns)) for run in summaries),
+        badges=tuple(
+            (number, status)
+            for number, run in enumerate(summaries)
+            if (status := getattr(run, "status", "finished")) != "finished"
+        ),
+        explained=explained,
+    )
+
+
+def fact_table(runs: Sequence[Any], writers: Sequence[tuple[str, Writer]]) -> DataTable:
+    """Return properties of runs: a value per run, or one for all where they are equal."""
     rows = []
-    for name, write in writers:
+    for name, write in (*writers, *_MANIFEST_FACTS):
         values = [UNKNOWN if (value := write(run)) is None else str(value) for run in runs]
         rows.append((name, *(values[:1] if len(set(values)) == 1 else values)))
-    return tuple(rows)
+    return DataTable(
+        columns=(("property", ""), *((run.label, "") for run in runs)),
+        rows=tuple(rows),
+        text_columns=tuple(range(1, len(runs) + 1)),
+    )
+
+
+def seconds_bar(
+    label: str,
+    seconds: Mapping[str, float],
+    names: Mapping[str, str],
+    *,
+    more: str = "",
+    kinds: Mapping[str, str] = MappingProxyType({}),
+) -> BarRow:
+    """Return seconds by what they went into as one stacked bar; ``kinds`` are other colours."""
+    return BarRow(
+        label=label,
+        total=format_seconds(sum(seconds.values())) + more,
+        segments=tuple(
+            (kinds.get(kind, kind), value, f"{names[kind]}: {format_seconds(value)}")
+            for kind, value in seconds.items()
+            if value > 0
+        ),
+    )
+
+
+def config_texts(runs: Sequence[Any]) -> list[PagePart]:
+    """Return the runs' configurations, folded."""
+    return [
+        Folded(
+            title=f"config.toml of {run.label}",
+            part=TextBlock(text=run.config_text, verbatim=True),
+        )
+        for run in runs
+        if run.config_text
+    ]
+
+
+def command_texts(runs: Sequence[Any]) -> list[PagePart]:
+    """Return the commands that started the runs."""
+    return [
+        TextBlock(text=typed_command(run.manifest.command), heading=run.label, verbatim=True)
+        for run in runs
+    ]
+
+
+def run_notes(runs: Sequence[Any]) -> list[str]:
+    """Return what a reader must know about single runs."""
+    return [f"{run.label}: {note}" for run in runs for note in run.notes]
+
+
+_MANIFEST_FACTS: tuple[tuple[str, Writer], ...] = (
+    ("model parameters", lambda run: format_count(run.manifest.num_parameters)),
+    ("ranks", lambda run: run.manifest.world_size),
+    ("seed", lambda run: run.manifest.seed),
+    ("processor", lambda run: run.manifest.machine.cpu),
+    ("cores", lambda run: run.manifest.machine.cores),
+    ("memory", lambda run: format_bytes_or_dash(run.manifest.machine.memory_bytes)),
+    ("kernel", lambda run: run.manifest.machine.kernel),
+    ("fivefold", lambda run: run.manifest.fivefold),
+    ("torch", lambda run: run.manifest.torch),
+    ("python", lambda run: run.manifest.python),
+    ("started", lambda run: run.manifest.started_at),
+)

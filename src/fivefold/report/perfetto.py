@@ -1,7 +1,7 @@
 """A run's spans as a timeline that Perfetto and ``chrome://tracing`` open.
 
 Chrome's trace-event format: one process per rank, one thread per lane of the training loop, as
-many threads for flights as are in flight at once (one per fragment, where the model is sent in
+many threads for messages as are in flight at once (one per fragment, where the model is sent in
 fragments), and counters: the wait that was exposed so far, messages in flight, local steps of each
 round, bytes sent so far. Times are microseconds from the earliest span of any rank. Reference:
 "Trace Event Format", the catapult project. This module knows no run folders.
@@ -19,8 +19,8 @@ from fivefold.report._files import write_text_atomically
 from fivefold.report._records import RankTrace, Run, Span
 from fivefold.report._spans import round_points, separate_fragments
 
-_LANES = ("compute", "flight", "wait", "boundary", "data", "validation", "checkpoint")
-_THREAD_NAMES = {"wait": "wait (exposed communication)", "flight": "in flight"}
+_LANES = ("compute", "in_flight", "wait", "boundary", "data", "validation", "checkpoint")
+_THREAD_NAMES = {"wait": "wait (exposed communication)", "in_flight": "in flight"}
 _DETAILS = ("round", "fragment", "sent_bytes")
 _US_PER_S = 1e6
 _THREADS_PER_LANE = 100  # thread ids of lane i: 100 (i + 1) and up
@@ -39,7 +39,7 @@ def trace_events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
         metadata += _named(rank.rank, "process", f"rank {rank.rank}", position=rank.rank)
         for lane in dict.fromkeys([*_LANES, *(span.lane for span in rank.spans)]):
             spans = [span for span in rank.spans if span.lane == lane]
-            tracks = _flight_tracks(spans) if lane == "flight" else _tracks(lane, spans)
+            tracks = _in_flight_tracks(spans) if lane == "in_flight" else _tracks(lane, spans)
             for number, (name, track) in enumerate(tracks):
                 thread = _THREADS_PER_LANE * (_lane_number(lane) + 1) + number
                 metadata += _named(rank.rank, "thread", name, position=thread)
@@ -152,8 +152,8 @@ def _wait_so_far_ms(rank: RankTrace) -> list[tuple[float, float]]:
 
 
 def _in_flight(rank: RankTrace) -> list[tuple[float, float]]:
-    flights = [span for span in rank.spans if span.lane == "flight"]
-    changes = sorted([(f.end_s, -1) for f in flights] + [(f.start_s, 1) for f in flights])
+    messages = [span for span in rank.spans if span.lane == "in_flight"]
+    changes = sorted([(f.end_s, -1) for f in messages] + [(f.start_s, 1) for f in messages])
     numbers = accumulate(change for _, change in changes)
     return [(at_s, float(n)) for (at_s, _), n in zip(changes, numbers, strict=True)]
 
@@ -171,15 +171,15 @@ def _tracks(lane: str, spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
     ]
 
 
-def _flight_tracks(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
-    """Name the threads of the flights: by fragment where there are some, else by number."""
+def _in_flight_tracks(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
+    """Name the threads of the messages: by fragment where there are some, else by number."""
     by_fragment = separate_fragments(spans)
     tracks = []
-    for fragment, flights in by_fragment.items():
-        name = _THREAD_NAMES["flight"]
+    for fragment, messages in by_fragment.items():
+        name = _THREAD_NAMES["in_flight"]
         if len(by_fragment) > 1:
             name += f", fragment {fragment}"
-        for number, track in enumerate(separate_tracks(flights), start=1):
+        for number, track in enumerate(separate_tracks(messages), start=1):
             tracks.append((f"{name} {number}" if number > 1 else name, track))
     return tracks
 

@@ -233,11 +233,11 @@ def _communication_seconds(run: Run) -> tuple[float | None, float | None]:
         if communication.collectives or communication.in_flight_s:
             return communication.in_flight_s, communication.exposed_wait_s
         return None, None
-    lanes = {"flight": 0.0, "wait": 0.0}
+    lanes = {"in_flight": 0.0, "wait": 0.0}
     for span in run.ranks[0].spans if run.ranks and run.ranks[0].rank == 0 else ():
         if span.lane in lanes:
             lanes[span.lane] += span.end_s - span.start_s
-    return (lanes["flight"], lanes["wait"]) if lanes["flight"] else (None, None)
+    return (lanes["in_flight"], lanes["wait"]) if lanes["in_flight"] else (None, None)
 
 
 def _link_bytes(run: Run) -> LinkBytes | None:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fivefold.errors import CheckpointError, ConfigurationError
-from fivefold.files import parse_json, sync_folder
+from fivefold.files import parse_json, sync_folder, write_atomically
 from fivefold.runs.ranks import Ranks
 from fivefold.units import format_bytes
 
@@ -209,8 +209,9 @@ def _require_same_run(
         raise CheckpointError(message, hint=hint)
     stored = manifest.get("description", {})
     for section, values in description.items():
-        for key, now in values.items():
-            before = stored.get(section, {}).get(key)
+        there = stored.get(section, {})
+        for key in {**there, **values}:
+            before, now = there.get(key), values.get(key)
             if before != now:
                 what = "other data" if key == "fingerprint" else f"{section}.{key} = {before!r}"
                 message = f"{path} was written with {what}; now it is {now!r}"
@@ -358,11 +359,7 @@ def _checksum(path: Path) -> dict[str, int]:
 
 
 def _publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    with (partial / _MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(partial)
+    write_atomically(partial / _MANIFEST, json.dumps(manifest, indent=1))
     if final.exists():  # a damaged one of the same step, which was skipped on resume
         replaced = final.with_name(f"{final.name}-replaced{_PARTIAL}")
         final.rename(replaced)

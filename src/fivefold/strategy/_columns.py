@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from fivefold.collectives.pricing import FabricSpec, collective_time_s
 from fivefold.collectives.pricing.fabric import Groups
-from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._layer import LayerCost, LayerKey, head_cost, mean_layer_cost
-from fivefold.strategy._model import ModelSpec
-from fivefold.strategy._pipeline import stage_layers
-from fivefold.strategy._table import PlanTable, decode
+from fivefold.strategy.cluster import DeviceSpec
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.pipeline import stage_layers
+from fivefold.strategy.plan import PlanTable, decode
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -10,8 +10,6 @@ import functools
 from dataclasses import dataclass
 
 from fivefold.collectives.pricing import FabricSpec, Group, collective_time_s
-from fivefold.strategy._device import DeviceSpec, gemm_time_s, memory_time_s
-from fivefold.strategy._model import ModelSpec
 from fivefold.strategy._operators import (
     ELEMENT_BYTES,
     LayerShape,
@@ -20,7 +18,9 @@ from fivefold.strategy._operators import (
     layer_operators,
     tokens_of,
 )
-from fivefold.strategy._plan import ParallelPlan
+from fivefold.strategy.cluster import DeviceSpec, gemm_time_s, memory_time_s
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.plan import ParallelPlan
 from fivefold.tasks.schedule import exposed_s
 
 _CAST_BYTES = 4.0

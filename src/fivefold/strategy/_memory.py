@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fivefold.strategy._columns import Columns, Floats
-from fivefold.strategy._pipeline import stored_at
+from fivefold.strategy.pipeline import stored_at
 
 WEIGHT_BYTES = 2.0
 OPTIMIZER_BYTES = 12.0

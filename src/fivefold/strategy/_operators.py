@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from fivefold.strategy._model import ModelSpec
+from fivefold.strategy.model import ModelSpec
 
 ELEMENT_BYTES = 2.0
 _MASK_BYTES = 1.0
@@ -19,17 +19,7 @@ _MASK_BYTES = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """The share of a layer that one GPU works on.
-
-    Args:
-        micro_batch: Samples in a micro-batch.
-        tensor: Degree of tensor parallelism.
-        context: Degree of context parallelism: the sequence is split for all operators.
-        expert: Degree of expert parallelism.
-        sequence_parallel: Norms and dropouts are split over the tensor group too.
-        fused_attention: Scores are never stored.
-        imbalance: Tokens that this rank's experts get, over the mean.
-    """
+    """The share of a layer that one GPU works on."""
 
     micro_batch: int
     tensor: int = 1
@@ -47,24 +37,7 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One forward operator of a layer on one GPU, and what its backward does.
-
-    Args:
-        name: For people.
-        kind: ``"gemm"`` (with weights), ``"attention"``, ``"memory"`` or ``"message"``.
-        m: Rows of a product.
-        n: Columns.
-        k: Depth.
-        batch: Products in one kernel.
-        flops: Of attention, mask ignored.
-        moved_bytes: To and from memory in forward (``"memory"`` and unfused attention).
-        backward_moved_bytes: The same in backward.
-        stored_bytes: Kept from forward for backward.
-        scores: Recomputed by selective recomputation, and not stored then.
-        message: ``"tensor"``, ``"context"`` or ``"expert"``: the group of a message.
-        message_bytes: Size of that message, as the collective counts it.
-        kernels: Kernels in forward, for the host's share.
-    """
+    """One forward operator of a layer on one GPU, and what its backward does."""
 
     name: str
     kind: Literal["gemm", "attention", "memory", "message"]

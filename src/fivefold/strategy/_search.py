@@ -18,11 +18,7 @@ import numpy.typing as npt
 from fivefold.collectives.pricing import FabricSpec
 from fivefold.errors import InfeasibleError
 from fivefold.strategy._columns import Columns, Floats
-from fivefold.strategy._cost import Prediction, evaluate_plan, evaluate_table, least_time_s
-from fivefold.strategy._device import DeviceSpec
 from fivefold.strategy._memory import OPTIMIZER_BYTES, WEIGHT_BYTES, stored_bytes
-from fivefold.strategy._model import ModelSpec
-from fivefold.strategy._plan import ParallelPlan
 from fivefold.strategy._space import (
     Outer,
     Pattern,
@@ -32,7 +28,10 @@ from fivefold.strategy._space import (
     layer_table,
     outer_choices,
 )
-from fivefold.strategy._table import PlanTable
+from fivefold.strategy.cluster import DeviceSpec
+from fivefold.strategy.cost import PlanPrediction, evaluate_plan, evaluate_table, least_time_s
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.plan import ParallelPlan, PlanTable
 from fivefold.units import format_bytes
 
 _BLOCK_ROWS = 200_000
@@ -43,7 +42,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchResult:
+class PlanSearchResult:
     """What a search found.
 
     Args:
@@ -58,8 +57,8 @@ class SearchResult:
         seconds: Of the search.
     """
 
-    best: tuple[Prediction, ...]
-    front: tuple[Prediction, ...]
+    best: tuple[PlanPrediction, ...]
+    front: tuple[PlanPrediction, ...]
     num_plans: int
     num_evaluated: int
     num_over_memory: int
@@ -144,7 +143,7 @@ class _Found:
 def search_plans(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, space: SearchSpace, top: int = 1,
     front: bool = False, bounds: bool = True,
-) -> SearchResult:  # fmt: skip
+) -> PlanSearchResult:  # fmt: skip
     """Find the fastest plans that fit in memory.
 
     Args:
@@ -160,10 +159,10 @@ def search_plans(
         InfeasibleError: The fabric has fewer GPUs, no plan can run the model, or none fits.
 
     Examples:
-        >>> from fivefold.strategy import load_cluster, named_model
+        >>> from fivefold.strategy import load_cluster, load_model
         >>> cluster = load_cluster("a100-megatron")
         >>> space = SearchSpace(num_gpus=8, global_batch=64)
-        >>> found = search_plans(named_model("gpt3-1.3b"), cluster.device, cluster.fabric,
+        >>> found = search_plans(load_model("gpt3-1.3b"), cluster.device, cluster.fabric,
         ...                      space=space)
         >>> found.best[0].plan.data
         8
@@ -185,7 +184,7 @@ def search_plans(
     ruled_out["memory: more than the device has"] += found.over
     ruled_out.update({f"cannot run: {reason}": n for reason, n in outer.ruled_out.items()})
     listed = sorted(found.front, key=lambda point: point[0])
-    return SearchResult(
+    return PlanSearchResult(
         best=tuple(evaluate_plan(model, device, fabric, plan=plan) for plan in found.plans),
         front=tuple(evaluate_plan(model, device, fabric, plan=plan) for *_, plan in listed),
         num_plans=walk.num_plans, num_evaluated=found.evaluated, num_over_memory=found.over,

@@ -17,18 +17,19 @@ import numpy.typing as npt
 
 from fivefold.collectives.pricing import FabricSpec
 from fivefold.errors import ConfigurationError
-from fivefold.strategy._model import ModelSpec
-from fivefold.strategy._plan import (
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.plan import (
     DTYPES,
     WAITING_SCHEDULES,
     Order,
     Overlap,
     ParallelPlan,
     PipelineSchedule,
+    PlanTable,
     Recompute,
+    encode,
     plan_problem,
 )
-from fivefold.strategy._table import PlanTable, encode
 
 _TWO_CHUNKS = ("zb_v", "v_half", "v_min", "dualpipe_v")
 _BOTH = (False, True)
@@ -48,7 +49,7 @@ class SearchSpace:
         expert: Degrees of expert parallelism.
         micro_batch: Sizes of a micro-batch.
         virtual: Chunks of a stage for interleaved schedules.
-        schedules: Of the pipeline.
+        schedules: Schedule of the pipeline.
         zero: Stages of ZeRO.
         shards: Ranks that share states; None in it: all of them.
         recompute: Kinds of recomputation.
@@ -126,12 +127,7 @@ def _check_words(space: SearchSpace) -> None:
 
 @dataclass
 class Outer:
-    """Outer choices that can run, and why others cannot.
-
-    Args:
-        plans: One plan per choice, with the plainest switches.
-        ruled_out: Reasons with the number of outer choices that each ruled out.
-    """
+    """Outer choices that can run, and why others cannot."""
 
     plans: list[ParallelPlan] = field(default_factory=list)
     ruled_out: Counter[str] = field(default_factory=Counter)

@@ -21,12 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fivefold.optim import SyncStatistics
-from fivefold.optim.auto_tau import TauDecision
 from fivefold.runs.ranks import Ranks
 from fivefold.tasks import ScheduledReduction
 from fivefold.train._expert_ranks import ExpertRanks
-from fivefold.train._methods import CommunicationTotals, LanguageModel, plain_update
+from fivefold.train._methods import CommunicationTotals, LanguageModel, Method
 from fivefold.train._mixture import Mixtures
 from fivefold.train._spans import Span, union_s
 from fivefold.train.config import TasksConfig
@@ -54,7 +52,7 @@ def _no_buffers_in_forward() -> dict[str, Any]:
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
 
 
-class DataParallelMethod:
+class DataParallelMethod(Method):
     """Gradients averaged over the ranks in every backward pass."""
 
     def __init__(
@@ -65,6 +63,7 @@ class DataParallelMethod:
         codec: str = "fp32",
         experts: ExpertRanks | None = None,
     ) -> None:
+        super().__init__(model)
         self._ranks, self._experts = ranks, experts
         self._mixtures: Mixtures | None = getattr(model, "mixtures", None)
         shares = set(getattr(model, "sharded_parameters", []))
@@ -72,8 +71,6 @@ class DataParallelMethod:
         self._shares = [parameter for name, parameter in named if name in shares]
         self._replicated = [parameter for name, parameter in named if name not in shares]
         self._wire = _WIRES[codec]
-        self.totals = CommunicationTotals()
-        self._spans: list[Span] = []
         self._landed: list[Span] = []
         self._last_launch_s: float | None = None
         # A group of its own, so that its timeout is the run's also where the caller made the
@@ -152,10 +149,6 @@ class DataParallelMethod:
         )
         return self._experts.clip(common, shares, max_norm=max_norm)
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step with the averaged gradients."""
-        plain_update(optimizer)
-
     def after_step(self) -> None:
         """Count what travelled between experts."""
         if self._experts is None:
@@ -167,9 +160,6 @@ class DataParallelMethod:
                 seconds = flight.end_s - flight.start_s
                 self._mixtures.count_exchange(**size, seconds=seconds)
 
-    def finalize(self) -> None:
-        """Nothing is in flight between steps."""
-
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """The parameters are equal on all ranks at every step; its exchanges are no training."""
@@ -178,27 +168,6 @@ class DataParallelMethod:
         finally:
             if self._experts is not None:
                 self._experts.take_flights()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the totals; DDP itself keeps no state between steps."""
-        return {"totals": self.totals.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
-        self.totals.load_state_dict(state["totals"])
-
-    def take_spans(self) -> list[Span]:
-        """Return the spans since the last call."""
-        taken, self._spans = self._spans, []
-        return taken
-
-    def take_decisions(self) -> list[TauDecision]:
-        """No tau."""
-        return []
-
-    def statistics(self) -> SyncStatistics | None:
-        """No outer engine."""
-        return None
 
     def _account(self, start_s: float, end_s: float) -> None:
         self.totals.exposed_wait_s += end_s - start_s
@@ -227,7 +196,7 @@ class DataParallelMethod:
 
     def _note(self, name: str, start_s: float, end_s: float, **size: int) -> None:
         """Record a blocking exchange: all of it is a wait."""
-        span = Span(lane="flight", name=name, start_s=start_s, end_s=end_s, details=size)
+        span = Span(lane="in_flight", name=name, start_s=start_s, end_s=end_s, details=size)
         self._spans += [Span(lane="wait", name=name, start_s=start_s, end_s=end_s), span]
         self.totals.in_flight_s += end_s - start_s
         self.totals.exposed_wait_s += end_s - start_s
@@ -255,7 +224,7 @@ class DataParallelMethod:
             (result,) = future.value()
             end_s = time.perf_counter()
             size = {"payload_bytes": payload.nbytes, "sent_bytes": self._ring_bytes(wire.nbytes)}
-            span = Span(lane="flight", name=name, start_s=launched_s, end_s=end_s, details=size)
+            span = Span(lane="in_flight", name=name, start_s=launched_s, end_s=end_s, details=size)
             self._landed.append(span)
             return result if self._wire is None else payload.copy_(result)
 
@@ -391,7 +360,7 @@ class ScheduledDataParallelMethod(DataParallelMethod):
         """Return the spans since the last call: one per chunk, and waits."""
         landed = [
             Span(
-                lane="flight",
+                lane="in_flight",
                 name=f"all-reduce bucket {chunk.bucket}, chunk {chunk.chunk}",
                 start_s=chunk.start_s,
                 end_s=chunk.end_s,

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe import ExchangeConfig, ExpertExchange, ExpertGroup, TorchSymmetricHeap, backends
-from fivefold.moe.parallel import ExchangeFlight
+from fivefold.moe import AllToAllGroup, OneSidedConfig, OneSidedGroup, TorchSymmetricHeap, backends
+from fivefold.moe.parallel.all_to_all import AllToAllCall
 from fivefold.runs.ranks import Ranks
 from fivefold.train._mixture import expert_width
 from fivefold.train._step import choose_precision
@@ -66,7 +66,7 @@ def share_experts(config: TrainConfig, ranks: Ranks) -> ExpertRanks | None:
             )
     return ExpertRanks(
         ranks=ranks,
-        group=ExpertGroup(group, guard=ranks.guard),
+        group=AllToAllGroup(group, guard=ranks.guard),
         replicas=replicas,
         one_sided=open_exchange(config, ranks, group) if is_one_sided(config, ranks) else None,
     )
@@ -86,18 +86,18 @@ class ExpertRanks:
     """The groups of one rank."""
 
     ranks: Ranks
-    group: ExpertGroup
+    group: AllToAllGroup
     replicas: dist.ProcessGroup | None
     one_sided: OneSided | None = None
 
     @property
-    def for_layers(self) -> ExpertGroup | ExpertExchange:
+    def for_layers(self) -> AllToAllGroup | OneSidedGroup:
         """Return what the layers send their tokens by."""
         return self.group if self.one_sided is None else self.one_sided.exchange
 
-    def take_flights(self) -> list[ExchangeFlight]:
+    def take_flights(self) -> list[AllToAllCall]:
         """Return the exchanges since the last call."""
-        flights = self.group.take_flights()
+        flights = self.group.take_calls()
         return flights if self.one_sided is None else [*flights, self.one_sided.take_flight()]
 
     def close(self) -> None:
@@ -186,18 +186,18 @@ def open_exchange(config: TrainConfig, ranks: Ranks, group: dist.ProcessGroup) -
     with ranks.guard("setting up the memory that the experts' ranks share"):
         if ranks.device.type == "cuda":
             heap = TorchSymmetricHeap(nbytes=sizes.heap_bytes(), device=ranks.device, group=group)
-            return OneSided(ExpertExchange(sizes, heap, timeout_s=ranks.timeout_s), ranks)
+            return OneSided(OneSidedGroup(sizes, heap, timeout_s=ranks.timeout_s), ranks)
         return OneSided(_between_processes(sizes, ranks), ranks)
 
 
-def exchange_sizes(config: TrainConfig, device: torch.device) -> ExchangeConfig:
+def exchange_sizes(config: TrainConfig, device: torch.device) -> OneSidedConfig:
     """Return the sizes that the exchange of a run is made for."""
     moe = config.model.moe
     assert moe is not None, "as above"
     bf16 = choose_precision(config.optim.precision, device) == "bf16"
     tokens = config.optim.batch_size * config.data.sequence_length
     room = None if moe.exchange_room is None else math.ceil(tokens * moe.top_k * moe.exchange_room)
-    return ExchangeConfig(
+    return OneSidedConfig(
         ranks=moe.expert_parallel,
         experts=moe.experts,
         hidden=config.model.width,
@@ -211,7 +211,7 @@ def exchange_sizes(config: TrainConfig, device: torch.device) -> ExchangeConfig:
     )
 
 
-def _between_processes(sizes: ExchangeConfig, ranks: Ranks) -> ExpertExchange:
+def _between_processes(sizes: OneSidedConfig, ranks: Ranks) -> OneSidedGroup:
     place, first = ranks.rank % sizes.ranks, ranks.rank - ranks.rank % sizes.ranks
     folder = None
     if place == 0:
@@ -219,7 +219,7 @@ def _between_processes(sizes: ExchangeConfig, ranks: Ranks) -> ExpertExchange:
         folder = tempfile.mkdtemp(prefix="fivefold-experts-", dir=where)
     try:
         folders = ranks.gather(folder, what="the folders of the experts' shared memory")
-        exchange = ExpertExchange.between_processes(
+        exchange = OneSidedGroup.between_processes(
             sizes, folders[first], rank=place, timeout_s=ranks.timeout_s
         )
         ranks.gather(None, what="the end of setting up the experts' shared memory")
@@ -232,12 +232,12 @@ def _between_processes(sizes: ExchangeConfig, ranks: Ranks) -> ExpertExchange:
 class OneSided:
     """The exchange of one rank, and what it has sent since it was last asked."""
 
-    def __init__(self, exchange: ExpertExchange, ranks: Ranks) -> None:
+    def __init__(self, exchange: OneSidedGroup, ranks: Ranks) -> None:
         self.exchange, self._ranks = exchange, ranks
         self._place = ranks.rank % exchange.config.ranks
         self._told = (0, 0)
 
-    def take_flight(self) -> ExchangeFlight:
+    def take_flight(self) -> AllToAllCall:
         """Return what went to other ranks since the last call; raise the kernels' errors.
 
         Its times are those of this call: what passes within a kernel has no begin and no end here.
@@ -251,7 +251,7 @@ class OneSided:
         now, before = (rows, rows + _SIGNAL_BYTES * signals), self._told
         self._told = now
         now_s = time.perf_counter()
-        return ExchangeFlight(
+        return AllToAllCall(
             name="tokens and gradients, one-sided",
             start_s=now_s,
             end_s=now_s,

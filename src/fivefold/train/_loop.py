@@ -47,7 +47,6 @@ from fivefold.train._ddp import DataParallelMethod, ScheduledDataParallelMethod
 from fivefold.train._expert_ranks import ExpertRanks, require_shares, share_experts
 from fivefold.train._methods import (
     Method,
-    NoMethod,
     RunResult,
     make_result,
     method_label,
@@ -128,7 +127,8 @@ def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any
 
     Paths, intervals, devices and timeouts may change; whatever decides the parameters may not.
     """
-    sections = config.model_dump(mode="json", include={"model", "optim", "sync"})
+    sections = config.model_dump(mode="json", include={"model", "optim", "sync", "tasks"})
+    sections["tasks"] = sections["tasks"] or {}
     del sections["optim"]["validation_batches"]
     moe = sections["model"]["moe"]
     if moe is not None and moe["group_score"] == "max":
@@ -155,7 +155,7 @@ def make_method(
 ) -> Method:
     """Set up the configured method; a collective call for all but "none"."""
     if config.method == "none":
-        return NoMethod(model)
+        return Method(model)
     require_peers(config, world_size=ranks.world_size)
     if config.method == "ddp" and tasks is not None:
         return ScheduledDataParallelMethod(model, ranks=ranks, tasks=tasks, optimizer=optimizer)
@@ -509,7 +509,7 @@ class _Run:
 
     def _checkpoint(self) -> None:
         start_s = time.perf_counter()
-        method_state = self.method.state_dict()  # may wait for a flight, which is a wait
+        method_state = self.method.state_dict()  # may wait for an all-reduce
         waits = self.method.take_spans()
         state = self._state(method_state)
         record = write_checkpoint(

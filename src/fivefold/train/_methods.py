@@ -1,4 +1,4 @@
-"""How ranks are kept together: one small protocol, one class per family.
+"""How ranks are kept together: the hooks of a method, and what a run reached with it.
 
 The loop calls the same hooks at the same places whatever the method; what a method does there
 is its own business. ``none`` does nothing (the compute-only rate), ``ddp`` averages gradients
@@ -79,90 +79,27 @@ class CommunicationTotals:
         return vars(self) | {"overlap_fraction": overlap}
 
 
-class Method(Protocol):
-    """Hooks of a synchronisation method, in the order in which the loop calls them."""
+class Method:
+    """A way to keep ranks together: the loop's hooks, in the order in which it calls them.
 
-    totals: CommunicationTotals
-
-    def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Do once, before the first step, what would make the first step differ from others."""
-        ...
-
-    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Forward pass of one micro-batch."""
-        ...
-
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Around every micro-batch but the last of an optimizer step."""
-        ...
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass."""
-        ...
-
-    def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Clip before the optimizer's step; returns the norm of the whole gradient."""
-        ...
-
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, with gradients back to nothing."""
-        ...
-
-    def after_step(self) -> None:
-        """After the optimizer's step."""
-        ...
-
-    def finalize(self) -> None:
-        """Apply all work in flight; afterwards the method's parameters are final."""
-        ...
-
-    def evaluation(self) -> AbstractContextManager[None]:
-        """Around a validation: the parameters to be judged."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, beside the model's and the optimizer's."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
-        ...
-
-    def take_spans(self) -> list[Span]:
-        """Return the spans since the last call, on the lanes "flight", "wait" and "boundary"."""
-        ...
-
-    def statistics(self) -> SyncStatistics | None:
-        """Return the outer engine's own record; None for other methods."""
-        ...
-
-    def take_decisions(self) -> list[TauDecision]:
-        """Return the changes of tau since the last call."""
-        ...
-
-
-def plain_update(optimizer: torch.optim.Optimizer) -> None:
-    """Do the optimizer's step where all gradients are there."""
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-class NoMethod:
-    """Every rank trains alone: the same step with communication switched off."""
+    This class itself is the method "none": every rank trains alone, the same step with
+    communication switched off.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._module, self._model = model, cast("LanguageModel", model)
+        self._model = model
+        self._spans: list[Span] = []
         self.totals = CommunicationTotals()
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Nothing to do."""
+        """Do once, before the first step, what would make the first step differ from others."""
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Forward pass of one micro-batch."""
-        return self._model.loss(inputs, targets)
+        return cast("LanguageModel", self._model).loss(inputs, targets)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Nothing to hold back."""
+        """Around every micro-batch but the last of an optimizer step."""
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -170,25 +107,26 @@ class NoMethod:
         loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Clip by the norm over all parameters, which are all here."""
-        return torch.nn.utils.clip_grad_norm_(self._module.parameters(), max_norm)
+        """Clip before the optimizer's step; return the norm of the whole gradient."""
+        return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step."""
-        plain_update(optimizer)
+        """Do the optimizer's step, with gradients back to nothing."""
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     def after_step(self) -> None:
-        """Nothing to do."""
+        """After the optimizer's step."""
 
     def finalize(self) -> None:
-        """Nothing to do."""
+        """Apply all work in flight; afterwards the method's parameters are final."""
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """Return the rank's own parameters."""
+        """Around a validation: the parameters to be judged."""
         return contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals."""
+        """Return the state for a checkpoint, beside the model's and the optimizer's."""
         return {"totals": self.totals.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -196,15 +134,16 @@ class NoMethod:
         self.totals.load_state_dict(state["totals"])
 
     def take_spans(self) -> list[Span]:
-        """No communication, no spans."""
-        return []
+        """Return the spans since the last call: "in_flight", "wait" and "boundary"."""
+        taken, self._spans = self._spans, []
+        return taken
 
     def statistics(self) -> SyncStatistics | None:
-        """No outer engine."""
+        """Return the outer engine's own record; None for other methods."""
         return None
 
     def take_decisions(self) -> list[TauDecision]:
-        """No tau."""
+        """Return the changes of tau since the last call."""
         return []
 
 

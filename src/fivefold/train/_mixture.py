@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fivefold.moe import ExpertExchange, ExpertGroup, MoE, MoEConfig, Router, updated_selection_bias
+from fivefold.moe import (
+    AllToAllGroup,
+    MoE,
+    MoEConfig,
+    OneSidedGroup,
+    Router,
+    updated_selection_bias,
+)
 from fivefold.train.config import MixtureConfig, ModelConfig
 
 _MULTIPLE = 16  # of inner widths: the vector width in float32, so products have no ragged edge
@@ -39,7 +46,7 @@ def expert_width(config: MixtureConfig, width: int) -> int:
 
 
 def make_mixture(
-    config: MixtureConfig, *, width: int, group: ExpertGroup | ExpertExchange | None
+    config: MixtureConfig, *, width: int, group: AllToAllGroup | OneSidedGroup | None
 ) -> MoE:
     """Make one layer, with undrawn parameters."""
     inner = expert_width(config, width)
@@ -112,7 +119,7 @@ class Mixtures:
         if self.ranks == 1:
             return "none"
         groups = [layer.group for layer in self.layers.values()]
-        return "one_sided" if isinstance(groups[0], ExpertExchange) else "all_to_all"
+        return "one_sided" if isinstance(groups[0], OneSidedGroup) else "all_to_all"
 
     def auxiliary_loss(self) -> torch.Tensor:
         """Sum over the layers of the balancing and z losses of the last forward."""

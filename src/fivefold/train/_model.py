@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd import Function
 
 from fivefold.errors import ConfigurationError
-from fivefold.moe import ExpertExchange, ExpertGroup, MoE
+from fivefold.moe import AllToAllGroup, MoE, OneSidedGroup
 from fivefold.train._mixture import (
     Mixtures,
     dense_width,
@@ -83,7 +83,7 @@ class Transformer(nn.Module):
         vocab_size: int,
         sequence_length: int,
         seed: int = 0,
-        group: ExpertGroup | ExpertExchange | None = None,
+        group: AllToAllGroup | OneSidedGroup | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -260,7 +260,7 @@ def token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tens
     return F.cross_entropy(logits, targets_BT.flatten())
 
 
-def _mixture(config: ModelConfig, group: ExpertGroup | ExpertExchange | None) -> MoE:
+def _mixture(config: ModelConfig, group: AllToAllGroup | OneSidedGroup | None) -> MoE:
     assert config.moe is not None, "blocks have a mixture only where there is a table for it"
     return make_mixture(config.moe, width=config.width, group=group)
 

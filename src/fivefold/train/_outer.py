@@ -31,7 +31,7 @@ from fivefold.optim import (
 from fivefold.optim.auto_tau import TauDecision
 from fivefold.optim.statistics import AllReduceRecord
 from fivefold.runs.ranks import Ranks
-from fivefold.train._methods import NoMethod, plain_update
+from fivefold.train._methods import Method
 from fivefold.train._spans import Span, subtract
 from fivefold.train.config import SyncConfig
 
@@ -59,7 +59,7 @@ _DETAILS = (
 )  # of an all-reduce, for the timeline
 
 
-class OuterMethod(NoMethod):
+class OuterMethod(Method):
     """Local steps, and one all-reduce per round."""
 
     def __init__(
@@ -71,7 +71,6 @@ class OuterMethod(NoMethod):
         ranks: Ranks,
     ) -> None:
         super().__init__(model)
-        self._spans: list[Span] = []
         self._told_round = -1
         with ranks.guard("setting up the outer synchronisation"):
             self._sync = OuterSync(
@@ -82,10 +81,6 @@ class OuterMethod(NoMethod):
                 timeout_s=ranks.timeout_s,
                 check_every_rounds=config.check_every_rounds or 0,
             )
-
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The inner optimizer's step."""
-        plain_update(optimizer)
 
     def after_step(self) -> None:
         """Count the local step; at the end of a round wait, merge and launch."""
@@ -110,11 +105,6 @@ class OuterMethod(NoMethod):
         self.totals.load_state_dict(state["totals"])
         self._sync.load_state_dict(state["sync"])
         self.take_decisions()  # those of before are in the metrics
-
-    def take_spans(self) -> list[Span]:
-        """Return the spans since the last call."""
-        taken, self._spans = self._spans, []
-        return taken
 
     def statistics(self) -> SyncStatistics | None:
         """Return the engine's own record."""
@@ -145,7 +135,7 @@ class OuterMethod(NoMethod):
             landed_s = all_reduce.completed_at_s
             self._spans.append(
                 Span(
-                    lane="flight",
+                    lane="in_flight",
                     name=name,
                     start_s=all_reduce.launched_at_s,
                     end_s=landed_s,

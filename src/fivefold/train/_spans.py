@@ -2,7 +2,7 @@
 
 Seconds are of ``time.perf_counter``; the first line of the file ties them to the wall clock, so
 that a reader can put all ranks on one time axis. Lanes that the training thread occupies exclude
-one another, so their sums and the rest ("other") make up the wall time. The ``flight`` lane runs
+one another, so their sums and the rest ("other") make up the wall time. The ``in_flight`` lane runs
 beside them. This module knows nothing of torch.
 """
 
@@ -37,11 +37,11 @@ class Span:
     """One stretch of time on one lane.
 
     Args:
-        lane: "compute", "wait", "boundary", "data", "checkpoint", "validation" or "flight".
+        lane: "compute", "wait", "boundary", "data", "checkpoint", "validation" or "in_flight".
         name: What happened.
         start_s: Begin, in seconds of ``time.perf_counter``.
         end_s: End, on the same clock.
-        details: More numbers for the file, such as a flight's round and bytes.
+        details: More numbers for the file, such as an all-reduce's round and bytes.
     """
 
     lane: str

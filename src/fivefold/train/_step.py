@@ -73,7 +73,7 @@ class StepRunner:
             self._parts.mixtures.end_step(self._summed_loads)
         end_s = time.perf_counter()
         spans = self._parts.method.take_spans()
-        busy = subtract(start_s, end_s, holes=[span for span in spans if span.lane != "flight"])
+        busy = subtract(start_s, end_s, holes=[span for span in spans if span.lane != "in_flight"])
         data = Span(lane="data", name=name, start_s=begin_s, end_s=start_s)
         compute = [Span(lane="compute", name=name, start_s=a, end_s=b) for a, b in busy]
         return [data, *compute, *spans]

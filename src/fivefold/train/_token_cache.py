@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import shutil
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.errors import DataError
-from fivefold.files import lock_file, sync_folder
+from fivefold.files import lock_file, read_checked_json, sync_folder, write_checked_json
 
 _BLOCK_BYTES = 1 << 24
 _MOST_BLOCKS_CHECKED = 64  # 1 GiB: below a second, and a truncation shows in the size anyway
@@ -120,7 +119,7 @@ def _build_or_explain(
         _build(folder, key, dtype, build)
     except OSError as error:
         raise DataError(
-            f"the tokens cannot be written to {folder}: {error.strerror}",
+            f"the tokens cannot be written to {folder}: {error.strerror or error}",
             hint="free some space there, or set data.cache to a folder on another disk",
         ) from error
 
@@ -137,10 +136,7 @@ def _build(
     try:
         facts = build(writer)
         manifest = {"dtype": dtype.name, "files": writer.finish(), "facts": facts}
-        with (temporary / _MANIFEST).open("w") as file:
-            json.dump(manifest, file)
-            file.flush()
-            os.fsync(file.fileno())
+        write_checked_json(temporary / _MANIFEST, manifest)
         _replace(temporary, folder / key, dtype)
     finally:
         writer.close()
@@ -170,14 +166,14 @@ def _open(path: Path, dtype: np.dtype[Any]) -> tuple[dict[str, np.ndarray], dict
     if not path.exists():
         return None
     try:
-        manifest = json.loads((path / _MANIFEST).read_bytes())
+        manifest = read_checked_json(path / _MANIFEST)
         if manifest["dtype"] != dtype.name:
             raise ValueError("the type of the tokens differs")  # noqa: EM101, TRY301 - caught below
         arrays: dict[str, np.ndarray] = {}
         for name, described in manifest["files"].items():
             _check(path / name, described)
             arrays[name] = np.memmap(path / name, dtype=dtype, mode="r")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _logger.warning("token cache %s is damaged (%s); building it again", path, error)
         return None
     return arrays, manifest["facts"]

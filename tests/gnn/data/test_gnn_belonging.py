@@ -14,11 +14,11 @@ from fivefold.gnn.data import (
     HeteroDataset,
     generate_graph,
     ingest,
-    ogb_source,
     pyg_source,
     table_source,
-    verify,
 )
+from fivefold.gnn.data._ogb import ogb_source
+from fivefold.gnn.data.statistics import verify
 from fivefold.gnn.sampling import HeteroNeighborSampler, NeighborSampler, sample_epochs
 from fivefold.gnn.storage import Container, ContainerWriter
 

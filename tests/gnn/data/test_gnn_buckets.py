@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import InfeasibleError, StorageError
-from fivefold.gnn.data import EdgeBlock
-from fivefold.gnn.data._buckets import EdgeBuckets
+from fivefold.gnn.data._write_graph import EdgeBuckets
+from fivefold.gnn.data.parts import EdgeBlock
 
 
 def sort_all(buckets):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from fivefold.errors import StorageError
-from fivefold.gnn.data import EdgeBlock, EdgeRules, _buckets, array_source, generate_graph, ingest
-from fivefold.gnn.data._parts import index_dtype
+from fivefold.gnn.data import EdgeRules, _write_graph, array_source, generate_graph, ingest
 from fivefold.gnn.data._write_graph import write_graph
+from fivefold.gnn.data.parts import EdgeBlock, index_dtype
 from fivefold.gnn.storage import Container
 
 SMALL = 16 << 20
@@ -67,7 +67,7 @@ def test_a_full_disk_is_a_storage_error_and_the_run_goes_on(tmp_path, limit_byte
     rng = np.random.default_rng(1)
     edges = rng.integers(0, 20_000, (2, 500_000))
     source = array_source(edges, features=np.ones((20_000, 100), np.float32))
-    monkeypatch.setattr(_buckets, "_MARK_EVERY_EDGES", 100_000)
+    monkeypatch.setattr(_write_graph, "_MARK_EVERY_EDGES", 100_000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limits[1]))
     try:
@@ -84,7 +84,7 @@ def test_a_full_disk_is_a_storage_error_and_the_run_goes_on(tmp_path, limit_byte
 def test_spilling_to_a_full_disk(tmp_path, monkeypatch):
     edges = np.zeros((2, 500_000), np.int64)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(_buckets, "_MARK_EVERY_EDGES", 100_000)
+    monkeypatch.setattr(_write_graph, "_MARK_EVERY_EDGES", 100_000)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
     try:
         with pytest.raises(StorageError, match="writing edges") as caught:

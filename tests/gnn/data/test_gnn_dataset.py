@@ -8,15 +8,8 @@ import pytest
 
 from fivefold.cli import main
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.data import (
-    Dataset,
-    array_source,
-    describe,
-    find_source,
-    generate_graph,
-    ingest,
-    verify,
-)
+from fivefold.gnn.data import Dataset, array_source, find_source, generate_graph, ingest
+from fivefold.gnn.data.statistics import describe, verify
 
 
 @pytest.fixture

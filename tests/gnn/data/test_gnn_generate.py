@@ -225,8 +225,8 @@ def test_cap_grows_with_the_graph():
 
 SCRIPT = """
     import os, signal, sys
-    from fivefold.gnn.data import _write, _write_graph, generate_graph
-    _write._MARK_EVERY_BYTES = 1 << 20
+    from fivefold.gnn.data import _ingest, _write_graph, generate_graph
+    _ingest._MARK_EVERY_BYTES = 1 << 20
     _write_graph._MARK_EVERY_EDGES = 1 << 14
     kill_at = int(sys.argv[2])
     calls = 0

@@ -13,15 +13,8 @@ import pytest
 import torch
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.data import (
-    EdgeRules,
-    array_source,
-    find_source,
-    ingest,
-    mag240m_source,
-    ogb_adds_reverse,
-    ogb_source,
-)
+from fivefold.gnn.data import EdgeRules, array_source, find_source, ingest
+from fivefold.gnn.data._ogb import mag240m_source, ogb_adds_reverse, ogb_source
 
 SMALL = 16 << 20
 
@@ -367,8 +360,8 @@ def test_pickles_that_call_something_are_not_opened(tmp_path):
 
 SCRIPT = """
     import os, signal, sys
-    from fivefold.gnn.data import _buckets, _write, _write_graph, array_source, ingest
-    _write._MARK_EVERY_BYTES = _write_graph._MARK_EVERY_EDGES = _buckets._MARK_EVERY_EDGES = 50_000
+    from fivefold.gnn.data import _ingest, _write_graph, array_source, ingest
+    _ingest._MARK_EVERY_BYTES = _write_graph._MARK_EVERY_EDGES = 50_000
     folder, kill_at = sys.argv[1], int(sys.argv[2])
     calls = 0
 

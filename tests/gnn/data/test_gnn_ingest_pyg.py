@@ -12,13 +12,12 @@ from fivefold.gnn.data import (
     Dataset,
     EdgeRules,
     HeteroDataset,
-    describe,
     find_source,
     ingest,
     open_dataset,
     pyg_source,
-    verify,
 )
+from fivefold.gnn.data.statistics import describe, verify
 
 with warnings.catch_warnings():  # of deprecations in torch, on import
     warnings.simplefilter("ignore")

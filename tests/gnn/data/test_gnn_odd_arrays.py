@@ -7,15 +7,9 @@ import pytest
 import torch
 
 from fivefold.errors import DataError
-from fivefold.gnn.data import (
-    SourceOptions,
-    array_source,
-    find_source,
-    ingest,
-    ogb_source,
-    pyg_source,
-)
-from fivefold.gnn.data._torch_files import load_plain
+from fivefold.gnn.data import SourceOptions, array_source, find_source, ingest, pyg_source
+from fivefold.gnn.data._ogb import ogb_source
+from fivefold.gnn.data._pyg import load_plain
 
 with warnings.catch_warnings():  # of deprecations in torch, on import
     warnings.simplefilter("ignore")

@@ -8,8 +8,6 @@ import pytest
 
 from fivefold.gnn.storage._threads import Workers
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture
 def workers():

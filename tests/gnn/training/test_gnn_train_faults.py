@@ -86,7 +86,7 @@ def test_sigterm_ends_well_with_a_checkpoint_at_once(make_config, start_ranks):
     while not (metrics.exists() and '"train"' in metrics.read_text()):
         assert time.monotonic() < deadline_s, world.logs()
         time.sleep(0.01)
-    world.kill(signal.SIGTERM)
+    world.kill(number=signal.SIGTERM)
     assert world.wait() == {0: 0}
     last = json.loads(metrics.read_text().splitlines()[-1])
     assert (last["event"], last["reason"]) == ("end", "stopped")
@@ -173,7 +173,7 @@ def test_two_ranks_killed_together_resume_bit_for_bit(make_config, start_ranks):
         deadline_s = time.monotonic() + 120
         while steps_of(config) == before and time.monotonic() < deadline_s:
             time.sleep(0.005)
-        world.kill(ranks=[1])  # rank 0 must notice and end with an error
+        world.kill(1)  # rank 0 must notice and end with an error
         codes = world.wait()
         assert codes[1] != 0 or codes[0] == 0
     assert start_ranks(config, world_size=2).wait() == {0: 0, 1: 0}
@@ -200,7 +200,7 @@ def test_sigterm_while_preparing_ends_at_once_and_what_is_done_stays(make_config
     while not list(partial.glob("samples-*.partial")):
         assert time.monotonic() < deadline_s, world.logs()
         time.sleep(0.005)
-    world.kill(signal.SIGTERM)
+    world.kill(number=signal.SIGTERM)
     assert world.wait(20) == {0: 1}
     assert "KeyboardInterrupt" in world.logs()["rank0.log"]
     assert {path.name for path in config.run.output.glob("*")} <= {".lock"}

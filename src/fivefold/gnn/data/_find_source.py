@@ -8,15 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.data._array_source import ArraySource, array_source, as_rows
-from fivefold.gnn.data._hetero import HeteroSource
-from fivefold.gnn.data._node_table import TableColumns
+from fivefold.gnn.data._dataset import HeteroSource
 from fivefold.gnn.data._ogb import mag240m_source, ogb_adds_reverse, ogb_source
-from fivefold.gnn.data._parts import EDGE_FEATURES, LabelPart, Source, refuse_edge_features
 from fivefold.gnn.data._pyg import pyg_source
-from fivefold.gnn.data._rows import Rows, npz_members, npz_rows, one_split
 from fivefold.gnn.data._table_source import TableSource, table_source
-from fivefold.gnn.data._tables import open_table
+from fivefold.gnn.data._tables import TableColumns, open_table
+from fivefold.gnn.data.arrays import (
+    ArraySource,
+    Rows,
+    array_source,
+    as_rows,
+    npz_members,
+    npz_rows,
+    one_split,
+)
+from fivefold.gnn.data.parts import EDGE_FEATURES, LabelPart, Source, refuse_edge_features
 
 SOURCE_KINDS = ("npy", "ogb", "mag240m", "pyg", "table")
 _TABLE_ENDS = (".csv", ".tsv", ".txt", ".parquet", ".pq", ".gz", ".bz2", ".zst", ".edges")

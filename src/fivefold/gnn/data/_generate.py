@@ -31,9 +31,10 @@ from numpy.typing import DTypeLike, NDArray
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.data._dataset import Dataset
-from fivefold.gnn.data._parts import EdgeBlock, LabelPart, Progress, index_dtype
-from fivefold.gnn.data._write import write_dataset
+from fivefold.gnn.data._ingest import write_dataset
 from fivefold.gnn.data._write_graph import both_ways
+from fivefold.gnn.data.parts import EdgeBlock, LabelPart, Progress, index_dtype
+from fivefold.gnn.sampling.kernels import mix_bits
 
 _PARETO = 1.1  # tail exponent of P(w > x); the density's is 2.1
 _BETA = 1.0 - 1.0 / _PARETO
@@ -46,34 +47,13 @@ _VERSION = 2
 _MOST_THREADS = 8  # beyond that the disk is slower
 _FLOATS = ("float16", "float32", "float64")
 _ORDER, _DEGREE, _EDGE, _FEATURE, _CENTER, _LABEL, _SPLIT = range(1, 8)  # streams of random numbers
-_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
-_ONE, _S27, _S30, _S31 = (np.uint64(number) for number in (1, 27, 30, 31))
+_ONE = np.uint64(1)
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphRecipe:
-    """What decides a generated graph.
-
-    Attributes:
-        nodes: Number of nodes.
-        dim: Elements of a feature row.
-        dtype: float16, float32 or float64.
-        seed: Of all random numbers.
-        classes: Number of classes.
-        p_in: Chance that a neighbour is drawn from the node's own class.
-        signal: Size of the class's centre in the features, whose noise has size 1.
-        mean_degree: Mean of the neighbours drawn per node; half of it follows the weight.
-        label_noise: Share of labels that are another class.
-        train: Share of nodes in the training split.
-        valid: Share in the validation split.
-        test: Share in the test split.
-        neighbors: "drawn": a node hears from the nodes it drew, so that few nodes are heard by
-            very many; "drawing": from those that drew it, so that few nodes have very many
-            neighbours; "both".
-        random_ids: Whether ids are random; otherwise they are sorted by class and weight.
-    """
+    """What decides a generated graph."""
 
     nodes: int
     dim: int
@@ -131,7 +111,7 @@ def generate_graph(  # noqa: PLR0913 - the four that everyone gives, and how to 
         nodes: Number of nodes.
         dim: Elements of a feature row.
         dtype: float16, float32 or float64.
-        seed: Of all random numbers.
+        seed: Random seed.
         threads: How many make random numbers; None: one per processor, at most 8.
         memory_bytes: What buffers may take.
         progress: Told of (stage, done, total).
@@ -168,13 +148,7 @@ def _name_of(dtype: DTypeLike) -> str:
 
 
 class WeightLaw(NamedTuple):
-    """Weights min(t^(beta - 1), cap) by share t of a class, the heaviest first.
-
-    Attributes:
-        cap: Where weights are clipped: 2000 times the mean of N draws at its typical value. The
-            mean of a law with such a tail depends on how many draws there are: it is that of the
-            law cut at its N-th quantile, which is also the size of the largest of N draws.
-    """
+    """Weights min(t^(beta - 1), cap) by share t of a class, the heaviest first."""
 
     cap: float
 
@@ -208,13 +182,6 @@ class WeightLaw(NamedTuple):
 
 
 @njit
-def _mix(bits: Any) -> Any:
-    bits = (bits ^ (bits >> _S30)) * _MULTIPLIER_1
-    bits = (bits ^ (bits >> _S27)) * _MULTIPLIER_2
-    return bits ^ (bits >> _S31)
-
-
-@njit
 def permute(places: Any, size: int, key: Any, inverse: bool) -> Any:  # noqa: FBT001 - compiled
     """Return where a random permutation of 0..size-1 sends places (or, inverse, whence they came).
 
@@ -233,11 +200,11 @@ def permute(places: Any, size: int, key: Any, inverse: bool) -> Any:  # noqa: FB
             low, high = value & low_mask, value >> low_bits
             for step in range(8):
                 turn = 7 - step if inverse else step
-                turn_key = _mix(np.uint64(key) + np.uint64(turn))
+                turn_key = mix_bits(np.uint64(key) + np.uint64(turn))
                 if turn % 2 == 0:
-                    high ^= _mix(turn_key ^ low) & high_mask
+                    high ^= mix_bits(turn_key ^ low) & high_mask
                 else:
-                    low ^= _mix(turn_key ^ high) & low_mask
+                    low ^= mix_bits(turn_key ^ high) & low_mask
             value = (high << low_bits) | low
             if value < np.uint64(size):
                 break

@@ -1,25 +1,271 @@
-"""One call for every source, whether its graph is of one type or of several."""
+"""Writing a data set from any source: in blocks, resumable, within a memory bound.
+
+Each file is written under a temporary name with a journal of what is durable, so that the same
+call, made again after a kill, goes on where it was. The recipe of the source is stored in every
+file: a file of another recipe is never reused.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, overload
 
-from fivefold.errors import DataError
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import write_checked_json
-from fivefold.gnn.data._dataset import FEATURES_FILE, GRAPH_FILE, HETERO_FILE, LABELS_FILE, Dataset
-from fivefold.gnn.data._hetero import HETERO_VERSION, HeteroDataset, HeteroSource
-from fivefold.gnn.data._parts import Progress, Source
-from fivefold.gnn.data._write import (
-    check_memory,
-    fingerprints,
-    no_progress,
-    write_dataset,
-    write_parts,
+from fivefold.gnn.data._dataset import (
+    FEATURES_FILE,
+    GRAPH_FILE,
+    HETERO_FILE,
+    HETERO_VERSION,
+    LABELS_FILE,
+    NAMES_FILE,
+    Dataset,
+    HeteroDataset,
+    HeteroSource,
 )
-from fivefold.gnn.data._write_graph import EdgeRules
+from fivefold.gnn.data._write_graph import EdgeRules, work_folder, write_graph
+from fivefold.gnn.data.parts import FeaturePart, LabelPart, Progress, Source
 from fivefold.gnn.sampling.batches import EdgeType
+from fivefold.gnn.storage import Container, ContainerWriter
+from fivefold.units import format_bytes
+
+MIN_MEMORY_BYTES = 16_000_000
+_MOST_CLASSES = 1 << 24
+_MARK_EVERY_BYTES = 256 << 20  # a mark syncs the file: seldom enough to cost nothing
+
+
+def check_memory(memory_bytes: int) -> None:
+    """Refuse a bound that no work could keep to."""
+    if memory_bytes < MIN_MEMORY_BYTES:
+        raise ConfigurationError(
+            f"memory_bytes is {memory_bytes} ({format_bytes(memory_bytes)})",
+            hint=f"allow at least {format_bytes(MIN_MEMORY_BYTES)}",
+        )
+
+
+def no_progress(_stage: str, _done: int, _total: int) -> None:
+    """Tell nobody."""
+
+
+def write_dataset(
+    source: Source,
+    folder: str | Path,
+    *,
+    rules: EdgeRules | None = None,
+    memory_bytes: int = 1 << 30,
+    progress: Progress | None = None,
+) -> Dataset:
+    """Write all parts of a source and open the result."""
+    folder = Path(folder)
+    attributes = {"name": source.name, "num_nodes": source.num_nodes}
+    rules = rules or EdgeRules()
+    write_parts(
+        folder,
+        attributes,
+        {**dict(source.recipe), **asdict(rules)},
+        parts=(source.labels, source.edges, source.features),
+        rules=rules,
+        memory_bytes=memory_bytes,
+        progress=progress or no_progress,
+    )
+    return Dataset.open(folder)
+
+
+def write_parts(
+    folder: Path,
+    attributes: Mapping[str, Any],
+    recipe: Mapping[str, Any],
+    *,
+    parts: tuple[Any, Any, Any],
+    rules: EdgeRules,
+    memory_bytes: int,
+    progress: Progress,
+) -> None:
+    """Write labels, graph and features, each unless it is there already."""
+    check_memory(memory_bytes)
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = json.loads(json.dumps(recipe))  # tuples become lists, as they will when read
+    attributes = {**attributes, "recipe": recipe}
+    names = (LABELS_FILE, GRAPH_FILE, FEATURES_FILE)
+    finished = [_is_finished(folder / name, recipe) for name in names]  # all, before any work
+    finished[1] = finished[1] and graph_is_current(folder)
+    labels, edges, features = parts
+    if not finished[0] and (label_part := labels()) is not None:
+        _write_labels(folder / LABELS_FILE, label_part, attributes, progress)
+    if not finished[2] and (feature_part := features()) is not None:
+        _write_features(folder / FEATURES_FILE, feature_part, attributes, memory_bytes, progress)
+    # The graph last: a folder with a graph is complete.
+    if not finished[1] and (edge_part := edges()) is not None:
+        write_graph(
+            folder / GRAPH_FILE,
+            edge_part,
+            {**attributes, "files": _files_beside(folder)},
+            rules=rules,
+            memory_bytes=memory_bytes,
+            progress=progress,
+        )
+    shutil.rmtree(work_folder(folder / GRAPH_FILE), ignore_errors=True)
+
+
+def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the fingerprints of the files of these names that are in a folder."""
+    found = {}
+    for name in names:
+        if (folder / name).is_file():
+            with Container.open(folder / name) as container:
+                found[name] = container.fingerprint
+    return found
+
+
+def names_fingerprint(folder: Path) -> str | None:
+    """Return a hash of names.json; None where names were not numbered."""
+    path = folder / NAMES_FILE
+    return (
+        hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest() if path.is_file() else None
+    )
+
+
+def _files_beside(folder: Path) -> dict[str, str]:
+    """Return what a graph says of the files that belong to it."""
+    found, names = fingerprints(folder, (FEATURES_FILE, LABELS_FILE)), names_fingerprint(folder)
+    return found if names is None else {**found, NAMES_FILE: names}
+
+
+def graph_is_current(folder: Path) -> bool:
+    """Return whether a graph names its files; those of older versions are made anew."""
+    if not (folder / GRAPH_FILE).is_file():
+        return False
+    with Container.open(folder / GRAPH_FILE) as container:
+        return "files" in container.attributes
+
+
+def _is_finished(path: Path, recipe: Mapping[str, Any]) -> bool:
+    if not path.is_file():
+        return False
+    with Container.open(path) as container:
+        found = container.attributes.get("recipe")
+    if found != recipe:
+        changed = sorted(
+            key for key in {*recipe, *(found or {})} if (found or {}).get(key) != recipe.get(key)
+        )
+        raise DataError(
+            f"{path} was made otherwise: it differs in {', '.join(changed)}",
+            hint="choose another folder, or remove this file to make it again",
+        )
+    return True
+
+
+def _write_labels(
+    path: Path, part: LabelPart, attributes: Mapping[str, Any], progress: Progress
+) -> None:
+    """Write labels in one go, without resuming: they are small beside all else."""
+    num_nodes = int(attributes["num_nodes"])
+    sections: dict[str, tuple[Any, tuple[int, ...]]] = {"y": (np.int64, (num_nodes,))}
+    for name, ids in part.splits.items():
+        _check_split(name, ids, num_nodes)
+        sections[name] = (np.int64, (ids.size,))
+    num_classes = _largest_label(part, num_nodes) + 1
+    if part.num_classes is not None:
+        if num_classes > part.num_classes:
+            raise DataError(
+                f"a label is {num_classes - 1}, but there are {part.num_classes} classes",
+                hint="classes count from 0",
+            )
+        num_classes = part.num_classes
+    attributes = {**attributes, "num_classes": num_classes, "class_names": part.class_names}
+    with ContainerWriter(path, kind="labels", sections=sections, attributes=attributes) as writer:
+        row = 0
+        for block in part.blocks(0):
+            writer.write("y", row, block)
+            row += block.size
+            progress("labels", row, num_nodes)
+        for name, ids in part.splits.items():
+            writer.write(name, 0, ids)
+        writer.commit().close()
+
+
+def _largest_label(part: LabelPart, num_nodes: int) -> int:
+    largest, rows = -1, 0
+    for block in part.blocks(0):
+        rows += block.size
+        if block.size:
+            largest = max(largest, int(block.max()))
+            if int(block.min()) < -1:
+                raise DataError(
+                    f"a label is {int(block.min())}", hint="classes count from 0; unknown is -1"
+                )
+    if largest >= _MOST_CLASSES:
+        raise DataError(
+            f"a label is {largest}", hint=f"number the classes from 0; at most {_MOST_CLASSES}"
+        )
+    if rows != num_nodes:
+        raise DataError(
+            f"there are {rows} labels for {num_nodes} nodes", hint="give one label per node"
+        )
+    return largest
+
+
+def _check_split(name: str, ids: NDArray[np.int64], num_nodes: int) -> None:
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_nodes:
+        raise DataError(
+            f"the {name} split has ids from {ids.min()} to {ids.max()}, "
+            f"the graph {num_nodes} nodes",
+            hint="ids of nodes count from 0",
+        )
+    if np.unique(ids).size != ids.size:
+        raise DataError(f"the {name} split names a node twice", hint="name each node once")
+
+
+def _write_features(
+    path: Path,
+    part: FeaturePart,
+    attributes: Mapping[str, Any],
+    memory_bytes: int,
+    progress: Progress,
+) -> None:
+    num_nodes = int(attributes["num_nodes"])
+    row_bytes = max(1, part.dim * part.dtype.itemsize)
+    max_rows = max(1, min(memory_bytes // 8, 32 << 20) // row_bytes)
+    sections = {"x": (part.dtype, (num_nodes, part.dim))}
+    with ContainerWriter(
+        path, kind="features", sections=sections, attributes=attributes, resume=True
+    ) as writer:
+        row = marked = (writer.progress or {"rows": 0})["rows"]
+        for block in _checked_blocks(part, row, num_nodes, max_rows):
+            writer.write("x", row, block)
+            row += block.shape[0]
+            progress("features", row, num_nodes)
+            if (row - marked) * row_bytes >= _MARK_EVERY_BYTES:
+                writer.mark({"rows": row})
+                marked = row
+        writer.commit().close()
+
+
+def _checked_blocks(
+    part: FeaturePart, first_row: int, num_nodes: int, max_rows: int
+) -> Iterator[NDArray[Any]]:
+    """Yield the part's blocks; too many or too few rows are an error."""
+    rows = first_row
+    for block in part.blocks(first_row, max_rows):
+        rows += block.shape[0]
+        if rows > num_nodes:
+            break
+        yield block
+    if rows != num_nodes:
+        more = "more than " if rows > num_nodes else ""
+        raise DataError(
+            f"there are {more}{min(rows, num_nodes)} feature rows for {num_nodes} nodes",
+            hint="give one row per node, in the order of node ids",
+        )
 
 
 @overload

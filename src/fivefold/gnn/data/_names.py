@@ -26,9 +26,9 @@ from pyarrow import ipc, parquet
 from fivefold._compiler import njit
 from fivefold.errors import DataError
 from fivefold.files import read_checked_json, write_checked_json
-from fivefold.gnn.data._buckets import EdgeBuckets
 from fivefold.gnn.data._dataset import NAMES_FILE
-from fivefold.gnn.data._parts import EdgeBlock, Progress
+from fivefold.gnn.data._write_graph import EdgeBuckets
+from fivefold.gnn.data.parts import EdgeBlock, Progress
 
 _BUCKET_BYTES = 16 << 20
 _CHUNK_BYTES = 4 << 20
@@ -160,7 +160,7 @@ def _by_row(buckets: NameBuckets, ends: EdgeBuckets, num_rows: int) -> None:
         rows = np.full(len(names), -1, np.int64)
         rows[codes[in_table]] = places[in_table]
         if np.count_nonzero(in_table) != np.count_nonzero(rows >= 0):
-            twice = int(codes[in_table][_first_repeated(codes[in_table])])
+            twice = int(np.argmax(np.bincount(codes[in_table])))
             raise DataError(
                 f"the node table has node {names[twice].as_py()!r} twice",
                 hint="leave one row per node",
@@ -172,15 +172,6 @@ def _by_row(buckets: NameBuckets, ends: EdgeBuckets, num_rows: int) -> None:
                 hint="add it to the node table, or leave the edge out",
             )
         ends.add(EdgeBlock(rows[codes[~in_table]], places[~in_table] - num_rows, bucket + 1))
-
-
-def _first_repeated(codes: NDArray[np.int64]) -> int:
-    seen: set[int] = set()
-    for index, code in enumerate(codes.tolist()):
-        if code in seen:
-            return index
-        seen.add(code)
-    return 0
 
 
 def _write_edges(path: Path, ends: EdgeBuckets, progress: Progress) -> None:

@@ -7,50 +7,39 @@ Large-scale challenge (arXiv 2103.09430): the paper nodes of MAG240M under ``pro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.data._array_source import ArraySource, as_labels, as_split
-from fivefold.gnn.data._parts import EdgeBlock, LabelPart, Source, refuse_edge_features
-from fivefold.gnn.data._rows import ArrayRows, Rows, file_stamp, npy_rows, npz_members, npz_rows
+from fivefold.gnn.data._pyg import load_plain
 from fivefold.gnn.data._tables import CsvReader
-from fivefold.gnn.data._torch_files import load_plain
+from fivefold.gnn.data.arrays import (
+    ArrayRows,
+    ArraySource,
+    Rows,
+    file_stamp,
+    npy_rows,
+    npz_members,
+    npz_rows,
+)
+from fivefold.gnn.data.parts import Source, refuse_edge_features
 
 _SPLITS = ("train", "valid", "test")
 _UNDIRECTED = ("products", "proteins")  # those whose raw files hold one direction of each edge
 
 
 def ogb_adds_reverse(folder: str | Path) -> bool:
-    """Return whether the benchmark stores both directions of the edges in this folder.
-
-    Examples:
-        >>> ogb_adds_reverse("data/ogbn_products"), ogb_adds_reverse("data/papers100M-bin")
-        (True, False)
-    """
+    """Return whether the benchmark stores both directions of the edges in this folder."""
     name = Path(folder).resolve().name.lower()
     return any(part in name for part in _UNDIRECTED)
 
 
 def ogb_source(folder: str | Path, *, leave_out: Collection[str] = ()) -> Source:
-    """Return a node property prediction data set of the Open Graph Benchmark.
-
-    Args:
-        folder: The one with ``raw`` and ``split``, as ``ogbn_products`` or ``papers100M-bin``.
-        leave_out: "edge_feat" lets features of edges be left out, which cannot be stored.
-
-    Returns:
-        The source, for ``ingest``. Products and proteins need ``add_reverse`` (the benchmark
-        adds it when it loads them), papers100M and arxiv do not: ``ogb_adds_reverse`` tells.
-
-    Raises:
-        DataError: A file is missing or not what the benchmark writes, or there are features of
-            edges.
-    """
+    """Return a node property prediction data set of the Open Graph Benchmark."""
     folder = Path(folder)
     if (folder / "raw" / "data.npz").is_file():
         refuse_edge_features(folder, npz_members(folder / "raw" / "data.npz"), leave_out)
@@ -58,7 +47,7 @@ def ogb_source(folder: str | Path, *, leave_out: Collection[str] = ()) -> Source
     if (folder / "raw" / "edge.csv.gz").is_file():
         if (folder / "raw" / "edge-feat.csv.gz").is_file():
             refuse_edge_features(folder, ["edge_feat"], leave_out)
-        return _CsvSource(folder)
+        return _csv_source(folder)
     if (folder / "raw" / "relations").is_dir():
         raise DataError(
             f"{folder} has several node types",
@@ -110,46 +99,46 @@ def _read_ids(path: Path) -> NDArray[np.int64]:
     return np.concatenate(blocks) if blocks else np.empty(0, np.int64)
 
 
-class _CsvSource:
-    """Raw tables without headers: an edge, a feature row or a label per line."""
-
-    def __init__(self, folder: Path) -> None:
-        raw = folder / "raw"
-        self.folder = folder
-        self.name = folder.resolve().name
-        counts = _read_ids(_existing(raw / "num-node-list.csv.gz"))
-        if counts.size != 1:
-            raise DataError(f"{folder} holds {counts.size} graphs", hint="one graph is needed")
-        self.num_nodes = int(counts[0])
-        files = sorted([*raw.glob("*.csv.gz"), *folder.glob("split/*/*.csv.gz")])
-        self.recipe: Mapping[str, Any] = {
-            "source": "ogb",
-            "files": [file_stamp(path) for path in files],
-        }
-
-    def edges(self) -> _CsvEdges:
-        return _CsvEdges(self.folder / "raw")
-
-    def features(self) -> _CsvFeatures | None:
-        path = self.folder / "raw" / "node-feat.csv.gz"
-        return _CsvFeatures(path) if path.is_file() else None
-
-    def labels(self) -> LabelPart | None:
-        path = self.folder / "raw" / "node-label.csv.gz"
-        if not path.is_file():
-            return None
-        rows = _read_splits(self.folder)
-        splits = {name: as_split(rows.get(name), self.num_nodes, name) for name in _SPLITS}
-        return LabelPart(lambda _first: _csv_labels(path), splits)
+def _csv_source(folder: Path) -> ArraySource:
+    """Return a source over raw tables without headers: an edge, a row or a label per line."""
+    raw = folder / "raw"
+    counts = _read_ids(raw / "num-node-list.csv.gz")
+    if counts.size != 1:
+        raise DataError(f"{folder} holds {counts.size} graphs", hint="one graph is needed")
+    num_nodes, num_edges = int(counts[0]), int(_read_ids(raw / "num-edge-list.csv.gz").sum())
+    features, labels = raw / "node-feat.csv.gz", raw / "node-label.csv.gz"
+    return ArraySource(
+        name=folder.resolve().name,
+        edge_rows=_CsvRows(raw / "edge.csv.gz", np.int64, num_edges),
+        edge_pairs=True,
+        feature_rows=_CsvRows(features, np.float32, num_nodes) if features.is_file() else None,
+        label_rows=_CsvRows(labels, np.float64, num_nodes) if labels.is_file() else None,
+        split_rows=_read_splits(folder) if labels.is_file() else {},
+        given_nodes=num_nodes,
+        kind="ogb",
+    )
 
 
-def _csv_labels(path: Path) -> Iterator[NDArray[np.int64]]:
-    for block, _ in CsvReader(path, header=False).arrays(np.float64):
-        if block.shape[1] != 1:
+class _CsvRows:
+    """A raw table as an array of rows."""
+
+    def __init__(self, path: Path, dtype: DTypeLike, num_rows: int) -> None:
+        self.table = CsvReader(path, header=False)
+        self.shape: tuple[int, ...] = (num_rows, self.table.num_columns or 2)
+        self.dtype = np.dtype(dtype)
+        self.stamp = file_stamp(path)
+
+    def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
+        """Yield rows; those before ``first_row`` are read past."""
+        row, end = first_row, self.shape[0] if stop is None else stop
+        for block, after in self.table.arrays(self.dtype, first_row=first_row, max_rows=max_rows):
+            row = after
+            yield block
+        if row != end:
             raise DataError(
-                f"{path} has {block.shape[1]} labels per node", hint="one class per node is needed"
+                f"{self.table.path} has {row} rows, the benchmark's lists say {end}",
+                hint="unpack the benchmark's archive again",
             )
-        yield as_labels(block)
 
 
 def _existing(path: Path) -> Path:
@@ -158,51 +147,8 @@ def _existing(path: Path) -> Path:
     return path
 
 
-class _CsvEdges:
-    weighted = False
-    sorted_by_target = False
-
-    def __init__(self, raw: Path) -> None:
-        self.path = raw / "edge.csv.gz"
-        counts = _read_ids(_existing(raw / "num-edge-list.csv.gz"))
-        self.num_edges: int | None = int(counts.sum())
-        self.expected_edges = int(counts.sum())
-
-    def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
-        row, table = position, CsvReader(self.path, header=False)
-        for block, row in table.arrays(np.int64, first_row=position, max_rows=max_edges):
-            yield EdgeBlock(block[:, 0].copy(), block[:, 1].copy(), row)
-        if row != self.num_edges:
-            raise DataError(
-                f"{self.path} has {row} edges, num-edge-list.csv.gz says {self.num_edges}",
-                hint="unpack the benchmark's archive again",
-            )
-
-
-class _CsvFeatures:
-    dtype = np.dtype(np.float32)
-
-    def __init__(self, path: Path) -> None:
-        self.table = CsvReader(path, header=False)
-        self.dim = self.table.num_columns
-
-    def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
-        for block, _ in self.table.arrays(self.dtype, first_row=first_row, max_rows=max_rows):
-            yield block
-
-
 def mag240m_source(folder: str | Path) -> Source:
-    """Return the papers of MAG240M and their citations.
-
-    Args:
-        folder: ``mag240m_kddcup2021``, or the folder that holds it.
-
-    Returns:
-        The source, for ``ingest``: rows of 768 float16, edges from citing to cited paper.
-
-    Raises:
-        DataError: A file is missing.
-    """
+    """Return the papers of MAG240M and their citations."""
     folder = Path(folder)
     if (folder / "mag240m_kddcup2021").is_dir():
         folder /= "mag240m_kddcup2021"

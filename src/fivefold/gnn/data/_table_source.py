@@ -15,13 +15,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, FivefoldError, StorageError
-from fivefold.gnn.data._array_source import array_part, check_gaps
+from fivefold.gnn.data._ingest import graph_is_current, no_progress
 from fivefold.gnn.data._names import number_names, read_numbering, write_numbering
-from fivefold.gnn.data._node_table import NodeTable, TableColumns, check_column, check_whole
-from fivefold.gnn.data._parts import EdgeBlock, LabelPart, Progress
-from fivefold.gnn.data._rows import file_stamp, npy_rows
-from fivefold.gnn.data._tables import TableReader, open_table, rest_of
-from fivefold.gnn.data._write import graph_is_current, no_progress
+from fivefold.gnn.data._tables import (
+    NodeTable,
+    TableColumns,
+    TableReader,
+    check_column,
+    check_whole,
+    open_table,
+    rest_of,
+)
+from fivefold.gnn.data.arrays import ArrayEdges, check_gaps, file_stamp, npy_rows
+from fivefold.gnn.data.parts import EdgeBlock, LabelPart, Progress
 
 _LOG = logging.getLogger(__name__)
 _SOURCES = ("source", "src", "from", "head", "u")
@@ -80,13 +86,7 @@ def table_source(
 
 
 class TableSource:
-    r"""A source over tables; made by ``table_source``.
-
-    Attributes:
-        name: For people.
-        num_nodes: Nodes in all; with text ids known once ``prepare`` has numbered them.
-        recipe: Files and columns.
-    """
+    r"""A source over tables; made by ``table_source``."""
 
     def __init__(  # table_source explains them
         self,
@@ -146,17 +146,7 @@ class TableSource:
         return largest + 1
 
     def prepare(self, folder: Path, *, memory_bytes: int, progress: Progress | None) -> None:
-        """Number the nodes, where ids are names; done once, kept in ``names.json``.
-
-        Args:
-            folder: Of the data set.
-            memory_bytes: What buffers may take.
-            progress: Told of the stages.
-
-        Raises:
-            DataError: Node table and edges do not fit, or the folder holds another data set.
-            StorageError: The disk refuses or is full.
-        """
+        """Number the nodes, where ids are names; done once, kept in ``names.json``."""
         if not self.text_ids:
             return
         work = folder / "names.work"
@@ -181,7 +171,7 @@ class TableSource:
         self.num_nodes = state["num_nodes"]
         if needed:
             weights = npy_rows(work / "weights.npy") if self.weighted else None
-            self.numbered = array_part(npy_rows(work / "edges.npy"), weights, pairs=True)
+            self.numbered = ArrayEdges(npy_rows(work / "edges.npy"), weights, pairs=True)
         else:
             shutil.rmtree(work, ignore_errors=True)
 

@@ -348,14 +348,7 @@ class HeteroTopology:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MergedTopology:
-    """A heterogeneous graph with one numbering; made by :meth:`HeteroTopology.merged`.
-
-    Attributes:
-        topology: Its edges, for each target by edge type.
-        offsets: By node type: the number that its node 0 has got.
-        edge_kinds: ``[num_edges]``, which edge type each edge is of, counted in the order of
-            ``HeteroTopology.edge_types``; the narrowest unsigned type.
-    """
+    """A heterogeneous graph with one numbering; made by :meth:`HeteroTopology.merged`."""
 
     topology: Topology
     offsets: dict[str, int]

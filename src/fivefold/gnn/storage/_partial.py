@@ -169,11 +169,7 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 class PartialFile:
-    """An unfinished file that this process alone writes.
-
-    Attributes:
-        direct: Whether large writes go past the page cache.
-    """
+    """An unfinished file that this process alone writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -56,11 +56,7 @@ _CQ_HEAD, _CQ_TAIL, _CQ_MASK, _CQES = range(6, 10)
 
 
 class Ring:
-    """One io_uring.
-
-    Attributes:
-        numbers: Descriptor, addresses and masks, for the compiled functions of this module.
-    """
+    """One io_uring."""
 
     def __init__(self, entries: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)

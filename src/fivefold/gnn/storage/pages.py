@@ -92,24 +92,7 @@ def aligned(count: int) -> int:
 def aligned_empty(
     shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8, *, pin: bool = False
 ) -> NDArray[Any]:
-    """Return an array whose first byte lies on a page boundary; its contents are not set.
-
-    Args:
-        shape: Shape of the array.
-        dtype: Its dtype.
-        pin: Lock the pages for copies to a CUDA device.
-
-    Returns:
-        The array. A pinned one is released when the last view of it is gone.
-
-    Raises:
-        UnsupportedError: ``pin`` where torch sees no CUDA device, or the driver refuses.
-
-    Examples:
-        >>> buffer = aligned_empty((3, 1000), np.float32)
-        >>> buffer.shape, buffer.ctypes.data % 4096
-        ((3, 1000), 0)
-    """
+    """Return an array whose first byte lies on a page boundary; its contents are not set."""
     kind = np.dtype(dtype)
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     count = math.prod(sizes) * kind.itemsize
@@ -177,25 +160,7 @@ def gather_rows(
     out: NDArray[Any],
     destinations: NDArray[np.integer[Any]] | None = None,
 ) -> None:
-    """Copy rows of an array in memory, or of a memory map, into another; without Python's lock.
-
-    Args:
-        source: Rows, each contiguous.
-        rows: Numbers of rows, in any order, repetitions allowed.
-        out: Contiguous rows of the same dtype and row shape; it does not overlap the source.
-        destinations: Row of ``out`` for each; None puts them one after another.
-
-    Raises:
-        ConfigurationError: Dtypes or shapes differ, an array is not contiguous, or an index is
-            out of range. Nothing has been copied then.
-
-    Examples:
-        >>> table = np.arange(6.0).reshape(3, 2)
-        >>> out = np.zeros((3, 2))
-        >>> gather_rows(table, np.array([2, 0]), out, np.array([1, 0]))
-        >>> out.tolist()
-        [[0.0, 1.0], [4.0, 5.0], [0.0, 0.0]]
-    """
+    """Copy rows of an array in memory, or of a memory map, into another; without Python's lock."""
     places = np.arange(len(rows)) if destinations is None else np.asarray(destinations, np.int64)
     row_shape = source.shape[1:]
     row_bytes = math.prod(row_shape) * source.itemsize

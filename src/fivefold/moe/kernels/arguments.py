@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fivefold.moe.kernels.workspace import CHUNK_SLOTS
+from fivefold.moe.kernels.workspace import CHUNK_SLOTS, CallSizes
 
 _GIVE_UP_NS = 50_000_000  # in the interpreter, where a wait that does not end at once never will
 _DEBUG_GIVE_UP_NS = 30_000_000_000
@@ -190,7 +190,7 @@ class Sizes:
     GROUP: int  # row tiles of a step
     BT: int  # a combining task: BT tokens, BH columns at a time
     BH: int
-    # Of the exchange only.
+    # Of one-sided groups only.
     V: int = 1  # ranks of a launch
     P: int = 1  # ranks; PP: the next power of two
     PP: int = 1
@@ -210,28 +210,24 @@ class Sizes:
     BD: int = 1
 
 
-def sizes_for(  # noqa: PLR0913 - the sizes of a call
+def sizes_for(
     tiles: Tiles,
+    call: CallSizes,
     *,
-    dtype: torch.dtype,
     activation: GatedFunction,
-    hidden: int,
-    intermediate: int,
-    num_experts: int,
-    top_k: int,
     weight_on_input: bool,
     precision: str,
     by_descriptor: bool,
     interpreted: bool,
 ) -> Sizes:
     """Return the sizes of a call on one rank."""
-    bins = max(16, power_of_two(num_experts))
+    bins = max(16, power_of_two(call["num_experts"]))
     return Sizes(
-        H=hidden,
-        I=intermediate,
-        K=top_k,
-        KP=power_of_two(top_k),
-        E=num_experts,
+        H=call["hidden"],
+        I=call["intermediate"],
+        K=call["top_k"],
+        KP=power_of_two(call["top_k"]),
+        E=call["num_experts"],
         EP=bins,
         GATED=activation.gated,
         ACTIVATION=activation.plain,
@@ -239,7 +235,7 @@ def sizes_for(  # noqa: PLR0913 - the sizes of a call
         TMA=by_descriptor,
         INTERPRETED=interpreted,
         PRECISION=precision,
-        BYTES=dtype.itemsize,
+        BYTES=call["dtype"].itemsize,
         CHUNK=CHUNK_SLOTS[interpreted],
         PART=16 if interpreted else 128,
         READ=max(2, min(32, 8192 // bins)),

@@ -33,7 +33,13 @@ from fivefold.moe.kernels.arguments import (
     tiles_for,
     wait_limit_ns,
 )
-from fivefold.moe.kernels.workspace import CHUNK_SLOTS, Layout, Workspace, layout_for
+from fivefold.moe.kernels.workspace import (
+    CHUNK_SLOTS,
+    Layout,
+    Workspace,
+    call_sizes,
+    layout_for,
+)
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _OLDEST_TRITON = (3, 6)
@@ -149,7 +155,6 @@ def _prepare(  # noqa: PLR0913 - the operator's own operands
             hint='use backend="reference"',
         )
     w13, w2 = w13.contiguous(), w2.contiguous()
-    experts, width, inner = w2.shape
     interpreted = interpreting()
     # The tensor memory accelerator wants multiples of 16 bytes.
     aligned = all(
@@ -164,35 +169,17 @@ def _prepare(  # noqa: PLR0913 - the operator's own operands
         tiles = backward_tiles_for(x.dtype, **how)
     else:
         tiles = tiles_for(x.dtype, gated=activation.gated, **how)
-    shape: dict[str, Any] = {
-        "hidden": width,
-        "intermediate": inner,
-        "num_experts": experts,
-        "top_k": ids.shape[1],
-    }
-    layout = layout_for(
-        num_tokens=len(x),
-        **shape,
-        dtype=x.dtype,
-        tile_rows=tiles.rows,
-        chunk_slots=CHUNK_SLOTS[interpreted],
-    )
+    shape = call_sizes(x, w2, ids.shape[1])
+    layout = layout_for(**shape, tile_rows=tiles.rows, chunk_slots=CHUNK_SLOTS[interpreted])
     if workspace is None:
-        scratch = torch.empty(layout.scratch_bytes, dtype=torch.uint8, device=x.device)
+        scratch = torch.empty(layout.nbytes, dtype=torch.uint8, device=x.device)
     else:
         workspace.check(layout, x.device)
         scratch = workspace.scratch
     memory = layout.cut(scratch)
     optional = (None if bias is None else bias.contiguous() for bias in (b13, b2))
     given = Operands(x.contiguous(), ids.contiguous(), weights.contiguous(), *optional)
-    sizes = sizes_for(
-        tiles,
-        dtype=x.dtype,
-        activation=activation,
-        **shape,
-        weight_on_input=weight_on_input,
-        **how,
-    )
+    sizes = sizes_for(tiles, shape, activation=activation, weight_on_input=weight_on_input, **how)
     known = {
         "given": given,
         "w13": w13,

@@ -53,7 +53,7 @@ parity of the epoch: a rank that announces epoch n + 2 has seen everyone's count
 Between launches. The last program to leave sets all words that count back to zero. Its read-modify-
 write on the exit counter acquires what the others released, so no one looks at a word any more;
 the next launch on the stream begins after this one has ended. An aborted launch leaves the words
-dirty: call ``Workspace.reset``, or set up another exchange.
+dirty: call ``Workspace.reset``, or set up another group.
 
 A wait gives up after ``limit_ns`` where this is not None: the error word is set to what was waited
 for, which the host turns into an exception. Triton's CPU interpreter runs programs one after

@@ -8,7 +8,7 @@ outputs per slot; what lies in it between calls means nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 import torch
 
@@ -22,99 +22,87 @@ SMALLEST_TILE_ROWS = 16
 _ALIGNMENT_BYTES = 256
 
 
+class CallSizes(TypedDict):
+    """Sizes of a call: T, H, I, E, K, and the data type of the tokens."""
+
+    num_tokens: int
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where what lies in the scratch buffer for one call.
+    """Where what lies in a buffer."""
 
-    Attributes:
-        sections: (offset in bytes, number of elements, data type) by name.
-        scratch_bytes: All of it.
-        control_words: Counters and flags, int32.
-        num_chunks: Counting tasks.
-        max_tiles: Most row tiles there can be, whatever the routing.
-    """
+    sections: dict[str, tuple[int, int, torch.dtype]]  # offset in bytes, elements, data type
+    nbytes: int
+    control_words: int = 0  # counters and flags, int32
+    num_chunks: int = 0  # counting tasks
+    max_tiles: int = 0  # most row tiles there can be, whatever the routing
 
-    sections: dict[str, tuple[int, int, torch.dtype]]
-    scratch_bytes: int
-    control_words: int
-    num_chunks: int
-    max_tiles: int
+    @classmethod
+    def of(cls, sizes: dict[str, tuple[int, torch.dtype]], **numbers: int) -> Layout:
+        """Lay elements of a data type out by name, one after the other."""
+        sections, end = {}, 0
+        for name, (count, kind) in sizes.items():
+            sections[name] = (end, count, kind)
+            end += -(-count * kind.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return cls(sections=sections, nbytes=end, **numbers)
 
-    def cut(self, scratch: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of the scratch buffer by name.
+    def view(self, name: str, memory: torch.Tensor) -> torch.Tensor:
+        """Return a section of a buffer, uint8 [..., at least nbytes]."""
+        first, count, dtype = self.sections[name]
+        return memory[..., first : first + count * dtype.itemsize].view(dtype)
 
-        Args:
-            scratch: uint8, at least ``scratch_bytes``.
-
-        Returns:
-            One flat tensor per section.
-        """
-        return {
-            name: scratch[first : first + count * dtype.itemsize].view(dtype)
-            for name, (first, count, dtype) in self.sections.items()
-        }
+    def cut(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return all sections of a buffer by name."""
+        return {name: self.view(name, memory) for name in self.sections}
 
 
-def layout_for(  # noqa: PLR0913 - the sizes of a call
+def layout_for(
     *,
-    num_tokens: int,
-    hidden: int,
-    intermediate: int,
-    num_experts: int,
-    top_k: int,
-    dtype: torch.dtype,
-    tile_rows: int,
-    chunk_slots: int,
+    tile_rows: int = SMALLEST_TILE_ROWS,
+    chunk_slots: int = min(CHUNK_SLOTS.values()),
+    **sizes: Unpack[CallSizes],
 ) -> Layout:
-    """Lay the scratch buffer out.
-
-    Args:
-        num_tokens: T.
-        hidden: H.
-        intermediate: I.
-        num_experts: E.
-        top_k: K.
-        dtype: Of the tokens.
-        tile_rows: Rows of a tile.
-        chunk_slots: Assignments that one counting task looks at.
-
-    Returns:
-        The layout.
-
-    Raises:
-        ConfigurationError: There are 2^31 assignments or more.
-    """
-    slots = num_tokens * top_k
+    """Lay the scratch buffer out; for the smallest tiles and chunks, which need the most of it."""
+    for name, value in sizes.items():
+        if isinstance(value, int) and value < (0 if name == "num_tokens" else 1):
+            raise ConfigurationError(f"{name} must be positive; got {value}")
+    dtype, experts = sizes["dtype"], sizes["num_experts"]
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"dtype is {dtype!r}", hint="use torch.bfloat16 or another")
+    slots = sizes["num_tokens"] * sizes["top_k"]
     if slots >= 2**31 - chunk_slots:
         raise ConfigurationError(
-            f"{num_tokens} tokens with {top_k} experts each are {slots} assignments",
+            f"{sizes['num_tokens']} tokens with {sizes['top_k']} experts each are {slots} "
+            "assignments",
             hint="split the batch: a call takes fewer than 2^31",
         )
     chunks = -(-slots // chunk_slots)
-    tiles = slots // tile_rows + min(num_experts, slots)
+    tiles = slots // tile_rows + min(experts, slots)
     int32 = torch.int32
-    sizes = {
-        "counts": (chunks * num_experts, int32),
-        "num_tiles": (1, int32),
-        "tile_expert": (tiles, int32),
-        "tile_first": (tiles, int32),
-        "tile_stop": (tiles, int32),
-        "slot_of_row": (slots, int32),
-        "tile_of_slot": (slots, int32),
-        "inner": (slots * intermediate, dtype),
-        "outputs": (slots * hidden, dtype),
-    }
-    sections, end = {}, 0
-    for name, (count, kind) in sizes.items():
-        sections[name] = (end, count, kind)
-        end += -(-count * kind.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return Layout(
-        sections=sections,
-        scratch_bytes=end,
+    return Layout.of(
+        {
+            "counts": (chunks * experts, int32),
+            **table_sizes(tiles, slots),
+            "inner": (slots * sizes["intermediate"], dtype),
+            "outputs": (slots * sizes["hidden"], dtype),
+        },
         control_words=CONTROL_WORDS + 2 * tiles,
         num_chunks=chunks,
         max_tiles=tiles,
     )
+
+
+def table_sizes(tiles: int, slots: int) -> dict[str, tuple[int, torch.dtype]]:
+    """Return the sizes of ``Tables`` but for the counts."""
+    counts = {"num_tiles": 1, "tile_expert": tiles, "tile_first": tiles, "tile_stop": tiles}
+    counts |= {"slot_of_row": slots, "tile_of_slot": slots}
+    return {name: (count, torch.int32) for name, count in counts.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,61 +128,19 @@ class Workspace:
     scratch: torch.Tensor
 
     @staticmethod
-    def _layout(
-        *,
-        num_tokens: int,
-        hidden: int,
-        intermediate: int,
-        num_experts: int,
-        top_k: int,
-        dtype: torch.dtype,
-    ) -> Layout:
-        sizes = {
-            "num_tokens": num_tokens,
-            "hidden": hidden,
-            "intermediate": intermediate,
-            "num_experts": num_experts,
-            "top_k": top_k,
-        }
-        for name, value in sizes.items():
-            if value < (0 if name == "num_tokens" else 1):
-                raise ConfigurationError(f"{name} must be positive; got {value}")
-        if not isinstance(dtype, torch.dtype):
-            raise ConfigurationError(f"dtype is {dtype!r}", hint="use torch.bfloat16 or another")
-        # The smallest tiles and chunks of any backend: they need the most flags and counts.
-        return layout_for(
-            **sizes,
-            dtype=dtype,
-            tile_rows=SMALLEST_TILE_ROWS,
-            chunk_slots=min(CHUNK_SLOTS.values()),
-        )
-
-    @classmethod
-    def size(
-        cls,
-        *,
-        num_tokens: int,
-        hidden: int,
-        intermediate: int,
-        num_experts: int,
-        top_k: int,
-        dtype: torch.dtype,
-    ) -> int:
+    def size(**sizes: Unpack[CallSizes]) -> int:
         """Return bytes that are enough for calls up to these sizes, whatever the routing.
 
         Args:
-            num_tokens: Most tokens, T.
-            hidden: H.
-            intermediate: I.
-            num_experts: E.
-            top_k: K.
-            dtype: Of the tokens.
+            **sizes: ``num_tokens`` (the most, T; may be 0), ``hidden`` (H), ``intermediate`` (I),
+                ``num_experts`` (E), ``top_k`` (K) and ``dtype`` (of the tokens).
 
         Returns:
             Bytes of both buffers: about T K (H + I) elements.
 
         Raises:
-            ConfigurationError: A size is not positive (there may be 0 tokens), or dtype is none.
+            ConfigurationError: A size is not positive, dtype is none, or there are 2^31 assignments
+                or more.
 
         Examples:
             >>> Workspace.size(
@@ -207,56 +153,24 @@ class Workspace:
             ... ) // 2**20
             353
         """
-        layout = cls._layout(
-            num_tokens=num_tokens,
-            hidden=hidden,
-            intermediate=intermediate,
-            num_experts=num_experts,
-            top_k=top_k,
-            dtype=dtype,
-        )
-        return layout.scratch_bytes + 4 * layout.control_words
+        layout = layout_for(**sizes)
+        return layout.nbytes + 4 * layout.control_words
 
     @classmethod
-    def allocate(
-        cls,
-        *,
-        num_tokens: int,
-        hidden: int,
-        intermediate: int,
-        num_experts: int,
-        top_k: int,
-        dtype: torch.dtype,
-        device: str | torch.device = "cpu",
-    ) -> Self:
-        """Allocate one.
+    def allocate(cls, *, device: str | torch.device = "cpu", **sizes: Unpack[CallSizes]) -> Self:
+        """Allocate one, ready for use.
 
         Args:
-            num_tokens: As in ``size``.
-            hidden: As in ``size``.
-            intermediate: As in ``size``.
-            num_experts: As in ``size``.
-            top_k: As in ``size``.
-            dtype: As in ``size``.
             device: Where.
-
-        Returns:
-            The workspace, ready for use.
+            **sizes: As in ``size``.
 
         Raises:
             ConfigurationError: As ``size``.
         """
-        layout = cls._layout(
-            num_tokens=num_tokens,
-            hidden=hidden,
-            intermediate=intermediate,
-            num_experts=num_experts,
-            top_k=top_k,
-            dtype=dtype,
-        )
+        layout = layout_for(**sizes)
         return cls(
             control=torch.zeros(layout.control_words, dtype=torch.int32, device=device),
-            scratch=torch.empty(layout.scratch_bytes, dtype=torch.uint8, device=device),
+            scratch=torch.empty(layout.nbytes, dtype=torch.uint8, device=device),
         )
 
     @property
@@ -270,11 +184,6 @@ class Workspace:
 
     def check_call(self, x: torch.Tensor, w2: torch.Tensor, top_k: int) -> None:
         """Check that it is one, and enough for a call, whatever the backend.
-
-        Args:
-            x: Tokens.
-            w2: Second weights.
-            top_k: K.
 
         Raises:
             ConfigurationError: It is smaller than ``size`` says, elsewhere, or of another form.
@@ -294,23 +203,10 @@ class Workspace:
                     f"the workspace's {name} does not begin at a multiple of 16 bytes",
                     hint="Workspace.allocate makes one that does",
                 )
-        experts, hidden, inner = w2.shape
-        layout = self._layout(
-            num_tokens=len(x),
-            hidden=hidden,
-            intermediate=inner,
-            num_experts=experts,
-            top_k=max(top_k, 1),
-            dtype=x.dtype,
-        )
-        self.check(layout, x.device)
+        self.check(layout_for(**call_sizes(x, w2, max(top_k, 1))), x.device)
 
     def check(self, layout: Layout, device: torch.device) -> None:
         """Check that a call fits.
-
-        Args:
-            layout: Of the call.
-            device: Of the call.
 
         Raises:
             ConfigurationError: It does not, or the workspace is elsewhere.
@@ -320,14 +216,23 @@ class Workspace:
                 f"the workspace is on {self.scratch.device}, the tokens are on {device}",
                 hint="Workspace.allocate(..., device=x.device)",
             )
-        short = (
-            layout.scratch_bytes > self.scratch.numel()
-            or layout.control_words > self.control.numel()
-        )
-        if short:
+        if layout.nbytes > self.scratch.numel() or layout.control_words > self.control.numel():
             raise ConfigurationError(
                 f"the workspace has {self.scratch.numel()} bytes of scratch and "
-                f"{self.control.numel()} control words; this call needs {layout.scratch_bytes} "
+                f"{self.control.numel()} control words; this call needs {layout.nbytes} "
                 f"and {layout.control_words}",
                 hint="give Workspace.allocate the largest num_tokens, top_k and sizes in use",
             )
+
+
+def call_sizes(x: torch.Tensor, w2: torch.Tensor, top_k: int) -> CallSizes:
+    """Return the sizes of a call."""
+    experts, hidden, inner = w2.shape
+    return {
+        "num_tokens": len(x),
+        "hidden": hidden,
+        "intermediate": inner,
+        "num_experts": experts,
+        "top_k": top_k,
+        "dtype": x.dtype,
+    }

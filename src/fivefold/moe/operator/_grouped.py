@@ -1,7 +1,10 @@
 """Experts on the CPU (or any device) by sorting the assignments: few dense products for all rows.
 
-Forward and backward go block by block (``_expert_products``): what is done elementwise is done per
-block, while it is in the cache. ``_assignments`` owns the order and the sums back by token.
+Forward and backward go block by block (``_products``): what is done elementwise is done per block,
+while it is in the cache. With a few rows per expert, a custom op's way through torch's dispatcher
+and back, and sorting the assignments twice, cost a tenth of a training step. So outside of graphs
+and transformations autograd's record is a plain ``torch.autograd.Function``, which keeps the order
+for the backward and computes only the gradients that are asked for.
 
 Shapes: T tokens, K experts per token, R assignments that were not dropped, H width, I inner width.
 """
@@ -15,81 +18,49 @@ from typing import Any
 
 import torch
 
-from fivefold.moe.operator._assignments import Assignments, added, sort_assignments
-from fivefold.moe.operator._large_memory import large_empty
-from fivefold.moe.operator._products import Block, ExpertGradient, ExpertWeights, by_row, cut
+from fivefold.errors import UnsupportedError
+from fivefold.moe.kernels.workspace import Workspace
+from fivefold.moe.operator._products import (
+    Assignments,
+    Block,
+    ExpertGradient,
+    ExpertWeights,
+    added,
+    by_row,
+    cut,
+    large_empty,
+    sort_assignments,
+)
 from fivefold.moe.operator.activations import Activation
 
-Gradients = tuple[
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-]
-_ALL = (True,) * 6
+_Optional = torch.Tensor | None
+Gradients = tuple[_Optional, ...]  # of x, w13, w2, weights, b13 and b2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The operands of one call, with its assignments in order: forward and backward.
+    """The operands of one call, with its assignments in order: forward and backward."""
 
-    Attributes:
-        x: [T, H].
-        w13: [E, 2I or I, H].
-        w2: [E, H, I].
-        weights: [T, K].
-        b13: [E, 2I or I], or None.
-        b2: [E, H], or None.
-        activation: Between the products.
-        weight_on_input: Whether W13 x is weighed, which is W13 (w x), instead of the output.
-        order: The assignments in order.
-        blocks: In which their rows are taken, from ``cut``.
-    """
-
-    x: torch.Tensor
-    w13: torch.Tensor
-    w2: torch.Tensor
-    weights: torch.Tensor
+    x: torch.Tensor  # [T, H]
+    w13: torch.Tensor  # [E, 2I or I, H]
+    w2: torch.Tensor  # [E, H, I]
+    weights: torch.Tensor  # [T, K]
     order: Assignments
     blocks: tuple[Block, ...]
     activation: Activation
-    b13: torch.Tensor | None = None
-    b2: torch.Tensor | None = None
+    b13: _Optional = None  # [E, 2I or I]
+    b2: _Optional = None  # [E, H]
     weight_on_input: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        x: torch.Tensor,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        **options: Any,
-    ) -> Call:
-        """Put the assignments of a call in order."""
-        order = sort_assignments(ids, len(w2))
-        blocks = cut(order, x.dtype)
-        return cls(x=x, w13=w13, w2=w2, weights=weights, order=order, blocks=blocks, **options)
-
     def forward(self, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """Compute the output, [T, H].
-
-        Args:
-            kept: What the activation takes is put there, block by block; None: it is not kept.
-
-        Returns:
-            In x's data type.
-        """
+        """Return [T, H] in x's type; what the activation takes goes to ``kept``, block by block."""
         with _as_given(self.x):
             order, blocks = self.order, self.blocks
-            first = self._first()
+            first = self.first_product()
             second = ExpertWeights(self.w2, self.b2, order)
             outputs = _RowResults(self.x, order, blocks)
             for block in blocks:
-                entering = self._entering(first, self._rows(block), block)
+                entering = self.entering(first, self.rows_of(block), block)
                 inner = self.activation(entering)
                 outputs.put(second.applied(inner, block, outputs.room(block)))
                 if kept is not None:
@@ -101,41 +72,33 @@ class Call:
         self,
         gradient: torch.Tensor,
         kept: Sequence[torch.Tensor] | None = None,
-        wanted: Sequence[bool] = _ALL,
+        wanted: Sequence[bool] = (True,) * 6,
     ) -> Gradients:
-        """Compute the gradients of the operands.
-
-        Args:
-            gradient: Of the output, [T, H].
-            kept: What the forward kept; None: it is computed again.
-            wanted: Of which of x, w13, w2, weights, b13 and b2.
-
-        Returns:
-            As many; None for what is not wanted.
-        """
+        """Return the gradients that are wanted; what was not ``kept`` is computed again."""
         with _as_given(self.x):
             return _Backward(self, gradient, wanted).run(kept)
 
-    def _weights_by_row(self) -> torch.Tensor:
+    def weights_by_row(self) -> torch.Tensor:
+        """Return the weight of each row, [R, 1], in float32 at least."""
         wide = torch.promote_types(self.x.dtype, torch.float32)
         return self.weights.reshape(-1).index_select(0, self.order.slots).to(wide).unsqueeze(1)
 
-    def _rows(self, block: Block) -> torch.Tensor:
+    def rows_of(self, block: Block) -> torch.Tensor:
         """Return the tokens of a block."""
         return self.x.index_select(0, self.order.tokens[block.rows])
 
-    def _first(self) -> ExpertWeights:
+    def first_product(self) -> ExpertWeights:
         """Return the first product; its bias comes after a weight on the input."""
         bias = None if self.weight_on_input else self.b13
         return ExpertWeights(self.w13, bias, self.order)
 
-    def _entering(self, first: ExpertWeights, rows: torch.Tensor, block: Block) -> torch.Tensor:
+    def entering(self, first: ExpertWeights, rows: torch.Tensor, block: Block) -> torch.Tensor:
         """Return what the activation takes."""
         found = first.applied(rows, block)
         if not self.weight_on_input:
             return found
         # W13 (w x) = w (W13 x), and without rounding w x to 16 bits: what the kernels do as well.
-        weighed = found * self._weights_by_row()[block.rows]
+        weighed = found * self.weights_by_row()[block.rows]
         if self.b13 is not None:
             weighed += by_row(self.b13, block)
         return weighed.to(found.dtype)
@@ -167,9 +130,9 @@ class _Backward:
     def __init__(self, call: Call, gradient: torch.Tensor, wanted: Sequence[bool]) -> None:
         self.call, self.gradient, self.wanted = call, gradient, wanted
         order, x = call.order, call.x
-        self.first = call._first()  # noqa: SLF001 - its own other half
+        self.first = call.first_product()
         self.second = ExpertWeights(call.w2, call.b2, order)
-        self.by_row = call._weights_by_row()  # noqa: SLF001 - as above
+        self.by_row = call.weights_by_row()
         self.d_w13 = ExpertGradient(self.first)
         self.d_w2 = ExpertGradient(self.second)
         self.d_rows: _RowResults | None = None
@@ -201,9 +164,9 @@ class _Backward:
     def _block(self, block: Block, entering: torch.Tensor | None) -> None:
         call = self.call
         weights = self.by_row[block.rows]
-        rows = call._rows(block)  # noqa: SLF001 - as above
+        rows = call.rows_of(block)
         if entering is None:
-            entering = call._entering(self.first, rows, block)  # noqa: SLF001 - as above
+            entering = call.entering(self.first, rows, block)
         incoming = self.gradient.index_select(0, call.order.tokens[block.rows])
         pulled = self.second.pulled(incoming, block)
         if call.weight_on_input:
@@ -237,9 +200,7 @@ class _Backward:
     def _biases(self, block: Block, incoming: torch.Tensor, d_entering: torch.Tensor) -> None:
         call = self.call
         if self.d_b13 is not None:
-            sums = self.d_b13[block.experts]
-            for number, part in block.parts(d_entering):
-                sums[number] = part.sum(0)
+            _add_by_expert(self.d_b13, d_entering, block)
         if call.b2 is None:
             return
         weighed = incoming
@@ -249,9 +210,13 @@ class _Backward:
             for number, part, sums in block.parts(incoming, of_rows):
                 sums.add_(part @ call.b2[block.experts.start + number])
         if self.d_b2 is not None:
-            sums = self.d_b2[block.experts]
-            for number, part in block.parts(weighed):
-                sums[number] = part.sum(0)
+            _add_by_expert(self.d_b2, weighed, block)
+
+
+def _add_by_expert(total: torch.Tensor, rows: torch.Tensor, block: Block) -> None:
+    sums = total[block.experts]
+    for number, part in block.parts(rows):
+        sums[number] = part.sum(0)
 
 
 def _as_given(x: torch.Tensor) -> AbstractContextManager[object]:
@@ -263,13 +228,13 @@ def _as_given(x: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def forward_grouped(
-    *operands: torch.Tensor, hidden: torch.Tensor | None = None, **options: Any
+    *operands: torch.Tensor, hidden: _Optional = None, **options: Any
 ) -> torch.Tensor:
     """Compute the operator block by block, from x, w13, w2, ids and weights.
 
     What the activation takes goes to ``hidden`` [T K, rows of w13], where that is not None.
     """
-    call = Call.of(*operands, **options)
+    call = _call(*operands, **options)
     if hidden is None:
         return call.forward()
     kept: list[torch.Tensor] = []
@@ -280,15 +245,104 @@ def forward_grouped(
 
 
 def backward_grouped(
-    gradient: torch.Tensor,
-    *operands: torch.Tensor,
-    hidden: torch.Tensor | None = None,
-    **options: Any,
+    gradient: torch.Tensor, *operands: torch.Tensor, hidden: _Optional = None, **options: Any
 ) -> Gradients:
-    """Gradients of ``forward_grouped``: of x, w13, w2, weights, b13 and b2.
-
-    ``hidden`` is what the forward put there; None: it is computed again.
-    """
-    call = Call.of(*operands, **options)
+    """Return the gradients of ``forward_grouped``, from what it put into ``hidden`` if not None."""
+    call = _call(*operands, **options)
     kept = None if hidden is None else [hidden[block.rows] for block in call.blocks]
     return call.backward(gradient, kept)
+
+
+def recorded_grouped(  # noqa: PLR0913 - the operator's own operands
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    b13: _Optional = None,
+    b2: _Optional = None,
+    recompute: bool = True,
+    **options: Any,
+) -> torch.Tensor:
+    """Compute ``forward_grouped`` and record it for ``backward()``."""
+    given = (x, w13, w2, weights, b13, b2, ids, options, recompute)
+    found: torch.Tensor = _Recorded.apply(*given)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _call(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    precision: str = "ieee",
+    workspace: Workspace | None = None,
+    **options: Any,
+) -> Call:
+    del precision, workspace  # torch's own products: never less precise than asked for on the CPU
+    order = sort_assignments(ids, len(w2))
+    blocks = cut(order, x.dtype)
+    return Call(x=x, w13=w13, w2=w2, weights=weights, order=order, blocks=blocks, **options)
+
+
+class _Recorded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        x, w13, w2, weights, b13, b2, ids, options, recompute = given
+        call = _call(x, w13, w2, ids, weights, b13=b13, b2=b2, **options)
+        kept: list[torch.Tensor] = []
+        output = call.forward(None if recompute else kept)
+        order = call.order
+        rows = (order.slots, order.tokens, order.places, order.ends)
+        ctx.save_for_backward(*given[:6], *rows, *kept)
+        ctx.activation, ctx.weight_on_input = call.activation, call.weight_on_input
+        ctx.stops, ctx.blocks, ctx.recompute = order.stops, call.blocks, recompute
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: _Optional) -> tuple[_Optional, ...]:
+        if gradient is None:  # nothing downstream depends on the output
+            return (None,) * 9
+        x, w13, w2, weights, b13, b2, slots, tokens, places, ends, *kept = ctx.saved_tensors
+        call = Call(
+            x=x,
+            w13=w13,
+            w2=w2,
+            weights=weights,
+            order=Assignments(
+                slots=slots, tokens=tokens, places=places, ends=ends, stops=ctx.stops
+            ),
+            blocks=ctx.blocks,
+            activation=ctx.activation,
+            b13=b13,
+            b2=b2,
+            weight_on_input=ctx.weight_on_input,
+        )
+        kept = None if ctx.recompute else kept
+        with torch.no_grad():
+            found = call.backward(gradient.contiguous(), kept, ctx.needs_input_grad[:6])
+        if torch.is_grad_enabled():  # somebody wants to differentiate these in turn
+            found = _Last.apply(found, gradient, *ctx.saved_tensors[:6])  # type: ignore[no-untyped-call]
+        return (*found, None, None, None)
+
+
+class _Last(torch.autograd.Function):
+    """Gradients as they are, whose own gradients are refused instead of taken for zeros.
+
+    Torch's ``once_differentiable`` does not do: it looks at the incoming gradient alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, found: Gradients, *operands: _Optional) -> Gradients:
+        del ctx, operands
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: _Optional) -> tuple[_Optional, ...]:
+        del ctx, gradients
+        message = "fused_moe has no second derivatives"
+        raise UnsupportedError(message, hint="leave create_graph out")

@@ -7,7 +7,7 @@ number of tokens may change without compiling again.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -15,7 +15,6 @@ from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe.kernels.workspace import Workspace
 from fivefold.moe.operator.activations import ACTIVATIONS, Activation, activation_named
 from fivefold.moe.operator.backend import Backend, backend_for
-from fivefold.moe.operator.groups import OperatorGroup
 from fivefold.moe.operator.operands import (
     Precision,
     as_autocast,
@@ -27,14 +26,25 @@ from fivefold.moe.operator.operands import (
     check_weight_on_input,
     is_eager,
 )
-from fivefold.moe.routing.capacity import DropPolicy, check_capacity, drop_beyond_capacity
-from fivefold.moe.routing.router import is_plain
+from fivefold.moe.routing.router import DropPolicy, check_capacity, drop_beyond_capacity, is_plain
 
 _Optional = torch.Tensor | None
 
 
+@runtime_checkable
+class OperatorGroup(Protocol):
+    """Ranks between which ``fused_moe`` itself dispatches and combines."""
+
+    @property
+    def precision(self) -> Precision:
+        """Return the arithmetic for float32 that the group computes in."""
+
+    def fused_moe(self, *operands: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Compute ``fused_moe`` between the ranks; differentiable and collective."""
+
+
 @torch.library.custom_op("fivefold::fused_moe", mutates_args=())
-def _forward(  # noqa: PLR0913, PLR0917 - a schema: every operand in its place
+def _forward(  # noqa: PLR0913, PLR0917 - a schema: every operand in its place, and none by default
     x: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
@@ -45,19 +55,18 @@ def _forward(  # noqa: PLR0913, PLR0917 - a schema: every operand in its place
     activation: str,
     weight_on_input: bool,  # noqa: FBT001 - a schema has no keyword-only arguments here
     backend: str,
-    precision: str = "ieee",
-    control: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
-    keep_hidden: bool = False,  # noqa: FBT001, FBT002 - as above
+    precision: str,
+    control: torch.Tensor | None,
+    scratch: torch.Tensor | None,
+    keep_hidden: bool,  # noqa: FBT001 - as above
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # The workspace is written to, and the schema does not say so: control is left as it was found,
     # what lies in scratch means nothing, and an op that says so could have no gradients.
-    found = backend_for(backend, x)
     workspace = None
     if control is not None and scratch is not None:
         workspace = Workspace(control=control, scratch=scratch)
-    hidden = _hidden_like(x, w13, ids, keep=keep_hidden)
-    output = found.forward(
+    hidden = x.new_empty((ids.numel() if keep_hidden else 0, w13.shape[1]))
+    output = backend_for(backend, x).forward(
         x,
         w13,
         w2,
@@ -74,33 +83,12 @@ def _forward(  # noqa: PLR0913, PLR0917 - a schema: every operand in its place
     return output, hidden
 
 
-def _hidden_like(
-    x: torch.Tensor, w13: torch.Tensor, ids: torch.Tensor, *, keep: bool
-) -> torch.Tensor:
-    """Room for what the backward needs of the first product; empty where nothing is kept."""
-    return x.new_empty((ids.numel() if keep else 0, w13.shape[1]))
-
-
 @_forward.register_fake
-def _forward_shape(  # noqa: PLR0913, PLR0917 - as above
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    b13: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    activation: str,
-    weight_on_input: bool,  # noqa: FBT001 - as above
-    backend: str,
-    precision: str = "ieee",
-    control: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
-    keep_hidden: bool = False,  # noqa: FBT001, FBT002 - as above
+def _forward_shape(
+    x: torch.Tensor, w13: torch.Tensor, _w2: torch.Tensor, ids: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    del w2, weights, b13, b2, activation, weight_on_input, backend, precision, control, scratch
-    output = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return output, _hidden_like(x, w13, ids, keep=keep_hidden)
+    hidden = x.new_empty((ids.numel() if options[-1] else 0, w13.shape[1]))
+    return torch.empty_like(x, memory_format=torch.contiguous_format), hidden
 
 
 @torch.library.custom_op("fivefold::fused_moe_backward", mutates_args=())
@@ -116,8 +104,8 @@ def _backward(  # noqa: PLR0913, PLR0917 - as above
     activation: str,
     weight_on_input: bool,  # noqa: FBT001 - as above
     backend: str,
-    precision: str = "ieee",
-    hidden: torch.Tensor | None = None,
+    precision: str,
+    hidden: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     found = backend_for(backend, x).backward(
         gradient.contiguous(),
@@ -137,30 +125,19 @@ def _backward(  # noqa: PLR0913, PLR0917 - as above
 
 
 @_backward.register_fake
-def _backward_shapes(  # noqa: PLR0913, PLR0917 - as above
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    b13: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    *_options: Any,
+def _backward_shapes(
+    _gradient: torch.Tensor, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, *rest: Any
 ) -> list[torch.Tensor]:
-    del gradient, ids
-    like = [tensor for tensor in (x, w13, w2, weights, b13, b2) if tensor is not None]
+    like = [tensor for tensor in (x, w13, w2, *rest[1:4]) if tensor is not None]
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, w13, w2, ids, weights, b13, b2, activation, weight_on_input, backend, *more = inputs
-    precision, kept = more[0], more[-1]
     hidden = output[1]
     ctx.mark_non_differentiable(hidden)
     ctx.set_materialize_grads(False)  # or the kept values would get a gradient of zeros
-    ctx.save_for_backward(x, w13, w2, ids, weights, b13, b2, hidden if kept else None)
-    ctx.options = (activation, weight_on_input, backend, precision)
+    ctx.save_for_backward(*inputs[:7], hidden if inputs[-1] else None)
+    ctx.options = inputs[7:11]  # activation, weight_on_input, backend, precision
 
 
 def _gradients(ctx: Any, gradient: _Optional, _of_hidden: None) -> tuple[_Optional, ...]:
@@ -189,7 +166,6 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
     weight_on_input: bool = False,
     capacity: int | None = None,
     drop_policy: DropPolicy = "position",
-    deterministic: bool = True,
     backend: str = "auto",
     precision: Precision = "ieee",
     workspace: Workspace | None = None,
@@ -200,7 +176,8 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
     """Send every token through its experts and add up the weighted results.
 
     y[t] = sum_k weight[t, k] * (W2[e] f(W13[e] x[t] + b13[e]) + b2[e]) with e = topk_ids[t, k], the
-    sum over k in order and in float32 at least. Differentiable in all but the ids; deterministic.
+    sum over k in order and in float32 at least. Differentiable in all but the ids; the same bits
+    every time, forward and backward.
     Under torch.autocast the operands are cast to its type first, as those of torch's products.
 
     Args:
@@ -219,8 +196,6 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
             weight * x to 16 bits.
         capacity: Most tokens per expert; None drops nothing.
         drop_policy: Who is dropped beyond the capacity, see ``drop_beyond_capacity``.
-        deterministic: Ask for the same bits every time, forward and backward. Every backend gives
-            them, so False changes nothing; a backend that does not would be refused.
         backend: ``"auto"``, or a name of ``backends()``.
         precision: The least that float32 products may be on a GPU: ``"ieee"``; ``"tf32x3"``, three
             TF32 products for nearly the same; ``"tf32"``, 10 bits of mantissa. ``"reference"``
@@ -230,7 +205,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         group: Ranks that share the experts out and reach each other's memory; None: all experts are
             here. The ids are then among all ranks' experts, w13, w2 and biases those of this rank
             (a virtual heap: of all), and the call and its backward are collective. A capacity is
-            that of a rank's own tokens. See ``ExpertExchange``.
+            that of a rank's own tokens. See ``OneSidedGroup``.
         recompute: Compute the first product again in the backward. False keeps it, T K rows of
             ``w13``'s height, where a gradient may be asked for: more memory, less work.
         check: Look at the values of ids and weights; None: on the CPU only, since it waits for the
@@ -281,7 +256,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         check_values(topk_ids, topk_weights, len(w2))
     if workspace is not None:
         _check_workspace(workspace, x, w2, topk_ids.shape[1])
-    chosen = _chosen(backend, x, deterministic=deterministic)
+    chosen = backend_for(backend, x)
     _check_own(kind, f"on backend {chosen.name!r}", refused=chosen.recorded is None)
     if capacity is not None and x.device.type != "meta":
         room = {"num_experts": len(w2), "capacity": capacity}
@@ -326,16 +301,6 @@ def _computed(
     return result
 
 
-def _chosen(backend: str, x: torch.Tensor, *, deterministic: bool) -> Backend:
-    chosen = backend_for(backend, x)
-    if deterministic and not chosen.deterministic:
-        raise UnsupportedError(
-            f"backend {chosen.name!r} does not give the same bits every time",
-            hint="use another backend, or deterministic=False",
-        )
-    return chosen
-
-
 def _check_own(kind: Activation, where: str, *, refused: bool) -> None:
     """Refuse an activation that only Python knows where others have to know it by name."""
     if refused and ACTIVATIONS.get(kind.name) is not kind:
@@ -357,9 +322,9 @@ def _check_workspace(workspace: Any, x: torch.Tensor, w2: torch.Tensor, top_k: i
 def _check_group(group: Any, workspace: Workspace | None, *, recompute: bool) -> None:
     if not isinstance(group, OperatorGroup):
         raise ConfigurationError(
-            f"group is a {type(group).__name__}; it must be an ExpertExchange",
-            hint="ExpertExchange(config, heap) reaches its ranks one-sided; a layer also takes an "
-            "ExpertGroup: MoE(config, ExpertGroup(process_group))",
+            f"group is a {type(group).__name__}; it must be a OneSidedGroup",
+            hint="OneSidedGroup(config, heap) reaches its ranks one-sided; a layer also takes an "
+            "AllToAllGroup: MoE(config, AllToAllGroup(process_group))",
         )
     if workspace is not None:
         message = "a group brings memory of its own"

@@ -1,16 +1,20 @@
-"""The products of experts with their rows, each by the way that torch has for it.
+"""Rows in the order of their experts, the products of experts with them, and sums back by token.
 
-Rows stand in the order of their experts and are cut into blocks of neighbouring experts, so that
-many small experts cost few calls and what a block makes is still in the cache when it is read. A
-block of one expert is one dense product. Those of several go through torch's own grouped product,
-one call for all of them, where it takes the data type and sizes; else one call an expert. What is
-taken depends on shapes, loads and the processor's maker alone.
+Rows of an expert stand together and are cut into blocks of neighbouring experts, so that many
+small experts cost few calls and what a block makes is still in the cache when it is read. A block
+of one expert is one dense product. Those of several go through torch's own grouped product, one
+call for all of them, where it takes the data type and sizes; else one call an expert. What is taken
+depends on shapes, loads and the processor's maker alone. Outputs go back by [T, K] places and are
+added in the order of k in float32 at least, so the result does not depend on sorting and blocks.
 
-Shapes: R rows of a block, E experts, N and K the sizes of an expert's weight.
+Shapes: T tokens, K experts per token, R assignments that were not dropped (of a block: its rows), H
+width, E experts, N and K the sizes of an expert's weight.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +23,9 @@ from typing import Any
 
 import torch
 
-from fivefold.moe.operator._assignments import Assignments
-from fivefold.moe.operator._large_memory import LARGE_BYTES, large_empty
+from fivefold.errors import ConfigurationError
 
+LARGE_BYTES = 32 * 2**20  # the C library's own limit, mallopt(3): M_MMAP_THRESHOLD
 # Rows of a block, at least: of experts with many rows, what is in the cache when it is read; of
 # those with few, so that a call from Python costs less than the products that it starts.
 _BLOCK_ROWS = 1024
@@ -41,18 +45,109 @@ _TURNED_WIDTHS = range(1, 1025)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """Experts next to each other, and their rows.
+class Assignments:
+    """Assignments in the order of their experts; within an expert by token, then slot."""
 
-    Attributes:
-        experts: Their numbers, first and stop.
-        rows: Places of their rows, first and stop.
-        sizes: Rows of each.
+    slots: torch.Tensor  # flat place t K + k of each, int64 [R]; dropped ones are left out
+    tokens: torch.Tensor  # int64 [R]
+    places: torch.Tensor  # where each slot stands in this order, int64 [T, K]; R: dropped
+    ends: torch.Tensor  # where the rows of each expert end, int32 [E]
+    stops: tuple[int, ...]  # the same as numbers
+
+    @property
+    def num_rows(self) -> int:
+        """Return R."""
+        return self.stops[-1]
+
+    @property
+    def drops(self) -> bool:
+        """Return whether some slot has no row."""
+        return self.num_rows < self.places.numel()
+
+    @property
+    def busy_experts(self) -> int:
+        """Return how many experts have rows."""
+        return len({0, *self.stops}) - 1
+
+
+def sort_assignments(ids: torch.Tensor, num_experts: int) -> Assignments:
+    """Bring assignments of one expert together."""
+    experts, slots = torch.sort(ids.reshape(-1).long(), stable=True)
+    numbers = torch.arange(-1, num_experts, device=ids.device)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    dropped, *stops = ends.tolist()
+    if stops[-1] < len(experts) or (dropped and int(experts[0]) < -1):
+        wrong = int(experts[-1]) if stops[-1] < len(experts) else int(experts[0])
+        raise ConfigurationError(
+            f"topk_ids holds {wrong}, there are {num_experts} experts",
+            hint="use 0 to experts - 1, and -1 for a dropped assignment",
+        )
+    ends = ends[1:]
+    if dropped:
+        slots, ends = slots[dropped:], ends - dropped
+        stops = [stop - dropped for stop in stops]
+        places = slots.new_full((ids.numel(),), len(slots))
+        places.scatter_(0, slots, torch.arange(len(slots), device=slots.device))
+    else:
+        places = slots.argsort()
+    return Assignments(
+        slots=slots,
+        tokens=torch.div(slots, max(ids.shape[1], 1), rounding_mode="floor"),
+        places=places.view(ids.shape),
+        ends=ends,
+        stops=tuple(stops),
+    )
+
+
+def added(
+    rows: torch.Tensor, order: Assignments, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sum each token's rows over k, in order; a row of zeros comes last where some are dropped."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    rows, places = rows.to(wide), order.places
+    if places.numel() == 0:
+        return rows.new_zeros((len(places), rows.shape[1]))
+    factors = None if weights is None else weights.to(wide)
+    if rows.device.type == "cpu":
+        # Gathers, weighs and adds in one pass, in the order of k.
+        flat = None if factors is None else factors.reshape(-1)
+        firsts = torch.arange(0, places.numel(), places.shape[1])
+        return torch.embedding_bag(rows, places.view(-1), firsts, per_sample_weights=flat)[0]
+    total = rows.new_zeros((len(places), rows.shape[1]))
+    for slot, column in enumerate(places.t().contiguous().unbind(0)):
+        term = rows.index_select(0, column)
+        if factors is None:
+            total += term
+        else:
+            total.addcmul_(term, factors[:, slot, None])
+    return total
+
+
+def large_empty(like: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Return a contiguous tensor of any values, in huge pages where it is large and on the CPU.
+
+    The C library asks the system for blocks from 32 MiB on each time, which fills them with zeros
+    page by page, at the first touch: for the gradients of many experts' weights that costs as much
+    as a product. In huge pages (madvise(2), MADV_HUGEPAGE) it takes one fault for 2 MiB.
     """
+    num_bytes = math.prod(sizes) * like.element_size()
+    if like.device.type != "cpu" or num_bytes < LARGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return like.new_empty(sizes)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without huge pages, or no memory, which torch then says
+        return like.new_empty(sizes)
+    return torch.frombuffer(memory, dtype=like.dtype).view(sizes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Experts next to each other, and their rows."""
 
     experts: slice
     rows: slice
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # rows of each expert
 
     @property
     def has_few_rows(self) -> bool:
@@ -71,15 +166,7 @@ class Block:
 
 
 def cut(order: Assignments, dtype: torch.dtype) -> tuple[Block, ...]:
-    """Cut rows between experts: a block is of one expert, or has enough rows, or is the last.
-
-    Args:
-        order: The rows.
-        dtype: Their data type.
-
-    Returns:
-        Blocks in order; none where there are no rows.
-    """
+    """Cut rows between experts: a block is of one expert, or has enough rows, or is the last."""
     stops, busy = order.stops, order.busy_experts
     enough = _BLOCK_ROWS
     if order.num_rows < _MANY_ROWS.get(dtype, _MANY_ROWS_16_BITS) * busy:
@@ -120,13 +207,7 @@ def by_row(bias: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 class ExpertWeights:
-    """The weights of all experts, [E, N, K], and biases [E, N].
-
-    Args:
-        weight: The weights.
-        bias: The biases; None for none.
-        order: All rows.
-    """
+    """The weights of all experts, [E, N, K], and biases [E, N]."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, order: Assignments) -> None:
         self.weight, self.bias, self.order = weight, bias, order
@@ -181,11 +262,7 @@ class ExpertWeights:
 
 
 class ExpertGradient:
-    """The gradient of ``ExpertWeights``, block by block; as the weights lie in memory.
-
-    Args:
-        weights: The weights.
-    """
+    """The gradient of ``ExpertWeights``, block by block; as the weights lie in memory."""
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._weights = weights

@@ -17,7 +17,7 @@ import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe.operator._operator import fused_moe
-from fivefold.moe.operator.activations import Activation, activation_named
+from fivefold.moe.operator.activations import GATED_NAMES, Activation, activation_named
 from fivefold.moe.operator.backend import backend_for
 
 # Classes of transformers' activation functions, by what they compute.
@@ -36,7 +36,6 @@ _FUNCTIONS = {
     torch.nn.functional.relu: "relu",
     torch.relu: "relu",
 }
-_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 _untraced: Any = torch.compiler.disable(fused_moe)  # type: ignore[no-untyped-call]
 _PARAMETERS = frozenset(
     f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias")
@@ -147,11 +146,7 @@ def _forward(
 
 
 def _activation_of(experts: Any) -> Activation:
-    """Return what the module computes between its two products: one of ours, or its own.
-
-    Raises:
-        UnsupportedError: The module does more than the operator.
-    """
+    """Return what the module computes between its two products: one of ours, or its own."""
     module = type(experts).__name__
     if experts.has_post_expert_norm:
         raise _unfit(module, "normalises each expert's output")
@@ -161,7 +156,7 @@ def _activation_of(experts: Any) -> Activation:
     gate = getattr(type(experts), "_apply_gate", None)
     is_usual = not experts.has_gate or getattr(gate, "__name__", "") == "_default_apply_gate"
     plain = _name_of(experts.act_fn) if is_usual else None
-    name = _GATED.get(plain or "") if experts.has_gate else plain
+    name = GATED_NAMES.get(plain or "") if experts.has_gate else plain
     if name is not None:
         return activation_named(name)
     function = experts._apply_gate if experts.has_gate else experts.act_fn  # noqa: SLF001 - what its own backends call
@@ -169,7 +164,7 @@ def _activation_of(experts: Any) -> Activation:
         name=f"that of {module}",
         gated=experts.has_gate,
         function=function,
-        derivative=function,  # not asked for: autograd has it
+        pull=lambda *_: None,  # not asked for: autograd has it
     )
 
 
@@ -179,9 +174,6 @@ class _Own(Activation):
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.function(hidden)
-
-    def backward(self, hidden: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        return self.with_gradient(hidden, gradient)[1]
 
     def with_gradient(
         self, hidden: torch.Tensor, gradient: torch.Tensor

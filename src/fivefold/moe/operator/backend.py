@@ -16,96 +16,42 @@ from fivefold.moe.kernels.launch import (
     forward_split,
     missing_fused,
 )
-from fivefold.moe.kernels.workspace import Workspace
-from fivefold.moe.operator._grouped import backward_grouped, forward_grouped
-from fivefold.moe.operator._recorded import recorded_grouped
+from fivefold.moe.operator._grouped import backward_grouped, forward_grouped, recorded_grouped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One way to compute the operator.
-
-    Attributes:
-        name: What ``fused_moe(backend=...)`` takes.
-        forward: The operator; what the backward needs goes to ``hidden``.
-        backward: Its gradients, from ``hidden`` where that is not None.
-        recorded: ``forward`` with a record for autograd of its own, for plain tensors outside of
-            graphs; None: the custom op records.
-        missing: Says why it cannot work on a device, or None where it can.
-        dtypes: What it takes; None: every floating-point type.
-        automatic: Whether "auto" may choose it.
-        deterministic: Whether it gives the same bits every time.
-    """
+    """One way to compute the operator; the same bits every time."""
 
     name: str
-    forward: Callable[..., torch.Tensor]
+    forward: Callable[..., torch.Tensor]  # what the backward needs goes to ``hidden``
     backward: Callable[..., tuple[torch.Tensor | None, ...]]
-    missing: Callable[[torch.device], str | None]
+    missing: Callable[[torch.device], str | None]  # why it cannot work on a device
     recorded: Callable[..., torch.Tensor] | None = None
-    dtypes: frozenset[torch.dtype] | None = None
-    automatic: bool = True
-    deterministic: bool = True
+    """``forward`` with its own record for autograd, outside of graphs; None: the custom op's."""
+    dtypes: frozenset[torch.dtype] | None = None  # None: every floating-point type
 
     def refuses(self, x: torch.Tensor) -> str | None:
-        """Why it cannot take these tokens, or None where it can."""
+        """Return why it cannot take these tokens, or None where it can."""
         if self.dtypes is not None and x.dtype not in self.dtypes:
             names = ", ".join(sorted(str(dtype) for dtype in self.dtypes))
             return f"it takes {names}; got {x.dtype}"
         return self.missing(x.device)
 
 
-def _never_missing(device: torch.device) -> str | None:
-    del device
-    return None
-
-
-def _forward_reference(
-    *operands: torch.Tensor, precision: str, workspace: Workspace | None, **options: Any
-) -> torch.Tensor:
-    del precision, workspace  # torch's own products: never less precise than asked for on the CPU
-    return forward_grouped(*operands, **options)
-
-
-def _backward_reference(
-    *operands: torch.Tensor, precision: str, **options: Any
-) -> tuple[torch.Tensor | None, ...]:
-    del precision  # as in the forward
-    return backward_grouped(*operands, **options)
-
-
-def _recorded_reference(
-    *operands: torch.Tensor, precision: str, workspace: Workspace | None, **options: Any
-) -> torch.Tensor:
-    del precision, workspace  # as in the forward
-    return recorded_grouped(*operands, **options)
-
-
-# "auto" does not choose the kernels yet: they have not run on a GPU.
-_BACKENDS = (
-    Backend(
-        name="fused",
-        forward=forward_fused,
-        backward=backward_fused,
-        missing=missing_fused,
-        dtypes=DTYPES,
-        automatic=False,
-    ),
-    Backend(
-        name="split",
-        forward=forward_split,
-        backward=backward_fused,
-        missing=missing_fused,
-        dtypes=DTYPES,
-        automatic=False,
-    ),
-    Backend(
+_KERNELS: dict[str, Any] = {"backward": backward_fused, "missing": missing_fused, "dtypes": DTYPES}
+_BACKENDS = {
+    "fused": Backend(name="fused", forward=forward_fused, **_KERNELS),
+    "split": Backend(name="split", forward=forward_split, **_KERNELS),
+    "reference": Backend(
         name="reference",
-        forward=_forward_reference,
-        backward=_backward_reference,
-        recorded=_recorded_reference,
-        missing=_never_missing,
+        forward=forward_grouped,
+        backward=backward_grouped,
+        recorded=recorded_grouped,
+        missing=lambda _device: None,
     ),
-)
+}
+_AUTO = "reference"  # the kernels have not run on a GPU yet
 
 
 def backends(device: str | torch.device = "cpu") -> dict[str, str | None]:
@@ -124,33 +70,17 @@ def backends(device: str | torch.device = "cpu") -> dict[str, str | None]:
         >>> backends("cpu")["reference"] is None
         True
     """
-    return {backend.name: backend.missing(torch.device(device)) for backend in _BACKENDS}
+    return {name: found.missing(torch.device(device)) for name, found in _BACKENDS.items()}
 
 
 def backend_for(name: str, x: torch.Tensor) -> Backend:
-    """Return the backend of a name, or the best one where it is "auto".
-
-    Args:
-        name: "auto" or a backend's name.
-        x: The tokens; their device and data type decide.
-
-    Returns:
-        The backend.
-
-    Raises:
-        ConfigurationError: There is no such backend.
-        UnsupportedError: It cannot work here.
-    """
-    known: dict[str, Any] = {backend.name: backend for backend in _BACKENDS}
-    if name == "auto":
-        usable = (b for b in _BACKENDS if b.automatic and b.refuses(x) is None)
-        return next(usable)
-    if name not in known:
+    """Return the backend of a name, or the best one for these tokens where it is "auto"."""
+    found = _BACKENDS.get(_AUTO if name == "auto" else name)
+    if found is None:
         raise ConfigurationError(
-            f"there is no backend {name!r}", hint=f"use auto, {', '.join(known)}"
+            f"there is no backend {name!r}", hint=f"use auto, {', '.join(_BACKENDS)}"
         )
-    reason = known[name].refuses(x)
+    reason = found.refuses(x)
     if reason is not None:
         raise UnsupportedError(f"backend {name!r} cannot work here: {reason}", hint="use auto")
-    found: Backend = known[name]
     return found

@@ -19,14 +19,7 @@ _FLOAT_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def is_eager(tensors: tuple[Any, ...]) -> bool:
-    """Return whether a call is just computed: nobody traces, compiles, counts or transforms it.
-
-    Args:
-        tensors: Operands; None for those that there are not.
-
-    Returns:
-        False where torch must see one operator.
-    """
+    """Return whether a call is just computed: nobody traces, compiles, counts or transforms it."""
     return (
         all(tensor is None or type(tensor) in PLAIN_TYPES for tensor in tensors)
         and is_plain(tensors[0])
@@ -36,15 +29,7 @@ def is_eager(tensors: tuple[Any, ...]) -> bool:
 
 
 def as_autocast(tensors: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    """Floating-point tensors in the type of torch.autocast where it is on, as torch's products do.
-
-    Args:
-        tensors: Tensors, and None.
-        device: Its type.
-
-    Returns:
-        The same, cast.
-    """
+    """Cast floating-point tensors to the type of torch.autocast, where it is on."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     kind = torch.get_autocast_dtype(device)
@@ -54,14 +39,7 @@ def as_autocast(tensors: tuple[Any, ...], device: str) -> tuple[Any, ...]:
 
 
 def check_forward_mode(tensors: tuple[Any, ...]) -> None:
-    """Refuse derivatives in forward mode: torch would take those of a custom op for zeros.
-
-    Args:
-        tensors: Operands.
-
-    Raises:
-        UnsupportedError: One has a tangent.
-    """
+    """Refuse derivatives in forward mode: torch would take those of a custom op for zeros."""
     mode: Any = torch.autograd.forward_ad  # untyped in torch
     if getattr(mode, "_current_level", -1) < 0 or torch.compiler.is_compiling():
         return
@@ -72,14 +50,7 @@ def check_forward_mode(tensors: tuple[Any, ...]) -> None:
 
 
 def check_transforms(tensors: tuple[Any, ...]) -> None:
-    """Refuse the transformations of torch.func, of which an opaque operator knows nothing.
-
-    Args:
-        tensors: Operands.
-
-    Raises:
-        UnsupportedError: One is inside of vmap, grad or another transformation.
-    """
+    """Refuse the transformations of torch.func, of which an opaque operator knows nothing."""
     active = torch._C._are_functorch_transforms_active  # noqa: SLF001 - no public name for it
     if torch.compiler.is_compiling() or not active():
         return
@@ -101,22 +72,8 @@ def check_operands(  # noqa: PLR0913 - the operator's own operands
     b13: torch.Tensor | None,
     b2: torch.Tensor | None,
 ) -> None:
-    """Check shapes, data types and devices, without looking at values.
-
-    Args:
-        x: [T, H].
-        w13: [E, 2I, H] or [E, I, H].
-        w2: [E, H, I].
-        ids: [T, K].
-        weights: [T, K].
-        activation: Says whether ``w13`` has two halves.
-        b13: [E, 2I] or [E, I], or None.
-        b2: [E, H], or None.
-
-    Raises:
-        ConfigurationError: They do not fit together.
-    """
-    _check_tensors({"x": x, "w13": w13, "w2": w2, "topk_ids": ids, "topk_weights": weights})
+    """Check shapes, data types and devices, without looking at values."""
+    _check_tensors(x=x, w13=w13, w2=w2, topk_ids=ids, topk_weights=weights)
     if x.ndim != 2 or w13.ndim != 3 or w2.ndim != 3:
         raise ConfigurationError(
             f"x, w13 and w2 have shapes {tuple(x.shape)}, {tuple(w13.shape)}, {tuple(w2.shape)}",
@@ -160,12 +117,11 @@ def check_operands(  # noqa: PLR0913 - the operator's own operands
             )
 
 
-def _check_tensors(given: dict[str, Any]) -> None:
-    for name, tensor in given.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigurationError(
-                f"{name} is a {type(tensor).__name__}", hint="it must be a torch.Tensor"
-            )
+def _check_tensors(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            raise ConfigurationError(f"{name} is a {kind}", hint="it must be a torch.Tensor")
 
 
 def _check_alike(floats: dict[str, torch.Tensor | None]) -> None:
@@ -184,15 +140,7 @@ def _check_alike(floats: dict[str, torch.Tensor | None]) -> None:
 
 
 def check_ids(ids: torch.Tensor, num_experts: int) -> None:
-    """Check that experts exist and that no token has one twice; waits for the device.
-
-    Args:
-        ids: [T, K]; -1 for none.
-        num_experts: E.
-
-    Raises:
-        ConfigurationError: One is out of range or stands twice.
-    """
+    """Check that experts exist and that no token has one twice; waits for the device."""
     if ids.numel() == 0:
         return
     smallest, largest = int(ids.min()), int(ids.max())
@@ -213,17 +161,7 @@ def check_ids(ids: torch.Tensor, num_experts: int) -> None:
 
 
 def check_values(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> None:
-    """``check_ids``, and that the weights are numbers; waits for the device.
-
-    Args:
-        ids: [T, K]; -1 for none.
-        weights: [T, K].
-        num_experts: E.
-
-    Raises:
-        ConfigurationError: As ``check_ids``.
-        DataError: A weight is NaN.
-    """
+    """``check_ids``, and that the weights are numbers; waits for the device."""
     check_ids(ids, num_experts)
     if bool(torch.isnan(weights.detach().sum())):  # one pass where all is well
         bad = torch.isnan(weights)
@@ -236,15 +174,7 @@ def check_values(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> 
 
 
 def check_weight_on_input(ids: torch.Tensor, *, weight_on_input: bool) -> None:
-    """Check that tokens can take their weights with them.
-
-    Args:
-        ids: [T, K].
-        weight_on_input: Whether they do.
-
-    Raises:
-        ConfigurationError: They have several.
-    """
+    """Check that tokens can take their weights with them."""
     if weight_on_input and ids.shape[1] != 1:
         raise ConfigurationError(
             f"weight_on_input needs top_k 1; got {ids.shape[1]}",
@@ -253,14 +183,7 @@ def check_weight_on_input(ids: torch.Tensor, *, weight_on_input: bool) -> None:
 
 
 def check_precision(precision: str) -> None:
-    """Check the name of an arithmetic for float32.
-
-    Args:
-        precision: One of ``PRECISIONS``.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
+    """Check the name of an arithmetic for float32."""
     if precision not in PRECISIONS:
         raise ConfigurationError(
             f"there is no precision {precision!r}", hint=f"use {', '.join(PRECISIONS)}"

@@ -1,4 +1,4 @@
-"""What an exchange needs memory for: the same heap on all ranks, and each rank's private memory.
+"""Sizes of a one-sided group, the layout of its memory, and checks of calls against them.
 
 Two layouts of the rows in a heap.
 
@@ -15,11 +15,12 @@ a running sum are.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe.kernels.arguments import (
     Sizes,
     Tiles,
@@ -29,17 +30,30 @@ from fivefold.moe.kernels.arguments import (
     tiles_for,
 )
 from fivefold.moe.kernels.launch import DTYPES
-from fivefold.moe.kernels.workspace import CHUNK_SLOTS, CONTROL_WORDS, Layout
+from fivefold.moe.kernels.workspace import (
+    CHUNK_SLOTS,
+    CONTROL_WORDS,
+    CallSizes,
+    Layout,
+    table_sizes,
+)
 from fivefold.moe.operator.activations import activation_named
-from fivefold.moe.operator.operands import Precision, check_precision
-from fivefold.moe.routing.router import Router
+from fivefold.moe.operator.layer import MoEConfig
+from fivefold.moe.operator.operands import (
+    PRECISIONS,
+    Precision,
+    check_operands,
+    check_precision,
+)
+from fivefold.moe.parallel._heaps import SymmetricHeap
+from fivefold.moe.routing.router import DropPolicy, Router, drop_beyond_capacity
 
-_ALIGNMENT_BYTES = 256
+_SCORES = frozenset({"softmax", "topk_softmax", "sigmoid"})  # of the kernel's gate
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeConfig:
-    """Sizes of an exchange; the same on all ranks.
+class OneSidedConfig:
+    """Sizes of a one-sided group; the same on all ranks.
 
     Attributes:
         ranks: P.
@@ -61,10 +75,10 @@ class ExchangeConfig:
         ConfigurationError: A number is out of range or does not fit the others.
 
     Examples:
-        >>> config = ExchangeConfig(
+        >>> config = OneSidedConfig(
         ...     ranks=4, experts=8, hidden=64, intermediate=32, top_k=2, max_tokens=100
         ... )
-        >>> config.local_experts, config.room_rows
+        >>> config.local_experts, config.receive_rows
         (2, 800)
     """
 
@@ -97,9 +111,9 @@ class ExchangeConfig:
             raise ConfigurationError(f"top_k is {self.top_k}, there are {self.experts} experts")
         activation_named(self.activation)
         check_precision(self.precision)
-        self._check_room()
+        self._check_memory()
 
-    def _check_room(self) -> None:
+    def _check_memory(self) -> None:
         if self.dtype not in DTYPES:
             names = ", ".join(sorted(str(dtype) for dtype in DTYPES))
             raise ConfigurationError(f"dtype is {self.dtype}", hint=f"use {names}")
@@ -110,9 +124,9 @@ class ExchangeConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be positive or None; got {value}")
-        if max(self.room_rows, self.max_tokens * self.top_k) >= 2**31 - 2**16:
+        if max(self.receive_rows, self.max_tokens * self.top_k) >= 2**31 - 2**16:
             raise ConfigurationError(
-                f"a rank would need room for {self.room_rows} rows",
+                f"a rank would need room for {self.receive_rows} rows",
                 hint="lower max_tokens or capacity, or set max_rows: it must be below 2^31",
             )
 
@@ -154,7 +168,7 @@ class ExchangeConfig:
         return 0 if self.capacity is None else _up(self.capacity, self.tiles.rows)
 
     @property
-    def room_rows(self) -> int:
+    def receive_rows(self) -> int:
         """Rows that a rank has room to receive."""
         if self.capacity is not None:
             return self.experts * self.cell_rows
@@ -177,7 +191,7 @@ class ExchangeConfig:
         """Return bytes of symmetric memory that every rank needs.
 
         Examples:
-            >>> config = ExchangeConfig(
+            >>> config = OneSidedConfig(
             ...     ranks=8, experts=64, hidden=2048, intermediate=1024, top_k=2, max_tokens=8192,
             ...     capacity=256,
             ... )
@@ -185,48 +199,27 @@ class ExchangeConfig:
             >>> 1.0 < config.heap_bytes() / (rows * 2048 * 2) < 1.01
             True
         """
-        return heap_layout(self).scratch_bytes
-
-    def private_bytes(self) -> int:
-        """Return bytes of memory of its own that every rank needs, mostly inner values."""
-        layout = private_layout(self)
-        return layout.scratch_bytes + 4 * layout.control_words
+        return heap_layout(self).nbytes
 
 
 def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _laid_out(
-    sizes: dict[str, tuple[int, torch.dtype]], *, control_words: int, num_chunks: int, tiles: int
-) -> Layout:
-    sections, end = {}, 0
-    for name, (count, kind) in sizes.items():
-        sections[name] = (end, count, kind)
-        end += _up(count * kind.itemsize, _ALIGNMENT_BYTES)
-    return Layout(
-        sections=sections,
-        scratch_bytes=end,
-        control_words=control_words,
-        num_chunks=num_chunks,
-        max_tiles=tiles,
-    )
-
-
-def source_tiles(config: ExchangeConfig) -> int:
+def source_tiles(config: OneSidedConfig) -> int:
     """Most row tiles that a rank's own rows are cut into."""
     slots = config.max_tokens * config.top_k
     return slots // config.tiles.rows + min(config.experts, slots)
 
 
-def receive_tiles(config: ExchangeConfig) -> int:
+def receive_tiles(config: OneSidedConfig) -> int:
     """Most row tiles that the rows which a rank receives are cut into."""
     if config.capacity is not None:
-        return config.room_rows // config.tiles.rows
-    return config.room_rows // config.tiles.rows + min(config.local_experts, config.room_rows)
+        return config.receive_rows // config.tiles.rows
+    return config.receive_rows // config.tiles.rows + min(config.local_experts, config.receive_rows)
 
 
-def heap_layout(config: ExchangeConfig) -> Layout:
+def heap_layout(config: OneSidedConfig) -> Layout:
     """Lay a rank's symmetric memory out: words first, rows after them."""
     ranks, experts, tiles = config.ranks, config.experts, config.tiles
     int32, int64 = torch.int32, torch.int64
@@ -238,20 +231,20 @@ def heap_layout(config: ExchangeConfig) -> Layout:
         "counts": (2 * ranks * experts if compact else 0, int32),
         "arrivals": (experts, int64),  # [P, L]
         "return_counts": (cells, int32),
-        "weights": (config.room_rows, torch.float32),
-        "receive": (config.room_rows * config.hidden * (1 + config.training), config.dtype),
+        "weights": (config.receive_rows, torch.float32),
+        "receive": (config.receive_rows * config.hidden * (1 + config.training), config.dtype),
         "returned": (config.return_rows * config.hidden, config.dtype),
         "return_weights": (config.return_rows if config.training else 0, torch.float32),
-        "shadow": (config.room_rows if config.debug else 0, int32),
+        "shadow": (config.receive_rows if config.debug else 0, int32),
         "return_shadow": (config.return_rows * columns if config.debug else 0, int32),
     }
-    return _laid_out(sizes, control_words=0, num_chunks=0, tiles=cells)
+    return Layout.of(sizes, max_tiles=cells)
 
 
-def private_layout(config: ExchangeConfig) -> Layout:
+def private_layout(config: OneSidedConfig) -> Layout:
     """Lay the memory of its own of a rank out; ``max_tiles`` is that of received rows."""
     int32 = torch.int32
-    slots = config.max_tokens * config.top_k
+    slots, rows = config.max_tokens * config.top_k, config.receive_rows
     chunks = max(1, -(-slots // CHUNK_SLOTS[interpreting()]))
     tiles, recv = source_tiles(config), receive_tiles(config)
     experts, local = config.experts, config.local_experts
@@ -259,18 +252,16 @@ def private_layout(config: ExchangeConfig) -> Layout:
         "counts": (chunks * experts, int32),
         "totals": (experts, int32),
         "own_first": (experts, int32),
-        "num_tiles": (1, int32),
-        "tile_expert": (tiles, int32),
-        "tile_first": (tiles, int32),
-        "tile_stop": (tiles, int32),
-        "slot_of_row": (slots, int32),
-        "tile_of_slot": (slots, int32),
+        **table_sizes(tiles, slots),
         "return_row": (slots, int32),
         "expert_first": (local, int32),
         "return_first": (experts, int32),  # [P, L]
         "return_tile": (experts, int32),
-        "return_address": (config.room_rows, torch.int64),
-        "word_address": (config.room_rows if config.debug or config.training else 0, torch.int64),
+        "return_address": (rows, torch.int64),
+        "word_address": (
+            config.receive_rows if config.debug or config.training else 0,
+            torch.int64,
+        ),
         "count_address": (recv * config.ranks, torch.int64),
         "count_rows": (recv * config.ranks, int32),
         "count_upper": (recv * config.ranks, int32),
@@ -278,32 +269,36 @@ def private_layout(config: ExchangeConfig) -> Layout:
         "recv_expert": (recv, int32),
         "recv_first": (recv, int32),
         "recv_stop": (recv, int32),
-        "inner": (config.room_rows * config.intermediate, config.dtype),
+        "inner": (config.receive_rows * config.intermediate, config.dtype),
     }
-    return _laid_out(
+    return Layout.of(
         sizes,
         control_words=_up(CONTROL_WORDS + experts + recv, 64),
         num_chunks=chunks,
-        tiles=recv,
+        max_tiles=recv,
     )
 
 
 def sizes_of(
-    config: ExchangeConfig, *, num_local: int, weight_on_input: bool, router: Router | None = None
+    config: OneSidedConfig, *, num_local: int, weight_on_input: bool, router: Router | None = None
 ) -> Sizes:
     """Return what is fixed when the kernels are compiled; ``num_local`` ranks share a launch.
 
     ``router`` is that of the gate in the launch; None where ids and weights are given.
     """
     router = router or Router(top_k=config.top_k)
+    call: CallSizes = {
+        "num_tokens": config.max_tokens,
+        "hidden": config.hidden,
+        "intermediate": config.intermediate,
+        "num_experts": config.experts,
+        "top_k": config.top_k,
+        "dtype": config.dtype,
+    }
     sizes = sizes_for(
         config.tiles,
-        dtype=config.dtype,
+        call,
         activation=activation_named(config.activation),
-        hidden=config.hidden,
-        intermediate=config.intermediate,
-        num_experts=config.experts,
-        top_k=config.top_k,
         weight_on_input=weight_on_input,
         precision=config.precision,
         by_descriptor=config.by_descriptor,
@@ -328,3 +323,134 @@ def sizes_of(
         BG=16 if interpreting() or sizes.EP > 256 else 32,
         BD=16 if interpreting() else 64,
     )
+
+
+def check_call(
+    config: OneSidedConfig,
+    heap: SymmetricHeap,
+    operands: tuple[torch.Tensor, ...],
+    *,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    num_tokens: Sequence[int] | None,
+) -> tuple[int, ...]:
+    """Check operands without looking at values; return the tokens of each rank of this process."""
+    b13, b2 = biases
+    x, w13, w2, ids, weights = operands
+    kind = activation_named(config.activation)
+    check_operands(x, w13, w2, ids, weights, activation=kind, b13=b13, b2=b2)
+    wanted = (heap.num_local * config.local_experts, config.hidden, config.intermediate)
+    if tuple(w2.shape) != wanted or ids.shape[1] != config.top_k or x.dtype != config.dtype:
+        raise ConfigurationError(
+            f"w2 {tuple(w2.shape)}, top_k {ids.shape[1]} and {x.dtype} are not those of the "
+            f"group: {wanted}, {config.top_k}, {config.dtype}",
+            hint="a rank passes the weights of its own experts, a virtual heap those of all",
+        )
+    if x.device != heap.device:
+        raise ConfigurationError(f"x is on {x.device}, the heap on {heap.device}")
+    if num_tokens is None:  # as evenly as can be
+        each, more = divmod(len(x), heap.num_local)
+        num_tokens = [each + (place < more) for place in range(heap.num_local)]
+    counts = tuple(num_tokens)
+    if len(counts) != heap.num_local or sum(counts) != len(x) or min(counts) < 0:
+        raise ConfigurationError(
+            f"num_tokens is {counts}, for {heap.num_local} ranks and {len(x)} tokens",
+            hint="give one count for every rank of this process; they add up to len(x)",
+        )
+    if max(counts) > config.max_tokens:
+        raise ConfigurationError(
+            f"a rank has {max(counts)} tokens, the group was made for {config.max_tokens}",
+            hint="make it with a larger max_tokens, on all ranks",
+        )
+    return counts
+
+
+def check_options(
+    config: OneSidedConfig, *, activation: str | None, precision: str | None, dtype: torch.dtype
+) -> None:
+    """Check what a call asks for against what the group was made for; None asks for nothing."""
+    if activation not in {None, config.activation}:
+        raise ConfigurationError(
+            f"activation is {activation!r}, the group was made for {config.activation!r}",
+            hint="make OneSidedConfig and the call with the same activation",
+        )
+    if precision is None or dtype != torch.float32:
+        return
+    if PRECISIONS.index(config.precision) > PRECISIONS.index(precision):
+        raise ConfigurationError(
+            f"precision is {precision!r}, the group computes in {config.precision!r}",
+            hint=f"ask for precision={config.precision!r}, or make the group with {precision!r}",
+        )
+
+
+def dropped_by_rank(
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    counts: tuple[int, ...],
+    experts: int,
+    capacity: int,
+    policy: DropPolicy,
+) -> torch.Tensor:
+    """Return ids with -1 beyond a capacity; a rank's tokens compete among themselves."""
+    sizes = list(counts)
+    parts = zip(torch.split(ids, sizes), torch.split(weights, sizes), strict=True)
+    kept = [
+        drop_beyond_capacity(part, weight, num_experts=experts, capacity=capacity, policy=policy)
+        for part, weight in parts
+    ]
+    return ids.masked_fill(~torch.cat(kept), -1)
+
+
+def check_gate(
+    config: OneSidedConfig,
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    router: Router,
+    *,
+    selection_bias: torch.Tensor | None,
+) -> None:
+    """Check the operands of a gate in the launch."""
+    router.check_experts(config.experts)
+    if router.score not in _SCORES or router.epsilon != Router(top_k=1).epsilon:
+        raise UnsupportedError(
+            f"the gate in the launch has no score {router.score!r} with epsilon {router.epsilon}",
+            hint="route first, and call fused_moe(..., group=group)",
+        )
+    if router.top_k != config.top_k:
+        raise ConfigurationError(f"the router has top_k {router.top_k}, the group {config.top_k}")
+    if config.capacity is not None and config.capacity < config.max_tokens:
+        raise UnsupportedError(
+            f"capacity is {config.capacity}, below max_tokens {config.max_tokens}: who is "
+            "dropped is decided before the launch",
+            hint="route first, or use the compact layout",
+        )
+    for name, tensor, shape in (
+        ("gate", gate, (config.experts, config.hidden)),
+        ("selection_bias", selection_bias, (config.experts,)),
+    ):
+        if tensor is not None and (tensor.shape != shape or tensor.device != x.device):
+            raise ConfigurationError(
+                f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be {shape} on "
+                f"{x.device}"
+            )
+    if gate.dtype != x.dtype:
+        raise ConfigurationError(f"gate has dtype {gate.dtype}, x has {x.dtype}")
+
+
+def check_layer(config: OneSidedConfig, layer: MoEConfig) -> None:
+    """Refuse a layer that a group was not made for."""
+    pairs = {
+        "hidden": (layer.hidden, config.hidden),
+        "intermediate": (layer.intermediate, config.intermediate),
+        "top_k": (layer.router.top_k, config.top_k),
+        "activation": (layer.activation, config.activation),
+    }
+    for name, (its, ours) in pairs.items():
+        if its != ours:
+            raise ConfigurationError(
+                f"{name} of the layer is {its!r}, of the group {ours!r}",
+                hint="make MoEConfig and OneSidedConfig with the same sizes",
+            )
+    if not layer.recompute:
+        message = "a one-sided group keeps nothing for the backward"
+        raise UnsupportedError(message, hint="use MoEConfig(recompute=True)")

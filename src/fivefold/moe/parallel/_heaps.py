@@ -10,7 +10,7 @@ it does not know which kind it works on.
   ``torch.distributed._symmetric_memory``.
 
 Setting a heap up is collective and its waits are bounded. Using it is not: who may write what, and
-when, is the business of the exchange.
+when, is the business of the group.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import importlib
 import json
 import os
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ _ALIGNMENT_BYTES = 256
 _LOOK_EVERY_S = 0.005
 
 
-class SymmetricHeap:
+class SymmetricHeap(AbstractContextManager["SymmetricHeap"]):
     """Memory of ``ranks`` ranks, as one of them sees it. Use one of its kinds.
 
     Attributes:
@@ -65,15 +65,7 @@ class SymmetricHeap:
         self.own = self.own.new_empty(0)
         self.bases = self.bases.new_empty(0)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -117,7 +109,7 @@ class SharedMemoryHeap(SymmetricHeap):
     """Processes of one machine, on the CPU: every rank maps every rank's file.
 
     The files are unlinked as soon as all ranks have mapped them, so nothing stays behind. Where
-    triton interprets the kernels (``TRITON_INTERPRET=1``) the exchange between real processes runs
+    triton interprets the kernels (``TRITON_INTERPRET=1``) a group of real processes runs
     on it: for tests, not for speed.
 
     Args:
@@ -257,14 +249,7 @@ class TorchSymmetricHeap(SymmetricHeap):
 
     @staticmethod
     def missing(device: torch.device) -> str | None:
-        """Why it cannot work on a device, or None where it can.
-
-        Args:
-            device: Of this process.
-
-        Returns:
-            The reason.
-        """
+        """Return why it cannot work on a device of this process, or None where it can."""
         if device.type != "cuda":
             return f"torch symmetric memory needs a CUDA device; {device.type} is none"
         if not torch.cuda.is_available():

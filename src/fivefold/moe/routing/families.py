@@ -251,12 +251,7 @@ _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": 
 
 
 def router_options(config: Any) -> _Options:
-    """Return the fields of a ``Router`` for a configuration of transformers.
-
-    Raises:
-        ConfigurationError: It is no configuration, or lacks a number.
-        UnsupportedError: The family is not known, or its router does more.
-    """
+    """Return the fields of a ``Router`` for a configuration of transformers."""
     config, family = _text_part(config)
     if family in _NO_ROUTER:
         raise _unfit(family, _NO_ROUTER[family])
@@ -272,12 +267,7 @@ def router_options(config: Any) -> _Options:
 
 
 def layer_options(config: Any) -> _Options:
-    """Return the fields of a ``MoEConfig``, all but the router.
-
-    Raises:
-        ConfigurationError: As ``router_options``.
-        UnsupportedError: As ``router_options``; or the layer does more than this one.
-    """
+    """Return the fields of a ``MoEConfig``, all but the router."""
     router_options(config)
     config, family = _text_part(config)
     with _fields_of(family):

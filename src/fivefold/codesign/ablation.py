@@ -1,0 +1,283 @@
+"""What each co-design buys: all sixteen combinations over many seeds, against B0 and B1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.codesign._page import SIMULATED, change
+from fivefold.codesign.arbiter import PlanningOptions, objective_s
+from fivefold.codesign.baselines import best_alone_plan
+from fivefold.codesign.coordinator import plan_cluster
+from fivefold.codesign.jobs import JobSpec
+from fivefold.codesign.plans import CoDesigns
+from fivefold.codesign.simulate import run_plan
+from fivefold.errors import ConfigurationError
+from fivefold.network.topology import Topology
+from fivefold.report.page import DataTable, Page, PageSection, RangeChart, RangeRow
+
+FloatArray = npt.NDArray[np.float64]
+Progress = Callable[[int, int], None]
+_DRAWS = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationRow:
+    """One combination over all seeds.
+
+    Ratios are of weighted mean completion times on the same jobs, placement and hash; below 1 is
+    better.
+    """
+
+    label: str
+    to_null: float
+    to_null_interval: tuple[float, float]
+    to_best: float
+    to_best_interval: tuple[float, float]
+    tail_to_null: float
+    jobs_worse: int
+    jobs_worse_than_best: int
+    jobs: int
+    seeds: int
+
+
+def ablate(
+    topology: Topology,
+    make_jobs: Callable[[int], Sequence[JobSpec]],
+    *,
+    seeds: Iterable[int],
+    combinations: Iterable[CoDesigns] | None = None,
+    options: PlanningOptions | None = None,
+    progress: Progress | None = None,
+) -> list[AblationRow]:
+    """Plan the same jobs with every combination of co-designs.
+
+    Args:
+        topology: The cluster.
+        make_jobs: Jobs of a seed.
+        seeds: Seeds of the jobs, their placement and the hash of paths.
+        combinations: Which ones; None for all sixteen.
+        options: How hard the coordinator tries.
+        progress: Called with how many plans are made, and how many there are.
+
+    Returns:
+        A row per combination on top of the null modules, one for B1, and one for all four on top
+        of B1.
+
+    Raises:
+        ConfigurationError: There is no seed.
+
+    Examples:
+        >>> from fivefold.codesign import synthetic_jobs
+        >>> from fivefold.network.topology import fat_tree
+        >>> cluster = fat_tree(4)
+        >>> def jobs(seed):
+        ...     return synthetic_jobs(cluster, number=2, seed=seed, sizes=(4,), iterations=3)
+        >>> rows = ablate(cluster, jobs, seeds=[0], combinations=[CoDesigns.none()])
+        >>> [(row.label, row.to_null) for row in rows if row.label == "none"]
+        [('none', 1.0)]
+    """
+    chosen = list(CoDesigns.combinations() if combinations is None else combinations)
+    numbers = list(seeds)
+    if not numbers:
+        message = "an ablation needs a seed or more"
+        raise ConfigurationError(message, hint="such as seeds=range(10)")
+    found: dict[str, list[_Sample]] = {}
+    total = len(numbers) * (len(chosen) + 1)
+    done = 0
+
+    def tell() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    for seed in numbers:
+        samples = _of_seed(topology, list(make_jobs(seed)), chosen, seed, (options, tell))
+        for label, sample in samples.items():
+            found.setdefault(label, []).append(sample)
+    return [_row(label, samples) for label, samples in found.items()]
+
+
+def _of_seed(
+    topology: Topology,
+    jobs: list[JobSpec],
+    chosen: Sequence[CoDesigns],
+    seed: int,
+    how: tuple[PlanningOptions | None, Callable[[], None]],
+) -> dict[str, _Sample]:
+    """Return all combinations, B1, and all four on top of it, for the jobs of one seed."""
+    options, tell = how
+    best = dict(run_plan(topology, jobs, best_alone_plan(topology, jobs, seed=seed)).completion_s)
+    found: dict[str, _Sample] = {}
+    null: dict[str, float] = {}
+    for flags in chosen:
+        planned = plan_cluster(topology, jobs, flags, seed=seed, options=options)
+        null = dict(planned.baseline_outcome.completion_s)
+        found[flags.label] = _sample(jobs, dict(planned.outcome.completion_s), null, best)
+        tell()
+    found["B1"] = _sample(jobs, best, null, best)
+    on_best = plan_cluster(topology, jobs, start="best", seed=seed, options=options)
+    after = dict(on_best.outcome.completion_s)
+    found[f"B1+{CoDesigns.all().label}"] = _sample(jobs, after, null, best)
+    tell()
+    return found
+
+
+@dataclass(frozen=True)
+class _Sample:
+    to_null: float
+    to_best: float
+    tail: float
+    worse: int
+    worse_than_best: int
+    jobs: int
+
+
+def _sample(
+    jobs: Sequence[JobSpec],
+    after: dict[str, float],
+    null: dict[str, float],
+    best: dict[str, float],
+) -> _Sample:
+    ours = objective_s(jobs, after)
+    return _Sample(
+        ours / objective_s(jobs, null),
+        ours / objective_s(jobs, best),
+        float(np.percentile([*after.values()], 95) / np.percentile([*null.values()], 95)),
+        sum(after[name] > null[name] * (1 + 1e-6) for name in after),
+        sum(after[name] > best[name] * (1 + 1e-6) for name in after),
+        len(jobs),
+    )
+
+
+def _row(label: str, samples: Sequence[_Sample]) -> AblationRow:
+    to_null = np.array([sample.to_null for sample in samples])
+    to_best = np.array([sample.to_best for sample in samples])
+    return AblationRow(
+        label=label,
+        to_null=float(to_null.mean()),
+        to_null_interval=_bootstrap(to_null),
+        to_best=float(to_best.mean()),
+        to_best_interval=_bootstrap(to_best),
+        tail_to_null=float(np.mean([sample.tail for sample in samples])),
+        jobs_worse=sum(sample.worse for sample in samples),
+        jobs_worse_than_best=sum(sample.worse_than_best for sample in samples),
+        jobs=sum(sample.jobs for sample in samples),
+        seeds=len(samples),
+    )
+
+
+def _bootstrap(values: FloatArray) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean."""
+    draw = np.random.default_rng(0)
+    means = draw.choice(values, (_DRAWS, len(values))).mean(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "") -> Page:
+    """Return the page of an ablation: what each combination of co-designs buys.
+
+    Args:
+        rows: What ``ablate`` found.
+        cluster: Name of the cluster.
+        command: How to make it again.
+
+    Returns:
+        The page, for ``fivefold.report.write_html``.
+
+    Raises:
+        ConfigurationError: There is no row.
+
+    Examples:
+        >>> row = AblationRow(
+        ...     label="V", to_null=0.9, to_null_interval=(0.8, 1.0), to_best=1.0,
+        ...     to_best_interval=(0.9, 1.1), tail_to_null=0.95, jobs_worse=0,
+        ...     jobs_worse_than_best=1, jobs=8, seeds=2,
+        ... )
+        >>> ablation_page([row], cluster="fat-tree").tiles[0]
+        ('-10.0 %', 'mean completion time', 'V against B0, today')
+    """
+    if not rows:
+        message = "an ablation without rows has no page"
+        raise ConfigurationError(message, hint="give what ablate() returned")
+    combined = [row for row in rows if row.label != "B1"]
+    best = min(combined or rows, key=lambda row: row.to_null)
+    alone = next((row for row in rows if row.label == "B1"), None)
+    finding = (
+        f"With {best.label} jobs complete in {best.to_null:.3f} of the time that today's "
+        f"uncoordinated stack needs (95 % interval {_interval(best.to_null_interval)}), and in "
+        f"{best.to_best:.3f} of what every layer at its best alone needs."
+    )
+    marks = [("B0", 1.0)] if alone is None else [("B0", 1.0), ("B1", alone.to_null)]
+    bars = RangeChart(rows=_ratio_rows(rows, best=False), marks=_apart(marks))
+    against = RangeChart(rows=_ratio_rows(rows, best=True), marks=(("B1", 1.0),))
+    size = f"{rows[0].seeds} seed{'s' if rows[0].seeds != 1 else ''}, {rows[0].jobs} jobs"
+    return Page(
+        title=f"what each co-design buys on {cluster}",
+        finding=finding,
+        tiles=(
+            (change(best.to_null), "mean completion time", f"{best.label} against B0, today"),
+            (change(best.to_best), "against B1", "every layer at its best alone"),
+            (change(best.tail_to_null), "95th percentile", f"{best.label} against B0"),
+            (f"{best.jobs_worse} of {best.jobs}", "jobs worse off", f"{best.label} against B0"),
+        ),
+        caveats=(SIMULATED,),
+        sections=(
+            PageSection(
+                heading="Mean completion time over that of today's stack (B0)",
+                how=f"{size}. Below 1 is faster. Bars are means over seeds, whiskers 95 % "
+                "bootstrap intervals over seeds. V: layers of a job talk; H: jobs talk; II: links "
+                "inside hosts and the fabric are one network; HN: switches may aggregate.",
+                parts=(bars,),
+            ),
+            PageSection(
+                heading="The same over every layer at its best alone (B1)", parts=(against,)
+            ),
+            PageSection(heading="All figures", parts=(_ablation_table(rows),)),
+        ),
+        command=command,
+    )
+
+
+def _apart(marks: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    """Names of lines that would lie on one another share one."""
+    if len(marks) == 2 and abs(marks[0][1] - marks[1][1]) < 0.06:
+        return ((marks[0][0], marks[0][1]), ("", marks[1][1]))
+    return tuple(marks)
+
+
+def _ratio_rows(rows: Sequence[AblationRow], *, best: bool) -> tuple[RangeRow, ...]:
+    shown = [row for row in rows if not (best and row.label == "B1")]
+    values = [(r.to_best, *r.to_best_interval) if best else (r.to_null, *r.to_null_interval)
+              for r in shown]  # fmt: skip
+    return tuple(
+        RangeRow(label=row.label, value=value, low=low, high=high, text=f"{value:.3f}")
+        for row, (value, low, high) in zip(shown, values, strict=True)
+    )
+
+
+def _ablation_table(rows: Sequence[AblationRow]) -> DataTable:
+    columns = (
+        ("co-designs", ""), ("to B0", "Mean over seeds of the ratio of mean completion times"),
+        ("95 % interval", "Bootstrap over seeds"), ("to B1", ""), ("95 % interval", ""),
+        ("tail to B0", "Ratio of the 95th percentiles"), ("worse than B0", "Jobs that end later"),
+        ("worse than B1", ""),
+    )  # fmt: skip
+    cells = tuple(
+        (
+            row.label, f"{row.to_null:.3f}", _interval(row.to_null_interval),
+            f"{row.to_best:.3f}", _interval(row.to_best_interval), f"{row.tail_to_null:.3f}",
+            f"{row.jobs_worse} of {row.jobs}", f"{row.jobs_worse_than_best} of {row.jobs}",
+        )
+        for row in rows
+    )  # fmt: skip
+    return DataTable(columns=columns, rows=cells)
+
+
+def _interval(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.3f} to {ends[1]:.3f}"

@@ -1,0 +1,471 @@
+"""Plan down, cost up, until nothing is gained: the coordinator over the layers.
+
+Which information a planner may use, also to predict, is what the co-designs let through. With
+Horizontal off every job is planned and predicted as if it were alone; with Vertical off nothing is
+predicted and rules decide. What comes out is then judged by the same full simulation for all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fivefold.codesign.arbiter import Arbiter, PlanningOptions, objective_s
+from fivefold.codesign.baselines import best_alone_plan, local_order, null_plan, routed_one_by_one
+from fivefold.codesign.jobs import JobSpec, check_jobs
+from fivefold.codesign.plans import ClusterPlan, CoDesigns, DecisionRecord, JobPlan
+from fivefold.codesign.simulate import (
+    Outcome,
+    alone_quote,
+    job_groups,
+    run_plan,
+    schedule_iteration,
+)
+from fivefold.codesign.trees import nearest_roots, spread_trees
+from fivefold.collectives.pricing.phases import host_groups
+from fivefold.network.topology import Topology
+from fivefold.tasks.scheduler import Ordering
+
+_BUCKETS: tuple[int | None, ...] = (None, 25_000_000, 100_000_000, 0)
+
+
+@dataclass(frozen=True)
+class _Option:
+    name: str
+    plan: JobPlan
+    co_designs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Weighed:
+    """An option of all three layers, with its price."""
+
+    seconds: float
+    split: str
+    algorithm: str
+    tasks: str
+    plan: JobPlan
+    co_designs: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        parts = (self.split, self.algorithm, self.tasks)
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class SinglePlan:
+    """What a job plans for itself."""
+
+    plan: JobPlan
+    decisions: tuple[DecisionRecord, ...]
+    splits: tuple[JobPlan, ...] = ()
+
+
+def plan_single(
+    topology: Topology, job: JobSpec, start: JobPlan, co_designs: CoDesigns
+) -> SinglePlan:
+    """Plan layers 1 to 3 of one job, as if it were alone."""
+    if not co_designs.vertical:
+        return _by_rule(topology, job, start, co_designs)
+    weighed = list(_weighed(topology, job, start, co_designs))
+    best = min(weighed, key=lambda one: one.seconds)
+    of_splits: dict[str, _Weighed] = {}
+    for one in sorted(weighed, key=lambda one: one.seconds):
+        of_splits.setdefault(one.split, one)
+    others = tuple(one.plan for one in of_splits.values() if one.split != best.split)
+    return SinglePlan(best.plan, tuple(_records(job, best, weighed, of_splits)), others)
+
+
+def _weighed(
+    topology: Topology, job: JobSpec, start: JobPlan, co_designs: CoDesigns
+) -> Iterator[_Weighed]:
+    """Every option of layers 1 to 3 at the price that the layers below ask for it."""
+    for number in range(max(1, len(job.splits))):
+        split = job.splits[number].name if job.splits else ""
+        begin = start
+        if number != start.split:
+            begin = replace(start, split=number, order=job.splits[number].ranks, paths={})
+        for option in collective_options(topology, job, begin, co_designs):
+            quote = alone_quote(topology, job, option.plan)
+            for tasks in _task_options(option.plan):
+                seconds = schedule_iteration(job, tasks, quote).end_s
+                name = _task_name(tasks)
+                yield _Weighed(seconds, split, option.name, name, tasks, option.co_designs)
+
+
+def _records(
+    job: JobSpec, best: _Weighed, weighed: Sequence[_Weighed], of_splits: Mapping[str, _Weighed]
+) -> Iterator[DecisionRecord]:
+    if job.splits:
+        yield DecisionRecord(
+            layer="strategy",
+            entity=job.job_id,
+            decision=best.split,
+            alternatives={name: one.seconds for name, one in of_splits.items()},
+            inputs=(
+                ("JobSpec.model", "strategy"),
+                ("PlanReport.iteration_s", "tasks"),
+                ("CostQuote.time_s", "collectives"),
+                ("ClusterGraph.links", "network"),
+            ),
+            co_designs=("V",),
+        )
+    same = {one.name: one.seconds for one in weighed if one.split == best.split}
+    yield DecisionRecord(
+        layer="collectives",
+        entity=job.job_id,
+        decision=best.algorithm,
+        alternatives=same,
+        inputs=(("ClusterGraph.links", "network"), ("CommTask.criticality", "tasks")),
+        co_designs=("V", *best.co_designs),
+    )
+    yield DecisionRecord(
+        layer="tasks",
+        entity=job.job_id,
+        decision=best.tasks,
+        alternatives=same,
+        inputs=(("CostQuote.time_s", "collectives"),),
+        co_designs=("V",),
+    )
+
+
+def _by_rule(topology: Topology, job: JobSpec, start: JobPlan, co_designs: CoDesigns) -> SinglePlan:
+    """Nobody is asked: what the co-design offers last is taken, and layer 1's own favourite."""
+    chosen = list(collective_options(topology, job, start, co_designs))[-1]
+    records = []
+    if job.splits:
+        records.append(nominal_record(job))
+    if chosen.plan != start:
+        records.append(
+            DecisionRecord(
+                layer="collectives",
+                entity=job.job_id,
+                decision=f"{chosen.name}, by rule",
+                alternatives={},
+                inputs=(("ClusterGraph.nodes", "network"),),
+                co_designs=chosen.co_designs,
+            )
+        )
+    return SinglePlan(chosen.plan, tuple(records))
+
+
+def nominal_record(job: JobSpec) -> DecisionRecord:
+    """Layer 1 by itself: the cheapest split by the devices' nominal constants."""
+    return DecisionRecord(
+        layer="strategy",
+        entity=job.job_id,
+        decision=job.splits[0].name,
+        alternatives={split.name: split.nominal_s for split in job.splits},
+        inputs=(("JobSpec.model", "strategy"), ("nominal bandwidth", "strategy")),
+        co_designs=(),
+    )
+
+
+def alone_iteration_s(topology: Topology, job: JobSpec, plan: JobPlan) -> float:
+    """Return seconds of an iteration with the network to itself."""
+    return schedule_iteration(job, plan, alone_quote(topology, job, plan)).end_s
+
+
+def collective_options(
+    topology: Topology, job: JobSpec, start: JobPlan, co_designs: CoDesigns
+) -> Iterator[_Option]:
+    """What layer 3 may choose among; the plan so far comes first."""
+    yield _Option("ring in the order given", start, ())
+    ranks = start.order
+    order = local_order(topology, ranks) if co_designs.vertical else ranks
+    if order != start.order:
+        yield _Option("ring along the topology", replace(start, order=order, paths={}), ())
+    groups = _reducing_groups(job.split_as(start.split), replace(start, order=order))
+    by_host = [host_groups(topology, group) for group in groups]
+    even = all(hosts is not None for hosts in by_host)
+    several = [hosts for hosts in by_host if hosts and 1 < len(hosts[0]) < sum(map(len, hosts))]
+    if co_designs.intra_inter and even and several:
+        plan = replace(start, order=order, algorithm="hierarchical", paths={})
+        yield _Option("hierarchical", plan, ("II",))
+    # Several ranks of a host reduce inside it first, which only Intra-Inter may plan.
+    single = even and all(len(hosts[0]) == 1 for hosts in by_host if hosts)
+    if co_designs.host_net and even and (single or co_designs.intra_inter):
+        begin = replace(start, order=order)
+        tags = ("HN",) if single else ("II", "HN")
+        yield from _aggregation_options(topology, job, begin, tags, vertical=co_designs.vertical)
+
+
+def _aggregation_options(
+    topology: Topology, job: JobSpec, start: JobPlan, tags: tuple[str, ...], *, vertical: bool
+) -> Iterator[_Option]:
+    """Trees of switches: with Vertical apart from one another, by rule all at the nearest root."""
+    choices = nearest_roots(topology, job, start)
+    if vertical:
+        apart = spread_trees(topology, job, start)
+        if apart is not None and len(set(apart.roots)) > 1:
+            choices.append(apart)
+    for choice in choices if vertical else choices[:1]:
+        plan = replace(start, **choice.changes())  # type: ignore[arg-type]
+        yield _Option(f"in the network at {choice.name}", plan, tags)
+
+
+def _reducing_groups(job: JobSpec, plan: JobPlan) -> list[tuple[int, ...]]:
+    """Groups that reduce gradients."""
+    axes = [""]
+    if job.mesh is not None:
+        state = ("data", "shard", "expert_data", "replica")
+        axes = [axis for axis in state if any(m.axis == axis for m in job.mesh.demand.messages)]
+    return [group for axis in axes for group in job_groups(job, plan, axis) if len(group) > 1]
+
+
+def _task_options(plan: JobPlan) -> Iterator[JobPlan]:
+    """What layer 2 may choose among; the plan so far comes first."""
+    yield plan
+    for bucket in _BUCKETS:
+        for overlap in (False, True):
+            ordering: Ordering = "priority" if overlap else "fifo"
+            option = replace(plan, bucket_bytes=bucket, overlap_forward=overlap, ordering=ordering)
+            if option != plan:
+                yield option
+
+
+def _task_name(plan: JobPlan) -> str:
+    size = {None: "layer by layer", 0: "all at once"}.get(
+        plan.bucket_bytes, f"buckets of {(plan.bucket_bytes or 0) / 1e6:g} MB"
+    )
+    wait = "each layer waits for its own" if plan.overlap_forward else "forward waits for all"
+    return f"{size}, {plan.ordering}, {wait}"
+
+
+Start = Literal["null", "best"]
+_MOST_EVENTS = 3e5  # of simulations in a second look at all iterations
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoDesignResult:
+    """A plan for all jobs, with what it was compared to.
+
+    Attributes:
+        plan: The decisions.
+        baseline: The plan that it started from.
+        decisions: Who decided what from which information.
+        outcome: The full simulation of the plan.
+        baseline_outcome: The full simulation of the baseline.
+        simulations: How many simulations planning took.
+    """
+
+    plan: ClusterPlan
+    baseline: ClusterPlan
+    decisions: tuple[DecisionRecord, ...]
+    outcome: Outcome
+    baseline_outcome: Outcome
+    simulations: int
+
+    @property
+    def worse(self) -> tuple[str, ...]:
+        """Jobs that end later than under the baseline."""
+        before = self.baseline_outcome.completion_s
+        after = self.outcome.completion_s
+        return tuple(name for name in before if after[name] > before[name] * (1 + 1e-6))
+
+    def mean_completion_s(self, jobs: Sequence[JobSpec]) -> float:
+        """Weighted mean completion of the plan."""
+        return objective_s(jobs, self.outcome.completion_s)
+
+
+def plan_cluster(
+    topology: Topology,
+    jobs: Sequence[JobSpec],
+    co_designs: CoDesigns | None = None,
+    *,
+    start: Start = "null",
+    seed: int = 0,
+    options: PlanningOptions | None = None,
+) -> CoDesignResult:
+    """Plan all jobs on a cluster.
+
+    Args:
+        topology: The cluster.
+        jobs: The jobs.
+        co_designs: Co-designs to enable; None for everything.
+        start: Baseline: every layer as today (``"null"``, B0) or at its best alone (``"best"``,
+            B1).
+        seed: Seed of the hashed paths.
+        options: How hard to try; None for the defaults.
+
+    Returns:
+        The plan; with Horizontal on never worse than the baseline.
+
+    Raises:
+        ConfigurationError: The jobs are not allowed.
+        InfeasibleError: A job does not fit the cluster.
+
+    References:
+        arXiv 2403.07585 (five layers, four co-designs); the algorithms are named where they are
+        used: Crux, CASSINI, SwitchML, ATP.
+
+    Examples:
+        >>> from fivefold.network.topology import switch
+        >>> from fivefold.tasks import LayerCost
+        >>> layers = (LayerCost(forward_s=0.5, backward_s=1.0, gradient_bytes=10**9),) * 2
+        >>> jobs = [JobSpec(job_id=n, ranks=(0, 1), layers=layers, iterations=9) for n in "ab"]
+        >>> found = plan_cluster(switch(2, bandwidth="1 GB/s"), jobs)
+        >>> found.mean_completion_s(jobs) < found.baseline_outcome.completion_s["a"]
+        True
+    """
+    check_jobs(topology, jobs)
+    allowed = CoDesigns.all() if co_designs is None else co_designs
+    make = null_plan if start == "null" else best_alone_plan
+    baseline = make(topology, jobs, seed=seed)
+    if allowed.horizontal:
+        options = PlanningOptions() if options is None else options
+        return _plan_together(topology, jobs, baseline, allowed, seed=seed, options=options)
+    single = _plan_singles(topology, tuple(jobs), baseline, allowed, seed)
+    outcome, floor = (_outcome(topology, tuple(jobs), one) for one in (single.plan, baseline))
+    return CoDesignResult(
+        plan=single.plan,
+        baseline=baseline,
+        decisions=single.decisions,
+        outcome=_own(outcome),
+        baseline_outcome=_own(floor),
+        simulations=0,
+    )
+
+
+def _plan_together(
+    topology: Topology,
+    jobs: Sequence[JobSpec],
+    baseline: ClusterPlan,
+    allowed: CoDesigns,
+    *,
+    seed: int,
+    options: PlanningOptions,
+) -> CoDesignResult:
+    """With Horizontal: what jobs plan for themselves is put before all of them."""
+    singles = {
+        subset.label: _plan_singles(topology, tuple(jobs), baseline, subset, seed)
+        for subset in CoDesigns.combinations()
+        if subset in allowed and not subset.horizontal
+    }
+    arbiter = Arbiter(topology, jobs, baseline, allowed, options)
+    plan, outcome, floor = _arbitrate(arbiter, jobs, singles)
+    simulations = arbiter.simulations
+    longer = _judging_longer(jobs, options, floor)
+    if plan == baseline and longer is not None:
+        # A few iterations show no gain, or none that lasts: judge by all of them.
+        arbiter = Arbiter(topology, jobs, baseline, allowed, longer)
+        plan, outcome, floor = _arbitrate(arbiter, jobs, singles)
+        simulations += arbiter.simulations
+    adopted = None if arbiter.adopted is None else singles[arbiter.adopted]
+    decisions = _nominal(jobs) if adopted is None else list(adopted.decisions)
+    return CoDesignResult(
+        plan=plan,
+        baseline=baseline,
+        decisions=(*decisions, *arbiter.log),
+        outcome=_own(outcome),
+        baseline_outcome=_own(floor),
+        simulations=simulations,
+    )
+
+
+def _arbitrate(
+    arbiter: Arbiter, jobs: Sequence[JobSpec], singles: Mapping[str, _Singles]
+) -> tuple[ClusterPlan, Outcome, Outcome]:
+    """Let jobs share the network and keep what hurts nobody: plan, outcome, the baseline's."""
+    arbiter.improve(
+        {label: found.plan for label, found in singles.items()},
+        _other_splits(jobs, singles.values()),
+    )
+    return _keep_promise(arbiter.topology, jobs, arbiter)
+
+
+def _judging_longer(
+    jobs: Sequence[JobSpec], options: PlanningOptions, floor: Outcome
+) -> PlanningOptions | None:
+    """Return the options with all iterations and as large a budget as their simulation allows."""
+    most = max(job.iterations for job in jobs)
+    budget = min(options.budget, int(_MOST_EVENTS // max(1, floor.result.events)))
+    if most <= options.iterations or not budget:
+        return None
+    return replace(options, iterations=most, budget=budget)
+
+
+@dataclass(frozen=True)
+class _Singles:
+    """What all jobs planned for themselves; with Vertical, each job's other splits too."""
+
+    plan: ClusterPlan
+    decisions: tuple[DecisionRecord, ...]
+    splits: Mapping[str, tuple[JobPlan, ...]]
+
+
+def _nominal(jobs: Sequence[JobSpec]) -> list[DecisionRecord]:
+    """Return what layer 1 decided where the baseline was kept."""
+    return [nominal_record(job) for job in jobs if job.splits]
+
+
+def _other_splits(
+    jobs: Sequence[JobSpec], singles: Iterable[_Singles]
+) -> dict[str, tuple[JobPlan, ...]]:
+    """Of each job its other splits, as the planners with most information have them."""
+    found: dict[str, tuple[JobPlan, ...]] = {}
+    for one in singles:  # combinations come in order of what they let through
+        found |= {name: plans for name, plans in one.splits.items() if plans}
+    return {job.job_id: found.get(job.job_id, ()) for job in jobs if job.splits}
+
+
+@functools.lru_cache(maxsize=4)
+def _outcome(topology: Topology, jobs: tuple[JobSpec, ...], plan: ClusterPlan) -> Outcome:
+    """Return the full simulation; an ablation asks for that of the baseline again and again."""
+    return run_plan(topology, jobs, plan)
+
+
+def _own(outcome: Outcome) -> Outcome:
+    """Return a copy that the caller may change without changing what is remembered."""
+    return replace(
+        outcome, completion_s=dict(outcome.completion_s), iteration_s=dict(outcome.iteration_s)
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _plan_singles(
+    topology: Topology,
+    jobs: tuple[JobSpec, ...],
+    baseline: ClusterPlan,
+    allowed: CoDesigns,
+    seed: int,
+) -> _Singles:
+    """Layers 1 to 3 of each job, and with Vertical its paths, as if it were alone."""
+    plan, splits = baseline, {}
+    decisions: list[DecisionRecord] = []
+    for job in jobs:
+        found = plan_single(topology, job, plan.jobs[job.job_id], allowed)
+        plan = ClusterPlan({**plan.jobs, job.job_id: found.plan})
+        splits[job.job_id] = found.splits
+        decisions += found.decisions
+    if allowed.vertical and plan != baseline:
+        plan = routed_one_by_one(topology, jobs, plan, seed=seed)
+        decisions.append(
+            DecisionRecord(
+                layer="flows",
+                entity="each job",
+                decision="paths by the job's own load",
+                alternatives={},
+                inputs=(("FlowSet.flows", "collectives"), ("ClusterGraph.links", "network")),
+                co_designs=("V",),
+            )
+        )
+    return _Singles(plan, tuple(decisions), splits)
+
+
+def _keep_promise(
+    topology: Topology, jobs: Sequence[JobSpec], arbiter: Arbiter
+) -> tuple[ClusterPlan, Outcome, Outcome]:
+    """The last accepted plan that also in full simulation hurts nobody; the baseline hurts none."""
+    floor = _outcome(topology, tuple(jobs), arbiter.baseline)
+    before = objective_s(jobs, floor.completion_s)
+    for accepted in reversed(arbiter.history[1:]):
+        found = _outcome(topology, tuple(jobs), accepted.plan)
+        outcome = found.completion_s
+        late = arbiter.worse(outcome, floor.completion_s)
+        if objective_s(jobs, outcome) <= before and not (arbiter.options.guard and late):
+            return accepted.plan, found, floor
+    return arbiter.baseline, floor, floor

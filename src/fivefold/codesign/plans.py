@@ -1,0 +1,226 @@
+"""What the layers decided: one plan per job, and all of them together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from itertools import product
+from types import MappingProxyType
+from typing import Any, Literal
+
+from fivefold.collectives.pricing.phases import Algorithm
+from fivefold.errors import ConfigurationError
+from fivefold.files import parse_json
+from fivefold.tasks.scheduler import Ordering
+
+_SCHEMA = "fivefold.codesign/1"
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """How one job communicates.
+
+    Attributes:
+        ordering: Layer 2: which communication goes first where several wait.
+        bucket_bytes: Layer 2: gradients are fused until a bucket has so many bytes; None reduces
+            each layer by itself, 0 all of them together.
+        overlap_forward: Layer 2: whether a layer's forward pass waits for its own gradients only.
+        algorithm: Layer 3.
+        order: Layer 3: ranks along the ring.
+        split: Layer 1: which of the job's splits.
+        root: Layers 3 to 5: the switch at the root of the aggregation trees, if any.
+        roots: The root of each tree where a job has several, in the order of its trees; none
+            where all have ``root``.
+        slots: Layers 4 and 5: slots of a tree at each of its switches.
+        paths: Layer 4: links of each edge, by source and target rank; an edge that is not named
+            takes the shortest route.
+        priority: Layer 4: class, 0 the most urgent.
+        shift_s: Layer 4: by how much the job begins later.
+    """
+
+    order: tuple[int, ...]
+    ordering: Ordering = "fifo"
+    bucket_bytes: int | None = 25_000_000
+    overlap_forward: bool = False
+    algorithm: Algorithm = "ring"
+    split: int = 0
+    root: str | None = None
+    roots: tuple[str, ...] = ()
+    slots: int = 0
+    paths: Mapping[tuple[int, int], Path] = field(default_factory=dict)
+    priority: int = 0
+    shift_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", tuple(self.order))
+        object.__setattr__(self, "roots", tuple(self.roots))
+        object.__setattr__(self, "paths", MappingProxyType(dict(self.paths)))
+        if self.algorithm == "in_network" and (self.root is None or self.slots < 1):
+            message = "in-network aggregation needs a root and slots"
+            raise ConfigurationError(message, hint="or choose a host algorithm")
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a mapping proxy cannot be pickled
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return _job_plan, (values | {"paths": dict(self.paths)},)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Everything that was decided, hashable."""
+        return (
+            self.order, self.ordering, self.bucket_bytes, self.overlap_forward, self.algorithm,
+            self.split, self.root, self.roots, self.slots, tuple(sorted(self.paths.items())),
+            self.priority, self.shift_s,
+        )  # fmt: skip
+
+    def root_of(self, tree: int) -> str:
+        """Return the root of one of the job's trees."""
+        found = self.roots[tree] if self.roots else self.root
+        assert found is not None, "only asked for in-network aggregation"
+        return found
+
+
+def _job_plan(values: dict[str, Any]) -> JobPlan:
+    return JobPlan(**values)
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """The plans of all jobs."""
+
+    jobs: Mapping[str, JobPlan]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "jobs", MappingProxyType(dict(self.jobs)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClusterPlan) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ClusterPlan, (dict(self.jobs),)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Everything that was decided, hashable."""
+        return tuple((name, plan.key) for name, plan in sorted(self.jobs.items()))
+
+    def changed(self, job_id: str, **changes: Any) -> ClusterPlan:
+        """Return the same with other decisions for one job."""
+        return ClusterPlan({**self.jobs, job_id: replace(self.jobs[job_id], **changes)})
+
+    def to_json(self) -> str:
+        """Return the plan as text that ``from_json`` reads."""
+        jobs = {}
+        for name, plan in self.jobs.items():
+            record = {key: getattr(plan, key) for key in plan.__dataclass_fields__}
+            record["paths"] = [[*edge, *path] for edge, path in sorted(plan.paths.items())]
+            jobs[name] = record
+        return json.dumps({"schema": _SCHEMA, "jobs": jobs}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ClusterPlan:
+        """Read what ``to_json`` wrote.
+
+        Args:
+            text: JSON.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ConfigurationError: It is not such a text.
+        """
+        hint = f"give what ClusterPlan.to_json wrote (schema {_SCHEMA})"
+        try:
+            record = parse_json(text, where="the text")
+            if record["schema"] != _SCHEMA:
+                raise ConfigurationError(f"unknown schema {record['schema']!r}", hint=hint)
+            jobs = {}
+            for name, values in record["jobs"].items():
+                paths = {(a, b): tuple(links) for a, b, *links in values["paths"]}
+                jobs[name] = JobPlan(**{**values, "paths": paths})
+        except (AttributeError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(f"this is no plan: {error}", hint=hint) from error
+        return cls(jobs)
+
+
+Layer = Literal["strategy", "tasks", "collectives", "flows", "network", "coordinator"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionRecord:
+    """One decision."""
+
+    layer: Layer
+    entity: str
+    decision: str
+    alternatives: Mapping[str, float]
+    inputs: tuple[tuple[str, str], ...]
+    co_designs: tuple[str, ...]
+    round: int = 0
+
+
+def decisions_to_json(records: Iterable[DecisionRecord]) -> str:
+    """Return the log as JSON, one object per line."""
+    return "".join(json.dumps(asdict(record)) + "\n" for record in records)
+
+
+_LETTERS = {"vertical": "V", "horizontal": "H", "intra_inter": "II", "host_net": "HN"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoDesigns:
+    """Which information may cross which boundary.
+
+    Args:
+        vertical: Layers of one job tell each other intent and cost.
+        horizontal: Jobs, and tasks of one job, know of each other.
+        intra_inter: Links inside hosts and the fabric are planned as one network.
+        host_net: Work may be given to switches that aggregate.
+
+    Examples:
+        >>> CoDesigns(vertical=True, host_net=True).label, CoDesigns.none().label
+        ('V+HN', 'none')
+
+    References:
+        arXiv 2403.07585 names the four; what each lets through is defined by this project
+        (docs/guides/codesign.md).
+    """
+
+    vertical: bool = False
+    horizontal: bool = False
+    intra_inter: bool = False
+    host_net: bool = False
+
+    @property
+    def label(self) -> str:
+        """Short name: ``V+H+II+HN`` or a part of it, ``none`` for nothing."""
+        on = [_LETTERS[field.name] for field in fields(self) if getattr(self, field.name)]
+        return "+".join(on) or "none"
+
+    @classmethod
+    def none(cls) -> CoDesigns:
+        """No co-design: today's stack of layers."""
+        return cls()
+
+    @classmethod
+    def all(cls) -> CoDesigns:
+        """All four co-designs."""
+        return cls(vertical=True, horizontal=True, intra_inter=True, host_net=True)
+
+    @classmethod
+    def combinations(cls) -> Iterator[CoDesigns]:
+        """All sixteen, from none to all."""
+        for flags in sorted(product((False, True), repeat=4), key=sum):
+            names = (field.name for field in fields(cls))
+            yield cls(**dict(zip(names, flags, strict=True)))
+
+    def __contains__(self, other: CoDesigns) -> bool:
+        """Return whether all that the other lets through is let through here as well."""
+        return all(mine or not its for mine, its in zip(astuple(self), astuple(other), strict=True))

@@ -1,0 +1,304 @@
+"""Where jobs come from: a TOML file, or a seeded draw; and where they are placed.
+
+Placement is an input, not a co-design: all variants of a comparison get the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+
+from fivefold.codesign.described import ModelJob, job_from_plan
+from fivefold.codesign.jobs import JobSpec, check_jobs, check_ranks
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.files import read_toml
+from fivefold.network.topology import Topology
+from fivefold.runs import Section, check_tables
+from fivefold.runs.config import Bytes, Count, Positive, Rate, Seed, Text
+from fivefold.strategy import load_cluster
+from fivefold.strategy.job import job_from_table
+from fivefold.tasks import LayerCost
+from fivefold.units import parse_duration_s
+
+Placement = Literal["packed", "random"]
+"""``"packed"``: jobs fill the hosts in order. ``"random"``: hosts are drawn."""
+
+_BACKWARD_SHARE = 2 / 3  # of an iteration's compute: the usual ratio of 1 to 2
+
+
+def _duration(value: Any) -> Any:
+    return parse_duration_s(value) if isinstance(value, str) else value
+
+
+Duration = Annotated[float, BeforeValidator(_duration), Field(ge=0, allow_inf_nan=False)]
+
+
+class _Cluster(Section):
+    """Table ``[placement]``."""
+
+    policy: Placement = "packed"
+    """how jobs that name no ranks are placed"""
+    seed: Seed = 0
+    """seed of random placement"""
+
+
+class _Job(Section):
+    """One entry of ``[[jobs]]``."""
+
+    id: Text
+    """name of the job"""
+    ranks: tuple[Count, ...] | None = Field(default=None, strict=False)
+    """ranks that it runs on, in its own order"""
+    gpus: Positive | None = None
+    """number of ranks, where it may be placed anywhere"""
+    compute: Duration | None = None
+    """seconds of compute per iteration"""
+    gradients: Bytes | None = None
+    """bytes that an iteration all-reduces"""
+    model: Any = None
+    """instead of compute and gradients: a preset, a config.json or a table of sizes"""
+    devices: Text | None = None
+    """GPU and stack of a model's job: a known name or a file"""
+    batch: Positive | None = None
+    """samples of an iteration of a model's job"""
+    seq_len: Positive | None = None
+    """tokens of a sample, where not the model's own"""
+    search: dict[str, Any] | None = None
+    """which plans may be looked at"""
+    plan: dict[str, Any] | None = None
+    """the plan of a model's job, instead of a search"""
+    all_to_all: Bytes = 0
+    """bytes of each all-to-all of a layer, four per iteration"""
+    layers: Positive = 4
+    """layers among which compute and gradients are divided evenly"""
+    iterations: Positive = 100
+    """iterations that it does"""
+    arrival: Duration = 0.0
+    """when it arrives"""
+    weight: Rate = 1.0
+    """how much a second of it counts"""
+
+
+class _File(Section):
+    """A jobs file."""
+
+    placement: _Cluster = _Cluster()
+    """where jobs go"""
+    jobs: Annotated[tuple[_Job, ...], Field(strict=False)]
+    """the jobs"""
+
+
+def load_jobs(path: Path | str, topology: Topology) -> list[JobSpec]:
+    r"""Read jobs from a TOML file and place those that name no ranks.
+
+    Args:
+        path: The file; ``docs/guides/codesign.md`` has an example.
+        topology: The cluster.
+
+    Returns:
+        The jobs, in the order of the file.
+
+    Raises:
+        ConfigurationError: The file is missing, is not TOML, or a key is wrong.
+        InfeasibleError: The jobs do not fit the cluster.
+
+    Examples:
+        >>> import tempfile
+        >>> from fivefold.network.topology import switch
+        >>> file = Path(tempfile.mkdtemp()) / "jobs.toml"
+        >>> _ = file.write_text('[[jobs]]\nid="a"\ngpus=2\ncompute="0.3 s"\ngradients="1 GB"')
+        >>> load_jobs(file, switch(4))[0].ranks
+        (0, 1)
+    """
+    tables = read_toml(Path(path))
+    given = tables.get("jobs")
+    if "job" not in tables and (not given or not isinstance(given, list)):
+        raise ConfigurationError(
+            f"{path} describes no jobs",
+            hint='write for each [[jobs]] and id = "a", gpus = 2, compute = "0.3 s", '
+            'gradients = "1 GB"',
+        )
+    found = check_tables(tables, _File, source=path)
+    for job in found.jobs:
+        _check_job(job, str(path))
+    taken = {rank for job in found.jobs for rank in job.ranks or ()}
+    wanted = {job.id: job.gpus for job in found.jobs if job.gpus is not None}
+    placed = place_jobs(
+        topology,
+        wanted,
+        policy=found.placement.policy,
+        seed=found.placement.seed,
+        taken=sorted(taken),
+    )
+    jobs = [
+        _spec(job, job.ranks or placed[job.id])
+        if job.model is None
+        else _modelled(topology, job, job.ranks or placed[job.id], Path(path))
+        for job in found.jobs
+    ]
+    check_jobs(topology, jobs)
+    return jobs
+
+
+def place_jobs(
+    topology: Topology,
+    wanted: dict[str, int],
+    *,
+    policy: Placement = "packed",
+    seed: int = 0,
+    taken: Sequence[int] = (),
+) -> dict[str, tuple[int, ...]]:
+    """Give each job ranks of its own: whole hosts where it needs as many as a host has."""
+    gone = set(taken)
+    hosts = [list(ranks) for ranks in topology.hosts.values()]
+    known = {rank for ranks in hosts for rank in ranks}
+    hosts += [[rank] for rank in range(topology.num_ranks) if rank not in known]
+    if policy == "random":
+        order = np.random.default_rng(seed).permutation(len(hosts))
+        hosts = [hosts[place] for place in order.tolist()]
+    free = [[rank for rank in ranks if rank not in gone] for ranks in hosts]
+    placed: dict[str, tuple[int, ...]] = {}
+    for name, number in wanted.items():
+        left = sum(map(len, free))
+        if number > left:
+            fewer = f"give it {left} or fewer, or plan" if left else "plan"
+            raise InfeasibleError(
+                f"job {name!r} needs {number} ranks, and {left} of {topology.num_ranks} are free",
+                hint=f"{fewer} for a larger cluster",
+            )
+        ranks: list[int] = []
+        whole = [own for own, all_of in zip(free, hosts, strict=True) if len(own) == len(all_of)]
+        for own in [*whole, *(own for own in free if own not in whole)]:
+            take = min(len(own), number - len(ranks))
+            ranks += [own.pop(0) for _ in range(take)]
+        placed[name] = tuple(ranks)
+    return placed
+
+
+def synthetic_jobs(
+    topology: Topology,
+    *,
+    number: int,
+    seed: int,
+    sizes: Sequence[int] = (8, 16, 16, 32, 64),
+    iterations: int = 100,
+    placement: Placement = "random",
+) -> list[JobSpec]:
+    """Draw jobs: sizes, compute of 0.1 to 0.5 s and gradients of 0.5 to 3 GB per iteration.
+
+    These ranges make communication and compute comparable at 100 to 400 Gbit/s; they are a
+    choice of this project, not a trace.
+
+    Args:
+        topology: The cluster.
+        number: Most jobs; fewer where the cluster is full.
+        seed: Seed of the draw and of the placement.
+        sizes: Numbers of ranks that are drawn from.
+        iterations: Iterations of each job.
+        placement: Which hosts come first.
+
+    Returns:
+        The jobs.
+
+    Raises:
+        InfeasibleError: Not even one job fits.
+
+    Examples:
+        >>> from fivefold.network.topology import switch
+        >>> [len(j.ranks) for j in synthetic_jobs(switch(8), number=3, seed=0, sizes=(2, 4))]
+        [4, 4]
+    """
+    draw = np.random.default_rng(seed)
+    wanted: dict[str, int] = {}
+    for place in range(number):
+        size = int(draw.choice(np.asarray(sizes)))
+        if sum(wanted.values()) + size <= topology.num_ranks:
+            wanted[f"job{place}"] = size
+    if not wanted:
+        raise InfeasibleError(
+            f"no job of {min(sizes)} ranks fits {topology.num_ranks}", hint="draw smaller sizes"
+        )
+    placed = place_jobs(topology, wanted, policy=placement, seed=seed)
+    return [
+        _even(
+            name,
+            ranks,
+            compute_s=float(draw.uniform(0.1, 0.5)),
+            gradient_bytes=int(draw.uniform(0.5e9, 3e9)),
+            iterations=iterations,
+        )
+        for name, ranks in placed.items()
+    ]
+
+
+def _check_job(job: _Job, source: str) -> None:
+    """Refuse what cannot be meant."""
+    if (job.ranks is None) == (job.gpus is None):
+        raise ConfigurationError(
+            f"job {job.id!r} must name its ranks or its number of gpus (in {source})",
+            hint="write ranks = [0, 1] or gpus = 2",
+        )
+    layered = {"compute": job.compute, "gradients": job.gradients}
+    described = {"model": job.model, "devices": job.devices, "batch": job.batch}
+    more = {"seq_len": job.seq_len, "search": job.search, "plan": job.plan}
+    chosen = layered if job.model is None else described
+    others = {**described, **more} if job.model is None else layered
+    missing = [name for name, value in chosen.items() if value is None]
+    surplus = [name for name, value in others.items() if value is not None]
+    if missing or surplus:
+        what = f"lacks {missing[0]}" if missing else f"cannot have {surplus[0]} as well"
+        raise ConfigurationError(
+            f"job {job.id!r} {what} (in {source})",
+            hint="give compute and gradients, or model, devices and batch",
+        )
+
+
+def _modelled(topology: Topology, job: _Job, ranks: Sequence[int], path: Path) -> JobSpec:
+    """Return a job that is described by a model and devices."""
+    assert job.devices is not None, "checked before"
+    check_ranks(topology, job.id, ranks)
+    beside = path.parent / job.devices
+    devices = load_cluster(beside if beside.is_file() else job.devices)
+    table = {"model": job.model, "gpus": len(ranks), "global_batch": job.batch}
+    more = {"seq_len": job.seq_len, "search": job.search, "plan": job.plan}
+    table |= {name: value for name, value in more.items() if value is not None}
+    where = f"job {job.id!r} of {path}"
+    what = job_from_table(table, where=where, folder=path.parent)
+    described = ModelJob(
+        job_id=job.id,
+        job=what,
+        devices=devices,
+        iterations=job.iterations,
+        arrival_s=job.arrival,
+        weight=job.weight,
+    )
+    return job_from_plan(topology, described, ranks)
+
+
+def _spec(job: _Job, ranks: Sequence[int]) -> JobSpec:
+    assert job.compute is not None and job.gradients is not None, "checked before"  # noqa: PT018
+    layer = LayerCost(
+        forward_s=(1 - _BACKWARD_SHARE) * job.compute / job.layers,
+        backward_s=_BACKWARD_SHARE * job.compute / job.layers,
+        gradient_bytes=round(job.gradients / job.layers),
+        all_to_all_bytes=job.all_to_all,
+    )
+    return JobSpec(
+        job_id=job.id,
+        ranks=tuple(ranks),
+        layers=(layer,) * job.layers,
+        iterations=job.iterations,
+        arrival_s=job.arrival,
+        weight=job.weight,
+    )
+
+
+def _even(
+    name: str, ranks: Sequence[int], *, compute_s: float, gradient_bytes: int, iterations: int
+) -> JobSpec:
+    job = _Job(id=name, gpus=1, compute=compute_s, gradients=gradient_bytes, iterations=iterations)
+    return _spec(job, ranks)

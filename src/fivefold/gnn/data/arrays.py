@@ -1,0 +1,523 @@
+"""A graph given as arrays, read in blocks of rows: in memory, in .npy files, in .npz archives.
+
+Files are read from front to back with plain reads. A memory map would do as well, but its pages
+count as memory of the process, and a member of an archive cannot be mapped.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import ArrayLike, NDArray
+
+from fivefold.errors import DataError
+from fivefold.gnn.data.parts import EdgeBlock, LabelPart
+
+
+class Rows(Protocol):
+    """An array of at least one dimension, in C order."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    stamp: Any
+
+    def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
+        """Yield rows ``first_row`` to ``stop`` (None: the end), at most ``max_rows`` at a time."""
+        ...
+
+
+class ArrayRows:
+    """An array in memory, or a memory map."""
+
+    def __init__(self, array: NDArray[Any], stamp: Any = None) -> None:
+        self.array = array
+        self.shape = array.shape
+        self.dtype = array.dtype
+        self.stamp = stamp or [list(array.shape), array.dtype.str, self._hash()]
+
+    def _hash(self) -> str:
+        total = 0
+        for block in self.blocks(0, max(1, (8 << 20) // max(1, self.array[:1].nbytes))):
+            data = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+            total = xxhash.xxh64_intdigest(data.data, total)
+        return f"{total:016x}"
+
+    def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
+        """Yield views of the array."""
+        end = self.shape[0] if stop is None else stop
+        for first in range(first_row, end, max_rows):
+            yield self.array[first : min(first + max_rows, end)]
+
+
+class FileRows:
+    """An array in a .npy file, or in a member of an archive."""
+
+    def __init__(self, path: Path, member: str | None = None) -> None:
+        self.path = path
+        self.member = member
+        self.place = str(path) if member is None else f"{path}:{member}"
+        with self._open() as file:
+            self.shape, fortran, self.dtype = _read_header(file, self.place)
+            self._data_offset = file.tell()
+        if not self.shape:
+            self.shape = (1,)
+        if fortran and len(self.shape) > 1:
+            # In C order it is the transpose: the columns come one after another.
+            self.shape = self.shape[::-1]
+        self.transposed = fortran and len(self.shape) > 1
+        self.stamp = file_stamp(path)
+
+    def _open(self) -> IO[bytes]:
+        try:
+            if self.member is None:
+                return self.path.open("rb")
+            return zipfile.ZipFile(self.path).open(self.member)
+        except (OSError, KeyError, zipfile.BadZipFile) as error:
+            raise DataError(f"cannot read {self.place}: {error}", hint="check the path") from error
+
+    def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
+        """Yield rows read from the file."""
+        end = self.shape[0] if stop is None else stop
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        with self._open() as file:
+            file.seek(self._data_offset + first_row * row_bytes)
+            for first in range(first_row, end, max_rows):
+                count = min(max_rows, end - first)
+                buffer = bytearray(count * row_bytes)
+                _fill(file, buffer, self.place)
+                block = np.frombuffer(buffer, self.dtype)
+                yield block.reshape(count, *self.shape[1:])
+
+
+def one_split(rows: Rows, column: int | None) -> Rows:
+    """Return one of several masks that stand side by side; one column is handed back."""
+    if column is None or len(rows.shape) < 2:
+        return rows
+    turned = getattr(rows, "transposed", False)
+    if not 0 <= column < rows.shape[0 if turned else 1]:
+        raise DataError(
+            f"split {column} was asked for, but masks have shape {list(rows.shape)}",
+            hint="columns count from 0",
+        )
+    if turned:
+        parts = [block[0] for block in rows.blocks(column, 1, stop=column + 1)]
+    else:
+        parts = [block[:, column] for block in rows.blocks(0, 1 << 20)]
+    return ArrayRows(np.concatenate(parts), stamp=[rows.stamp, column])
+
+
+def _fill(file: IO[bytes], buffer: bytearray, place: str) -> None:
+    view, filled = memoryview(buffer), 0
+    while filled < len(buffer):
+        try:
+            count = file.readinto(view[filled:])  # type: ignore[attr-defined]
+        except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(f"{place} is damaged: {error}", hint="get the file again") from error
+        if not count:
+            raise DataError(
+                f"{place} is cut short: {len(buffer) - filled} bytes are missing",
+                hint="get the file again",
+            )
+        filled += count
+
+
+def _read_header(file: IO[bytes], place: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    try:
+        version = np.lib.format.read_magic(file)
+        shape, fortran, dtype = readers[version](file)
+    except (ValueError, KeyError) as error:
+        raise DataError(
+            f"{place} is no .npy array: {error}", hint="write it with np.save"
+        ) from error
+    if dtype.hasobject:
+        raise DataError(
+            f"{place} holds Python objects", hint="save an array of numbers; pickles are not read"
+        )
+    return shape, fortran, dtype
+
+
+def file_stamp(path: Path) -> list[Any]:
+    """Return the name, size and date of a file: when they are the same, so are its contents."""
+    state = path.stat()
+    return [path.name, state.st_size, state.st_mtime_ns]
+
+
+def npy_rows(path: str | Path) -> FileRows:
+    """Return the array in a .npy file."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"there is no file {path}", hint="check the path")
+    return FileRows(path)
+
+
+def npz_members(path: Path) -> list[str]:
+    """Return the names of the arrays in an archive."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+    except (OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"cannot read {path}: {error}", hint="get the file again") from error
+
+
+def npz_rows(path: Path, name: str) -> FileRows:
+    """Return an array in an archive, read without unpacking the archive."""
+    return FileRows(path, f"{name}.npy")
+
+
+Array = ArrayLike | str | os.PathLike[str]
+_SPLITS = ("train", "valid", "test")
+
+
+def as_rows(value: Any, name: str = "an array") -> Rows:
+    """Return the rows of an array, a tensor, or the .npy file at a path; messages say ``name``."""
+    if isinstance(value, str | os.PathLike):
+        return npy_rows(Path(value))
+    if isinstance(value, FileRows | ArrayRows):
+        return value
+    return ArrayRows(np.atleast_1d(as_array(value, name)))
+
+
+def as_array(value: Any, name: str = "an array") -> NDArray[Any]:
+    """Return a dense array of numbers or text from an array, a list or a tensor."""
+    kind = type(value).__name__
+    sparse = hasattr(value, "tocoo") or str(getattr(value, "layout", "")).startswith("torch.sparse")
+    if sparse:
+        raise DataError(
+            f"{name} is a sparse {kind}",
+            hint="make features dense; of an adjacency matrix give the indices as edge_index",
+        )
+    if np.ma.is_masked(value):
+        raise DataError(f"{name} has masked elements", hint="fill them: array.filled(0)")
+    try:
+        if hasattr(value, "detach"):  # a tensor, without importing torch
+            return np.asarray(value.detach().cpu().numpy())
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        dtype = getattr(value, "dtype", None)
+        what = f"has dtype {dtype}, which NumPy has not" if dtype else f"is no array: {error}"
+        raise DataError(f"{name} {what}", hint="convert it to float16 or float32") from error
+    if array.dtype.hasobject:
+        raise DataError(
+            f"{name} holds Python objects ({kind})", hint="give an array or a tensor of numbers"
+        )
+    return array
+
+
+def array_source(
+    edge_index: Array,
+    *,
+    features: Array | None = None,
+    labels: Array | None = None,
+    weights: Array | None = None,
+    splits: Mapping[str, Array] | None = None,
+    num_nodes: int | None = None,
+    name: str = "graph",
+) -> ArraySource:
+    """Return a graph given as arrays; each is an array, a tensor or the path of a .npy file.
+
+    Files are read in blocks, never as a whole.
+
+    Args:
+        edge_index: ``[2, E]`` (sources, then targets) or ``[E, 2]``; integers.
+        features: ``[N, D]`` of any dtype.
+        labels: ``[N]`` or ``[N, 1]``; classes from 0, unknown -1 or NaN.
+        weights: ``[E]``, finite and not negative.
+        splits: ``train``, ``valid`` and ``test``, each node ids or a mask of N booleans.
+        num_nodes: Number of nodes; None: rows of the features or labels, else the largest id + 1.
+        name: For people.
+
+    Returns:
+        The source, for ``ingest``.
+
+    Raises:
+        DataError: A file is missing, or shapes or dtypes do not fit.
+
+    Examples:
+        >>> import numpy as np
+        >>> source = array_source([[0, 1], [1, 2]], features=np.zeros((3, 4), np.float16))
+        >>> source.num_nodes, source.features().dim
+        (3, 4)
+    """
+    unknown = sorted(set(splits or {}) - set(_SPLITS))
+    if unknown:
+        raise DataError(f"there is no split {unknown[0]!r}", hint="use train, valid and test")
+    return ArraySource(
+        name=name,
+        edge_rows=as_rows(edge_index, "edge_index"),
+        feature_rows=None if features is None else as_rows(features, "features"),
+        label_rows=None if labels is None else as_rows(labels, "labels"),
+        weight_rows=None if weights is None else as_rows(weights, "weights"),
+        split_rows={key: as_rows(value, key) for key, value in (splits or {}).items()},
+        given_nodes=num_nodes,
+    )
+
+
+@dataclass(kw_only=True)
+class ArraySource:
+    """A source over arrays that are read in blocks; made by ``array_source`` and others."""
+
+    name: str
+    edge_rows: Rows | None
+    edge_pairs: bool | None = None  # as ``[E, 2]``; None: by the shape
+    feature_rows: Rows | None = None
+    label_rows: Rows | None = None
+    weight_rows: Rows | None = None
+    split_rows: Mapping[str, Rows] = field(default_factory=dict)
+    given_nodes: int | None = None
+    num_classes: int | None = None
+    class_names: list[str] | None = None
+    kind: str = "arrays"
+
+    def __post_init__(self) -> None:
+        edges = self.edge_rows
+        self._edges = None
+        if edges is not None:
+            self._edges = ArrayEdges(edges, self.weight_rows, pairs=self.edge_pairs)
+        self._features = None if self.feature_rows is None else _ArrayFeatures(self.feature_rows)
+        self.num_nodes = self._count_nodes()
+        rows = {
+            "edges": self.edge_rows,
+            "features": self.feature_rows,
+            "labels": self.label_rows,
+            "weights": self.weight_rows,
+            **self.split_rows,
+        }
+        stamps = {key: row.stamp for key, row in rows.items() if row is not None}
+        self.recipe: Mapping[str, Any] = {
+            "source": self.kind,
+            "num_nodes": self.num_nodes,
+            "num_classes": self.num_classes,
+            **stamps,
+        }
+
+    def _count_nodes(self) -> int:
+        if self.given_nodes is not None:
+            if self.given_nodes != int(self.given_nodes) or self.given_nodes < 0:
+                raise DataError(
+                    f"num_nodes is {self.given_nodes}", hint="use a whole number from 0"
+                )
+            return int(self.given_nodes)
+        if self._features is not None:
+            return self._features.num_rows
+        if self.label_rows is not None:
+            return self.label_rows.shape[0]
+        if self._edges is None:
+            return 0
+        count = self._edges.largest_id() + 1
+        hint = "number the nodes 0, 1, 2, ..., or say how many there are with num_nodes"
+        check_gaps(count, self._edges.num_edges, hint=hint)
+        return count
+
+    def edges(self) -> Any:
+        """Return the edges."""
+        return self._edges
+
+    def features(self) -> _ArrayFeatures | None:
+        """Return the feature rows."""
+        return self._features
+
+    def labels(self) -> LabelPart | None:
+        """Return the labels and splits."""
+        if self.label_rows is None:
+            if self.split_rows:
+                message = "there are splits but no labels"
+                raise DataError(message, hint="give labels as well; unknown ones are -1")
+            return None
+        rows = self.label_rows
+        splits = {
+            name: as_split(self.split_rows.get(name), self.num_nodes, name) for name in _SPLITS
+        }
+        return LabelPart(
+            lambda first: _label_blocks(rows, first), splits, self.num_classes, self.class_names
+        )
+
+
+def _label_blocks(rows: Rows, first_row: int) -> Iterator[NDArray[np.int64]]:
+    for block in rows.blocks(first_row, 1 << 18):
+        yield as_labels(block)
+
+
+def as_labels(block: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the labels as int64, -1 where they are not a number."""
+    if block.ndim > 1:
+        if any(size != 1 for size in block.shape[1:]):
+            raise DataError(
+                f"labels have shape {list(block.shape)}",
+                hint="give one class per node, [N]; labels.argmax(1) of one-hot rows",
+            )
+        block = block.reshape(block.shape[0])
+    if block.dtype.kind in "iub":
+        return block.astype(np.int64)
+    if block.dtype.kind != "f":
+        raise DataError(f"labels have dtype {block.dtype}", hint="give integers")
+    classes = np.where(np.isnan(block), -1, block)
+    with np.errstate(invalid="ignore"):  # infinite ones differ, and are named below
+        labels = classes.astype(np.int64)
+    if not np.array_equal(labels, classes):
+        wrong = float(classes[labels != classes][0])
+        raise DataError(f"a label is {wrong}", hint="labels are classes: whole numbers from 0")
+    return labels
+
+
+def as_split(rows: Rows | None, num_nodes: int, name: str) -> NDArray[np.int64]:
+    """Return the ids of a split."""
+    if rows is None:
+        return np.empty(0, np.int64)
+    blocks = [np.asarray(block) for block in rows.blocks(0, 1 << 22)]
+    values = np.concatenate(blocks) if blocks else np.empty(0, rows.dtype)
+    if values.size and max(values.shape) != values.size:
+        raise DataError(
+            f"the {name} split has shape {list(values.shape)}",
+            hint="several splits stand side by side: choose one, with --split 0 or mask[:, 0]",
+        )
+    values = values.reshape(-1)
+    if values.dtype == bool:
+        if values.size != num_nodes:
+            raise DataError(
+                f"the {name} mask has {values.size} entries for {num_nodes} nodes",
+                hint="give one boolean per node, or ids",
+            )
+        return np.flatnonzero(values)
+    if values.dtype.kind not in "iu":
+        if values.size:
+            raise DataError(f"the {name} split has dtype {values.dtype}", hint="give integer ids")
+        return np.empty(0, np.int64)
+    if values.size == num_nodes > 2 and values.min() >= 0 and values.max() <= 1:
+        return np.flatnonzero(values)  # a mask of numbers: as ids, some would stand there twice
+    return values.astype(np.int64)
+
+
+def check_gaps(num_nodes: int, num_edges: int, *, hint: str) -> None:
+    """Refuse ids that are plainly names: far more nodes than edges could have ends."""
+    if num_nodes > max(1 << 24, 64 * 2 * num_edges):
+        raise DataError(
+            f"ids go up to {num_nodes - 1}, but there are {num_edges} edges: they have gaps",
+            hint=hint,
+        )
+
+
+class _ArrayFeatures:
+    def __init__(self, rows: Rows) -> None:
+        shape, self.transposed = rows.shape, getattr(rows, "transposed", False)
+        if self.transposed:
+            shape = shape[::-1]
+        if len(shape) not in {1, 2}:
+            raise DataError(f"features have shape {list(shape)}", hint="give [N, D]")
+        if rows.dtype.kind not in "iufb":
+            raise DataError(f"features have dtype {rows.dtype}", hint="give numbers")
+        self.rows = rows
+        self.num_rows = shape[0]
+        self.dim = shape[1] if len(shape) == 2 else 1
+        if self.dim == 0:
+            raise DataError(f"features have shape {list(shape)}", hint="leave them out")
+        self.dtype = rows.dtype.newbyteorder("<")
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
+        if self.transposed:
+            yield from self._column_blocks(first_row, max_rows)
+            return
+        for block in self.rows.blocks(first_row, max_rows):
+            yield np.asarray(block, self.dtype).reshape(-1, self.dim)
+
+    def _column_blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
+        """Yield rows of a file in Fortran order: every block needs a piece of every column."""
+        if self.rows.member is not None:  # type: ignore[attr-defined]
+            raise DataError(
+                f"{self.rows.place} is in Fortran order inside an archive",  # type: ignore[attr-defined]
+                hint="save it with np.ascontiguousarray",
+            )
+        array = np.load(self.rows.path, mmap_mode="r")  # type: ignore[attr-defined]
+        for first in range(first_row, self.num_rows, max_rows):
+            yield np.ascontiguousarray(array[first : first + max_rows], self.dtype)
+
+
+class ArrayEdges:
+    """Edges ``[2, E]`` or, with ``pairs``, ``[E, 2]``; by their shape where that is None."""
+
+    sorted_by_target = False
+
+    def __init__(self, rows: Rows, weights: Rows | None, *, pairs: bool | None = None) -> None:
+        if len(rows.shape) != 2 or 2 not in rows.shape:
+            raise DataError(f"edges have shape {list(rows.shape)}", hint="give [2, E] or [E, 2]")
+        if rows.dtype.kind not in "iu":
+            raise DataError(f"edges have dtype {rows.dtype}", hint="give integer ids")
+        # Two of two: PyG's order, sources first. A transposed file has its shape turned round.
+        self.split = rows.shape[0] == 2
+        if rows.shape == (2, 2) and getattr(rows, "transposed", False):
+            self.split = False
+        if pairs is not None:
+            self.split = not pairs
+        self.rows = rows
+        self.num_edges = rows.shape[1] if self.split else rows.shape[0]
+        self.expected_edges = self.num_edges
+        self.weights = weights
+        self.stamp = [rows.stamp, None if weights is None else weights.stamp]
+        self.weighted = weights is not None
+        if weights is not None and weights.dtype.kind not in "iufb":
+            raise DataError(f"weights have dtype {weights.dtype}", hint="give real numbers")
+        if weights is not None and weights.shape not in {(self.num_edges,), (self.num_edges, 1)}:
+            raise DataError(
+                f"weights have shape {list(weights.shape)} for {self.num_edges} edges",
+                hint="give one weight per edge",
+            )
+
+    def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
+        """Yield the edges from a position on."""
+        pairs = self._pairs(position, max_edges)
+        if self.weights is None:
+            for sources, targets in pairs:
+                position += sources.size
+                yield EdgeBlock(sources, targets, position)
+            return
+        weights = self.weights.blocks(position, max_edges)
+        for (sources, targets), block in zip(pairs, weights, strict=True):
+            position += sources.size
+            with np.errstate(over="ignore"):  # infinite weights are refused by the writer
+                numbers = block.reshape(-1).astype(np.float32)
+            yield EdgeBlock(sources, targets, position, numbers)
+
+    def _pairs(self, position: int, max_edges: int) -> Iterator[tuple[Any, Any]]:
+        if not self.split:
+            for block in self.rows.blocks(position, max_edges):
+                yield _as_ids(block[:, 0]), _as_ids(block[:, 1])
+            return
+        if isinstance(self.rows, FileRows):
+            flat = copy.copy(self.rows)
+            flat.shape = (2 * self.num_edges,)  # the same file as one long row of numbers
+            end = self.num_edges
+            sources = flat.blocks(position, max_edges, stop=end)
+            targets = flat.blocks(position + end, max_edges, stop=2 * end)
+            for source, target in zip(sources, targets, strict=True):
+                yield _as_ids(source), _as_ids(target)
+            return
+        array = self.rows.array  # type: ignore[attr-defined]
+        for first in range(position, self.num_edges, max_edges):
+            part = array[:, first : first + max_edges]
+            yield _as_ids(part[0]), _as_ids(part[1])
+
+    def largest_id(self) -> int:
+        """Return the largest id, after a pass over all edges; -1 without edges."""
+        largest = -1
+        for block in self.blocks(0, 1 << 20):
+            largest = max(largest, int(block.sources.max()), int(block.targets.max()))
+        return largest
+
+
+def _as_ids(values: NDArray[Any]) -> NDArray[Any]:
+    """Return contiguous ids in the machine's byte order; too large uint64 become negative."""
+    kind = np.int64 if values.dtype.itemsize == 8 else values.dtype.newbyteorder("=")
+    return np.ascontiguousarray(values, kind)

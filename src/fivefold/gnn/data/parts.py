@@ -1,0 +1,124 @@
+"""What a source of graph data offers, so that one writer serves all of them.
+
+A source yields its parts in blocks and never needs the whole of one in memory. Positions are
+plain integers (rows, edges, files: the source decides), so that a writer that was killed can ask
+for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import DataError
+
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total); total is 0 where it is not known before the end."""
+
+EDGE_FEATURES = ("edge_attr", "edge_feat", "edge_features")
+_SPLITS = ("train", "valid", "test")
+_LAST_INT32 = 2**31 - 1
+
+
+def index_dtype(num_nodes: int) -> np.dtype[Any]:
+    """Return the type of node ids in ``indices``: int32 while they fit."""
+    return np.dtype(np.int32 if num_nodes - 1 <= _LAST_INT32 else np.int64)
+
+
+def refuse_edge_features(what: object, names: Iterable[str], leave_out: Collection[str]) -> None:
+    """Refuse features of edges, which cannot be stored, unless they may be left out."""
+    for name in names:
+        if name in EDGE_FEATURES and name not in leave_out:
+            raise DataError(
+                f"{what} has {name}, and features of edges cannot be stored",
+                hint="one number per edge can, as its weight; or leave them out: "
+                f"leave_out=[{name!r}], on the command line --leave-out {name}",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeBlock:
+    """Edges ``sources[i] -> targets[i]``; ``position`` is where the source goes on after them."""
+
+    sources: NDArray[Any]
+    targets: NDArray[Any]
+    position: int
+    weights: NDArray[np.float32] | None = None
+
+
+class EdgePart(Protocol):
+    """The edges of one edge type; may have a ``stamp``, JSON that says which edges they are."""
+
+    @property
+    def num_edges(self) -> int | None:
+        """Return the number of edges; None where only reading tells."""
+        ...
+
+    @property
+    def expected_edges(self) -> int:
+        """Return a guess at their number, from above rather than from below."""
+        ...
+
+    @property
+    def weighted(self) -> bool:
+        """Return whether blocks carry weights."""
+        ...
+
+    @property
+    def sorted_by_target(self) -> bool:
+        """Return whether targets never fall from one edge to the next: nothing is sorted then."""
+        ...
+
+    def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
+        """Yield all edges from ``position`` on (0: the start), at most ``max_edges`` at a time."""
+        ...
+
+
+class FeaturePart(Protocol):
+    """The feature rows of one node type, in the order of node ids."""
+
+    dtype: np.dtype[Any]
+    dim: int
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
+        """Yield all rows from ``first_row`` on, at most ``max_rows`` at a time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LabelPart:
+    """Labels in blocks (-1 where unknown) and the ids of the splits.
+
+    ``num_classes`` is one more than the largest label where it is None.
+    """
+
+    blocks: Callable[[int], Iterator[NDArray[np.int64]]]
+    splits: Mapping[str, NDArray[np.int64]] = field(
+        default_factory=lambda: {name: np.empty(0, np.int64) for name in _SPLITS}
+    )
+    num_classes: int | None = None
+    class_names: list[str] | None = None
+
+
+class Source(Protocol):
+    """A homogeneous graph somewhere else."""
+
+    name: str
+    num_nodes: int
+    recipe: Mapping[str, Any]
+
+    def edges(self) -> EdgePart:
+        """Return the edges."""
+        ...
+
+    def features(self) -> FeaturePart | None:
+        """Return the feature rows; None where there are none."""
+        ...
+
+    def labels(self) -> LabelPart | None:
+        """Return the labels and splits; None where there are none."""
+        ...

@@ -1,0 +1,418 @@
+"""The mixture-of-experts layer as a module: router, experts, shared expert."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fivefold.errors import ConfigurationError
+from fivefold.moe.operator._operator import OperatorGroup, fused_moe
+from fivefold.moe.operator.activations import activation_named
+from fivefold.moe.operator.backend import backends
+from fivefold.moe.operator.operands import as_autocast
+from fivefold.moe.routing.families import layer_options
+from fivefold.moe.routing.router import (
+    DropPolicy,
+    Router,
+    Routing,
+    capacity_for,
+    check_capacity,
+    counts_of,
+    drop_beyond_capacity,
+    load_balancing_loss,
+    route,
+    router_z_loss,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLoad:
+    """Assignments that each expert got from all ranks of a group, int64 [E]."""
+
+    routed: torch.Tensor  # by the router
+    kept: torch.Tensor  # left after dropping beyond the capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Sizes and options of a layer.
+
+    Attributes:
+        hidden: Width of a token, H.
+        intermediate: Inner width of an expert, I.
+        experts: How many, E.
+        router: How tokens choose.
+        activation: A key of ``ACTIVATIONS``.
+        bias: Whether experts have biases.
+        shared_intermediate: Inner width of an expert that every token goes through, unweighted;
+            0 for none.
+        shared_gate: Whether that expert's output is multiplied by a sigmoid of the token.
+        weight_on_input: As in ``fused_moe``.
+        selection_bias: Whether the router has a bias for choosing (no gradient; move it with
+            ``updated_selection_bias``).
+        capacity_factor: Capacity of an expert in units of the even load; None drops nothing.
+        drop_policy: Who is dropped beyond the capacity.
+        backend: As in ``fused_moe``.
+        recompute: As in ``fused_moe``.
+
+    Raises:
+        ConfigurationError: A size is not positive, or the options do not fit together.
+    """
+
+    hidden: int
+    intermediate: int
+    experts: int
+    router: Router = field(default_factory=lambda: Router(top_k=2))
+    activation: str = "swiglu"
+    bias: bool = False
+    shared_intermediate: int = 0
+    shared_gate: bool = False
+    weight_on_input: bool = False
+    selection_bias: bool = False
+    capacity_factor: float | None = None
+    drop_policy: DropPolicy = "position"
+    backend: str = "auto"
+    recompute: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate", "experts"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be positive; got {getattr(self, name)}")
+        if self.shared_intermediate < 0:
+            raise ConfigurationError(
+                f"shared_intermediate must not be negative; got {self.shared_intermediate}"
+            )
+        if self.shared_gate and not self.shared_intermediate:
+            message = "shared_gate needs a shared expert"
+            raise ConfigurationError(message, hint="set shared_intermediate, its inner width")
+        if self.weight_on_input and self.router.top_k != 1:
+            raise ConfigurationError(
+                f"weight_on_input needs top_k 1; got {self.router.top_k}",
+                hint="with more experts per token the weights belong to the outputs",
+            )
+        check_capacity(None, self.drop_policy)
+        if self.backend not in {"auto", *backends()}:
+            raise ConfigurationError(
+                f"there is no backend {self.backend!r}", hint=f"use auto, {', '.join(backends())}"
+            )
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise ConfigurationError(
+                f"capacity_factor must be positive; got {self.capacity_factor}",
+                hint="use None to drop nothing",
+            )
+        activation_named(self.activation)
+        self.router.check_experts(self.experts)
+
+
+class LayerGroup(Protocol):
+    """Ranks that share out the experts of a layer."""
+
+    def experts_of(self, num_experts: int) -> range:
+        """Return the experts whose weights this process has."""
+
+    def check_layer(self, config: MoEConfig) -> None:
+        """Refuse a layer that the group was not made for."""
+
+    def apply(
+        self,
+        tokens: torch.Tensor,
+        routed: torch.Tensor,
+        *,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        num_experts: int,
+        local: Callable[..., torch.Tensor],
+    ) -> tuple[torch.Tensor, ExpertLoad]:
+        """Return the experts' weighted sums [T, H] and the load of all ranks' tokens."""
+
+
+class _Gate(nn.Module):
+    """Router weights, [E, H], and the bias for choosing."""
+
+    selection_bias: torch.Tensor | None
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
+        bias = torch.zeros(config.experts) if config.selection_bias else None
+        self.register_buffer("selection_bias", bias)
+
+
+class _Experts(nn.Module):
+    """Weights of E experts, stacked."""
+
+    def __init__(self, experts: int, hidden: int, intermediate: int, config: MoEConfig) -> None:
+        super().__init__()
+        rows = activation_named(config.activation).width(intermediate)
+        self.w13 = nn.Parameter(torch.empty(experts, rows, hidden))
+        self.w2 = nn.Parameter(torch.empty(experts, hidden, intermediate))
+        self.b13 = nn.Parameter(torch.zeros(experts, rows)) if config.bias else None
+        self.b2 = nn.Parameter(torch.zeros(experts, hidden)) if config.bias else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decision:
+    """What the last forward decided, with its graph: for the losses, and for this layer alone.
+
+    A copy of the layer starts without: what has a graph can be neither copied nor pickled.
+    """
+
+    routing: Routing
+    logits: torch.Tensor
+
+    def __deepcopy__(self, _memo: dict[int, object]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+class MoE(nn.Module):
+    """A feed-forward layer of which each token uses a few experts.
+
+    Weights: ``gate.weight`` [E, H], ``experts.w13`` [E, 2I, H] (gate rows, then up rows; [E, I, H]
+    for plain activations), ``experts.w2`` [E, H, I], biases ``experts.b13`` and ``experts.b2``,
+    ``shared.*`` as one more expert, and its gate ``shared_gate`` [1, H]. ``convert_checkpoint``
+    makes these from the layouts of Mixtral, Qwen3-MoE, DeepSeek and torchtitan. With a group each
+    rank holds E / P of the experts, in order, and everything else whole; forward and backward are
+    then collective calls.
+
+    Args:
+        config: Sizes and options.
+        group: Ranks that share the experts out; None: all are here. An ``AllToAllGroup`` sends
+            rows by all-to-all, an ``OneSidedGroup`` one-sided (a virtual one has all experts
+            here, and the tokens as evenly as can be).
+
+    Attributes:
+        last_routing: What the last forward decided, for statistics; without a graph, which
+            ``auxiliary_loss`` has.
+        last_logits: The router logits of the last forward, without a graph.
+        last_load: Assignments per expert of the last forward, over all ranks of the group; of this
+            process alone where an ``OneSidedGroup`` does not know better (with a capacity).
+
+    Raises:
+        ConfigurationError: The experts cannot be shared out equally, or the group was made for
+            another layer.
+        UnsupportedError: ``recompute`` is off, and the group keeps nothing for the backward.
+
+    Examples:
+        >>> layer = MoE(MoEConfig(hidden=8, intermediate=16, experts=4))
+        >>> layer(torch.randn(2, 3, 8)).shape
+        torch.Size([2, 3, 8])
+        >>> int(layer.last_routing.load_E.sum())  # 6 tokens, 2 experts each
+        12
+    """
+
+    def __init__(self, config: MoEConfig, group: LayerGroup | None = None) -> None:
+        super().__init__()
+        if group is not None:
+            group.check_layer(config)
+        self.config, self.group = config, group
+        self.gate = _Gate(config)
+        here = range(config.experts) if group is None else group.experts_of(config.experts)
+        self.experts = _Experts(len(here), config.hidden, config.intermediate, config)
+        shared = config.shared_intermediate
+        self.shared = _Experts(1, config.hidden, shared, config) if shared else None
+        self.shared_gate = (
+            nn.Parameter(torch.empty(1, config.hidden)) if config.shared_gate else None
+        )
+        self.last_routing: Routing | None = None
+        self.last_logits: torch.Tensor | None = None
+        self.last_load: ExpertLoad | None = None
+        self._decision: _Decision | None = None
+        self.reset_parameters()
+
+    @classmethod
+    def from_config(cls, config: Any, group: LayerGroup | None = None, **changes: Any) -> MoE:
+        """Make the mixture-of-experts layer of a model of Hugging Face transformers.
+
+        Its weights are drawn anew; ``convert_checkpoint`` brings the model's.
+
+        Args:
+            config: The model's configuration, such as ``model.config``.
+            group: As for the layer.
+            **changes: Fields of ``MoEConfig`` to set otherwise, such as ``backend``.
+
+        Returns:
+            A layer that computes what the model's own block does, with its shared expert.
+
+        Raises:
+            ConfigurationError: It is no configuration of transformers, or lacks a number.
+            UnsupportedError: The family is not known, or its block does more than this layer.
+
+        Examples:
+            >>> from transformers import MixtralConfig  # doctest: +SKIP
+            >>> MoE.from_config(MixtralConfig()).config.experts  # doctest: +SKIP
+            8
+        """
+        options = {"router": Router.from_config(config), **layer_options(config)}
+        return cls(MoEConfig(**options | changes), group)
+
+    def reset_parameters(self) -> None:
+        """Draw weights uniformly within 1 / sqrt(inputs), as ``nn.Linear``; biases are zero."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.endswith(("b13", "b2")):
+                    parameter.zero_()
+                else:
+                    bound = 1.0 / math.sqrt(parameter.shape[-1])
+                    parameter.uniform_(-bound, bound)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Send tokens through their experts.
+
+        Args:
+            x: Shape [..., H].
+
+        Returns:
+            The same shape and data type; autocast's type under autocast.
+
+        Raises:
+            CommunicationError: A rank of the group died or did not answer in time.
+            ConfigurationError: The last dimension is not H, or the tokens do not fit the group.
+        """
+        config = self.config
+        if x.shape[-1] != config.hidden:
+            raise ConfigurationError(
+                f"tokens have width {x.shape[-1]}, the layer {config.hidden}",
+                hint="the last dimension is the hidden size",
+            )
+        tokens = x.reshape(-1, config.hidden)
+        logits = self._logits(tokens)
+        routing = route(logits, config.router, selection_bias=self.gate.selection_bias)
+        self._decision = _Decision(routing=routing, logits=logits)
+        self.last_routing, self.last_logits = routing.detached(), logits.detach()
+        ids = self._within_capacity(routing)
+        tokens = _as_autocast(tokens)
+        output, self.last_load = self._through_the_group(tokens, routing, ids)
+        if self.shared is not None:
+            every = torch.zeros(len(tokens), 1, dtype=torch.int64, device=x.device)
+            weights = self._shared_weights(tokens)
+            output = output + self._through(tokens, every, weights, experts=self.shared)
+        return output.view(x.shape)
+
+    def _shared_weights(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what the shared expert's output is multiplied by, [T, 1]."""
+        if self.shared_gate is None:
+            kind = torch.promote_types(tokens.dtype, torch.float32)
+            return torch.ones(len(tokens), 1, dtype=kind, device=tokens.device)
+        return torch.sigmoid(nn.functional.linear(tokens, _as_autocast(self.shared_gate)))
+
+    def _through_the_group(
+        self, tokens: torch.Tensor, routing: Routing, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, ExpertLoad]:
+        """Return the experts' output, and the loads, wherever the experts are."""
+        weights, experts = routing.weights_TK, self.config.experts
+        if self.group is None:
+            output = self._through(tokens, ids, weights, experts=self.experts)
+            return output, ExpertLoad(routed=routing.load_E, kept=counts_of(ids, experts))
+        return self.group.apply(
+            tokens,
+            routing.ids_TK,
+            ids=ids,
+            weights=weights,
+            num_experts=experts,
+            local=functools.partial(self._through, experts=self.experts),
+        )
+
+    def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        # Not in autocast's 16 bits: a rounded logit sends a token to another expert (selective
+        # precision, arXiv 2101.03961, section 2.4).
+        device = tokens.device.type
+        switch = torch.amp.is_autocast_available(device)
+        with torch.autocast(device, enabled=False) if switch else contextlib.nullcontext():
+            wide = torch.promote_types(tokens.dtype, self.gate.weight.dtype)
+            return nn.functional.linear(tokens.to(wide), self.gate.weight.to(wide))
+
+    def _within_capacity(self, routing: Routing) -> torch.Tensor:
+        """Expert ids with -1 for what is dropped; a rank's tokens compete among themselves."""
+        config = self.config
+        if config.capacity_factor is None:
+            return routing.ids_TK
+        capacity = capacity_for(
+            len(routing.ids_TK),
+            config.experts,
+            top_k=config.router.top_k,
+            factor=config.capacity_factor,
+        )
+        kept = drop_beyond_capacity(
+            routing.ids_TK,
+            routing.weights_TK,
+            num_experts=config.experts,
+            capacity=capacity,
+            policy=config.drop_policy,
+        )
+        return routing.ids_TK.masked_fill(~kept, -1)
+
+    def _through(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        experts: _Experts,
+        group: OperatorGroup | None = None,
+    ) -> torch.Tensor:
+        return fused_moe(
+            tokens,
+            _as_autocast(experts.w13),
+            _as_autocast(experts.w2),
+            ids,
+            weights,
+            activation=self.config.activation,
+            b13=None if experts.b13 is None else _as_autocast(experts.b13),
+            b2=None if experts.b2 is None else _as_autocast(experts.b2),
+            backend=self.config.backend,
+            weight_on_input=self.config.weight_on_input and experts is self.experts,
+            precision="ieee" if group is None else group.precision,
+            group=group,
+            recompute=self.config.recompute,
+            check=False,  # the router's own ids are in range and distinct
+        )
+
+    def auxiliary_loss(self, *, balance: float = 0.01, z: float = 0.0) -> torch.Tensor:
+        """Losses of the last forward to add to the task's: balance * aux + z * z loss.
+
+        Args:
+            balance: Coefficient of ``load_balancing_loss``.
+            z: Coefficient of ``router_z_loss``.
+
+        Returns:
+            A scalar with gradients to the router; 0 with a graph where there were no tokens.
+
+        Raises:
+            ConfigurationError: This layer had no forward yet; a copy has none of its own.
+        """
+        if self._decision is None:
+            message = "there is no routing yet"
+            raise ConfigurationError(message, hint="call the layer before its losses")
+        load = None if self.last_load is None else self.last_load.routed
+        loss = balance * load_balancing_loss(self._decision.routing, load=load)
+        return loss + z * router_z_loss(self._decision.logits) if z else loss
+
+    @property
+    def expert_parameters(self) -> list[str]:
+        """Names of the parameters that each rank of the group has a share of."""
+        return [f"experts.{name}" for name, _ in self.experts.named_parameters()]
+
+    def extra_repr(self) -> str:
+        """Sizes, for ``print``."""
+        config = self.config
+        return (
+            f"hidden={config.hidden}, intermediate={config.intermediate}, "
+            f"experts={config.experts}, top_k={config.router.top_k}, "
+            f"activation={config.activation!r}"
+        )
+
+
+def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """In the type of torch.autocast, where it is on: the operator takes one type for all."""
+    cast: torch.Tensor = as_autocast((tensor,), tensor.device.type)[0]
+    return cast

@@ -1,0 +1,207 @@
+"""``OuterSync`` inside other people's training loops: Hugging Face's Trainer, Accelerate.
+
+Both wrap the model in DistributedDataParallel on their own. Beside ``OuterSync`` gradients would
+then be averaged twice, at every step over the slow network too, and nothing would say so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
+from fivefold.optim._rules import OuterRule
+from fivefold.optim._sync import OuterSync
+
+__all__ = ["disable_ddp", "use_outer_sync"]
+
+_CHECKPOINT = "checkpoint"  # Trainer's folders are checkpoint-STEP
+
+
+def disable_ddp(accelerator: Any) -> None:
+    """Make an Accelerator prepare models without DistributedDataParallel.
+
+    Device placement, mixed precision and ``torch.compile`` stay as they are. Call it before
+    ``accelerator.prepare``; then make an ``OuterSync`` of the model and call its ``step()`` where
+    ``accelerator.sync_gradients`` is true.
+
+    Args:
+        accelerator: An ``accelerate.Accelerator`` of several processes, or of one.
+
+    Raises:
+        ConfigurationError: The Accelerator shards the model (FSDP, DeepSpeed, Megatron-LM).
+
+    Examples:
+        >>> disable_ddp(accelerator)  # doctest: +SKIP
+        >>> model, optimizer, data = accelerator.prepare(model, optimizer, data)  # doctest: +SKIP
+        >>> sync = OuterSync(model, optimizer, rule=CO2(tau=8))  # doctest: +SKIP
+    """
+    kind = getattr(accelerator.distributed_type, "value", str(accelerator.distributed_type))
+    if kind in {"FSDP", "DEEPSPEED", "MEGATRON_LM"}:
+        message = f"this Accelerator shards the model ({kind}); replicas are needed"
+        hint = "for sharded workers use fully_shard and OuterSync(process_group=mesh['replicate'])"
+        raise ConfigurationError(message, hint=hint)
+    prepare = accelerator.prepare_model
+
+    @functools.wraps(prepare)
+    def prepare_model(model: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
+        # In this mode all is done but the wrapping; it is the last of three arguments.
+        return prepare(model, *arguments[:1], **options | {"evaluation_mode": True})
+
+    accelerator.prepare_model = prepare_model
+
+
+def use_outer_sync(trainer: Any, rule: OuterRule, **options: Any) -> None:
+    """Let a ``transformers.Trainer`` train with local updates instead of DDP.
+
+    Every process trains its own replica and ``rule`` brings them together. Evaluation and saved
+    models are of the anchor, which is equal on all ranks; after ``train()`` the model is. Each rank
+    adds a file of its own to every checkpoint, and ``resume_from_checkpoint`` goes on exactly.
+
+    Args:
+        trainer: Made with a bare model; ``train()`` has not been called.
+        rule: When and how workers are brought together.
+        options: Passed on to ``OuterSync``, for example ``codec="int8"``.
+
+    Raises:
+        ConfigurationError: The trainer shards or replicates the model in a way of its own, or
+            loads its best model at the end.
+        UnsupportedError: transformers is not installed.
+
+    Examples:
+        >>> trainer = Trainer(model, arguments, train_dataset=data)  # doctest: +SKIP
+        >>> use_outer_sync(trainer, CO2(tau=8))  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+    arguments = trainer.args
+    if arguments.n_gpu > 1:
+        message = f"this trainer spreads each batch over {arguments.n_gpu} GPUs (DataParallel)"
+        raise ConfigurationError(message, hint="start one process per GPU with torchrun")
+    if arguments.load_best_model_at_end:
+        message = "load_best_model_at_end=True would undo the last merge of the replicas"
+        hint = "set it to False, and load the best checkpoint after train()"
+        raise ConfigurationError(message, hint=hint)
+    disable_ddp(trainer.accelerator)
+    # Counting the tokens of all ranks is a collective of its own at every step.
+    arguments.average_tokens_across_devices = False
+    synchroniser = _Synchroniser(trainer, rule, options)
+    trainer.add_callback(_callback_of(synchroniser))
+    for name in ("evaluate", "predict", "save_model"):
+        setattr(trainer, name, synchroniser.at_the_anchor(getattr(trainer, name)))
+    trainer.train = synchroniser.noting_resume(trainer.train)
+
+
+class _Synchroniser:
+    """What one trainer's callback does."""
+
+    def __init__(self, trainer: Any, rule: OuterRule, options: dict[str, Any]) -> None:
+        self._trainer, self._rule, self._options = trainer, rule, options
+        self._sync: OuterSync | None = None
+        self._optimizer: Any = None
+        self._model: Any = None
+        self._resume: Path | None = None
+
+    def noting_resume(self, train: Any) -> Any:
+        """Return ``train``, which remembers where it resumes from."""
+
+        @functools.wraps(train)
+        def wrapped(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._resume = None
+            if resume_from_checkpoint is True:
+                utilities = importlib.import_module("transformers.trainer_utils")
+                resume_from_checkpoint = utilities.get_last_checkpoint(
+                    self._trainer.args.output_dir
+                )
+                if resume_from_checkpoint is None:
+                    message = f"no checkpoint in {self._trainer.args.output_dir}"
+                    raise CheckpointError(message, hint="leave resume_from_checkpoint out")
+            if resume_from_checkpoint:
+                self._resume = Path(resume_from_checkpoint)
+                self._own_file(self._resume, must_exist=True)
+            return train(resume_from_checkpoint, *args, **kwargs)
+
+        return wrapped
+
+    def at_the_anchor(self, method: Any) -> Any:
+        """Return a method of the trainer that sees the parameters all ranks agree on."""
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._sync is None:
+                return method(*args, **kwargs)
+            with self._sync.global_parameters():
+                return method(*args, **kwargs)
+
+        return wrapped
+
+    def begin(self, model: torch.nn.Module, optimizer: Any) -> None:
+        self._model = self._trainer.accelerator.unwrap_model(model)
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._sync = OuterSync(self._model, self._optimizer, rule=self._rule, **self._options)
+        if self._resume is not None:
+            path = self._own_file(self._resume, must_exist=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            self._model.load_state_dict(state["model"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            self._sync.load_state_dict(state["sync"])
+
+    def step(self) -> None:
+        assert self._sync is not None, "on_train_begin comes first"
+        self._sync.step()
+
+    def save(self, step: int) -> None:
+        assert self._sync is not None, "on_train_begin comes first"
+        folder = Path(self._trainer.args.output_dir) / f"{_CHECKPOINT}-{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = self._own_file(folder, must_exist=False)
+        state = {
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "sync": self._sync.state_dict(),
+        }
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def end(self) -> None:
+        assert self._sync is not None, "on_train_begin comes first"
+        self._sync.finalize()
+        self._sync = None
+
+    def _own_file(self, folder: Path, *, must_exist: bool) -> Path:
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        path = folder / f"outer_sync_rank{rank}_of_{size}.pt"
+        if must_exist and not path.exists():
+            found = sorted(other.name for other in folder.glob("outer_sync_rank*.pt"))
+            message = f"{folder} has no {path.name}, which rank {rank} resumes from; found {found}"
+            hint = "resume on as many ranks as saved it, or load its model into a new trainer"
+            raise CheckpointError(message, hint=hint)
+        return path
+
+
+def _callback_of(synchroniser: _Synchroniser) -> Any:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        message = "a Trainer needs transformers, which is not installed"
+        raise UnsupportedError(message, hint="pip install 'fivefold[hf]'") from error
+
+    class OuterSyncCallback(transformers.TrainerCallback):  # type: ignore[name-defined]
+        def on_train_begin(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
+            synchroniser.begin(model, optimizer)
+
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            synchroniser.step()
+
+        def on_save(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            synchroniser.save(state.global_step)
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            synchroniser.end()
+
+    return OuterSyncCallback()

@@ -1,0 +1,448 @@
+"""A plan in the words of the programs that train: Megatron-LM, torchtitan, fivefold's own trainer.
+
+Names are Megatron-LM's since core 0.8 (2024) and torchtitan's of commit b5bcd76 (August 2026); what
+a program cannot do is refused rather than left out. This module knows no file and starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.runs import format_toml
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.plan import WAITING_SCHEDULES, ParallelPlan
+
+
+def device_mesh(plan: ParallelPlan) -> dict[str, int]:
+    """Axes of ``torch.distributed.device_mesh.init_device_mesh``, the outermost first.
+
+    Data-parallel ranks that share states are ``shard``, copies of those ``replicate``; axes of
+    size 1 are left out.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        Size of each axis by name; their product is the number of GPUs.
+
+    Examples:
+        >>> device_mesh(ParallelPlan(global_batch=64, data=8, tensor=4, zero=3))
+        {'shard': 8, 'tensor': 4}
+    """
+    shared = plan.shards // plan.context if plan.zero == 3 else 1
+    copies = plan.data // max(1, shared)
+    inner = {"context": plan.context, "tensor": plan.tensor}
+    if plan.order == "tcpd":
+        axes = {"replicate": copies, "shard": shared, "pipeline": plan.pipeline, **inner}
+    else:
+        axes = {"pipeline": plan.pipeline, "replicate": copies, "shard": shared, **inner}
+    return {name: size for name, size in axes.items() if size > 1} or {"replicate": 1}
+
+
+def _refuse(problems: Mapping[str, bool], what: str) -> None:
+    """Refuse a plan with the first problem that it has."""
+    for problem, holds in problems.items():
+        if holds:
+            raise UnsupportedError(
+                f"{what}: {problem}", hint="limit [search] to what the program can run"
+            )
+
+
+def megatron_flags(model: ModelSpec, plan: ParallelPlan) -> list[str]:
+    """Flags of Megatron-LM's ``pretrain_gpt.py`` for a model and a plan.
+
+    Args:
+        model: The model.
+        plan: How it is split.
+
+    Returns:
+        Flags and values, ready to be put behind the script's name. Data, tokenizer, learning rate
+        and checkpoints are the user's.
+
+    Raises:
+        UnsupportedError: Megatron-LM cannot run the plan, or has no flag for a part of it.
+
+    References:
+        https://github.com/NVIDIA/Megatron-LM, megatron/training/arguments.py.
+
+    Examples:
+        >>> from fivefold.strategy import load_model
+        >>> plan = ParallelPlan(global_batch=64, data=8, tensor=8, sequence_parallel=True)
+        >>> flags = megatron_flags(load_model("llama2-7b"), plan)
+        >>> flags[:2], "--sequence-parallel" in flags
+        (['--tensor-model-parallel-size', '8'], True)
+    """
+    _refuse(_megatron_problems(model, plan), "Megatron-LM has no flags for this plan")
+    return [*_megatron_split(plan, model), *_megatron_memory(plan), *_megatron_model(model)]
+
+
+def _megatron_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
+    return {
+        "it trains language models only": bool(model.stages) or not model.embeds_tokens,
+        f"schedule {plan.schedule}": plan.schedule not in {"1f1b", "interleaved"},
+        f"ZeRO-{plan.zero}": plan.zero > 1,
+        "states shared by a part of the data-parallel ranks": plan.shard is not None,
+        "local updates (tau)": plan.tau > 1,
+        "weights or activations in host memory": plan.offload_weights or plan.offload_activations,
+        "optimizer states in host memory without ZeRO-1": plan.offload_optimizer and not plan.zero,
+        "inputs that sequence parallelism keeps instead of gathering them again": (
+            plan.sequence_parallel and not plan.regather
+        ),
+        "rings of messages beside products (it chooses between rings and pipelines by itself)": (
+            plan.tensor_overlap == "ring"
+        ),
+        "tensor overlap without sequence parallelism": (
+            plan.tensor_overlap != "none" and not plan.sequence_parallel
+        ),
+        f"messages between stages beside compute under {plan.schedule}": (
+            plan.pipeline > 1 and plan.pipeline_overlap and plan.schedule in WAITING_SCHEDULES
+        ),
+        "interleaving two stages whose messages wait": (
+            plan.schedule == "interleaved" and plan.pipeline == 2 and not plan.pipeline_overlap
+        ),
+        "latent attention": model.latent is not None,
+        "experts split by tensor and expert parallelism without sequence parallelism": (
+            plan.expert > 1 and plan.tensor > 1 and not plan.sequence_parallel
+        ),
+        "experts in 32 bits (their grouped products want 16)": (
+            model.experts is not None and plan.dtype == "fp32"
+        ),
+        "layers with experts only here and there": model.experts is not None
+        and (model.experts.every > 1 or model.experts.dense_layers > 0),
+    }
+
+
+def _megatron_split(plan: ParallelPlan, model: ModelSpec) -> list[str]:
+    flags = [
+        *("--tensor-model-parallel-size", str(plan.tensor)),
+        *("--pipeline-model-parallel-size", str(plan.pipeline)),
+        *("--context-parallel-size", str(plan.context)),
+        *("--expert-model-parallel-size", str(plan.expert)),
+        *("--micro-batch-size", str(plan.micro_batch)),
+        *("--global-batch-size", str(plan.global_batch)),
+    ]
+    if plan.schedule == "interleaved":
+        layers = model.num_layers // (plan.pipeline * plan.virtual)
+        flags += ["--num-layers-per-virtual-pipeline-stage", str(layers)]
+        if not plan.pipeline_overlap:
+            flags.append("--no-overlap-p2p-communication")
+    if plan.order == "tcpd":
+        flags += ["--use-tp-pp-dp-mapping"]
+    if plan.sequence_parallel:
+        flags.append("--sequence-parallel")
+    if plan.tensor_overlap != "none":
+        flags.append("--tp-comm-overlap")
+    if plan.data_overlap:
+        flags.append("--overlap-grad-reduce")
+        if plan.zero:
+            flags.append("--overlap-param-gather")
+    if model.experts is not None:
+        flags += ["--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall"]
+    return flags
+
+
+def _megatron_memory(plan: ParallelPlan) -> list[str]:
+    flags = ["--use-distributed-optimizer"] if plan.zero else []
+    if plan.offload_optimizer:
+        flags += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
+    if plan.recompute == "selective":
+        flags += ["--recompute-granularity", "selective"]
+    elif plan.recompute == "full":
+        flags += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+        flags += ["--recompute-num-layers", "1"]
+    if plan.embedding_layers:
+        flags += ["--account-for-embedding-in-pipeline-split"]
+        flags += ["--account-for-loss-in-pipeline-split"]
+    # Parameters stay 16 bits wide under FP8: without --bf16 they would be 32.
+    types = {"bf16": ["--bf16"], "fp8": ["--bf16", "--fp8-format", "hybrid"], "fp32": []}
+    return flags + types[plan.dtype]
+
+
+def _megatron_model(model: ModelSpec) -> list[str]:
+    flags = [
+        *("--num-layers", str(model.num_layers)),
+        *("--hidden-size", str(model.hidden)),
+        *("--num-attention-heads", str(model.num_heads)),
+        *("--ffn-hidden-size", str(model.ffn_width)),
+        *("--seq-length", str(model.seq_len)),
+        *("--max-position-embeddings", str(model.seq_len)),
+    ]
+    if model.kv_heads != model.num_heads:
+        flags += ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
+    if model.head_dim is not None:
+        flags += ["--kv-channels", str(model.head_dim)]
+    if model.gated:
+        flags.append("--swiglu")
+    if not model.tied:
+        flags.append("--untie-embeddings-and-output-weights")
+    if not model.learned_positions:
+        flags += ["--position-embedding-type", "rope"]
+    if not model.biases:
+        flags += ["--disable-bias-linear", "--normalization", "RMSNorm"]
+    if not model.dropout:
+        flags += ["--attention-dropout", "0.0", "--hidden-dropout", "0.0"]
+    if model.experts is not None:
+        flags += ["--num-experts", str(model.experts.num_experts)]
+        flags += ["--moe-router-topk", str(model.experts.top_k)]
+        flags += ["--moe-ffn-hidden-size", str(model.experts.expert_ffn)]
+        if model.experts.shared_ffn:
+            flags += ["--moe-shared-expert-intermediate-size", str(model.experts.shared_ffn)]
+    return flags
+
+
+_SCHEDULES = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb_v": "ZBVZeroBubble",
+    "dualpipe_v": "DualPipeV",
+}  # fmt: skip
+# Of torchtitan's own configurations: layers, hidden, heads, heads of keys, inner width, vocabulary.
+_KNOWN = {
+    (32, 4096, 32, 8, 14336, 128256): "llama3.llama3_8b",
+    (80, 8192, 64, 8, 28672, 128256): "llama3.llama3_70b",
+    (126, 16384, 128, 8, 53248, 128256): "llama3.llama3_405b",
+    (28, 1024, 16, 8, 3072, 151936): "qwen3.qwen3_0_6b",
+    (28, 2048, 16, 8, 6144, 151936): "qwen3.qwen3_1_7b",
+}
+_KNOWN_EXPERTS = {
+    "deepseek-v3": "deepseek_v3.deepseek_v3_671b",
+    "qwen3-30b-a3b": "qwen3.qwen3_30b_a3b",
+}
+
+
+def torchtitan_config(model: ModelSpec, plan: ParallelPlan, *, base: str | None = None) -> str:
+    """A module for torchtitan's ``--module``, with the function ``planned`` for ``--config``.
+
+    Args:
+        model: The model.
+        plan: How it is split.
+        base: torchtitan's configuration to start from, as ``llama3.llama3_8b`` for the function
+            ``llama3_8b`` of ``torchtitan.models.llama3.config_registry``; None to find it by the
+            model's sizes.
+
+    Returns:
+        Python source.
+
+    Raises:
+        UnsupportedError: torchtitan cannot run the plan, or has no configuration of the model.
+        ConfigurationError: ``base`` is no dotted name.
+
+    References:
+        https://github.com/pytorch/torchtitan, torchtitan/config/README.md and configs.py.
+
+    Examples:
+        >>> from fivefold.strategy import load_model
+        >>> plan = ParallelPlan(global_batch=64, data=8, tensor=8, zero=3)
+        >>> source = torchtitan_config(load_model("llama3-70b"), plan)
+        >>> "tensor_parallel_degree=8," in source
+        True
+    """
+    _refuse(_torchtitan_problems(plan), "torchtitan cannot run this plan")
+    package, function = _base(model, base)
+    layout = "".join(
+        f"        {name}={value!r},\n" for name, value in _degrees(model, plan).items()
+    )
+    recompute = {"none": "None", "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}
+    tokens = plan.micro_batch * model.seq_len
+    lines = [
+        f'"""{_clean(model.name)} on {plan.num_gpus} GPUs, planned by fivefold.',
+        "",
+        f"NGPU={plan.num_gpus} MODULE=torchtitan_planned CONFIG=planned ./run_train.sh",
+        "",
+        'Names are those of torchtitan b5bcd76 (2026-08)."""',
+        "",
+        "from torchtitan.config import ParallelismConfig",
+        *_imports(plan),
+        f"from torchtitan.models.{package}.config_registry import {function}",
+        "from torchtitan.trainer import Trainer",
+        "",
+        "",
+        "def planned() -> Trainer.Config:",
+        f"    config = {function}()",
+        f"    config.parallelism = ParallelismConfig(\n{layout}    )",
+        f"    config.training.num_tokens_per_microbatch_per_dp_rank = {tokens}",
+        f"    config.training.num_tokens_per_train_step = {plan.global_batch * model.seq_len}",
+        f"    config.training.max_context_length = {model.seq_len}",
+        f"    config.activation_checkpoint = {recompute[plan.recompute]}",
+        *_more(plan),
+        "    return config",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _torchtitan_problems(plan: ParallelPlan) -> dict[str, bool]:
+    moved = (plan.offload_weights, plan.offload_optimizer)
+    return {
+        f"it has no pipeline schedule {plan.schedule}": plan.pipeline > 1
+        and plan.schedule not in _SCHEDULES,
+        "it shares gradients wherever it shares optimizer states (ZeRO-1)": plan.zero == 1,
+        "local updates (tau)": plan.tau > 1,
+        "inputs that sequence parallelism keeps instead of gathering them again": (
+            plan.sequence_parallel and not plan.regather
+        ),
+        f"messages between stages beside compute under {plan.schedule}": (
+            plan.pipeline > 1 and plan.pipeline_overlap and plan.schedule in WAITING_SCHEDULES
+        ),
+        "activations in host memory": plan.offload_activations,
+        "weights and optimizer states go to host memory together or not at all, with ZeRO": any(
+            moved
+        )
+        and not (all(moved) and plan.zero >= 2),
+        "the pipeline is its outermost axis": plan.order == "tcpd" and plan.pipeline > 1,
+        f"matrix products in {plan.dtype}": plan.dtype != "bf16",
+        "states shared by a part of a context group": bool(plan.zero)
+        and plan.shards % plan.context != 0,
+        "experts are split over ranks that share states": plan.expert > 1
+        and _shard(plan) * plan.context % plan.expert != 0,
+    }
+
+
+def _base(model: ModelSpec, base: str | None) -> tuple[str, str]:
+    if base is None:
+        sizes = (model.num_layers, model.hidden, model.num_heads, model.kv_heads, model.ffn_width)
+        found = _KNOWN_EXPERTS.get(model.name)
+        if model.experts is None and model.latent is None and not model.stages:
+            found = _KNOWN.get((*sizes, model.vocab))
+        if found is None:
+            raise UnsupportedError(
+                f"torchtitan has no configuration of {model.name!r} that is known here",
+                hint="name one of its own with base, such as llama3.llama3_8b",
+            )
+        base = found
+    package, _, function = base.partition(".")
+    if not (package.isidentifier() and function.isidentifier()):
+        raise ConfigurationError(
+            f"base must be a package and a function of torchtitan's models; got {base!r}",
+            hint="such as llama3.llama3_8b",
+        )
+    return package, function
+
+
+def _shard(plan: ParallelPlan) -> int:
+    """Data-parallel ranks that share states."""
+    return max(1, plan.shards // plan.context) if plan.zero else 1
+
+
+def _degrees(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
+    """Arguments of ParallelismConfig."""
+    shard = _shard(plan)
+    degrees: dict[str, Any] = {
+        "data_parallel_replicate_degree": plan.data // shard,
+        "data_parallel_shard_degree": shard,
+        # ZeRO-2 keeps gathered parameters from forward to backward, ZeRO-3 gathers them again.
+        "fsdp_reshard_after_forward": "always" if plan.zero == 3 else "never",
+        "tensor_parallel_degree": plan.tensor,
+        "enable_sequence_parallel": plan.sequence_parallel,
+        "pipeline_parallel_degree": plan.pipeline,
+        "context_parallel_degree": plan.context,
+        "expert_parallel_degree": plan.expert,
+    }
+    if plan.pipeline > 1:
+        ends = int(plan.embedding_layers)
+        chunks = 2 if plan.schedule in {"zb_v", "dualpipe_v"} else plan.virtual
+        layers = model.num_layers + 2 * ends
+        degrees |= {
+            "pipeline_parallel_schedule": _SCHEDULES[plan.schedule],
+            "pipeline_parallel_first_stage_less_layers": ends,
+            "pipeline_parallel_last_stage_less_layers": ends,
+            "pipeline_parallel_layers_per_stage": -(-layers // (plan.pipeline * chunks)),
+            "num_pp_microbatches": plan.num_micro_batches,
+        }
+    return degrees
+
+
+def _imports(plan: ParallelPlan) -> list[str]:
+    kinds = {"selective": "SelectiveAC", "full": "FullAC"}
+    if plan.recompute == "none":
+        return []
+    return [f"from torchtitan.distributed.activation_checkpoint import {kinds[plan.recompute]}"]
+
+
+def _more(plan: ParallelPlan) -> list[str]:
+    lines = []
+    if plan.offload_weights:
+        lines.append("    config.training.enable_cpu_offload = True")
+    if plan.tensor_overlap != "none":
+        lines += [
+            "    config.compile.enable = True",
+            "    config.compile.enable_async_tensor_parallel = True",
+        ]
+    return lines
+
+
+def _clean(name: str) -> str:
+    """Return a name that can stand in a docstring."""
+    return name.replace("\\", "/").replace('"', "'")
+
+
+def trainer_config(model: ModelSpec, plan: ParallelPlan) -> str:
+    """Return a configuration file of ``fivefold train`` for a model and a plan.
+
+    Args:
+        model: The model.
+        plan: How it is split.
+
+    Returns:
+        TOML; data, learning rate and steps are the trainer's defaults.
+
+    Raises:
+        UnsupportedError: The trainer cannot run the plan or the model.
+
+    Examples:
+        >>> from fivefold.strategy import load_model
+        >>> plan = ParallelPlan(global_batch=32, data=8, micro_batch=2, tau=4)
+        >>> print(trainer_config(load_model("gpt3-1.3b"), plan).split("[sync]")[1].strip())
+        method = "co2"
+        tau = 4
+    """
+    _refuse(_trainer_problems(model, plan), "fivefold train cannot run this plan")
+    shape: dict[str, Any] = {
+        "layers": model.num_layers, "width": model.hidden, "heads": model.num_heads
+    }  # fmt: skip
+    if model.experts is not None:
+        shape["moe"] = {
+            "experts": model.experts.num_experts, "top_k": model.experts.top_k,
+            "expert_width": model.experts.expert_ffn, "expert_parallel": plan.expert,
+            "every": model.experts.every,
+        }  # fmt: skip
+    sync: dict[str, Any] = {"method": "ddp" if plan.data > 1 else "none"}
+    if plan.tau > 1:
+        sync = {"method": "co2", "tau": plan.tau}
+    return format_toml(
+        {
+            "run": {"output": f"runs/{_folder(model.name)}"},
+            "data": {"sequence_length": model.seq_len},
+            "model": shape,
+            "optim": {
+                "batch_size": plan.micro_batch,
+                "accumulation": plan.num_micro_batches,
+                "precision": plan.dtype,
+            },
+            "sync": sync,
+        }
+    )
+
+
+def _trainer_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
+    experts = model.experts
+    return {
+        "it trains language models only": bool(model.stages) or not model.embeds_tokens,
+        "tensor, pipeline or context parallelism": plan.num_gpus != plan.data,
+        f"ZeRO-{plan.zero}": plan.zero > 0,
+        "recomputation": plan.recompute != "none",
+        "states in host memory": plan.offload_weights
+        or plan.offload_activations
+        or plan.offload_optimizer,
+        f"matrix products in {plan.dtype}": plan.dtype != "bf16",
+        "latent attention": model.latent is not None,
+        "heads of keys and values of their own number": model.kv_heads != model.num_heads,
+        "heads of an odd or their own width": model.hidden % (2 * model.num_heads) != 0
+        or (model.head_dim is not None and model.head_dim * model.num_heads != model.hidden),
+        "dense layers before the experts": experts is not None and experts.dense_layers > 0,
+        "experts beside local updates": plan.expert > 1 and plan.tau > 1,
+        "local updates of one replica": plan.tau > 1 and plan.data == 1,
+    }
+
+
+def _folder(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name).strip(".") or "planned"

@@ -1,0 +1,441 @@
+"""A cluster: one GPU with its software stack, the tiers that join it, and its numbers' sources.
+
+A file names a known cluster in ``base`` and changes some of it, or says everything. The known ones
+lie in ``devices/``, one file per pair of GPU and software stack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fivefold.collectives.pricing import FabricSpec, Tier, fabric_from_topology
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.files import read_toml
+from fivefold.network.topology import parse_topology
+from fivefold.network.topology.text import catalogue
+from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
+
+# Rows, columns, share of the best tile's speed: smaller tiles reuse less of what they load.
+_TILES = (
+    (256, 128, 1.0), (128, 256, 1.0), (192, 128, 0.98), (128, 192, 0.98), (128, 128, 0.94),
+    (256, 64, 0.85), (64, 256, 0.85), (128, 64, 0.8), (64, 64, 0.62),
+)  # fmt: skip
+_LEAST_DEPTH = 1024
+_MATRIX_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp32": 4.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """One GPU under one software stack.
+
+    Args:
+        name: Of the pair, such as ``"a100-megatron"``.
+        peak_flops: Dense peak of 16-bit matrix products.
+        peak_flops_fp8: The same of 8-bit products; 0 where there are none.
+        memory_bytes: Device memory.
+        memory_bandwidth_bytes_per_s: Peak of device memory.
+        multiprocessors: How many tiles run at a time.
+        gemm_efficiency: Share of the peak that an endless product reaches.
+        gemm_efficiency_fp8: The same for 8-bit products, casts included.
+        tile_start_s: Fixed time of a tile: first loads, no multiplication yet.
+        epilogue_share: Share of writing the results that multiplication does not hide.
+        attention_efficiency: Share of the peak inside a fused attention kernel.
+        fused_attention: Attention never writes scores to memory (FlashAttention).
+        causal_skips: The attention kernel skips what the mask hides.
+        recompute_stops_early: Full recomputation of a layer ends with the input of its last
+            product, as PyTorch's checkpoints that are not reentrant do; Megatron-LM's repeat all.
+        selective_products: Share of the 16-bit products that selective recomputation repeats.
+        selective_products_fp8: The same of 8-bit products.
+        memory_efficiency: Share of the memory's peak in element-wise kernels.
+        kernel_gap_s: Time between two kernels on the device.
+        host_kernel_s: Time in which the host can issue one kernel: the floor of small layers.
+        overlap_slowdown: Share by which compute slows down while communication runs beside it.
+        gradient_bytes: Width of gradients in memory.
+        gradient_wire_bytes: Width of gradients when they are reduced.
+        parameter_wire_bytes: Width of parameters when they are gathered.
+        optimizer_bytes_per_parameter: Memory traffic of one optimizer step per parameter.
+        reserved_bytes: What context, buffers and fragmentation take of the memory.
+        host_bandwidth_bytes_per_s: To host memory, for offloading.
+        shard_gather_share: Share of a ring's rate that gathers of shared parameters reach (ZeRO-3).
+        splits_stage_messages: Tensor ranks send a share each to the next stage, gathered there.
+        expert_imbalance: Tokens of the fullest rank of an expert group, over the mean.
+        slices: Into how many pieces pipelined tensor overlap cuts a product; one stays exposed.
+        step_overhead_s: Fixed time of an iteration: data, logging, norms, synchronisation.
+        jitter: Share that the slowest of many ranks lags behind the mean, per doubling of nodes.
+        sources: Where each constant comes from, by name.
+
+    Raises:
+        ConfigurationError: A constant is negative, a share is more than 1.
+    """
+
+    name: str
+    peak_flops: float
+    memory_bytes: float
+    memory_bandwidth_bytes_per_s: float
+    multiprocessors: int
+    peak_flops_fp8: float = 0.0
+    gemm_efficiency: float = 0.75
+    gemm_efficiency_fp8: float = 0.6
+    tile_start_s: float = 1e-6
+    epilogue_share: float = 1.0
+    attention_efficiency: float = 0.5
+    fused_attention: bool = False
+    causal_skips: bool = False
+    recompute_stops_early: bool = False
+    selective_products: float = 0.0
+    selective_products_fp8: float = 0.0
+    memory_efficiency: float = 0.8
+    kernel_gap_s: float = 2e-6
+    host_kernel_s: float = 1e-5
+    overlap_slowdown: float = 0.1
+    gradient_bytes: float = 4.0
+    gradient_wire_bytes: float = 2.0
+    parameter_wire_bytes: float = 2.0
+    optimizer_bytes_per_parameter: float = 34.0
+    reserved_bytes: float = 2e9
+    host_bandwidth_bytes_per_s: float = 25e9
+    shard_gather_share: float = 1.0
+    splits_stage_messages: bool = True
+    expert_imbalance: float = 1.0
+    slices: int = 4
+    step_overhead_s: float = 0.0
+    jitter: float = 0.0
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("peak_flops", "memory_bytes", "memory_bandwidth_bytes_per_s"):
+            _check(self, name, low=1.0, high=math.inf)
+        for name in ("gemm_efficiency", "attention_efficiency", "memory_efficiency"):
+            _check(self, name, low=1e-6, high=1.0)
+        for name in ("kernel_gap_s", "host_kernel_s", "step_overhead_s", "jitter"):
+            _check(self, name, low=0.0, high=math.inf)
+
+    def matrix_flops(self, *, dtype: str) -> float:
+        """Peak times efficiency of an endless matrix product of ``dtype``."""
+        if dtype == "fp8":
+            if not self.peak_flops_fp8:
+                message = f"{self.name} has no 8-bit matrix products"
+                raise ConfigurationError(message, hint="use dtype 'bf16'")
+            return self.peak_flops_fp8 * self.gemm_efficiency_fp8
+        if dtype not in _MATRIX_BYTES:
+            message = f"dtype {dtype!r} is unknown"
+            raise ConfigurationError(message, hint=f"use one of {sorted(_MATRIX_BYTES)}")
+        return self.peak_flops * self.gemm_efficiency
+
+
+def _check(device: DeviceSpec, name: str, *, low: float, high: float) -> None:
+    value = getattr(device, name)
+    if not low <= value <= high or not math.isfinite(value):
+        message = f"{name}={value!r} of device {device.name!r} is out of range"
+        raise ConfigurationError(message, hint=f"between {low:g} and {high:g}, finite")
+
+
+@functools.lru_cache(maxsize=200_000)
+def gemm_time_s(
+    device: DeviceSpec,
+    *,
+    m: float,
+    n: float,
+    k: float,
+    batch: float = 1.0,
+    dtype: str = "bf16",
+    output_bytes: float = 2.0,
+) -> float:
+    """Time of ``batch`` products of m x k with k x n, as waves of tiles or as bytes moved.
+
+    Each tile shape is tried and the fastest taken, as the library's heuristic does. The time is
+    that of the fullest multiprocessor, or of reading and writing the matrices where that is more.
+    """
+    if min(m, n, k, batch) <= 0:
+        return 0.0
+    rate = device.matrix_flops(dtype=dtype)
+    best_s = math.inf
+    for rows, columns, speed in _TILES:
+        tiles = math.ceil(m / rows) * math.ceil(n / columns) * batch
+        waves = math.ceil(tiles / device.multiprocessors)
+        work = waves * device.multiprocessors * 2.0 * rows * columns
+        # Few tiles of a deep product share their depth out, and add the parts up afterwards.
+        parts = max(1, min(int(device.multiprocessors // max(tiles, 1)), int(k // _LEAST_DEPTH)))
+        added_s = memory_time_s(device, 8.0 * (parts - 1) * batch * m * n)
+        deep_s = work * k / (parts * rate * speed) + added_s
+        best_s = min(best_s, deep_s + waves * device.tile_start_s)
+    written_s = memory_time_s(device, output_bytes * batch * m * n)
+    loaded_s = memory_time_s(device, _MATRIX_BYTES[dtype] * batch * (m * k + k * n))
+    slow_s = best_s + device.epilogue_share * written_s
+    return max(slow_s, loaded_s + written_s) + device.kernel_gap_s
+
+
+def memory_time_s(device: DeviceSpec, size_bytes: float) -> float:
+    """Time in which element-wise kernels move ``size_bytes`` to and from device memory."""
+    return size_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+
+
+_TOP = {"name", "base", "gpus", "device", "tier", "sources", "topology"}
+_TEXT_TIER = {
+    "bandwidth": "bandwidth_bytes_per_s",
+    "base": "base_s",
+    "hop": "hop_s",
+    "fill": "fill_s",
+}
+_TEXT_DEVICE = {
+    "memory": "memory_bytes", "memory_bandwidth": "memory_bandwidth_bytes_per_s",
+    "kernel_gap": "kernel_gap_s", "host_kernel": "host_kernel_s", "reserved": "reserved_bytes",
+    "host_bandwidth": "host_bandwidth_bytes_per_s", "step_overhead": "step_overhead_s",
+}  # fmt: skip
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """GPUs of one kind and what joins them.
+
+    Args:
+        name: For people.
+        device: The GPU with its stack.
+        fabric: The tiers.
+        num_gpus: How many there are; None where it does not matter.
+    """
+
+    name: str
+    device: DeviceSpec
+    fabric: FabricSpec
+    num_gpus: int | None = None
+
+    def require(self, num_gpus: int) -> None:
+        """Refuse a job of more GPUs than there are.
+
+        Raises:
+            InfeasibleError: There are fewer.
+        """
+        most = self.fabric.num_gpus if self.num_gpus is None else self.num_gpus
+        if isinstance(num_gpus, int) and num_gpus > most:
+            message = f"the job wants {num_gpus} GPUs, cluster {self.name!r} has {most}"
+            raise InfeasibleError(message, hint=f"use at most {most} GPUs")
+
+
+def named_clusters() -> tuple[str, ...]:
+    """Names of the known pairs of GPU and stack.
+
+    Examples:
+        >>> "h100-nemo" in named_clusters()
+        True
+    """
+    folder = files("fivefold.strategy") / "devices"
+    found = [entry.name.removesuffix(".toml") for entry in folder.iterdir()]
+    return tuple(sorted(name for name in found if not name.startswith("_")))
+
+
+def load_cluster(source: str | Path) -> Cluster:
+    """Return a known cluster, or one from a TOML file.
+
+    Args:
+        source: A name of ``named_clusters()`` or a path.
+
+    Raises:
+        ConfigurationError: A name or key is unknown, or a value is not allowed.
+
+    Examples:
+        >>> load_cluster("h100-nemo").device.peak_flops
+        989000000000000.0
+    """
+    return _load(source, bases=())
+
+
+def _load(source: str | Path, *, bases: tuple[str, ...]) -> Cluster:
+    """Return a cluster, and the files through which its base was reached."""
+    if str(source) in bases:
+        message = f"the base of {bases[-1]} is {source}, which is made from it"
+        raise ConfigurationError(message, hint="name another base, such as 'h100-nemo'")
+    bases = (*bases, str(source))
+    if str(source) in named_clusters():
+        text = (files("fivefold.strategy") / "devices" / f"{source}.toml").read_text()
+        return _cluster(tomllib.loads(text), name=str(source), bases=bases)
+    path = Path(source)
+    if path.suffix != ".toml":
+        raise _unknown(str(source))
+    table = read_toml(path, what="cluster file")
+    return _cluster(table, name=path.stem, bases=bases)
+
+
+def _cluster(table: Mapping[str, Any], *, name: str, bases: tuple[str, ...]) -> Cluster:
+    check_keys(table, _TOP, where="the cluster")
+    for key in ("name", "base", "topology"):
+        if not isinstance(table.get(key, ""), str):
+            message = f"{key} of the cluster must be text; got {table[key]!r:.60}"
+            raise ConfigurationError(message, hint=f'write {key} = "..."')
+    base = _load(str(table["base"]), bases=bases) if "base" in table else None
+    fields: dict[str, Any] = {}
+    tiers: dict[str, dict[str, Any]] = {}
+    if base is not None:
+        fields = {f.name: getattr(base.device, f.name) for f in dataclasses.fields(base.device)}
+        tiers = {t.name: dataclasses.asdict(t) for t in base.fabric.tiers}
+    given = table.get("sources", {})
+    if not isinstance(given, dict) or not all(isinstance(one, str) for one in given.values()):
+        message = f"sources of {name!r} must be a table of texts; got {given!r:.60}"
+        raise ConfigurationError(message, hint='write [sources] and key = "where it comes from"')
+    sources = dict(fields.get("sources", ())) | given
+    fields |= _read(table.get("device", {}), DeviceSpec, _TEXT_DEVICE, where="device")
+    entries = table.get("tier", [])
+    if not isinstance(entries, list):
+        message = f"tier of {name!r} must be tables; got {entries!r:.60}"
+        raise ConfigurationError(message, hint="write [[tier]] and its keys below")
+    for entry in entries:
+        values = _read(entry, Tier, _TEXT_TIER, where="tier")
+        named = str(values.get("name", ""))
+        tiers[named] = tiers.get(named, {}) | values
+    fields |= {"name": table.get("name", name), "sources": tuple(sorted(sources.items()))}
+    device = _build(DeviceSpec, fields, where="device")
+    fabric = _fabric(table, tiers, name=str(fields["name"]))
+    count = table.get("gpus", base.num_gpus if base is not None else None)
+    if count is not None and (not isinstance(count, int) or not 1 <= count <= fabric.num_gpus):
+        message = f"gpus={count!r} of cluster {name!r} is out of range"
+        raise ConfigurationError(message, hint=f"the fabric joins at most {fabric.num_gpus}")
+    return Cluster(name=str(fields["name"]), device=device, fabric=fabric, num_gpus=count)
+
+
+def _fabric(
+    table: Mapping[str, Any], tiers: Mapping[str, Mapping[str, Any]], *, name: str
+) -> FabricSpec:
+    """Tiers of a topology, where one is named, changed by what the file says of them."""
+    if "topology" in table:
+        return _reached(fabric_from_topology(parse_topology(str(table["topology"]))), tiers)
+    joined = tuple(_build(Tier, tier, where="tier") for tier in tiers.values())
+    return FabricSpec(name=name, tiers=tuple(sorted(joined, key=lambda tier: tier.gpus)))
+
+
+def reached_tiers(fabric: FabricSpec, known: FabricSpec) -> FabricSpec:
+    """A topology's tiers, with what ``known`` says of the share of a link that software reaches."""
+    return _reached(fabric, {tier.name: dataclasses.asdict(tier) for tier in known.tiers})
+
+
+def _reached(fabric: FabricSpec, known: Mapping[str, Mapping[str, Any]]) -> FabricSpec:
+    names = ("efficiency", "exchange_efficiency", "base_s", "fill_s", "all_reduce_gain")
+    outermost = max(known.values(), key=lambda tier: int(tier.get("gpus", 0)), default={})
+    tiers = []
+    for tier in fabric.tiers:
+        said = known.get(tier.name, {} if tier.name == "node" else outermost)
+        changes = {name: said[name] for name in names if name in said}
+        tiers.append(dataclasses.replace(tier, **changes))
+    return dataclasses.replace(fabric, tiers=tuple(tiers))
+
+
+def _unknown(name: str) -> ConfigurationError:
+    known = catalogue()
+    if name.partition(":")[0].replace("-", "_") in {*known.machines, *known.generators}:
+        return ConfigurationError(
+            f"{name!r} is a network, and a plan needs the GPU and its software as well",
+            hint=f'write a TOML file with base = "h100-nemo" (or another GPU and stack) and '
+            f'topology = "{name}"',
+        )
+    near = difflib.get_close_matches(name, named_clusters(), n=1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return ConfigurationError(
+        f"cluster {name!r} is unknown",
+        hint=f"{meant}give a TOML file or one of {', '.join(named_clusters())}",
+    )
+
+
+def check_keys(table: Mapping[str, Any], allowed: set[str], *, where: str) -> None:
+    """Refuse unknown keys, with the nearest known one as a hint."""
+    if not isinstance(table, Mapping):
+        raise ConfigurationError(
+            f"{where} must be a table; got {table!r:.60}", hint="write a table and its keys below"
+        )
+    for key in table:
+        if key not in allowed:
+            near = difflib.get_close_matches(key, sorted(allowed), n=1)
+            near = near or [known for known in sorted(allowed) if key in known]
+            message = f"{where} has no key {key!r}"
+            known = f"it has {', '.join(sorted(allowed))}"
+            raise ConfigurationError(message, hint=f"did you mean {near[0]!r}?" if near else known)
+
+
+def check_types(values: Mapping[str, Any], kind: type, *, where: str) -> None:
+    """Refuse values that the fields of a dataclass do not take."""
+    hints = typing.get_type_hints(kind)
+    for name, value in values.items():
+        if name in hints and not _fits(value, hints[name]):
+            wanted = " or ".join(_words(hints[name]))
+            message = f"{where}: {_key_of(name)} must be {wanted}; got {value!r:.60}"
+            hint = f"a {type(value).__name__} cannot stand there"
+            raise ConfigurationError(message, hint=hint)
+
+
+def _words(hint: Any) -> list[str]:
+    if typing.get_origin(hint) in {typing.Union, types.UnionType}:
+        inner = typing.get_args(hint)
+        return [word for one in inner if one is not type(None) for word in _words(one)]
+    return [_WORDS.get(hint) or str(getattr(hint, "__name__", hint)).replace("typing.", "")]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in {typing.Union, types.UnionType}:
+        return any(_fits(value, one) for one in inner)
+    if origin is typing.Literal:
+        return value in inner
+    if origin is tuple and inner[-1] is ...:
+        return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
+    if hint in {int, float}:
+        plain = int if hint is int else int | float
+        return isinstance(value, plain) and not isinstance(value, bool)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _read(
+    table: Mapping[str, Any], kind: type, texts: Mapping[str, str], *, where: str
+) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(kind)} - {"sources"}
+    check_keys(table, names | set(texts), where=where)
+    values = {}
+    for key, value in table.items():
+        name = texts.get(key, key)
+        if key in texts and name.endswith("_bytes_per_s"):
+            values[name] = parse_bytes_per_s(value)
+        elif key in texts and name.endswith("_bytes"):
+            values[name] = float(parse_bytes(value))
+        elif key in texts:
+            values[name] = parse_duration_s(value)
+        else:
+            values[name] = value
+    check_types(values, kind, where=where)
+    return values
+
+
+def _build(kind: type, fields: Mapping[str, Any], *, where: str) -> Any:
+    require_fields(kind, fields, where=f"{where} {fields.get('name', '')!r}")
+    return kind(**fields)
+
+
+def require_fields(kind: type, values: Mapping[str, Any], *, where: str) -> None:
+    """Refuse a table that lacks a field without a default."""
+    fields = dataclasses.fields(kind)
+    missing = [
+        field.name
+        for field in fields
+        if field.name not in values
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        message = f"{where} is incomplete: it does not say {', '.join(map(_key_of, missing))}"
+        raise ConfigurationError(message, hint="give every size that has no default")
+
+
+def _key_of(name: str) -> str:
+    """Return how a file writes a field."""
+    keys = {field: key for texts in (_TEXT_TIER, _TEXT_DEVICE) for key, field in texts.items()}
+    return keys.get(name, name)

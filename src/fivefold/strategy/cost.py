@@ -1,0 +1,444 @@
+"""Time and memory of plans in columns, one entry per plan; a single plan is a table of one.
+
+An iteration is: every micro-batch through the slowest stage, the pipeline bubble, what of the
+gradients' and parameters' communication is exposed, and the optimizer's step. Layers are looked up
+(``_layer`` computes the few hundred different ones), the rest is arithmetic on columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fivefold.collectives.pricing import FabricSpec
+from fivefold.collectives.pricing.closed_form import chain_time_s
+from fivefold.errors import ConfigurationError
+from fivefold.strategy._columns import Columns, Floats
+from fivefold.strategy._memory import WEIGHT_BYTES, MemoryUse, fullest_bytes, memory_use
+from fivefold.strategy.cluster import DeviceSpec
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.pipeline import pipeline_shape
+from fivefold.strategy.plan import WAITING_SCHEDULES, ParallelPlan, PlanTable, plan_problem
+from fivefold.tasks.schedule import exposed_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeUse:
+    """Where the time of an iteration goes; the parts add up.
+
+    Args:
+        compute_s: Forward and backward of all micro-batches on the slowest stage.
+        recompute_s: Forward computed again.
+        tensor_s: Exposed communication of the tensor group.
+        context_s: Exposed communication of the context group.
+        expert_s: Exposed dispatch and combine of tokens between experts.
+        pipeline_p2p_s: Exposed pipeline p2p.
+        pipeline_bubble_s: The pipeline bubble.
+        data_s: Exposed communication of gradients and parameters.
+        offload_s: Exposed transfers to and from host memory.
+        optimizer_s: The optimizer's step.
+        overhead_s: The stack's fixed time and the lag of the slowest rank.
+    """
+
+    compute_s: float = 0.0
+    recompute_s: float = 0.0
+    tensor_s: float = 0.0
+    context_s: float = 0.0
+    expert_s: float = 0.0
+    pipeline_p2p_s: float = 0.0
+    pipeline_bubble_s: float = 0.0
+    data_s: float = 0.0
+    offload_s: float = 0.0
+    optimizer_s: float = 0.0
+    overhead_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Return the iteration."""
+        return float(sum(getattr(self, name) for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanPrediction:
+    """What one iteration of a plan costs.
+
+    Args:
+        plan: The plan.
+        time: Where the time goes.
+        memory: Bytes on the fullest GPU.
+        fits: Whether these are at most the device's.
+        mfu: Model FLOPs (no recomputation) by what the GPUs could do in that time.
+    """
+
+    plan: ParallelPlan
+    time: TimeUse
+    memory: MemoryUse
+    fits: bool
+    mfu: float
+
+    @property
+    def time_s(self) -> float:
+        """Return seconds of an iteration."""
+        return self.time.total_s
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Time of an iteration and bytes on the fullest GPU, per plan."""
+
+    time_s: Floats
+    memory_bytes: Floats
+
+
+def evaluate_plan(
+    model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, plan: ParallelPlan
+) -> PlanPrediction:
+    """Predict time and memory of one iteration.
+
+    Args:
+        model: What is trained.
+        device: On which GPU and stack.
+        fabric: Joined how.
+        plan: Split how.
+
+    Raises:
+        ConfigurationError: The plan cannot run the model.
+
+    Examples:
+        >>> from fivefold.strategy import load_cluster, load_model
+        >>> cluster = load_cluster("a100-megatron")
+        >>> plan = ParallelPlan(global_batch=8, data=8)
+        >>> found = evaluate_plan(load_model("gpt3-1.3b"), cluster.device, cluster.fabric,
+        ...                       plan=plan)
+        >>> 0.1 < found.time_s < 0.3
+        True
+    """
+    problem = plan_problem(model, plan)
+    if problem is not None:
+        raise ConfigurationError(problem, hint="choose degrees that divide the model")
+    columns = Columns(model, device, fabric, PlanTable.of([plan]))
+    memory = memory_use(columns)
+    time = TimeUse(**{name: float(column[0]) for name, column in _time_parts(columns).items()})
+    peak = device.peak_flops_fp8 if plan.dtype == "fp8" else device.peak_flops
+    flops = plan.global_batch * model.flops_per_sequence()
+    return PlanPrediction(
+        plan=plan,
+        time=time,
+        memory=memory,
+        fits=memory.total_bytes <= device.memory_bytes,
+        mfu=flops / (time.total_s * plan.num_gpus * peak),
+    )
+
+
+def evaluate_table(
+    model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, table: PlanTable
+) -> CostTable:
+    """Predict time and memory of every plan of a table that can run the model."""
+    columns = Columns(model, device, fabric, table)
+    times = _time_columns(columns, _layer_of(columns))
+    return CostTable(
+        time_s=sum(times.values(), np.zeros(len(table))), memory_bytes=fullest_bytes(columns)
+    )
+
+
+def _layer_of(columns: Columns) -> dict[str, Floats]:
+    return _gathering_layer(columns, exchanging_layer(columns))
+
+
+def _time_parts(columns: Columns) -> dict[str, Floats]:
+    """Return the fields of ``TimeUse`` for every plan of a table."""
+    table, head, layer = columns.table, columns.head, _layer_of(columns)
+    times = _time_columns(columns, layer)
+    m, layers = columns.micro_batches, np.max(columns.counts, axis=0)
+    one = table.pipeline == 1
+    parts = {
+        name: m * (layers * layer[name] + np.where(one, head[name], 0.0))
+        for name in ("recompute_s", "tensor_s", "context_s", "expert_s")
+    }
+    # Full recomputation repeats communication, about a third of all: it is not counted twice.
+    repeated_s = m * layers * (layer["tensor_s"] + layer["context_s"] + layer["expert_s"]) / 3.0
+    parts["recompute_s"] -= np.where(table.is_word("recompute", "full"), repeated_s, 0.0)
+    return {"compute_s": times.pop("busy_s") - sum(parts.values()), **parts, **times}
+
+
+def _stage_times(columns: Columns, layer: dict[str, Floats]) -> list[tuple[Floats, Floats, Floats]]:
+    head, one = columns.head, columns.table.pipeline == 1
+    embedding_s = _embedding_s(columns)
+    stages = []
+    for number, count in enumerate(columns.counts):
+        is_first, is_last = one | (number == 0), one | (number == 2)
+        opening_s = np.where(is_first, embedding_s, 0.0)
+        parts = [
+            count * layer[name] + np.where(is_last, head[name], 0.0)
+            for name in ("forward_s", "input_s", "weight_s")
+        ]
+        outside_s = _outside_s(columns, layer, number)
+        parts[0], parts[1] = parts[0] + outside_s[0], parts[1] + outside_s[1]
+        stages.append((parts[0] + opening_s, parts[1], parts[2] + opening_s))
+    return stages
+
+
+def _embedding_s(columns: Columns) -> Floats:
+    t, model, device = columns.table, columns.model, columns.device
+    if model.stages:
+        return np.zeros(len(t))
+    moved = 8.0 * t.micro_batch * model.seq_len / t.context * model.hidden
+    return moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
+
+
+def _time_columns(columns: Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
+    """Seconds of an iteration: ``busy_s`` in layers, and the rest as ``TimeUse`` names it."""
+    t, device = columns.table, columns.device
+    p, m = t.pipeline, columns.micro_batches
+    stages = np.array(_stage_times(columns, layer))
+    totals = stages.sum(axis=1)
+    slowest = np.argmax(totals, axis=0)
+    slow = np.take_along_axis(stages, slowest[None, None, :], axis=0)[0]
+    slowest_s = totals.max(axis=0)
+    mean = _mean_stage(columns, layer)
+    bubble_s, messages = _schedule_columns(columns, mean)
+    message_s, through_s = _message_s(columns)
+    bubble_s = bubble_s + 2.0 * through_s
+    # Where stages are uneven, the bubble of these schedules is shorter.
+    even = t.is_word("schedule", "gpipe", "1f1b", "interleaved")
+    bubble_s = bubble_s - np.where(even, (slowest_s - sum(mean)) / t.virtual, 0.0)
+    p2p_s = 2.0 * message_s * messages
+    # While an interleaved pipeline fills or drains, nothing runs beside its messages: overlap
+    # needs a forward beside a backward, and (v - 1) p chunks of v m come before that.
+    filling = np.where(t.is_word("schedule", "interleaved"), (1.0 - 1.0 / t.virtual) * p / m, 0.0)
+    overlaps = (t.pipeline_overlap == 1) & ~t.is_word("schedule", *WAITING_SCHEDULES)
+    share = np.where(overlaps, 1.0 - np.minimum(filling, 1.0), 0.0)
+    beside_s = exposed_s(p2p_s, slowest_s, slowdown=device.overlap_slowdown)
+    sent_s = m * (p2p_s - share * (p2p_s - beside_s))
+    kept, routed = columns.outer_parameters()
+    offload_s = _offload_s(columns, layer, slowest_s)
+    optimizer_s = _optimizer_s(columns, kept, routed)
+    local_s = m * slowest_s + bubble_s + sent_s + offload_s + optimizer_s
+    data_s = _data_s(columns, kept, routed, slow)
+    nodes = np.maximum(columns.num_gpus / columns.fabric.gpus_per_node, 1.0)
+    lag = device.jitter * np.log2(nodes)
+    # Local updates synchronise once in tau iterations, hidden behind all of them.
+    local = t.tau > 1
+    lag_s = lag * np.where(local, local_s, local_s + data_s) + device.step_overhead_s
+    data_s = np.where(local, exposed_s(data_s / t.tau, local_s + lag_s), data_s)
+    return {
+        "busy_s": m * slowest_s, "pipeline_p2p_s": sent_s, "pipeline_bubble_s": bubble_s,
+        "data_s": data_s, "offload_s": offload_s, "optimizer_s": optimizer_s, "overhead_s": lag_s,
+    }  # fmt: skip
+
+
+def least_time_s(columns: Columns) -> Floats:
+    """Micro-batches on a stage of mean speed and the bubble at that speed: no plan is faster."""
+    mean = _mean_stage(columns, exchanging_layer(columns))
+    least_s: Floats = columns.micro_batches * sum(mean) + _schedule_columns(columns, mean)[0]
+    return least_s
+
+
+def _mean_stage(columns: Columns, layer: dict[str, Floats]) -> list[Floats]:
+    p, head = columns.table.pipeline, columns.head
+    each, embedding_s = columns.model.num_layers / p, _embedding_s(columns) / p
+    forward_s, input_s, weight_s = (
+        each * layer[name] + head[name] / p for name in ("forward_s", "input_s", "weight_s")
+    )
+    for number in (0, 2):
+        outside_s = _outside_s(columns, layer, number)
+        forward_s, input_s = forward_s + outside_s[0] / p, input_s + outside_s[1] / p
+    return [forward_s + embedding_s, input_s, weight_s + embedding_s]
+
+
+def _schedule_columns(columns: Columns, mean: list[Floats]) -> tuple[Floats, Floats]:
+    """Return the bubble, and messages per pair of stages."""
+    t = columns.table
+    bubble_s, messages = np.zeros(len(t)), np.zeros(len(t))
+    for schedule in t.words("schedule"):
+        shape = pipeline_shape(
+            schedule, stages=t.pipeline, micro_batches=columns.micro_batches, forward_s=mean[0],
+            input_s=mean[1], weight_s=mean[2], virtual=t.virtual,
+        )  # fmt: skip
+        rows = t.is_word("schedule", schedule)
+        bubble_s = np.where(rows, shape.bubble_s, bubble_s)
+        messages = np.where(rows, shape.p2p_messages, messages)
+    return bubble_s, messages
+
+
+def _message_s(columns: Columns) -> tuple[Floats, Floats]:
+    """A micro-batch's activations (or gradients) to the next stage: slowest pair, and all in turn.
+
+    The slowest pair sets the pace of a filled pipeline; filling it takes all, one after the other.
+    """
+    t, model, fabric = columns.table, columns.model, columns.fabric
+    if model.stages:
+        return np.zeros(len(t)), np.zeros(len(t))
+    whole = 2.0 * t.micro_batch * model.seq_len / t.context * model.hidden
+    parallel = t.sequence_parallel == 1
+    split = ~parallel & (t.tensor > 1) & columns.device.splits_stage_messages
+    tensor = columns.group(t.tensor, np.ones_like(t.tensor))
+    gather_s = columns.time_s("all_gather", whole, tensor)
+    gather_s = np.where(split & (t.pipeline > 1), gather_s, 0.0)
+    size = np.where(parallel | split, whole / t.tensor, whole)
+    slowest_s, through_s = chain_time_s(
+        fabric, size_bytes=size, groups=columns.group(t.pipeline, columns.pipe_stride)
+    )
+    return gather_s + slowest_s, (t.pipeline - 1) * gather_s + through_s
+
+
+def _offload_s(columns: Columns, layer: dict[str, Floats], stage_s: Floats) -> Floats:
+    t, device = columns.table, columns.device
+    kept, routed = columns.parameters(1)
+    states = kept + routed
+    stored = 2.0 * columns.model.num_layers / t.pipeline * layer["stored_bytes"]
+    moved = np.where(t.offload_weights == 1, 2.0 * WEIGHT_BYTES * states, 0.0)
+    moved = moved + np.where(t.offload_activations == 1, stored, 0.0)
+    waits_s = exposed_s(moved / device.host_bandwidth_bytes_per_s, stage_s)
+    shards = np.where(t.zero > 0, columns.shards, 1)
+    optimizer_s = 24.0 * states / shards / device.host_bandwidth_bytes_per_s
+    optimizer_s = np.where(t.offload_optimizer == 1, optimizer_s, 0.0)
+    total_s: Floats = columns.micro_batches * waits_s + optimizer_s
+    return total_s
+
+
+def _optimizer_s(columns: Columns, kept: Floats, routed: Floats) -> Floats:
+    device = columns.device
+    shared = kept / columns.shards + routed / columns.expert_shards
+    count = np.where(columns.table.zero > 0, shared, kept + routed)
+    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    return device.optimizer_bytes_per_parameter * count / rate
+
+
+def _data_s(columns: Columns, kept: Floats, routed: Floats, slow: Floats) -> Floats:
+    t, device = columns.table, columns.device
+    reduce_s, gather_s = _state_messages_s(columns, kept, routed)
+    tied_s = _tied_s(columns)
+    rounds = np.maximum(1.0, np.minimum(t.pipeline, columns.micro_batches) * (1 - 1 / t.virtual))
+    rounds = np.where(t.virtual > 1, rounds, 1.0)
+    layers = np.maximum(columns.model.num_layers / t.pipeline, 1.0)
+    hidden_s = tied_s
+    for sent_s, window_s in ((reduce_s, slow[1] + slow[2]), (gather_s, slow[0])):
+        hidden_s = hidden_s + exposed_s(
+            sent_s, rounds * window_s, pieces=layers, slowdown=device.overlap_slowdown
+        )
+    plain = (t.data_overlap == 0) | (t.tau > 1)
+    return np.where(plain, reduce_s + gather_s + tied_s, hidden_s)
+
+
+def _tied_s(columns: Columns) -> Floats:
+    t, model = columns.table, columns.model
+    if not model.tied or model.stages:
+        return np.zeros(len(t))
+    size = columns.device.gradient_wire_bytes * model.vocab * model.hidden / t.tensor
+    return columns.time_s(
+        "all_reduce_of_ends", size, columns.group(t.pipeline, columns.pipe_stride)
+    )
+
+
+def _state_messages_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
+    """Gradients reduced and parameters gathered once an iteration."""
+    t = columns.table
+    wide, parameters = columns.device.gradient_wire_bytes, columns.device.parameter_wire_bytes
+    whole = columns.group(columns.replicas, columns.data_stride)
+    experts = columns.group(columns.expert_replicas, columns.data_stride * t.expert)
+    plain_s = columns.time_s("all_reduce", wide * kept, whole)
+    plain_s = plain_s + columns.time_s("all_reduce", wide * routed, experts)
+    copies = np.maximum(columns.replicas // columns.shards, 1)
+    replica = columns.group(copies, columns.data_stride * columns.shards)
+    across_s = columns.time_s("all_reduce", wide * kept / columns.shards, replica)
+    scatter_s = np.where(t.zero == 2, columns.micro_batches, 1) * _sharing_s(
+        columns, wide * kept, wide * routed
+    )
+    reduce_s = np.where(t.zero == 3, across_s, scatter_s + across_s)
+    reduce_s = np.where(t.zero == 0, plain_s, reduce_s)
+    gather_s = _sharing_s(columns, parameters * kept, parameters * routed)
+    return reduce_s, np.where((t.zero == 1) | (t.zero == 2), gather_s, 0.0)
+
+
+def _sharing_s(columns: Columns, kept_bytes: Floats, routed_bytes: Floats) -> Floats:
+    """Gather or scatter what ranks that share states hold, kept and routed parameters."""
+    expert = columns.table.expert
+    shard = columns.group(columns.shards, columns.data_stride)
+    experts = columns.group(np.maximum(columns.shards // expert, 1), columns.data_stride * expert)
+    kept_s = columns.time_s("all_gather", kept_bytes, shard)
+    return kept_s + columns.time_s("all_gather", routed_bytes, experts)
+
+
+def exchanging_layer(columns: Columns) -> dict[str, Floats]:
+    """Costs of a layer where DualPipe computes beside dispatch and combine."""
+    layer = columns.layer
+    dual = columns.table.is_word("schedule", "dualpipe", "dualpipe_v")
+    dual &= columns.table.pipeline > 1
+    if not dual.any():
+        return layer
+    whole_s = layer["forward_s"] + layer["input_s"] + layer["weight_s"]
+    left_s = exposed_s(
+        layer["expert_s"],
+        whole_s - layer["expert_s"],
+        slowdown=columns.device.overlap_slowdown,
+    )
+    hidden_s = np.where(dual, layer["expert_s"] - left_s, 0.0)
+    return {
+        **layer,
+        "forward_s": layer["forward_s"] - hidden_s / 2,
+        "input_s": layer["input_s"] - hidden_s / 2,
+        "expert_s": layer["expert_s"] - hidden_s,
+    }
+
+
+def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
+    """Layers of ZeRO-3 plans wait for their parameters; ``spare`` is what more fits beside them."""
+    shared = columns.table.zero == 3
+    if not shared.any():
+        return layer
+    count = columns.counts[1]
+    kept, routed = columns.parameters(1)
+    gather_s, scatter_s = _shared_s(columns, kept / count, routed / count)
+    backward_s = layer["input_s"] + layer["weight_s"]
+    forward_s = _beside(columns, layer["forward_s"], gather_s)
+    both_s = _beside(columns, backward_s, gather_s + scatter_s)
+    return {
+        **layer,
+        "forward_s": np.where(shared, forward_s, layer["forward_s"]),
+        "input_s": np.where(shared, layer["input_s"] + both_s - backward_s, layer["input_s"]),
+        "spare_forward_s": np.maximum(layer["forward_s"] - gather_s, 0.0),
+        "spare_backward_s": np.maximum(backward_s - gather_s - scatter_s, 0.0),
+    }
+
+
+def _shared_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
+    """Gather ZeRO-3's parameters; scatter their gradients."""
+    device = columns.device
+    gather, scatter = (
+        width / device.shard_gather_share
+        for width in (device.parameter_wire_bytes, device.gradient_wire_bytes)
+    )
+    return (
+        _sharing_s(columns, gather * kept, gather * routed),
+        _sharing_s(columns, scatter * kept, scatter * routed),
+    )
+
+
+def _outside_s(
+    columns: Columns, layer: dict[str, Floats], number: int
+) -> tuple[Floats | float, Floats | float]:
+    """ZeRO-3's wait for what a stage holds besides layers, embedding or head: both passes."""
+    t = columns.table
+    if "spare_forward_s" not in layer or number == 1:
+        return 0.0, 0.0
+    count = columns.counts[number]
+    outside = columns.parameters(number)[0] - count * columns.parameters(1)[0] / columns.counts[1]
+    # With one stage they are in the layers' share already.
+    waits = (t.zero == 3) & (t.pipeline > 1) & (outside > 0)
+    none = np.zeros(len(t))
+    gather_s, scatter_s = _shared_s(columns, np.where(waits, outside, 0.0), none)
+    forward_s = _beside(columns, none, gather_s, spare_s=count * layer["spare_forward_s"])
+    both_s = gather_s + scatter_s
+    backward_s = _beside(columns, none, both_s, spare_s=count * layer["spare_backward_s"])
+    return np.where(waits, forward_s, 0.0), np.where(waits, backward_s, 0.0)
+
+
+def _beside(
+    columns: Columns, compute_s: Floats, sent_s: Floats, *, spare_s: Floats | None = None
+) -> Floats:
+    """Compute and what of its messages is exposed, beside it or beside ``spare_s``."""
+    room_s = compute_s if spare_s is None else spare_s
+    beside_s = exposed_s(sent_s, room_s, slowdown=columns.device.overlap_slowdown)
+    return compute_s + np.where(columns.table.data_overlap == 1, beside_s, sent_s)

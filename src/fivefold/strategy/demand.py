@@ -1,0 +1,191 @@
+"""What a plan asks of the layers below: compute of a rank, and messages of each axis of its mesh.
+
+Times here hold on links that cost nothing; who carries the messages, and how long that takes, is
+decided below. The rank is one of the slowest stage: the others wait for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fivefold.collectives.pricing import FabricSpec, Tier
+from fivefold.errors import ConfigurationError
+from fivefold.strategy._columns import Columns
+from fivefold.strategy._layer import LayerKey
+from fivefold.strategy._operators import Operator, head_operators, layer_operators
+from fivefold.strategy.cluster import DeviceSpec
+from fivefold.strategy.cost import evaluate_plan
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.pipeline import pipeline_shape
+from fivefold.strategy.plan import ParallelPlan, PlanTable
+from fivefold.tasks.iteration import IterationDemand, Message
+
+_FREE_BYTES_PER_S = 1e30
+_MOST_SEGMENTS = 4
+
+
+def axis_groups(plan: ParallelPlan, axis: str) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of an axis, by position in the mesh."""
+    group = plan.group(axis)
+    return tuple(
+        tuple(first + member * group.stride for member in range(group.size))
+        for first in range(plan.num_gpus)
+        if first // group.stride % group.size == 0
+    )
+
+
+def plan_demand(
+    model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, gpus_per_node: int = 8
+) -> IterationDemand:
+    """Return what a plan computes and sends."""
+    # ZeRO changes messages and the optimizer's share of work, never what layers compute.
+    free = _free_fabric(plan.num_gpus, gpus_per_node)
+    quiet = evaluate_plan(model, device, free, plan=dataclasses.replace(plan, tau=1)).time
+    columns = Columns(model, device, free, PlanTable.of([plan]))
+    layers = max(int(count[0]) for count in columns.counts)
+    segments = max(1, min(layers, _MOST_SEGMENTS))
+    forward_s, input_s, weight_s = (
+        float(columns.layer[name][0]) for name in ("forward_s", "input_s", "weight_s")
+    )
+    forward_share = forward_s / (forward_s + input_s + weight_s)
+    once_s = (quiet.compute_s + quiet.recompute_s) / plan.num_micro_batches / segments
+    return IterationDemand(
+        segments=segments,
+        micro_batches=plan.num_micro_batches,
+        forward_s=forward_share * once_s,
+        backward_s=(1 - forward_share) * once_s,
+        messages=(
+            *_layer_messages(model, device, plan, share=layers / segments, segments=segments),
+            *_state_messages(columns, plan, segments=segments),
+        ),
+        p2p=_pipeline_messages(model, device, plan),
+        bubble_s=max(quiet.pipeline_bubble_s, 0.0),  # uneven stages count in the compute already
+        optimizer_s=quiet.optimizer_s,
+        overhead_s=quiet.overhead_s + quiet.offload_s,
+    )
+
+
+def _free_fabric(gpus: int, gpus_per_node: int) -> FabricSpec:
+    """Links without cost; nodes as large as they are."""
+    if gpus_per_node < 1:
+        message = f"gpus_per_node must be at least 1; got {gpus_per_node}"
+        raise ConfigurationError(message, hint="the number of GPUs of a host")
+    sizes = (gpus_per_node, gpus_per_node * max(2, -(-gpus // gpus_per_node)))
+    return FabricSpec(
+        name="free",
+        tiers=tuple(
+            Tier(
+                name=f"free {size}", gpus=size, bandwidth_bytes_per_s=_FREE_BYTES_PER_S,
+                efficiency=1.0, base_s=0.0, hop_s=0.0,
+            )
+            for size in sizes
+        ),
+    )  # fmt: skip
+
+
+def _operators(
+    model: ModelSpec, device: DeviceSpec, plan: ParallelPlan
+) -> list[tuple[float, tuple[Operator, ...]]]:
+    """Operators of a dense and of an expert layer, with their share of all layers."""
+    shape = LayerKey.of(plan).shape(device)
+    experts = model.num_expert_layers / model.num_layers
+    found = []
+    if experts < 1:
+        found.append((1 - experts, layer_operators(model, shape)))
+    if experts > 0:
+        found.append((experts, layer_operators(model, shape, expert_layer=True)))
+    return found
+
+
+def _layer_messages(
+    model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, share: float, segments: int
+) -> tuple[Message, ...]:
+    """Return what ``share`` mean layers send per micro-batch, axis by axis."""
+    sizes: dict[str, float] = {}
+    for weight, operators in _operators(model, device, plan):
+        for op in operators:
+            if op.message:
+                sizes[op.message] = sizes.get(op.message, 0.0) + weight * share * op.message_bytes
+    if plan.tensor > 1 and plan.pipeline == 1 and not model.stages:
+        head = head_operators(model, LayerKey.of(plan).shape(device))
+        sizes["tensor"] += sum(op.message_bytes for op in head) / segments
+    kinds = {"tensor": "all_reduce", "context": "all_gather", "expert": "all_to_all"}
+    hidden = {"tensor": plan.tensor_overlap != "none", "context": True, "expert": False}
+    again = 2 if plan.recompute == "full" else 1  # backward runs forward, messages and all, first
+    found: list[Message] = []
+    for axis, size in sizes.items():
+        if plan.group(axis).size == 1:
+            continue
+        # Keys and values come round again in backward, and their gradients with them.
+        backward = size * (again if axis != "context" else again + 1)
+        one = Message(
+            axis=axis, kind=kinds[axis], size_bytes=round(size), phase="forward",
+            hidden=hidden[axis],
+        )  # fmt: skip
+        found += [one, dataclasses.replace(one, phase="backward", size_bytes=round(backward))]
+    return tuple(found)
+
+
+def _state_messages(columns: Columns, plan: ParallelPlan, *, segments: int) -> tuple[Message, ...]:
+    """Gradients and parameters of a segment."""
+    device = columns.device
+    kept, routed = (float(count[0]) for count in columns.outer_parameters())
+    found: list[Message] = []
+    for count, whole, shards in (
+        (kept, "data", "shard"), (routed, "expert_data", "expert_data"),
+    ):  # fmt: skip
+        gradient = round(device.gradient_wire_bytes * count / segments / plan.tau)
+        parameter = round(device.parameter_wire_bytes * count / segments / plan.tau)
+        if not gradient or plan.group(whole).size == 1:
+            continue
+        if plan.zero == 0:
+            found.append(
+                Message(axis=whole, kind="all_reduce", size_bytes=gradient, phase="reduce",
+                        hidden=plan.tau > 1)
+            )  # fmt: skip
+            continue
+        found += _sharded(plan, shards, gradient=gradient, parameter=parameter)
+        replicas = plan.group("replica").size
+        if shards == "shard" and replicas > 1:
+            found.append(
+                Message(axis="replica", kind="all_reduce", phase="reduce",
+                        size_bytes=gradient // plan.shards, hidden=plan.tau > 1)
+            )  # fmt: skip
+    return tuple(found)
+
+
+def _sharded(plan: ParallelPlan, axis: str, *, gradient: int, parameter: int) -> list[Message]:
+    """Return what ZeRO sends instead of an all-reduce: once, or for every micro-batch."""
+    if plan.group(axis).size == 1:
+        return []
+    scatter = Message(
+        axis=axis, kind="reduce_scatter", size_bytes=gradient, phase="reduce", hidden=plan.tau > 1
+    )
+    gather = dataclasses.replace(scatter, kind="all_gather", size_bytes=parameter, phase="gather")
+    if plan.zero == 1:
+        return [scatter, gather]
+    each = dataclasses.replace(scatter, phase="backward", hidden=plan.data_overlap)
+    if plan.zero == 2:
+        return [each, gather]
+    forward = dataclasses.replace(gather, phase="forward", hidden=plan.data_overlap)
+    return [forward, dataclasses.replace(forward, phase="backward"), each]
+
+
+def _pipeline_messages(
+    model: ModelSpec, device: DeviceSpec, plan: ParallelPlan
+) -> tuple[Message, ...]:
+    """Activations to the next stage and their gradients back, per micro-batch."""
+    if plan.pipeline == 1 or model.stages:
+        return ()
+    size = 2.0 * plan.micro_batch * model.seq_len / plan.context * model.hidden
+    if plan.sequence_parallel or (device.splits_stage_messages and plan.tensor > 1):
+        size /= plan.tensor
+    shape = pipeline_shape(
+        plan.schedule, stages=plan.pipeline, micro_batches=plan.num_micro_batches,
+        virtual=plan.virtual, forward_s=1.0, input_s=1.0, weight_s=1.0,
+    )  # fmt: skip
+    ahead = Message(
+        axis="pipeline", kind="send", size_bytes=round(size * shape.p2p_messages),
+        phase="forward", hidden=plan.pipeline_overlap,
+    )  # fmt: skip
+    return ahead, dataclasses.replace(ahead, kind="return", phase="backward")

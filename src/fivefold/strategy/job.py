@@ -1,0 +1,165 @@
+"""A job file: what is to be trained, on how many GPUs, and which plans may be looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.files import read_toml
+from fivefold.runs import format_toml
+from fivefold.strategy._space import SearchSpace
+from fivefold.strategy.cluster import Cluster, check_keys, check_types, require_fields
+from fivefold.strategy.model import (
+    ConvolutionStage,
+    LatentAttention,
+    MixtureOfExperts,
+    ModelSpec,
+)
+from fivefold.strategy.plan import ParallelPlan
+from fivefold.strategy.presets import load_model
+
+_KEYS = {"model", "gpus", "global_batch", "seq_len", "search", "plan"}
+_NESTED = {"experts": MixtureOfExperts, "latent": LatentAttention}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be planned.
+
+    Args:
+        model: What is trained.
+        space: Which plans are looked at.
+        plan: A plan to be judged instead of searched for, or None.
+    """
+
+    model: ModelSpec
+    space: SearchSpace
+    plan: ParallelPlan | None = None
+
+
+def load_job(path: Path | str, *, cluster: Cluster | None = None) -> Job:
+    r"""Read a job file.
+
+    Args:
+        path: TOML with ``model`` (a preset, a ``config.json``, or a table of ``ModelSpec``),
+            ``gpus``, ``global_batch``, and where wanted ``seq_len``, ``[search]`` (fields of
+            ``SearchSpace``) and ``[plan]`` (fields of ``ParallelPlan``).
+        cluster: Gives the number of GPUs where the file does not; a job cannot have more.
+
+    Raises:
+        ConfigurationError: A key is missing, unknown or not allowed.
+        InfeasibleError: The plan takes another number of GPUs than the job has, or the job more
+            than the cluster.
+
+    Examples:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "job.toml"
+        >>> _ = file.write_text('model = "llama3-8b"\ngpus = 8\nglobal_batch = 16\n')
+        >>> load_job(file).space.num_gpus
+        8
+    """
+    return job_from_table(
+        read_toml(Path(path)), where=str(path), folder=Path(path).parent, cluster=cluster
+    )
+
+
+def job_from_table(
+    table: Mapping[str, Any], *, where: str, folder: Path, cluster: Cluster | None = None
+) -> Job:
+    """Return a job from the keys of a job file."""
+    check_keys(table, _KEYS, where=where)
+    gpus = table.get("gpus", None if cluster is None else cluster.num_gpus)
+    for name, value in (("model", table.get("model")), ("gpus", gpus),
+                        ("global_batch", table.get("global_batch"))):  # fmt: skip
+        if value is None:
+            message = f"{where} does not say {name!r}"
+            raise ConfigurationError(message, hint=f"add {name} = ...")
+    seq_len = table.get("seq_len")
+    for name, value, most in (("gpus", gpus, 1_000_000), ("seq_len", seq_len or 1, 1 << 30),
+                              ("global_batch", table["global_batch"], 100_000_000)):  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            message = f"{name} in {where} must be a whole number; got {value!r:.60}"
+            raise ConfigurationError(message, hint=f"it goes from 1 to {most:,}")
+    if cluster is not None:
+        cluster.require(gpus)
+    model = _model(table["model"], seq_len=seq_len, folder=folder)
+    search = _tuples(table.get("search", {}), SearchSpace, where="[search]")
+    if "shards" in search:  # TOML has no None: 0 stands for all replicas
+        search["shards"] = tuple(count or None for count in search["shards"])
+    space = SearchSpace(**{"num_gpus": gpus, "global_batch": table["global_batch"], **search})
+    plan = None
+    if "plan" in table:
+        check_keys(table["plan"], _names(ParallelPlan), where="[plan]")
+        check_types(table["plan"], ParallelPlan, where="[plan]")
+        plan = ParallelPlan(**{"global_batch": table["global_batch"], **table["plan"]})
+        if plan.global_batch != space.global_batch:
+            message = (
+                f"{where} says global_batch = {space.global_batch}, its [plan] {plan.global_batch}"
+            )
+            raise ConfigurationError(message, hint="leave one of the two out, or make them equal")
+        if plan.num_gpus != space.num_gpus:
+            message = f"[plan] takes {plan.num_gpus} GPUs, the job has {space.num_gpus}"
+            replicas = plan.data * space.num_gpus / plan.num_gpus
+            near = f"data = {replicas:.0f}" if replicas.is_integer() else f"gpus = {plan.num_gpus}"
+            raise InfeasibleError(
+                message, hint=f"data x tensor x pipeline x context = gpus; nearest: {near}"
+            )
+    return Job(model=model, space=space, plan=plan)
+
+
+def _names(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def _tuples(table: Mapping[str, Any], kind: type, *, where: str) -> dict[str, Any]:
+    check_keys(table, _names(kind), where=where)
+    return {  # SearchSpace looks at each value
+        name: tuple(value) if isinstance(value, list)
+        else value if name in {"num_gpus", "global_batch"} else (value,)
+        for name, value in table.items()
+    }  # fmt: skip
+
+
+def _model(source: Any, *, seq_len: int | None, folder: Path) -> ModelSpec:
+    if isinstance(source, str):
+        beside = folder / source
+        return load_model(str(beside) if beside.exists() else source, seq_len=seq_len)
+    check_keys(source, _names(ModelSpec), where="[model]")
+    values = dict(source)
+    for name, kind in _NESTED.items():
+        if name in values:
+            check_keys(values[name], _names(kind), where=f"[model.{name}]")
+            values[name] = _build(kind, values[name], where=f"[model.{name}]")
+    stages = tuple(
+        _build(ConvolutionStage, stage, where="[[model.stages]]")
+        for stage in values.get("stages", ())
+    )
+    extra = {} if seq_len is None else {"seq_len": seq_len}
+    model: ModelSpec = _build(
+        ModelSpec, {"name": "model", **values, "stages": stages, **extra}, where="[model]"
+    )
+    return model
+
+
+def _build(kind: type, values: Mapping[str, Any], *, where: str) -> Any:
+    check_keys(values, _names(kind), where=where)
+    check_types(values, kind, where=where)
+    require_fields(kind, values, where=where)
+    return kind(**values)
+
+
+def plan_to_toml(plan: ParallelPlan) -> str:
+    """Return a plan as the ``[plan]`` table of a job file.
+
+    Examples:
+        >>> print(plan_to_toml(ParallelPlan(global_batch=8, data=4)).splitlines()[1])
+        global_batch = 8
+    """
+    values = {name: getattr(plan, name) for name in sorted(_names(ParallelPlan))}
+    order = ("global_batch", "micro_batch", "data", "tensor", "pipeline", "context", "expert")
+    ordered = {name: values.pop(name) for name in order} | values
+    return format_toml({"plan": {k: v for k, v in ordered.items() if v is not None}})

@@ -1,0 +1,99 @@
+"""Closed forms of pipeline schedules: bubble, stored micro-batches, copies of parameters.
+
+Times are of one micro-batch on one whole stage: forward f, backward for inputs i, for weights w.
+For uniform stages the forms are exact; where stages differ, every micro-batch but one costs the
+slowest stage and one crosses all of them. Numbers may be arrays throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fivefold.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineShape:
+    """What a schedule needs."""
+
+    bubble_s: Any
+    stored: Any
+    parameter_copies: float = 1.0
+    p2p_messages: Any = 1.0
+
+
+def pipeline_shape(
+    schedule: str, *, stages: Any, micro_batches: Any, forward_s: Any, input_s: Any,
+    weight_s: Any, virtual: Any = 1,
+) -> PipelineShape:  # fmt: skip
+    """Return the bubble and the memory of a schedule on uniform stages."""
+    p, full = stages, (stages - 1) * (forward_s + input_s + weight_s)
+
+    def split(times: int) -> Any:
+        return (p - 1) * np.maximum(forward_s + input_s - times * weight_s, 0.0)
+
+    def dual(passes: Any) -> Any:
+        return np.maximum(passes, 0.0) * np.maximum(forward_s + 2 * input_s - weight_s, 0.0)
+
+    forms = {
+        "gpipe": lambda: full,
+        "1f1b": lambda: full,
+        "interleaved": lambda: full / virtual,
+        "zb_1p": lambda: split(1),
+        "zb_2p": lambda: split(2),
+        "zb_v": lambda: split(2),
+        "v_half": lambda: full / 2,
+        "v_min": lambda: full * 2 / 3,
+        "dualpipe": lambda: dual(p / 2 - 1),
+        "dualpipe_v": lambda: dual((p - 1) / 2),
+    }
+    if schedule not in forms:
+        message = f"schedule {schedule!r} is unknown"
+        raise ConfigurationError(message, hint=f"use one of {', '.join(forms)}")
+    messages = {"interleaved": virtual, "zb_v": 2, "v_half": 2, "v_min": 2, "dualpipe_v": 2}
+    return PipelineShape(
+        bubble_s=np.where(p == 1, 0.0, forms[schedule]()),
+        stored=stored_at(schedule, after=p - 1, stages=p, micro_batches=micro_batches,
+                         virtual=virtual),
+        parameter_copies=2.0 if schedule == "dualpipe" else 1.0,
+        p2p_messages=np.where(p == 1, 0.0, messages.get(schedule, 1)),
+    )  # fmt: skip
+
+
+def stored_at(schedule: str, *, after: Any, stages: Any, micro_batches: Any, virtual: Any) -> Any:
+    """Micro-batches whose activations the stage with ``after`` stages behind it keeps at worst.
+
+    Early stages wait longest for the backward of their first micro-batch; V-shaped schedules even
+    that out, for each device holds an early and a late chunk.
+    """
+    p = stages
+    stored = {
+        "gpipe": lambda: micro_batches,
+        "1f1b": lambda: after + 1,
+        "zb_1p": lambda: after + 1,
+        "zb_2p": lambda: 2 * after + 1,
+        "interleaved": lambda: p + (2 * after - (p - 1)) / virtual,
+        "zb_v": lambda: p,
+        "v_half": lambda: p / 2,
+        "v_min": lambda: p / 3,
+        "dualpipe": lambda: p + 1,
+        "dualpipe_v": lambda: p + 0.5,
+    }
+    return np.where(p == 1, 1.0, np.minimum(stored[schedule](), micro_batches))
+
+
+def stage_layers(num_layers: int, stages: Any, *, embedding_layers: Any) -> tuple[Any, Any, Any]:
+    """Layers on the first, the fullest middle and the last stage.
+
+    Layers left over go to middle stages first, for the outer ones hold embedding and head, which
+    count as a layer each where ``embedding_layers`` says so.
+    """
+    p, outer = stages, embedding_layers
+    each, rest = np.divmod(np.where(outer, num_layers + 2, num_layers), p)
+    ends = np.where(outer, each - 1, each)
+    counts = ends + (rest > np.maximum(p - 2, 0)), each + (rest > 0), ends
+    first, middle, last = (np.where(p == 1, num_layers, count) for count in counts)
+    return first, middle, last

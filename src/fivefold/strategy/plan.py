@@ -1,0 +1,346 @@
+"""One way to train a model on a number of GPUs: every degree and every switch.
+
+Ranks are laid out as in Megatron-LM: tensor innermost, then context, then data, pipeline
+outermost; ``order`` changes that. Expert parallelism splits the data and context axes. This
+module checks what one plan can say by itself; whether it fits a model, memory or a cluster is
+asked elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.collectives.pricing import Group
+from fivefold.errors import ConfigurationError
+from fivefold.strategy.model import ModelSpec
+
+PipelineSchedule = Literal[
+    "gpipe", "1f1b", "interleaved", "zb_1p", "zb_2p", "zb_v", "v_half", "v_min", "dualpipe",
+    "dualpipe_v",
+]  # fmt: skip
+Recompute = Literal["none", "selective", "full"]
+Overlap = Literal["none", "ring", "pipe"]
+Order = Literal["tcdp", "tcpd"]
+DTYPES = ("bf16", "fp8", "fp32")
+WAITING_SCHEDULES = ("gpipe", "1f1b")
+"""Schedules whose stages wait for their messages, whatever ``pipeline_overlap`` says."""
+_TWO_CHUNKS = {"zb_v", "v_half", "v_min", "dualpipe_v"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """How a job is split.
+
+    Args:
+        global_batch: Samples of one iteration over all GPUs.
+        micro_batch: Samples of one micro-batch.
+        data: Data-parallel replicas.
+        tensor: GPUs that split every layer.
+        pipeline: Stages.
+        context: GPUs that split the sequence.
+        expert: GPUs that split the experts, out of data x context.
+        virtual: Model chunks of each stage (interleaved schedules).
+        schedule: Schedule of the pipeline.
+        zero: What data-parallel ranks share instead of copy: 1 optimizer states, 2 gradients
+            too, 3 parameters too.
+        shard: Ranks that share; None: all data-parallel ones. Fewer is hybrid sharding.
+        recompute: What backward computes again instead of reading it.
+        sequence_parallel: Norms and dropouts split over the tensor group.
+        regather: Sequence parallelism gathers inputs again in backward instead of storing them.
+        tensor_overlap: Tensor communication beside products: in rings, or in pipelined slices.
+        data_overlap: Gradients and parameters travel beside compute.
+        pipeline_overlap: Stages send beside compute; GPipe and 1F1B wait for their messages anyway.
+        offload_weights: Weights live in host memory.
+        offload_activations: Stored activations live in host memory.
+        offload_optimizer: Optimizer states live in host memory.
+        tau: Iterations between synchronisations (CO2); 1 is plain data parallelism. More than 1
+            changes convergence, so no search turns it on by itself.
+        embedding_layers: Embedding and head count as a layer each when layers are dealt out.
+        order: Axes from the innermost rank outward.
+        dtype: Of matrix products.
+
+    Raises:
+        ConfigurationError: A degree is not positive, or two settings contradict.
+
+    Examples:
+        >>> plan = ParallelPlan(global_batch=64, micro_batch=1, tensor=8, pipeline=8)
+        >>> plan.num_gpus, plan.num_micro_batches
+        (64, 64)
+    """
+
+    global_batch: int
+    micro_batch: int = 1
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    virtual: int = 1
+    schedule: PipelineSchedule = "1f1b"
+    zero: int = 0
+    shard: int | None = None
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    regather: bool = True
+    tensor_overlap: Overlap = "none"
+    data_overlap: bool = False
+    pipeline_overlap: bool = False
+    offload_weights: bool = False
+    offload_activations: bool = False
+    offload_optimizer: bool = False
+    tau: int = 1
+    embedding_layers: bool = False
+    order: Order = "tcdp"
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "micro_batch", "data", "tensor", "pipeline", "context",
+                     "expert", "virtual", "tau"):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                message = f"{name} must be a positive integer; got {name}={value!r}"
+                raise ConfigurationError(message, hint="a degree of at least 1")
+        for name, allowed in (
+            ("schedule", get_args(PipelineSchedule)), ("recompute", get_args(Recompute)),
+            ("tensor_overlap", get_args(Overlap)), ("order", get_args(Order)),
+            ("zero", (0, 1, 2, 3)), ("dtype", DTYPES),
+        ):  # fmt: skip
+            if getattr(self, name) not in allowed:
+                message = f"{name}={getattr(self, name)!r} is unknown"
+                raise ConfigurationError(message, hint=f"use one of {', '.join(map(str, allowed))}")
+        problem = _contradiction(self)
+        if problem is not None:
+            raise ConfigurationError(problem[0], hint=problem[1])
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that the plan needs."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that each data-parallel rank runs in an iteration."""
+        return self.global_batch // (self.data * self.micro_batch)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share states under ZeRO."""
+        return self.data * self.context if self.shard is None else self.shard
+
+    def group(self, axis: str) -> Group:
+        """Return the ranks of one axis: their number and how far they lie apart.
+
+        Args:
+            axis: ``"tensor"``, ``"context"``, ``"data"`` (with context), ``"expert"``,
+                ``"expert_data"``, ``"expert_shard"``, ``"pipeline"``, ``"shard"`` or ``"replica"``.
+
+        Raises:
+            ConfigurationError: There is no such axis.
+        """
+        inner = self.tensor
+        replicas = self.data * self.context
+        data_stride = inner if self.order == "tcdp" else inner * self.pipeline
+        pipe_stride = inner * (replicas if self.order == "tcdp" else 1)
+        sizes = {
+            "tensor": (self.tensor, 1),
+            "context": (self.context, data_stride),
+            "data": (replicas, data_stride),
+            "expert": (self.expert, data_stride),
+            "expert_data": (max(replicas // self.expert, 1), data_stride * self.expert),
+            "expert_shard": (max(self.shards // self.expert, 1), data_stride * self.expert),
+            "pipeline": (self.pipeline, pipe_stride),
+            "shard": (self.shards, data_stride),
+            "replica": (max(replicas // self.shards, 1), data_stride * self.shards),
+        }
+        if axis not in sizes:
+            message = f"axis {axis!r} is unknown"
+            raise ConfigurationError(message, hint=f"use one of {', '.join(sizes)}")
+        size, stride = sizes[axis]
+        return Group(size=size, stride=stride, ranks=self.num_gpus)
+
+
+def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
+    """Return the first rule that the plan breaks, and the remedy."""
+    unit = plan.data * plan.micro_batch
+    replicas = plan.data * plan.context
+    rules = (
+        (
+            plan.global_batch % unit > 0,
+            f"global_batch={plan.global_batch} is not a multiple of data x micro_batch = {unit}",
+            "every rank runs equally many whole micro-batches",
+        ),
+        (
+            plan.virtual > 1 and plan.schedule not in {"interleaved", *_TWO_CHUNKS},
+            f"schedule {plan.schedule!r} has no virtual stages",
+            "use 'interleaved'",
+        ),
+        (
+            plan.schedule == "interleaved" and plan.virtual == 1,
+            "schedule 'interleaved' needs virtual > 1",
+            "use '1f1b' or give virtual stages",
+        ),
+        (
+            plan.schedule in _TWO_CHUNKS and plan.virtual != 2,
+            f"schedule {plan.schedule!r} has two chunks per stage",
+            "set virtual=2",
+        ),
+        (
+            plan.sequence_parallel and plan.tensor == 1,
+            "sequence_parallel needs tensor > 1",
+            "it splits over the tensor group",
+        ),
+        (
+            replicas % plan.expert > 0,
+            f"expert={plan.expert} does not divide data x context = {replicas}",
+            "experts are split over those ranks",
+        ),
+        (
+            plan.shards < 1 or replicas % plan.shards > 0,
+            f"shard={plan.shard} does not divide data x context = {replicas}",
+            "give a divisor",
+        ),
+        (
+            plan.tau > 1 and plan.zero > 1,
+            "tau > 1 needs whole gradients and parameters",
+            "use zero=0 or 1",
+        ),
+    )
+    return next(((message, hint) for broken, message, hint in rules if broken), None)
+
+
+def plan_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
+    """Why ``plan`` cannot run ``model``, whatever the memory; None where it can."""
+    for check in (_axis_problem, _pipeline_problem, _expert_problem):
+        problem = check(model, plan)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _axis_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
+    if model.stages and (plan.tensor > 1 or plan.context > 1):
+        return "a convolution network is not split by tensor or context"
+    if model.num_heads % plan.tensor:
+        return f"tensor={plan.tensor} does not divide num_heads={model.num_heads}"
+    if model.seq_len % (plan.context * (plan.tensor if plan.sequence_parallel else 1)):
+        return f"the sequence of {model.seq_len} is not split evenly"
+    return None
+
+
+def _pipeline_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
+    chunks = plan.pipeline * plan.virtual
+    layers = model.num_layers + (2 if plan.embedding_layers else 0)
+    if chunks > layers:
+        return f"{chunks} pipeline chunks are more than num_layers={model.num_layers}"
+    if plan.virtual > 1 and layers % chunks:
+        return f"pipeline x virtual = {chunks} does not divide {layers} layers"
+    if plan.virtual > 1 and plan.pipeline == 1:
+        return "virtual stages need pipeline > 1"
+    if plan.schedule == "interleaved" and plan.num_micro_batches % plan.pipeline:
+        return (
+            f"interleaving needs a multiple of pipeline={plan.pipeline} micro-batches; "
+            f"got {plan.num_micro_batches}"
+        )
+    return None
+
+
+def _expert_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
+    if plan.expert > 1 and model.experts is None:
+        return "expert > 1 needs a model with experts"
+    if model.experts is not None and model.experts.num_experts % plan.expert:
+        return f"expert={plan.expert} does not divide num_experts={model.experts.num_experts}"
+    return None
+
+
+Column = npt.NDArray[np.int64]
+_WORDS: Mapping[str, tuple[Any, ...]] = {
+    "schedule": get_args(PipelineSchedule),
+    "recompute": get_args(Recompute),
+    "tensor_overlap": get_args(Overlap),
+    "order": get_args(Order),
+    "dtype": DTYPES,
+}
+_FLAGS = {
+    "sequence_parallel", "regather", "data_overlap", "pipeline_overlap", "offload_weights",
+    "offload_activations", "offload_optimizer", "embedding_layers",
+}  # fmt: skip
+_NAMES = tuple(field.name for field in dataclasses.fields(ParallelPlan))
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """Many plans, as one integer column per setting.
+
+    Words are stored as their number; a shard of None as 0.
+    """
+
+    columns: Mapping[str, Column]
+
+    def __post_init__(self) -> None:
+        lengths = {len(column) for column in self.columns.values()}
+        if set(self.columns) != set(_NAMES) or len(lengths) > 1:
+            message = f"a plan table has {sorted(self.columns)} of lengths {sorted(lengths)}"
+            raise ConfigurationError(message, hint="give one column per field, of equal length")
+
+    def __len__(self) -> int:
+        return len(self.columns["global_batch"])
+
+    def __getattr__(self, name: str) -> Column:
+        if name.startswith("_") or name not in _NAMES:
+            raise AttributeError(name)
+        return self.columns[name]
+
+    @classmethod
+    def of(cls, plans: Iterable[ParallelPlan]) -> PlanTable:
+        """Return a table of the given plans."""
+        listed = list(plans)
+        return cls(
+            {
+                name: np.array([encode(name, getattr(plan, name)) for plan in listed], np.int64)
+                for name in _NAMES
+            }
+        )
+
+    def take(self, chosen: npt.NDArray[Any]) -> PlanTable:
+        """Return the plans of a mask or of row numbers."""
+        return PlanTable({name: column[chosen] for name, column in self.columns.items()})
+
+    def plan(self, row: int) -> ParallelPlan:
+        """One plan."""
+        return ParallelPlan(**{name: decode(name, int(self.columns[name][row])) for name in _NAMES})
+
+    def is_word(self, name: str, *words: str) -> npt.NDArray[np.bool_]:
+        """Return which rows have one of the words in a column."""
+        numbers = [encode(name, word) for word in words]
+        return np.isin(self.columns[name], numbers)
+
+    def words(self, name: str) -> list[str]:
+        """Return which words occur in a column."""
+        return [_WORDS[name][number] for number in np.unique(self.columns[name])]
+
+
+def encode(name: str, value: Any) -> int:
+    """Return the number that stands for a setting."""
+    if name in _WORDS:
+        if value not in _WORDS[name]:
+            message = f"{name}={value!r} is unknown"
+            raise ConfigurationError(message, hint=f"use one of {', '.join(_WORDS[name])}")
+        return int(_WORDS[name].index(value))
+    return 0 if value is None else int(value)
+
+
+def decode(name: str, number: int) -> Any:
+    """Return the setting that a number stands for."""
+    if name in _WORDS:
+        return _WORDS[name][number]
+    if name in _FLAGS:
+        return bool(number)
+    if name == "shard":
+        return number or None
+    return number

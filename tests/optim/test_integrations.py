@@ -1,0 +1,125 @@
+"""The real Trainer and the real Accelerate, with local updates in place of DDP."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("accelerate", reason="accelerate is not installed (fivefold[hf])")
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from fivefold.errors import CheckpointError, ConfigurationError
+from fivefold.optim import CO2, LocalSGD
+from fivefold.optim.integrations import disable_ddp, use_outer_sync
+
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+from fivefold.optim import LocalSGD, OuterSync
+from fivefold.optim.integrations import disable_ddp
+
+def train(local):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    if local:
+        disable_ddp(accelerator)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(1)
+    data = torch.utils.data.DataLoader(torch.randn(64, 4, generator=generator), batch_size=2)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    assert isinstance(model, DistributedDataParallel) is not local
+    sync = OuterSync(model, optimizer, rule=LocalSGD(tau=1)) if local else None
+    for batch in data:
+        with accelerator.accumulate(model):
+            loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if sync is not None and accelerator.sync_gradients:
+            sync.step()
+    if sync is not None:
+        sync.finalize()
+        assert sync.statistics().merged_rounds == 8, sync.statistics()
+    bare = accelerator.unwrap_model(model)
+    return torch.cat([p.detach().flatten() for p in bare.parameters()])
+
+local, ddp = train(True), train(False)
+torch.testing.assert_close(local, ddp)  # SGD with tau 1: the mean of models is that of gradients
+print("weights", *local.tolist(), flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+def make_trainer(folder, **settings):
+    sizes = {"vocab_size": 8, "n_positions": 4, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **settings)
+    return Trainer(model, arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_accelerate_with_tau_1_is_ddp(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ACCELERATE)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, script],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = re.findall("^weights .*$", done.stdout, re.MULTILINE)
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
+
+
+def test_settings_that_do_not_go_together_are_refused_at_once(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.args.load_best_model_at_end = True
+    trainer_two = make_trainer(tmp_path, average_tokens_across_devices=True)
+    with pytest.raises(ConfigurationError, match="load_best_model_at_end=True"):
+        use_outer_sync(trainer, LocalSGD(tau=2))
+    trainer_two.args._n_gpu = 2
+    with pytest.raises(ConfigurationError, match="2 GPUs"):
+        use_outer_sync(trainer_two, LocalSGD(tau=2))
+    trainer_two.args._n_gpu = 0
+    use_outer_sync(trainer_two, CO2(tau=2))
+    assert trainer_two.args.average_tokens_across_devices is False
+
+
+def test_a_checkpoint_without_this_ranks_part_is_refused_before_training(tmp_path):
+    trainer = make_trainer(tmp_path)
+    use_outer_sync(trainer, LocalSGD(tau=2))
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-7" / "outer_sync_rank0_of_4.pt").touch()
+    with pytest.raises(CheckpointError, match=r"outer_sync_rank0_of_1.*outer_sync_rank0_of_4"):
+        trainer.train(resume_from_checkpoint=True)
+    (tmp_path / "empty").mkdir()
+    other = make_trainer(tmp_path / "empty")
+    use_outer_sync(other, LocalSGD(tau=2))
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_sharding_accelerators_are_refused():
+    class Sharding:
+        distributed_type = "FSDP"
+
+    with pytest.raises(ConfigurationError, match="shards the model"):
+        disable_ddp(Sharding())
+    accelerator = Accelerator(cpu=True)
+    disable_ddp(accelerator)
+    assert not isinstance(
+        accelerator.prepare(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1))),
+        DistributedDataParallel,
+    )
