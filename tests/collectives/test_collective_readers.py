@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 
 from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.lowering import (
-    Operation,
-    OpKind,
     Program,
-    RankProgram,
-    ThreadBlock,
     check_program,
     from_msccl_xml,
     from_mscclpp_json,
@@ -25,6 +21,7 @@ from fivefold.collectives.lowering import (
     to_msccl_xml,
     to_mscclpp_json,
 )
+from fivefold.collectives.lowering.program import Operation, OpKind, RankProgram, ThreadBlock
 from fivefold.collectives.schedules import (
     Schedule,
     all_gather,

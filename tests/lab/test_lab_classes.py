@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.lab import Capabilities, LabSpec, class_tos, probe_capabilities, run_lab
+from fivefold.lab import LabSpec, class_tos, probe_capabilities, run_lab
 from fivefold.lab._plan import plan_bridge, shape_link
 from fivefold.lab._run import choose_means
+from fivefold.lab.capabilities import Capabilities
 from fivefold.network.topology import switch
 
 

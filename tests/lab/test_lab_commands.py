@@ -9,26 +9,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from fivefold.cli import main
 from fivefold.lab import probe_capabilities
-
-pytestmark = pytest.mark.alone
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_COMMAND = """
-import sys
-from fivefold.cli import _lab, _main
-if not any(group.name == "lab" for group in _main.app.registered_groups):
-    _main.app.add_typer(_lab.app)
-sys.argv[:1] = ["fivefold", "lab"]
-_main.main()
-"""
-
 
 def _lab(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", _COMMAND, *arguments],
+        [sys.executable, "-m", "fivefold", "lab", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -86,11 +76,18 @@ def test_the_commands_own_options_are_not_ours() -> None:
         ),
     ],
 )
-def test_errors_are_two_lines(arguments: list[str], error: str, hint: str) -> None:
-    done = _lab("run", *arguments)
-    assert done.returncode == (1 if "no-such-program" in arguments else 2)
-    assert done.stdout == ""
-    assert done.stderr == f"error: {error}\nhint: {hint}\n"
+def test_errors_are_two_lines(
+    arguments: list[str],
+    error: str,
+    hint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fivefold", "lab", "run", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == (1 if "no-such-program" in arguments else 2)
+    assert tuple(capsys.readouterr()) == ("", f"error: {error}\nhint: {hint}\n")
 
 
 def test_check_says_the_same_in_words_and_in_json() -> None:

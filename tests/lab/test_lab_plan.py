@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.lab import LabSpec
-from fivefold.lab._job import LabFacts, Rendezvous, rank_environment
-from fivefold.lab._plan import Step, plan_bridge, plan_relay
+from fivefold.lab._plan import Step, lab_facts, plan_bridge, plan_relay, rank_environment
 
 
 def _lines(steps: list[Step]) -> list[str]:
@@ -89,11 +88,9 @@ def test_tbf_always_admits_a_frame(rate: float, queue_s: float, mtu: int | None)
 
 
 def test_ranks_are_numbered_host_by_host_as_torchrun_does() -> None:
-    facts = LabFacts(
-        LabSpec(hosts=2, nproc_per_host=2, rate="8Mbit/s", host_rates={1: 5e6}), means="tbf"
-    )
+    spec = LabSpec(hosts=2, nproc_per_host=2, rate="8Mbit/s", host_rates={1: 5e6})
     base = {"PATH": "/bin", "RANK": "9", "OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "x"}
-    env = rank_environment(2, facts, base=base, meet=Rendezvous())
+    env = rank_environment(2, spec, lab_facts(spec, "tbf"), base=base)
     lab = json.loads(env.pop("FIVEFOLD_LAB"))
     assert env == {
         "PATH": "/bin",

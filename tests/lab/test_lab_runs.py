@@ -18,8 +18,9 @@ import pytest
 
 import fivefold
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
-from fivefold.lab import Capabilities, Capability, LabSpec, run_lab
+from fivefold.lab import LabSpec, run_lab
 from fivefold.lab import _run as run_module
+from fivefold.lab.capabilities import Capabilities, Capability
 
 pytestmark = pytest.mark.alone
 

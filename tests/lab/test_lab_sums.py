@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.lab import LabSpec, run_lab
-from fivefold.lab._job import LabFacts, Rendezvous, rank_environment
-from fivefold.lab._plan_topology import plan_topology
+from fivefold.lab._plan import lab_facts, plan_topology, rank_environment
 from fivefold.network.topology import parse_topology, ring, switch
 
 _CLUSTER = "leaf_spine:4,leaves=2,spines=2,bandwidth=25MB/s"
@@ -135,7 +134,7 @@ def test_who_cannot_sum(fields, message):
 def test_ranks_are_told_where_sums_are_made():
     def told(aggregators, **base):
         spec = LabSpec.of_topology(parse_topology(_CLUSTER), aggregators=aggregators)
-        env = rank_environment(0, LabFacts(spec, means="tbf"), base=base, meet=Rendezvous())
+        env = rank_environment(0, spec, lab_facts(spec, "tbf"), base=base)
         return json.loads(env["FIVEFOLD_LAB"])["aggregation"], env.get("FIVEFOLD_AGGREGATION")
 
     assert told({}) == ({}, None)
@@ -244,8 +243,8 @@ def test_a_bridge_sums_too_and_bad_options_end_the_run(tmp_path):
 
 
 def test_the_relay_has_no_switch_that_sums(monkeypatch):
-    from fivefold.lab._capabilities import Capabilities, Capability
     from fivefold.lab._run import choose_means
+    from fivefold.lab.capabilities import Capabilities, Capability
 
     works = [
         Capability(n, n, works=n != "netem")

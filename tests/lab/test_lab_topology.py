@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.lab import LabSpec, run_lab
-from fivefold.lab._plan_topology import plan_topology
+from fivefold.lab._plan import plan_topology
 from fivefold.network.topology import Link, Node, Topology, fully_connected, ring, switch
 
 

@@ -59,7 +59,8 @@ def bench_algorithms(
 
 
 def _priced(collective: str, network: Topology, sizes: list[int]) -> list[dict[str, Any]]:
-    from fivefold.collectives.execution import Settings, choose  # noqa: PLC0415 - loads torch
+    from fivefold.collectives.execution import Settings  # noqa: PLC0415 - loads torch
+    from fivefold.collectives.execution.choose import choose  # noqa: PLC0415 - loads torch
 
     rows = []
     for size_bytes in sizes:

@@ -263,7 +263,7 @@ def info_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> Non
     Raises:
         FivefoldError: The folder holds no data set, or a damaged one.
     """
-    with _open(folder) as dataset:
+    with open_dataset(folder) as dataset:
         _write_facts(dataset, as_json=as_json)
 
 
@@ -273,17 +273,12 @@ def verify_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> N
     Raises:
         FivefoldError: Something is damaged; the message names file and place.
     """
-    with _open(folder) as dataset, ProgressBar() as show:
+    with open_dataset(folder) as dataset, ProgressBar() as show:
         read_bytes = verify(dataset, show)
     if as_json:
         write_json({"folder": str(folder), "whole": True, "bytes": read_bytes})
     else:
         typer.echo(f"{folder} is whole: {format_bytes(read_bytes)} read")
-
-
-def _open(folder: Path) -> Dataset | HeteroDataset:
-
-    return open_dataset(folder)
 
 
 def _with_totals(show: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:

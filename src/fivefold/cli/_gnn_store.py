@@ -104,7 +104,7 @@ def probe_command(
     size_bytes = None if size is None else bytes_of(size)
     profile = probe_disk(folder, seconds=seconds, size_bytes=size_bytes, fresh=True)
     if as_json:
-        _write_result(_as_mapping(profile.to_json()), as_json=True)
+        _write_result(json.loads(profile.to_json()), as_json=True)
     else:
         typer.echo(profile.explain())
 
@@ -133,13 +133,13 @@ def plan_command(  # noqa: PLR0913 - the command's options
     budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes)
     with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled:
         _check_graph(data, sampled)
-        plan = _make_plan(
-            data,
+        plan = make_plan(
             sampled,
+            data.features,
+            budgets,
             _probe(samples.parent),
-            budgets=budgets,
-            policy=policy,
-            layout=layout,
+            policy=_one_of("policy", policy, ("static", "belady")),
+            layout=_one_of("layout", layout, ("gray", "minhash", "packed")),
             segment_batches=segment_batches,
         )
     if output is not None:
@@ -204,28 +204,6 @@ def pack_command(  # noqa: PLR0913 - the command's options
     _write_result(facts, as_json=as_json)
 
 
-def _make_plan(
-    data: Dataset,
-    sampled: SampleFile,
-    profile: DiskProfile,
-    *,
-    budgets: Budgets,
-    policy: str,
-    layout: str,
-    segment_batches: int | None,
-) -> Plan:
-
-    return make_plan(
-        sampled,
-        data.features,
-        budgets,
-        profile,
-        policy=_one_of("policy", policy, ("static", "belady")),
-        layout=_one_of("layout", layout, ("gray", "minhash", "packed")),
-        segment_batches=segment_batches,
-    )
-
-
 def _check_graph(data: Dataset, sampled: SampleFile) -> None:
     """Refuse samples of another graph, whose rows would be right and whose edges would not."""
     if sampled.topology_fingerprint != data.graph.fingerprint:
@@ -253,10 +231,6 @@ def _numbers(text: str) -> list[int]:
         raise ArgumentError(
             f"fanouts is {text!r}", hint="write whole numbers with commas, such as 10,10,10"
         ) from None
-
-
-def _as_mapping(value: str | dict[str, Any]) -> dict[str, Any]:
-    return json.loads(value) if isinstance(value, str) else value
 
 
 def _facts_of_samples(sampled: SampleFile) -> dict[str, Any]:

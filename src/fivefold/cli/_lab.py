@@ -17,7 +17,8 @@ from fivefold.cli._arguments import ArgumentError, seconds_of, topology_of, type
 from fivefold.cli._execution import run_saved
 from fivefold.cli._help import help_text
 from fivefold.cli._options import JsonOption
-from fivefold.lab import Capabilities, LabResult, LabSpec, clean_lab, probe_capabilities, run_lab
+from fivefold.lab import LabResult, LabSpec, clean_lab, probe_capabilities, run_lab
+from fivefold.lab.capabilities import Capabilities
 from fivefold.units import format_duration_s
 
 app = typer.Typer(

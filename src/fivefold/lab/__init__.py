@@ -4,20 +4,9 @@ Hosts are Linux network namespaces joined by a bridge (or by a user-space relay)
 rate, a delay, jitter and loss. Knows nothing of training and never imports torch.
 """
 
-from fivefold.lab._capabilities import Capabilities, Capability, probe_capabilities
-from fivefold.lab._run import LabResult, RankResult, run_lab
+from fivefold.lab._run import LabResult, run_lab
 from fivefold.lab._spec import LabSpec, class_tos
-from fivefold.lab._state import CleanReport, clean_lab
+from fivefold.lab._state import clean_lab
+from fivefold.lab.capabilities import probe_capabilities
 
-__all__ = [
-    "Capabilities",
-    "Capability",
-    "CleanReport",
-    "LabResult",
-    "LabSpec",
-    "RankResult",
-    "class_tos",
-    "clean_lab",
-    "probe_capabilities",
-    "run_lab",
-]
+__all__ = ["LabResult", "LabSpec", "class_tos", "clean_lab", "probe_capabilities", "run_lab"]

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import UnsupportedError
-from fivefold.lab._capabilities import find_tool
 from fivefold.lab._linux import entered, new_network_namespace, open_tun
 from fivefold.lab._plan import (
     AGGREGATOR_PORT,
@@ -28,10 +27,12 @@ from fivefold.lab._plan import (
     Step,
     aggregator_address,
     host_name,
+    namespace_of,
     plan_bridge,
     plan_relay,
+    plan_topology,
 )
-from fivefold.lab._plan_topology import namespace_of, plan_topology
+from fivefold.lab.capabilities import find_tool
 
 if TYPE_CHECKING:
     from fivefold.lab._spec import LabSpec
@@ -46,13 +47,7 @@ _END_S = 3.0
 
 @dataclass
 class Network:
-    """The hosts' namespaces and, where there is one, the relay.
-
-    Args:
-        host_fds: One descriptor of a network namespace per host.
-        relay: The relay process, or None.
-        node_fds: One descriptor per node of a topology that is no host.
-    """
+    """The hosts' namespaces and, where there is one, the relay."""
 
     host_fds: list[int]
     relay: subprocess.Popen[bytes] | None = None
@@ -157,14 +152,7 @@ def _start_relay(network: Network, spec: LabSpec, counts_path: Path) -> subproce
 
 
 class Aggregators:
-    """All aggregating switches of a run.
-
-    Args:
-        spec: The cluster.
-        network: Its namespaces.
-        folder: Gets ``aggregation-NODE.out`` and ``.err``.
-        control_fd: Waiting ends early where this becomes readable.
-    """
+    """All aggregating switches of a run."""
 
     def __init__(self, spec: LabSpec, network: Network, folder: Path, *, control_fd: int) -> None:
         self._processes = {

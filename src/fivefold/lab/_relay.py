@@ -39,20 +39,13 @@ _FULL_RATE_BYTES_PER_S = 12.5e9
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What every path has in common.
+    """What every path has in common."""
 
-    Args:
-        delay_s: One-way delay.
-        jitter_s: Half the width of the delay's uniform distribution.
-        loss: Probability of losing a packet.
-        burst_s: How much unused link time a link may make up for, as a token bucket does; covers
-            the time by which the caller's clock runs late.
-        seed: Seed of jitter and loss.
-    """
-
-    delay_s: float = 0.0
-    jitter_s: float = 0.0
-    loss: float = 0.0
+    delay_s: float = 0.0  # one way
+    jitter_s: float = 0.0  # half the width of the delay's uniform distribution
+    loss: float = 0.0  # probability of losing a packet
+    # Unused link time that a link may make up for, as a token bucket does; covers the time by
+    # which the caller's clock runs late.
     burst_s: float = 0.0
     seed: int = 0
 
@@ -113,13 +106,7 @@ class _Event:
 
 
 class Fabric:
-    """All links and all packets under way between the hosts.
-
-    Args:
-        uplinks: One link per host, towards the switch.
-        downlinks: One link per host, from the switch.
-        conditions: Delay, jitter and loss.
-    """
+    """All links and all packets under way between the hosts."""
 
     def __init__(
         self, uplinks: list[Link], downlinks: list[Link], *, conditions: Conditions

@@ -22,18 +22,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
-from fivefold.lab._capabilities import find_tool, isolation_command, probe_capabilities
-from fivefold.lab._job import Job, LabFacts
 from fivefold.lab._network import read_counts
-from fivefold.lab._plan import address_of, host_name
+from fivefold.lab._plan import Job, address_of, host_name, lab_facts
 from fivefold.lab._spec import LabSpec
 from fivefold.lab._state import make_run_folder, remove_run_folder, write_state
+from fivefold.lab.capabilities import find_tool, isolation_command, probe_capabilities
 from fivefold.units import format_duration_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from fivefold.lab._capabilities import Capability
+    from fivefold.lab.capabilities import Capability
 
 
 _SIGNAL_EXIT = 128
@@ -45,38 +44,21 @@ _END_WAIT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """How one rank ended.
-
-    Args:
-        rank: Global rank.
-        host: Index of its host.
-        exit_code: Its exit code; minus the signal's number where a signal ended it.
-        wall_s: From the start of the ranks to its end.
-        stdout_path: File with what it wrote to standard output.
-        stderr_path: File with what it wrote to standard error.
-    """
+    """How one rank ended."""
 
     rank: int
     host: int
-    exit_code: int
-    wall_s: float
+    exit_code: int  # minus the signal's number where a signal ended it
+    wall_s: float  # from the start of the ranks
     stdout_path: Path
     stderr_path: Path
 
     def stdout(self) -> str:
-        """Return what it wrote to standard output.
-
-        Raises:
-            OSError: The file is gone.
-        """
+        """Return what it wrote to standard output."""
         return self.stdout_path.read_text(encoding="utf-8", errors="replace")
 
     def stderr(self) -> str:
-        """Return what it wrote to standard error.
-
-        Raises:
-            OSError: The file is gone.
-        """
+        """Return what it wrote to standard error."""
         return self.stderr_path.read_text(encoding="utf-8", errors="replace")
 
 
@@ -183,21 +165,20 @@ def run_lab(
     _check_request(command, timeout_s=timeout_s, grace_s=grace_s)
     means, reason = choose_means(spec, allow_unshaped=allow_unshaped)
     isolation = probe_capabilities().isolation
+    # A cluster that asks for nothing of its links still gets hosts of its own.
+    isolated = isolation is not None and (means is not None or not spec.shapes)
     job = Job(
         spec=spec.to_dict(),
-        means=means,
-        reason=reason,
-        # A cluster that asks for nothing of its links still gets hosts of its own.
-        isolated=isolation is not None and (means is not None or not spec.shapes),
+        facts=lab_facts(spec, means, reason),
         command=[str(word) for word in command],
-        port=_free_port(),
+        port=None if isolated else _free_port(),
         timeout_s=timeout_s,
         grace_s=grace_s,
         log_folder=str(_make_log_folder(log_folder)),
         run_folder=str(make_run_folder(_host_lines(spec))),
         stream=stream,
     )
-    return _carry_out(_Run(job, spec, isolation=isolation if job.isolated else None), job)
+    return _carry_out(_Run(job, spec, isolation=isolation if isolated else None), job)
 
 
 def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, str | None]:
@@ -313,14 +294,13 @@ class _Run:
             )
             for rank, (code, at_s) in sorted(self._exits.items())
         )
-        facts = LabFacts(self._spec, means=self._job.means, reason=self._job.reason)
         return LabResult(
             ranks=ranks,
             first_failed_rank=self._first_failed,
             timed_out=self._end["timed_out"],
             wall_s=max(rank.wall_s for rank in ranks),
             log_folder=folder,
-            lab=facts.to_dict(),
+            lab=self._job.facts,
             aggregation=read_counts(folder, list(self._spec.aggregators)),
         )
 

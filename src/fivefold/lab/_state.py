@@ -57,14 +57,7 @@ class ProcessId:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The contents of ``state.json``.
-
-    Args:
-        lab: The process that called for the run.
-        supervisor: The process from which the run hangs; None before it was started.
-        command: What the ranks run.
-        started_at_unix_s: When.
-    """
+    """The contents of ``state.json``."""
 
     lab: ProcessId
     supervisor: ProcessId | None
@@ -156,13 +149,7 @@ def _without_proc(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class CleanReport:
-    """What was found.
-
-    Args:
-        removed: One line for each thing that was removed.
-        active: One line for each run that is under way and was left alone.
-        failed: One line for each thing that could not be removed.
-    """
+    """What was found."""
 
     removed: tuple[str, ...]
     active: tuple[str, ...]

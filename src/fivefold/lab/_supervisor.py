@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import IO
 
 from fivefold.errors import FivefoldError
-from fivefold.lab._job import Job, LabFacts, Rendezvous, rank_environment
 from fivefold.lab._linux import become_host, become_subreaper, die_with_parent
 from fivefold.lab._network import Aggregators, Network, build_network
-from fivefold.lab._plan import host_name
+from fivefold.lab._plan import Job, host_name, rank_environment
 from fivefold.lab._spec import LabSpec
 
 _CHUNK_BYTES = 1 << 16
@@ -41,19 +40,11 @@ _PUMP_END_S = 5.0
 _PUMP_TURN_S = 0.2
 _MAX_FILES = 65_536
 _LIFELINE_CUT = 137
-_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _COLOURS = (36, 33, 35, 32, 34, 31)
 
 
 class Ending:
-    """The rules by which a run ends.
-
-    Args:
-        ranks: Number of ranks.
-        started_s: Start on the caller's clock.
-        timeout_s: Longest run; None has no limit.
-        grace_s: The grace period.
-    """
+    """The rules by which a run ends."""
 
     def __init__(
         self, ranks: int, *, started_s: float, timeout_s: float | None, grace_s: float
@@ -108,14 +99,7 @@ class Ending:
 
 @dataclass(kw_only=True)
 class Stream:
-    """One pipe and where its contents go.
-
-    Args:
-        source: Read end of the pipe, unbuffered; the pump closes it.
-        path: File that gets every byte.
-        sink_fd: Descriptor that gets the lines as well; None for the file only.
-        prefix: Put before each line at the sink; empty passes bytes on unchanged.
-    """
+    """One pipe and where its contents go."""
 
     source: IO[bytes]
     path: Path
@@ -209,9 +193,11 @@ class Supervisor:
     def run(self) -> None:
         """Build, run, end."""
         job = self._job
-        if job.isolated:
+        if job.port is None:
             counts_path = Path(job.log_folder) / "relay.json"
-            self._network = build_network(self._spec, means=job.means, counts_path=counts_path)
+            self._network = build_network(
+                self._spec, means=job.facts["means"], counts_path=counts_path
+            )
             if self._spec.aggregators:
                 self._aggregators = Aggregators(
                     self._spec, self._network, Path(job.log_folder), control_fd=self._control_fd
@@ -247,8 +233,7 @@ class Supervisor:
 
     def _start_rank(self, rank: int) -> subprocess.Popen[bytes]:
         job, host = self._job, rank // self._spec.nproc_per_host
-        facts = LabFacts(self._spec, means=job.means, reason=job.reason)
-        meet = Rendezvous() if job.isolated else Rendezvous("127.0.0.1", job.port, _LOOPBACK)
+        env = rank_environment(rank, self._spec, job.facts, base=os.environ, port=job.port)
 
         def enter() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, self._file_limit)
@@ -261,7 +246,7 @@ class Supervisor:
 
         return subprocess.Popen(
             job.command,
-            env=rank_environment(rank, facts, base=os.environ, meet=meet),
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -7,18 +7,11 @@ import json
 import pytest
 
 from fivefold.collectives.algorithms import build_algorithm
-from fivefold.collectives.execution import (
-    Choice,
-    LinkClock,
-    Settings,
-    choose,
-    configure,
-    current_settings,
-    lab_topology,
-    predict_s,
-    register_algorithm,
-)
-from fivefold.collectives.lowering import check_program, lower
+from fivefold.collectives.execution import Settings, configure, current_settings, register_algorithm
+from fivefold.collectives.execution._settings import lab_topology
+from fivefold.collectives.execution.choose import Choice, choose
+from fivefold.collectives.lowering import check_program
+from fivefold.collectives.pricing.messages import LinkClock
 from fivefold.collectives.schedules import all_reduce, named_collective
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Link, Node, Topology, switch
@@ -87,11 +80,15 @@ def test_small_messages_avoid_the_overhead():
 
 
 def test_the_clock_shares_links_between_pairs():
-    program = lower(build_algorithm("direct", named_collective("broadcast", 3)))
-    network = switch(3, bandwidth=1e6)
-    assert predict_s(program, network, size_bytes=1e6) == pytest.approx(2.0, rel=0.5)
-    ring = lower(build_algorithm("ring", all_reduce(4)))
-    assert predict_s(ring, switch(4, bandwidth=1e6), size_bytes=1e6) == pytest.approx(1.5)
+    for name, algorithm, count, expected in (
+        ("broadcast", "direct", 3, pytest.approx(2.0, rel=0.5)),
+        ("all_reduce", "ring", 4, pytest.approx(1.5)),
+    ):
+        asked = Settings(algorithms={name: algorithm}, **FREE)
+        found = choose(
+            name, topology=switch(count, bandwidth=1e6), settings=asked, size_bytes=10**6
+        )
+        assert found.predicted_s == expected
 
 
 def test_latency_and_message_cost_are_added():

@@ -25,7 +25,8 @@ from fivefold.collectives.execution._run import (
     RunContext,
     run_plan,
 )
-from fivefold.collectives.lowering import OpKind, lower
+from fivefold.collectives.lowering import lower
+from fivefold.collectives.lowering.program import OpKind
 from fivefold.collectives.schedules import (
     Schedule,
     Transfer,

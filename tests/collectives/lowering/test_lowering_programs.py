@@ -10,17 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
-from fivefold.collectives.lowering import (
-    Operation,
-    OpKind,
-    Program,
-    ProgramError,
-    ThreadBlock,
-    check_program,
-    interpret,
-    lower,
-    run_order,
-)
+from fivefold.collectives.lowering import Program, ProgramError, check_program, interpret, lower
+from fivefold.collectives.lowering.machine import run_order
+from fivefold.collectives.lowering.program import Operation, OpKind, ThreadBlock
 from fivefold.collectives.schedules import (
     Schedule,
     Transfer,

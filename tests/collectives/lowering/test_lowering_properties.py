@@ -21,19 +21,21 @@ from hypothesis import strategies as st
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
 from fivefold.collectives.lowering import (
-    Buffer,
-    Operation,
-    OpKind,
     Program,
     ProgramError,
-    RankProgram,
-    ThreadBlock,
     check_program,
     from_msccl_xml,
     interpret,
     lower,
     to_msccl_xml,
     to_mscclpp_json,
+)
+from fivefold.collectives.lowering.program import (
+    Buffer,
+    Operation,
+    OpKind,
+    RankProgram,
+    ThreadBlock,
 )
 from fivefold.collectives.schedules import (
     Schedule,

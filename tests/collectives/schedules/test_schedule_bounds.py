@@ -335,10 +335,12 @@ def test_uneven_and_custom_collectives_are_bounded_too():
 
 
 def test_odd_capacities_are_close_and_say_so():
-    network = ring(4, bandwidth=1e9 / 3)
-    optimum = throughput_optimum(network)
+    optimum = throughput_optimum(ring(4, bandwidth=1e9 / 3))
+    assert optimum.exact  # one rate is its own unit
+    assert float(optimum.inverse_rate) == pytest.approx(4.5e-9, rel=1e-12)
+    optimum = throughput_optimum(mesh((2, 2), bandwidth=[1e9 / 3, 1e9 / 7]))
     assert not optimum.exact
-    assert float(optimum.inverse_rate) == pytest.approx(4.5e-9, rel=1e-8)
+    assert float(optimum.inverse_rate) == pytest.approx(7e-9, rel=1e-8)
 
 
 def test_large_weights_scale_and_too_fine_ones_are_refused():
@@ -346,8 +348,9 @@ def test_large_weights_scale_and_too_fine_ones_are_refused():
     large = throughput_optimum(network, [10**12] * 16)
     assert large.inverse_rate == 10**12 * throughput_optimum(network).inverse_rate
     assert large.algorithm_bandwidth_bytes_per_s == Fraction(1040, 3) * GB
+    uneven = mesh((2, 2), bandwidth=[1e9 / 3, 1e9 / 7])
     with pytest.raises(ConfigurationError, match="too fine"):
-        throughput_optimum(ring(3, bandwidth=1e9 / 3), [10**12 + 39, 10**12 + 61, 10**12 + 63])
+        throughput_optimum(uneven, [10**12 + 39, 10**12 + 61, 10**12 + 63, 10**12])
 
 
 def test_nothing_to_move_needs_no_time():

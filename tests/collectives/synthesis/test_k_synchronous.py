@@ -260,7 +260,7 @@ def test_bad_input_says_what_to_do():
         k_synchronous(all_reduce(8), DGX1, steps=3, rounds=4)
     with pytest.raises(ConfigurationError, match="equal chunks"):
         k_synchronous(all_to_allv([[0, 1], [2, 0]]), line(2), steps=1, rounds=1)
-    with pytest.raises(ConfigurationError, match="4 ranks in the collective"):
+    with pytest.raises(ConfigurationError, match="the collective has 4 ranks"):
         k_synchronous(all_gather(4), DGX1, steps=2, rounds=2)
     names, rates = ring(3).ranks, (3.14159265e9, 1e9, 2e9)
     wires = [

@@ -302,18 +302,3 @@ def test_each_row_is_served_exactly_once(stores, policy):
         with pytest.raises(ConfigurationError, match="ready for batch"):
             levels.gather_cached(store.record(0), out)
     levels.close()
-
-
-@pytest.mark.parametrize("policy", ["static", "belady"])
-def test_caches_can_be_filled_beforehand(stores, policy):
-    dataset, features, store = stores(dim=4, policy=policy)
-    with DiskLoader(store, labels=dataset.labels) as loader:
-        loader.fill_caches()
-        filled = loader.statistics().fill_bytes
-        assert filled >= len(store.plan.device_rows) * store.row_bytes
-        epoch_of(loader, features, dataset)
-        assert loader.statistics().fill_bytes == filled
-        iterator = iter(loader)
-        next(iterator)
-        with pytest.raises(ConfigurationError, match="under way"):
-            loader.fill_caches()

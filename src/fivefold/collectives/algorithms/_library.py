@@ -35,6 +35,7 @@ from fivefold.collectives.algorithms._moves import (
 )
 from fivefold.collectives.schedules import Collective, Schedule
 from fivefold.collectives.schedules.arrays import Ints
+from fivefold.collectives.schedules.schedule import require_match
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
 
@@ -277,11 +278,8 @@ def build_algorithm(
             f"{plain} does not do {collective.name}",
             hint=f"for {collective.name} there are: {listed}",
         )
-    if topology is not None and topology.num_ranks != collective.num_ranks:
-        raise ConfigurationError(
-            f"the collective has {collective.num_ranks} ranks, the topology {topology.num_ranks}",
-            hint="make the collective for topology.num_ranks ranks",
-        )
+    if topology is not None:
+        require_match(collective, topology)
     unknown = sorted(set(options) - set(_OPTIONS.get(plain, ())))
     if unknown:
         raise ConfigurationError(

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fivefold.collectives.execution._calls import c10d, dist, inner_method
 from fivefold.collectives.execution._settings import Settings
-from fivefold.collectives.execution._torch import c10d, dist, inner_method
 from fivefold.network.aggregation import AggregationClient
 from fivefold.network.aggregation.client import AggregationOutcome
 from fivefold.network.aggregation.elements import ordered_sum

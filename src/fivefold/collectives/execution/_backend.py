@@ -1,32 +1,423 @@
-"""Makes torch know the backend "fivefold".
+"""Makes torch know the backend "fivefold": its collectives in terms of the engine's flat buffers.
 
 Until torch 2.13 a creator may return a Python subclass of ``ProcessGroup``, which torch then uses
 as the group itself. From 2.14 on ``_Backend`` can be subclassed in Python, and the group stays an
 ordinary one. Which of the two works is found by trying, not by the version's number.
+
+Every method has the name and the arguments with which torch calls it, in C++ or in Python. The
+names changed between releases, so all known ones are there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 
-from fivefold.collectives.execution._collectives import Collectives
-from fivefold.collectives.execution._engine import Engine
+from fivefold.collectives.execution._calls import CallKind, FivefoldWork, c10d, dist, inner_method
+from fivefold.collectives.execution._engine import Call, Engine
 from fivefold.collectives.execution._settings import current_settings
-from fivefold.collectives.execution._torch import c10d, dist
-from fivefold.collectives.execution._work import FivefoldWork
 
 BACKEND = "fivefold"
 _ProcessGroup: Any = dist.ProcessGroup
+_Tensor = torch.Tensor
+_Finish = Callable[[], None] | None  # what brings results to where the caller wants them
+
+
+class Collectives:
+    """Mixed into a process group or a backend class of torch; both hold an engine."""
+
+    engine: Engine
+
+    # -- one buffer: all-reduce and broadcast --------------------------------------------------
+
+    def allreduce(self, tensors: list[_Tensor], opts: Any = None) -> Any:
+        """Sum, or otherwise combine, one tensor over all ranks."""
+        opts = opts or c10d.AllreduceOptions()
+        (tensor,) = tensors
+        kind = _kind("all_reduce", tensor, operation=opts.reduceOp)
+        return self._in_place(kind, tensor, opts, tensors)
+
+    def allreduce_coalesced(self, tensors: list[_Tensor], opts: Any = None) -> Any:
+        """Combine several tensors over all ranks, as one where they are of one kind."""
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        plain = _options_like(c10d.AllreduceOptions(), opts)
+        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+            return _all_of([self.allreduce([tensor], plain) for tensor in tensors], tensors)
+        joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+        def unpack() -> None:
+            _copy_parts(tensors, torch.split(joined, [tensor.numel() for tensor in tensors]))
+
+        kind = _kind("all_reduce", joined, operation=opts.reduceOp)
+        return self._in_place(kind, joined, plain, tensors, unpack)
+
+    def broadcast(self, tensors: list[_Tensor], opts: Any = None) -> Any:
+        """Give all ranks one rank's tensor."""
+        opts = opts or c10d.BroadcastOptions()
+        (tensor,) = tensors
+        return self._in_place(_kind("broadcast", tensor, root=opts.rootRank), tensor, opts, tensors)
+
+    def _in_place(
+        self,
+        kind: CallKind,
+        tensor: _Tensor,
+        opts: Any,
+        results: list[_Tensor],
+        unpack: _Finish = None,
+    ) -> Any:
+        call, finish, sent = None, unpack, tensor
+        if self._fits(kind, [tensor]):
+            flat, copy_back = _flat_in_out(tensor)
+            call = Call(kind, flat, flat, unit=flat.numel(), size_bytes=flat.nbytes)
+            if copy_back is not None:
+                finish, sent = copy_back, flat
+        inner = self._inner(tensor)
+        method = inner.allreduce if kind.name == "all_reduce" else inner.broadcast
+        return self._run(kind, call, partial(method, [sent], opts), results, results, opts, finish)
+
+    # -- all-gather and reduce-scatter ---------------------------------------------------------
+
+    def all_gather_single(self, output: _Tensor, input: _Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
+        """Gather everyone's tensor, one after another, in one tensor."""
+        opts = opts or c10d.AllgatherOptions()
+        kind = _kind("all_gather", output)
+        return self._out_of_place(kind, output, input, opts, sent=[input], results=[output])
+
+    def allgather(
+        self, outputs: list[list[_Tensor]], inputs: list[_Tensor], opts: Any = None
+    ) -> Any:
+        """Gather everyone's tensor in a list."""
+        opts = opts or c10d.AllgatherOptions()
+        (listed,), (tensor,) = outputs, inputs
+        kind = _kind("all_gather", *listed)
+        equal = all(other.numel() == tensor.numel() for other in listed)
+        if not equal or not self._fits(kind, [tensor]):
+            inner = partial(self._inner(tensor).allgather, outputs, inputs, opts)
+            return self._run(kind, None, inner, inputs, outputs, opts)
+        gathered = tensor.new_empty(tensor.numel() * self.engine.size)
+
+        def unpack() -> None:
+            _copy_parts(listed, gathered.chunk(len(listed)))
+
+        return self._out_of_place(
+            kind, gathered, tensor.reshape(-1), opts, sent=inputs, results=outputs, unpack=unpack
+        )
+
+    def all_gather_single_coalesced(
+        self, outputs: list[_Tensor], inputs: list[_Tensor], opts: Any = None
+    ) -> Any:
+        """Do several all-gathers."""
+        pairs = zip(outputs, inputs, strict=True)
+        return _all_of([self.all_gather_single(out, own, opts) for out, own in pairs], outputs)
+
+    def allgather_coalesced(
+        self, outputs: list[list[_Tensor]], inputs: list[_Tensor], opts: Any = None
+    ) -> Any:
+        """Do several all-gathers into lists, as one where they are of one kind."""
+        opts = opts or c10d.AllgatherOptions()
+        if len({(tensor.dtype, tensor.device) for tensor in inputs}) > 1:
+            works = [
+                self.allgather([[listed[at] for listed in outputs]], [own], opts)
+                for at, own in enumerate(inputs)
+            ]
+            return _all_of(works, outputs)
+        joined = torch.cat([tensor.reshape(-1) for tensor in inputs])
+        gathered = joined.new_empty(self.engine.size, joined.numel())
+
+        def unpack() -> None:
+            sizes = [tensor.numel() for tensor in inputs]
+            for listed, row in zip(outputs, gathered, strict=True):
+                _copy_parts(listed, torch.split(row, sizes))
+
+        kind = _kind("all_gather", gathered)
+        return self._out_of_place(
+            kind, gathered.view(-1), joined, opts, sent=inputs, results=outputs, unpack=unpack
+        )
+
+    def reduce_scatter_single(self, output: _Tensor, input: _Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
+        """Give everyone one share of the sum."""
+        opts = opts or c10d.ReduceScatterOptions()
+        kind = _kind("reduce_scatter", input, operation=opts.reduceOp)
+        return self._out_of_place(kind, output, input, opts, sent=[input], results=[output])
+
+    def reduce_scatter(
+        self, outputs: list[_Tensor], inputs: list[list[_Tensor]], opts: Any = None
+    ) -> Any:
+        """Give everyone one of a list of sums."""
+        opts = opts or c10d.ReduceScatterOptions()
+        (output,), (listed,) = outputs, inputs
+        kind = _kind("reduce_scatter", *listed, operation=opts.reduceOp)
+        equal = all(part.numel() == output.numel() for part in listed)
+        if not equal or not self._fits(kind, [output]):
+            inner = partial(self._inner(output).reduce_scatter, outputs, inputs, opts)
+            return self._run(kind, None, inner, listed, outputs, opts)
+        flat = torch.cat([part.reshape(-1) for part in listed])
+        return self._out_of_place(kind, output, flat, opts, sent=listed, results=outputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[_Tensor], inputs: list[_Tensor], opts: Any = None
+    ) -> Any:
+        """Do several reduce-scatters."""
+        pairs = zip(outputs, inputs, strict=True)
+        return _all_of([self.reduce_scatter_single(out, own, opts) for out, own in pairs], outputs)
+
+    def _out_of_place(
+        self,
+        kind: CallKind,
+        output: _Tensor,
+        source: _Tensor,
+        opts: Any,
+        *,
+        sent: Sequence[_Tensor],
+        results: list[Any],
+        unpack: _Finish = None,
+    ) -> Any:
+        """Run an all-gather or a reduce-scatter of one tensor into one other."""
+        gathers = kind.name == "all_gather"
+        share, whole = (source, output) if gathers else (output, source)
+        call, finish, to, own = None, unpack, output, source
+        if self._fits(kind, [source, output]) and whole.numel() == share.numel() * self.engine.size:
+            flat, copy_back = _flat_in_out(output)
+            own = _flat(source)
+            to, finish = flat.view(output.shape), unpack or copy_back
+            call = Call(kind, own, flat, unit=share.numel(), size_bytes=whole.nbytes)
+        names = ("_allgather_base", "all_gather_single")
+        if not gathers:
+            names = ("_reduce_scatter_base", "reduce_scatter_single")
+        method = inner_method(self._inner(source), *names)
+        inner = partial(method, to, own.view(source.shape), opts)
+        return self._run(kind, call, inner, sent, results, opts, finish)
+
+    # -- all-to-all ----------------------------------------------------------------------------
+
+    def all_to_all_single(
+        self,
+        output: _Tensor,
+        input: _Tensor,  # noqa: A002 - torch's name
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> Any:
+        """Send a share from everyone to everyone; how much may differ from rank to rank."""
+        splits = list(output_split_sizes), list(input_split_sizes)
+        return self._all_to_all(output, input, splits, opts, [output])
+
+    def alltoall(self, outputs: list[_Tensor], inputs: list[_Tensor], opts: Any = None) -> Any:
+        """Send one of a list from everyone to everyone."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
+        sizes = [tensor.numel() for tensor in outputs]
+        received = flat.new_empty(sum(sizes))
+
+        def unpack() -> None:
+            _copy_parts(outputs, torch.split(received, sizes))
+
+        splits = sizes, [tensor.numel() for tensor in inputs]
+        return self._all_to_all(received, flat, splits, opts, outputs, unpack)
+
+    def _all_to_all(
+        self,
+        output: _Tensor,
+        source: _Tensor,
+        splits: tuple[list[int], list[int]],
+        opts: Any,
+        results: list[_Tensor],
+        unpack: _Finish = None,
+    ) -> Any:
+        opts = opts or c10d.AllToAllOptions()
+        kind = CallKind("all_to_all", dtype=source.dtype)
+        call, finish, to, own = None, unpack, output, source
+        if self._fits(kind, [source, output]):
+            flat, copy_back = _flat_in_out(output)
+            to, finish = flat.view(output.shape), unpack or copy_back
+            own = _flat(source).view(source.shape)
+            rows, rest = divmod(source.size(0) if source.dim() else 1, self.engine.size)
+            equal = {rows} >= {*splits[0], *splits[1]}
+            even = equal and not rest and output.numel() == source.numel()
+            call = Call(
+                kind,
+                own.view(-1),
+                flat,
+                unit=own.numel() // self.engine.size,
+                size_bytes=own.nbytes if even else -1,
+                agreed=False,
+            )
+        method = inner_method(self._inner(source), "alltoall_base", "all_to_all_single")
+        inner = partial(method, to, own, *splits, opts)
+        return self._run(kind, call, inner, [source], results, opts, finish)
+
+    # -- what the inner backend does -----------------------------------------------------------
+
+    def reduce(self, tensors: list[_Tensor], opts: Any = None) -> Any:
+        """Run on the inner backend."""
+        opts = opts or c10d.ReduceOptions()
+        return self._by_inner("reduce", (tensors,), tensors, opts, operation=opts.reduceOp)
+
+    def gather(self, outputs: list[list[_Tensor]], inputs: list[_Tensor], opts: Any = None) -> Any:
+        """Run on the inner backend."""
+        return self._by_inner("gather", (outputs, inputs), inputs, opts or c10d.GatherOptions())
+
+    def scatter(self, outputs: list[_Tensor], inputs: list[list[_Tensor]], opts: Any = None) -> Any:
+        """Run on the inner backend."""
+        return self._by_inner("scatter", (outputs, inputs), outputs, opts or c10d.ScatterOptions())
+
+    def _by_inner(
+        self, name: str, lists: tuple[Any, ...], sent: list[_Tensor], opts: Any, **fields: Any
+    ) -> Any:
+        (tensor,) = sent
+        self.engine.say(name, f"{name} has no algorithm here and runs on the inner backend")
+        kind = _kind(name, tensor, root=opts.rootRank, **fields)
+        inner = partial(getattr(self._inner(tensor), name), *lists, opts)
+        return self._run(kind, None, inner, sent, lists[0], opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Run on the inner backend."""
+        opts = opts or c10d.BarrierOptions()
+        inner = partial(self.engine.inner("cpu").barrier, opts)
+        return self._run(CallKind("barrier"), None, inner, [], [], opts)
+
+    def monitored_barrier(
+        self,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    ) -> Any:
+        """Run on the inner backend; ``dist.monitored_barrier`` asks for gloo by its name."""
+        limit = timeout if timeout is not None else self.engine.timeout
+        return self.engine.inner("cpu").monitored_barrier(limit, wait_all_ranks)
+
+    # -- messages: not collectives, and not numbered -------------------------------------------
+
+    def send(self, tensors: list[_Tensor], dst: int, tag: int = 0) -> Any:
+        """Run on the inner backend."""
+        return self._inner(tensors[0]).send(tensors, dst, tag)
+
+    def recv(self, tensors: list[_Tensor], src: int, tag: int = 0) -> Any:
+        """Run on the inner backend."""
+        return self._inner(tensors[0]).recv(tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[_Tensor], tag: int = 0) -> Any:
+        """Run on the inner backend."""
+        return self._inner(tensors[0]).recv_anysource(tensors, tag)
+
+    # -- common --------------------------------------------------------------------------------
+
+    def _inner(self, tensor: _Tensor) -> Any:
+        return self.engine.inner(tensor.device.type)
+
+    def _fits(self, kind: CallKind, tensors: Sequence[_Tensor]) -> bool:
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            name = kind.name
+            self.engine.say(f"{name} sparse", f"{name} of sparse tensors runs on the inner backend")
+            return False
+        if kind.operation is not None and not self.engine.can_combine(tensors[0], kind.operation):
+            what = f"{kind.name} of {tensors[0].dtype} by {kind.operation}"
+            self.engine.say(what, f"{what} runs on the inner backend")
+            return False
+        return True
+
+    def _run(
+        self,
+        kind: CallKind,
+        call: Call | None,
+        inner: Callable[[], Any],
+        sent: Sequence[_Tensor],
+        results: list[Any],
+        opts: Any,
+        finish: _Finish = None,
+    ) -> Any:
+        return self.engine.run(
+            kind, call, inner, tensors=sent, results=results, opts=opts, finish=finish
+        )
+
+
+# torch's older names of the same methods.
+for _old, _new in {
+    "_allgather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "alltoall_base": "all_to_all_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+}.items():
+    setattr(Collectives, _old, getattr(Collectives, _new))
+
+
+def _kind(name: str, *tensors: _Tensor, operation: Any = None, root: int = -1) -> CallKind:
+    """Return what all ranks must call alike."""
+    dense = all(tensor.layout is torch.strided for tensor in tensors)
+    size_bytes = sum(tensor.nbytes for tensor in tensors) if dense else -1
+    return CallKind(name, size_bytes, tensors[0].dtype, getattr(operation, "op", operation), root)
+
+
+def _copy_parts(places: Sequence[_Tensor], parts: Sequence[_Tensor]) -> None:
+    for place, part in zip(places, parts, strict=True):
+        place.copy_(part.view(place.shape))
+
+
+def _flat(tensor: _Tensor) -> _Tensor:
+    """Return the elements in a row, as they are in memory: a view where that is possible."""
+    if tensor.numel() != 1 and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj()):
+        return tensor.detach().view(-1)
+    # Conjugated and negated tensors hold other bits than they show.
+    found = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A tensor of one element counts as contiguous, whatever its stride.
+    return found.as_strided((found.numel(),), (1,))
+
+
+def _flat_in_out(tensor: _Tensor) -> tuple[_Tensor, Callable[[], None] | None]:
+    """Return a flat view, or a flat copy and what brings it back."""
+    flat = _flat(tensor)
+    if flat.data_ptr() == tensor.data_ptr():
+        return flat, None
+
+    def finish() -> None:
+        tensor.copy_(flat.view(tensor.shape))
+
+    return flat, finish
+
+
+def _options_like(options: Any, given: Any) -> Any:
+    options.reduceOp = given.reduceOp
+    options.timeout = given.timeout
+    if hasattr(given, "asyncOp"):
+        options.asyncOp = given.asyncOp
+    return options
+
+
+def _all_of(works: list[Any], results: list[Any]) -> Any:
+    if not works:
+        done = FivefoldWork(results, what="nothing")
+        done.finish(None)
+        return done
+    futures = torch.futures.collect_all([work.get_future() for work in works])
+
+    def after(collected: Any) -> list[Any]:
+        for future in collected.value():
+            future.value()
+        return results
+
+    return _chained(futures.then(after), results)
+
+
+def _chained(future: Any, results: list[Any]) -> FivefoldWork:
+    work = FivefoldWork(results, what="collective")
+
+    def done(ended: Any) -> None:
+        try:
+            ended.value()
+        except Exception as error:  # noqa: BLE001 - handed to whoever waits
+            work.finish(error)
+        else:
+            work.finish(None)
+
+    future.add_done_callback(done)
+    return work
 
 
 class FivefoldGroup(Collectives, _ProcessGroup):
-    """A process group whose collectives are run by an engine.
-
-    Args:
-        engine: The engine.
-    """
+    """A process group whose collectives are run by an engine."""
 
     def __init__(self, engine: Engine) -> None:
         _ProcessGroup.__init__(self, engine.rank, engine.size)

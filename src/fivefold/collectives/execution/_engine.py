@@ -22,8 +22,18 @@ from typing import Any
 import torch
 
 from fivefold.collectives.execution._aggregation import SwitchRoute
-from fivefold.collectives.execution._calls import CallKind, CallLog, CollectiveError
-from fivefold.collectives.execution._choose import Choice, LinkClock, choose, size_class
+from fivefold.collectives.execution._calls import (
+    CallKind,
+    CallLog,
+    CollectiveError,
+    FivefoldWork,
+    InnerWork,
+    WorkQueue,
+    c10d,
+    dist,
+    inner_method,
+    profiler_event,
+)
 from fivefold.collectives.execution._plan import RankPlan, plan_rank
 from fivefold.collectives.execution._run import ReceiveThreads, RunContext, run_in_rounds, run_plan
 from fivefold.collectives.execution._settings import (
@@ -32,8 +42,8 @@ from fivefold.collectives.execution._settings import (
     runs_own,
     topology_of,
 )
-from fivefold.collectives.execution._torch import c10d, dist, inner_method
-from fivefold.collectives.execution._work import FivefoldWork, InnerWork, WorkQueue, profiler_event
+from fivefold.collectives.execution.choose import Choice, choose, size_class
+from fivefold.collectives.pricing.messages import LinkClock
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.network.topology import Topology, read_topology
 
@@ -62,18 +72,26 @@ _ADDABLE = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Call:
     """One collective on flat, contiguous buffers."""
 
-    name: str  # name of the collective
+    kind: CallKind
     inputs: torch.Tensor
     outputs: torch.Tensor  # output buffer; the same as ``inputs`` for an all-reduce or a broadcast
     unit: int  # elements of the unit that is cut into chunks; see :meth:`Layout.offsets`
     size_bytes: int  # size as :meth:`Collective.chunk_bytes` counts it
     agreed: bool = True  # whether every rank sees this size; else they tell each other first
-    operation: Any = None  # how values are combined; None where they are not
-    root: int = 0  # root of a broadcast
+
+    @property
+    def name(self) -> str:
+        """Return the name of the collective."""
+        return self.kind.name
+
+    @property
+    def root(self) -> int:
+        """Return the root of a broadcast; 0 for others."""
+        return max(self.kind.root, 0)
 
 
 class Engine:
@@ -187,10 +205,9 @@ class Engine:
 
     def can_combine(self, tensor: torch.Tensor, operation: Any) -> bool:
         """Return whether the engine's algorithms can reduce such tensors in this way."""
-        kind = _kind_of(operation)
         # Torch does not say how a mean of integers is rounded: backends differ, or refuse it.
-        divisible = kind != _Operations.AVG or tensor.is_floating_point()
-        return tensor.dtype in _ADDABLE and kind in _COMBINE and divisible
+        divisible = operation != _Operations.AVG or tensor.is_floating_point()
+        return tensor.dtype in _ADDABLE and operation in _COMBINE and divisible
 
     # -- choosing ------------------------------------------------------------------------------
 
@@ -400,7 +417,7 @@ class Engine:
 
     def _route(self, call: Call) -> SwitchRoute | None:
         """Return the switch, where the call goes there."""
-        operation = _kind_of(call.operation)
+        operation = call.kind.operation
         if self._switch is None or not self._switch.takes(call.name, call.inputs, operation):
             return None
         return self._switch
@@ -412,7 +429,7 @@ class Engine:
         except CommunicationError as error:
             failed = CollectiveError(error.message, hint=error.hint)
             raise self._calls.explain(failed) from error
-        if _kind_of(call.operation) == _Operations.AVG:
+        if call.kind.operation == _Operations.AVG:
             call.outputs.div_(self.size)
 
     def _execute(
@@ -430,7 +447,7 @@ class Engine:
             inputs=inputs,
             outputs=outputs,
             unit=call.unit,
-            combine=_COMBINE.get(_kind_of(call.operation)),
+            combine=_COMBINE.get(call.kind.operation),
             timeout=timeout,
             what=f"{call.name} of {call.size_bytes} bytes by {choice.label} on rank {self.rank}",
             tag=tag,
@@ -439,7 +456,7 @@ class Engine:
         )
         grouped = not isinstance(inner, dist.ProcessGroupGloo)
         (run_in_rounds if grouped else run_plan)(plan, context)
-        if _kind_of(call.operation) == _Operations.AVG:
+        if call.kind.operation == _Operations.AVG:
             outputs.div_(self.size)
         if staged:
             call.outputs.copy_(outputs)
@@ -453,10 +470,3 @@ class Engine:
             self._switch.close()
         self._inner.clear()
         self._messages = None
-
-
-def _kind_of(operation: Any) -> Any:
-    """``ReduceOp.SUM`` and an object made of it are told apart by torch, but not here."""
-    if operation is None:
-        return None
-    return getattr(operation, "op", operation)

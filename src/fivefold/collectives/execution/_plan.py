@@ -14,16 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fivefold.collectives.lowering import (
-    Arrival,
-    Buffer,
-    Executed,
-    Machine,
-    OpKind,
-    Program,
-    ThreadBlock,
-    run_order,
-)
+from fivefold.collectives.lowering import Program
+from fivefold.collectives.lowering.machine import Arrival, Executed, Machine, run_order
+from fivefold.collectives.lowering.program import Buffer, OpKind, ThreadBlock
 from fivefold.collectives.schedules import Collective
 
 _PER_RANK = {"all_gather", "reduce_scatter"}

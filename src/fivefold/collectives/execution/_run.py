@@ -24,7 +24,7 @@ import torch
 
 from fivefold.collectives.execution._calls import NUM_TAGS, CollectiveError
 from fivefold.collectives.execution._plan import RankPlan, Span, Task
-from fivefold.collectives.lowering import Buffer, OpKind
+from fivefold.collectives.lowering.program import Buffer, OpKind
 
 _AHEAD = 32  # receives of one queue that are posted and not yet used
 _WORTH_THREADS_BYTES = 1 << 18  # below, what is sent is over before a thread has woken up

@@ -208,16 +208,7 @@ def runs_own(settings: Settings, collective: str | None = None) -> bool:
 
 
 def lab_topology(facts: str, world_size: int) -> Topology | None:
-    """Return the network that the lab says it emulates.
-
-    Args:
-        facts: The variable ``FIVEFOLD_LAB``.
-        world_size: Ranks of the job.
-
-    Returns:
-        The topology; None outside the lab, and where the lab has several processes a host or
-        does not shape its links.
-    """
+    """Return the network that the lab says it emulates."""
     if not facts:
         return None
     data = json.loads(facts)

@@ -15,23 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fivefold.collectives.lowering._machine import Machine
-from fivefold.collectives.lowering._order import Executed, ProgramError, run_order
-from fivefold.collectives.lowering._program import Buffer, Program
+from fivefold.collectives.lowering.machine import Executed, Machine, ProgramError, run_order
+from fivefold.collectives.lowering.program import Buffer, Program
 
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """What a program is made of; it exists only for programs that are right.
-
-    Args:
-        num_ranks: Ranks.
-        num_blocks: Largest number of thread blocks of a rank.
-        num_channels: Channels.
-        num_operations: Operations over all ranks.
-        num_messages: Messages over all ranks.
-        chunks_sent: Chunk slots sent over all ranks.
-    """
+    """What a program is made of; it exists only for programs that are right."""
 
     num_ranks: int
     num_blocks: int

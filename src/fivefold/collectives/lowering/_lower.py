@@ -18,8 +18,8 @@ import numpy as np
 
 from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering._messages import Copy, Message, Moves, Place, plan_moves
-from fivefold.collectives.lowering._order import QueueFullError
-from fivefold.collectives.lowering._program import (
+from fivefold.collectives.lowering.machine import QueueFullError
+from fivefold.collectives.lowering.program import (
     Buffer,
     Operation,
     OpKind,

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fivefold.collectives.lowering._program import Buffer
+from fivefold.collectives.lowering.program import Buffer
 from fivefold.collectives.schedules import Schedule
 from fivefold.collectives.schedules.routes import relays_of
 from fivefold.collectives.schedules.timing import event_order

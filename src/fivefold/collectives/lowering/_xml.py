@@ -17,8 +17,8 @@ from xml.parsers import expat
 from xml.sax.saxutils import quoteattr
 
 from fivefold.collectives.lowering._check import check_program
-from fivefold.collectives.lowering._order import ProgramError
-from fivefold.collectives.lowering._program import (
+from fivefold.collectives.lowering.machine import ProgramError
+from fivefold.collectives.lowering.program import (
     Buffer,
     Operation,
     OpKind,

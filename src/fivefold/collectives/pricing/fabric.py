@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.collectives.pricing.phases import ranks_by_host
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.network.topology import Topology
 
@@ -225,15 +226,12 @@ def fabric_from_topology(
 
 
 def _hosts(topology: Topology) -> list[_Unit]:
-    hosts: dict[str, list[int]] = {}
-    for rank in range(len(topology.ranks)):
-        host = topology.host_of(rank)
-        hosts.setdefault(f"rank {rank}" if host is None else f"host {host}", []).append(rank)
-    sizes = sorted({len(ranks) for ranks in hosts.values()})
+    hosts = ranks_by_host(topology, range(topology.num_ranks))
+    sizes = sorted({len(ranks) for ranks in hosts})
     if len(sizes) > 1:
         message = f"hosts of {topology.name!r} have {sizes} GPUs"
         raise ConfigurationError(message, hint="take a subset with as many GPUs on every host")
-    return [tuple(ranks) for ranks in hosts.values()]
+    return hosts
 
 
 def _racks(topology: Topology, hosts: list[_Unit]) -> list[_Unit]:

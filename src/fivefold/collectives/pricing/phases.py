@@ -55,10 +55,10 @@ def collective_phases(
         pairs = tuple((a, b) for a in group for b in group if a != b)
         return [[Phase(pairs, size_bytes / number, steps=1, coupled=False)]]
     rounds = 2 if kind == "all_reduce" else 1
-    sizes = {len(own) for own in _hosts(topology, group)}
+    sizes = {len(own) for own in ranks_by_host(topology, group)}
     if algorithm == "ring" or (len(sizes) > 1 and every_port):
         if every_port:
-            return [_rings(_hosts(topology, group), rounds * size_bytes, rounds=rounds)]
+            return [_rings(ranks_by_host(topology, group), rounds * size_bytes, rounds=rounds)]
         return [[_ring(group, rounds * size_bytes, rounds=rounds)]]
     hosts = host_groups(topology, group)
     if hosts is None:
@@ -138,7 +138,7 @@ def _tree_phase(topology: Topology, leaves: Sequence[int], root: str, size_bytes
     return Phase(tuple((rank, rank) for rank in leaves), size_bytes, steps=1, tree=tree)
 
 
-def _hosts(topology: Topology, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+def ranks_by_host(topology: Topology, ranks: Sequence[int]) -> list[tuple[int, ...]]:
     """Ranks by host, in order of first appearance."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
@@ -149,7 +149,7 @@ def _hosts(topology: Topology, ranks: Sequence[int]) -> list[tuple[int, ...]]:
 
 def host_groups(topology: Topology, ranks: Sequence[int]) -> list[tuple[int, ...]] | None:
     """Return ranks by host, in order of first appearance; None where hosts have unequal numbers."""
-    groups = _hosts(topology, ranks)
+    groups = ranks_by_host(topology, ranks)
     return groups if len({len(group) for group in groups}) == 1 else None
 
 

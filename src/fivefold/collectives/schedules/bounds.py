@@ -21,8 +21,8 @@ import numpy as np
 from fivefold._compiler import njit
 from fivefold.collectives.schedules._collective import Collective
 from fivefold.collectives.schedules.arrays import Array, Floats, Longs
+from fivefold.collectives.schedules.schedule import require_match
 from fivefold.collectives.schedules.throughput import throughput_optimum
-from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
 from fivefold.units import format_bytes
 
@@ -30,11 +30,7 @@ _EXACT_WORK = 15_000_000  # ranks times arcs up to which max-flows are run unask
 
 
 def _require_match(collective: Collective, topology: Topology) -> None:
-    if collective.num_ranks != topology.num_ranks:
-        raise ConfigurationError(
-            f"the collective has {collective.num_ranks} ranks, the topology {topology.num_ranks}",
-            hint="make the collective for topology.num_ranks ranks",
-        )
+    require_match(collective, topology)
     topology.require_connected()
 
 

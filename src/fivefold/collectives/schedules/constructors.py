@@ -42,13 +42,14 @@ def _made(
     Of those with an owner there are ``per`` for each rank, else ``per`` in all.
     """
     count = require_count("num_ranks", num_ranks)
-    share = require_count("chunks", per)
+    owned = "owner" in {pre, post}
+    share = require_count("chunks_per_rank" if owned else "chunks", per)
     if root is not None and require_count("root", root, least=0) >= count:
         raise ConfigurationError(
             f"root is {root}, but there are {count} ranks",
             hint=f"choose a root from 0 to {count - 1}",
         )
-    chunks = count * share if "owner" in {pre, post} else share
+    chunks = count * share if owned else share
 
     def pairs(where: str) -> Pairs:
         if where == "owner":

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from fivefold.collectives.schedules.arrays import Array, Floats, Ints, Longs
-from fivefold.collectives.schedules.schedule import Schedule, ScheduleError
+from fivefold.collectives.schedules.schedule import Schedule, ScheduleError, require_match
 from fivefold.errors import ConfigurationError
 from fivefold.flows.paths import default_paths
 from fivefold.network.topology import Topology
@@ -71,12 +71,7 @@ def require_topology(schedule: Schedule, topology: Topology | None) -> Topology:
     if found is None:
         message = "the schedule was made for no topology"
         raise ConfigurationError(message, hint="pass the topology it is to run on")
-    if found.num_ranks != schedule.collective.num_ranks:
-        raise ConfigurationError(
-            f"the schedule has {schedule.collective.num_ranks} ranks, the topology "
-            f"{found.num_ranks}",
-            hint="pass a topology with as many ranks",
-        )
+    require_match(schedule.collective, found)
     return found
 
 

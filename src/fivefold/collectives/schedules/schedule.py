@@ -57,6 +57,15 @@ _KEYS = {"schema", "name", "solver", "collective", "topology", "attributes"}
 LISTED, BY_STEPS, BY_TIMES = 0, 1, 2  # what orders the transfers
 
 
+def require_match(collective: Collective, topology: Topology) -> None:
+    """Refuse a collective and a topology of different numbers of ranks."""
+    if collective.num_ranks != topology.num_ranks:
+        raise ConfigurationError(
+            f"the collective has {collective.num_ranks} ranks, the topology {topology.num_ranks}",
+            hint="make the collective for topology.num_ranks ranks",
+        )
+
+
 class ScheduleError(DataError):
     """A schedule is wrong: it names the first broken transfer, or the condition that is not met.
 
@@ -194,12 +203,8 @@ class Schedule:
         if self.steps.size and self.steps.min() < -1:
             message = "a step is below -1"
             raise ConfigurationError(message, hint="number steps from 0; -1 is none")
-        if self.topology is not None and self.topology.num_ranks != self.collective.num_ranks:
-            raise ConfigurationError(
-                f"the collective has {self.collective.num_ranks} ranks, "
-                f"the topology {self.topology.num_ranks}",
-                hint="make the collective for topology.num_ranks ranks",
-            )
+        if self.topology is not None:
+            require_match(self.collective, self.topology)
 
     def _check_routes(self) -> None:
         if (self.route_offsets is None) != (self.route_links is None):

@@ -22,6 +22,7 @@ from scipy.sparse.csgraph import dijkstra
 
 from fivefold.collectives.schedules import Collective, Schedule
 from fivefold.collectives.schedules.arrays import Floats, Longs, rows_of
+from fivefold.collectives.schedules.schedule import require_match
 from fivefold.collectives.synthesis._dispatch import dispatch
 from fivefold.collectives.synthesis._solver import OutOfTime, check_time, time_left_s, time_limit
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
@@ -403,11 +404,7 @@ def _dispatched(schedule: Schedule, size_bytes: float) -> Schedule:
 
 def _pairs(collective: Collective, topology: Topology) -> tuple[Longs, Longs, Longs]:
     """Chunks that move, where from and where to."""
-    if collective.num_ranks != topology.num_ranks:
-        raise ConfigurationError(
-            f"the collective has {collective.num_ranks} ranks, the topology {topology.num_ranks}",
-            hint="make the collective for topology.num_ranks ranks",
-        )
+    require_match(collective, topology)
     if collective.reducing or not (collective.single_source and collective.single_target):
         raise ConfigurationError(
             f"{collective.name} is no exchange of single chunks",

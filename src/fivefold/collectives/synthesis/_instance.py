@@ -26,7 +26,7 @@ from fivefold.collectives.schedules import (
     verify_schedule,
 )
 from fivefold.collectives.schedules.bounds import Bound
-from fivefold.collectives.schedules.schedule import compose_all_reduce
+from fivefold.collectives.schedules.schedule import compose_all_reduce, require_match
 from fivefold.collectives.schedules.throughput import whole_capacities
 from fivefold.collectives.synthesis._solver import check_time
 from fivefold.errors import ConfigurationError, InfeasibleError
@@ -269,9 +269,7 @@ def logical_of(
     if collective.reducing:
         message = f"{collective.name} sums"
         raise ConfigurationError(message, hint="solve its inverse on the reversed topology")
-    if collective.num_ranks != topology.num_ranks:
-        message = f"{collective.num_ranks} ranks in the collective, {topology.num_ranks} in"
-        raise ConfigurationError(f"{message} topology {topology.name!r}")
+    require_match(collective, topology)
     graph = topology.rank_graph
     pairs = zip(graph.sources.tolist(), graph.targets.tolist(), strict=True)
     kept = [edge for edge, pair in enumerate(pairs) if allow is None or allow(*pair)]
@@ -486,5 +484,6 @@ def compile_pricing() -> None:
     """Compile what verifies and prices schedules: at its first use it is no part of a search."""
     move = Transfer(chunk=0, source=0, target=1)
     schedule = Schedule.from_transfers([move], collective=broadcast(2), topology=line(2))
-    verify_schedule(schedule)
-    evaluate(schedule, size_bytes=1.0)
+    for one in (schedule, schedule.inverted()):
+        verify_schedule(one)
+        evaluate(one, size_bytes=1.0)

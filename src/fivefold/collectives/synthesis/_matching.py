@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fivefold.collectives.schedules import Collective, Schedule
+from fivefold.collectives.schedules.arrays import require_count
 from fivefold.collectives.schedules.bounds import discrete_ingress_bound
+from fivefold.collectives.schedules.schedule import require_match
 from fivefold.collectives.synthesis._instance import by_inversion
 from fivefold.collectives.synthesis._matching_kernel import (
     DONE,
@@ -82,12 +84,14 @@ def matching(
         InfeasibleError: Some rank cannot be reached, or the time is over.
 
     Examples:
+        >>> from fivefold.collectives.schedules import all_gather
         >>> from fivefold.network.topology import torus
         >>> found = matching(all_gather(16), torus((4, 4), bandwidth=1.0), size_bytes=16.0)
         >>> float(found.ends_s.max())
         4.0
     """
-    _check(collective, topology, size_bytes, seeds)
+    _check(collective, topology, seeds)
+    collective.chunk_bytes(size_bytes)  # refuses what is no size
     halves = 2 if collective.name == "all_reduce" else 1
     limit_s = None if time_limit_s is None else time_limit_s / halves
 
@@ -100,25 +104,17 @@ def matching(
     return by_inversion(collective, topology, find)
 
 
-def _check(
-    collective: Collective, topology: Topology, size_bytes: float, seeds: int | None
-) -> None:
+def _check(collective: Collective, topology: Topology, seeds: int | None) -> None:
     if collective.name not in _DOES:
         raise ConfigurationError(
             f"matching does no {collective.name}", hint=f"it does {', '.join(_DOES)}"
         )
-    if collective.num_ranks != topology.num_ranks:
-        raise ConfigurationError(
-            f"the collective has {collective.num_ranks} ranks, the topology {topology.num_ranks}",
-            hint="make the collective for topology.num_ranks ranks",
-        )
+    require_match(collective, topology)
     if np.unique(collective.chunk_weights).size > 1:
         message = "the chunks have different sizes"
         raise ConfigurationError(message, hint="matching needs chunks of one size")
-    if seeds is not None and (isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1):
-        raise ConfigurationError(f"seeds is {seeds!r}", hint="give a whole number from 1")
-    if not 0 <= size_bytes < np.inf:
-        raise ConfigurationError(f"size_bytes is {size_bytes}", hint="give a finite size >= 0")
+    if seeds is not None:
+        require_count("seeds", seeds)
     topology.require_connected()
 
 

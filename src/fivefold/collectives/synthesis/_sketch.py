@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -146,8 +146,7 @@ class Sketch:
             >>> Sketch().with_chunks(4).chunks
             4
         """
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return Sketch(**{**fields, "chunks": chunks})
+        return replace(self, chunks=chunks)
 
     def reversed(self) -> Sketch:
         """Return the sketch for the same links the other way round, for sums solved as copies.
@@ -162,15 +161,15 @@ class Sketch:
         for sender, receivers in sorted(self.connections.items()):
             for receiver in receivers:
                 turned[receiver] = (*turned.get(receiver, ()), sender)
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        if self.senders is not None:
+        senders = self.senders
+        if senders is not None:
             ends = {sender: (others or (sender,))[0] for sender, others in self.connections.items()}
             merged: dict[int, tuple[int, ...]] = {}
-            for sender, ranks in self.senders.items():
+            for sender, ranks in senders.items():
                 end = ends.get(sender, sender)
                 merged[end] = (*merged.get(end, ()), *ranks)
-            fields["senders"] = merged
-        return Sketch(**{**fields, "connections": turned})
+            senders = merged
+        return replace(self, senders=senders, connections=turned)
 
     def sender_of(self, rank: int) -> int | None:
         """Return the rank through which a rank's chunks leave the box; None: any."""

@@ -29,8 +29,8 @@ from fivefold.collectives.schedules import (
     named_collective,
     throughput_optimum,
 )
-from fivefold.collectives.schedules.arrays import Longs, rows_of
-from fivefold.collectives.schedules.schedule import compose_all_reduce
+from fivefold.collectives.schedules.arrays import Longs, require_count, rows_of
+from fivefold.collectives.schedules.schedule import compose_all_reduce, require_match
 from fivefold.collectives.synthesis._dispatch import dispatch
 from fivefold.collectives.synthesis._packing import (
     Bundle,
@@ -158,7 +158,19 @@ class TreePacking:
         Reductions run the trees of the reversed topology backwards; an all-reduce is a
         reduce-scatter, then an all-gather.
         """
-        return schedule_trees(self, collective, chunks=chunks, size_bytes=size_bytes)
+        name = (collective if isinstance(collective, str) else collective.name).replace("-", "_")
+        _check_name(self, name)
+        if isinstance(collective, Collective):
+            _check_ranks(self, collective)
+            chunks = _per_root(self, collective) if chunks is None else chunks
+        if chunks is not None:
+            require_count("chunks", chunks)
+        if name == "all_reduce":
+            return _all_reduce(self, chunks, size_bytes)
+        if name not in _BACKWARDS:
+            return _best(self, name, chunks, size_bytes)
+        copied = _best(self.backwards, _BACKWARDS[name], chunks, size_bytes)
+        return copied.inverted().replaced(topology=self.topology)
 
 
 def spanning_trees(
@@ -221,8 +233,8 @@ def spanning_trees(
 
 
 def _check_arguments(topology: Topology, k: int | None, root: int | None, connections: str) -> None:
-    if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
-        raise ConfigurationError(f"k is {k!r}", hint="the number of trees is a whole number from 1")
+    if k is not None:
+        require_count("k", k)
     if root is not None and not 0 <= root < topology.num_ranks:
         raise ConfigurationError(
             f"root is {root}, but there are {topology.num_ranks} ranks",
@@ -319,31 +331,6 @@ _MOST_DOUBLINGS = 10
 _MOST_WORSE = 3
 
 
-def schedule_trees(
-    packing: TreePacking,
-    collective: Collective | str,
-    *,
-    chunks: int | None,
-    size_bytes: float | None,
-) -> Schedule:
-    """See `TreePacking.to_schedule`."""
-    name = (collective if isinstance(collective, str) else collective.name).replace("-", "_")
-    _check_name(packing, name)
-    if isinstance(collective, Collective):
-        _check_ranks(packing, collective)
-        chunks = _per_root(packing, collective) if chunks is None else chunks
-    if chunks is not None and (
-        isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1
-    ):
-        raise ConfigurationError(f"chunks is {chunks!r}", hint="give a whole number from 1")
-    if name == "all_reduce":
-        return _all_reduce(packing, chunks, size_bytes)
-    if name not in _BACKWARDS:
-        return _best(packing, name, chunks, size_bytes)
-    copied = _best(packing.backwards, _BACKWARDS[name], chunks, size_bytes)
-    return copied.inverted().replaced(topology=packing.topology)
-
-
 def _all_reduce(packing: TreePacking, chunks: int | None, size_bytes: float | None) -> Schedule:
     gather = _best(packing, "all_gather", chunks, size_bytes)
     same = gather.collective.num_chunks // packing.topology.num_ranks
@@ -395,12 +382,7 @@ def _check_name(packing: TreePacking, name: str) -> None:
 
 
 def _check_ranks(packing: TreePacking, collective: Collective) -> None:
-    if collective.num_ranks != packing.topology.num_ranks:
-        raise ConfigurationError(
-            f"the collective has {collective.num_ranks} ranks, the topology "
-            f"{packing.topology.num_ranks}",
-            hint="make the collective for topology.num_ranks ranks",
-        )
+    require_match(collective, packing.topology)
     if collective.root is not None and collective.root != packing.root:
         raise ConfigurationError(
             f"the collective has root {collective.root}, the trees have root {packing.root}",

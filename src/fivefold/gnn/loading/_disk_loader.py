@@ -181,19 +181,6 @@ class DiskLoader(BatchLoader[MiniBatch]):
             on_close=stages.stop_waiting,
         )
 
-    def fill_caches(self) -> None:
-        """Fill the caches now; otherwise the first batch of the first epoch waits for it.
-
-        Raises:
-            ConfigurationError: An epoch is under way.
-        """
-        if self._iterator is not None and self._iterator() is not None:
-            message = "the caches are in use: an epoch is under way"
-            raise ConfigurationError(message, hint="fill them before the first epoch")
-        numbers = self._numbers(self._epoch)
-        if len(numbers):
-            self._features.start(int(numbers[min(self._position, len(numbers) - 1)]))
-
     def statistics(self) -> LoaderStatistics:
         """Return counts since the loader was made."""
         features = self._features

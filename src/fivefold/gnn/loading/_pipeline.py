@@ -398,7 +398,12 @@ class _StopWaiting:
 class BufferRing:
     """Lend ``count`` buffers of ``size_bytes`` bytes, each to one batch at a time.
 
-    ``pinned`` ones are page-locked, for copies to a GPU.
+    A buffer is lent as an array; a tensor made of that array, and every view of it, keep the array
+    alive. When the last of them is gone, a weakref callback puts the buffer back. So a buffer is
+    never written while the training loop, a saved activation or a view still refers to it, and no
+    copy is needed. A loop that holds more than one batch gets more buffers, so that it cannot wait
+    for itself; they are above the loader's budget, and a warning says so once. ``pinned`` ones are
+    page-locked, for copies to a GPU.
     """
 
     def __init__(self, count: int, *, size_bytes: int, pinned: bool = False) -> None:

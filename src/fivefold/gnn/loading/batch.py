@@ -343,7 +343,11 @@ def assemble(
 
 
 def _blocks(sampled: SampledBatch | BatchRecord, expanded: Int32 | None) -> tuple[Block, ...]:
-    """Return one block per hop; block b has the edges into nodes found in the first H - b hops."""
+    """Return one block per hop; block b has the edges into nodes found in the first H - b hops.
+
+    Samples know nodes hop by hop; a store hands rows over in storage order. So the first block
+    numbers its input's rows in storage order, all others in prefixes of the hop order.
+    """
     hops = len(sampled.edges_per_hop)
     nodes = np.cumsum(sampled.nodes_per_hop)
     edges = np.concatenate([[0], np.cumsum(sampled.edges_per_hop)])

@@ -7,6 +7,7 @@ way. ``store.json`` comes last.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
@@ -270,7 +271,7 @@ class _Run:
             "inputs": self.inputs,
             "files": fingerprints,
             "num_epochs": self.samples.num_epochs,
-            "packing": geometry.to_json(),
+            "packing": dataclasses.asdict(geometry),
         }
         write_manifest(self.files, manifest)
 
@@ -346,7 +347,7 @@ class _Job:
             format_duration_s(geometry.seconds),
         )
         self._settled |= {
-            "geometry": geometry.to_json(),
+            "geometry": dataclasses.asdict(geometry),
             "at_once": at_once,
             "memory_bytes": self._memory_bytes,
         }

@@ -1,7 +1,12 @@
-"""The records of all batches: renumbered, encoded, one after the other in one file.
+"""What is written before and beside the rows: where they will lie, and the records of the batches.
 
-The file holds the records (page-aligned) and their index. Records depend on where rows will lie,
-not on the rows: they are made while rows are moved. A killed run goes on after the last mark.
+First, segment by segment, each batch's cold nodes are found and the segment is laid out. That file
+holds ``order``, the node id of each packed row, and for each batch its places, the rows of its
+segment that it reads. From the order rows are moved and from the places records are made. A killed
+run goes on with the segment that was under way.
+
+The file of the records holds them (page-aligned) and their index. Records depend on where rows will
+lie, not on the rows: they are made while rows are moved. A killed run goes on after the last mark.
 """
 
 from __future__ import annotations

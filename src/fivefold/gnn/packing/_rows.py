@@ -218,7 +218,7 @@ def _spill(mover: Mover, scratch: Path, progress: Progress) -> tuple[Cells, Cont
     """Return the spill, complete, and where everything lies in it."""
     cells, routes = Cells.count(mover)
     path = scratch / "spill.fvf"
-    attributes = {"geometry": mover.geometry.to_json()}
+    attributes = {"geometry": dataclasses.asdict(mover.geometry)}
     if path.exists():
         return cells, Container.open(path, kind=_KIND_SPILL)
     ids = np.uint32 if mover.num_nodes < 2**32 else np.int64

@@ -2,6 +2,14 @@
 
 Device slots are filled first, by access count, and never change. Host slots hold the next rows by
 count (``static``) or follow the known order of the batches (``belady``).
+
+Belady's rule, at the granularity of batches: a backward sweep finds, for each use of a row, the
+batch of its next use. Going forward, of the cache and the batch together the rows of soonest next
+use stay; rows that are never used again do not enter. Ties: rows in the cache stay, then lower node
+ids enter. No cache of this size that admits rows only from the batch that brought them has fewer
+misses. It starts empty and fills with rows that the first batches read anyway.
+
+References: Belady, IBM Systems Journal 5(2), 1966; Ginex (Park et al.), VLDB 2022, section 4.
 """
 
 from __future__ import annotations
@@ -40,7 +48,11 @@ class Scratch:
 
 
 class KeptArrays:
-    """Whole numbers below ``limit`` per batch, in a file from ``memory_bytes`` on."""
+    """Whole numbers below ``limit`` per batch, in a file from ``memory_bytes`` on.
+
+    They are walked through again and again, also backwards. The file has no name, goes with the
+    process and counts towards the disk budget: the records of a plan hold the same ids.
+    """
 
     def __init__(
         self,

@@ -241,7 +241,7 @@ def _predict(
         blow_up=packed_rows / max(1, samples.num_nodes),
         amplification=read_bytes / cold_bytes if cold_bytes else 1.0,
         hit_rates=tally.hit_rates,
-        packing=packing.cost(),
+        packing=packing,
         packing_seconds=packing.seconds,
         online_seconds=tally.online_seconds / epochs,
     )

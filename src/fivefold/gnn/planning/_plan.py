@@ -20,7 +20,7 @@ import numpy as np
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import parse_json
 from fivefold.gnn.planning._caches import Caches, CacheSchedule, Policy
-from fivefold.gnn.planning.geometry import PackingCost
+from fivefold.gnn.planning.geometry import Geometry
 from fivefold.gnn.planning.id_sets import Array, Ids
 from fivefold.gnn.planning.layout import Layout, SegmentLayout, segment_layout
 from fivefold.gnn.sampling import SampleFile
@@ -121,7 +121,7 @@ class Prediction:
     blow_up: float
     amplification: float
     hit_rates: dict[str, float]
-    packing: PackingCost
+    packing: Geometry
     packing_seconds: float
     online_seconds: float
 
@@ -143,7 +143,7 @@ class Prediction:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Prediction:
         """Return the prediction that ``to_json`` wrote."""
-        return cls(**(values | {"packing": PackingCost(**values["packing"])}))
+        return cls(**(values | {"packing": Geometry(**values["packing"])}))
 
 
 _VERSION = 1

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fivefold.errors import InfeasibleError
@@ -39,41 +39,25 @@ _LARGEST_RANGES = 65_535  # range numbers are sorted as 16-bit keys, which is a 
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingCost:
-    """How the rows get from the features to the packed file, and what that moves."""
+class Geometry:
+    """A way of packing: its cost, and its sizes, with which a resumed run agrees."""
+
+    NUM_CHUNKS: ClassVar[int] = 3  # one is filled while two are written
 
     strategy: str
     read_bytes: int
     written_bytes: int
     scratch_bytes: int  # largest space that the spill takes
     seconds: float  # what the disk needs for both
+    source_rows: int  # of the features, read at a time
+    window_rows: int  # of the output, put in order at a time
+    chunk_rows: int  # written at a time
+    steps_per_mark: int = 1  # windows or ranges after which progress is made durable
 
     @property
     def moved_bytes(self) -> int:
         """Return bytes read and written."""
         return self.read_bytes + self.written_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Geometry(PackingCost):
-    """A way of packing with its sizes, kept in the job file, so that a resumed run agrees."""
-
-    NUM_CHUNKS: ClassVar[int] = 3  # one is filled while two are written
-
-    source_rows: int
-    window_rows: int
-    chunk_rows: int
-    steps_per_mark: int = 1
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a mapping of plain numbers and names."""
-        return asdict(self)
-
-    def cost(self) -> PackingCost:
-        """Return the cost without the sizes."""
-        return PackingCost(
-            **{field.name: getattr(self, field.name) for field in fields(PackingCost)}
-        )
 
 
 def packing_ways(

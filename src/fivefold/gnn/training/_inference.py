@@ -32,7 +32,6 @@ from fivefold.gnn.training._inference_layers import (
     Aggregate,
     LayerParts,
     Piece,
-    Reading,
     RowStream,
     Shares,
     choose_reading,
@@ -57,13 +56,13 @@ class LayerReport:
     """What one layer took."""
 
     layer: int
-    ranges: int
-    gathered: int
-    swept: int
-    bytes_read: int
-    bytes_used: int
-    requests: int
-    seconds: float
+    ranges: int = 0
+    gathered: int = 0
+    swept: int = 0
+    bytes_read: int = 0
+    bytes_used: int = 0
+    requests: int = 0
+    seconds: float = 0.0
 
     def line(self) -> str:
         """Return one line for people."""
@@ -225,7 +224,7 @@ class _Run:
     ) -> InferenceResult:
         """Compute what is missing of all layers."""
         done, source = files.newest(features)
-        reports = [_done_before(number) for number in range(1, done + 1)]
+        reports = [LayerReport(layer=number) for number in range(1, done + 1)]
         for number, parts in list(enumerate(all_parts, start=1))[done:]:
             report, made = self.layer(number, parts, source, files=files)
             reports.append(report)
@@ -286,7 +285,7 @@ class _LayerWork:
         self.aggregate = Aggregate.empty(shares.targets, parts)
         self.keys = np.empty(shares.edges, np.int64)
         self.shift = max(1, (shares.targets - 1).bit_length())
-        self.readings: list[Reading] = []
+        self.ways: list[str] = []
 
     def run(self, row_bytes: int, gap_bytes: int) -> LayerReport:
         started_s = time.perf_counter()
@@ -302,8 +301,8 @@ class _LayerWork:
         return LayerReport(
             layer=self.number,
             ranges=count,
-            gathered=sum(reading.way == "gather" for reading in self.readings),
-            swept=sum(reading.way == "sweep" for reading in self.readings),
+            gathered=self.ways.count("gather"),
+            swept=self.ways.count("sweep"),
             bytes_read=statistics.bytes_read,
             bytes_used=statistics.bytes_used,
             requests=statistics.requests,
@@ -319,15 +318,15 @@ class _LayerWork:
             keys = self._sorted_keys(piece.first, low, min(low + len(self.keys), piece.high))
             if not len(keys):
                 continue
-            reading = choose_reading(
+            way = choose_reading(
                 keys,
                 self.shift,
                 row_bytes=row_bytes,
                 profile=self.run_.profile,
                 gap_bytes=gap_bytes,
             )
-            self.readings.append(reading)
-            for part, rows in self.stream.sources(keys, self.shift, reading):
+            self.ways.append(way)
+            for part, rows in self.stream.sources(keys, self.shift, way):
                 parts.add(aggregate, part, self.shift, parts.messages(rows))
         self._finish(piece, aggregate)
 
@@ -373,19 +372,6 @@ def _identity(model: LayeredModel, dataset: Dataset) -> str:
         digest.update(f"{name} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _done_before(number: int) -> LayerReport:
-    return LayerReport(
-        layer=number,
-        ranges=0,
-        gathered=0,
-        swept=0,
-        bytes_read=0,
-        bytes_used=0,
-        requests=0,
-        seconds=0.0,
-    )
 
 
 def _profitable_gap_bytes(profile: DiskProfile) -> int:

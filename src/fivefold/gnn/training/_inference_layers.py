@@ -3,7 +3,11 @@
 Each layer of a model becomes messages of sources (a function of the source's row alone), a
 running aggregate per target that messages are added to in any order and in any number of parts,
 and a finish that makes the output. That is what lets a hub's neighbours be read a few at a time.
-Everything here is arrays of one chunk; files and ranges are elsewhere.
+
+A layer goes over ranges of targets, whose sums are in memory while the rows of all their
+in-neighbours stream by in ascending order. They are gathered (only the needed pages are read) or
+swept (everything between the first and the last is read, as in a broadcast of ATLAS, arXiv
+2605.09402), whichever costs less on the disk at hand.
 """
 
 from __future__ import annotations
@@ -376,17 +380,6 @@ class Shares:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How the rows of one piece are read, and what that is expected to cost."""
-
-    way: Literal["gather", "sweep"]
-    rows: int
-    requests: int
-    num_bytes: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
     """A range of targets."""
 
@@ -454,19 +447,15 @@ def ranges(indptr: Int64, shares: Shares, *, first: int = 0) -> Iterator[Piece]:
 
 def choose_reading(
     keys: Int64, shift: int, *, row_bytes: int, profile: DiskProfile, gap_bytes: int
-) -> Reading:
+) -> Literal["gather", "sweep"]:
     """Gather or sweep the sources of sorted keys, by predicted time."""
-    rows, requests, size = reading_cost(keys, shift, row_bytes, PAGE_BYTES, gap_bytes)
+    _, requests, size = reading_cost(keys, shift, row_bytes, PAGE_BYTES, gap_bytes)
     span = int((keys[-1] >> shift) - (keys[0] >> shift) + 1) * row_bytes
     swept_bytes = -(-span // PAGE_BYTES) * PAGE_BYTES
     swept = -(-swept_bytes // _SWEEP_BYTES)
     requests = max(requests, -(-size // _SWEEP_BYTES))  # a long extent is several requests too
     gather_s, sweep_s = profile.seconds(requests, size), profile.seconds(swept, swept_bytes)
-    if sweep_s <= gather_s:
-        return Reading(
-            way="sweep", rows=rows, requests=swept, num_bytes=swept_bytes, seconds=sweep_s
-        )
-    return Reading(way="gather", rows=rows, requests=requests, num_bytes=size, seconds=gather_s)
+    return "sweep" if sweep_s <= gather_s else "gather"
 
 
 class RowStream:
@@ -510,9 +499,9 @@ class RowStream:
         for chunk, raw in self._ahead(chunks):
             yield chunk.low, _float32(raw)
 
-    def sources(self, keys: Int64, shift: int, reading: Reading) -> Iterator[tuple[Int64, Tensor]]:
+    def sources(self, keys: Int64, shift: int, way: str) -> Iterator[tuple[Int64, Tensor]]:
         """Yield the sources of sorted keys as (the keys of these sources, their float32 rows)."""
-        for chunk, raw in self._ahead(self._chunks(keys, shift, sweeps=reading.way == "sweep")):
+        for chunk, raw in self._ahead(self._chunks(keys, shift, sweeps=way == "sweep")):
             picked = raw if chunk.count == len(chunk.rows) else raw[chunk.rows - chunk.low]
             yield chunk.keys, _float32(picked)
 

@@ -3,7 +3,7 @@
 Whatever decides the parameters is a pure function of the step or is in the checkpoint: model,
 optimizer, the generators of every rank, the place in the epoch. That is why a run that was killed
 and resumed reaches the parameters of the run that was not, bit for bit. What is particular to a
-mode is behind ``BatchSource``. Knows nothing of command lines.
+mode is in its loader. Knows nothing of command lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.errors import DataError
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.loading import MiniBatch
+from fivefold.gnn.loading import DiskLoader, MiniBatch, OnlineLoader
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.training._prepare import Rounds
 from fivefold.gnn.training._result import (
@@ -37,7 +37,7 @@ from fivefold.gnn.training._result import (
     run_label,
     run_manifest,
 )
-from fivefold.gnn.training._source import BatchSource, Evaluator, add_counts, counts_of, make_source
+from fivefold.gnn.training._source import Evaluator, add_counts, counts_of, make_loader
 from fivefold.gnn.training.config import GnnConfig, config_to_toml
 from fivefold.gnn.training.models import make_model
 from fivefold.runs import (
@@ -129,7 +129,7 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         parts: dict[str, Any] = {"topology": topology, "ranks": ranks, "features": rows}
         judge = Evaluator(config, dataset, **parts)
         opened.callback(judge.close)
-        make = functools.partial(make_source, config, dataset, **parts)
+        make = functools.partial(make_loader, config, dataset, **parts)
         run = _Run(config, dataset, ranks, make=make, judge=judge, rounds=rounds)
         opened.callback(run.close)
         result = run.execute(stop, progress)
@@ -176,15 +176,15 @@ class _Run:
         dataset: Dataset,
         ranks: Ranks,
         *,
-        make: Callable[..., BatchSource],
+        make: Callable[..., DiskLoader | OnlineLoader],
         judge: Evaluator,
         rounds: Rounds | None,
     ) -> None:
         self.config, self.dataset, self.ranks = config, dataset, ranks
         self.judge, self.rounds, self.make = judge, rounds, make
         self.prepared = None if rounds is None else rounds.prepared
-        self.source = make(store=self._store())
-        self.num_batches = len(self.source)
+        self.loader = make(store=self._store())
+        self.num_batches = len(self.loader)
         self.folder: Path = config.run.output
         torch.manual_seed(config.run.seed)
         self.model = make_model(
@@ -207,7 +207,7 @@ class _Run:
         self.saved_step: int | None = None
         self.clock = Clock()
         self.metrics: MetricsWriter | None = None
-        self._counted = self.source.statistics()
+        self._counted = self.loader.statistics()
         self._begin()
 
     # -- beginning and end ----------------------------------------------------------------------
@@ -243,7 +243,7 @@ class _Run:
         self.best, self.data = state["best"], state["data"]
         self.tally = EpochTally(**own["tally"])
         if self.position:  # at 0 the loader may be of the round before
-            self.source.load_state_dict(own["loader"])
+            self.loader.load_state_dict(own["loader"])
         self.clock = Clock(state["seconds"])
         restore_rng(own["rng"])
 
@@ -316,9 +316,15 @@ class _Run:
 
     def close(self) -> None:
         """Close the loader and the metrics; also after an error."""
-        self.source.close()
+        self._close_loader()
         if self.metrics is not None:
             self.metrics.close()
+
+    def _close_loader(self) -> None:
+        self.loader.close()
+        store = self._store()
+        if store is not None:
+            store.close()
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -326,8 +332,8 @@ class _Run:
         """Yield the rest of the epoch; waiting for a batch counts as "data"."""
         if self.position == 0:
             self._change_round()
-            self.source.loader.set_epoch(self.epoch)
-        batches = iter(self.source)
+            self.loader.set_epoch(self.epoch)
+        batches = iter(self.loader)
         while True:
             with self.clock.measure("data"):
                 batch = next(batches, None)
@@ -341,10 +347,10 @@ class _Run:
         if rounds is None or rounds.number_of(self.epoch) == rounds.number:
             return
         with self.clock.measure("data"):
-            self.source.close()
+            self._close_loader()
             self.prepared = rounds.open(self.epoch)
-            self.source = self.make(store=self._store())
-        self._counted = self.source.statistics()
+            self.loader = self.make(store=self._store())
+        self._counted = self.loader.statistics()
         self._note_plan()
 
     def _train_on(self, batch: MiniBatch) -> None:
@@ -388,7 +394,7 @@ class _Run:
 
     def _count(self) -> None:
         """Add what the data path did since the last time."""
-        now = self.source.statistics()
+        now = self.loader.statistics()
         self.data = add_counts(self.data, counts_of(now - self._counted))
         self._counted = now
 
@@ -427,7 +433,7 @@ class _Run:
 
     def _state(self) -> dict[str, Any]:
         own = {
-            "loader": self.source.state_dict(),
+            "loader": self.loader.state_dict(),
             "rng": rng_state(),
             "tally": self.tally.record(),
         }

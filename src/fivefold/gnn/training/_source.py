@@ -1,9 +1,12 @@
-"""Where the batches of an epoch come from, the same to the loop in all three modes."""
+"""Where the batches of an epoch come from in all three modes, and how a model is judged.
+
+The nodes of a validation, their order and their neighbours are always the same, so that two
+validations differ by the parameters alone. Each rank judges its share; the sums are exact.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.loading import DiskLoader, LoaderStatistics, MiniBatch, OnlineLoader
+from fivefold.gnn.loading import DiskLoader, LoaderStatistics, OnlineLoader
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.sampling import Topology
 from fivefold.gnn.training.config import GnnConfig
@@ -20,40 +23,7 @@ from fivefold.gnn.training.models import LayeredModel
 from fivefold.runs.ranks import Ranks
 
 
-@dataclasses.dataclass(kw_only=True)
-class BatchSource:
-    """A loader, and the store that it reads."""
-
-    loader: DiskLoader | OnlineLoader
-    store: PackedStore | None = None
-
-    def __len__(self) -> int:
-        """Return the batches per epoch of this rank."""
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[MiniBatch]:
-        return iter(self.loader)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place in the epoch: after the batches that were handed out."""
-        return dict(self.loader.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the batches that a state counts."""
-        self.loader.load_state_dict(state)
-
-    def statistics(self) -> LoaderStatistics:
-        """Return what the data path did so far."""
-        return self.loader.statistics()
-
-    def close(self) -> None:
-        """Let go of threads and files."""
-        self.loader.close()
-        if self.store is not None:
-            self.store.close()
-
-
-def make_source(
+def make_loader(
     config: GnnConfig,
     dataset: Dataset,
     *,
@@ -61,7 +31,7 @@ def make_source(
     ranks: Ranks,
     features: npt.NDArray[Any] | None,
     store: PackedStore | None,
-) -> BatchSource:
+) -> DiskLoader | OnlineLoader:
     """Make the loader of a mode."""
     loader = config.loader
     place: dict[str, Any] = {
@@ -75,16 +45,15 @@ def make_source(
         "seed": config.run.seed,
     }
     if store is not None:
-        disk = DiskLoader(
+        return DiskLoader(
             store,
             labels=dataset.labels,
             prefetch=loader.prefetch,
             threads=loader.threads or None,
             **place,
         )
-        return BatchSource(loader=disk, store=store)
     rows: Literal["disk"] | npt.NDArray[Any] = "disk" if features is None else features
-    online = OnlineLoader(
+    return OnlineLoader(
         dataset,
         dataset.train,
         fanouts=config.sampling.fanouts,
@@ -93,21 +62,13 @@ def make_source(
         features=rows,
         **place,
     )
-    return BatchSource(loader=online)
 
 
 def counts_of(statistics: LoaderStatistics) -> dict[str, Any]:
     """Return the counts of a loader that add up over parts of a run."""
+    counts = dataclasses.asdict(statistics)
     return {
-        "rows": {level: int(rows) for level, rows in statistics.rows.items()},
-        "row_bytes": int(statistics.row_bytes),
-        "requests": int(statistics.requests),
-        "bytes_read": int(statistics.bytes_read),
-        "cold_bytes": int(statistics.cold_bytes),
-        "record_bytes": int(statistics.record_bytes),
-        "fill_bytes": int(statistics.fill_bytes),
-        "stage_s": {name: float(seconds) for name, seconds in statistics.stage_s.items()},
-        "wait_s": float(statistics.wait_s),
+        name: counts[name] for name in counts if name not in {"batches", "fill_s", "buffer_bytes"}
     }
 
 
@@ -127,6 +88,7 @@ def add_counts(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str
     return total
 
 
+_UNCOUNTED = {"batches", "fill_s", "buffer_bytes"}  # of a loader's statistics
 _SEED = 20_250  # of the sampled neighbours; apart from training's
 
 

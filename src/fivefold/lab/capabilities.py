@@ -53,15 +53,7 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Capability:
-    """One thing that the lab can use.
-
-    Args:
-        name: Short name.
-        meaning: What the lab uses it for.
-        works: Whether a trial succeeded.
-        reason: What the trial said, where it failed.
-        fix: What would make it work.
-    """
+    """One thing that the lab can use."""
 
     name: str
     meaning: str
@@ -72,22 +64,13 @@ class Capability:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """All that was tried.
-
-    Args:
-        isolation: ``"root"``, ``"user namespaces"`` or None where no namespaces can be made.
-        items: One entry per thing tried.
-    """
+    """All that was tried."""
 
     isolation: str | None
     items: tuple[Capability, ...]
 
     def __getitem__(self, name: str) -> Capability:
-        """Look one up by name.
-
-        Raises:
-            KeyError: There is none of this name.
-        """
+        """Look one up by name."""
         for item in self.items:
             if item.name == name:
                 return item

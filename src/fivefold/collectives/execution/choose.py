@@ -6,11 +6,7 @@ that it is known to use, and wins unless another one is predicted to be faster b
 that is deterministic: the same job on the same topology chooses the same in every run, which
 bitwise equal results need.
 
-Prices are those of the fluid model: messages that share a link share it fairly, as TCP connections
-do, and every message has a software cost besides. Processors of their own work while the links
-carry, so they count only where they need longer; cores that all ranks share, as in the lab, hold
-up what the links wait for, and their work is added. A simpler clock of the same idea, which sees
-messages one after the other, gives the order in which a rank prefers them.
+Prices are asked of `fivefold.collectives.pricing`: the simulation of a schedule's messages.
 """
 
 from __future__ import annotations
@@ -22,24 +18,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
 from fivefold.collectives.execution._settings import Settings, registered_algorithms
-from fivefold.collectives.lowering import Program, lower, run_order
+from fivefold.collectives.lowering import Program, lower
+from fivefold.collectives.lowering.machine import run_order
+from fivefold.collectives.pricing.messages import LinkClock, load_bound_s, schedule_s, with_work_s
 from fivefold.collectives.schedules import (
     Collective,
     Schedule,
     broadcast,
-    evaluate,
     named_collective,
 )
 from fivefold.collectives.schedules.schedule import compose_all_reduce
 from fivefold.errors import ConfigurationError, FivefoldError
-from fivefold.flows.paths import default_paths
 from fivefold.network.topology import Topology
-
-Floats = NDArray[np.float64]
 
 _log = logging.getLogger(__name__)
 _IN_PLACE = ("all_reduce", "broadcast")
@@ -56,22 +49,13 @@ _MOST_ROOTS = 16
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs a collective of one size class.
+    """What runs a collective of one size class."""
 
-    Args:
-        label: Name of the algorithm; ``"inner"`` for the inner backend's own.
-        program: The program; None for the inner backend.
-        predicted_s: Predicted time.
-        inner_s: Predicted time of the inner backend; 0 where it was not asked for.
-        size_bytes: Size that it was chosen for.
-        others: Predicted times of the other candidates.
-    """
-
-    label: str
-    program: Program | None
+    label: str  # name of the algorithm; "inner" for the inner backend's own
+    program: Program | None  # None for the inner backend
     predicted_s: float
-    inner_s: float
-    size_bytes: int
+    inner_s: float  # predicted time of the inner backend; 0 where it was not asked for
+    size_bytes: int  # size that it was chosen for
     others: dict[str, float] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -96,28 +80,7 @@ def size_class(size_bytes: int) -> int:
 def choose(
     name: str, *, topology: Topology, settings: Settings, size_bytes: int, root: int = 0
 ) -> Choice:
-    """Choose the algorithm for a collective of a size on a topology.
-
-    Args:
-        name: Name of the collective.
-        topology: Network between the group's ranks, in the group's order.
-        settings: What was asked for.
-        size_bytes: Size, as :meth:`Collective.chunk_bytes` counts it.
-        root: The root of a broadcast.
-
-    Returns:
-        The choice.
-
-    Raises:
-        ConfigurationError: The algorithm that was asked for does not exist or does not fit.
-
-    Examples:
-        >>> from fivefold.network.topology import switch
-        >>> network = switch(4, bandwidth="100 MB/s")
-        >>> asked = Settings(algorithms={"all_reduce": "ring"})
-        >>> choose("all_reduce", topology=network, settings=asked, size_bytes=1 << 20).label
-        'ring'
-    """
+    """Choose the algorithm for a collective of a size on a topology."""
     asked = settings.algorithm_of(name)
     num_ranks = topology.num_ranks
     inner_s = _inner_s(name, topology, settings, size_bytes=size_bytes, root=root)
@@ -178,7 +141,7 @@ def _candidates(
 
 
 def _time_s(program: Program, topology: Topology, settings: Settings, size_bytes: int) -> float:
-    time_s = predict_s(program, topology, size_bytes=size_bytes, message_s=settings.message_s)
+    time_s = _program_s(program, topology, settings, size_bytes)
     handled = [
         sum(
             step.kind.sends + step.kind.receives
@@ -193,6 +156,15 @@ def _time_s(program: Program, topology: Topology, settings: Settings, size_bytes
 def _with_work_s(time_s: float, handled: Sequence[int], settings: Settings) -> float:
     work_s, cores = settings.message_work_s, settings.shared_cores or 0
     return with_work_s(time_s, handled, message_work_s=work_s, shared_cores=cores)
+
+
+def _program_s(program: Program, topology: Topology, settings: Settings, size_bytes: int) -> float:
+    """Return the time that a program's messages take, where no schedule is known."""
+    if program.collective.num_chunks == 0:
+        return 0.0
+    chunk_bytes = float(program.collective.chunk_bytes(size_bytes).max())
+    clock = LinkClock(topology, chunk_bytes, settings.message_s)
+    return max((step.end_s for step in run_order(program, arrival_s=clock)), default=0.0)
 
 
 def _in_pieces(
@@ -338,136 +310,5 @@ def _rounded(topology: Topology) -> Topology:
             count=1,
             latency_s=0.0,
         )
-        for link in topology.links
-    )
-
-
-@dataclass
-class LinkClock:
-    """When messages arrive, given those sent before; an ``arrival_s`` of :func:`run_order`.
-
-    Those between the same two ranks follow one another; on a link that several pairs use at that
-    moment each gets an equal share.
-
-    Args:
-        topology: The network; its ranks are the program's.
-        chunk_bytes: Bytes of one chunk slot.
-        message_s: Software cost of one message.
-    """
-
-    topology: Topology
-    chunk_bytes: float
-    message_s: float
-    _free_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    _users: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
-    _routes: dict[tuple[int, int], tuple[tuple[int, ...], float]] = field(default_factory=dict)
-
-    def __call__(self, sent_s: float, source: int, target: int, count: int) -> float:
-        """Return the arrival of a message; see :func:`run_order`."""
-        pair = (source, target)
-        route, latency_s = self._route(pair)
-        start_s = max(sent_s, self._free_s.get(pair, 0.0))
-        size_bytes = count * self.chunk_bytes
-        longest_s = 0.0
-        for link in route:
-            users = self._users.setdefault(link, set())
-            users.add(pair)
-            busy = {other for other in users if other == pair or self._free_s[other] > sent_s}
-            self._users[link] = busy
-            rate = float(self.topology.capacities_bytes_per_s[link]) / len(busy)
-            longest_s = max(longest_s, size_bytes / rate)
-        self._free_s[pair] = start_s + longest_s
-        return start_s + longest_s + latency_s + self.message_s
-
-    def _route(self, pair: tuple[int, int]) -> tuple[tuple[int, ...], float]:
-        if pair not in self._routes:
-            links = tuple(int(link) for link in self.topology.shortest_route(*pair))
-            latency_s = float(sum(self.topology.latencies_s[link] for link in links))
-            self._routes[pair] = (links, latency_s)
-        return self._routes[pair]
-
-
-def predict_s(
-    program: Program, topology: Topology, *, size_bytes: float, message_s: float = 0.0
-) -> float:
-    """Return the time that a program takes, where no schedule is known.
-
-    Args:
-        program: The program.
-        topology: The network.
-        size_bytes: Size of the collective, as :meth:`Collective.chunk_bytes` counts it.
-        message_s: Software cost of one message.
-
-    Returns:
-        Seconds.
-    """
-    if program.collective.num_chunks == 0:
-        return 0.0
-    chunk_bytes = float(program.collective.chunk_bytes(size_bytes).max())
-    clock = LinkClock(topology, chunk_bytes, message_s)
-    return max((step.end_s for step in run_order(program, arrival_s=clock)), default=0.0)
-
-
-def with_work_s(
-    time_s: float, handled: Sequence[int], *, message_work_s: float, shared_cores: int
-) -> float:
-    """Return the time of a collective with the processors' work for its messages."""
-    if shared_cores:
-        return time_s + sum(handled) * message_work_s / 2 / shared_cores
-    return max(time_s, max(handled, default=0) * message_work_s / 2)
-
-
-def load_bound_s(schedule: Schedule, topology: Topology, size_bytes: float) -> float:
-    """Return the time of a schedule's fullest link: no order and no pipeline makes it faster."""
-    sizes = np.asarray(schedule.collective.chunk_bytes(size_bytes))[schedule.chunks]
-    loads_s = _on_links(schedule, topology, sizes) / topology.capacities_bytes_per_s
-    return float(loads_s.max(initial=0.0))
-
-
-def _on_links(schedule: Schedule, topology: Topology, sizes: Floats | None) -> Floats:
-    """Return the bytes on each link, or for None the pairs of ranks that use it."""
-    count = topology.num_ranks
-    keys = schedule.sources.astype(np.int64) * count + schedule.targets
-    pairs, number = np.unique(keys, return_inverse=True)
-    sent = np.ones(pairs.size) if sizes is None else np.bincount(number, sizes, pairs.size)
-    paths = default_paths(topology, pairs // count, pairs % count)
-    found = np.bincount(paths.links, np.repeat(sent, np.diff(paths.offsets)), topology.num_links)
-    return found.astype(np.float64)
-
-
-def _with_shared_links(topology: Topology, schedule: Schedule, share: float) -> Topology:
-    """Return the topology with less capacity where several connections of a schedule meet."""
-    users = _on_links(schedule, topology, None)
-    return topology.with_links(
-        replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * share)
-        if users[number] > 1
-        else link
-        for number, link in enumerate(topology.links)
-    )
-
-
-def schedule_s(
-    schedule: Schedule,
-    topology: Topology,
-    *,
-    size_bytes: float,
-    message_s: float = 0.0,
-    shared_link_share: float = 1.0,
-) -> float:
-    """Return the time of a schedule in the fluid model."""
-    bare = schedule.replaced(topology=None, route_offsets=None, route_links=None)
-    costed = _with_message_cost(topology, message_s)
-    if shared_link_share < 1:
-        costed = _with_shared_links(costed, bare, shared_link_share)
-    return float(evaluate(bare, costed, size_bytes=size_bytes, model="fluid").total_s)
-
-
-def _with_message_cost(topology: Topology, message_s: float) -> Topology:
-    """Return the topology with a message's software cost on every link that leaves a rank."""
-    if not message_s:
-        return topology
-    ranks = {node.name for node in topology.nodes if node.is_rank}
-    return topology.with_links(
-        replace(link, latency_s=link.latency_s + message_s) if link.source in ranks else link
         for link in topology.links
     )

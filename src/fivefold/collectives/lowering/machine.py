@@ -1,21 +1,29 @@
-"""Runs a program without data: which operation comes when, and which message each one takes.
+"""Runs a program, all ranks in one process: without data, on values of any kind, on numpy arrays.
 
-Blocks run side by side in virtual time; a message is under way for a time that the caller may set.
-The result is one order of all operations in which each finds what it needs. Whoever carries out
-the operations of his own rank in this order can wait for them one after the other without a
-deadlock, since every message was sent by an operation that comes earlier. A program that cannot
-be run to its end is refused, with the operations that wait and for what.
+:func:`run_order` runs blocks side by side in virtual time; a message is under way for a time that
+the caller may set. The result is one order of all operations in which each finds what it needs.
+Whoever carries out the operations of his own rank in this order can wait for them one after the
+other without a deadlock, since every message was sent by an operation that comes earlier. A program
+that cannot be run to its end is refused, with the operations that wait and for what.
+
+:func:`interpret` carries operations out in that order; every chunk slot is an array. It proves
+nothing that :func:`check_program` would not, but shows it with numbers, and it is the reference
+that execution between processes is compared with.
 """
 
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from fivefold.collectives.lowering._program import Operation, Program, ThreadBlock
-from fivefold.errors import DataError
+import numpy as np
+
+from fivefold.collectives.lowering.program import Buffer, Operation, Program, ThreadBlock
+from fivefold.errors import ConfigurationError, DataError
 
 Arrival = Callable[[float, int, int, int], float]
 _SHOWN = 4
@@ -31,51 +39,25 @@ class QueueFullError(ProgramError):
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """One operation in the order of execution.
-
-    Args:
-        rank: Rank that ran it.
-        block: Its thread block.
-        step: Its number in the block.
-        operation: The operation.
-        taken: Place in the order of the operation that sent what it received; -1 none.
-        end_s: Virtual time at which it ended.
-    """
+    """One operation in the order of execution."""
 
     rank: int
     block: int
     step: int
     operation: Operation
-    taken: int
-    end_s: float
+    taken: int  # place in the order of the operation that sent what it received; -1 none
+    end_s: float  # virtual time
 
 
 def run_order(
     program: Program, *, arrival_s: Arrival | None = None, queue_slots: int | None = None
 ) -> list[Executed]:
-    """Find an order in which every operation of the program can be carried out.
+    """Find an order in which every operation of the program can be carried out, by virtual time.
 
-    Args:
-        program: The program.
-        arrival_s: When a message of ``count`` chunks arrives, as a function of (time of sending,
-            sender, receiver, count), called in the order of time; None takes one second each.
-        queue_slots: Chunks that a queue between two blocks holds before the sender waits; None
-            has no limit. A message of several chunks goes chunk by chunk, as in MSCCL's kernel.
-
-    Returns:
-        The operations, by virtual time.
-
-    Raises:
-        ProgramError: The program deadlocks, a receiver expects another number of chunks than
-            were sent, a message is never received, or an operation names something that is not.
-        QueueFullError: It deadlocks, and some block waits for room in a queue.
-
-    Examples:
-        >>> from fivefold.collectives.schedules import all_gather
-        >>> from fivefold.collectives.algorithms import build_algorithm
-        >>> from fivefold.collectives.lowering import lower
-        >>> sorted({step.rank for step in run_order(lower(build_algorithm("ring", all_gather(2))))})
-        [0, 1]
+    ``arrival_s`` says when a message arrives, as a function of (time of sending, sender, receiver,
+    chunks), called in the order of time; None takes one second each. A queue holds ``queue_slots``
+    chunks before its sender waits; None has no limit. With one, a message of several chunks goes
+    chunk by chunk, as in MSCCL's kernel.
     """
     return _Runner(program, arrival_s=arrival_s, queue_slots=queue_slots).run()
 
@@ -286,3 +268,152 @@ def _check_operation(
                 f"{where} uses slots {offset} to {offset + operation.count - 1} of a buffer "
                 f"'{buffer}' with {sizes[buffer]} slots"
             )
+
+
+_Array = np.ndarray
+_Values = TypeVar("_Values")
+_REDUCTIONS: dict[str, Callable[[_Array, _Array], _Array]] = {
+    "sum": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+
+class Machine(ABC, Generic[_Values]):
+    """Carries out a program's operations one after another, on values of any kind.
+
+    What a memory cell holds, and what adding means, is for those who inherit to say.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._messages: dict[int, _Values] = {}
+
+    def run(self, order: Sequence[Executed]) -> None:
+        """Carry out all operations, in the order that `run_order` found."""
+        for place, executed in enumerate(order):
+            self.step(place, executed)
+
+    def step(self, place: int, executed: Executed) -> None:
+        """Read or receive, add, write and send, as one operation says."""
+        operation, kind = executed.operation, executed.operation.kind
+        values = self._messages.pop(executed.taken) if kind.receives else None
+        if kind.reads_source:
+            own = self.read(executed, operation.source, operation.source_offset)
+            values = own if values is None else self.add(executed, values, own)
+        if kind.reads_target:
+            assert values is not None, "a reduction reads its source"
+            kept = self.read(executed, operation.target, operation.target_offset)
+            values = self.add(executed, values, kept)
+        if kind.writes_target:
+            assert values is not None, "what is written was read or received"
+            self.write(executed, operation.target, operation.target_offset, values)
+        if kind.sends:
+            assert values is not None, "what is sent was read or received"
+            self._messages[place] = values
+
+    def cells(self, executed: Executed, buffer: Buffer, offset: int) -> np.ndarray:
+        """Return the memory cells of an operation's slots."""
+        return self.program.slots(executed.rank)[buffer][offset : offset + executed.operation.count]
+
+    @abstractmethod
+    def read(self, executed: Executed, buffer: Buffer, offset: int) -> _Values:
+        """Return what an operation's slots hold."""
+
+    @abstractmethod
+    def write(self, executed: Executed, buffer: Buffer, offset: int, values: _Values) -> None:
+        """Put values into an operation's slots."""
+
+    @abstractmethod
+    def add(self, executed: Executed, first: _Values, second: _Values, /) -> _Values:
+        """Return the sum of two operands."""
+
+
+def interpret(
+    program: Program, inputs: Sequence[_Array], *, reduction: str = "sum"
+) -> list[_Array]:
+    """Execute a program.
+
+    Args:
+        program: The program.
+        inputs: Input buffer of each rank: an array whose first axis counts chunk slots; a rank
+            without input takes an empty array. They are not changed.
+        reduction: ``"sum"``, ``"product"``, ``"min"`` or ``"max"``.
+
+    Returns:
+        Output buffer of each rank, in the same form. Slots that nothing was written to are zero.
+
+    Raises:
+        ConfigurationError: Inputs do not fit the program, or there is no such reduction.
+        ProgramError: The program cannot be run to its end.
+
+    Examples:
+        >>> from fivefold.collectives.algorithms import build_algorithm
+        >>> from fivefold.collectives.lowering import lower
+        >>> from fivefold.collectives.schedules import all_reduce
+        >>> program = lower(build_algorithm("ring", all_reduce(2)))
+        >>> [out.tolist() for out in interpret(program, [np.array([1, 2]), np.array([10, 20])])]
+        [[11, 22], [11, 22]]
+    """
+    if reduction not in _REDUCTIONS:
+        raise ConfigurationError(
+            f"there is no reduction {reduction!r}", hint=f"choose from {', '.join(_REDUCTIONS)}"
+        )
+    machine = _Interpreter(program, inputs, _REDUCTIONS[reduction])
+    machine.run(run_order(program))
+    return [
+        memory[program.slots(rank)[Buffer.OUTPUT]] for rank, memory in enumerate(machine.memory)
+    ]
+
+
+class _Interpreter(Machine[_Array]):
+    def __init__(
+        self,
+        program: Program,
+        inputs: Sequence[_Array],
+        combine: Callable[[_Array, _Array], _Array],
+    ) -> None:
+        super().__init__(program)
+        self._combine = combine
+        self.memory = _load(program, inputs)
+
+    def read(self, executed: Executed, buffer: Buffer, offset: int) -> _Array:
+        held: _Array = self.memory[executed.rank][self.cells(executed, buffer, offset)]
+        return held
+
+    def write(self, executed: Executed, buffer: Buffer, offset: int, values: _Array) -> None:
+        self.memory[executed.rank][self.cells(executed, buffer, offset)] = values
+
+    def add(self, _: Executed, first: _Array, second: _Array) -> _Array:
+        return self._combine(first, second)
+
+
+def _load(program: Program, inputs: Sequence[_Array]) -> list[_Array]:
+    if len(inputs) != program.num_ranks:
+        raise ConfigurationError(
+            f"there are {len(inputs)} inputs for {program.num_ranks} ranks",
+            hint="give one array for each rank",
+        )
+    arrays = [np.asarray(array) for array in inputs]
+    shapes = {array.shape[1:] for array in arrays if array.size} or {()}
+    if len(shapes) > 1:
+        raise ConfigurationError(
+            f"chunks have the shapes {sorted(shapes)}", hint="give all ranks chunks of one shape"
+        )
+    chunk = shapes.pop()
+    dtype = np.result_type(
+        *[array.dtype for array in arrays if array.size] or [np.dtype(np.float64)]
+    )
+    memories = []
+    for rank, array in enumerate(arrays):
+        sizes = program.ranks[rank]
+        if len(array) != sizes.input_slots:
+            raise ConfigurationError(
+                f"rank {rank} has {len(array)} input chunks; the program needs {sizes.input_slots}"
+            )
+        memory = np.zeros((sizes.num_slots, *chunk), dtype=dtype)
+        if array.size:
+            memory[program.slots(rank)[Buffer.INPUT]] = array
+        memories.append(memory)
+    return memories
