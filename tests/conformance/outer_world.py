@@ -32,6 +32,7 @@ RULES = {
     "local-sgd": LocalSGD(tau=2),
     "diloco": DiLoCo(tau=2, outer_momentum=0.5),
     "delay-corrected": DelayCorrected(tau=3),
+    "delay-corrected-parts": DelayCorrected(tau=4, fragments=2),
     "overlap": OverlapLocalSGD(tau=2, outer_momentum=0.3),
     "eager": EagerDiLoCo(tau=2),
     "streaming": StreamingDiLoCo(tau=4, fragments=2, outer_lr=0.5, outer_momentum=0.4),

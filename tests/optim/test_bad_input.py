@@ -46,7 +46,10 @@ def make(transport, rule):
         (lambda: LocalSGD(tau=2, outer_lr=0.5), "LocalSGD takes tau only"),
         (lambda: SlowMo(tau=2, staleness="gap"), "nothing is stale"),
         (lambda: DiLoCo(tau=2, clip=1.0), "DiLoCo takes tau, outer_lr and outer_momentum only"),
-        (lambda: DelayCorrected(tau=2, outer_momentum=0.5), "DelayCorrected takes tau only"),
+        (
+            lambda: DelayCorrected(tau=2, outer_momentum=0.5),
+            "DelayCorrected takes tau, fragments and delay_steps only",
+        ),
         (lambda: EagerDiLoCo(tau=2, clip=1.0), "EagerDiLoCo takes tau, outer_lr and outer_mom"),
         (lambda: OverlapLocalSGD(tau=2, pull=1.0), "pull must be between 0 and 1, both excluded"),
         (
@@ -56,6 +59,10 @@ def make(transport, rule):
         (lambda: StreamingDiLoCo(tau=2), "fragments must be an integer from 1 to tau=2; got 4"),
         (lambda: StreamingDiLoCo(tau=4, delay_steps=5), "delay_steps must be .* to tau=4; got 5"),
         (lambda: StreamingDiLoCo(tau=4, keep=0.0), "keep must be between 0 and 1, both excluded"),
+        (lambda: DelayCorrected(tau=4, fragments=5), "fragments must be .* to tau=4; got 5"),
+        (lambda: DelayCorrected(tau=4, delay_steps=0), "delay_steps must be .* to tau=4; got 0"),
+        (lambda: DelayCorrected(tau="auto", fragments=2), 'tau="auto" needs a rule that hides'),
+        (lambda: DelayCorrected(tau="auto", delay_steps=1), 'tau="auto" hides whole rounds'),
         (lambda: StreamingDiLoCo(tau="auto"), 'tau="auto" needs a rule that hides whole rounds'),
         (lambda: LocalSGD(tau="auto"), 'tau="auto" needs a rule that hides whole rounds'),
         (lambda: CO2(tau="eight"), "tau 'eight' is not known"),

@@ -68,6 +68,10 @@ RULES = {
     ),
     "delay-corrected": DelayCorrected(tau=3),
     "delay-corrected-tau-1": DelayCorrected(tau=1),
+    "delay-corrected-parts": DelayCorrected(tau=4, fragments=3),
+    "delay-corrected-each-step": DelayCorrected(tau=4, fragments=4),
+    "delay-corrected-late": DelayCorrected(tau=3, fragments=2, delay_steps=2),
+    "delay-corrected-short": DelayCorrected(tau=3, delay_steps=1),
 }
 
 
@@ -180,7 +184,7 @@ def test_gloo_processes_equal_reference(world_size):
         "delay-corrected",
         "eager",
     ]
-    names += ["overlap", "streaming", "streaming-delay-1", "adam-hidden"]
+    names += ["overlap", "streaming", "streaming-delay-1", "delay-corrected-parts", "adam-hidden"]
     rules = [RULES[name] for name in names]
 
     def work(rank):

@@ -84,10 +84,8 @@ def reference_run(
         The anchors, gaps and clip counts of every outer step, and the drained parameters.
     """
     world = _World(start, local_step, world_size=world_size, steps=steps)
-    if rule.merge == "correct":
-        return _corrected_run(world, rule)
-    if rule.merge == "pull":
-        return _pulled_run(world, rule, parts=list(parts or [start.numel()]))
+    if rule.merge in {"correct", "pull"}:
+        return _run_in_parts(world, rule, parts=list(parts or [start.numel()]))
     if rule.merge == "eager":
         return _eager_run(world, rule)
     outer = _OuterWorld(rule, start)
@@ -140,34 +138,8 @@ def _mean(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(values).mean(dim=0)
 
 
-def _corrected_run(world: _World, rule: OuterRule) -> ReferenceRun:
-    """Workers keep their work: z <- z + (mean(y) - y) for the y sent one round ago."""
-    workers = world.all_at(world.start)
-    run = ReferenceRun(anchors=[world.start.clone()], workers=[list(workers)])
-    sent: list[torch.Tensor] | None = None
-    for number in world.numbers:
-        workers = world.stepped(workers, number)
-        if number % rule.first_tau != 0:
-            continue
-        anchor = run.anchors[-1]
-        if sent is not None:
-            anchor = _mean(sent)
-            workers = [z + (anchor - y) for z, y in zip(workers, sent, strict=True)]
-            run.count_plain_step()
-        sent = [z.clone() for z in workers]
-        run.anchors.append(anchor)
-        run.workers.append(list(workers))
-    if sent is not None:
-        arrived = _mean(sent)
-        workers = [z + (arrived - y) for z, y in zip(workers, sent, strict=True)]
-        run.count_plain_step()
-    run.count_plain_step()  # the last, waited-for average
-    run.final = _mean(workers)
-    return run
-
-
-class _PulledPart:
-    """One fragment: rounds of its own, and workers that are pulled towards its anchor."""
+class _Part:
+    """One fragment: rounds of its own, and workers that keep some of their own."""
 
     def __init__(self, rule: OuterRule, start: torch.Tensor, *, first_boundary: int) -> None:
         self.rule = rule
@@ -175,6 +147,7 @@ class _PulledPart:
         self.momentum = torch.zeros_like(start)
         self.next_boundary = first_boundary
         self.launched: torch.Tensor | None = None
+        self.sent: list[torch.Tensor] = []
         self.launched_at = 0
         self.launches = 0
 
@@ -184,6 +157,7 @@ class _PulledPart:
             self.arrive(workers, run)
         if number == self.next_boundary:
             self.launched, self.launched_at = self.anchor - _mean(workers), number
+            self.sent = [z.clone() for z in workers]
             self.next_boundary += self.rule.first_tau
 
     def arrive(self, workers: list[torch.Tensor], run: ReferenceRun) -> None:
@@ -191,8 +165,11 @@ class _PulledPart:
         self.outer_step(self.launched, run)
         self.launched = None
         share = self.rule.local_share
-        for index, z in enumerate(workers):
-            workers[index] = share * z + (1 - share) * self.anchor
+        for index, (z, y) in enumerate(zip(workers, self.sent, strict=True)):
+            if self.rule.merge == "correct":
+                workers[index] = z + (self.anchor - y)
+            else:
+                workers[index] = share * z + (1 - share) * self.anchor
 
     def outer_step(self, pseudo_gradient: torch.Tensor, run: ReferenceRun) -> None:
         beta, alpha = self.rule.outer_momentum, self.rule.outer_lr
@@ -210,12 +187,12 @@ class _PulledPart:
         self.outer_step(self.anchor - _mean(workers), run)
 
 
-def _pulled_run(world: _World, rule: OuterRule, *, parts: list[int]) -> ReferenceRun:
-    """Workers are pulled towards the anchor when a mean arrives, each fragment in its own turn."""
+def _run_in_parts(world: _World, rule: OuterRule, *, parts: list[int]) -> ReferenceRun:
+    """Workers are pulled to the mean that arrives, or corrected by it; each fragment in turn."""
     run = ReferenceRun(anchors=[world.start.clone()], workers=[world.all_at(world.start)])
     workers = world.all_at(world.start)
     fragments = [
-        _PulledPart(rule, x, first_boundary=max(rule.first_tau * (index + 1) // len(parts), 1))
+        _Part(rule, x, first_boundary=max(rule.first_tau * (index + 1) // len(parts), 1))
         for index, x in enumerate(torch.split(world.start, parts))
     ]
     for number in world.numbers:

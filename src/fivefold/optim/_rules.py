@@ -176,6 +176,33 @@ def _require_between(name: str, value: object, *, most: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _InFragments(OuterRule):
+    """A rule whose fragments take turns: each is sent and merged at moments of its own."""
+
+    fragments: int = 1
+    delay_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tau = self.first_tau
+        _require_between("fragments", self.fragments, most=tau)
+        if self.delay_steps is not None:
+            if self.auto_tau is not None:
+                message = f'tau="auto" hides whole rounds; got delay_steps={self.delay_steps}'
+                raise ConfigurationError(message, hint="leave it out, or give tau as a number")
+            _require_between("delay_steps", self.delay_steps, most=tau)
+        elif self.fragments > 1:
+            object.__setattr__(self, "delay_steps", tau // self.fragments)
+        if self.delay_steps == tau:  # a whole round, which the boundary at its end merges
+            object.__setattr__(self, "delay_steps", None)
+
+    @property
+    def num_fragments(self) -> int:
+        """Parts of the model that are synchronised at moments of their own."""
+        return self.fragments
+
+
+@dataclass(frozen=True, kw_only=True)
 class CO2(OuterRule):
     """CO2: the all-reduce of a round runs behind the whole next round of local steps.
 
@@ -229,28 +256,38 @@ class CO2(OuterRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelayCorrected(OuterRule):
+class DelayCorrected(_InFragments):
     """Hidden averaging that keeps local work: when a mean arrives, add what it changes.
 
-    The all-reduce runs behind the next round, as with CO2. At the end of round t the mean over
-    the workers of y_{t-1}, their parameters one round ago, arrives, and every worker adds the
-    difference to its own: z <- z + (mean(y_{t-1}) - y_{t-1}). Work done during the all-reduce is
-    kept at once instead of being replaced; the mean of the workers moves exactly as in Local SGD
-    whose workers see each other one round late. Replicas differ at all times until
-    ``finalize``; the anchor is the last mean that arrived.
+    Every tau steps each worker i sends its parameters y_i; when their mean arrives, ``delay_steps``
+    later, the worker adds the difference to what it has by then:
+
+        z_i <- z_i + (mean_j(y_j) - y_i)
+
+    Work done during the all-reduce is kept at once instead of being replaced; the mean of the
+    workers moves as in Local SGD whose workers see each other a little late. Replicas differ at
+    all times until ``finalize``; the anchor is the last mean that arrived.
+
+    The delay is what costs quality. With ``fragments`` F the model is cut into F parts of about
+    equal bytes, part f is sent at step (f + 1) tau / F of each round and merged tau // F steps
+    later: the same bytes over the same time, and parameters that are F times fresher. The price is
+    F times the number of messages, and an all-reduce must fit behind tau // F steps, each time.
 
     Args:
-        tau: Local steps per round.
+        tau: Local steps per round: between two launches of one fragment.
+        fragments: Number of parts, at most tau; 1 sends the whole model at once.
+        delay_steps: Local steps between launch and merge, 1 to tau; None for tau // fragments.
 
     Raises:
-        ConfigurationError: tau is not a positive integer, or another setting is given.
+        ConfigurationError: A value is outside its range, or another setting is given.
 
     References:
-        CoCoD-SGD, arXiv 1906.12043; LOSCAR-SGD, arXiv 2605.20866.
+        CoCoD-SGD, arXiv 1906.12043; LOSCAR-SGD, arXiv 2605.20866. Fragments in turn: Streaming
+        DiLoCo, arXiv 2501.18512.
 
     Examples:
-        >>> DelayCorrected(tau=8).keeps_local
-        True
+        >>> DelayCorrected(tau=8, fragments=4).delay_steps
+        2
     """
 
     merge: ClassVar[MergeKind] = "correct"
@@ -359,7 +396,7 @@ class EagerDiLoCo(OuterRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingDiLoCo(OuterRule):
+class StreamingDiLoCo(_InFragments):
     """Streaming DiLoCo: parts of the model are synchronised in turn, each behind some steps.
 
     The parameters are cut into ``fragments`` runs of about equal size. Each has DiLoCo's anchor,
@@ -377,7 +414,7 @@ class StreamingDiLoCo(OuterRule):
         outer_lr: alpha.
         outer_momentum: beta.
         fragments: Number of parts, at most tau.
-        delay_steps: Local steps between launch and merge, 1 to tau; None for a whole round.
+        delay_steps: Local steps between launch and merge, 1 to tau; None for tau // fragments.
         keep: Share of the local parameters in the merge, in (0, 1); 0.5 in the paper. 0
             would throw away what was done during the all-reduce.
 
@@ -401,29 +438,17 @@ class StreamingDiLoCo(OuterRule):
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     fragments: int = 4
-    delay_steps: int | None = None
     keep: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
         hint = "0.5 is the paper's; use CO2 to replace the local work"
         _require_share("keep", self.keep, hint=hint)
-        tau = self.first_tau
-        _require_between("fragments", self.fragments, most=tau)
-        if self.delay_steps is not None:
-            _require_between("delay_steps", self.delay_steps, most=tau)
-            if self.delay_steps == tau:
-                object.__setattr__(self, "delay_steps", None)
 
     @property
     def local_share(self) -> float:
         """Return what remains of the local parameters."""
         return self.keep
-
-    @property
-    def num_fragments(self) -> int:
-        """Parts of the model that are synchronised at moments of their own."""
-        return self.fragments
 
 
 @dataclass(frozen=True, kw_only=True)

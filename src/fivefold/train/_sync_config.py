@@ -33,7 +33,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "co2": _HIDDEN_ROUNDS
     | {"outer_lr": 0.7, "outer_momentum": 0.2, "staleness": "gap", "clip": 1.0}
     | {"units": "delta", "bootstrap": "reset"},
-    "delay_corrected": _HIDDEN_ROUNDS,
+    "delay_corrected": _HIDDEN_ROUNDS | {"fragments": 1, "delay_steps": None},
     "overlap_local_sgd": _HIDDEN_ROUNDS | {"outer_momentum": 0.7, "pull": 0.6},
     "eager_diloco": _HIDDEN_ROUNDS | {"outer_lr": 0.5, "outer_momentum": 0.3},
     "streaming_diloco": _ROUNDS | _NESTEROV | {"fragments": 4, "delay_steps": None, "keep": 0.5},
@@ -149,7 +149,7 @@ class SyncConfig(Section):
     fragments: Positive | None = None
     """number of parts of the model that are sent in turn; at most tau"""
     delay_steps: Positive | None = None
-    """local steps between launch and merge of a fragment, at most tau; tau where left out"""
+    """local steps between launch and merge, at most tau; tau // fragments where left out"""
     keep: Share | None = None
     """share of the local parameters in the merge, between 0 and 1"""
     optimizer: Text | None = None
@@ -188,6 +188,9 @@ class SyncConfig(Section):
         if self.auto_tau is not None and self.tau != "auto":
             message = f'[sync.auto_tau] is for sync.tau = "auto"; got tau = {self.tau}'
             raise ConfigurationError(message, hint='set sync.tau = "auto", or drop the table')
+        if self.tau == "auto" and ((self.fragments or 1) > 1 or self.delay_steps is not None):
+            message = 'sync.tau "auto" hides whole rounds; got fragments or delay_steps'
+            raise ConfigurationError(message, hint="leave them out, or give sync.tau as a number")
         for key in ("fragments", "delay_steps"):
             value = getattr(self, key)
             if value is not None and isinstance(self.tau, int) and value > self.tau:
