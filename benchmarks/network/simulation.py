@@ -31,7 +31,8 @@ import numpy as np
 from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.lab import LabSpec, run_lab
 from fivefold.network.profiling import Profile, profile_links
-from fivefold.network.simulation import Flow, FlowRoutes, FlowTable, max_min_rates, simulate
+from fivefold.network.simulation import Flow, FlowTable, max_min_rates, simulate
+from fivefold.network.simulation.rates import routes_of
 from fivefold.network.topology import Topology
 
 RESULTS = Path(__file__).parents[1] / "results" / "network" / "simulation.json"
@@ -79,12 +80,12 @@ class FatTree:
         return [ends[0], up, rise, fall, down, ends[1]]
 
 
-def random_paths(tree: FatTree, pairs: Any, seed: int) -> FlowRoutes:
+def random_paths(tree: FatTree, pairs: Any, seed: int) -> Any:
     """Hashed paths of pairs of hosts."""
     random = np.random.default_rng(seed)
     choices = random.integers(0, tree.half, (len(pairs), 2)).tolist()
     paths = [tree.path(a, b, (x, y)) for (a, b), (x, y) in zip(pairs, choices, strict=True)]
-    return FlowRoutes.of(paths)
+    return routes_of(paths)
 
 
 def best_cpu_s(work: Callable[[], Any], repetitions: int) -> tuple[float, float, Any]:

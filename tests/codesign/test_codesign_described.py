@@ -28,7 +28,8 @@ from fivefold.strategy import (
 )
 from fivefold.strategy.cluster import DeviceSpec
 from fivefold.strategy.demand import axis_groups, plan_demand
-from fivefold.tasks import IterationDemand, LayerCost, Message
+from fivefold.tasks import LayerCost
+from fivefold.tasks.iteration import IterationDemand, Message
 
 GPT = ModelSpec(name="small", num_layers=8, hidden=2048, num_heads=16, seq_len=1024, vocab=32000)
 DEVICE = DeviceSpec(

@@ -18,7 +18,15 @@ from fivefold.codesign.execute import (
 )
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.lab import LabSpec, run_lab
-from fivefold.network.topology import Aggregation, Link, Node, Topology, parse_topology, switch
+from fivefold.network.topology import (
+    Aggregation,
+    Link,
+    Node,
+    Topology,
+    parse_topology,
+    read_topology,
+    switch,
+)
 from fivefold.tasks import LayerCost
 
 
@@ -49,7 +57,7 @@ def test_an_order_survives_its_file(tmp_path):
     order = read_order(path)
     assert (list(order.jobs), order.plan) == (jobs, plan)
     assert order.channels == {"a": ("reduce 0",), "b": ("reduce 0",)}
-    assert Topology.from_toml(order.topology) == switch(4)
+    assert read_topology(order.topology) == switch(4)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "fivefold.codesign.order/1"}'])

@@ -32,7 +32,8 @@ from fivefold.network.topology import (
     switch,
 )
 from fivefold.strategy import ParallelPlan
-from fivefold.tasks import IterationDemand, LayerCost
+from fivefold.tasks import LayerCost
+from fivefold.tasks.iteration import IterationDemand
 
 
 def job(name="a", ranks=(0, 1), layers=1, size=10**9, **more):

@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
-from fivefold.flows import (
-    FlowDemand,
-    JobTraffic,
-    never_worse,
-    route_flows,
-    time_shifts,
-)
+from fivefold.flows import FlowDemand, JobTraffic, route_flows, time_shifts
+from fivefold.flows.guard import never_worse
 from fivefold.network.topology import Link, Node, Topology, switch
 
 

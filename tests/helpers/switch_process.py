@@ -10,7 +10,7 @@ import sys
 from typing import Any, Self
 
 from fivefold.errors import CommunicationError
-from fivefold.network.aggregation import SwitchState
+from fivefold.network.aggregation.pool import SwitchState
 
 _START_S = 30.0
 _END_S = 10.0

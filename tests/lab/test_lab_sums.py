@@ -147,7 +147,8 @@ def test_ranks_are_told_where_sums_are_made():
 _SUM = """
 import json, os, pathlib, signal, socket, sys, time
 import numpy as np
-from fivefold.network.aggregation import AggregationClient, AggregationOptions, ordered_sum
+from fivefold.network.aggregation import AggregationClient, AggregationOptions
+from fivefold.network.aggregation.elements import ordered_sum
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 class Hosts:

@@ -1,4 +1,4 @@
-"""Tasks and graphs that the tests of this room share."""
+"""Tasks and graphs that the task tests share."""
 
 from hypothesis import strategies as st
 
@@ -37,3 +37,13 @@ def graphs(draw, most=8):
             )  # fmt: skip
         tasks.append(task)
     return TaskGraph(tuple(tasks))
+
+
+def earliest_end_s(graph):
+    """The end of the longest chain, releases included, as if every task had its own resource."""
+    ends = {}
+    for name in graph.order:
+        task = graph.by_id[name]
+        start_s = max([task.release_s, *(ends[other] for other in task.depends_on)])
+        ends[name] = start_s + task.duration_s
+    return max(ends.values())

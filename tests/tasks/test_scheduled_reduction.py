@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.errors import CommunicationError, ConfigurationError
-from fivefold.tasks import BucketCost, ScheduledReduction, plan_send_order
+from fivefold.tasks import ScheduledReduction
+from fivefold.tasks.send_order import BucketCost, plan_send_order
 from fivefold.testing import run_processes
 
 pytestmark = pytest.mark.alone

@@ -6,7 +6,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from task_graphs import compute, graphs, send
+from task_graphs import compute, earliest_end_s, graphs, send
 
 from fivefold.errors import ConfigurationError
 from fivefold.tasks import (
@@ -68,8 +68,7 @@ def brute_force(graph):
 def test_every_ordering_gives_a_schedule(graph, ordering, chunk_bytes, credit):
     schedule = schedule_tasks(graph, ordering=ordering, chunk_bytes=chunk_bytes, credit=credit)
     check(schedule, chunk_bytes)
-    assert schedule.end_s >= graph.critical_path()[0] - 1e-9 or chunk_bytes is not None
-    assert min(schedule.slack_s.values()) >= 0
+    assert schedule.end_s >= earliest_end_s(graph) - 1e-9 or chunk_bytes is not None
     idle_s = sum(schedule.exposed_s.values())
     assert idle_s <= schedule.end_s * len({t.resource for t in graph.compute}) + 1e-9
 
@@ -107,7 +106,7 @@ def test_hidden_communication_costs_nothing():
     graph = iteration_graph(layers(4, 1.0, 2.0, 1), cost_s_per_byte=0.5)
     schedule = schedule_tasks(graph, ordering="priority")
     assert schedule.iteration_s == pytest.approx(12.0 + 0.5)  # only the first layer's is exposed
-    assert schedule.exposed_by_kind_s["all_reduce"] == pytest.approx(2 * 0.5)
+    assert sum(schedule.exposed_s.values()) == pytest.approx(2 * 0.5)
 
 
 def test_an_all_to_all_overtakes_reductions_that_wait():
@@ -158,24 +157,6 @@ def test_latency_decides_the_chunk_size():
 
     assert iteration_s(free, 1) < iteration_s(free, None)
     assert iteration_s(costly, 1) > iteration_s(costly, None)
-
-
-def test_slack_is_what_can_be_lost():
-    graph = TaskGraph((
-        compute("a", 1.0), send("s", 2, ("a",)), compute("b", 5.0, ("a",)),
-        compute("c", 1.0, ("b", "s")),
-    ))  # fmt: skip
-    schedule = schedule_tasks(graph)
-    assert schedule.slack_s == {"a": 0.0, "b": 0.0, "c": 0.0, "s": 3.0}
-
-
-def test_a_timeline_holds_every_span():
-    schedule = schedule_tasks(iteration_graph(layers(2, 1.0, 2.0, 3), cost_s_per_byte=1.0))
-    events = schedule.timeline()
-    assert sum(event["dur"] for event in events) == pytest.approx(
-        1e6 * sum(span.duration_s for span in schedule.spans)
-    )
-    assert {event["args"]["resource"] for event in events} == {"compute", "network"}
 
 
 def test_an_empty_graph_ends_at_once():

@@ -21,7 +21,7 @@ from fivefold.codesign.execute import (
 )
 from fivefold.errors import CommunicationError
 from fivefold.lab import LabSpec, run_lab
-from fivefold.network.topology import Topology
+from fivefold.network.topology import Topology, read_topology
 from fivefold.units import format_duration_s
 
 _MTU = 60000  # small frames would cost the hosts' processors more than the job does
@@ -60,7 +60,7 @@ def run_in_the_lab(
 def run_saved(path: Path, *, timeout_s: float) -> None:
     """Run a plan from its file and put measured beside predicted iteration times."""
     order = read_order(path)
-    topology = Topology.from_toml(order.topology)
+    topology = read_topology(order.topology)
     predicted = run_plan(topology, order.jobs, order.plan).iteration_s
     measured = run_in_the_lab(topology, order.jobs, order.plan, timeout_s=timeout_s)
     show_measured(order.jobs, order.plan, predicted, measured)

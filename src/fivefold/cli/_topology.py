@@ -14,7 +14,8 @@ from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption, To
 from fivefold.cli._outputs import require_picture, write_json
 from fivefold.errors import DataError, InfeasibleError
 from fivefold.files import read_json
-from fivefold.network.topology import Topology, catalogue, draw_topology
+from fivefold.network.topology import Topology, draw_topology
+from fivefold.network.topology.text import catalogue
 from fivefold.runs import write_text
 from fivefold.units import format_bytes_per_s, format_duration_s
 

@@ -17,7 +17,9 @@ from fivefold.codesign.simulate import edge_route, run_plan
 from fivefold.codesign.trees import aggregated_columns, free_slots, job_trees, spread_trees
 from fivefold.collectives.pricing.phases import tree_links
 from fivefold.errors import ConfigurationError
-from fivefold.flows import Routing, never_worse, priority_classes, time_shifts
+from fivefold.flows import priority_classes, time_shifts
+from fivefold.flows.guard import never_worse
+from fivefold.flows.routing import Routing
 from fivefold.network.topology import Topology
 
 _TOLERANCE = 1e-6

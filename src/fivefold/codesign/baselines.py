@@ -15,7 +15,8 @@ import numpy as np
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
 from fivefold.codesign.simulate import iteration_of, phases_of
-from fivefold.flows import FlowDemand, JobTraffic, RoutePolicy, route_flows
+from fivefold.flows import FlowDemand, JobTraffic, route_flows
+from fivefold.flows.routing import RoutePolicy
 from fivefold.network.topology import Topology
 
 

@@ -26,7 +26,7 @@ from fivefold.codesign.simulate import (
 from fivefold.codesign.trees import nearest_roots, spread_trees
 from fivefold.collectives.pricing.phases import host_groups
 from fivefold.network.topology import Topology
-from fivefold.tasks import Ordering
+from fivefold.tasks.scheduler import Ordering
 
 _BUCKETS: tuple[int | None, ...] = (None, 25_000_000, 100_000_000, 0)
 

@@ -28,7 +28,8 @@ from fivefold.strategy import (
 )
 from fivefold.strategy.cluster import reached_tiers
 from fivefold.strategy.demand import plan_demand
-from fivefold.tasks import IterationDemand, mesh_iteration, schedule_tasks
+from fivefold.tasks import schedule_tasks
+from fivefold.tasks.iteration import IterationDemand, mesh_iteration
 from fivefold.units import format_bytes
 
 _LOOKED_AT = 200  # fastest plans, of which many differ in switches only

@@ -23,7 +23,8 @@ from fivefold.collectives.pricing.phases import host_groups
 from fivefold.collectives.schedules import Schedule, all_reduce, all_to_all
 from fivefold.errors import UnsupportedError
 from fivefold.network.topology import Topology
-from fivefold.tasks import ComputeTask, TaskSchedule
+from fivefold.tasks import ComputeTask
+from fivefold.tasks.schedule import TaskSchedule
 
 _KINDS = {
     "all_reduce": "ALL_REDUCE", "all_to_all": "ALL_TO_ALL", "all_gather": "ALL_GATHER",

@@ -16,7 +16,8 @@ from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 from fivefold.strategy import ParallelPlan
 from fivefold.strategy.demand import axis_groups
-from fivefold.tasks import IterationDemand, LayerCost
+from fivefold.tasks import LayerCost
+from fivefold.tasks.iteration import IterationDemand
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,15 +27,9 @@ from fivefold.network.simulation import (
     simulate,
 )
 from fivefold.network.topology import Topology
-from fivefold.tasks import (
-    CommunicationTask,
-    ComputeTask,
-    TaskGraph,
-    TaskSchedule,
-    mesh_iteration,
-    rotated_iteration,
-    schedule_tasks,
-)
+from fivefold.tasks import CommunicationTask, ComputeTask, TaskGraph, schedule_tasks
+from fivefold.tasks.iteration import mesh_iteration, rotated_iteration
+from fivefold.tasks.schedule import TaskSchedule
 
 _AGGREGATED_AXES = {"", "data"}  # the empty one stands for all ranks of a job
 

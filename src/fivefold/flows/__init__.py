@@ -6,23 +6,15 @@ each job's iterations are shifted against the others'. It knows topologies, but 
 nor models.
 """
 
-from fivefold.flows._guard import Guarded, never_worse
-from fivefold.flows._paths import default_paths, equal_cost_paths
-from fivefold.flows._priority import PriorityClasses, priority_classes
-from fivefold.flows._routing import FlowDemand, JobTraffic, RoutePolicy, Routing, route_flows
-from fivefold.flows._shifts import Shifts, time_shifts
+from fivefold.flows._priority import priority_classes
+from fivefold.flows._shifts import time_shifts
+from fivefold.flows.paths import equal_cost_paths
+from fivefold.flows.routing import FlowDemand, JobTraffic, route_flows
 
 __all__ = [
     "FlowDemand",
-    "Guarded",
     "JobTraffic",
-    "PriorityClasses",
-    "RoutePolicy",
-    "Routing",
-    "Shifts",
-    "default_paths",
     "equal_cost_paths",
-    "never_worse",
     "priority_classes",
     "route_flows",
     "time_shifts",

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
-from fivefold.flows._routing import Routing
+from fivefold.flows.routing import Routing
 
 _ORDERS = 32
 

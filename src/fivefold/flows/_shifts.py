@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
-from fivefold.flows._routing import Routing
+from fivefold.flows.routing import Routing
 
 FloatArray = npt.NDArray[np.float64]
 _GRID_MOST = 20_000  # combinations that are tried one by one

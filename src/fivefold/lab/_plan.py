@@ -278,10 +278,10 @@ class _TopologyPlan:
     """Names of the namespaces, joined pairs of nodes, and the way to each address."""
 
     def __init__(self, spec: LabSpec) -> None:
-        from fivefold.network.topology import Topology  # noqa: PLC0415 - only here it needs numpy
+        from fivefold.network.topology import read_topology  # noqa: PLC0415 - only here it needs numpy
 
         self.spec = spec
-        self.topology = topology = Topology.from_toml(str(spec.topology))
+        self.topology = topology = read_topology(str(spec.topology))
         self.mtu = spec.mtu or ETHERNET_MTU
         # Hosts are named by rank, the others in their order.
         others = (f"node{number}" for number in range(topology.num_nodes))

@@ -74,8 +74,7 @@ class LabResult:
         log_folder: Folder of the ranks' output.
         lab: The cluster as the ranks saw it in ``FIVEFOLD_LAB``.
         aggregation: What each aggregating switch counted, as
-            :class:`fivefold.network.aggregation.SwitchState` names it; a switch that died is not
-            there.
+            ``SwitchState`` names it; a switch that died is not there.
     """
 
     ranks: tuple[RankResult, ...]

@@ -172,9 +172,9 @@ class LabSpec:
             return []
         if self.topology is None:
             return ["switch"]
-        from fivefold.network.topology import Topology  # noqa: PLC0415 - only here it needs numpy
+        from fivefold.network.topology import read_topology  # noqa: PLC0415 - it needs numpy
 
-        nodes = Topology.from_toml(self.topology).nodes
+        nodes = read_topology(self.topology).nodes
         return [node.name for node in nodes if not node.is_rank]
 
     def _check_path(self) -> None:
@@ -194,7 +194,7 @@ class LabSpec:
             )
 
     def _check_topology(self) -> None:
-        from fivefold.network.topology import Topology  # noqa: PLC0415 - only here it needs numpy
+        from fivefold.network.topology import read_topology  # noqa: PLC0415 - it needs numpy
 
         if self.rate is not None or self.host_rates or self.delays_or_loses:
             raise ConfigurationError(
@@ -202,7 +202,7 @@ class LabSpec:
                 f"loss={self.loss:g} and {len(self.host_rates)} host_rates besides",
                 hint="write the rates into the topology",
             )
-        topology = Topology.from_toml(str(self.topology))
+        topology = read_topology(str(self.topology))
         if topology.num_ranks != self.hosts:
             raise ConfigurationError(
                 f"the topology {topology.name} has {topology.num_ranks} ranks, but hosts is "

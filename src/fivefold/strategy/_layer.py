@@ -21,7 +21,7 @@ from fivefold.strategy._operators import (
 from fivefold.strategy.cluster import DeviceSpec, gemm_time_s, memory_time_s
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
-from fivefold.tasks import exposed_s
+from fivefold.tasks.schedule import exposed_s
 
 _CAST_BYTES = 4.0
 

@@ -22,7 +22,8 @@ from typing import Any
 from fivefold.collectives.pricing import FabricSpec, Tier, fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
-from fivefold.network.topology import catalogue, parse_topology
+from fivefold.network.topology import parse_topology
+from fivefold.network.topology.text import catalogue
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
 # Rows, columns, share of the best tile's speed: smaller tiles reuse less of what they load.

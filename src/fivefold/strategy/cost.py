@@ -20,7 +20,7 @@ from fivefold.strategy.cluster import DeviceSpec
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.pipeline import pipeline_shape
 from fivefold.strategy.plan import WAITING_SCHEDULES, ParallelPlan, PlanTable, plan_problem
-from fivefold.tasks import exposed_s
+from fivefold.tasks.schedule import exposed_s
 
 
 @dataclass(frozen=True, kw_only=True)

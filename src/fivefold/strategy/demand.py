@@ -18,7 +18,7 @@ from fivefold.strategy.cost import evaluate_plan
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.pipeline import pipeline_shape
 from fivefold.strategy.plan import ParallelPlan, PlanTable
-from fivefold.tasks import IterationDemand, Message
+from fivefold.tasks.iteration import IterationDemand, Message
 
 _FREE_BYTES_PER_S = 1e30
 _MOST_SEGMENTS = 4

@@ -13,12 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from fivefold.network.aggregation import (
-    AggregationClient,
-    AggregationOptions,
-    parse_address,
-    read_switch_state,
-)
+from fivefold.network.aggregation import AggregationClient, AggregationOptions, read_switch_state
+from fivefold.network.aggregation.wire import parse_address
 from helpers.switch_process import SwitchProcess
 
 pytestmark = [pytest.mark.distributed, pytest.mark.alone]

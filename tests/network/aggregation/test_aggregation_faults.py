@@ -15,12 +15,8 @@ import torch.distributed as dist
 
 from fivefold.collectives.execution import GlooHosts
 from fivefold.errors import CommunicationError
-from fivefold.network.aggregation import (
-    AggregationClient,
-    AggregationOptions,
-    ordered_sum,
-    read_switch_state,
-)
+from fivefold.network.aggregation import AggregationClient, AggregationOptions, read_switch_state
+from fivefold.network.aggregation.elements import ordered_sum
 from fivefold.testing import run_processes
 from helpers.switch_process import SwitchProcess
 

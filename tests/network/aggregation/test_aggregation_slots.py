@@ -23,12 +23,11 @@ from fivefold.network.aggregation import (
     AggregationClient,
     AggregationOptions,
     AggregationSwitch,
-    ordered_sum,
     read_switch_state,
 )
-from fivefold.network.aggregation._elements import DTYPES, OrderedSum, stored_as
-from fivefold.network.aggregation._pool import SlotPool
-from fivefold.network.aggregation._wire import Frame, FrameReader, FrameWriter, Kind
+from fivefold.network.aggregation.elements import DTYPES, OrderedSum, ordered_sum, stored_as
+from fivefold.network.aggregation.pool import SlotPool
+from fivefold.network.aggregation.wire import Frame, FrameReader, FrameWriter, Kind
 from helpers.switch_process import SwitchProcess
 
 pytestmark = pytest.mark.alone

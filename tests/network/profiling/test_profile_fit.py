@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError
-from fivefold.network.profiling import Contention, Profile, fit_line
-from fivefold.network.profiling._profile import split_latencies
+from fivefold.network.profiling import Profile
+from fivefold.network.profiling.profile import Contention, fit_line, split_latencies
+from fivefold.network.topology import read_topology
 
 SIZES = (64, 4096, 65536, 1 << 20, 1 << 22)
 
@@ -103,7 +104,7 @@ def test_one_port_a_rank_becomes_a_switch_that_predicts_every_pair():
         for b in set(range(4)) - {a}:
             wanted = profile.predict_s(a, b, 1 << 20)
             assert route_s(topology, a, b, 1 << 20) == pytest.approx(wanted, rel=1e-6)
-    again = type(topology).from_toml(topology.to_toml())
+    again = read_topology(topology.to_toml())
     np.testing.assert_allclose(again.capacities_bytes_per_s, topology.capacities_bytes_per_s)
 
 

@@ -10,7 +10,7 @@ import pytest
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.lab import LabSpec, probe_capabilities, run_lab
 from fivefold.network.profiling import profile_links
-from fivefold.network.topology import Topology
+from fivefold.network.topology import read_topology
 from fivefold.testing import run_processes
 
 QUICK = {"sizes_bytes": (64, 65536), "repetitions": 2}
@@ -140,7 +140,7 @@ def test_the_command_finds_the_rates_of_shaped_links(tmp_path):
         if max(nearest.values()) < 0.15:
             break
     assert max(nearest.values()) < 0.15, nearest
-    topology = Topology.from_toml(path)
+    topology = read_topology(path)
     assert topology.num_ranks == 3
     assert [topology.host_of(rank) for rank in range(3)] == ["host0", "host1", "host2"]
     # The topology says what this round measured, however well.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from fivefold.errors import ConfigurationError
-from fivefold.network.simulation import FlowRoutes, max_min_rates
+from fivefold.network.simulation import max_min_rates
 from oracles.exact_fluid import exact_rates
 
 
@@ -159,7 +159,7 @@ def test_what_nothing_limits_is_unlimited():
 
 def test_a_link_that_is_used_twice_carries_both():
     np.testing.assert_allclose(max_min_rates([[0, 0], [0]], [6.0]), [2.0, 2.0])
-    routes = FlowRoutes(np.array([0, 1, 2]), np.array([0, 0]), np.array([2.0, 1.0]))
+    routes = np.array([0, 1, 2]), np.array([0, 0]), np.array([2.0, 1.0])
     np.testing.assert_allclose(max_min_rates(routes, [6.0]), [2.0, 2.0])
 
 
@@ -184,4 +184,4 @@ def test_bad_input_is_named(arguments, message):
 
 def test_offsets_that_do_not_fit_are_refused():
     with pytest.raises(ConfigurationError, match="rise from 0"):
-        FlowRoutes(np.array([0, 5]), np.array([0]))
+        max_min_rates((np.array([0, 5]), np.array([0])), [1.0])

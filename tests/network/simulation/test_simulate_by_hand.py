@@ -8,7 +8,6 @@ from fivefold.network.simulation import (
     AggregationRequest,
     Compute,
     Flow,
-    FlowRoutes,
     FlowTable,
     simulate,
 )
@@ -239,7 +238,7 @@ def test_tables_and_tasks_by_name_are_the_same():
     tasks = [flow_of(topology, rank, rank, (rank + 2) % 4, 5.0 + rank) for rank in range(4)]
     table = FlowTable.build(
         sizes=[task.size_bytes for task in tasks],
-        routes=FlowRoutes.of([task.route for task in tasks]),
+        routes=[task.route for task in tasks],
     )
     by_name, by_table = simulate(topology, tasks), simulate(topology, table)
     np.testing.assert_array_equal(by_name.finish_s, by_table.finish_s)
@@ -270,7 +269,7 @@ def test_a_tolerance_keeps_close_to_the_exact_times():
 def test_a_hundred_thousand_equal_flows_are_one_event_each_way():
     topology = line(2, bandwidth=1e9)
     count = 100_000
-    routes = FlowRoutes(np.arange(count + 1), np.zeros(count, np.int32))
+    routes = np.arange(count + 1), np.zeros(count, np.int32)
     result = simulate(topology, FlowTable.build(sizes=np.full(count, 1e4), routes=routes))
     assert result.total_s == pytest.approx(1.0, rel=1e-9)
     assert result.solves == 2

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from fivefold.cli import main
 from fivefold.cli._topology import app
-from fivefold.network.topology import Topology, catalogue, parse_topology
+from fivefold.network.topology import parse_topology, read_topology
+from fivefold.network.topology.text import catalogue
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_convert_writes_what_can_be_read(call, tmp_path):
     answer = call("convert", "torus:3x3", path, "--bandwidth", "10 GB/s", "--name", "mine")
     assert answer.exit_code == 0
     assert answer.stdout == ""
-    found = Topology.from_toml(path)
+    found = read_topology(path)
     assert found.name == "mine"
     assert found == parse_topology("torus:3x3", bandwidth="10 GB/s")
     assert call("convert", path).stdout == path.read_text()

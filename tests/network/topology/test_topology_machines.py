@@ -11,12 +11,8 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.network.topology import (
-    TacclProfile,
-    catalogue,
-    named_topology,
-    parse_topology,
-)
+from fivefold.network.topology import TacclProfile, named_topology, parse_topology
+from fivefold.network.topology.text import catalogue
 
 
 def least_flow(topology, unit_bytes_per_s, rate, *, scale):

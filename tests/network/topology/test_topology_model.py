@@ -97,14 +97,14 @@ def test_a_single_rank_without_links_is_a_topology():
     assert alone.is_connected()
     assert alone.shortest_route(0, 0) == ()
     assert alone.eccentricity_s.tolist() == [0.0]
-    assert len(alone.rank_graph()) == len(alone.routes()) == 0
+    assert len(alone.rank_graph) == len(alone.routes()) == 0
 
 
 def test_parallel_links_stay_apart():
     found = two(link("a", "b"), link("a", "b", latency_s=1e-6), link("b", "a"))
     assert found.direct_links(0, 1).tolist() == [0, 1]
     assert found.direct_links(1, 0).tolist() == [2]
-    graph = found.rank_graph()
+    graph = found.rank_graph
     assert graph.between(0, 1).tolist() == [0, 1]
     assert graph.latencies_s.tolist() == [0.0, 1e-6, 0.0]
 

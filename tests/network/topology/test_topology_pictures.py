@@ -9,7 +9,7 @@ import pytest
 
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Link, Node, Topology, draw_topology, parse_topology, ring
-from fivefold.network.topology._layout import lay_out
+from fivefold.network.topology._draw import lay_out
 
 SMALL = [
     "ring:8",

@@ -17,7 +17,6 @@ from fivefold.network.topology import (
     Link,
     Node,
     Topology,
-    _routes,
     fat_tree,
     named_topology,
     parse_topology,
@@ -26,6 +25,7 @@ from fivefold.network.topology import (
     switch,
     torus,
 )
+from fivefold.network.topology.routes import Router
 
 
 def random_topology(seed, *, num_nodes=9):
@@ -110,16 +110,22 @@ def check_both_ways(topology, *, through_ranks):
     answers = []
     for nodes_per_search in (10**9, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_routes, "_NODES_PER_SEARCH", nodes_per_search)
+            patch.setattr("fivefold.network.topology.routes._NODES_PER_SEARCH", nodes_per_search)
             answers.append(answers_of(topology, through_ranks=through_ranks))
     assert answers[0] == answers[1]
 
 
 def answers_of(topology, *, through_ranks):
-    router, found = _routes.Router(topology), []
+    router, found = Router(topology), []
     for pair in itertools.product(range(topology.num_ranks), repeat=2):
         try:
-            found.append(router.route(*pair, through_ranks=through_ranks))
+            found.append(
+                tuple(
+                    router.routes(
+                        *([end] for end in pair), through_ranks=through_ranks
+                    ).links.tolist()
+                )
+            )
         except InfeasibleError as error:
             found.append(str(error))
     return found
@@ -206,7 +212,7 @@ def test_a_shift_of_a_fat_tree_meets_on_no_link():
 
 
 def test_rank_graph_of_a_switch_has_every_pair():
-    graph = switch(4, bandwidth=8.0, latency=1.0).rank_graph()
+    graph = switch(4, bandwidth=8.0, latency=1.0).rank_graph
     pairs = set(zip(graph.sources.tolist(), graph.targets.tolist(), strict=True))
     assert pairs == set(itertools.permutations(range(4), 2))
     assert set(graph.latencies_s.tolist()) == {2.0}
@@ -222,7 +228,7 @@ def test_rank_graph_has_direct_and_switched_links_side_by_side():
         Link("t", "b", bandwidth_bytes_per_s=8.0, latency_s=1.0, count=3),
         Link("a", "b", bandwidth_bytes_per_s=1.0),
     ]
-    graph = Topology("both", nodes, links).rank_graph()
+    graph = Topology("both", nodes, links).rank_graph
     assert graph.between(0, 1).tolist() == [0, 1]
     assert [graph.route(edge).tolist() for edge in (0, 1)] == [[3], [0, 1, 2]]
     assert graph.capacities_bytes_per_s.tolist() == [1.0, 6.0]
@@ -234,9 +240,9 @@ def test_rank_graph_has_direct_and_switched_links_side_by_side():
 
 def test_rank_graph_of_boxes_and_rails():
     # 16 GPUs see each other in each box, and one NIC link leads from each odd GPU to the other box.
-    assert len(named_topology("dgx2", boxes=2).rank_graph()) == 2 * 16 * 15 + 2 * 8
+    assert len(named_topology("dgx2", boxes=2).rank_graph) == 2 * 16 * 15 + 2 * 8
     # 7 GPUs of the own host, and those of the own rail on the other hosts.
-    fabric = rail_only(4, host=HostSpec(gpus=8)).rank_graph()
+    fabric = rail_only(4, host=HostSpec(gpus=8)).rank_graph
     assert np.bincount(fabric.sources).tolist() == [7 + 3] * 32
 
 

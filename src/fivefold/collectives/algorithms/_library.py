@@ -72,7 +72,7 @@ def _by_host(topology: Topology) -> list[int]:
 
 
 def _neighbours(topology: Topology) -> Neighbours:
-    graph = topology.rank_graph()
+    graph = topology.rank_graph
     near: Neighbours = [{} for _ in range(topology.num_ranks)]
     triples = zip(graph.sources, graph.targets, graph.capacities_bytes_per_s, strict=True)
     for source, target, width in triples:

@@ -15,11 +15,9 @@ import torch
 
 from fivefold.collectives.execution._calls import c10d, dist, inner_method
 from fivefold.collectives.execution._settings import Settings
-from fivefold.network.aggregation import (
-    AggregationClient,
-    AggregationOutcome,
-    ordered_sum,
-)
+from fivefold.network.aggregation import AggregationClient
+from fivefold.network.aggregation.client import AggregationOutcome
+from fivefold.network.aggregation.elements import ordered_sum
 
 _NAMES = {
     torch.float32: "float32",

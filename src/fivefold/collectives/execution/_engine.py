@@ -45,7 +45,7 @@ from fivefold.collectives.execution._settings import (
 from fivefold.collectives.execution.choose import Choice, choose, size_class
 from fivefold.collectives.pricing.messages import LinkClock
 from fivefold.errors import CommunicationError, ConfigurationError
-from fivefold.network.topology import Topology
+from fivefold.network.topology import Topology, read_topology
 
 _log = logging.getLogger(__name__)
 _REFUSED = b"refused: "
@@ -163,7 +163,7 @@ class Engine:
         if facts["aggregation"] is not None:  # the same switch may have another address here
             facts["aggregation"] = settings.aggregation or facts["aggregation"]
         if checksum != own[2]:
-            whole = Topology.from_toml(self._store.get("topology").decode())
+            whole = read_topology(self._store.get("topology").decode())
         return replace(settings, **facts), whole, known
 
     # -- the groups that carry messages ----------------------------------------------------------

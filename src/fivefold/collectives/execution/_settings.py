@@ -12,8 +12,9 @@ from typing import Any
 from fivefold.collectives.lowering import Program, check_program, from_msccl_xml, lower
 from fivefold.collectives.schedules import Schedule
 from fivefold.errors import ConfigurationError
-from fivefold.network.aggregation import AggregationOptions, parse_address
-from fivefold.network.topology import Link, Node, Topology, parse_topology, switch
+from fivefold.network.aggregation import AggregationOptions
+from fivefold.network.aggregation.wire import parse_address
+from fivefold.network.topology import Link, Node, Topology, parse_topology, read_topology, switch
 
 CHOOSABLE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _TOPOLOGY = "FIVEFOLD_TOPOLOGY"
@@ -214,7 +215,7 @@ def lab_topology(facts: str, world_size: int) -> Topology | None:
     if not data.get("shaped") or data.get("nproc_per_host") != 1:
         return None
     described = data.get("topology")
-    topology = Topology.from_toml(described) if described else _star(data)
+    topology = read_topology(described) if described else _star(data)
     # Rates count whole Ethernet frames; of a frame only this share is a program's data.
     mtu = data.get("mtu") or _ETHERNET_MTU
     whole = topology.scaled(bandwidth=(mtu - _TCP_HEADER_BYTES) / (mtu + _FRAME_HEADER_BYTES))

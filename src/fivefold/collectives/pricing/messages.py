@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.schedules import Schedule, evaluate
-from fivefold.flows import default_paths
+from fivefold.flows.paths import default_paths
 from fivefold.network.topology import Topology
 
 Floats = NDArray[np.float64]

@@ -17,7 +17,7 @@ import numpy as np
 from fivefold.collectives.schedules.arrays import Array, Floats, Ints, Longs
 from fivefold.collectives.schedules.schedule import Schedule, ScheduleError, require_match
 from fivefold.errors import ConfigurationError
-from fivefold.flows import default_paths
+from fivefold.flows.paths import default_paths
 from fivefold.network.topology import Topology
 
 

@@ -45,7 +45,7 @@ from fivefold.collectives.schedules.arrays import (
 from fivefold.collectives.schedules.constructors import collective_from_data, collective_to_data
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import parse_json
-from fivefold.network.topology import Topology
+from fivefold.network.topology import Topology, read_topology
 
 _SCHEMA = "fivefold.schedule.1"
 _ARRAYS = ("chunks", "sources", "targets")
@@ -575,7 +575,7 @@ def _from_data(data: dict[str, Any]) -> Schedule:
         **{**{key: data[key] for key in _ARRAYS}, **arrays},
         reduces=np.asarray(data["reduces"]).astype(np.bool_),
         steps=np.asarray(data["steps"], dtype=np.int32),
-        topology=None if toml is None else Topology.from_toml(toml),
+        topology=None if toml is None else read_topology(toml),
         name=data["name"],
         solver=data["solver"],
         attributes=data["attributes"],

@@ -351,7 +351,7 @@ def fluid_times(
     leg_waits[~of_first] = np.flatnonzero(number > 0) - 1
     table = simulation.FlowTable.build(
         sizes=chunk_bytes[schedule.chunks[owner]],
-        routes=simulation.FlowRoutes(offsets, legs.links[places]),
+        routes=(offsets, legs.links[places]),
         dependencies=(np.concatenate([[0], np.cumsum(num_waits)]).astype(np.int64), leg_waits),
         latencies_s=legs.latencies_s(topology.latencies_s)[rows],
     )

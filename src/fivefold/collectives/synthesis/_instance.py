@@ -270,7 +270,7 @@ def logical_of(
         message = f"{collective.name} sums"
         raise ConfigurationError(message, hint="solve its inverse on the reversed topology")
     require_match(collective, topology)
-    graph = topology.rank_graph()
+    graph = topology.rank_graph
     pairs = zip(graph.sources.tolist(), graph.targets.tolist(), strict=True)
     kept = [edge for edge, pair in enumerate(pairs) if allow is None or allow(*pair)]
     holders, wanted = _ends_of_chunks(collective)

@@ -9,8 +9,8 @@ import sys
 from typing import get_args
 
 from fivefold.errors import FivefoldError
-from fivefold.network.aggregation._pool import Sharing
 from fivefold.network.aggregation._switch import AggregationSwitch
+from fivefold.network.aggregation.pool import Sharing
 from fivefold.units import parse_bytes, parse_duration_s
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from fivefold.errors import CommunicationError, FivefoldError
-from fivefold.network.aggregation._pool import Reply, Sharing, SlotPool, SwitchState
-from fivefold.network.aggregation._wire import Frame, FrameReader, FrameWriter, Kind
+from fivefold.network.aggregation.pool import Reply, Sharing, SlotPool, SwitchState
+from fivefold.network.aggregation.wire import Frame, FrameReader, FrameWriter, Kind
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.25

@@ -7,25 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fivefold.network.profiling._profile import Contention, LineFit, Profile, fit_line
+from fivefold.network.profiling.profile import Profile
 
 if TYPE_CHECKING:
-    from fivefold.network.profiling._measure import DEFAULT_SIZES_BYTES, profile_links
+    from fivefold.network.profiling._measure import profile_links
 
-__all__ = [
-    "DEFAULT_SIZES_BYTES",
-    "Contention",
-    "LineFit",
-    "Profile",
-    "fit_line",
-    "profile_links",
-]
+__all__ = ["Profile", "profile_links"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in {"DEFAULT_SIZES_BYTES", "profile_links"}:
-        from fivefold.network.profiling import _measure  # noqa: PLC0415 - it loads torch
+    if name == "profile_links":
+        from fivefold.network.profiling._measure import profile_links  # noqa: PLC0415 - torch
 
-        return getattr(_measure, name)
+        return profile_links
     message = f"module 'fivefold.network.profiling' has no attribute {name!r}"
     raise AttributeError(message)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import CommunicationError, ConfigurationError
-from fivefold.network.profiling._profile import Contention, Profile
+from fivefold.network.profiling.profile import Contention, Profile
 
 DEFAULT_SIZES_BYTES = (64, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)
 _LEAST_S = 1e-9

@@ -1,19 +1,15 @@
 """The fluid simulator: max-min fair rates of flows over paths, event by event."""
 
-from fivefold.network.simulation._rates import FlowRoutes, max_min_rates
-from fivefold.network.simulation._result import RateRecord, SimulationResult, Span
-from fivefold.network.simulation._simulate import simulate
+from fivefold.network.simulation._simulate import SimulationResult, simulate
 from fivefold.network.simulation._tasks import AggregationRequest, Compute, Flow, FlowTable
+from fivefold.network.simulation.rates import max_min_rates
 
 __all__ = [
     "AggregationRequest",
     "Compute",
     "Flow",
-    "FlowRoutes",
     "FlowTable",
-    "RateRecord",
     "SimulationResult",
-    "Span",
     "max_min_rates",
     "simulate",
 ]

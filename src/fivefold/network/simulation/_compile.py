@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.simulation._bundles import Incidence
-from fivefold.network.simulation._rates import FlowRoutes
 from fivefold.network.simulation._tasks import AggregationRequest, Compute, Flow, FlowTable, Task
 
 if TYPE_CHECKING:
@@ -121,15 +120,7 @@ def _pool_rate(topology: Topology, request: AggregationRequest, round_trip_s: fl
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """Slots and fallbacks of in-network aggregations, beside a table.
-
-    Attributes:
-        slots: Slots that each task takes; ``links`` holds switches, ``amounts`` slots.
-        fallbacks: Flows that stand in for each task; ``links`` holds tasks.
-        fallback_of: The request of each such flow, else -1; int64 [tasks].
-        free_slots: Slots of each switch; int64 [switches].
-        adder_rates_bytes_per_s: Rate of each switch's adders, as links behind the real ones.
-    """
+    """Slots and fallbacks of in-network aggregations, beside a table."""
 
     slots: Incidence
     fallbacks: Incidence
@@ -225,7 +216,7 @@ def _table(topology: Topology, every: list[Any], known: tuple[Any, ...]) -> Flow
 
     return FlowTable.build(
         sizes=column(_size_of),
-        routes=FlowRoutes.of(routes),
+        routes=routes,
         names=names,
         dependencies=column(lambda task: [positions[name] for name in task.depends_on]),
         is_compute=column(lambda task: isinstance(task, Compute)),

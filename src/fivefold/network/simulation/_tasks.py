@@ -12,7 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
-from fivefold.network.simulation._rates import FlowRoutes, positive_array, sized_array, whole_array
+from fivefold.network.simulation._bundles import Incidence
+from fivefold.network.simulation.rates import (
+    RoutesLike,
+    positive_array,
+    routes_of,
+    sized_array,
+    whole_array,
+)
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -280,7 +287,7 @@ class FlowTable:
 
     sizes: FloatArray
     is_compute: npt.NDArray[np.bool_]
-    routes: FlowRoutes
+    routes: Incidence
     latencies_s: FloatArray
     weights: FloatArray
     rate_caps_bytes_per_s: FloatArray
@@ -305,7 +312,7 @@ class FlowTable:
         cls,
         *,
         sizes: npt.ArrayLike,
-        routes: Any,
+        routes: RoutesLike,
         dependencies: Any = None,
         names: tuple[Hashable, ...] | None = None,
         **columns: npt.ArrayLike,
@@ -314,8 +321,7 @@ class FlowTable:
 
         Args:
             sizes: Bytes of each flow, seconds of each computation.
-            routes: A :class:`FlowRoutes`, what ``topology.routes()`` returns, or one list of links
-                for each task.
+            routes: Links of each task, in any form that :func:`max_min_rates` takes.
             dependencies: A pair of arrays (offsets, tasks), or one list for each task; None is
                 no dependency.
             names: Ids of the tasks.
@@ -339,9 +345,9 @@ class FlowTable:
         given = {key: columns.get(key, neutral) for key, neutral in _NEUTRAL.items()}
         count = len(size)
         offsets, needed = _dependency_arrays(dependencies, count)
-        table = FlowRoutes.from_any(routes)
-        if len(table) != count:
-            raise ConfigurationError(f"there are {count} sizes and {len(table)} routes")
+        table = routes_of(routes)
+        if table.offsets.size - 1 != count:
+            raise ConfigurationError(f"there are {count} sizes and {table.offsets.size - 1} routes")
         cap = "rate_caps_bytes_per_s"
         return cls(
             sizes=size,

@@ -13,7 +13,7 @@ from fivefold.network.topology._direct import (
     torus,
 )
 from fivefold.network.topology._draw import draw_topology
-from fivefold.network.topology._elements import Aggregation, Link, Node, NodeKind, SwitchAbility
+from fivefold.network.topology._elements import Aggregation, Link, Node, SwitchAbility
 from fivefold.network.topology._fabrics import (
     Port,
     clos,
@@ -23,31 +23,23 @@ from fivefold.network.topology._fabrics import (
     rail_only,
     rail_optimized,
 )
-from fivefold.network.topology._graph import Adjacency
 from fivefold.network.topology._machines import (
     load_lingjun,
     named_topology,
 )
-from fivefold.network.topology._rank_graph import RankGraph
-from fivefold.network.topology._routes import Routes
 from fivefold.network.topology._taccl import TacclProfile
-from fivefold.network.topology._text import catalogue, parse_topology
 from fivefold.network.topology._topology import Topology
+from fivefold.network.topology.text import parse_topology, read_topology
 
 __all__ = [
-    "Adjacency",
     "Aggregation",
     "HostSpec",
     "Link",
     "Node",
-    "NodeKind",
     "Port",
-    "RankGraph",
-    "Routes",
     "SwitchAbility",
     "TacclProfile",
     "Topology",
-    "catalogue",
     "clos",
     "dragonfly",
     "draw_topology",
@@ -63,6 +55,7 @@ __all__ = [
     "parse_topology",
     "rail_only",
     "rail_optimized",
+    "read_topology",
     "ring",
     "star",
     "switch",

@@ -1,17 +1,27 @@
-"""Arrays of links by node, and what can be reached over them."""
+"""The nodes and links of a network in arrays and by name, and what can be reached over them.
+
+Compute nodes in their order are the ranks. Arrays and names number the same things: link i is
+``links[i]`` and row i of every link array.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.network.topology._elements import COMPUTE_KINDS, Link, Node
+
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 _Array = TypeVar("_Array", bound=npt.NDArray[Any])
+_NAMED_IN_ERRORS = 5
 
 
 def frozen(array: _Array) -> _Array:
@@ -57,3 +67,170 @@ def reachable(
         frontier = found[~seen[found]].astype(np.int64)
         seen[frontier] = True
     return seen
+
+
+def nearest_node(name: object, known: Collection[str]) -> str:
+    """Return a hint for a name that is no node."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else f"its nodes are {listed(list(known))}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first few of many names."""
+    shown = ", ".join(repr(name) for name in names[:_NAMED_IN_ERRORS])
+    return f"{shown}, ..." if len(names) > _NAMED_IN_ERRORS else shown
+
+
+@dataclass(frozen=True, eq=False)
+class LinkGraph:
+    """Nodes and directed links, in arrays and by name: what routes are found on.
+
+    Node n is ``nodes[n]``; link i is ``links[i]`` and row i of every link array.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+    links: tuple[Link, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of nodes of any kind."""
+        return len(self.nodes)
+
+    @property
+    def num_links(self) -> int:
+        """Return the number of links, parallel ones of one entry counted once."""
+        return len(self.links)
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of compute nodes."""
+        return len(self.ranks)
+
+    @cached_property
+    def ranks(self) -> tuple[str, ...]:
+        """Names of the compute nodes; the position is the rank."""
+        return tuple(node.name for node in self.nodes if node.is_rank)
+
+    @cached_property
+    def _index(self) -> dict[str, int]:
+        return {node.name: index for index, node in enumerate(self.nodes)}
+
+    def index(self, name: str) -> int:
+        """Return the node index of a name."""
+        if name not in self._index:
+            raise ConfigurationError(
+                f"{name!r} is no node of topology {self.name!r}",
+                hint=nearest_node(name, self._index),
+            )
+        return self._index[name]
+
+    def node_of_rank(self, rank: int) -> int:
+        """Return the node index of a rank."""
+        return int(self.rank_nodes[self._checked_rank(rank)])
+
+    def _checked_rank(self, rank: int) -> int:
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigurationError(
+                f"topology {self.name!r} has no rank {rank}",
+                hint=f"its ranks are 0 to {self.num_ranks - 1}",
+            )
+        return int(rank)
+
+    @cached_property
+    def rank_nodes(self) -> IntArray:
+        """Node index of each rank, int32 [num_ranks]."""
+        return frozen(np.flatnonzero(self.is_rank).astype(np.int32))
+
+    @cached_property
+    def is_rank(self) -> npt.NDArray[np.bool_]:
+        """Return whether each node computes, bool [num_nodes]."""
+        return frozen(np.array([node.kind in COMPUTE_KINDS for node in self.nodes], np.bool_))
+
+    @cached_property
+    def rank_of_node(self) -> IntArray:
+        """Rank of each node, -1 where it only forwards, int32 [num_nodes]."""
+        ranks = np.full(self.num_nodes, -1, np.int32)
+        ranks[self.rank_nodes] = np.arange(self.num_ranks, dtype=np.int32)
+        return frozen(ranks)
+
+    @cached_property
+    def link_sources(self) -> IntArray:
+        """Node index of each link's source, int32 [num_links]."""
+        index = self._index
+        return frozen(np.array([index[link.source] for link in self.links], np.int32))
+
+    @cached_property
+    def link_targets(self) -> IntArray:
+        """Node index of each link's target, int32 [num_links]."""
+        index = self._index
+        return frozen(np.array([index[link.target] for link in self.links], np.int32))
+
+    @cached_property
+    def link_counts(self) -> IntArray:
+        """Return the number of physical links of each link, int32 [num_links]."""
+        return frozen(np.array([link.count for link in self.links], np.int32))
+
+    @cached_property
+    def _bandwidths_bytes_per_s(self) -> FloatArray:
+        rates = [link.bandwidth_bytes_per_s for link in self.links]
+        return frozen(np.array(rates, np.float64))
+
+    @cached_property
+    def capacities_bytes_per_s(self) -> FloatArray:
+        """Rate of each link, its physical links together, float64 [num_links]."""
+        return frozen(self.link_counts * self._bandwidths_bytes_per_s)
+
+    @cached_property
+    def latencies_s(self) -> FloatArray:
+        """Latency of each link, float64 [num_links]."""
+        return frozen(np.array([link.latency_s for link in self.links], np.float64))
+
+    @cached_property
+    def outgoing(self) -> Adjacency:
+        """Links that leave each node, as arrays."""
+        return group_by(self.link_sources, num_groups=self.num_nodes)
+
+    @cached_property
+    def incoming(self) -> Adjacency:
+        """Links that enter each node, as arrays."""
+        return group_by(self.link_targets, num_groups=self.num_nodes)
+
+    def out_links(self, node: int | str) -> IntArray:
+        """Return the indices of the links that leave a node (index or name), ascending."""
+        return self.outgoing.of(self.index(node) if isinstance(node, str) else node)
+
+    def in_links(self, node: int | str) -> IntArray:
+        """Return the indices of the links that enter a node (index or name), ascending."""
+        return self.incoming.of(self.index(node) if isinstance(node, str) else node)
+
+    def direct_links(self, rank_a: int, rank_b: int) -> IntArray:
+        """Return the indices of the links from one rank to another without a stop between."""
+        target = self.node_of_rank(rank_b)
+        leaving = self.out_links(self.node_of_rank(rank_a))
+        found: IntArray = leaving[self.link_targets[leaving] == target]
+        return found
+
+    def is_connected(self) -> bool:
+        """Return whether every rank can reach every other."""
+        forward, backward = self._reach_of_first_rank()
+        return bool(forward.all() and backward.all())
+
+    def require_connected(self) -> None:
+        """Do nothing where every rank can reach every other."""
+        for seen, verb in zip(
+            self._reach_of_first_rank(), ("cannot be reached from", "cannot reach"), strict=True
+        ):
+            lost = [self.ranks[rank] for rank in np.flatnonzero(~seen).tolist()]
+            if lost:
+                raise InfeasibleError(
+                    f"topology {self.name!r} is disconnected: {len(lost)} of {self.num_ranks} "
+                    f"ranks {verb} {self.ranks[0]!r}: {listed(lost)}",
+                    hint="add the links that are missing, or plan for a subset of the ranks",
+                )
+
+    def _reach_of_first_rank(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        first = self.rank_nodes[:1].tolist()
+        forward = reachable(self.outgoing, self.link_targets, start=first)
+        backward = reachable(self.incoming, self.link_sources, start=first)
+        return forward[self.rank_nodes], backward[self.rank_nodes]

@@ -6,44 +6,39 @@ Compute nodes in their order are the ranks. Arrays and names number the same thi
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import ConfigurationError
 from fivefold.network.topology._elements import (
-    COMPUTE_KINDS,
     Aggregation,
     Link,
     Node,
     SwitchAbility,
 )
 from fivefold.network.topology._graph import (
-    Adjacency,
     FloatArray,
-    IntArray,
+    LinkGraph,
     frozen,
     group_by,
+    listed,
+    nearest_node,
     reachable,
 )
+from fivefold.network.topology.routes import RankGraph, Router, Routes, build_rank_graph
 from fivefold.units import parse_bytes_per_s, parse_duration_s
 
-if TYPE_CHECKING:
-    from fivefold.network.topology._rank_graph import RankGraph
-    from fivefold.network.topology._routes import Router, Routes
-
-
 _Element = TypeVar("_Element")
-_NAMED_IN_ERRORS = 5
+_RATES = (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3))
+_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
 def _check_topology(
@@ -68,7 +63,7 @@ def _check_topology(
                 raise ConfigurationError(
                     f"link {link.source!r} -> {link.target!r} ends at {end!r}, "
                     f"which is no node of topology {name!r}",
-                    hint=_nearest_node(end, known),
+                    hint=nearest_node(end, known),
                 )
     for ability in switches:
         node = known.get(ability.node)
@@ -78,21 +73,9 @@ def _check_topology(
                 f"switches names {ability.node!r}, which is {what}",
                 hint="only nodes that forward can be switches"
                 if node
-                else _nearest_node(ability.node, known),
+                else nearest_node(ability.node, known),
             )
     _check_unique((ability.node for ability in switches), "switches says several times")
-
-
-def _nearest_node(name: object, known: Collection[str]) -> str:
-    """Return a hint for a name that is no node."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"did you mean {near[0]!r}?" if near else f"its nodes are {_listed(list(known))}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the first few of many names."""
-    shown = ", ".join(repr(name) for name in names[:_NAMED_IN_ERRORS])
-    return f"{shown}, ..." if len(names) > _NAMED_IN_ERRORS else shown
 
 
 def _tuple_of(kind: type[_Element], values: Iterable[Any], what: str) -> tuple[_Element, ...]:
@@ -110,11 +93,11 @@ def _tuple_of(kind: type[_Element], values: Iterable[Any], what: str) -> tuple[_
 def _check_unique(names: Iterable[str], complaint: str) -> None:
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise ConfigurationError(f"{complaint} {_listed(twice)}", hint="name each of them once")
+        raise ConfigurationError(f"{complaint} {listed(twice)}", hint="name each of them once")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Topology:
+class Topology(LinkGraph):
     """Nodes joined by directed links.
 
     Two topologies are equal when their nodes, links and switch abilities are; the name and the
@@ -139,9 +122,6 @@ class Topology:
         (('a', 'b'), [1000000000.0, 2000000000.0], True)
     """
 
-    name: str
-    nodes: tuple[Node, ...]
-    links: tuple[Link, ...]
     switches: tuple[SwitchAbility, ...] = ()
     source: str = ""
 
@@ -182,135 +162,6 @@ class Topology:
             f"{self.num_ranks} ranks)"
         )
 
-    # Counts, names and arrays: node n is ``nodes[n]`` and link i is ``links[i]``
-
-    @property
-    def num_nodes(self) -> int:
-        """Return the number of nodes of any kind."""
-        return len(self.nodes)
-
-    @property
-    def num_links(self) -> int:
-        """Return the number of links, parallel ones of one entry counted once."""
-        return len(self.links)
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the number of compute nodes."""
-        return len(self.ranks)
-
-    @cached_property
-    def ranks(self) -> tuple[str, ...]:
-        """Names of the compute nodes; the position is the rank."""
-        return tuple(node.name for node in self.nodes if node.is_rank)
-
-    @cached_property
-    def _index(self) -> dict[str, int]:
-        return {node.name: index for index, node in enumerate(self.nodes)}
-
-    def index(self, name: str) -> int:
-        """Return the node index of a name.
-
-        Raises:
-            ConfigurationError: There is no such node.
-        """
-        if name not in self._index:
-            raise ConfigurationError(
-                f"{name!r} is no node of topology {self.name!r}",
-                hint=_nearest_node(name, self._index),
-            )
-        return self._index[name]
-
-    def node_of_rank(self, rank: int) -> int:
-        """Return the node index of a rank.
-
-        Raises:
-            ConfigurationError: There is no such rank.
-        """
-        return int(self.rank_nodes[self._checked_rank(rank)])
-
-    def _checked_rank(self, rank: int) -> int:
-        if not 0 <= rank < self.num_ranks:
-            raise ConfigurationError(
-                f"topology {self.name!r} has no rank {rank}",
-                hint=f"its ranks are 0 to {self.num_ranks - 1}",
-            )
-        return int(rank)
-
-    @cached_property
-    def rank_nodes(self) -> IntArray:
-        """Node index of each rank, int32 [num_ranks]."""
-        return frozen(np.flatnonzero(self.is_rank).astype(np.int32))
-
-    @cached_property
-    def is_rank(self) -> npt.NDArray[np.bool_]:
-        """Return whether each node computes, bool [num_nodes]."""
-        return frozen(np.array([node.kind in COMPUTE_KINDS for node in self.nodes], np.bool_))
-
-    @cached_property
-    def rank_of_node(self) -> IntArray:
-        """Rank of each node, -1 where it only forwards, int32 [num_nodes]."""
-        ranks = np.full(self.num_nodes, -1, np.int32)
-        ranks[self.rank_nodes] = np.arange(self.num_ranks, dtype=np.int32)
-        return frozen(ranks)
-
-    @cached_property
-    def link_sources(self) -> IntArray:
-        """Node index of each link's source, int32 [num_links]."""
-        index = self._index
-        return frozen(np.array([index[link.source] for link in self.links], np.int32))
-
-    @cached_property
-    def link_targets(self) -> IntArray:
-        """Node index of each link's target, int32 [num_links]."""
-        index = self._index
-        return frozen(np.array([index[link.target] for link in self.links], np.int32))
-
-    @cached_property
-    def link_counts(self) -> IntArray:
-        """Return the number of physical links of each link, int32 [num_links]."""
-        return frozen(np.array([link.count for link in self.links], np.int32))
-
-    @cached_property
-    def _bandwidths_bytes_per_s(self) -> FloatArray:
-        rates = [link.bandwidth_bytes_per_s for link in self.links]
-        return frozen(np.array(rates, np.float64))
-
-    @cached_property
-    def capacities_bytes_per_s(self) -> FloatArray:
-        """Rate of each link, its physical links together, float64 [num_links]."""
-        return frozen(self.link_counts * self._bandwidths_bytes_per_s)
-
-    @cached_property
-    def latencies_s(self) -> FloatArray:
-        """Latency of each link, float64 [num_links]."""
-        return frozen(np.array([link.latency_s for link in self.links], np.float64))
-
-    @cached_property
-    def outgoing(self) -> Adjacency:
-        """Links that leave each node, as arrays."""
-        return group_by(self.link_sources, num_groups=self.num_nodes)
-
-    @cached_property
-    def incoming(self) -> Adjacency:
-        """Links that enter each node, as arrays."""
-        return group_by(self.link_targets, num_groups=self.num_nodes)
-
-    def out_links(self, node: int | str) -> IntArray:
-        """Return the indices of the links that leave a node (index or name), ascending."""
-        return self.outgoing.of(self.index(node) if isinstance(node, str) else node)
-
-    def in_links(self, node: int | str) -> IntArray:
-        """Return the indices of the links that enter a node (index or name), ascending."""
-        return self.incoming.of(self.index(node) if isinstance(node, str) else node)
-
-    def direct_links(self, rank_a: int, rank_b: int) -> IntArray:
-        """Return the indices of the links from one rank to another without a stop between."""
-        target = self.node_of_rank(rank_b)
-        leaving = self.out_links(self.node_of_rank(rank_a))
-        found: IntArray = leaving[self.link_targets[leaving] == target]
-        return found
-
     @cached_property
     def fingerprint(self) -> str:
         """Hexadecimal digest of nodes, links and switch abilities, without name and source."""
@@ -343,41 +194,11 @@ class Topology:
         name = self.nodes[node].name if isinstance(node, int | np.integer) else node
         return next((a for a in self.switches if a.node == name), SwitchAbility(name))
 
-    # Reachability and routes
-
-    def is_connected(self) -> bool:
-        """Return whether every rank can reach every other."""
-        forward, backward = self._reach_of_first_rank()
-        return bool(forward.all() and backward.all())
-
-    def require_connected(self) -> None:
-        """Do nothing where every rank can reach every other.
-
-        Raises:
-            InfeasibleError: Some cannot; names them.
-        """
-        for seen, verb in zip(
-            self._reach_of_first_rank(), ("cannot be reached from", "cannot reach"), strict=True
-        ):
-            lost = [self.ranks[rank] for rank in np.flatnonzero(~seen).tolist()]
-            if lost:
-                raise InfeasibleError(
-                    f"topology {self.name!r} is disconnected: {len(lost)} of {self.num_ranks} "
-                    f"ranks {verb} {self.ranks[0]!r}: {_listed(lost)}",
-                    hint="add the links that are missing, or plan for a subset of the ranks",
-                )
-
-    def _reach_of_first_rank(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        first = self.rank_nodes[:1].tolist()
-        forward = reachable(self.outgoing, self.link_targets, start=first)
-        backward = reachable(self.incoming, self.link_sources, start=first)
-        return forward[self.rank_nodes], backward[self.rank_nodes]
+    # Routes
 
     @cached_property
     def router(self) -> Router:
         """Finds shortest routes, and keeps what it learnt."""
-        from fivefold.network.topology._routes import Router  # noqa: PLC0415 - brings numba
-
         return Router(self)
 
     def shortest_route(
@@ -400,7 +221,7 @@ class Topology:
             InfeasibleError: There is no route.
         """
         a, b = self._checked_rank(rank_a), self._checked_rank(rank_b)
-        return self.router.route(a, b, through_ranks=through_ranks)
+        return tuple(self.router.routes([a], [b], through_ranks=through_ranks).links.tolist())
 
     def routes(
         self,
@@ -430,14 +251,9 @@ class Topology:
         return frozen(self.router.eccentricities_s())
 
     @cached_property
-    def _rank_graph(self) -> RankGraph:
-        from fivefold.network.topology._rank_graph import build_rank_graph  # noqa: PLC0415 - numba
-
-        return build_rank_graph(self)
-
     def rank_graph(self) -> RankGraph:
-        """Return the links between ranks: direct ones, and routes through switches only."""
-        return self._rank_graph
+        """Links between ranks: direct ones, and routes through switches only."""
+        return build_rank_graph(self)
 
     # Other topologies from this one
 
@@ -601,30 +417,16 @@ class Topology:
     def _changed(self, name: str, *, links: Iterable[Link]) -> Topology:
         return Topology(name, self.nodes, links, switches=self.switches, source=self.source)
 
-    # Files
-
-    @classmethod
-    def from_toml(cls, source: str | Path) -> Topology:
-        """Read a topology from a file, or from text in the same form.
-
-        Args:
-            source: A path, or TOML text (text with a line break or ``=`` is taken for TOML).
-
-        Returns:
-            The topology.
-
-        Raises:
-            ConfigurationError: The file is missing, is not TOML, or describes no topology.
-        """
-        from fivefold.network.topology._text import read_topology  # noqa: PLC0415 - a cycle
-
-        return read_topology(source)
-
     def to_toml(self) -> str:
-        """Write TOML text; :meth:`from_toml` reads it back, equal to the last bit."""
-        from fivefold.network.topology._text import format_topology  # noqa: PLC0415 - a cycle
-
-        return format_topology(self)
+        """Write TOML text; :func:`read_topology` reads it back, equal to the last bit."""
+        lines = [f"name = {_quoted(self.name)}"]
+        if self.source:
+            lines.append(f"source = {_quoted(self.source)}")
+        lines += ["", "nodes = [", *map(_node_line, self.nodes), "]"]
+        lines += ["", "links = [", *map(_link_line, self.links), "]"]
+        for ability in self.switches:
+            lines += ["", *_switch_lines(ability)]
+        return "\n".join(lines) + "\n"
 
 
 def _rebuild(
@@ -635,3 +437,66 @@ def _rebuild(
     source: str,
 ) -> Topology:
     return Topology(name, nodes, links, switches=switches, source=source)
+
+
+def _quoted(text: str) -> str:
+    # JSON's escapes are TOML's, but for DEL, which TOML wants escaped as well.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _node_line(node: Node) -> str:
+    host = f", host = {_quoted(node.host)}" if node.host is not None else ""
+    return f"  {{ name = {_quoted(node.name)}, kind = {_quoted(node.kind)}{host} }},"
+
+
+def _link_line(link: Link) -> str:
+    parts = [
+        f"source = {_quoted(link.source)}",
+        f"target = {_quoted(link.target)}",
+        f'bandwidth = "{_rate(link.bandwidth_bytes_per_s)}"',
+    ]
+    if link.latency_s > 0:
+        parts.append(f'latency = "{_time(link.latency_s)}"')
+    if link.count > 1:
+        parts.append(f"count = {link.count}")
+    return f"  {{ {', '.join(parts)} }},"
+
+
+def _switch_lines(ability: SwitchAbility) -> Iterator[str]:
+    yield "[[switches]]"
+    yield f"node = {_quoted(ability.node)}"
+    yield f"multicast = {str(ability.multicast).lower()}"
+    if (unit := ability.aggregation) is not None:
+        yield "[switches.aggregation]"
+        yield f"slots = {unit.slots}"
+        yield f'slot_size = "{unit.slot_bytes} B"'
+        if unit.rate_bytes_per_s is not None:
+            yield f'rate = "{_rate(unit.rate_bytes_per_s)}"'
+        if unit.dtypes:
+            yield f"dtypes = [{', '.join(map(_quoted, unit.dtypes))}]"
+
+
+def _rate(bytes_per_s: float) -> str:
+    for unit, scale in _RATES:
+        if bytes_per_s >= scale:
+            text = f"{_shortest(bytes_per_s / scale)} {unit}"
+            if parse_bytes_per_s(text) == bytes_per_s:
+                return text
+    return f"{_shortest(bytes_per_s)} B/s"
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in _TIMES:
+        if seconds >= scale:
+            text = f"{_shortest(seconds / scale)} {unit}"
+            if len(text) < 12 and parse_duration_s(text) == seconds:
+                return text
+            rounded = f"{seconds / scale:.6g} {unit}"
+            if parse_duration_s(rounded) == seconds:
+                return rounded
+    return f"{_shortest(seconds)} s"
+
+
+def _shortest(number: float) -> str:
+    text = repr(float(number))
+    return text.removesuffix(".0")

@@ -48,10 +48,6 @@ class OrderedSum:
     """A sum whose parts come in any order and are added in the order of ranks.
 
     A part that comes early is kept until its turn.
-
-    Args:
-        dtype: One of `DTYPES`.
-        parts: Number of parts.
     """
 
     def __init__(self, dtype: str, parts: int) -> None:

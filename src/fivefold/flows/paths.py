@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.topology import Routes, Topology
+from fivefold.network.topology import Topology
+from fivefold.network.topology.routes import Routes
 
 
 def default_paths(topology: Topology, sources: npt.ArrayLike, targets: npt.ArrayLike) -> Routes:

@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.aggregation._elements import OrderedSum, stored_as
-from fivefold.network.aggregation._wire import Frame, Kind
+from fivefold.network.aggregation.elements import OrderedSum, stored_as
+from fivefold.network.aggregation.wire import Frame, Kind
 
 Sharing = Literal["dynamic", "reserved"]
 _MOST_NAMED = 16  # ranks in a message: thousands would not fit
@@ -73,14 +73,7 @@ class _Job:
 
 
 class SlotPool:
-    """Slots shared by jobs.
-
-    Args:
-        slots: Chunks that can be in work at a time.
-        slot_bytes: Longest chunk.
-        sharing: ``"dynamic"`` or ``"reserved"``.
-        expire_s: Longest time that a chunk waits for its parts.
-    """
+    """Slots shared by jobs."""
 
     def __init__(
         self,

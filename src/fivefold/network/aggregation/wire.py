@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.errors import CommunicationError, ConfigurationError
-from fivefold.network.aggregation._elements import DTYPES
+from fivefold.network.aggregation.elements import DTYPES
 
 _HEADER = struct.Struct("!4sBBHIQQI")  # magic, kind, dtype, zero, chunk, sequence, total, length
 _MAGIC = b"5agg"
@@ -40,16 +40,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message.
-
-    Attributes:
-        kind: What it is.
-        payload: Its bytes.
-        dtype: Type of the elements, where it holds some.
-        chunk: Number of the chunk in its collective.
-        sequence: Number of the collective in its job.
-        total: Bytes of the whole collective.
-    """
+    """One message."""
 
     kind: Kind
     payload: Any = b""
@@ -115,12 +106,7 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Frames out of a socket that does not block.
-
-    Args:
-        most_bytes: Longest payload of elements that is taken.
-        place: Gives the memory for a frame's payload; None makes new memory.
-    """
+    """Frames out of a socket that does not block."""
 
     def __init__(
         self, most_bytes: int, place: Callable[[Frame, int], memoryview | None] | None = None

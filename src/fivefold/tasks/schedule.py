@@ -5,23 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
-from fivefold.tasks._graph import CommunicationTask, TaskGraph
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.tasks.graph import CommunicationTask, TaskGraph
 
 
 @dataclass(frozen=True)
 class TaskSpan:
-    """One uninterrupted stretch of a task on its resource.
-
-    Attributes:
-        task_id: The task.
-        resource: Where it ran.
-        start_s: Seconds from the start of the graph.
-        end_s: The same.
-        chunk: Number of the chunk; 0 for whole tasks.
-    """
+    """One uninterrupted stretch of a task on its resource."""
 
     task_id: str
     resource: str
@@ -37,13 +31,7 @@ class TaskSpan:
 
 @dataclass(frozen=True)
 class TaskSchedule:
-    """Start and end of every task of a graph.
-
-    Attributes:
-        graph: What was scheduled.
-        spans: Stretches in the order in which they start.
-        ordering: What decided.
-    """
+    """Start and end of every task of a graph."""
 
     graph: TaskGraph
     spans: tuple[TaskSpan, ...]
@@ -97,14 +85,6 @@ class TaskSchedule:
         return charged
 
     @property
-    def exposed_by_kind_s(self) -> Mapping[str, float]:
-        """Return the same, summed over tasks of one kind."""
-        found: dict[str, float] = {}
-        for task in self.graph.communication:
-            found[task.kind] = found.get(task.kind, 0.0) + self.exposed_s[task.task_id]
-        return found
-
-    @property
     def overlap_ratio(self) -> float:
         """Share of the communication's seconds that compute did not wait for; 1.0 with none."""
         total_s = sum(
@@ -116,51 +96,28 @@ class TaskSchedule:
             return 1.0
         return max(0.0, 1.0 - sum(self.exposed_s.values()) / total_s)
 
-    @cached_property
-    def slack_s(self) -> Mapping[str, float]:
-        """Return how much later each task could end without the whole ending later.
-
-        The order on each resource is kept.
-        """
-        latest: dict[str, float] = {}
-        following: dict[str, list[str]] = {}
-        for spans in self._by_resource().values():
-            for span, after in pairwise(spans):
-                if after.task_id != span.task_id:
-                    following.setdefault(span.task_id, []).append(after.task_id)
-        for name in sorted(self.ends_s, key=lambda n: (-self.ends_s[n], -self.starts_s[n])):
-            held = [*self.graph.followers[name], *following.get(name, [])]
-            limits = [
-                latest[other] - (self.ends_s[other] - self.starts_s[other])
-                for other in held
-                if other in latest
-            ]
-            latest[name] = min(limits, default=self.end_s)
-        return {name: max(0.0, latest[name] - self.ends_s[name]) for name in latest}
-
-    def timeline(self) -> list[dict[str, Any]]:
-        """Spans as Chrome trace events (``ph`` X), microseconds, one thread per resource."""
-        threads = sorted({span.resource for span in self.spans})
-        return [
-            {
-                "name": span.task_id,
-                "ph": "X",
-                "ts": span.start_s * 1e6,
-                "dur": span.duration_s * 1e6,
-                "pid": 0,
-                "tid": threads.index(span.resource),
-                "args": {"chunk": span.chunk, "resource": span.resource},
-            }
-            for span in self.spans
-        ]
-
-    def _by_resource(self) -> dict[str, list[TaskSpan]]:
-        found: dict[str, list[TaskSpan]] = {}
-        for span in self.spans:
-            found.setdefault(span.resource, []).append(span)
-        return found
-
     def _last_awaited(self, name: str) -> str | None:
         return max(
             self.graph.by_id[name].depends_on, key=lambda other: self.ends_s[other], default=None
         )
+
+
+Floats = npt.NDArray[np.float64]
+
+
+def exposed_s(
+    sent_s: npt.ArrayLike,
+    beside_s: npt.ArrayLike,
+    *,
+    pieces: float | npt.NDArray[Any] | None = None,
+    slowdown: float = 0.0,
+) -> Floats:
+    """Return the seconds that communication adds to compute that runs beside it.
+
+    All but one of its pieces can hide; while they do, compute is slower:
+    ``sent - (1 - slowdown) * min(sent - sent / pieces, beside)``.
+    """
+    sent = np.asarray(sent_s, dtype=np.float64)
+    hidden = np.minimum(sent if pieces is None else sent - sent / pieces, beside_s)
+    exposed: Floats = sent - (1.0 - slowdown) * hidden
+    return exposed

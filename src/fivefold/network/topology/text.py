@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -56,8 +55,6 @@ _LINK_KEYS = ("source", "target", "bandwidth", "latency", "count", "both_ways")
 _CHANGE_KEYS = ("source", "target", "bandwidth", "latency", "count", "both_ways", "remove")
 _SWITCH_KEYS = ("node", "multicast", "aggregation")
 _AGGREGATION_KEYS = ("slots", "slot_size", "rate", "dtypes")
-_RATES = (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3))
-_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
 @dataclass(frozen=True)
@@ -94,13 +91,7 @@ _GENERATORS: Mapping[str, _Generator] = {
 
 
 class Catalogue(NamedTuple):
-    """What :func:`parse_topology` knows by name.
-
-    Attributes:
-        machines: Where the figures of each machine come from, by name.
-        generators: An example of each generator's spelling and one line about it, by name.
-        profiles: TACCL's published profiles.
-    """
+    """What :func:`parse_topology` knows by name."""
 
     machines: Mapping[str, str]
     generators: Mapping[str, tuple[str, str]]
@@ -108,15 +99,7 @@ class Catalogue(NamedTuple):
 
 
 def catalogue() -> Catalogue:
-    """Return all that :func:`parse_topology` knows by name.
-
-    Returns:
-        Machines, generators and profiles.
-
-    Examples:
-        >>> catalogue().generators["hypercube"][0]
-        'hypercube:6'
-    """
+    """Return all that :func:`parse_topology` knows by name."""
     generators = {}
     for name, generator in _GENERATORS.items():
         summary = (inspect.getdoc(generator.build) or "").partition("\n")[0]
@@ -268,7 +251,17 @@ def _unknown(name: str) -> ConfigurationError:
 
 
 def read_topology(source: str | Path) -> Topology:
-    """Read a topology from a file or from text, see :meth:`Topology.from_toml`."""
+    """Read a topology from a TOML file, or from text in the same form.
+
+    Args:
+        source: A path, or TOML text (text with a line break or ``=`` is taken for TOML).
+
+    Returns:
+        The topology.
+
+    Raises:
+        ConfigurationError: The file is missing, is not TOML, or describes no topology.
+    """
     if isinstance(source, str) and ("\n" in source or "=" in source):
         place, default_name = "the topology's text", ""
         tables = parse_toml(source, where=place)
@@ -279,18 +272,6 @@ def read_topology(source: str | Path) -> Topology:
         return _topology(tables, default_name=default_name)
     except FivefoldError as error:
         raise type(error)(f"{place}: {error.message}", hint=error.hint) from None
-
-
-def format_topology(topology: Topology) -> str:
-    """Write a topology as TOML, see :meth:`Topology.to_toml`."""
-    lines = [f"name = {_quoted(topology.name)}"]
-    if topology.source:
-        lines.append(f"source = {_quoted(topology.source)}")
-    lines += ["", "nodes = [", *map(_node_line, topology.nodes), "]"]
-    lines += ["", "links = [", *map(_link_line, topology.links), "]"]
-    for ability in topology.switches:
-        lines += ["", *_switch_lines(ability)]
-    return "\n".join(lines) + "\n"
 
 
 def _topology(tables: Mapping[str, Any], *, default_name: str) -> Topology:
@@ -468,66 +449,3 @@ def _quantity(table: Mapping[str, Any], key: str, place: str, example: str) -> s
             f"{place}: {key} must have a unit; got {value!r}", hint=f'write it as "{example}"'
         )
     return value
-
-
-def _quoted(text: str) -> str:
-    # JSON's escapes are TOML's, but for DEL, which TOML wants escaped as well.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _node_line(node: Node) -> str:
-    host = f", host = {_quoted(node.host)}" if node.host is not None else ""
-    return f"  {{ name = {_quoted(node.name)}, kind = {_quoted(node.kind)}{host} }},"
-
-
-def _link_line(link: Link) -> str:
-    parts = [
-        f"source = {_quoted(link.source)}",
-        f"target = {_quoted(link.target)}",
-        f'bandwidth = "{_rate(link.bandwidth_bytes_per_s)}"',
-    ]
-    if link.latency_s > 0:
-        parts.append(f'latency = "{_time(link.latency_s)}"')
-    if link.count > 1:
-        parts.append(f"count = {link.count}")
-    return f"  {{ {', '.join(parts)} }},"
-
-
-def _switch_lines(ability: SwitchAbility) -> Iterator[str]:
-    yield "[[switches]]"
-    yield f"node = {_quoted(ability.node)}"
-    yield f"multicast = {str(ability.multicast).lower()}"
-    if (unit := ability.aggregation) is not None:
-        yield "[switches.aggregation]"
-        yield f"slots = {unit.slots}"
-        yield f'slot_size = "{unit.slot_bytes} B"'
-        if unit.rate_bytes_per_s is not None:
-            yield f'rate = "{_rate(unit.rate_bytes_per_s)}"'
-        if unit.dtypes:
-            yield f"dtypes = [{', '.join(map(_quoted, unit.dtypes))}]"
-
-
-def _rate(bytes_per_s: float) -> str:
-    for unit, scale in _RATES:
-        if bytes_per_s >= scale:
-            text = f"{_shortest(bytes_per_s / scale)} {unit}"
-            if parse_bytes_per_s(text) == bytes_per_s:
-                return text
-    return f"{_shortest(bytes_per_s)} B/s"
-
-
-def _time(seconds: float) -> str:
-    for unit, scale in _TIMES:
-        if seconds >= scale:
-            text = f"{_shortest(seconds / scale)} {unit}"
-            if len(text) < 12 and parse_duration_s(text) == seconds:
-                return text
-            rounded = f"{seconds / scale:.6g} {unit}"
-            if parse_duration_s(rounded) == seconds:
-                return rounded
-    return f"{_shortest(seconds)} s"
-
-
-def _shortest(number: float) -> str:
-    text = repr(float(number))
-    return text.removesuffix(".0")

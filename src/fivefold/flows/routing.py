@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
-from fivefold.flows._paths import equal_cost_paths
+from fivefold.flows.paths import equal_cost_paths
 from fivefold.network.topology import Topology
 
 RoutePolicy = Literal["hash", "least_loaded", "intensity"]

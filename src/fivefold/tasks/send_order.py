@@ -12,20 +12,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fivefold.errors import ConfigurationError
-from fivefold.tasks._graph import CommunicationTask, ComputeTask, Task, TaskGraph
-from fivefold.tasks._ordering import Ordering
-from fivefold.tasks._scheduler import schedule_tasks
+from fivefold.tasks.graph import CommunicationTask, ComputeTask, Task, TaskGraph
+from fivefold.tasks.scheduler import Ordering, schedule_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCost:
-    """What is known of a gradient bucket.
-
-    Args:
-        size_bytes: Bytes that are all-reduced.
-        ready_s: When its gradients are there, in seconds from the start of the backward pass.
-        forward_s: Seconds of the forward pass of its layers.
-    """
+    """What is known of a gradient bucket."""
 
     size_bytes: int
     ready_s: float
@@ -34,13 +27,7 @@ class BucketCost:
 
 @dataclass(frozen=True)
 class SendOrder:
-    """Chunks in the order in which all ranks send them.
-
-    Attributes:
-        chunks: Bucket and number of the chunk within it.
-        chunk_bytes: Largest chunk; None for whole buckets.
-        predicted_s: Seconds of an iteration from the start of one backward pass to the next.
-    """
+    """Chunks in the order in which all ranks send them."""
 
     chunks: tuple[tuple[int, int], ...]
     chunk_bytes: int | None
@@ -56,33 +43,7 @@ def plan_send_order(
     chunk_bytes: int | None = None,
     overlap_forward: bool = True,
 ) -> SendOrder:
-    """Plan the order from what was measured.
-
-    Args:
-        buckets: In the order in which their gradients become ready; the last layers come first,
-            so the forward pass needs the last bucket first.
-        cost_s_per_byte: Seconds per byte of an all-reduce.
-        latency_s: Seconds of each beside its bytes.
-        ordering: What goes first where several wait.
-        chunk_bytes: Largest chunk; None sends whole buckets.
-        overlap_forward: Whether the next forward pass waits layer by layer; otherwise it waits
-            for all gradients, and the order cannot matter.
-
-    Returns:
-        The order, and the iteration time that it leads to.
-
-    Raises:
-        ConfigurationError: There is no bucket, or they are not ready one after the other.
-
-    Examples:
-        >>> late = BucketCost(size_bytes=3, ready_s=2.0, forward_s=1.0)
-        >>> first = BucketCost(size_bytes=3, ready_s=4.0, forward_s=1.0)
-        >>> plan = plan_send_order([late, first], cost_s_per_byte=1.0, chunk_bytes=1)
-        >>> plan.chunks
-        ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2))
-        >>> plan.predicted_s
-        9.0
-    """
+    """Plan the order from what was measured."""
     in_order = all(before.ready_s <= after.ready_s for before, after in pairwise(buckets))
     if not buckets or not in_order:
         message = "buckets must be given in the order in which they become ready"

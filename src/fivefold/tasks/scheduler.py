@@ -12,12 +12,50 @@ References:
 from __future__ import annotations
 
 import heapq
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from fivefold.errors import ConfigurationError
-from fivefold.tasks._graph import CommunicationTask, Task, TaskGraph
-from fivefold.tasks._ordering import Ordering, communication_keys
-from fivefold.tasks._schedule import TaskSchedule, TaskSpan
+from fivefold.tasks.graph import CommunicationTask, ComputeTask, Task, TaskGraph
+from fivefold.tasks.schedule import TaskSchedule, TaskSpan
+
+Ordering = Literal["fifo", "priority", "all_to_all_first", "critical_path"]
+"""``"fifo"``: as they become ready. ``"priority"``: what the program needs first (P3,
+ByteScheduler). ``"all_to_all_first"``: all-to-all before anything else (Lina).
+``"critical_path"``: what the longest chain of work waits for."""
+
+
+def communication_keys(graph: TaskGraph, ordering: Ordering) -> dict[str, float]:
+    """Return the key of each communication; the smallest goes first."""
+    if ordering not in get_args(Ordering):
+        known = ", ".join(get_args(Ordering))
+        raise ConfigurationError(f"there is no ordering {ordering!r}", hint=f"use {known}")
+    if ordering == "priority":
+        return _by_need(graph)
+    rules: dict[str, Callable[[CommunicationTask], float]] = {
+        "fifo": lambda _: 0.0,
+        "all_to_all_first": lambda task: float(task.kind != "all_to_all"),
+        "critical_path": lambda task: -graph.tails_s[task.task_id],
+    }
+    return {task.task_id: rules[ordering](task) for task in graph.communication}
+
+
+def _by_need(graph: TaskGraph) -> dict[str, float]:
+    """The place in the program of the first compute task that waits, directly or through others."""
+    place = {task.task_id: number for number, task in enumerate(graph.tasks)}
+    needed: dict[str, float] = {}
+    for name in reversed(graph.order):
+        below = [
+            place[follower] if isinstance(graph.by_id[follower], ComputeTask) else needed[follower]
+            for follower in graph.followers[name]
+        ]
+        needed[name] = min(below, default=math.inf)  # what nobody waits for goes last
+    return {
+        task.task_id: needed[task.task_id] if task.priority is None else float(task.priority)
+        for task in graph.communication
+    }
 
 
 def schedule_tasks(

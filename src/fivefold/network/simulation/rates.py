@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,99 +13,53 @@ from fivefold.errors import ConfigurationError
 from fivefold.network.simulation._bundles import Bundles, Incidence, form_bundles, make_loads
 from fivefold.network.simulation._filling import change_bundle, join_entry, resolve
 from fivefold.network.simulation._state import Loads
-from fivefold.network.topology import Routes as RankRoutes
+from fivefold.network.topology.routes import Routes
 
 FloatArray = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
-class FlowRoutes:
-    """The links of many flows, one after the other.
+RoutesLike = Incidence | Routes | tuple[npt.NDArray[Any], ...] | Sequence[Sequence[int]]
 
-    Args:
-        offsets: Flow i uses entries ``offsets[i]`` to ``offsets[i + 1]``; int64 [flows + 1].
-        links: Link index of each entry; int32 [entries].
-        amounts: How much of the flow's rate the link carries; None is 1 everywhere. A link that is
-            listed twice carries both.
 
-    Raises:
-        ConfigurationError: The arrays do not fit together.
+def routes_of(routes: RoutesLike) -> Incidence:
+    """Return the links of flows as the solver reads them."""
+    offsets: Any
+    links: Any
+    amounts: Any = None
+    if isinstance(routes, Routes):
+        offsets, links = routes.offsets, routes.links
+    elif isinstance(routes, tuple) and routes and isinstance(routes[0], np.ndarray):
+        offsets, links, amounts = (*routes, None)[:3]
+    else:
+        lists: Any = routes
+        offsets = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+        links = np.fromiter((link for route in lists for link in route), np.int32)
+    # Copies: an array that is read-only has another type for the compiler.
+    offsets, links = np.array(offsets, np.int64, order="C"), np.array(links, np.int32, order="C")
+    fits = offsets.ndim == 1 and offsets.size > 0 and offsets[0] == 0
+    if not fits or offsets[-1] != links.size or np.any(np.diff(offsets) < 0):
+        msg = "the offsets of routes must rise from 0 to the number of links"
+        raise ConfigurationError(msg, hint="or give one list of links for each flow")
+    amounts = np.array(np.ones(links.size) if amounts is None else amounts, np.float64, order="C")
+    if amounts.shape != links.shape or not np.all(amounts > 0):
+        msg = "amounts of routes must be positive and as many as links"
+        raise ConfigurationError(msg, hint="leave a link out that carries nothing")
+    return Incidence(offsets, links, amounts)
 
-    Examples:
-        >>> routes = FlowRoutes.of([[0, 1], [], [2]])
-        >>> routes.offsets.tolist(), routes.links.tolist(), len(routes)
-        ([0, 2, 2, 3], [0, 1, 2], 3)
-    """
 
-    offsets: npt.NDArray[np.int64]
-    links: npt.NDArray[np.int32]
-    amounts: FloatArray | None = None
-
-    def __post_init__(self) -> None:
-        # Copies: an array that is read-only has another type for the compiler.
-        offsets = np.array(self.offsets, np.int64, order="C")
-        links = np.array(self.links, np.int32, order="C")
-        object.__setattr__(self, "offsets", offsets)
-        object.__setattr__(self, "links", links)
-        fits = offsets.ndim == 1 and offsets.size > 0 and offsets[0] == 0
-        if not fits or offsets[-1] != links.size or np.any(np.diff(offsets) < 0):
-            msg = "the offsets of routes must rise from 0 to the number of entries"
-            raise ConfigurationError(
-                msg,
-                hint="build them with FlowRoutes.of([[0, 1], [2]])",
-            )
-        if self.amounts is not None:
-            amounts = np.array(self.amounts, np.float64, order="C")
-            object.__setattr__(self, "amounts", amounts)
-            if amounts.shape != links.shape or not _all_positive(amounts):
-                msg = "amounts of routes must be positive and as many as links"
-                raise ConfigurationError(
-                    msg,
-                    hint="leave a link out that carries nothing",
-                )
-
-    def __len__(self) -> int:
-        return self.offsets.size - 1
-
-    @classmethod
-    def of(cls, routes: Sequence[Sequence[int]]) -> FlowRoutes:
-        """Make routes from one list of links for each flow."""
-        offsets = np.concatenate([[0], np.cumsum([len(route) for route in routes], dtype=np.int64)])
-        links = np.fromiter((link for route in routes for link in route), np.int32)
-        return cls(offsets.astype(np.int64), links)
-
-    @classmethod
-    def from_any(cls, routes: FlowRoutes | RankRoutes | Sequence[Sequence[int]]) -> FlowRoutes:
-        """Make routes from themselves, from ``topology.routes()``, or from lists."""
-        if isinstance(routes, FlowRoutes):
-            return routes
-        if isinstance(routes, RankRoutes):
-            return cls(routes.offsets, routes.links)
-        return cls.of(routes)
-
-    def check(self, num_links: int) -> None:
-        """Refuse link indices that do not exist.
-
-        Raises:
-            ConfigurationError: One is out of range; names its flow.
-        """
-        wrong = np.flatnonzero((self.links < 0) | (self.links >= num_links))
-        if wrong.size:
-            flow = int(np.searchsorted(self.offsets, wrong[0], side="right")) - 1
-            raise ConfigurationError(
-                f"flow {flow} uses link {self.links[wrong[0]]}, but there are {num_links} links",
-                hint=f"links are numbered from 0 to {num_links - 1}",
-            )
-
-    @property
-    def incidence(self) -> Incidence:
-        """Return the same as the solver reads it."""
-        amounts = np.ones(self.links.size) if self.amounts is None else self.amounts
-        return Incidence(self.offsets, self.links, amounts)
+def check_links(routes: Incidence, num_links: int) -> None:
+    """Refuse link indices that do not exist."""
+    wrong = np.flatnonzero((routes.links < 0) | (routes.links >= num_links))
+    if wrong.size:
+        flow = int(np.searchsorted(routes.offsets, wrong[0], side="right")) - 1
+        raise ConfigurationError(
+            f"flow {flow} uses link {routes.links[wrong[0]]}, but there are {num_links} links",
+            hint=f"links are numbered from 0 to {num_links - 1}",
+        )
 
 
 def max_min_rates(
-    routes: FlowRoutes | RankRoutes | Sequence[Sequence[int]],
+    routes: RoutesLike,
     capacities_bytes_per_s: npt.ArrayLike,
     *,
     caps_bytes_per_s: npt.ArrayLike | None = None,
@@ -120,7 +73,10 @@ def max_min_rates(
     stops its flows, and the rest goes on. Exact up to rounding.
 
     Args:
-        routes: Links of each flow: as lists, as arrays, or what ``topology.routes()`` returns.
+        routes: Links of each flow: one list each; what ``topology.routes()`` returns; or arrays
+            ``(offsets, links)`` or ``(offsets, links, amounts)``, where flow i uses entries
+            ``offsets[i]`` to ``offsets[i + 1]`` and the link carries ``amount`` times its rate.
+            A link that is listed twice carries both.
         capacities_bytes_per_s: Capacity of each link.
         caps_bytes_per_s: Highest rate of each flow; None is no cap.
         weights: Rates share a link in proportion to these; None is 1 for all.
@@ -144,10 +100,10 @@ def max_min_rates(
         >>> max_min_rates([[0], [0]], [10.0], priorities=[0, 1], caps_bytes_per_s=[7, 9]).tolist()
         [7.0, 3.0]
     """
-    table = FlowRoutes.from_any(routes)
+    table = routes_of(routes)
     capacities = positive_array("capacities_bytes_per_s", capacities_bytes_per_s, None)
-    table.check(len(capacities))
-    count = len(table)
+    check_links(table, len(capacities))
+    count = table.offsets.size - 1
     weight = positive_array("weights", 1.0 if weights is None else weights, count)
     cap = positive_array(
         "caps_bytes_per_s", np.inf if caps_bytes_per_s is None else caps_bytes_per_s, count
@@ -155,7 +111,7 @@ def max_min_rates(
     priority = whole_array("priorities", 0 if priorities is None else priorities, count)
     group = whole_array("groups", -1 if groups is None else groups, count)
     bundles, classes = bundle_flows(
-        table.incidence, capacities, weights=weight, caps=cap, priorities=priority, groups=group
+        table, capacities, weights=weight, caps=cap, priorities=priority, groups=group
     )
     loads = make_loads(bundles, capacities, priorities=classes, queue_room=0)
     _join_all(bundles, loads, cap / weight)
@@ -192,7 +148,7 @@ def bundle_flows(
 def positive_array(name: str, values: npt.ArrayLike, size: int | None) -> FloatArray:
     """Return float64 values, checked to be more than zero."""
     array = sized_array(name, np.asarray(values, np.float64), size)
-    if not _all_positive(array):
+    if not np.all(array > 0):  # False for NaN as well
         raise ConfigurationError(
             f"{name} must all be more than zero", hint="leave out what carries nothing"
         )
@@ -208,16 +164,13 @@ def whole_array(name: str, values: npt.ArrayLike, size: int) -> npt.NDArray[np.i
 
 
 def sized_array(name: str, array: Any, size: int | None) -> Any:
+    """Return one value for each of ``size`` flows, checked; None takes a list of any length."""
     if size is not None and array.ndim == 0:
         return np.full(size, array)
     if array.ndim != 1 or (size is not None and array.size != size):
         wanted = "a list" if size is None else f"{size} values, one for each flow"
         raise ConfigurationError(f"{name} must be {wanted}; got shape {array.shape}")
     return array
-
-
-def _all_positive(array: FloatArray) -> bool:
-    return bool(np.all(array > 0))  # False for NaN as well
 
 
 def _check_groups(groups: npt.NDArray[np.int64], ranks: npt.NDArray[np.int64]) -> None:

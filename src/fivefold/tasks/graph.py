@@ -136,8 +136,8 @@ class TaskGraph:
         ...     ComputeTask(task_id="a", duration_s=1.0),
         ...     ComputeTask(task_id="b", duration_s=2.0, depends_on=("a",)),
         ... ))
-        >>> graph.critical_path()
-        (3.0, ('a', 'b'))
+        >>> graph.tails_s
+        {'b': 2.0, 'a': 3.0}
     """
 
     tasks: tuple[Task, ...]
@@ -221,29 +221,6 @@ class TaskGraph:
             after = max((tails[follower] for follower in self.followers[name]), default=0.0)
             tails[name] = self.by_id[name].duration_s + after
         return tails
-
-    def critical_path(self) -> tuple[float, tuple[str, ...]]:
-        """Return the longest chain, as if every task had a resource of its own.
-
-        Returns:
-            Its seconds, a lower bound of any schedule, and its names from first to last.
-        """
-        ends: dict[str, float] = {}
-        before: dict[str, str | None] = {}
-        for name in self.order:
-            task = self.by_id[name]
-            last = max(task.depends_on, key=lambda n: ends[n], default=None)
-            start_s = max(task.release_s, ends[last] if last is not None else 0.0)
-            held = last is not None and ends[last] >= task.release_s
-            before[name] = last if held else None
-            ends[name] = start_s + task.duration_s
-        at: str | None = max(ends, key=lambda n: ends[n], default=None)
-        length_s = ends[at] if at is not None else 0.0
-        path = []
-        while at is not None:
-            path.append(at)
-            at = before[at]
-        return length_s, tuple(reversed(path))
 
 
 def _check_common(task: Task) -> None:

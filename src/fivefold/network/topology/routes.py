@@ -13,16 +13,13 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.topology._graph import IntArray
-
-if TYPE_CHECKING:
-    from fivefold.network.topology._topology import Topology
+from fivefold.network.topology._graph import Adjacency, IntArray, LinkGraph, group_by
 
 _TICKS_PER_S = 1e15
 _MAX_TICKS = 2**60  # sums over a route stay well inside int64
@@ -34,20 +31,7 @@ _NODES_PER_SEARCH = 512  # a search from both ends costs about as much as this p
 
 @dataclass(frozen=True)
 class Routes:
-    """Routes of many pairs; route i is ``links[offsets[i]:offsets[i + 1]]``.
-
-    Args:
-        sources: Rank where each begins, int32.
-        targets: Rank where each ends, int32.
-        offsets: Where each begins in ``links``, int64 [routes + 1].
-        links: Link indices in order, int32.
-
-    Examples:
-        >>> from fivefold.network.topology import ring
-        >>> routes = ring(4).routes([0, 3], [2, 3])
-        >>> len(routes), len(routes.of(0)), routes.of(1).tolist()
-        (2, 2, [])
-    """
+    """Routes of many pairs; route i is ``links[offsets[i]:offsets[i + 1]]``."""
 
     sources: IntArray
     targets: IntArray
@@ -63,29 +47,24 @@ class Routes:
 
 
 class Router:
-    """Shortest routes of one topology; distances from recent sources are kept.
+    """Finds the shortest routes of one network; distances from recent sources are kept.
 
     Args:
-        topology: The network.
+        graph: The network.
     """
 
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
-        self._ticks = _latency_ticks(topology.latencies_s, topology.num_nodes)
+    def __init__(self, graph: LinkGraph) -> None:
+        self._graph = graph
+        self._ticks = _latency_ticks(graph.latencies_s, graph.num_nodes)
         self._kept: OrderedDict[tuple[int, bool], tuple[npt.NDArray[np.int64], IntArray]]
         self._kept = OrderedDict()
         # Classes of equal capacity, and each node's entering links with the widest first.
-        capacities = topology.capacities_bytes_per_s
+        capacities = graph.capacities_bytes_per_s
         self._widths = np.unique(capacities, return_inverse=True)[1].astype(np.int64)
-        enter = topology.incoming
-        node_of = np.repeat(np.arange(topology.num_nodes), np.diff(enter.offsets))
+        enter = graph.incoming
+        node_of = np.repeat(np.arange(graph.num_nodes), np.diff(enter.offsets))
         order = np.lexsort((enter.links, -self._widths[enter.links], node_of))
         self._entering: IntArray = enter.links[order]
-
-    def route(self, rank_a: int, rank_b: int, *, through_ranks: bool = True) -> tuple[int, ...]:
-        """Return the links from one rank to another, see :meth:`Topology.shortest_route`."""
-        found = self.routes([rank_a], [rank_b], through_ranks=through_ranks)
-        return tuple(found.links.tolist())
 
     def routes(
         self,
@@ -127,14 +106,14 @@ class Router:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        topology = self._topology
+        graph = self._graph
         found: tuple[npt.NDArray[np.int64], IntArray] = shortest_distances(
-            topology.outgoing.offsets,
-            topology.outgoing.links,
-            topology.link_targets,
+            graph.outgoing.offsets,
+            graph.outgoing.links,
+            graph.link_targets,
             self._ticks,
             self._blocked(through_ranks),
-            int(topology.rank_nodes[rank]),
+            int(graph.rank_nodes[rank]),
         )
         self._kept[key] = found
         if len(self._kept) > _KEPT_SOURCES:
@@ -143,13 +122,13 @@ class Router:
 
     def eccentricities_s(self) -> npt.NDArray[np.float64]:
         """Return the largest latency from each rank to any; infinite where one is cut off."""
-        topology = self._topology
-        found = np.zeros(topology.num_ranks)
-        if not self._ticks.any() and topology.is_connected():
+        graph = self._graph
+        found = np.zeros(graph.num_ranks)
+        if not self._ticks.any() and graph.is_connected():
             return found
-        for rank in range(topology.num_ranks):
+        for rank in range(graph.num_ranks):
             ticks, hops = self.distances(rank)
-            ranks = topology.rank_nodes
+            ranks = graph.rank_nodes
             lost = bool((hops[ranks] < 0).any())
             found[rank] = math.inf if lost else self.seconds(int(ticks[ranks].max()))
         return found
@@ -160,12 +139,12 @@ class Router:
 
     @property
     def _ticks_per_s(self) -> float:
-        return _tick_rate(self._topology.latencies_s, self._topology.num_nodes)
+        return _tick_rate(self._graph.latencies_s, self._graph.num_nodes)
 
     def _pairs(
         self, sources: npt.ArrayLike | None, targets: npt.ArrayLike | None
     ) -> tuple[IntArray, IntArray]:
-        num_ranks = self._topology.num_ranks
+        num_ranks = self._graph.num_ranks
         if (sources is None) != (targets is None):
             message = "routes needs both sources and targets, or neither"
             raise ConfigurationError(message)
@@ -195,16 +174,16 @@ class Router:
     ) -> tuple[IntArray, IntArray]:
         from fivefold.network.topology._searches import walk_back  # noqa: PLC0415 - brings numba
 
-        topology = self._topology
+        graph = self._graph
         ticks, hops = self.distances(rank, through_ranks=through_ranks)
-        nodes = topology.rank_nodes[targets]
+        nodes = graph.rank_nodes[targets]
         counts = hops[nodes]
         if (counts < 0).any():
             raise self._no_route(rank, int(targets[int(np.argmin(counts))]), through_ranks)
         links: IntArray = walk_back(
-            (topology.incoming.offsets, self._entering, topology.link_sources, self._widths),
+            (graph.incoming.offsets, self._entering, graph.link_sources, self._widths),
             (self._ticks, ticks, hops, self._blocked(through_ranks)),
-            int(topology.rank_nodes[rank]),
+            int(graph.rank_nodes[rank]),
             nodes,
             self._selectors(np.full(len(targets), rank, np.int32), targets),
         )
@@ -220,11 +199,11 @@ class Router:
             meeting_routes,
         )
 
-        topology = self._topology
-        leave, enter, nodes = topology.outgoing, topology.incoming, topology.rank_nodes
+        graph = self._graph
+        leave, enter, nodes = graph.outgoing, graph.incoming, graph.rank_nodes
         offsets, links, lost = meeting_routes(
-            (leave.offsets, leave.links, topology.link_targets, self._ticks),
-            (enter.offsets, self._entering, topology.link_sources, self._ticks, self._widths),
+            (leave.offsets, leave.links, graph.link_targets, self._ticks),
+            (enter.offsets, self._entering, graph.link_sources, self._ticks, self._widths),
             self._blocked(through_ranks),
             (nodes[first], nodes[last]),
             self._selectors(first, last),
@@ -238,7 +217,7 @@ class Router:
 
         In a grid of ranks the target alone would send all its traffic through the same neighbour.
         """
-        if not self._topology.is_rank.all():
+        if not self._graph.is_rank.all():
             return targets
         mixed = (sources.astype(np.uint64) + 1) * _MIX[0] ^ (targets.astype(np.uint64) + 1) * _MIX[
             1
@@ -250,11 +229,11 @@ class Router:
     @property
     def _few(self) -> int:
         """Up to so many routes from a source are found one by one, not by its whole tree."""
-        return self._topology.num_nodes // _NODES_PER_SEARCH
+        return self._graph.num_nodes // _NODES_PER_SEARCH
 
     def _blocked(self, through_ranks: bool) -> npt.NDArray[np.bool_]:  # noqa: FBT001 - passed on
-        topology = self._topology
-        return np.zeros(topology.num_nodes, np.bool_) if through_ranks else topology.is_rank
+        graph = self._graph
+        return np.zeros(graph.num_nodes, np.bool_) if through_ranks else graph.is_rank
 
     def _no_route(
         self,
@@ -262,10 +241,10 @@ class Router:
         lost: int,
         through_ranks: bool,  # noqa: FBT001 - passed on
     ) -> InfeasibleError:
-        ranks = self._topology.ranks
+        ranks = self._graph.ranks
         through = "" if through_ranks else " through switches only"
         return InfeasibleError(
-            f"topology {self._topology.name!r} has no route from {ranks[rank]!r} to "
+            f"topology {self._graph.name!r} has no route from {ranks[rank]!r} to "
             f"{ranks[lost]!r}{through}",
             hint="add the links that are missing",
         )
@@ -295,3 +274,103 @@ def _tick_rate(latencies_s: npt.NDArray[np.float64], num_nodes: int) -> float:
 
 def _latency_ticks(latencies_s: npt.NDArray[np.float64], num_nodes: int) -> npt.NDArray[np.int64]:
     return np.rint(latencies_s * _tick_rate(latencies_s, num_nodes)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class RankGraph:
+    """Logical links between ranks, ordered by source, then target, direct ones first."""
+
+    sources: IntArray
+    targets: IntArray
+    route_offsets: npt.NDArray[np.int64]
+    route_links: IntArray
+    capacities_bytes_per_s: npt.NDArray[np.float64]
+    latencies_s: npt.NDArray[np.float64]
+    counts: IntArray
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def route(self, edge: int) -> IntArray:
+        """Return the physical links of one logical link, in order."""
+        return self.route_links[self.route_offsets[edge] : self.route_offsets[edge + 1]]
+
+    def is_direct(self, edge: int) -> bool:
+        """Return whether it is one physical link."""
+        return int(self.route_offsets[edge + 1] - self.route_offsets[edge]) == 1
+
+    @cached_property
+    def outgoing(self) -> Adjacency:
+        """Logical links that leave each rank."""
+        return group_by(self.sources, num_groups=self._num_ranks)
+
+    @cached_property
+    def incoming(self) -> Adjacency:
+        """Logical links that enter each rank."""
+        return group_by(self.targets, num_groups=self._num_ranks)
+
+    def between(self, rank_a: int, rank_b: int) -> IntArray:
+        """Return the logical links from one rank to another."""
+        leaving = self.outgoing.of(rank_a)
+        found: IntArray = leaving[self.targets[leaving] == rank_b]
+        return found
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1 + int(max(self.sources.max(initial=0), self.targets.max(initial=0)))
+
+
+def build_rank_graph(graph: LinkGraph) -> RankGraph:
+    """Find all logical links of a topology; routes through switches are the shortest ones."""
+    ranks_at_ends = graph.is_rank[graph.link_sources] & graph.is_rank[graph.link_targets]
+    direct = np.flatnonzero(ranks_at_ends).astype(np.int32)
+    switched = np.flatnonzero(~ranks_at_ends).astype(np.int32)
+    # Direct links are left out of the search: a pair may have both kinds.
+    router = Router(
+        LinkGraph(graph.name, graph.nodes, tuple(graph.links[i] for i in switched.tolist()))
+    )
+    first, last = _reachable_pairs(graph, router)
+    routes = router.routes(first, last, through_ranks=False)
+    sources = np.concatenate([graph.rank_of_node[graph.link_sources[direct]], first])
+    targets = np.concatenate([graph.rank_of_node[graph.link_targets[direct]], last])
+    lengths = np.concatenate([np.ones(len(direct), np.int64), np.diff(routes.offsets)])
+    links = np.concatenate([direct, switched[routes.links]])
+    return _ordered(graph, (sources, targets), lengths, links)
+
+
+def _reachable_pairs(graph: LinkGraph, router: Router) -> tuple[IntArray, IntArray]:
+    found: list[IntArray] = []
+    for rank in range(graph.num_ranks):
+        _, hops = router.distances(rank, through_ranks=False)
+        found.append(np.flatnonzero(hops[graph.rank_nodes] > 0).astype(np.int32))
+    counts = [len(targets) for targets in found]
+    first = np.repeat(np.arange(graph.num_ranks, dtype=np.int32), counts)
+    return first, np.concatenate(found)
+
+
+def _ordered(
+    graph: LinkGraph,
+    ends: tuple[IntArray, IntArray],
+    lengths: npt.NDArray[np.int64],
+    links: IntArray,
+) -> RankGraph:
+    sources, targets = ends
+    order = np.lexsort((lengths > 1, targets, sources))
+    starts = np.cumsum(lengths) - lengths
+    lengths, starts = lengths[order], starts[order]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    links = links[np.repeat(starts, lengths) + within].astype(np.int32)
+    if len(order) == 0:
+        nothing = np.zeros(0)
+        none = np.zeros(0, np.int32)
+        return RankGraph(none, none, offsets, links, nothing, nothing, none)
+    return RankGraph(
+        sources[order].astype(np.int32),
+        targets[order].astype(np.int32),
+        offsets,
+        links,
+        np.minimum.reduceat(graph.capacities_bytes_per_s[links], offsets[:-1]),
+        np.add.reduceat(graph.latencies_s[links], offsets[:-1]),
+        np.minimum.reduceat(graph.link_counts[links], offsets[:-1]),
+    )
