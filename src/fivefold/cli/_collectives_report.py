@@ -301,7 +301,9 @@ def collective_page(found: Synthesis, network: Topology, asked: Asked) -> Page:
             ),
             _methods(found),
             *_pictures(found, network, timing),
-            _sizes(price_sizes(found.schedule, network, asked.size_bytes, model=model), found),
+            _sizes_section(
+                price_sizes(found.schedule, network, asked.size_bytes, model=model), found
+            ),
             PageSection(heading="How to run it", parts=_recipes(asked)),
         ),
     )
@@ -363,7 +365,7 @@ def _methods(found: Synthesis) -> PageSection:
     )
 
 
-def _sizes(prices: Prices, found: Synthesis) -> PageSection:
+def _sizes_section(prices: Prices, found: Synthesis) -> PageSection:
     textbook = ("library", "synthesized") if found.method == "library" else ("library",)
     fastest = fastest_ranges(prices, "synthesized", "library")
     captions = (
