@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from fivefold.gnn.data import generate_graph
-from fivefold.gnn.training import infer_run, load_config, train_graph
+from fivefold.gnn.training import infer_run, load_gnn_config, train_graph
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         generate_graph(folder / "graph", nodes=20_000, dim=64, seed=0).close()
-        config = load_config(
+        config = load_gnn_config(
             Path(__file__).parent / "gnn_train.toml",
             [f"data.path={folder / 'graph'}", f"run.output={folder / 'run'}"],
         )

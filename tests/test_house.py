@@ -155,12 +155,12 @@ def test_no_file_imports_a_private_name_of_another():
 
 
 def test_files_do_not_import_in_circles():
-    """What stands at the top of a file, outside ``if TYPE_CHECKING``."""
+    """Imports within functions and for types count too."""
     files = dict(modules())
     graph = {}
     for name, path in files.items():
         graph[name] = set()
-        for node in ast.parse(path.read_text()).body:
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module in files:
                 inner = {f"{node.module}.{alias.name}" for alias in node.names}
                 graph[name] |= inner & set(files) or {node.module}
@@ -198,6 +198,17 @@ def test_exports_exist_and_are_documented(room):
         value = getattr(module, name)
         if inspect.isclass(value) or inspect.isroutine(value):
             assert inspect.getdoc(value), f"{room}.{name} has no docstring"
+
+
+def test_a_public_name_stands_once():
+    """A user can hold at most 350 names in mind, and each means one thing."""
+    packages = [importlib.import_module(f"fivefold.{room}") for room in PUBLIC]
+    owners = {}
+    for module in packages:
+        for name in module.__all__:
+            owners.setdefault(name, []).append(module.__name__)
+    assert {name: places for name, places in owners.items() if len(places) > 1} == {}
+    assert len(owners) <= 350
 
 
 def exported_callables():

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, StorageError
-from fivefold.gnn.sampling import Topology
+from fivefold.gnn.sampling import Adjacency
 
 
 @settings(max_examples=40, deadline=None)
@@ -96,7 +96,7 @@ def test_the_first_feasible_segment_is_the_first_by_the_published_estimate(seed,
 def random_topology(draw, nodes, edges):
     targets = np.sort(draw.integers(0, nodes, edges))
     indptr = np.searchsorted(targets, np.arange(nodes + 1)).astype(np.int64)
-    return Topology(indptr, draw.integers(0, nodes, edges).astype(np.int32)), targets
+    return Adjacency(indptr, draw.integers(0, nodes, edges).astype(np.int32)), targets
 
 
 @settings(max_examples=40, deadline=None)

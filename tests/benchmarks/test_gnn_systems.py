@@ -15,7 +15,7 @@ from benchmarks.gnn.systems import (
 )
 
 from fivefold.errors import ConfigurationError, StorageError
-from fivefold.gnn.sampling import NeighborSampler, Topology, sample_epochs
+from fivefold.gnn.sampling import Adjacency, NeighborSampler, sample_epochs
 from fivefold.gnn.storage import ContainerWriter, DiskProfile
 
 NODES, FANOUTS, BATCH = 700, [4, 3], 24
@@ -47,7 +47,7 @@ def make_topology(seed=0, nodes=NODES):
     degrees[::17] = 0
     indptr = np.concatenate([[0], np.cumsum(degrees)]).astype(np.int64)
     popular = draw.zipf(1.4, int(indptr[-1])) % nodes
-    return Topology(indptr, popular.astype(np.int32))
+    return Adjacency(indptr, popular.astype(np.int32))
 
 
 def write_features(path, values):

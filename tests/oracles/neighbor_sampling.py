@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.gnn.sampling import HeteroTopology, Topology
+from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import GOLDEN, HeteroSampledBatch, SampledBatch, mix, stream_key
 
 __all__ = [
@@ -53,7 +53,7 @@ def exponential(bits: int) -> float:
     return -(exponent * math.log(2.0) + 2.0 * s * series)
 
 
-def choose_edges(topology: Topology, node: int, fanout: int, key: int) -> list[int]:
+def choose_edges(topology: Adjacency, node: int, fanout: int, key: int) -> list[int]:
     """Return the positions of the edges chosen for one node."""
     start, stop = int(topology.indptr[node]), int(topology.indptr[node + 1])
     if topology.weights is not None:
@@ -82,7 +82,7 @@ def _choose_weighted(
 
 
 def reference_hetero_sample(
-    topology: HeteroTopology,
+    topology: HeteroAdjacency,
     fanouts: Mapping[EdgeType, Sequence[int]],
     seeds: Mapping[str, Sequence[int]],
     *,
@@ -128,7 +128,7 @@ def reference_hetero_sample(
 
 
 def reference_sample(
-    topology: Topology,
+    topology: Adjacency,
     fanouts: Sequence[int],
     seeds: Sequence[int],
     *,
@@ -140,7 +140,7 @@ def reference_sample(
     kind = ("node", "to", "node")
     keys = {(hop, kind): stream_key(seed, epoch, batch, hop) for hop in range(len(fanouts))}
     result = reference_hetero_sample(
-        HeteroTopology({"node": topology.num_nodes}, {kind: topology}),
+        HeteroAdjacency({"node": topology.num_nodes}, {kind: topology}),
         {kind: fanouts},
         {"node": seeds},
         keys=keys,

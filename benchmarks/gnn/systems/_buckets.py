@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold._compiler import njit
-from fivefold.gnn.sampling import Topology
+from fivefold.gnn.sampling import Adjacency
 
 __all__ = ["EdgeBuckets"]
 
@@ -33,7 +33,7 @@ class EdgeBuckets:
 
     Example:
         >>> import tempfile
-        >>> graph = Topology(np.array([0, 1, 2, 3, 4]), np.array([3, 0, 1, 2]))
+        >>> graph = Adjacency(np.array([0, 1, 2, 3, 4]), np.array([3, 0, 1, 2]))
         >>> place = Path(tempfile.mkdtemp())
         >>> buckets = EdgeBuckets.write(place, graph, order=np.arange(4), rows=2, num_partitions=2)
         >>> buckets.induced(np.array([1])).indices.tolist()  # 2 -> 3 lies inside partition 1
@@ -45,7 +45,7 @@ class EdgeBuckets:
 
     @classmethod
     def write(
-        cls, folder: Path, topology: Topology, *, order: Ids, rows: int, num_partitions: int
+        cls, folder: Path, topology: Adjacency, *, order: Ids, rows: int, num_partitions: int
     ) -> EdgeBuckets:
         """Renumber and sort the edges, one target partition at a time.
 
@@ -103,7 +103,7 @@ class EdgeBuckets:
         """Bytes on disk."""
         return sum((self.folder / name).stat().st_size for name in ("targets", "sources"))
 
-    def induced(self, state: Ids) -> Topology:
+    def induced(self, state: Ids) -> Adjacency:
         """Read the buckets of a state and put them together.
 
         Args:
@@ -126,7 +126,7 @@ class EdgeBuckets:
         for (i, j), (target, source) in zip(pieces, edges, strict=True):
             to, origin = (slot_of[i] - i) * self.rows, (slot_of[j] - j) * self.rows
             _place(target, source, to, origin, ends, indices)
-        return Topology(indptr, indices)
+        return Adjacency(indptr, indices)
 
     def _read(self, i: int, j: int) -> tuple[NDArray[Any], NDArray[Any]]:
         start, stop = int(self.bounds[i, j]), int(self.bounds[i, j + 1])

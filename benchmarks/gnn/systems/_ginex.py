@@ -27,7 +27,7 @@ from benchmarks.gnn.systems._page_reads import PageReader
 from benchmarks.gnn.systems._simple import read_sorted, source_counts
 from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.sampling import SampleFile, Topology
+from fivefold.gnn.sampling import Adjacency, SampleFile
 from fivefold.gnn.sampling.batches import SampledBatch
 from fivefold.gnn.storage.pages import gather_rows
 
@@ -38,7 +38,7 @@ _LOADERS = 4
 Ids = NDArray[np.int64]
 
 
-def neighbor_cache_ids(topology: Topology, *, budget_bytes: int) -> Ids:
+def neighbor_cache_ids(topology: Adjacency, *, budget_bytes: int) -> Ids:
     """The nodes whose neighbour lists Ginex keeps in memory.
 
     Nodes by descending out-degree / in-degree, short lists that many samples meet, as long as the
@@ -53,7 +53,7 @@ def neighbor_cache_ids(topology: Topology, *, budget_bytes: int) -> Ids:
         The ids, best first.
 
     Example:
-        >>> graph = Topology(np.array([0, 2, 3, 3]), np.array([1, 2, 2]))
+        >>> graph = Adjacency(np.array([0, 2, 3, 3]), np.array([1, 2, 2]))
         >>> neighbor_cache_ids(graph, budget_bytes=8 * (3 + 1 + 2)).tolist()
         [2, 1]
     """

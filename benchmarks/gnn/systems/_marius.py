@@ -27,7 +27,7 @@ from benchmarks.gnn.systems._partitions import (
 )
 from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.sampling import NeighborSampler, Topology
+from fivefold.gnn.sampling import Adjacency, NeighborSampler
 from fivefold.gnn.storage import Container, ContainerWriter, RowReader
 from fivefold.gnn.storage.pages import gather_rows
 
@@ -63,7 +63,7 @@ class MariusSystem:
     def __init__(
         self,
         workload: Workload,
-        topology: Topology,
+        topology: Adjacency,
         *,
         policy: BufferPolicy = "sequential",
         num_partitions: int = 32,
@@ -182,7 +182,7 @@ class MariusSystem:
                 if at >= last:
                     return
 
-    def _stage(self, state: Ids, resident: Ids) -> tuple[NDArray[Any], Ids, Topology]:
+    def _stage(self, state: Ids, resident: Ids) -> tuple[NDArray[Any], Ids, Adjacency]:
         """Read the partitions that a state brings in, and build its graph."""
         assert self._reader is not None, "prepare() comes first"
         assert self._buckets is not None, "prepare() comes first"

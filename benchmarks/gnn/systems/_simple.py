@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.sampling import Topology
+from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.storage import RowReader
 from fivefold.gnn.storage.pages import gather_rows
 
@@ -26,7 +26,7 @@ __all__ = ["InMemorySystem", "MappedSystem", "source_counts", "top_rows"]
 _CHUNK = 1 << 24
 
 
-def source_counts(topology: Topology) -> NDArray[np.int64]:
+def source_counts(topology: Adjacency) -> NDArray[np.int64]:
     """How many edges start from each node: how likely a neighbour sampler is to meet it.
 
     Args:
@@ -36,7 +36,7 @@ def source_counts(topology: Topology) -> NDArray[np.int64]:
         One count per node.
 
     Example:
-        >>> source_counts(Topology(np.array([0, 2, 3]), np.array([1, 0, 1]))).tolist()
+        >>> source_counts(Adjacency(np.array([0, 2, 3]), np.array([1, 0, 1]))).tolist()
         [1, 2]
     """
     counts = np.zeros(topology.num_nodes, np.int64)

@@ -43,10 +43,10 @@ def train_command(
     SIGTERM or Ctrl-C writes a checkpoint on all ranks and ends with exit code 0; a second Ctrl-C
     aborts.
     """
-    from fivefold.gnn.training import load_config, train_graph  # noqa: PLC0415 - loads torch
+    from fivefold.gnn.training import load_gnn_config, train_graph  # noqa: PLC0415 - loads torch
 
     with rank_process():
-        loaded = load_config(config, overrides or [])
+        loaded = load_gnn_config(config, overrides or [])
         result = train_graph(loaded, show=lambda text: typer.echo(text, err=True))
     if as_json and os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps({"output": str(result.output), **result.record()}, indent=1))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fivefold.gnn.planning import Budgets, make_plan
-from fivefold.gnn.sampling import NeighborSampler, Topology, sample_epochs
+from fivefold.gnn.sampling import Adjacency, NeighborSampler, sample_epochs
 from fivefold.gnn.storage import ContainerWriter
 
 
@@ -29,7 +29,7 @@ class World:
         indptr = np.concatenate([[0], np.cumsum(degrees)])
         # Squares of uniform numbers: some nodes are neighbours of many others.
         indices = (rng.random(int(indptr[-1])) ** 2 * nodes).astype(np.int32)
-        self.topology = Topology(indptr, indices)
+        self.topology = Adjacency(indptr, indices)
         self.values = rng.integers(0, 250, (nodes, dim)).astype(dtype)
         with ContainerWriter(
             folder / "features.fvf",

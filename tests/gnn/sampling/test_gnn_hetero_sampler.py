@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.sampling import HeteroNeighborSampler, HeteroTopology, Topology
+from fivefold.gnn.sampling import Adjacency, HeteroAdjacency, HeteroNeighborSampler
 from fivefold.gnn.sampling.batches import stream_key
 from oracles.neighbor_sampling import reference_hetero_sample
 
@@ -20,7 +20,7 @@ def random_edges(rng, targets, sources, degree, *, weighted=False):
     indptr = np.concatenate([[0], np.cumsum(rng.poisson(degree, targets))])
     indices = rng.integers(0, sources, indptr[-1]).astype(np.int32)
     weights = rng.random(indptr[-1], np.float32) if weighted else None
-    return Topology(indptr, indices, weights, num_sources=sources)
+    return Adjacency(indptr, indices, weights, num_sources=sources)
 
 
 def random_graph(seed, sizes=(60, 40, 5)):
@@ -32,7 +32,7 @@ def random_graph(seed, sizes=(60, 40, 5)):
         WRITTEN: random_edges(rng, authors, papers, 5),
         TOPIC: random_edges(rng, papers, topics, 1),
     }
-    return HeteroTopology({"paper": papers, "author": authors, "topic": topics}, edges)
+    return HeteroAdjacency({"paper": papers, "author": authors, "topic": topics}, edges)
 
 
 def reference(graph, fanouts, seeds, *, seed, epoch, batch):
@@ -103,7 +103,7 @@ def test_types_may_be_left_out():
 
 
 def test_graph_without_edge_types():
-    graph = HeteroTopology({"a": 3}, {})
+    graph = HeteroAdjacency({"a": 3}, {})
     batch = HeteroNeighborSampler(graph, [2]).sample({"a": [2, 0]}, epoch=0, batch=0)
     assert batch.node_ids["a"].tolist() == [2, 0]
 
@@ -137,11 +137,11 @@ def test_wrong_fanouts_are_refused(fanouts, message):
 
 
 def test_what_does_not_fit_together_is_refused():
-    edges = Topology([0, 1, 1], [0])
+    edges = Adjacency([0, 1, 1], [0])
     with pytest.raises(DataError, match="joins 'b'"):
-        HeteroTopology({"a": 2}, {("b", "to", "a"): edges})
+        HeteroAdjacency({"a": 2}, {("b", "to", "a"): edges})
     with pytest.raises(DataError, match="num_sources"):
-        HeteroTopology({"a": 2, "b": 3}, {("b", "to", "a"): edges})
+        HeteroAdjacency({"a": 2, "b": 3}, {("b", "to", "a"): edges})
 
 
 def test_fingerprint_and_sizes():
@@ -157,7 +157,7 @@ def test_fingerprint_and_sizes():
 def test_a_merged_graph_has_the_same_edges(weighted):
     graph = random_graph(3)
     if not weighted:
-        graph = HeteroTopology(
+        graph = HeteroAdjacency(
             graph.num_nodes, {k: v for k, v in graph.edges.items() if v.weights is None}
         )
     merged = graph.merged()
@@ -180,7 +180,7 @@ def test_a_merged_graph_has_the_same_edges(weighted):
 
 
 def test_merging_nothing_gives_nothing():
-    merged = HeteroTopology({"a": 2}, {}).merged()
+    merged = HeteroAdjacency({"a": 2}, {}).merged()
     assert (merged.topology.num_nodes, merged.topology.num_edges) == (2, 0)
 
 
@@ -188,10 +188,10 @@ def test_ids_far_beyond_32_bits():
     big = 2**33 - 2
     ids = np.array([big - 1, 2**32, 2**31, 5, 2**32 + 5], np.int64)
     kind = ("user", "likes", "item")
-    graph = HeteroTopology(
-        {"user": big, "item": 3}, {kind: Topology([0, 3, 3, 5], ids, num_sources=big)}
+    graph = HeteroAdjacency(
+        {"user": big, "item": 3}, {kind: Adjacency([0, 3, 3, 5], ids, num_sources=big)}
     )
     batch = HeteroNeighborSampler(graph, [-1]).sample({"item": [2, 0]}, epoch=0, batch=0)
     assert batch.node_ids["user"].tolist() == [5, 2**32 + 5, big - 1, 2**32, 2**31]
     with pytest.raises(DataError, match="at most"):
-        Topology([0], [], num_sources=big + 1)
+        Adjacency([0], [], num_sources=big + 1)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling import (
+    Adjacency,
+    HeteroAdjacency,
     HeteroNeighborSampler,
-    HeteroTopology,
     NeighborSampler,
     SampleFile,
-    Topology,
     sample_epochs,
 )
 from fivefold.gnn.sampling import _samples as module
@@ -30,7 +30,7 @@ FIELDS = ("node_ids", "nodes_per_hop", "edges_per_hop", "degrees", "sources", "e
 def random_topology(nodes=400, degree=5, dtype=np.int32):
     rng = np.random.default_rng(3)
     indptr = np.concatenate([[0], np.cumsum(rng.poisson(degree, nodes))])
-    return Topology(indptr, rng.integers(0, nodes, indptr[-1]).astype(dtype))
+    return Adjacency(indptr, rng.integers(0, nodes, indptr[-1]).astype(dtype))
 
 
 def assert_same(found, expected):
@@ -132,11 +132,11 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, stop):
 
 SCRIPT = """
 import time, numpy as np
-from fivefold.gnn.sampling import NeighborSampler, Topology, sample_epochs, _samples
+from fivefold.gnn.sampling import NeighborSampler, Adjacency, sample_epochs, _samples
 
 def run(path, pause_s=0.0, show=print):
     rng = np.random.default_rng(0)
-    topology = Topology(np.arange(0, 20_001, 10), rng.integers(0, 2000, 20_000))
+    topology = Adjacency(np.arange(0, 20_001, 10), rng.integers(0, 2000, 20_000))
     def slow(done, total):
         show(done, flush=True)
         time.sleep(pause_s)
@@ -343,7 +343,7 @@ def test_memory_does_not_grow_with_the_number_of_batches(tmp_path):
 
 def test_heterogeneous_samplers_are_told_what_to_do(tmp_path):
     kind = ("a", "to", "a")
-    graph = HeteroTopology({"a": 2}, {kind: Topology([0, 1, 2], [1, 0])})
+    graph = HeteroAdjacency({"a": 2}, {kind: Adjacency([0, 1, 2], [1, 0])})
     with pytest.raises(ConfigurationError, match=r"HeteroNeighborSampler.*merged"):
         sample_epochs(HeteroNeighborSampler(graph, [1]), [0], tmp_path / "s", batch_size=1)
     merged = NeighborSampler(graph.merged().topology, [1], edge_ids=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.sampling import NeighborSampler, Topology
+from fivefold.gnn.sampling import Adjacency, NeighborSampler
 from oracles.neighbor_sampling import reference_sample
 
 FIELDS = ("node_ids", "nodes_per_hop", "edges_per_hop", "degrees", "sources", "edge_ids")
@@ -23,7 +23,7 @@ def random_topology(nodes, mean_degree, seed, *, weighted=False, dtype=np.int32)
     weights = None
     if weighted:
         weights = (rng.exponential(size=indptr[-1]) * (rng.random(indptr[-1]) < 0.9)).astype("f4")
-    return Topology(indptr, indices, weights)
+    return Adjacency(indptr, indices, weights)
 
 
 def assert_same(found, expected):
@@ -72,7 +72,7 @@ def test_sampler_equals_the_reference_on_small_graphs_of_any_shape(case):
     indptr, indices, weights, seeds, fanouts, number = case
     if weights is not None:
         weights = np.array(weights, np.float32)
-    topology = Topology(indptr, np.array(indices, np.int64), weights)
+    topology = Adjacency(indptr, np.array(indices, np.int64), weights)
     sampler = NeighborSampler(topology, fanouts, seed=number, edge_ids=True)
     found = sampler.sample(seeds, epoch=number, batch=number)
     expected = reference_sample(topology, fanouts, seeds, seed=number, epoch=number, batch=number)
@@ -141,14 +141,14 @@ def test_the_buffers_grow_and_serve_small_batches_again():
 
 @pytest.mark.parametrize("seeds", [[], [2], [0, 1, 2]])
 def test_graphs_without_edges(seeds):
-    batch = NeighborSampler(Topology([0, 0, 0, 0], []), [3, -1]).sample(seeds, epoch=0, batch=0)
+    batch = NeighborSampler(Adjacency([0, 0, 0, 0], []), [3, -1]).sample(seeds, epoch=0, batch=0)
     assert batch.node_ids.tolist() == seeds
     assert batch.edge_index().shape == (2, 0)
     assert batch.nodes_per_hop.tolist() == [len(seeds), 0, 0]
 
 
 def test_graph_without_nodes():
-    sampler = NeighborSampler(Topology([0], []), [2])
+    sampler = NeighborSampler(Adjacency([0], []), [2])
     assert sampler.sample([], epoch=0, batch=0).num_nodes == 0
     with pytest.raises(ConfigurationError, match="out of range"):
         sampler.sample([0], epoch=0, batch=0)
@@ -156,7 +156,7 @@ def test_graph_without_nodes():
 
 @pytest.mark.parametrize("fanout", [49, 200])
 def test_hubs_and_large_fanouts(fanout):
-    topology = Topology([0, 1000, *[1000] * 999], np.arange(1000))
+    topology = Adjacency([0, 1000, *[1000] * 999], np.arange(1000))
     sampler = NeighborSampler(topology, [fanout], edge_ids=True)
     expected = reference_sample(topology, [fanout], [0], seed=0, epoch=4, batch=2)
     assert_same(sampler.sample([0], epoch=4, batch=2), expected)
@@ -173,7 +173,7 @@ def test_hubs_and_large_fanouts(fanout):
     ],
 )
 def test_wrong_seeds_are_refused(seeds, message):
-    sampler = NeighborSampler(Topology([0, 1, 1, 1], [2]), [1])
+    sampler = NeighborSampler(Adjacency([0, 1, 1, 1], [2]), [1])
     with pytest.raises(ConfigurationError, match=message):
         sampler.sample(seeds, epoch=0, batch=0)
     assert sampler.sample([0], epoch=0, batch=0).node_ids.tolist() == [0, 2]
@@ -182,18 +182,18 @@ def test_wrong_seeds_are_refused(seeds, message):
 @pytest.mark.parametrize("fanouts", [[], [-2], [3, -5], [2.5], [None]])
 def test_wrong_fanouts_are_refused(fanouts):
     with pytest.raises(ConfigurationError, match="fanouts"):
-        NeighborSampler(Topology([0], []), fanouts)
+        NeighborSampler(Adjacency([0], []), fanouts)
 
 
 def test_wrong_threads_and_bipartite_graphs_are_refused():
     with pytest.raises(ConfigurationError, match="threads"):
-        NeighborSampler(Topology([0], []), [1], threads=0)
+        NeighborSampler(Adjacency([0], []), [1], threads=0)
     with pytest.raises(ConfigurationError, match="different nodes"):
-        NeighborSampler(Topology([0, 1], [4], num_sources=5), [1])
+        NeighborSampler(Adjacency([0, 1], [4], num_sources=5), [1])
 
 
 def test_damaged_indices_are_found_when_sampled():
-    topology = Topology([0, 2, 2], [1, 77], check=False)
+    topology = Adjacency([0, 2, 2], [1, 77], check=False)
     with pytest.raises(DataError, match="edge 1 comes from node 77"):
         NeighborSampler(topology, [-1]).sample([0], epoch=0, batch=0)
 

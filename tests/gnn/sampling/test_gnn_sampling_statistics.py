@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fivefold.gnn.sampling import NeighborSampler, Topology
+from fivefold.gnn.sampling import Adjacency, NeighborSampler
 from fivefold.gnn.sampling.batches import epoch_batches, mix, stream_key
 from fivefold.gnn.sampling.kernels import mix_bits
 from oracles.neighbor_sampling import below, draw_bits, exponential
@@ -19,7 +19,7 @@ def star(degree, copies, weights=None):
     """``copies`` centres, each with the same ``degree`` leaves."""
     indptr = [*range(0, copies * degree + 1, degree), *[copies * degree] * degree]
     leaves = np.tile(np.arange(copies, copies + degree), copies)
-    return Topology(indptr, leaves, None if weights is None else np.tile(weights, copies))
+    return Adjacency(indptr, leaves, None if weights is None else np.tile(weights, copies))
 
 
 def subsets(topology, fanout, *, copies, epoch=0, seed=0):

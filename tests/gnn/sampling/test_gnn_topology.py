@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.sampling import NeighborSampler, Topology
+from fivefold.gnn.sampling import Adjacency, NeighborSampler
 from fivefold.gnn.sampling import _topology as module
 from fivefold.gnn.storage import Container, ContainerWriter
 
@@ -24,7 +24,7 @@ def random_topology(dtype, *, weighted):
     rng = np.random.default_rng(0)
     indptr = np.concatenate([[0], np.cumsum(rng.poisson(20, 700))])
     weights = rng.random(indptr[-1], np.float32) if weighted else None
-    return Topology(indptr, rng.integers(0, 700, indptr[-1]).astype(dtype), weights)
+    return Adjacency(indptr, rng.integers(0, 700, indptr[-1]).astype(dtype), weights)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -35,7 +35,7 @@ def test_a_topology_from_a_file_gives_the_same_samples(tmp_path, dtype, weighted
     prints = set()
     with write_graph(tmp_path / "g", made) as container:
         for mapped in (False, True):
-            topology = Topology.open(container, mapped)
+            topology = Adjacency.open(container, mapped)
             assert topology.indices.dtype == dtype
             assert topology.nbytes == made.nbytes
             prints.add(topology.fingerprint)
@@ -46,9 +46,9 @@ def test_a_topology_from_a_file_gives_the_same_samples(tmp_path, dtype, weighted
 
 
 def test_a_bipartite_topology_keeps_its_sources(tmp_path):
-    made = Topology([0, 1, 2], [8, 3], num_sources=9)
+    made = Adjacency([0, 1, 2], [8, 3], num_sources=9)
     with write_graph(tmp_path / "g", made, num_sources=9) as container:
-        assert Topology.open(container).num_sources == 9
+        assert Adjacency.open(container).num_sources == 9
 
 
 def test_another_container_is_refused(tmp_path):
@@ -57,7 +57,7 @@ def test_another_container_is_refused(tmp_path):
     ) as writer:
         writer.write("x", 0, np.zeros((2, 2), "f4"))
         with writer.commit() as container, pytest.raises(DataError, match="indices and indptr"):
-            Topology.open(container)
+            Adjacency.open(container)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def test_another_container_is_refused(tmp_path):
 )
 def test_what_is_no_graph_is_refused(arguments, message):
     with pytest.raises(DataError, match=message):
-        Topology(*arguments)
+        Adjacency(*arguments)
 
 
 def test_counts_and_neighbours():
-    topology = Topology(np.array([0, 2, 2, 5], np.uint32), np.array([2, 1, 0, 0, 2], np.uint8))
+    topology = Adjacency(np.array([0, 2, 2, 5], np.uint32), np.array([2, 1, 0, 0, 2], np.uint8))
     assert (topology.num_nodes, topology.num_edges, topology.max_degree) == (3, 5, 3)
     assert [topology.neighbors(node).tolist() for node in range(3)] == [[2, 1], [], [0, 0, 2]]
     with pytest.raises(ConfigurationError, match="node 3"):
@@ -96,20 +96,20 @@ def test_counts_and_neighbours():
 
 def test_fingerprints_tell_graphs_apart():
     graphs = [
-        Topology([0, 1, 2], [1, 0]),
-        Topology([0, 2, 2], [1, 0]),
-        Topology([0, 1, 2], [0, 1]),
-        Topology([0, 1, 2], [1, 0], [1.0, 1.0]),
-        Topology([0, 1, 2], [1, 0], num_sources=3),
-        Topology([0, 0, 0], []),
+        Adjacency([0, 1, 2], [1, 0]),
+        Adjacency([0, 2, 2], [1, 0]),
+        Adjacency([0, 1, 2], [0, 1]),
+        Adjacency([0, 1, 2], [1, 0], [1.0, 1.0]),
+        Adjacency([0, 1, 2], [1, 0], num_sources=3),
+        Adjacency([0, 0, 0], []),
     ]
     assert len({graph.fingerprint for graph in graphs}) == len(graphs)
-    assert graphs[0].fingerprint == Topology([0, 1, 2], [1, 0]).fingerprint
+    assert graphs[0].fingerprint == Adjacency([0, 1, 2], [1, 0]).fingerprint
 
 
 def test_the_callers_arrays_stay_writable():
     indices = np.array([1, 0])
-    Topology([0, 1, 2], indices)
+    Adjacency([0, 1, 2], indices)
     assert indices.flags.writeable
 
 
@@ -117,7 +117,7 @@ def test_a_mapped_indptr_is_checked_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_BLOCK_ROWS", 64)
     made = random_topology(np.int32, weighted=False)
     with write_graph(tmp_path / "g", made) as container:
-        assert Topology.open(container, mapped=True).max_degree == made.max_degree
+        assert Adjacency.open(container, mapped=True).max_degree == made.max_degree
     for node, value in [(0, 1), (64, -1), (65, 0), (128, 10**6), (640, 3), (700, 5)]:
         indptr = made.indptr.copy()
         indptr[node] = value
@@ -134,7 +134,7 @@ def test_a_mapped_indptr_is_checked_in_pieces(tmp_path, monkeypatch):
         messages = set()
         for mapped in (False, True):
             with pytest.raises(DataError, match="indptr is wrong at node") as caught:
-                Topology.open(container, mapped=mapped)
+                Adjacency.open(container, mapped=mapped)
             messages.add(str(caught.value))
         assert len(messages) == 1
         container.close()
@@ -149,4 +149,4 @@ def test_a_damaged_indptr_is_noticed_when_mapped(tmp_path):
     with Container.open(tmp_path / "g") as container:
         for mapped in (False, True):
             with pytest.raises(DataError, match="damaged"):
-                Topology.open(container, mapped=mapped)
+                Adjacency.open(container, mapped=mapped)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.training import GnnConfig, load_config
+from fivefold.gnn.training import GnnConfig, load_gnn_config
 from fivefold.gnn.training.config import config_to_toml
 
 DATA = '[data]\npath = "g"\n'
@@ -16,7 +16,7 @@ DATA = '[data]\npath = "g"\n'
 def load(tmp_path, text, overrides=()):
     file = tmp_path / "gnn.toml"
     file.write_text(text)
-    return load_config(file, overrides)
+    return load_gnn_config(file, overrides)
 
 
 def test_a_file_with_the_data_alone_is_whole_and_comes_back_equal(tmp_path):
@@ -72,9 +72,9 @@ def test_errors_name_the_key_and_the_remedy(text, message, hint, tmp_path):
 def test_a_misspelled_file_is_found(tmp_path):
     (tmp_path / "gnn_train.toml").write_text(DATA)
     with pytest.raises(ConfigurationError, match=r"did you mean .*gnn_train\.toml"):
-        load_config(tmp_path / "gnn_trian.toml")
+        load_gnn_config(tmp_path / "gnn_trian.toml")
     with pytest.raises(ConfigurationError, match="not of the form"):
-        load_config(tmp_path / "gnn_train.toml", ["epochs=3"])
+        load_gnn_config(tmp_path / "gnn_train.toml", ["epochs=3"])
 
 
 def test_every_key_says_what_it_is():
@@ -86,7 +86,7 @@ def test_every_key_says_what_it_is():
 
 def test_the_configuration_needs_neither_torch_nor_numba():
     code = (
-        "import sys; from fivefold.gnn.training import GnnConfig, load_config\n"
+        "import sys; from fivefold.gnn.training import GnnConfig, load_gnn_config\n"
         "found = {'torch', 'numba', 'numpy', 'torch_geometric'} & set(sys.modules)\n"
         "assert not found, found"
     )

@@ -6,7 +6,7 @@ import torch
 
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.loading import Block
-from fivefold.gnn.sampling import NeighborSampler, Topology
+from fivefold.gnn.sampling import Adjacency, NeighborSampler
 from fivefold.gnn.training import GAT, GCN, GraphSAGE
 from fivefold.gnn.training.models import make_model
 
@@ -21,7 +21,7 @@ def random_topology(rng, *, nodes=60, edges=400):
     sources[-10:] = targets[-10:]
     order = np.argsort(targets, kind="stable")
     indptr = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=nodes))])
-    return Topology(indptr.astype(np.int64), sources[order].astype(np.int64))
+    return Adjacency(indptr.astype(np.int64), sources[order].astype(np.int64))
 
 
 def blocks_of(sample):

@@ -14,7 +14,7 @@ from training_graphs import make_dataset, relabel
 
 from fivefold.errors import CheckpointError, ConfigurationError, DataError, InfeasibleError
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.training import _loop, infer_run, load_config, train_graph
+from fivefold.gnn.training import _loop, infer_run, load_gnn_config, train_graph
 from fivefold.gnn.training._inference import load_model
 from fivefold.gnn.training.config import config_to_toml
 
@@ -85,7 +85,7 @@ def test_the_files_of_a_run(make_config):
     config = make_config(epochs=1)
     result = train_graph(config)
     folder = config.run.output
-    assert load_config(folder / "config.toml") == config
+    assert load_gnn_config(folder / "config.toml") == config
     assert tomllib.loads((folder / "config.toml").read_text())["sampling"]["fanouts"] == [4, 3]
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["kind"], manifest["dataset"]["nodes"]) == ("gnn", 600)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from fivefold.errors import DataError
 from fivefold.files import read_checked_json
 from fivefold.gnn.data.parts import EdgePart, Source
-from fivefold.gnn.sampling import HeteroTopology, Topology
+from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container
 
@@ -133,7 +133,7 @@ class Dataset:
         """Return whether edges have weights."""
         return "weights" in self.graph.sections
 
-    def topology(self, *, mapped: bool = False) -> Topology:
+    def topology(self, *, mapped: bool = False) -> Adjacency:
         """Return the edges, in memory or as a memory map.
 
         Args:
@@ -143,7 +143,7 @@ class Dataset:
         Returns:
             In-neighbours in compressed rows.
         """
-        return Topology.open(self.graph, mapped=mapped)
+        return Adjacency.open(self.graph, mapped=mapped)
 
     @property
     def features(self) -> Container:
@@ -374,10 +374,10 @@ class HeteroDataset:
         """Return the edge types (source type, relation, target type)."""
         return list(self._edges)
 
-    def topology(self, *, mapped: bool = False) -> HeteroTopology:
+    def topology(self, *, mapped: bool = False) -> HeteroAdjacency:
         """Return the edges of all types, in memory or as memory maps."""
-        edges = {kind: Topology.open(self.graph(kind), mapped=mapped) for kind in self._edges}
-        return HeteroTopology(self.num_nodes, edges)
+        edges = {kind: Adjacency.open(self.graph(kind), mapped=mapped) for kind in self._edges}
+        return HeteroAdjacency(self.num_nodes, edges)
 
     def graph(self, edge_type: EdgeType) -> Container:
         """Return the container of the edges of a type."""

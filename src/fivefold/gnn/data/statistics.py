@@ -13,7 +13,7 @@ from fivefold.gnn.data._ingest import names_fingerprint, no_progress
 from fivefold.gnn.data._names import read_numbering
 from fivefold.gnn.data._write_graph import count_keys
 from fivefold.gnn.data.parts import Progress
-from fivefold.gnn.sampling import Topology
+from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.storage import Container
 
 
@@ -102,7 +102,7 @@ def verify(dataset: Dataset | HeteroDataset, progress: Progress | None = None) -
         file.verify(lambda done, total, name=name: show(name, done, total))  # type: ignore[misc]
         read_bytes += file.path.stat().st_size
         if file.kind == "graph":
-            Topology.open(file, mapped=True)  # checks what it opens
+            Adjacency.open(file, mapped=True)  # checks what it opens
     if isinstance(dataset, Dataset):
         _check_names(dataset)
     return read_bytes

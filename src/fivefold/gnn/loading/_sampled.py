@@ -3,7 +3,7 @@
 ``OnlineLoader`` is for validation and test ids, for training that fits in memory, and as the
 yardstick of packed training: the same batches, without any packing. ``HeteroLoader`` is for graphs
 with several node and edge types: offline sampling and packing know one node type
-(``HeteroTopology.merged`` makes one of a graph whose types have rows of one size).
+(``HeteroAdjacency.merged`` makes one of a graph whose types have rows of one size).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fivefold.gnn.loading.batch import (
     assemble,
     checked_form,
 )
-from fivefold.gnn.sampling import HeteroNeighborSampler, HeteroTopology, NeighborSampler, Topology
+from fivefold.gnn.sampling import Adjacency, HeteroAdjacency, HeteroNeighborSampler, NeighborSampler
 from fivefold.gnn.sampling.batches import HeteroSampledBatch, SampledBatch, epoch_batches
 from fivefold.gnn.storage import Container, RowReader
 from fivefold.gnn.storage.pages import gather_rows
@@ -163,7 +163,7 @@ class OnlineLoader(_SampledLoader[MiniBatch]):
         ids: Seed node ids, distinct, or a mask over all nodes.
         fanouts: Neighbours per hop, -1 for all.
         batch_size: Seeds per batch; the last batch of an epoch may be smaller.
-        topology: Topology to sample from; None opens the dataset's.
+        topology: Adjacency to sample from; None opens the dataset's.
         features: "disk" reads each batch's rows from the feature file, "memory" loads the file
             first, an array [nodes, dim] serves rows itself.
         shuffle: Put the ids in a new random order every epoch.
@@ -202,7 +202,7 @@ class OnlineLoader(_SampledLoader[MiniBatch]):
         *,
         fanouts: Sequence[int],
         batch_size: int,
-        topology: Topology | None = None,
+        topology: Adjacency | None = None,
         features: Literal["disk", "memory"] | npt.NDArray[Any] = "disk",
         shuffle: bool = False,
         resample: bool = True,
@@ -313,7 +313,7 @@ class HeteroLoader(_SampledLoader[HeteroMiniBatch]):
         ids: Seeds, distinct, or a mask; None for the training nodes of that type.
         fanouts: Neighbours per hop, -1 for all; for all edge types alike or by edge type.
         batch_size: Seeds per batch; the last batch of an epoch may be smaller.
-        topology: Topology to sample from; None opens the dataset's.
+        topology: Adjacency to sample from; None opens the dataset's.
         shuffle: Put the seeds in a new random order every epoch.
         seed: Seed of order and samples.
         device: Where the tensors are put.
@@ -350,7 +350,7 @@ class HeteroLoader(_SampledLoader[HeteroMiniBatch]):
         *,
         fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
         batch_size: int,
-        topology: HeteroTopology | None = None,
+        topology: HeteroAdjacency | None = None,
         shuffle: bool = False,
         seed: int = 0,
         device: torch.device | str = "cpu",

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from fivefold.gnn.sampling._sampler import HeteroNeighborSampler, NeighborSampler
 from fivefold.gnn.sampling._samples import SampleFile, sample_epochs
-from fivefold.gnn.sampling._topology import HeteroTopology, Topology
+from fivefold.gnn.sampling._topology import Adjacency, HeteroAdjacency
 
 __all__ = [
+    "Adjacency",
+    "HeteroAdjacency",
     "HeteroNeighborSampler",
-    "HeteroTopology",
     "NeighborSampler",
     "SampleFile",
-    "Topology",
     "sample_epochs",
 ]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.sampling._topology import HeteroTopology, Topology
+from fivefold.gnn.sampling._topology import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import (
     EdgeType,
     HeteroSampledBatch,
@@ -99,7 +99,7 @@ class _Scratch:
 
 
 def _draw_edges(
-    topology: Topology,
+    topology: Adjacency,
     nodes: NDArray[np.int64],
     fanout: int,
     *,
@@ -118,7 +118,7 @@ def _draw_edges(
 
 
 def _number_edges(
-    topology: Topology, positions: NDArray[np.int64], table: _NodeTable
+    topology: Adjacency, positions: NDArray[np.int64], table: _NodeTable
 ) -> NDArray[np.int32]:
     """Return the local number of each edge's source, entering new nodes in ``table``."""
     sources = np.empty(positions.size, np.int32)
@@ -193,7 +193,7 @@ class _Sampler:
 
     def _walk(
         self,
-        edges: Mapping[EdgeType, Topology],
+        edges: Mapping[EdgeType, Adjacency],
         tables: Mapping[str, _NodeTable],
         key_of: Callable[[int, int], int],
     ) -> tuple[dict[str, list[int]], dict[EdgeType, list[_Hop]]]:
@@ -265,7 +265,7 @@ class NeighborSampler(_Sampler):
 
     Examples:
         >>> ring = [[(node - 1) % 10, (node + 1) % 10] for node in range(10)]
-        >>> topology = Topology(range(0, 21, 2), sum(ring, []))
+        >>> topology = Adjacency(range(0, 21, 2), sum(ring, []))
         >>> batch = NeighborSampler(topology, [1, 1]).sample([3, 7], epoch=0, batch=0)
         >>> batch.seeds.tolist(), batch.edges_per_hop.tolist()
         ([3, 7], [2, 2])
@@ -273,7 +273,7 @@ class NeighborSampler(_Sampler):
 
     def __init__(
         self,
-        topology: Topology,
+        topology: Adjacency,
         fanouts: Sequence[int],
         *,
         seed: int = 0,
@@ -372,7 +372,7 @@ def _fanouts_by_type(
 
 
 class HeteroNeighborSampler(_Sampler):
-    """As :class:`NeighborSampler`, for a :class:`HeteroTopology`.
+    """As :class:`NeighborSampler`, for a :class:`HeteroAdjacency`.
 
     In each hop the edge types are visited in their order. Every node first met in the hop before
     gets neighbours along every edge type that ends in its type. Random numbers are keyed by
@@ -388,9 +388,9 @@ class HeteroNeighborSampler(_Sampler):
         ConfigurationError: Fan-outs do not fit the edge types.
 
     Examples:
-        >>> from fivefold.gnn.sampling import Topology
+        >>> from fivefold.gnn.sampling import Adjacency
         >>> cites = ("paper", "cites", "paper")
-        >>> graph = HeteroTopology({"paper": 3}, {cites: Topology([0, 2, 2, 3], [1, 2, 0])})
+        >>> graph = HeteroAdjacency({"paper": 3}, {cites: Adjacency([0, 2, 2, 3], [1, 2, 0])})
         >>> batch = HeteroNeighborSampler(graph, [-1]).sample({"paper": [0]}, epoch=0, batch=0)
         >>> batch.node_ids["paper"].tolist()
         [0, 1, 2]
@@ -398,7 +398,7 @@ class HeteroNeighborSampler(_Sampler):
 
     def __init__(
         self,
-        topology: HeteroTopology,
+        topology: HeteroAdjacency,
         fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
         *,
         seed: int = 0,

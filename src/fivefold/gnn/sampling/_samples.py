@@ -176,8 +176,8 @@ class SampleFile:
 
     Examples:
         >>> import tempfile
-        >>> from fivefold.gnn.sampling import NeighborSampler, Topology, sample_epochs
-        >>> sampler = NeighborSampler(Topology([0, 2, 2, 3], [1, 2, 0]), [-1])
+        >>> from fivefold.gnn.sampling import NeighborSampler, Adjacency, sample_epochs
+        >>> sampler = NeighborSampler(Adjacency([0, 2, 2, 3], [1, 2, 0]), [-1])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with sample_epochs(sampler, [0, 2], f"{folder}/s.fvf", batch_size=1) as samples:
         ...         print(samples.num_batches, samples.counts.tolist())
@@ -361,8 +361,8 @@ def sample_epochs(  # noqa: PLR0913 - settings of one run, nearly all keyword-on
 
     Examples:
         >>> import tempfile
-        >>> from fivefold.gnn.sampling import NeighborSampler, Topology
-        >>> sampler = NeighborSampler(Topology([0, 1, 2, 2], [1, 2]), [1, 1])
+        >>> from fivefold.gnn.sampling import NeighborSampler, Adjacency
+        >>> sampler = NeighborSampler(Adjacency([0, 1, 2, 2], [1, 2]), [1, 1])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with sample_epochs(
         ...         sampler, [0, 1, 2], f"{folder}/s.fvf", batch_size=2, epochs=3
@@ -414,7 +414,7 @@ class _Sampling:
         if not isinstance(sampler, NeighborSampler):
             raise ConfigurationError(
                 f"the sampler is a {type(sampler).__name__}",
-                hint="use a NeighborSampler; HeteroTopology.merged() gives it one topology",
+                hint="use a NeighborSampler; HeteroAdjacency.merged() gives it one topology",
             )
         check_distinct(train_ids, sampler.topology.num_nodes)
         if train_ids.size == 0 or len(epochs) < 1:

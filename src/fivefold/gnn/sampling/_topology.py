@@ -33,7 +33,7 @@ _BLOCK_ROWS = 1 << 20
 _MOST_DEGREE = (1 << 31) - 1  # what the degrees of a batch can hold
 
 
-class Topology:
+class Adjacency:
     """In-neighbours of every node.
 
     Args:
@@ -49,7 +49,7 @@ class Topology:
         DataError: The arrays do not describe a graph; the message names the first fault.
 
     Examples:
-        >>> topology = Topology([0, 2, 2, 3], [1, 2, 0])  # edges 1->0, 2->0, 0->2
+        >>> topology = Adjacency([0, 2, 2, 3], [1, 2, 0])  # edges 1->0, 2->0, 0->2
         >>> topology.num_nodes, topology.num_edges, topology.neighbors(0).tolist()
         (3, 3, [1, 2])
     """
@@ -90,7 +90,7 @@ class Topology:
         self._watched: WatchedFile | None = None
 
     @classmethod
-    def open(cls, container: Container, mapped: bool = False) -> Topology:  # noqa: FBT001, FBT002
+    def open(cls, container: Container, mapped: bool = False) -> Adjacency:  # noqa: FBT001, FBT002
         """Return the topology in a container of kind ``"graph"``.
 
         Args:
@@ -111,7 +111,7 @@ class Topology:
             )
         read = container.memory_map if mapped else container.read
         weights = read("weights") if "weights" in container.sections else None
-        topology: Topology = cls.__new__(cls)
+        topology: Adjacency = cls.__new__(cls)
         num_sources = container.attributes.get("num_sources")
         topology._hold(read("indptr"), read("indices"), weights, num_sources)
         if mapped:  # what is verified now was written before this moment
@@ -245,8 +245,8 @@ def _frozen(values: ArrayLike, name: str, dtype: Any) -> NDArray[Any]:
     return frozen
 
 
-class HeteroTopology:
-    """One :class:`Topology` for each edge type ``(source type, relation, target type)``.
+class HeteroAdjacency:
+    """One :class:`Adjacency` for each edge type ``(source type, relation, target type)``.
 
     Args:
         num_nodes: Nodes of each type. Sampling goes by the order of ``edges``, not of this.
@@ -256,9 +256,9 @@ class HeteroTopology:
         DataError: An edge type names an unknown node type, or its sizes do not fit.
 
     Examples:
-        >>> cites = Topology([0, 1, 1], [1])
-        >>> writes = Topology([0, 2, 3], [0, 1, 2], num_sources=3)
-        >>> graph = HeteroTopology(
+        >>> cites = Adjacency([0, 1, 1], [1])
+        >>> writes = Adjacency([0, 2, 3], [0, 1, 2], num_sources=3)
+        >>> graph = HeteroAdjacency(
         ...     {"paper": 2, "author": 3},
         ...     {("paper", "cites", "paper"): cites, ("author", "writes", "paper"): writes},
         ... )
@@ -266,9 +266,9 @@ class HeteroTopology:
         4
     """
 
-    def __init__(self, num_nodes: Mapping[str, int], edges: Mapping[EdgeType, Topology]) -> None:
+    def __init__(self, num_nodes: Mapping[str, int], edges: Mapping[EdgeType, Adjacency]) -> None:
         self.num_nodes: dict[str, int] = dict(num_nodes)
-        self.edges: dict[EdgeType, Topology] = dict(edges)
+        self.edges: dict[EdgeType, Adjacency] = dict(edges)
         for edge_type, topology in self.edges.items():
             source, _, target = edge_type
             unknown = {source, target} - set(self.num_nodes)
@@ -282,7 +282,7 @@ class HeteroTopology:
             if sizes != expected:
                 raise DataError(
                     f"edge type {edge_type} has {sizes} sources and targets",
-                    hint=f"its node types have {expected}; give Topology its num_sources",
+                    hint=f"its node types have {expected}; give Adjacency its num_sources",
                 )
 
     @property
@@ -334,7 +334,7 @@ class HeteroTopology:
             if topology.weights is not None:
                 weights[places] = topology.weights
             begins[rows] += np.diff(topology.indptr)
-        merged = Topology(indptr, indices, weights if weighted else None, check=False)
+        merged = Adjacency(indptr, indices, weights if weighted else None, check=False)
         return MergedTopology(topology=merged, offsets=offsets, edge_kinds=kinds)
 
     @property
@@ -348,8 +348,8 @@ class HeteroTopology:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MergedTopology:
-    """A heterogeneous graph with one numbering; made by :meth:`HeteroTopology.merged`."""
+    """A heterogeneous graph with one numbering; made by :meth:`HeteroAdjacency.merged`."""
 
-    topology: Topology
+    topology: Adjacency
     offsets: dict[str, int]
     edge_kinds: NDArray[np.unsignedinteger[Any]]

@@ -40,12 +40,12 @@ class SampledBatch:
         edges_per_hop: ``[hops]``, int64.
         degrees: ``[nodes of all hops but the last]``, sampled in-edges of each target; int32.
         sources: ``[edges]``, local number of each edge's source; int32.
-        edge_ids: ``[edges]``, position of each edge in ``Topology.indices``; int64, or None where
+        edge_ids: ``[edges]``, position of each edge in ``Adjacency.indices``; int64, or None where
             it was not asked for.
 
     Examples:
-        >>> from fivefold.gnn.sampling import NeighborSampler, Topology
-        >>> sampler = NeighborSampler(Topology([0, 2, 2, 3], [1, 2, 0]), [-1])
+        >>> from fivefold.gnn.sampling import NeighborSampler, Adjacency
+        >>> sampler = NeighborSampler(Adjacency([0, 2, 2, 3], [1, 2, 0]), [-1])
         >>> batch = sampler.sample([0], epoch=0, batch=0)
         >>> batch.node_ids.tolist(), batch.edge_index().tolist()
         ([0, 1, 2], [[1, 2], [0, 0]])

@@ -265,7 +265,7 @@ class Container:
         """Return a section as a read-only array that the system pages in; nothing is verified here.
 
         Verify the file before, and guard the map with a :class:`WatchedFile`, as
-        ``Topology.open`` does.
+        ``Adjacency.open`` does.
 
         Args:
             name: Section.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from fivefold.gnn.training._loop import train_graph
     from fivefold.gnn.training._result import GnnResult
-    from fivefold.gnn.training.config import GnnConfig, load_config
+    from fivefold.gnn.training.config import GnnConfig, load_gnn_config
     from fivefold.gnn.training.models import GAT, GCN, GraphSAGE
 
 __all__ = [
@@ -30,12 +30,12 @@ __all__ = [
     "RunInference",
     "infer_layers",
     "infer_run",
-    "load_config",
+    "load_gnn_config",
     "train_graph",
 ]
 
 _HOMES = {
-    "config": ("GnnConfig", "load_config"),
+    "config": ("GnnConfig", "load_gnn_config"),
     "_inference": ("InferenceResult", "RunInference", "infer_layers", "infer_run"),
     "_loop": ("train_graph",),
     "models": ("GAT", "GCN", "GraphSAGE"),

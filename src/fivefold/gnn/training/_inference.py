@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fivefold.errors import CheckpointError, ConfigurationError, DataError, StorageError
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.sampling import Topology
+from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, probe_disk
 from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.gnn.training._inference_layers import (
@@ -40,7 +40,7 @@ from fivefold.gnn.training._inference_layers import (
     share_memory,
     take_apart,
 )
-from fivefold.gnn.training.config import Backend, GnnConfig, load_config
+from fivefold.gnn.training.config import Backend, GnnConfig, load_gnn_config
 from fivefold.gnn.training.models import LayeredModel, as_layered, make_model
 from fivefold.runs import write_json
 from fivefold.runs.checkpoints import newest_checkpoint, read_checkpoint
@@ -207,7 +207,7 @@ class _LayerFiles:
 class _Run:
     """What the layers share."""
 
-    topology: Topology
+    topology: Adjacency
     profile: DiskProfile
     memory_bytes: int
     backend: Backend
@@ -458,7 +458,7 @@ def infer_run(
     if not (run / "config.toml").exists():
         message = f"{run} holds no run of fivefold gnn train"
         raise DataError(message, hint="give the folder of a run, the run.output of its config")
-    config = load_config(run / "config.toml")
+    config = load_gnn_config(run / "config.toml")
     if not config.data.path.is_absolute() and not config.data.path.exists():
         raise DataError(
             f"the run's data set {config.data.path} is not in the current folder",

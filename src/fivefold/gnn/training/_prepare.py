@@ -26,7 +26,7 @@ from fivefold.files import lock_file
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.planning import Budgets, Plan, make_plan
-from fivefold.gnn.sampling import NeighborSampler, SampleFile, Topology, sample_epochs
+from fivefold.gnn.sampling import Adjacency, NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import probe_disk
 from fivefold.gnn.training.config import GnnConfig
 from fivefold.units import format_bytes, format_duration_s
@@ -57,7 +57,7 @@ def prepare(
     config: GnnConfig,
     dataset: Dataset,
     *,
-    topology: Topology,
+    topology: Adjacency,
     progress: Progress | None = None,
     show: Callable[[str], None] | None = None,
     accept: Callable[[str], None] | None = None,
@@ -99,7 +99,7 @@ class _Preparation:
             | {"prefetch": config.loader.prefetch}
         )
 
-    def run(self, topology: Topology, show: Text, accept: Text) -> Prepared:
+    def run(self, topology: Adjacency, show: Text, accept: Text) -> Prepared:
         with self._sampled(topology) as samples:
             path = self._folder / f"store-{self._store_key}"
             if not (path / "store.json").exists():
@@ -109,7 +109,7 @@ class _Preparation:
             store = PackedStore.open(path, features=self._dataset.features, samples=samples)
         return Prepared(store=store, seconds=self._seconds, samples_path=self._samples_path())
 
-    def _sampled(self, topology: Topology) -> SampleFile:
+    def _sampled(self, topology: Adjacency) -> SampleFile:
         config = self._config.sampling
         with self._timed("sample"):
             sampler = NeighborSampler(
@@ -233,7 +233,7 @@ class Rounds:
     """Packed stores, one after another."""
 
     def __init__(
-        self, config: GnnConfig, dataset: Dataset, *, topology: Topology, is_main: bool
+        self, config: GnnConfig, dataset: Dataset, *, topology: Adjacency, is_main: bool
     ) -> None:
         self._config, self._dataset, self._topology = config, dataset, topology
         self._every = config.sampling.refresh_every_epochs

@@ -17,7 +17,7 @@ from torch.nn import functional
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading import DiskLoader, LoaderStatistics, OnlineLoader
 from fivefold.gnn.packing import PackedStore
-from fivefold.gnn.sampling import Topology
+from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.training.config import GnnConfig
 from fivefold.gnn.training.models import LayeredModel
 from fivefold.runs.ranks import Ranks
@@ -27,7 +27,7 @@ def make_loader(
     config: GnnConfig,
     dataset: Dataset,
     *,
-    topology: Topology,
+    topology: Adjacency,
     ranks: Ranks,
     features: npt.NDArray[Any] | None,
     store: PackedStore | None,
@@ -109,7 +109,7 @@ class Evaluator:
         config: GnnConfig,
         dataset: Dataset,
         *,
-        topology: Topology,
+        topology: Adjacency,
         ranks: Ranks,
         features: npt.NDArray[Any] | None,
     ) -> None:

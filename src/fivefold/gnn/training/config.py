@@ -184,7 +184,7 @@ class GnnConfig(Section):
     """The whole configuration of a training run on a graph.
 
     Raises:
-        ConfigurationError: Through ``load_config``; a value or a combination is not allowed.
+        ConfigurationError: Through ``load_gnn_config``; a value or a combination is not allowed.
 
     Examples:
         >>> GnnConfig(data={"path": "graphs/debian"}).model.name
@@ -216,7 +216,7 @@ class GnnConfig(Section):
         return self
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> GnnConfig:
+def load_gnn_config(path: str | Path, overrides: Sequence[str] = ()) -> GnnConfig:
     r"""Read a configuration file and apply overrides on top of it.
 
     Args:
@@ -234,7 +234,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> GnnConfig:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "gnn.toml"
         >>> _ = file.write_text('[data]\npath = "graphs/debian"\n')
-        >>> load_config(file, ["run.epochs=4"]).run.epochs
+        >>> load_gnn_config(file, ["run.epochs=4"]).run.epochs
         4
     """
     tables = apply_overrides(read_toml(Path(path)), overrides, schema=GnnConfig)
@@ -242,7 +242,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> GnnConfig:
 
 
 def config_to_toml(config: GnnConfig) -> str:
-    """Write a configuration with all keys that have a value; ``load_config`` reads it back equal.
+    """Write a configuration with all keys that have a value; ``load_gnn_config`` reads it back.
 
     Args:
         config: The configuration to write.
