@@ -31,7 +31,7 @@ def frozen(array: _Array) -> _Array:
 
 
 @dataclass(frozen=True)
-class Adjacency:
+class LinksAtNodes:
     """The links at each node: those of node n are ``links[offsets[n]:offsets[n + 1]]``."""
 
     offsets: IntArray
@@ -42,17 +42,17 @@ class Adjacency:
         return self.links[self.offsets[node] : self.offsets[node + 1]]
 
 
-def group_by(keys: IntArray, *, num_groups: int) -> Adjacency:
+def group_by(keys: IntArray, *, num_groups: int) -> LinksAtNodes:
     """Sort positions by key, keeping their order within a key."""
     order = np.argsort(keys, kind="stable").astype(np.int32)
     offsets = np.zeros(num_groups + 1, np.int32)
     np.cumsum(np.bincount(keys, minlength=num_groups), out=offsets[1:])
     order.flags.writeable = offsets.flags.writeable = False
-    return Adjacency(offsets, order)
+    return LinksAtNodes(offsets, order)
 
 
 def reachable(
-    adjacency: Adjacency, ends: IntArray, *, start: Iterable[int]
+    adjacency: LinksAtNodes, ends: IntArray, *, start: Iterable[int]
 ) -> npt.NDArray[np.bool_]:
     """Return which nodes can be reached from ``start``, following links to their ``ends``."""
     num_nodes = len(adjacency.offsets) - 1
@@ -187,12 +187,12 @@ class LinkGraph:
         return frozen(np.array([link.latency_s for link in self.links], np.float64))
 
     @cached_property
-    def outgoing(self) -> Adjacency:
+    def outgoing(self) -> LinksAtNodes:
         """Links that leave each node, as arrays."""
         return group_by(self.link_sources, num_groups=self.num_nodes)
 
     @cached_property
-    def incoming(self) -> Adjacency:
+    def incoming(self) -> LinksAtNodes:
         """Links that enter each node, as arrays."""
         return group_by(self.link_targets, num_groups=self.num_nodes)
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.topology._graph import Adjacency, IntArray, LinkGraph, group_by
+from fivefold.network.topology._graph import IntArray, LinkGraph, LinksAtNodes, group_by
 
 _TICKS_PER_S = 1e15
 _MAX_TICKS = 2**60  # sums over a route stay well inside int64
@@ -300,12 +300,12 @@ class RankGraph:
         return int(self.route_offsets[edge + 1] - self.route_offsets[edge]) == 1
 
     @cached_property
-    def outgoing(self) -> Adjacency:
+    def outgoing(self) -> LinksAtNodes:
         """Logical links that leave each rank."""
         return group_by(self.sources, num_groups=self._num_ranks)
 
     @cached_property
-    def incoming(self) -> Adjacency:
+    def incoming(self) -> LinksAtNodes:
         """Logical links that enter each rank."""
         return group_by(self.targets, num_groups=self._num_ranks)
 
