@@ -124,14 +124,14 @@ def test_what_others_got_is_counted_once_and_errors_of_kernels_come_out():
         config=SimpleNamespace(ranks=2), check=check, statistics=lambda: counted
     )
     one_sided = OneSided(exchange, Ranks(CUDA))
-    flight = one_sided.take_flight()
-    assert (flight.payload_bytes, flight.sent_bytes) == (150, 150 + 8 * 3)
+    call = one_sided.take_call()
+    assert (call.payload_bytes, call.sent_bytes) == (150, 150 + 8 * 3)
     counted["sent_bytes"] = [[101, 7]]
-    flight = one_sided.take_flight()
-    assert (flight.payload_bytes, flight.sent_bytes) == (1, 1)
+    call = one_sided.take_call()
+    assert (call.payload_bytes, call.sent_bytes) == (1, 1)
     problems.append(CommunicationError("rank 1 waited 30 s for rows"))
     with pytest.raises(CommunicationError, match="rank 1 waited"):
-        one_sided.take_flight()
+        one_sided.take_call()
 
 
 def test_a_cpu_without_the_kernels_says_so(shared_config, monkeypatch):

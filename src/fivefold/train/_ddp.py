@@ -115,7 +115,7 @@ class DataParallelMethod(Method):
         if self._mixtures is not None and counted is not None:
             self._mixtures.load_state_dict(counted)
         if self._experts is not None:
-            self._experts.take_flights()
+            self._experts.take_calls()
         self._spans.clear()
         self.totals = CommunicationTotals()
 
@@ -153,11 +153,11 @@ class DataParallelMethod(Method):
         """Count what travelled between experts."""
         if self._experts is None:
             return
-        for flight in self._experts.take_flights():
-            size = {"payload_bytes": flight.payload_bytes, "sent_bytes": flight.sent_bytes}
-            self._note(f"experts: {flight.name}", flight.start_s, flight.end_s, **size)
+        for call in self._experts.take_calls():
+            size = {"payload_bytes": call.payload_bytes, "sent_bytes": call.sent_bytes}
+            self._note(f"experts: {call.name}", call.start_s, call.end_s, **size)
             if self._mixtures is not None:
-                seconds = flight.end_s - flight.start_s
+                seconds = call.end_s - call.start_s
                 self._mixtures.count_exchange(**size, seconds=seconds)
 
     @contextlib.contextmanager
@@ -167,7 +167,7 @@ class DataParallelMethod(Method):
             yield
         finally:
             if self._experts is not None:
-                self._experts.take_flights()
+                self._experts.take_calls()
 
     def _account(self, start_s: float, end_s: float) -> None:
         self.totals.exposed_wait_s += end_s - start_s

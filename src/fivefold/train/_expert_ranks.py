@@ -95,10 +95,10 @@ class ExpertRanks:
         """Return what the layers send their tokens by."""
         return self.group if self.one_sided is None else self.one_sided.exchange
 
-    def take_flights(self) -> list[AllToAllCall]:
+    def take_calls(self) -> list[AllToAllCall]:
         """Return the exchanges since the last call."""
-        flights = self.group.take_calls()
-        return flights if self.one_sided is None else [*flights, self.one_sided.take_flight()]
+        calls = self.group.take_calls()
+        return calls if self.one_sided is None else [*calls, self.one_sided.take_call()]
 
     def close(self) -> None:
         """Give the memory of the exchange back, when no rank is in a step any more."""
@@ -237,7 +237,7 @@ class OneSided:
         self._place = ranks.rank % exchange.config.ranks
         self._told = (0, 0)
 
-    def take_flight(self) -> AllToAllCall:
+    def take_call(self) -> AllToAllCall:
         """Return what went to other ranks since the last call; raise the kernels' errors.
 
         Its times are those of this call: what passes within a kernel has no begin and no end here.
