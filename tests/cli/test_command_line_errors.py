@@ -30,7 +30,7 @@ def shell(monkeypatch, capsys):
     ("words", "said", "hint"),
     [
         (("plann",), "no such command 'plann'. Did you mean 'plan'?", "fivefold --help"),
-        (("plan",), "missing argument 'job'", "fivefold plan --help"),
+        (("plan",), "missing argument 'JOB'", "fivefold plan --help"),
         (("plan", "nothere.toml", "--cluster", "x"), "does not exist", "fivefold plan"),
         (("topology", "show", "ring:4", "--jsn"), "no such option: --jsn", "topology show"),
     ],

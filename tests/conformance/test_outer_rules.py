@@ -71,7 +71,7 @@ def inner_optimizer(name, parameters):
 
 def with_tau(rule, tau):
     changes = {"tau": tau}
-    if isinstance(rule, StreamingDiLoCo):
+    if rule.num_fragments > 1:
         changes |= {"fragments": {1: 1, 2: 2, 5: 4}[tau], "delay_steps": min(tau, 2)}
     return dataclasses.replace(rule, **changes)
 
