@@ -95,7 +95,7 @@ def open_or_build(
     folder: Path, key: str, *, dtype: np.dtype[Any], build: Callable[[TokenWriter], dict[str, Any]]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Memory-map a cache, after building it if it is missing or damaged."""
-    opened = _open(folder / key, dtype)
+    opened = _open(folder / key, dtype, said=False)
     for _ in range(_MOST_BUILDS):  # the second is needed only where builders without locks collide
         if opened is not None:
             return opened
@@ -161,8 +161,10 @@ def _replace(temporary: Path, target: Path, dtype: np.dtype[Any]) -> None:
     sync_folder(target.parent)
 
 
-def _open(path: Path, dtype: np.dtype[Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
-    """Return the cache, or None if it is missing or damaged."""
+def _open(
+    path: Path, dtype: np.dtype[Any], *, said: bool = True
+) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+    """Return the cache, or None if it is missing or damaged, which a warning says once."""
     if not path.exists():
         return None
     try:
@@ -174,7 +176,8 @@ def _open(path: Path, dtype: np.dtype[Any]) -> tuple[dict[str, np.ndarray], dict
             _check(path / name, described)
             arrays[name] = np.memmap(path / name, dtype=dtype, mode="r")
     except (DataError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        _logger.warning("token cache %s is damaged (%s); building it again", path, error)
+        if not said:
+            _logger.warning("token cache %s is damaged (%s); building it again", path, error)
         return None
     return arrays, manifest["facts"]
 
