@@ -49,7 +49,6 @@ def test_example(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.distributed
 def test_elastic_example_ends_with_equal_workers(tmp_path):
     pytest.importorskip("torchft", reason="torchft is not installed (fivefold[elastic])")
@@ -62,7 +61,6 @@ def test_elastic_example_ends_with_equal_workers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.distributed
 def test_plain_loop_ends_with_equal_replicas(tmp_path):
     output = torchrun(ROOT / "examples" / "co2_plain_loop.py", tmp_path)
@@ -72,7 +70,6 @@ def test_plain_loop_ends_with_equal_replicas(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.distributed
 def test_hugging_face_style_loop_resumes_to_the_same_bits(tmp_path):
     output = torchrun(ROOT / "examples" / "hf_style_loop.py", tmp_path)
@@ -95,7 +92,6 @@ def test_hugging_face_trainer_resumes_to_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.distributed
 def test_readme_example(tmp_path):
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
