@@ -367,7 +367,7 @@ def readers():
     return {
         "train": ((EXAMPLES / "train.toml").read_text(), "toml", lambda p: load_config(p, [])),
         "experts": ((EXAMPLES / "moe_train.toml").read_text(), "toml", lambda p: load_config(p, [])),
-        "gnn": ((EXAMPLES / "gnn_train.toml").read_text(), "toml", lambda p: gnn.load_config(p, [])),
+        "gnn": ((EXAMPLES / "gnn_train.toml").read_text(), "toml", lambda p: gnn.load_gnn_config(p, [])),
         "sketch": (SKETCH, "toml", Sketch.from_toml),
         "taccl-sketch": (TACCL_SKETCH, "json", Sketch.from_taccl),
         "taccl-profile": (
