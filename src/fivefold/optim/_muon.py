@@ -15,7 +15,7 @@ from torch import nn
 
 from fivefold.errors import ConfigurationError
 
-_KINDS: dict[str, type[torch.optim.Optimizer]] = {
+_KINDS: dict[str, Any] = {
     "muon": torch.optim.Muon,
     "adamw": torch.optim.AdamW,
 }
@@ -70,7 +70,10 @@ class MuonAdamW(torch.optim.Optimizer):
     ) -> None:
         both = {"lr": lr, "weight_decay": weight_decay}
         muon = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
-        self._settings = {"muon": both | muon, "adamw": both | {"betas": betas}}
+        self._settings: dict[str, dict[str, Any]] = {
+            "muon": both | muon,
+            "adamw": both | {"betas": betas},
+        }
         self._parts: dict[str, torch.optim.Optimizer] = {}
         super().__init__(params, {})
 
