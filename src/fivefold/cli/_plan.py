@@ -16,6 +16,7 @@ from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._codesign import typed_command, write_page
 from fivefold.cli._options import JsonOption, PageOption
 from fivefold.cli._outputs import require_writable
+from fivefold.cli._plan_check import check as check_folder
 from fivefold.cli._plan_compare import compare as compare_on
 from fivefold.cli._plan_compare import plan_record, write_csv
 from fivefold.cli._plan_files import write_plan_files
@@ -89,6 +90,15 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     compare: Annotated[
         bool, typer.Option("--compare", help="Plan the job on each of several clusters.")
     ] = False,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Check the recipes of a folder (torchtitan, Megatron-LM, NeMo, fivefold) for "
+            "validity and memory; exit code 1 where one fails.",
+            exists=True,
+        ),
+    ] = None,
     price: _Prices = None,
     tokens: Annotated[
         str | None,
@@ -109,6 +119,9 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     report: PageOption = None,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Write the plans as CSV.")] = False,
+    as_github: Annotated[
+        bool, typer.Option("--github", help="With --check: write GitHub annotations.")
+    ] = False,
 ) -> None:
     """Search all ways to split a job over a cluster for the fastest that fits in memory.
 
@@ -120,13 +133,11 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     Raises:
         FivefoldError: Whatever planning met; the entry point prints it.
     """
-    forms = {"--megatron": megatron, "--json": as_json, "--csv": as_csv}
-    if len(both := [name for name, given in forms.items() if given]) > 1:
-        message = f"{both[0]} and {both[1]} both write to standard output"
-        raise ArgumentError(message, hint="give one of them; --write FOLDER keeps the flags")
-    if job is None:
-        message = "missing argument 'JOB'"
-        raise ArgumentError(message, hint="see fivefold plan --help")
+    forms = _forms(megatron=megatron, json=as_json, csv=as_csv, github=as_github)
+    if check is not None:
+        _check(check, job, cluster, forms)
+        return
+    job = _require_job(job, github=as_github)
     if compare:
         _refuse_beside_compare(output=output, write=write, report=report, megatron=megatron)
         names = [str(job), *(clusters or []), *([] if cluster is None else [cluster])]
@@ -153,6 +164,36 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
         typer.echo(json.dumps(_document(what, where, best, result), indent=2))
     else:
         _show(what, where, best, result if front or result is None else _without_front(result))
+
+
+def _forms(**given: bool) -> dict[str, bool]:
+    named = [f"--{name}" for name, value in given.items() if value]
+    if len(named) > 1:
+        message = f"{named[0]} and {named[1]} both write to standard output"
+        raise ArgumentError(message, hint="give one of them; --write FOLDER keeps the flags")
+    return {f"--{name}": value for name, value in given.items()}
+
+
+def _require_job(job: Path | None, *, github: bool) -> Path:
+    if github:
+        message = "--github is of --check; got it without"
+        raise ArgumentError(message, hint="add --check DIR")
+    if job is None:
+        message = "missing argument 'JOB'"
+        raise ArgumentError(message, hint="see fivefold plan --help")
+    return job
+
+
+def _check(folder: Path, job: Path | None, cluster: str | None, forms: dict[str, bool]) -> None:
+    if job is not None or forms["--megatron"]:
+        beside = "--megatron" if job is None else str(job)
+        message = f"{beside} stands beside --check, which reads the recipes of {folder}"
+        raise ArgumentError(message, hint="give --check DIR --cluster NAME alone")
+    _require_one_cluster(cluster, None)
+    assert cluster is not None, "required above"
+    named = [name.removeprefix("--") for name, given in forms.items() if given]
+    form: Any = named[0] if named else "text"
+    check_folder(folder, cluster=cluster, form=form)
 
 
 def _refuse_beside_compare(**given: Any) -> None:
