@@ -502,4 +502,4 @@ def _skip_iterations(world: World, number: int, now_s: float) -> float:
             row[BUSY_S] += skipped * (row[BUSY_S] - share.busy_s)
             row[OVER_S] += skipped * (row[OVER_S] - share.over_s)
             row[CARRIED_BYTES] += skipped * (row[CARRIED_BYTES] - share.carried)
-    return now_s + skipped * period_s
+    return float(now_s + skipped * period_s)
