@@ -21,6 +21,7 @@ METHODS = {
     "delay_corrected int4": {"codec": "int4"},
     "overlap_local_sgd": {},
     "eager_diloco": {},
+    "delayed_gradients": {"extrapolation": 1.0, "ramp_steps": 3},
     "streaming_diloco": STREAMING,
     "streaming_diloco bf16": STREAMING | {"codec": "bf16"},
     "outer_optimizer": {},

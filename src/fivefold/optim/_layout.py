@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._delayed_gradients import DelayedGradients, GradientFragment
 from fivefold.optim._flat import FlatGroup, flat_groups
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._rules import OuterRule
@@ -37,10 +38,12 @@ def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
         extras.append("momentum")
     if rule.merge in {"correct", "eager"}:
         extras.append("sent")
+    if may_lose and rule.merge in {"eager", "gradients"}:
+        message = f"{rule.name} cannot be used with a transport that may lose a round"
+        raise ConfigurationError(message, hint="use CO2, DelayCorrected or DiLoCo")
+    if isinstance(rule, DelayedGradients) and rule.extrapolation > 0:
+        extras.append("momentum")
     if rule.merge == "eager":
-        if may_lose:
-            message = f"{rule.name} cannot be used with a transport that may lose a round"
-            raise ConfigurationError(message, hint="use CO2, DelayCorrected or DiLoCo")
         extras += ["start", "own_momentum"] if rule.outer_momentum > 0 else ["start"]
     if rule.merge == "hand over":
         extras.append("gradient")
@@ -63,8 +66,9 @@ def make_fragments(
     device = context.outer_device
     parts = _cut(trainable, rule.num_fragments)
     buffers = averaged_buffers(model)
+    kind = GradientFragment if rule.merge == "gradients" else Fragment
     return [
-        Fragment(
+        kind(
             index,
             flat_groups(part, extras=extras, share=share, device=device),
             averaged=flat_groups(
@@ -94,7 +98,8 @@ def late_fragment(
     rule, worker = context.rule, context.worker
     share = RowShare() if worker is None else worker.share
     left = first.tau - first.steps_in_round
-    return Fragment(
+    kind = GradientFragment if rule.merge == "gradients" else Fragment
+    return kind(
         index,
         flat_groups(parameters, extras=extras, share=share, device=context.outer_device),
         averaged=[],

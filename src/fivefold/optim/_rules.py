@@ -32,7 +32,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim._staleness import GapPenalty, NoPenalty, StalenessPenalty, named_penalty
 from fivefold.optim.auto_tau import AutoTau, named_auto_tau
 
-MergeKind = Literal["replace", "pull", "correct", "eager", "hand over"]
+MergeKind = Literal["replace", "pull", "correct", "eager", "hand over", "gradients"]
 
 
 _GENERAL = ("outer_lr", "outer_momentum", "clip", "staleness", "units", "bootstrap")

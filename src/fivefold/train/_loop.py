@@ -13,6 +13,7 @@ import dataclasses
 import importlib.util
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,6 +153,7 @@ def make_method(
     ranks: Ranks,
     experts: ExpertRanks | None = None,
     tasks: TasksConfig | None = None,
+    max_norm: float = math.inf,
 ) -> Method:
     """Set up the configured method; a collective call for all but "none"."""
     if config.method == "none":
@@ -161,7 +163,7 @@ def make_method(
         return ScheduledDataParallelMethod(model, ranks=ranks, tasks=tasks, optimizer=optimizer)
     if config.method == "ddp":
         return DataParallelMethod(model, ranks=ranks, codec=config.codec or "fp32", experts=experts)
-    return OuterMethod(config, model, optimizer=optimizer, ranks=ranks)
+    return OuterMethod(config, model, optimizer=optimizer, ranks=ranks, max_norm=max_norm)
 
 
 _LOG = logging.getLogger(__name__)
@@ -259,6 +261,7 @@ class _Run:
             ranks=ranks,
             experts=experts,
             tasks=config.tasks,
+            max_norm=config.optim.grad_clip,
         )
         self.agreement = StopAgreement(ranks, stop)
         parts = TrainedParts(
