@@ -12,6 +12,7 @@ from fivefold.optim._delayed_gradients import DelayedGradients
 from fivefold.optim._elastic import ElasticTransport, LeftBehindError, elastic_transport
 from fivefold.optim._elastic_lighthouse import Lighthouse, start_lighthouse
 from fivefold.optim._layout import outer_state_bytes
+from fivefold.optim._muon import MuonAdamW
 from fivefold.optim._outer_optimizer import OuterOptimizer
 from fivefold.optim._rules import (
     CO2,
@@ -46,6 +47,7 @@ __all__ = [
     "LeftBehindError",
     "Lighthouse",
     "LocalSGD",
+    "MuonAdamW",
     "NoPenalty",
     "OuterOptimizer",
     "OuterRule",
