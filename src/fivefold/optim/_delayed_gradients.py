@@ -99,8 +99,7 @@ class DelayedGradients(OuterRule):
 
 
 def _is_number(value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class GradientFragment(Fragment):

@@ -176,7 +176,7 @@ class OuterSync:
         self._fragments = make_fragments(model, self._context, extras=self._extras)
         self._gradients: GradientHooks | None = None
         if isinstance(rule, DelayedGradients):
-            self._gradients = GradientHooks(rule, [optimizer], self._fragments)
+            self._gradients = GradientHooks(rule, self._optimizers, self._fragments)
         self._start_equal(model)
 
     def step(self, weight: float | None = None) -> None:
