@@ -36,6 +36,9 @@ RULES = {
     "delayed-gradients": DelayedGradients(),
     "delayed-gradients-ahead": DelayedGradients(max_norm=0.5, extrapolation=1.0, ramp_steps=3),
     "delay-corrected-parts": DelayCorrected(tau=4, fragments=2),
+    "delay-corrected-ends": DelayCorrected(
+        tau=4, fragments=2, synchronous_start=3, synchronous_end=2, total_steps=12
+    ),
     "overlap": OverlapLocalSGD(tau=2, outer_momentum=0.3),
     "eager": EagerDiLoCo(tau=2),
     "streaming": StreamingDiLoCo(tau=4, fragments=2, outer_lr=0.5, outer_momentum=0.4),
@@ -52,6 +55,7 @@ RULES = {
 }
 # Whose payload is the gradient, so that what is done to the parameters alone is not sent.
 OF_GRADIENTS = {name for name, rule in RULES.items() if rule.merge == "gradients"}
+WITH_ENDS = {name for name, rule in RULES.items() if rule.synchronous_start}
 WITHOUT_LOSSES = {"eager", *OF_GRADIENTS}
 SURVIVES_LOSSES = {name: rule for name, rule in RULES.items() if name not in WITHOUT_LOSSES}
 WAITS = {name: rule for name, rule in RULES.items() if not rule.delayed}

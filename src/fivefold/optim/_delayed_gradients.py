@@ -87,6 +87,9 @@ class DelayedGradients(OuterRule):
             hint = "accumulate gradients over several batches, or use DelayCorrected"
             raise ConfigurationError(message, hint=hint)
         super().__post_init__()
+        if self.synchronous_start or self.synchronous_end:
+            message = "DelayedGradients has no local steps that could be synchronous"
+            raise ConfigurationError(message, hint="use DDP for the first or last steps")
         if self.max_norm is not None and not (_is_number(self.max_norm) and self.max_norm > 0):
             raise ConfigurationError(f"max_norm must be a positive number; got {self.max_norm!r}")
         if not (_is_number(self.extrapolation) and 0 <= self.extrapolation <= 1):

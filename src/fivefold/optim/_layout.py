@@ -7,6 +7,7 @@ at the start.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -99,11 +100,13 @@ def late_fragment(
     share = RowShare() if worker is None else worker.share
     left = first.tau - first.steps_in_round
     kind = GradientFragment if rule.merge == "gradients" else Fragment
+    schedule = _schedule(rule, tau=first.tau, first_round_steps=left)
+    schedule.total_steps = first.total_steps
     return kind(
         index,
         flat_groups(parameters, extras=extras, share=share, device=context.outer_device),
         averaged=[],
-        schedule=_schedule(rule, tau=first.tau, first_round_steps=left),
+        schedule=schedule,
         context=context,
     )
 
@@ -119,7 +122,16 @@ def _schedule(rule: OuterRule, *, tau: int, first_round_steps: int) -> RoundSche
         first_round_steps=first_round_steps,
         first_round_synchronous=rule.bootstrap == "sync",
         always_sends=rule.keeps_local or uneven,
+        synchronous_until=rule.synchronous_start,
+        synchronous_from=_first_of_the_end(rule),
     )
+
+
+def _first_of_the_end(rule: OuterRule) -> float:
+    """Return the last step before the synchronous ones at the end."""
+    if rule.total_steps is None or not rule.synchronous_end:
+        return math.inf
+    return rule.total_steps - rule.synchronous_end
 
 
 def _cut(parameters: list[torch.nn.Parameter], number: int) -> list[list[torch.nn.Parameter]]:

@@ -303,6 +303,7 @@ class FragmentState:
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
         self._weighted = False
         self._finite = True
+        self._exact = False  # whether the boundary takes the plain mean
         self._untold = 0  # of a lost all-reduce: others still have to be told
         self._others_lr: float | None = None
         self._optimizer: OuterOptimizerStep | None = None

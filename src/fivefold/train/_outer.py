@@ -53,7 +53,7 @@ _RULES: dict[str, type[OuterRule]] = {
 _RULE_KEYS = (
     *("tau", "outer_lr", "outer_momentum", "staleness", "units", "bootstrap", "pull"),
     *("fragments", "delay_steps", "keep", "options", "hidden"),
-    *("extrapolation", "ramp_steps"),
+    *("extrapolation", "ramp_steps", "synchronous_start", "synchronous_end"),
 )
 _DETAILS = (
     "round",
@@ -74,10 +74,11 @@ class OuterMethod(Method):
         optimizer: torch.optim.Optimizer,
         ranks: Ranks,
         max_norm: float,
+        total_steps: int | None,
     ) -> None:
         super().__init__(model)
         self._told_round = -1
-        rule = make_rule(config)
+        rule = make_rule(config, total_steps=total_steps)
         self._clips_later = isinstance(rule, DelayedGradients)
         if isinstance(rule, DelayedGradients) and math.isfinite(max_norm):
             rule = dataclasses.replace(rule, max_norm=max_norm)
@@ -169,10 +170,12 @@ def _all_reduce_name(all_reduce: AllReduceRecord) -> str:
     return f"all-reduce round {all_reduce.round}{fragment}{' (lost)' if all_reduce.lost else ''}"
 
 
-def make_rule(config: SyncConfig) -> OuterRule:
-    """Return the configured outer rule."""
+def make_rule(config: SyncConfig, *, total_steps: int | None = None) -> OuterRule:
+    """Return the configured outer rule of a run of so many steps."""
     given = {name: getattr(config, name) for name in _RULE_KEYS}
     settings = {name: value for name, value in given.items() if value is not None}
+    if config.synchronous_end:
+        settings["total_steps"] = total_steps
     if config.clip is not None:
         settings["clip"] = None if math.isinf(config.clip) else config.clip
     if config.auto_tau is not None:

@@ -18,7 +18,10 @@ from fivefold.errors import ConfigurationError
 from fivefold.runs import Section
 from fivefold.runs.config import Count, Momentum, Positive, Share, Text
 
-_ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16}
+_ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16} | {
+    "synchronous_start": 0,
+    "synchronous_end": 0,
+}
 _HIDDEN_ROUNDS = _ROUNDS | {"auto_tau": None}
 _NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
@@ -165,6 +168,10 @@ class SyncConfig(Section):
     """share of an update's last change that is added to it, from 0 to 1"""
     ramp_steps: Positive | None = None
     """steps over which the extrapolation comes in"""
+    synchronous_start: Count | None = None
+    """local steps at the start after each of which all ranks wait for their mean"""
+    synchronous_end: Count | None = None
+    """the same at the end of the run"""
     check_every_rounds: Count | None = None
     """rounds between two checks that all ranks are equal; 0 for never"""
 
