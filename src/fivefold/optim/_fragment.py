@@ -64,7 +64,9 @@ class Fragment(FragmentState):
         if launched is not None and landed is not None:
             has_steps = boundary.launched_round is not None and self.schedule.ended_steps > 0
             self._state.weight = self._weight_after(landed, has_steps=has_steps)
-        step_s = 0.0 if launched is None else self._step_s(started_s)
+        step_s = 0.0 if launched is None else self._step_s(started_s, waited_before_s)
+        if step_s > 0:
+            self._shared.meter.step_times_s.append(step_s)
         anchor_hash = self._hash_if_due(launched)
         settles = boundary.drains and launched is None
         self._merge(landed, send=launched is not None, settles=settles, waits=waits)
@@ -74,7 +76,7 @@ class Fragment(FragmentState):
             self._settle()
         ended_s = time.perf_counter()
         if launched is not None:
-            self._round_began_s = ended_s
+            self._round_began_s, self._waited_before_s = ended_s, meter.exposed_wait_s
         meter.boundary_s += ended_s - started_s - (meter.exposed_wait_s - waited_before_s)
 
     def _settle(self) -> None:
@@ -409,12 +411,15 @@ class Fragment(FragmentState):
     def _inner_lr(self) -> float:
         return self._shared.inner_lr() if self._others_lr is None else self._others_lr
 
-    def _step_s(self, now_s: float) -> float:
-        """Return seconds per local step since the last launch; 0 where that is not known."""
+    def _step_s(self, now_s: float, waited_s: float) -> float:
+        """Return seconds per local step since the last launch; 0 where that is not known.
+
+        Waits in between, for another fragment or in the middle of a round, are not part of a step.
+        """
         steps = self.schedule.ended_steps
         if self._round_began_s is None or steps == 0:
             return 0.0
-        return (now_s - self._round_began_s) / steps
+        return (now_s - self._round_began_s - (waited_s - self._waited_before_s)) / steps
 
     def _hash_if_due(self, launched_round: int | None) -> int:
         every = self._shared.check_every_rounds

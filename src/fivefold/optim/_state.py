@@ -296,6 +296,7 @@ class FragmentState:
         self._state = OuterState(own_share=1.0 / context.transport.world_size)
         self._in_flight: InAllReduce | None = None
         self._round_began_s: float | None = None
+        self._waited_before_s = 0.0
         device = groups[0].anchor.device
         self._metadata = Metadata(context.transport.world_size, device=device)
         self._side: torch.cuda.Stream | None = None

@@ -292,13 +292,20 @@ class OuterSync:
                     tensor.copy_(value)
 
     def statistics(self) -> SyncStatistics:
-        """Return the totals since the start (over resumes too) as a frozen record."""
+        """Return the totals since the start (over resumes too) as a frozen record.
+
+        Printed it is a short table, which says what to change.
+        """
         schedule = self._fragments[0].schedule
         return self._meter.snapshot(
             steps=self._steps,
             rounds=sum(fragment.schedule.round for fragment in self._fragments),
             tau=schedule.tau,
             tau_changes=0 if self._tau is None else self._tau.changes,
+            rule=self._rule.name,
+            fragments=self._rule.num_fragments,
+            delay_steps=(self._rule.delay_steps or schedule.tau) if self._rule.delayed else 0,
+            codec=self._codec,
         )
 
     def all_reduces(self) -> list[AllReduceRecord]:

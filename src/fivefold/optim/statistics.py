@@ -5,11 +5,16 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
 
+from fivefold.optim._advice import advice, exposed_share
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._update import Number
+from fivefold.units import format_bytes, format_duration_s
 
 _KEPT_RECORDS = 4096
+_KEPT_TIMES = 64
 _RUNNING_GAP_DECAY = 0.8
 
 
@@ -67,6 +72,12 @@ class SyncStatistics:
         lost_all_reduces: All-reduces that were lost and sent again.
         left_out_payloads: Payloads, of any rank, that were left out of a sum because they were not
             finite.
+        rule: Name of the rule.
+        fragments: Parts of the model with moments of their own.
+        delay_steps: Local steps behind which an all-reduce is hidden; 0 where it is waited for.
+        codec: How payloads travel.
+        step_s: Seconds of one local step, the median of the last rounds; None before the first.
+        all_reduce_s: Seconds of one all-reduce as this rank saw it, the median of the last ones.
 
     Examples:
         >>> StatisticsMeter().snapshot(steps=0, rounds=0, tau=8).merged_rounds
@@ -89,6 +100,35 @@ class SyncStatistics:
     tau_changes: int
     lost_all_reduces: int
     left_out_payloads: int
+    rule: str = ""
+    fragments: int = 1
+    delay_steps: int = 0
+    codec: str = "fp32"
+    step_s: float | None = None
+    all_reduce_s: float | None = None
+
+    def advice(self) -> list[str]:
+        """Return what the measured times say should be changed, most urgent first."""
+        return advice(self)
+
+    def __str__(self) -> str:
+        parts = f", {self.fragments} fragments" if self.fragments > 1 else ""
+        late = "waits" if not self.delay_steps else f"merged {self.delay_steps} steps late"
+        sent_per_step = self.sent_bytes / max(self.steps, 1)
+        waited = format_duration_s(self.exposed_wait_s)
+        lines = [
+            f"{self.rule}: tau {self.tau}{parts}, {late}, {self.codec}",
+            f"  {self.steps} steps, {self.rounds} rounds, {self.merged_rounds} merged",
+            f"  step {_duration(self.step_s)}, all-reduce {_duration(self.all_reduce_s)}",
+            f"  sent {format_bytes(self.sent_bytes)}, {format_bytes(sent_per_step)} per step",
+            f"  waited {waited}, {exposed_share(self):.1%} of the time",
+        ]
+        lines += [f"  -> {line}" for line in self.advice() or ["nothing to change"]]
+        return "\n".join(lines)
+
+
+def _duration(seconds: float | None) -> str:
+    return "not measured yet" if seconds is None else format_duration_s(seconds)
 
 
 @dataclass(kw_only=True)
@@ -109,6 +149,8 @@ class StatisticsMeter:
     clipped: Number = 0
     elements: int = 0
     all_reduces: deque[AllReduceRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
+    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
+    all_reduce_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
 
     def add_all_reduce(self, all_reduce: AllReduceRecord) -> None:
         """Count one waited-for all-reduce."""
@@ -116,7 +158,8 @@ class StatisticsMeter:
         self.payload_bytes += all_reduce.payload_bytes
         self.sent_bytes += all_reduce.sent_bytes
         self.lost_all_reduces += all_reduce.lost
-        self.in_flight_s += all_reduce.completed_at_s - all_reduce.launched_at_s
+        self.all_reduce_times_s.append(all_reduce.completed_at_s - all_reduce.launched_at_s)
+        self.in_flight_s += self.all_reduce_times_s[-1]
         self.exposed_wait_s += all_reduce.wait_ended_at_s - all_reduce.wait_started_at_s
 
     def add_merge(self, *, gap: float, clipped: Number, elements: int) -> None:
@@ -136,9 +179,9 @@ class StatisticsMeter:
         return taken
 
     def snapshot(
-        self, *, steps: int, rounds: int, tau: int, tau_changes: int = 0
+        self, *, steps: int, rounds: int, tau: int, tau_changes: int = 0, **setting: Any
     ) -> SyncStatistics:
-        """Return the totals as a frozen record."""
+        """Return the totals as a frozen record; ``setting`` is rule, fragments, delay and codec."""
         merged = self.merged_rounds
         self.clipped = int(self.clipped)
         overlap = None
@@ -161,12 +204,15 @@ class StatisticsMeter:
             tau_changes=tau_changes,
             lost_all_reduces=self.lost_all_reduces,
             left_out_payloads=self.left_out_payloads,
+            step_s=median(self.step_times_s) if self.step_times_s else None,
+            all_reduce_s=median(self.all_reduce_times_s) if self.all_reduce_times_s else None,
+            **setting,
         )
 
     def state(self) -> dict[str, float | int | None]:
         """Return the numbers that a resumed run continues from."""
         self.clipped = int(self.clipped)
-        return {name: value for name, value in vars(self).items() if name != "all_reduces"}
+        return {name: value for name, value in vars(self).items() if not isinstance(value, deque)}
 
     def restore(self, state: dict[str, float | int | None]) -> None:
         """Set the numbers from ``state()``."""
