@@ -71,7 +71,7 @@ class SyncStatistics:
         tau_changes: How often the automatic tau was changed.
         lost_all_reduces: All-reduces that were lost and sent again.
         left_out_payloads: Payloads, of any rank, that were left out of a sum because they were not
-            finite.
+            finite or outlying.
         rule: Name of the rule.
         fragments: Parts of the model with moments of their own.
         delay_steps: Local steps behind which an all-reduce is hidden; 0 where it is waited for.
