@@ -52,8 +52,10 @@ CASES = [
     (
         {"all_reduce_s": 0.11},
         [
-            "an all-reduce takes 1.1 steps: tau=2 would hide it too, and a shorter round learns "
-            "better",
+            (
+                "an all-reduce takes 1.1 steps: tau=2 would hide it too, and a shorter round "
+                "learns better"
+            ),
         ],
     ),
     (
