@@ -82,7 +82,7 @@ METHODS: dict[str, Method] = {
         rule=lambda: DelayedGradients(max_norm=CLIP_NORM, extrapolation=1.0)
     ),
     "Local SGD tau 8": Method(rule=lambda: LocalSGD(tau=8), hides=False),
-    "delay-corrected tau 8, whole": Method(rule=lambda: DelayCorrected(tau=8)),
+    "delay-corrected tau 8, whole": _fragments(8, 1),
     "CO2 tau 8": Method(rule=lambda: CO2(tau=8, outer_lr=0.5, outer_momentum=0.0)),
     "Streaming DiLoCo tau 8, 8 fragments": Method(
         rule=lambda: StreamingDiLoCo(tau=8, fragments=8, outer_momentum=0.5)
@@ -90,8 +90,8 @@ METHODS: dict[str, Method] = {
     "delay-corrected tau 2, 2 fragments, int8": _fragments(2, 2, "int8"),
     "delay-corrected tau 8, 8 fragments, int8": _fragments(8, 8, "int8"),
     "delay-corrected tau 8, 8 fragments, int4": _fragments(8, 8, "int4"),
-    "delayed gradients, int4": Method(
-        rule=lambda: DelayedGradients(max_norm=CLIP_NORM), codec="int4"
+    "delayed gradients, extrapolated, int4": Method(
+        rule=lambda: DelayedGradients(max_norm=CLIP_NORM, extrapolation=1.0), codec="int4"
     ),
     "delay-corrected tau 8, 4 fragments": _fragments(8, 4),
     "delay-corrected tau 32, 8 fragments": _fragments(32, 8),
