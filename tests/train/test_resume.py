@@ -17,7 +17,7 @@ METHODS = {
     "diloco": {},
     "co2": {},
     "co2 int8": {"codec": "int8"},
-    "co2 muon": {},
+    "co2 muon": {"average_states": {"momentum_buffer": 1, "exp_avg_sq": 2}},
     "delay_corrected": {},
     "delay_corrected int4": {"codec": "int4"},
     "overlap_local_sgd": {},

@@ -78,6 +78,7 @@ class OuterMethod(Method):
                 optimizer,
                 rule=make_rule(config),
                 codec=config.codec or "fp32",
+                average_states=config.average_states,
                 timeout_s=ranks.timeout_s,
                 check_every_rounds=config.check_every_rounds or 0,
             )
@@ -152,7 +153,8 @@ class OuterMethod(Method):
 
 
 def _all_reduce_name(all_reduce: AllReduceRecord) -> str:
-    fragment = f", fragment {all_reduce.fragment}" if all_reduce.fragment else ""
+    number = all_reduce.fragment
+    fragment = f", fragment {number}" if number > 0 else ", optimizer state" if number else ""
     return f"all-reduce round {all_reduce.round}{fragment}{' (lost)' if all_reduce.lost else ''}"
 
 

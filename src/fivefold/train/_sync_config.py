@@ -18,7 +18,12 @@ from fivefold.errors import ConfigurationError
 from fivefold.runs import Section
 from fivefold.runs.config import Count, Momentum, Positive, Share, Text
 
-_ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16}
+_ROUNDS: dict[str, Any] = {
+    "tau": 8,
+    "codec": "fp32",
+    "check_every_rounds": 16,
+    "average_states": None,
+}
 _HIDDEN_ROUNDS = _ROUNDS | {"auto_tau": None}
 _NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
@@ -158,6 +163,8 @@ class SyncConfig(Section):
     """table of the outer optimizer's arguments"""
     hidden: bool | None = None
     """true for an outer optimizer whose all-reduce runs behind the next round"""
+    average_states: dict[str, Positive] | None = None
+    """table of optimizer states that are averaged too, each with the rounds between two means"""
     check_every_rounds: Count | None = None
     """rounds between two checks that all ranks are equal; 0 for never"""
 
@@ -185,6 +192,9 @@ class SyncConfig(Section):
             message = f'sync.tau "auto" needs a method that hides whole rounds; got {self.method}'
             hint = f"use {', '.join(_AUTO)}, or give sync.tau as a number"
             raise ConfigurationError(message, hint=hint)
+        if self.average_states and self.tau == "auto":
+            message = 'sync.average_states needs rounds of a known length; got sync.tau "auto"'
+            raise ConfigurationError(message, hint="give sync.tau as a number")
         if self.auto_tau is not None and self.tau != "auto":
             message = f'[sync.auto_tau] is for sync.tau = "auto"; got tau = {self.tau}'
             raise ConfigurationError(message, hint='set sync.tau = "auto", or drop the table')
