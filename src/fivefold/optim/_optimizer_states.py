@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._delayed_gradients import DelayedGradients
 from fivefold.optim._flat import FlatGroup, Piece, flat_groups
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._schedule import RoundSchedule
@@ -196,14 +197,13 @@ def state_fragments(
     if not periods:
         return []
     rule, worker = context.rule, context.worker
-    if rule.auto_tau is not None or may_lose or (worker is not None and worker.splits):
-        why = (
-            'tau="auto"'
-            if rule.auto_tau is not None
-            else "a transport that may lose a round"
-            if may_lose
-            else "shard_group"
-        )
+    unfit = {
+        'tau="auto"': rule.auto_tau is not None,
+        "DelayedGradients, whose optimizer states are equal": isinstance(rule, DelayedGradients),
+        "a transport that may lose a round": may_lose,
+        "shard_group": worker is not None and worker.splits,
+    }
+    for why in (why for why, found in unfit.items() if found):
         message = f"average_states cannot be used with {why}"
         raise ConfigurationError(message, hint="leave average_states out")
     for name, period in periods.items():
