@@ -87,8 +87,8 @@ class OuterSync:
             for all. A group of the same ranks is made for the engine alone.
         shard_group: Ranks that act as one worker and hold the same parameters; None where a worker
             is one rank, or where the parameters say it themselves.
-        codec: How payloads travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", or a
-            codec object; what a codec loses is sent with the next round (error feedback).
+        codec: How payloads travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", "topk",
+            or a codec object; what a codec loses is sent with the next round (error feedback).
         outer_device: "same" keeps the outer state beside the parameters, "cpu" in the host's memory
             (pinned), from where it is also sent: with parameters on a GPU the process group then
             needs a backend for CPU tensors, such as ``init_process_group("cpu:gloo,cuda:nccl")``.

@@ -137,7 +137,7 @@ class SyncConfig(Section):
     """local steps per round, or "auto" for as few as hide the communication"""
     auto_tau: AutoTauConfig | None = None
     """table of the bounds of tau = "auto\""""
-    codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] | None = None
+    codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"] | None = None
     """form of the numbers on the wire"""
     outer_lr: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     """learning rate of the outer step, at most 10; 1 takes the mean of the ranks"""
