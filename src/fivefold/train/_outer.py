@@ -90,6 +90,7 @@ class OuterMethod(Method):
                 codec=config.codec or "fp32",
                 average_states=config.average_states,
                 timeout_s=ranks.timeout_s,
+                outlier_factor=config.outlier_factor,
                 check_every_rounds=config.check_every_rounds or 0,
             )
 
