@@ -64,7 +64,22 @@ class Columns:
     @functools.cached_property
     def layer(self) -> dict[str, Floats]:
         """Costs of the mean layer, as ``LayerCost`` names them."""
-        return self._costs[0]
+        layer = self._costs[0]
+        share = self.share_of_layers("recompute_layers")
+        if (share == 1.0).all() or not self.table.columns["recompute"].any():
+            return layer
+        # Some layers of a stage store what the others compute again.
+        storing = dict(self.table.columns)
+        storing["recompute"] = np.zeros_like(storing["recompute"])
+        stored = Columns(self.model, self.device, self.fabric, PlanTable(storing)).layer
+        blend = {name: share * layer[name] + (1 - share) * stored[name] for name in _COSTS}
+        return {**blend, "working_bytes": layer["working_bytes"]}
+
+    def share_of_layers(self, name: str) -> Floats:
+        """Share of a stage's layers that a number of layers is; 0 stands for all."""
+        chosen = self.table.columns[name]
+        each = np.maximum(self.model.num_layers / self.table.pipeline, 1.0)
+        return np.where(chosen == 0, 1.0, np.minimum(chosen / each, 1.0))
 
     @functools.cached_property
     def head(self) -> dict[str, Floats]:
@@ -79,7 +94,7 @@ class Columns:
         _, place_id = np.unique(place, return_inverse=True)
         ranks, ranks_id = np.unique(self.num_gpus, return_inverse=True)
         key = place_id.astype(np.int64) * len(ranks) + ranks_id
-        for name, size in zip(_KEYED, (2**14, 2, 2, 4, 4, 4), strict=True):
+        for name, size in zip(_KEYED, (2**14, 2, 2, 4, 4, 8), strict=True):
             key = key * size + t.columns[name]
         _, first, index = np.unique(key, return_index=True, return_inverse=True)
         costs, heads = [], []

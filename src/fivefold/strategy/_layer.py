@@ -6,6 +6,7 @@ costs are computed once each, here, and looked up by both evaluators.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -18,12 +19,15 @@ from fivefold.strategy._operators import (
     layer_operators,
     tokens_of,
 )
-from fivefold.strategy.cluster import DeviceSpec, gemm_time_s, memory_time_s
+from fivefold.strategy.cluster import MATRIX_BYTES, DeviceSpec, gemm_time_s, memory_time_s
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
 from fivefold.tasks.schedule import exposed_s
 
-_CAST_BYTES = 4.0
+_ALIGNED = 8
+_LOGIT_BYTES = 4.0
+NARROW = ("fp8", "mxfp8", "nvfp4")
+"""Types of products whose inputs are cast from 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,20 +117,52 @@ def layer_cost(
 ) -> LayerCost:  # fmt: skip
     """Cost of one layer."""
     operators = layer_operators(model, key.shape(device), expert_layer=expert_layer)
-    stored = sum(op.stored_bytes for op in operators)
-    scores = sum(op.stored_bytes for op in operators if op.scores)
+    stored = sum(_stored_bytes(op, device, key.dtype) for op in operators)
+    dropped = 0.0
+    if key.recompute == "selective":
+        dropped = sum(
+            _stored_bytes(op, device, key.dtype) for op in operators if _is_dropped(op, device)
+        )
     inputs = ELEMENT_BYTES * tokens_of(model, key.shape(device)) * model.hidden
-    kept = stored - (scores if key.recompute == "selective" else 0.0)
+    kept = stored - dropped
     if key.sequence_parallel and not key.regather:
         # Two inputs of column-parallel products are kept whole instead of gathered again.
         kept += 2 * inputs * (1 - 1 / key.tensor)
+    if key.recompute == "selective" and device.selective_products:
+        kept = min(
+            kept, _every_second_product(inputs / key.shape(device).sequence_split, operators)
+        )
+        dropped = stored - kept
     if key.recompute == "full":
-        split = key.tensor if key.sequence_parallel else 1
-        kept = inputs / split
+        kept = inputs / (key.tensor if key.sequence_parallel or device.splits_checkpoints else 1)
+        dropped = stored
     cost = _timed(device, fabric, key=key, operators=operators, causal=model.causal)
-    working = stored if key.recompute == "full" else scores * (key.recompute == "selective")
     fields = {name: getattr(cost, name) for name in cost.__dataclass_fields__}
-    return LayerCost(**{**fields, "stored_bytes": kept, "working_bytes": working})
+    return LayerCost(**{**fields, "stored_bytes": kept, "working_bytes": dropped})
+
+
+def _stored_bytes(op: Operator, device: DeviceSpec, dtype: str) -> float:
+    """What an operator keeps for backward: inputs of narrow products are kept narrow.
+
+    Attention keeps its own result in 16 bits, beside the narrow copy that its projection keeps.
+    """
+    if op.kind != "gemm" or op.name == "router" or dtype not in NARROW:
+        return op.stored_bytes
+    share = device.input_bytes_fp8 * MATRIX_BYTES[dtype] / ELEMENT_BYTES
+    return op.stored_bytes * (share + (1.0 if op.name == "attention projection" else 0.0))
+
+
+def _is_dropped(op: Operator, device: DeviceSpec) -> bool:
+    """Whether selective recomputation computes an operator's stored inputs again."""
+    drops = device.selective_drops.split()
+    return (op.scores and "scores" in drops) or op.after in drops
+
+
+def _every_second_product(input_bytes: float, operators: tuple[Operator, ...]) -> float:
+    """Bytes of a layer's input, of half of its products' outputs and of attention's output."""
+    outputs = sum(op.batch * op.m * op.n for op in operators if op.kind == "gemm")
+    attention = sum(op.m * op.k for op in operators if op.kind == "attention")
+    return input_bytes + ELEMENT_BYTES * (outputs / 2 + attention)
 
 
 def mean_layer_cost(
@@ -154,18 +190,37 @@ def head_cost(
     """Cost of the last norm, the head and the loss; they are never recomputed."""
     if model.stages:
         return LayerCost()
-    operators = head_operators(model, key.shape(device))
-    plain = LayerKey(**{**vars(key), "recompute": "none"})
+    operators = tuple(_loss_of(op, device) for op in head_operators(model, key.shape(device)))
+    # Recipes of narrow types leave the head in 16 bits.
+    dtype = "bf16" if key.dtype in NARROW else key.dtype
+    plain = LayerKey(**{**vars(key), "recompute": "none", "dtype": dtype})
     cost = _timed(device, fabric, key=plain, operators=operators, causal=model.causal)
     fields = {name: getattr(cost, name) for name in cost.__dataclass_fields__}
     return LayerCost(**{**fields, "stored_bytes": sum(op.stored_bytes for op in operators)})
+
+
+def _loss_of(op: Operator, device: DeviceSpec) -> Operator:
+    """The loss as the stack computes it; operators count 32-bit logits, kernel by kernel.
+
+    One fused kernel reads narrow logits twice and writes their gradient over them once.
+    """
+    if op.name != "loss":
+        return op
+    width = device.loss_bytes / _LOGIT_BYTES
+    stored = op.stored_bytes * width / device.loss_chunks
+    if device.loss_bytes >= _LOGIT_BYTES:
+        return dataclasses.replace(op, stored_bytes=stored)
+    logits = op.stored_bytes * width
+    return dataclasses.replace(
+        op, stored_bytes=stored, moved_bytes=3 * logits, backward_moved_bytes=2 * logits, kernels=2
+    )
 
 
 def _timed(
     device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...],
     causal: bool,
 ) -> LayerCost:  # fmt: skip
-    total, again = _Times(), 0.0
+    total, again, remade_s = _Times(), 0.0, 0.0
     products = _Times()
     for op in operators:
         times = _operator_times(device, op, dtype=key.dtype, causal=causal)
@@ -174,6 +229,10 @@ def _timed(
             products = products.plus(times)
         if op.scores or op.kind == "attention":
             again += times.forward_s
+        elif op.after and _is_dropped(op, device):
+            remade_s += memory_time_s(device, 2 * op.stored_bytes) + device.kernel_gap_s
+        if op.after == "expands" and "latent" in device.selective_drops:
+            remade_s += times.forward_s
     tensor = _tensor_times(device, fabric, key=key, operators=operators, products=products)
     context = _context_times(device, fabric, key=key, operators=operators, causal=causal)
     exchange = _exchange_times(fabric, key=key, operators=operators)
@@ -186,10 +245,10 @@ def _timed(
     whole_s = max(forward_s - skipped_s, floor_s * (key.recompute == "full"))
     recompute_s = {"none": 0.0, "selective": again, "full": whole_s}[key.recompute]
     if key.recompute == "selective":
-        fp8 = key.dtype == "fp8"
+        fp8 = key.dtype in NARROW
         share = device.selective_products_fp8 if fp8 else device.selective_products
         # Nothing of fused attention's scores is stored, so nothing of them is computed again.
-        recompute_s = again * (not device.fused_attention) + share * products.forward_s
+        recompute_s = again * (not device.fused_attention) + share * products.forward_s + remade_s
     repeated = 2.0 if key.recompute == "full" else 1.0
     backward_s = total.input_s + total.weight_s + sent.input_s + sent.weight_s
     waiting_s = max(floor_s - backward_s, 0.0)
@@ -248,10 +307,13 @@ def _product_times(device: DeviceSpec, op: Operator, *, dtype: str) -> _Times:
         device, m=op.k, n=op.n, k=op.m, batch=op.batch, dtype=dtype,
         output_bytes=2.0 * device.gradient_bytes,
     )  # fmt: skip
-    if dtype == "fp8":
+    if dtype in NARROW:
         # Inputs and their gradients are read at 16 bits and written twice, once transposed.
-        forward_s += memory_time_s(device, _CAST_BYTES * op.batch * op.m * op.k)
-        input_s += memory_time_s(device, _CAST_BYTES * op.batch * op.m * op.n)
+        reads = 1 + (dtype == "nvfp4" or (dtype == "fp8" and device.current_scaling))
+        reads += dtype == "nvfp4"  # and once for the Hadamard transform of weight gradients
+        cast = reads * ELEMENT_BYTES + 2 * MATRIX_BYTES[dtype]
+        forward_s += memory_time_s(device, cast * op.batch * op.m * op.k)
+        input_s += memory_time_s(device, cast * op.batch * op.m * op.n)
     return _Times(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
 
 
@@ -269,6 +331,9 @@ def _attention_times(device: DeviceSpec, op: Operator, *, causal: bool) -> _Time
         )
     scores_s = gemm_time_s(device, m=op.m, n=op.n, k=op.k, batch=op.batch)
     values_s = gemm_time_s(device, m=op.m, n=op.k, k=op.n, batch=op.batch)
+    if device.unaligned_efficiency and op.k % _ALIGNED:
+        least_s = op.flops / 2 / (device.peak_flops * device.unaligned_efficiency)
+        scores_s, values_s = max(scores_s, least_s), max(values_s, least_s)
     return _Times(forward_s=scores_s + values_s, input_s=2 * (scores_s + values_s))
 
 

@@ -37,7 +37,10 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One forward operator of a layer on one GPU, and what its backward does."""
+    """One forward operator of a layer on one GPU, and what its backward does.
+
+    ``after`` names what its stored input is computed from, where recomputing that alone is known.
+    """
 
     name: str
     kind: Literal["gemm", "attention", "memory", "message"]
@@ -50,6 +53,7 @@ class Operator:
     backward_moved_bytes: float = 0.0
     stored_bytes: float = 0.0
     scores: bool = False
+    after: str = ""
     message: str = ""
     message_bytes: float = 0.0
     kernels: int = 1
@@ -125,6 +129,7 @@ def _attention_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator,
     return (
         Operator(
             name="query, key, value", kind="gemm", m=tokens, n=queries + 2 * keys, k=h,
+            after="norm",
             stored_bytes=_input_bytes(model, shape),
         ),
         *(() if model.learned_positions or not model.embeds_tokens else (rotation,)),
@@ -155,6 +160,7 @@ def _core_operators(
             name="attention", kind="attention", flops=flops, moved_bytes=moved,
             backward_moved_bytes=2 * moved, stored_bytes=inputs + statistics,
             m=tokens, n=model.seq_len, k=(queries + values) / 2,
+            after="latent" if model.latent is not None else "",
         )  # fmt: skip
         return (*context, core)
     scores = heads * tokens * model.seq_len
@@ -187,15 +193,16 @@ def _latent_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
     up_stored = ELEMENT_BYTES * tokens * (query_in + lat.kv_rank)
     return (
         Operator(
-            name="compression", kind="gemm", m=tokens, n=down, k=h,
+            name="compression", kind="gemm", m=tokens, n=down, k=h, after="norm",
             stored_bytes=_input_bytes(model, shape),
         ),
         Operator(
-            name="queries", kind="gemm", m=tokens, n=query, k=query_in, stored_bytes=up_stored
+            name="queries", kind="gemm", m=tokens, n=query, k=query_in, stored_bytes=up_stored,
+            after="expands",
         ),
         Operator(
             name="keys, values", kind="gemm", m=tokens, n=heads * model.head_width + value,
-            k=lat.kv_rank,
+            k=lat.kv_rank, after="expands",
         ),
         *_core_operators(model, shape, queries=query, keys=(query + value) / 2, values=value),
         Operator(
@@ -223,7 +230,7 @@ def _feed_forward(
         ),
         Operator(
             name=f"{name} down", kind="gemm", m=rows, n=model.hidden, k=inner, batch=batch,
-            stored_bytes=ELEMENT_BYTES * elements,
+            stored_bytes=ELEMENT_BYTES * elements, after="activation",
         ),
     )  # fmt: skip
 
@@ -232,7 +239,7 @@ def _dense_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...
     inner = model.ffn_width / shape.tensor
     up, *rest = _feed_forward(model, rows=tokens_of(model, shape), inner=inner, name="feed-forward")
     return (
-        _storing(up, _input_bytes(model, shape)),
+        dataclasses.replace(up, stored_bytes=_input_bytes(model, shape), after="norm"),
         *rest,
         *_tensor_message(model, shape, "feed-forward"),
     )

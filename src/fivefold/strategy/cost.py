@@ -120,7 +120,7 @@ def evaluate_plan(
     columns = Columns(model, device, fabric, PlanTable.of([plan]))
     memory = memory_use(columns)
     time = TimeUse(**{name: float(column[0]) for name, column in _time_parts(columns).items()})
-    peak = device.peak_flops_fp8 if plan.dtype == "fp8" else device.peak_flops
+    peak = device.peak_matrix_flops(dtype=plan.dtype)
     flops = plan.global_batch * model.flops_per_sequence()
     return PlanPrediction(
         plan=plan,
@@ -288,6 +288,7 @@ def _offload_s(columns: Columns, layer: dict[str, Floats], stage_s: Floats) -> F
     kept, routed = columns.parameters(1)
     states = kept + routed
     stored = 2.0 * columns.model.num_layers / t.pipeline * layer["stored_bytes"]
+    stored = stored * columns.share_of_layers("offload_layers")
     moved = np.where(t.offload_weights == 1, 2.0 * WEIGHT_BYTES * states, 0.0)
     moved = moved + np.where(t.offload_activations == 1, stored, 0.0)
     waits_s = exposed_s(moved / device.host_bandwidth_bytes_per_s, stage_s)
@@ -309,6 +310,9 @@ def _optimizer_s(columns: Columns, kept: Floats, routed: Floats) -> Floats:
 def _data_s(columns: Columns, kept: Floats, routed: Floats, slow: Floats) -> Floats:
     t, device = columns.table, columns.device
     reduce_s, gather_s = _state_messages_s(columns, kept, routed)
+    starts_s = _bucket_starts_s(columns, kept + routed)
+    reduce_s = reduce_s + np.where(t.zero < 3, starts_s, 0.0)
+    gather_s = gather_s + np.where((t.zero == 1) | (t.zero == 2), starts_s, 0.0)
     tied_s = _tied_s(columns)
     rounds = np.maximum(1.0, np.minimum(t.pipeline, columns.micro_batches) * (1 - 1 / t.virtual))
     rounds = np.where(t.virtual > 1, rounds, 1.0)
@@ -320,6 +324,18 @@ def _data_s(columns: Columns, kept: Floats, routed: Floats, slow: Floats) -> Flo
         )
     plain = (t.data_overlap == 0) | (t.tau > 1)
     return np.where(plain, reduce_s + gather_s + tied_s, hidden_s)
+
+
+def _bucket_starts_s(columns: Columns, parameters: Floats) -> Floats:
+    """What starting a collective for every bucket costs, beyond the first; rings start slowly."""
+    t, device = columns.table, columns.device
+    bucket = np.maximum(
+        device.bucket_parameters, device.bucket_parameters_per_rank * columns.replicas
+    )
+    buckets = np.where(t.data_overlap == 1, np.ceil(parameters / bucket), 1.0)
+    group = columns.group(columns.shards, columns.data_stride)
+    nothing = np.full(len(t), 1.0)
+    return np.maximum(buckets - 1.0, 0.0) * columns.time_s("all_gather", nothing, group)
 
 
 def _tied_s(columns: Columns) -> Floats:

@@ -27,7 +27,7 @@ PipelineSchedule = Literal[
 Recompute = Literal["none", "selective", "full"]
 Overlap = Literal["none", "ring", "pipe"]
 Order = Literal["tcdp", "tcpd"]
-DTYPES = ("bf16", "fp8", "fp32")
+DTYPES = ("bf16", "fp8", "fp32", "mxfp8", "nvfp4")
 WAITING_SCHEDULES = ("gpipe", "1f1b")
 """Schedules whose stages wait for their messages, whatever ``pipeline_overlap`` says."""
 _TWO_CHUNKS = {"zb_v", "v_half", "v_min", "dualpipe_v"}
@@ -51,6 +51,7 @@ class ParallelPlan:
             too, 3 parameters too.
         shard: Ranks that share; None: all data-parallel ones. Fewer is hybrid sharding.
         recompute: What backward computes again instead of reading it.
+        recompute_layers: Layers of a stage that do so, where ``recompute`` is not none; None: all.
         sequence_parallel: Norms and dropouts split over the tensor group.
         regather: Sequence parallelism gathers inputs again in backward instead of storing them.
         tensor_overlap: Tensor communication beside products: in rings, or in pipelined slices.
@@ -58,6 +59,7 @@ class ParallelPlan:
         pipeline_overlap: Stages send beside compute; GPipe and 1F1B wait for their messages anyway.
         offload_weights: Weights live in host memory.
         offload_activations: Stored activations live in host memory.
+        offload_layers: Layers of a stage whose activations do; None: all.
         offload_optimizer: Optimizer states live in host memory.
         tau: Iterations between synchronisations (CO2); 1 is plain data parallelism. More than 1
             changes convergence, so no search turns it on by itself.
@@ -86,6 +88,7 @@ class ParallelPlan:
     zero: int = 0
     shard: int | None = None
     recompute: Recompute = "none"
+    recompute_layers: int | None = None
     sequence_parallel: bool = False
     regather: bool = True
     tensor_overlap: Overlap = "none"
@@ -93,6 +96,7 @@ class ParallelPlan:
     pipeline_overlap: bool = False
     offload_weights: bool = False
     offload_activations: bool = False
+    offload_layers: int | None = None
     offload_optimizer: bool = False
     tau: int = 1
     embedding_layers: bool = False
@@ -114,6 +118,11 @@ class ParallelPlan:
             if getattr(self, name) not in allowed:
                 message = f"{name}={getattr(self, name)!r} is unknown"
                 raise ConfigurationError(message, hint=f"use one of {', '.join(map(str, allowed))}")
+        for name in ("recompute_layers", "offload_layers"):
+            layers = getattr(self, name)
+            if layers is not None and (type(layers) is not int or layers < 1):
+                message = f"{name} must be a positive integer or None; got {layers!r}"
+                raise ConfigurationError(message, hint="layers of a stage; None: all of them")
         problem = _contradiction(self)
         if problem is not None:
             raise ConfigurationError(problem[0], hint=problem[1])
@@ -206,6 +215,16 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
             "give a divisor",
         ),
         (
+            plan.recompute_layers is not None and plan.recompute == "none",
+            "recompute_layers needs recompute other than 'none'",
+            "set recompute to 'full' or 'selective'",
+        ),
+        (
+            plan.offload_layers is not None and not plan.offload_activations,
+            "offload_layers needs offload_activations",
+            "set offload_activations",
+        ),
+        (
             plan.tau > 1 and plan.zero > 1,
             "tau > 1 needs whole gradients and parameters",
             "use zero=0 or 1",
@@ -270,6 +289,7 @@ _FLAGS = {
     "sequence_parallel", "regather", "data_overlap", "pipeline_overlap", "offload_weights",
     "offload_activations", "offload_optimizer", "embedding_layers",
 }  # fmt: skip
+_OPTIONAL = {"shard", "recompute_layers", "offload_layers"}
 _NAMES = tuple(field.name for field in dataclasses.fields(ParallelPlan))
 
 
@@ -341,6 +361,6 @@ def decode(name: str, number: int) -> Any:
         return _WORDS[name][number]
     if name in _FLAGS:
         return bool(number)
-    if name == "shard":
+    if name in _OPTIONAL:
         return number or None
     return number
