@@ -6,7 +6,9 @@ What a table does not print is read in the source's own scripts and named here.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from fivefold.strategy import (
     load_cluster,
     load_model,
 )
+from fivefold.strategy.cluster import DeviceSpec
 from fivefold.strategy.plan import plan_problem
 
 __all__ = ["PublicRow", "read_folder"]
@@ -35,6 +38,7 @@ _IMPOSSIBLE = {"26.02.01 L399", "26.02.01 L401"}
 _OFFLOADED = {
     ("llama3-70b", "GB300"): 20, ("llama3-70b", "GB200"): 40, ("llama3-405b", "GB200"): 92,
 }  # fmt: skip
+_NAMED = ("deepseek-v3", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "kimi-k2")
 _PLAIN: dict[str, Any] = {
     "tied": False, "learned_positions": False, "dropout": False, "biases": False, "gated": True,
 }  # fmt: skip
@@ -52,6 +56,10 @@ class PublicRow:
     measured_s: float | None
     memory_bytes: float | None
     out_of_memory: bool
+
+    def device(self) -> DeviceSpec:
+        """Where it ran."""
+        return _cluster(self.cluster).device
 
     def predict(self) -> tuple[float, float, float] | None:
         """Seconds, bytes and the device's bytes of the fastest candidate; None: not expressible."""
@@ -73,7 +81,13 @@ class PublicRow:
 
 @functools.cache
 def _cluster(name: str) -> Cluster:
-    return load_cluster(name)
+    base, _, release = name.partition("-bridge-")
+    if not release:
+        return load_cluster(name)
+    with tempfile.TemporaryDirectory() as folder:  # the same GPU under the stack of a release
+        path = Path(folder) / "cluster.toml"
+        path.write_text(f'base = "{base}-bridge"\nstack = "megatron-bridge-{release}"\n')
+        return load_cluster(path)
 
 
 def read_folder(folder: Path) -> list[PublicRow]:
@@ -131,6 +145,8 @@ def _preset(table: str, entry: dict[str, str]) -> str:
         return "a100-bigscience" + ("-bf16" if entry["precision"] == "bf16" else "")
     if table == "dlperf":
         return "v100-oneflow" if "OneFlow" in entry["source"] else "v100-dlperf"
+    if "25." in entry["source"] and table == "megatron_bridge":
+        return f"{entry['device'].lower()}-bridge-{entry['source'].split()[-1]}"
     stack = "bridge" if table == "megatron_bridge" else "nemo"
     device = entry["device"].lower()
     return "b200-bridge" if (device, stack) == ("b200", "nemo") else f"{device}-{stack}"
@@ -138,8 +154,19 @@ def _preset(table: str, entry: dict[str, str]) -> str:
 
 def _model(entry: dict[str, str]) -> ModelSpec | None:
     seq = int(entry["seq"])
-    if entry["model"] in {"deepseek-v3", "qwen3-30b-a3b", "qwen3-235b-a22b"}:
-        return load_model(entry["model"], seq_len=seq)
+    if entry["model"] in {
+        "deepseek-v3",
+        "qwen3-30b-a3b",
+        "qwen3-235b-a22b",
+        "gpt-oss-120b",
+        "kimi-k2",
+    }:
+        model = load_model(entry["model"], seq_len=seq)
+        # mtp_num_layers=1 in the recipe of DeepSeek-V3, but for rows that say otherwise.
+        further = entry["model"] == "deepseek-v3" and not any(
+            words in entry["notes"] for words in ("w/o MTP", "tokendrop")
+        )
+        return dataclasses.replace(model, predicted_tokens=int(further))
     if not entry["layers"]:
         return None
     sizes = {key: int(entry[key]) for key in ("hidden", "ffn", "vocab")}
@@ -168,14 +195,24 @@ def _plans(table: str, model: ModelSpec, entry: dict[str, str]) -> list[Parallel
         "dtype": {"fp16": "bf16"}.get(dtype, dtype),
     }  # fmt: skip
     if table in {"bigscience_a100", "dlperf"}:
-        plan |= {"recompute": "full", "embedding_layers": "embedding counts" in entry["notes"]}
+        plan |= {"recompute": "full", "embedding_layers": "embedding counts" in entry["notes"],
+                 "data_overlap": "OneFlow" in entry["source"]}  # fmt: skip
         return _possible(model, [plan])
     plan |= {"sequence_parallel": plan["tensor"] > 1, "data_overlap": True}
+    if model.experts is not None:  # expert_tensor_parallel_size=1 in all recipes
+        plan["expert_tensor"] = 1
     if plan["tensor"] > 1:
         plan["tensor_overlap"] = "pipe"
+    if entry["model"] in {"deepseek-v3", "kimi-k2"} and plan["pipeline"] > 1:
+        plan["embedding_layers"] = True  # its layouts name embedding, prediction and loss
     if virtual > 1:
         plan |= {"virtual": virtual, "schedule": "interleaved", "pipeline_overlap": True}
-        plan["embedding_layers"] = model.num_layers % (virtual * plan["pipeline"]) > 0
+        chunks = virtual * plan["pipeline"]
+        plan.setdefault("embedding_layers", model.num_layers % chunks > 0)
+    # recompute_modules: layernorm and moe_act of GPT-OSS, mla_up_proj of DeepSeek-V3
+    lean = entry["model"] == "gpt-oss-120b" and "300" not in entry["device"]
+    if lean or entry["model"] in {"deepseek-v3", "kimi-k2"}:
+        plan["recompute"] = "selective"
     layers = _OFFLOADED.get((entry["model"], entry["device"]))
     if plan["zero"] == 3 and layers is not None:
         plan |= {"offload_activations": True, "offload_layers": layers}

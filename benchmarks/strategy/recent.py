@@ -10,6 +10,8 @@ Rows that ran must fit into memory, rows that ran out must not.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import random
 import statistics
 from dataclasses import dataclass
@@ -18,11 +20,17 @@ from pathlib import Path
 from benchmarks.results_file import BenchmarkRow
 from benchmarks.strategy._recent_rows import PublicRow, read_folder
 from benchmarks.strategy._rows import TABLES, read_table
-from fivefold.strategy import load_cluster
+from fivefold.strategy import error_bar, load_cluster
+from fivefold.strategy.intervals import Likeness
 
 __all__ = ["judge_rows", "main"]
 
 SEED = 2026
+RESIDUALS = Path(__file__).parents[2] / "src" / "fivefold" / "strategy" / "residuals.json"
+COMMITTED = (
+    "megatron_sc21", "korthikanti", "nvidia_h100", "nvidia_gb200", "megatron_core", "maxtext_h100",
+    "torchtitan", "llmfoundry_a100", "single_points",
+)  # fmt: skip
 # Largest mean error in percent that is aimed at, by the beginning of a group's name.
 TARGETS = {"dense": 5.0, "small": 10.0, "MoE": 10.0, "A100": 10.0, "V100": 10.0}
 WORST = {"dense": 15.0}
@@ -149,6 +157,85 @@ def committed_refusals() -> list[BenchmarkRow]:
     ]  # fmt: skip
 
 
+def write_residuals(folder: Path, path: Path) -> None:
+    """Write the table of errors that error bars are read from.
+
+    Rows for fitting of the folder, and rows of the committed tables that nothing was fitted to.
+    """
+    found: dict[str, list[tuple[str, float]]] = {}
+    for one in halves(read_folder(folder))["fit"]:
+        predicted = one.predict()
+        if predicted is None or one.measured_s is None or one.model is None:
+            continue
+        likeness = Likeness.of(one.model, one.device(), one.plans[0], time_s=one.measured_s)
+        error = math.log(predicted[0] / one.measured_s)
+        for key in likeness.wider():
+            found.setdefault(key, []).append((f"{one.model.name} {one.cluster}", error))
+    for name in COMMITTED:
+        for row in read_table(name):
+            if row.role != "judge" or len(row.plans) > 1:
+                continue
+            cluster = load_cluster(row.cluster)
+            error = math.log(row.predicted(cluster, row.plans[0]).time_s / row.measured_s)
+            likeness = Likeness.of(row.model, cluster.device, row.plans[0], time_s=row.measured_s)
+            pair = f"{row.model.hidden} {row.model.num_layers} {row.cluster}"
+            for key in likeness.wider():
+                found.setdefault(key, []).append((pair, error))
+    groups = {key: _spread(errors) for key, errors in sorted(found.items())}
+    said = "ln(predicted / measured), root mean square: all, and less each pair's mean"
+    path.write_text(json.dumps({"errors": said, "groups": groups}, indent=1) + "\n")
+
+
+def _spread(errors: list[tuple[str, float]]) -> dict[str, float]:
+    pairs: dict[str, list[float]] = {}
+    for pair, error in errors:
+        pairs.setdefault(pair, []).append(error)
+    mean = {pair: statistics.fmean(values) for pair, values in pairs.items()}
+    freedom = max(len(errors) - len(pairs), 1)
+    between = sum((error - mean[pair]) ** 2 for pair, error in errors) / freedom
+    whole = statistics.fmean(error**2 for _, error in errors)
+    return {"count": len(errors), "error": round(math.sqrt(whole), 4),
+            "between_plans": round(math.sqrt(between), 4)}  # fmt: skip
+
+
+def interval_rows(rows: list[PublicRow], half: str) -> list[BenchmarkRow]:
+    """Share of the rows that lie inside their error bars, all and by kind."""
+    inside: dict[str, list[bool]] = {}
+    for row in rows:
+        predicted = row.predict()
+        if predicted is None or row.measured_s is None or row.model is None:
+            continue
+        bar = error_bar(row.model, row.device(), row.plans[0], time_s=predicted[0])
+        low_s, high_s = bar.interval_s(predicted[0])
+        for name in ("all", row.group.split()[0]):
+            inside.setdefault(name, []).append(low_s <= row.measured_s <= high_s)
+    return [
+        BenchmarkRow(case=f"{name}, {len(found)} rows ({half})", unit="%",
+                     metric="rows inside their 90 % interval", ours=100 * statistics.fmean(found))
+        for name, found in inside.items()
+    ]  # fmt: skip
+
+
+def anchor_rows(rows: list[PublicRow], half: str) -> list[BenchmarkRow]:
+    """Mean error of rows of one model and cluster, before and after one of them is the anchor."""
+    pairs: dict[str, list[float]] = {}
+    for row in rows:
+        predicted = row.predict()
+        if predicted is not None and row.measured_s is not None and row.model is not None:
+            pairs.setdefault(f"{row.model.name} {row.cluster}", []).append(
+                predicted[0] / row.measured_s
+            )
+    known = [ratios for ratios in pairs.values() if len(ratios) > 1]
+    before = [abs(ratio - 1) for ratios in known for ratio in ratios[1:]]
+    after = [abs(ratio / ratios[0] - 1) for ratios in known for ratio in ratios[1:]]
+    return [
+        BenchmarkRow(case=f"{len(after)} rows ({half})", unit="%",
+                     metric=f"mean error {when} one row of the pair is the anchor",
+                     ours=100 * statistics.fmean(errors))
+        for when, errors in (("before", before), ("after", after))
+    ]  # fmt: skip
+
+
 def judge_rows(folder: Path, *, half: str = "judge") -> list[BenchmarkRow]:
     """All figures of one half of a folder of public rows.
 
@@ -160,6 +247,7 @@ def judge_rows(folder: Path, *, half: str = "judge") -> list[BenchmarkRow]:
     found = judge(rows)
     left = len(rows) - len(found)
     lines = time_rows(found, half) + memory_rows(found, half)
+    lines += interval_rows(rows, half) + anchor_rows(rows, half)
     lines.append(
         BenchmarkRow(case=f"{len(rows)} rows ({half})", metric="rows that no plan expresses",
                      unit="rows", ours=left)
@@ -173,7 +261,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder with the tables")
     parser.add_argument("--half", choices=("fit", "judge"), default="judge")
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--residuals", action="store_true", help="write the error bars' table")
     arguments = parser.parse_args()
+    if arguments.residuals:
+        write_residuals(arguments.folder, RESIDUALS)
     if arguments.rows:
         for one in judge(halves(read_folder(arguments.folder))[arguments.half]):
             time = "" if one.time_error is None else f"{one.time_error:+6.1f}"

@@ -45,6 +45,7 @@ class LayerKey:
     recompute: str
     tensor_overlap: str
     dtype: str
+    expert_tensor: int | None
 
     @classmethod
     def of(cls, plan: ParallelPlan) -> LayerKey:
@@ -56,14 +57,17 @@ class LayerKey:
             ranks=plan.num_gpus,
             sequence_parallel=plan.sequence_parallel, regather=plan.regather,
             recompute=plan.recompute, tensor_overlap=plan.tensor_overlap, dtype=plan.dtype,
+            expert_tensor=plan.expert_tensor,
         )  # fmt: skip
 
     def shape(self, device: DeviceSpec) -> LayerShape:
         """Return the GPU's share of a layer."""
         return LayerShape(
             micro_batch=self.micro_batch, tensor=self.tensor, context=self.context,
-            expert=self.expert, sequence_parallel=self.sequence_parallel,
+            expert=self.expert, expert_tensor=self.expert_tensor,
+            sequence_parallel=self.sequence_parallel,
             fused_attention=device.fused_attention, imbalance=device.expert_imbalance,
+            expert_passes=device.expert_passes,
         )  # fmt: skip
 
 
@@ -235,8 +239,9 @@ def _timed(
             remade_s += times.forward_s
     tensor = _tensor_times(device, fabric, key=key, operators=operators, products=products)
     context = _context_times(device, fabric, key=key, operators=operators, causal=causal)
-    exchange = _exchange_times(fabric, key=key, operators=operators)
-    floor_s = device.host_kernel_s * sum(op.kernels for op in operators)
+    exchange = _exchange_times(device, fabric, key=key, operators=operators)
+    floor_s = device.host_kernel_s * sum(op.kernels for op in operators if not op.grouped)
+    floor_s += sum(_grouped_host_s(op, device, key.dtype) for op in operators if op.grouped)
     sent = tensor.plus(context).plus(exchange)
     forward_s = max(total.forward_s + sent.forward_s, floor_s)
     skipped_s = 0.0
@@ -261,6 +266,15 @@ def _timed(
         expert_s=repeated * exchange.forward_s + exchange.input_s,
         recompute_s=recompute_s,
     )
+
+
+def _grouped_host_s(op: Operator, device: DeviceSpec, dtype: str) -> float:
+    """The host's time for the products of several experts, which it issues one by one.
+
+    Each has its own casts, and one product forward and two backward: their mean.
+    """
+    casts = {"fp8": 1, "mxfp8": 3, "nvfp4": 3}.get(dtype, 0)  # with scales laid out in tiles
+    return device.expert_kernel_s * op.batch * (1.5 + casts)
 
 
 def _skipped_s(
@@ -397,11 +411,27 @@ def _context_times(
 
 
 def _exchange_times(
-    fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...]
+    device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...]
 ) -> _Times:
-    sizes = [op.message_bytes for op in operators if op.message == "expert"]
-    group = Group(size=key.expert, stride=key.data_stride, ranks=key.ranks)
-    sent_s = sum(
-        collective_time_s(fabric, "all_to_all", size_bytes=size, group=group) for size in sizes
-    )
+    """Dispatch and combine, a copy for each expert or, across nodes, for each node."""
+    messages = [op for op in operators if op.message == "expert"]
+    if not messages:
+        return _Times()
+    stride = key.data_stride if key.expert_tensor is None else 1
+    group = Group(size=key.expert, stride=stride, ranks=key.ranks)
+    inside = max(min(fabric.gpus_per_node // stride, key.expert), 1)
+    sent_s = 0.0
+    for op in messages:
+        if not device.dispatches_by_node or inside == key.expert:
+            sent_s += collective_time_s(
+                fabric, "all_to_all", size_bytes=op.message_bytes, group=group
+            )
+            continue
+        once = op.copies_by_node(key.expert / inside)
+        across_s = collective_time_s(
+            fabric, "all_to_all", size_bytes=once * op.message_bytes, group=group
+        )
+        near = Group(size=inside, stride=stride, ranks=key.ranks)
+        spread_s = collective_time_s(fabric, "all_to_all", size_bytes=op.message_bytes, group=near)
+        sent_s += max(across_s, spread_s)
     return _Times(forward_s=sent_s, input_s=sent_s)

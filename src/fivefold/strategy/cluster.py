@@ -61,6 +61,8 @@ class DeviceSpec(StackSpec):
         memory_efficiency: Share of the memory's peak in element-wise kernels.
         kernel_gap_s: Time between two kernels on the device.
         host_bandwidth_bytes_per_s: To host memory, for offloading.
+        gpu: The GPU, such as ``"h100"``; empty: what ``name`` begins with.
+        anchor: Measured over predicted time of one run, by which all predictions are multiplied.
         sources: Where each constant comes from, by name.
 
     Raises:
@@ -85,6 +87,8 @@ class DeviceSpec(StackSpec):
     memory_efficiency: float = 0.8
     kernel_gap_s: float = 2e-6
     host_bandwidth_bytes_per_s: float = 25e9
+    gpu: str = ""
+    anchor: float = 1.0
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -94,6 +98,7 @@ class DeviceSpec(StackSpec):
         for name in ("gemm_efficiency", "attention_efficiency", "memory_efficiency"):
             check_range(self, name, low=1e-6, high=1.0)
         check_range(self, "kernel_gap_s", low=0.0, high=math.inf)
+        check_range(self, "anchor", low=1e-3, high=1e3)
 
     def peak_matrix_flops(self, *, dtype: str) -> float:
         """Peak of matrix products of ``dtype``.
@@ -277,6 +282,8 @@ def _cluster(table: Mapping[str, Any], *, name: str, bases: tuple[str, ...]) -> 
         values = _read(entry, Tier, _TEXT_TIER, where="tier")
         named = str(values.get("name", ""))
         tiers[named] = tiers.get(named, {}) | values
+    if name in named_clusters():
+        fields["gpu"] = name.partition("-")[0]
     fields |= {"name": table.get("name", name), "sources": tuple(sorted(sources.items()))}
     device = _build(DeviceSpec, fields, where="device")
     fabric = _fabric(table, tiers, name=str(fields["name"]))

@@ -45,6 +45,9 @@ class ParallelPlan:
         pipeline: Stages.
         context: GPUs that split the sequence.
         expert: GPUs that split the experts, out of data x context.
+        expert_tensor: GPUs that split each expert: None for the tensor group, or 1, where the
+            expert group takes GPUs of the tensor group too (``expert`` then divides data x context
+            x tensor).
         virtual: Model chunks of each stage (interleaved schedules).
         schedule: Schedule of the pipeline.
         zero: What data-parallel ranks share instead of copy: 1 optimizer states, 2 gradients
@@ -83,6 +86,7 @@ class ParallelPlan:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    expert_tensor: int | None = None
     virtual: int = 1
     schedule: PipelineSchedule = "1f1b"
     zero: int = 0
@@ -156,13 +160,17 @@ class ParallelPlan:
         replicas = self.data * self.context
         data_stride = inner if self.order == "tcdp" else inner * self.pipeline
         pipe_stride = inner * (replicas if self.order == "tcdp" else 1)
+        expert_stride, expert_ranks, expert_shards = data_stride, replicas, self.shards
+        if self.expert_tensor == 1:
+            expert_stride, expert_ranks = 1, replicas * inner
+            expert_shards = self.shards * inner
         sizes = {
             "tensor": (self.tensor, 1),
             "context": (self.context, data_stride),
             "data": (replicas, data_stride),
-            "expert": (self.expert, data_stride),
-            "expert_data": (max(replicas // self.expert, 1), data_stride * self.expert),
-            "expert_shard": (max(self.shards // self.expert, 1), data_stride * self.expert),
+            "expert": (self.expert, expert_stride),
+            "expert_data": (max(expert_ranks // self.expert, 1), expert_stride * self.expert),
+            "expert_shard": (max(expert_shards // self.expert, 1), expert_stride * self.expert),
             "pipeline": (self.pipeline, pipe_stride),
             "shard": (self.shards, data_stride),
             "replica": (max(replicas // self.shards, 1), data_stride * self.shards),
@@ -178,6 +186,7 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
     """Return the first rule that the plan breaks, and the remedy."""
     unit = plan.data * plan.micro_batch
     replicas = plan.data * plan.context
+    expert_ranks = replicas * (plan.tensor if plan.expert_tensor == 1 else 1)
     rules = (
         (
             plan.global_batch % unit > 0,
@@ -205,9 +214,25 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
             "it splits over the tensor group",
         ),
         (
-            replicas % plan.expert > 0,
-            f"expert={plan.expert} does not divide data x context = {replicas}",
-            "experts are split over those ranks",
+            plan.expert_tensor not in {None, 1},
+            f"expert_tensor={plan.expert_tensor!r} is unknown",
+            "None splits experts by the tensor group, 1 does not split them",
+        ),
+        (
+            expert_ranks % plan.expert > 0,
+            f"expert={plan.expert} does not divide data x context"
+            + (f" x tensor = {expert_ranks}" if plan.expert_tensor else f" = {replicas}"),
+            "experts are split over those ranks; expert_tensor = 1 takes tensor ranks too",
+        ),
+        (
+            plan.expert_tensor == 1 and plan.tensor > 1 and not plan.sequence_parallel,
+            "expert_tensor = 1 needs sequence_parallel",
+            "tensor ranks hold different tokens then",
+        ),
+        (
+            plan.expert_tensor == 1 and plan.tensor > 1 and plan.order != "tcdp",
+            "expert_tensor = 1 needs order 'tcdp'",
+            "expert groups are neighbours then",
         ),
         (
             plan.shards < 1 or replicas % plan.shards > 0,
@@ -257,8 +282,6 @@ def _pipeline_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
     layers = model.num_layers + (2 if plan.embedding_layers else 0)
     if chunks > layers:
         return f"{chunks} pipeline chunks are more than num_layers={model.num_layers}"
-    if plan.virtual > 1 and layers % chunks:
-        return f"pipeline x virtual = {chunks} does not divide {layers} layers"
     if plan.virtual > 1 and plan.pipeline == 1:
         return "virtual stages need pipeline > 1"
     if plan.schedule == "interleaved" and plan.num_micro_batches % plan.pipeline:
@@ -289,7 +312,7 @@ _FLAGS = {
     "sequence_parallel", "regather", "data_overlap", "pipeline_overlap", "offload_weights",
     "offload_activations", "offload_optimizer", "embedding_layers",
 }  # fmt: skip
-_OPTIONAL = {"shard", "recompute_layers", "offload_layers"}
+_OPTIONAL = {"shard", "expert_tensor", "recompute_layers", "offload_layers"}
 _NAMES = tuple(field.name for field in dataclasses.fields(ParallelPlan))
 
 

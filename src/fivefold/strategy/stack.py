@@ -13,6 +13,10 @@ from fivefold.errors import ConfigurationError
 
 __all__ = ["StackSpec"]
 
+_NOT_NEGATIVE = (
+    "host_kernel_s", "expert_kernel_s", "step_overhead_s", "jitter", "reserved_bytes", "loss_bytes",
+    "gradient_bytes", "bucket_parameters_per_rank", "optimizer_state_bytes", "gathered_layers",
+)  # fmt: skip
 _DROPS = ("scores", "norm", "activation", "latent")
 
 
@@ -35,7 +39,7 @@ class StackSpec:
         selective_products: Share of the 16-bit products that selective recomputation repeats.
         selective_products_fp8: The same of 8-bit products.
         host_kernel_s: Time in which the host can issue one kernel: the floor of small layers.
-        graphs: Kernels of a layer are replayed from a CUDA graph, not issued one by one.
+        expert_kernel_s: The same for products of experts, one by one; 0: they are one kernel.
         overlap_slowdown: Share by which compute slows down while communication runs beside it.
         gradient_bytes: Width of gradients in memory, copies of another width included.
         gradient_wire_bytes: Width of gradients when they are reduced.
@@ -55,6 +59,9 @@ class StackSpec:
         fragments: Share of all else that the allocator holds and does not use.
         shard_gather_share: Share of a ring's rate that gathers of shared parameters reach (ZeRO-3).
         splits_stage_messages: Tensor ranks send a share each to the next stage, gathered there.
+        expert_passes: How often tokens are read and written around dispatch and combine, over the
+            sorting alone: padding, scaling by the router's weights, activations that are not fused.
+        dispatches_by_node: A token crosses to a node once, whatever experts it visits there.
         expert_imbalance: Tokens of the fullest rank of an expert group, over the mean.
         slices: Into how many pieces pipelined tensor overlap cuts a product; one stays exposed.
         step_overhead_s: Fixed time of an iteration: data, logging, norms, synchronisation.
@@ -78,7 +85,7 @@ class StackSpec:
     selective_products: float = 0.0
     selective_products_fp8: float = 0.0
     host_kernel_s: float = 1e-5
-    graphs: bool = False
+    expert_kernel_s: float = 0.0
     overlap_slowdown: float = 0.1
     gradient_bytes: float = 4.0
     gradient_wire_bytes: float = 2.0
@@ -97,15 +104,15 @@ class StackSpec:
     fragments: float = 0.0
     shard_gather_share: float = 1.0
     splits_stage_messages: bool = True
+    expert_passes: float = 1.0
+    dispatches_by_node: bool = False
     expert_imbalance: float = 1.0
     slices: int = 4
     step_overhead_s: float = 0.0
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("host_kernel_s", "step_overhead_s", "jitter", "reserved_bytes", "loss_bytes",
-                     "gradient_bytes", "bucket_parameters_per_rank", "optimizer_state_bytes",
-                     "gathered_layers"):  # fmt: skip
+        for name in _NOT_NEGATIVE:
             check_range(self, name, low=0.0, high=math.inf)
         for name in ("fragments", "overlap_slowdown", "selective_products"):
             check_range(self, name, low=0.0, high=1.0)
@@ -114,7 +121,7 @@ class StackSpec:
         if unknown:
             message = f"selective_drops has {', '.join(sorted(unknown))}"
             raise ConfigurationError(message, hint=f"use some of {', '.join(_DROPS)}")
-        for name in ("loss_chunks", "slices", "expert_imbalance"):
+        for name in ("loss_chunks", "slices", "expert_imbalance", "expert_passes"):
             check_range(self, name, low=1.0, high=math.inf)
 
 
