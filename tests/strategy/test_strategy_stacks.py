@@ -8,6 +8,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.strategy import (
     ErrorBar,
     ParallelPlan,
+    SearchSpace,
     anchored,
     error_bar,
     evaluate_plan,
@@ -16,6 +17,7 @@ from fivefold.strategy import (
     megatron_flags,
     named_clusters,
     named_stacks,
+    search_plans,
 )
 
 BRIDGE = load_cluster("gb200-bridge")
@@ -177,3 +179,19 @@ def test_every_device_has_an_error_bar_that_says_of_how_many_rows(name):
         assert bar.count >= 8
         assert bar.equal(3.0, 3.0)
         assert isinstance(bar, ErrorBar)
+
+
+def test_126_layers_have_an_interleaved_plan_of_8_stages():
+    model, cluster = load_model("llama3-405b"), load_cluster("h100-nemo")
+    found = {}
+    for ends in ((False,), (False, True)):
+        space = SearchSpace(
+            num_gpus=512, global_batch=256, tensor=(8,), pipeline=(8,), context=(2,),
+            micro_batch=(1,), zero=(1,), schedules=("interleaved",), sequence_parallel=(True,),
+            tensor_overlap=("pipe",), recompute=("none",), dtypes=("fp8",), embedding_layers=ends,
+        )  # fmt: skip
+        found[ends] = search_plans(model, cluster.device, cluster.fabric, space=space).best[0]
+    best = found[(False, True)]
+    assert best.plan.embedding_layers
+    assert best.plan.virtual > 1
+    assert best.time_s < found[(False,)].time_s

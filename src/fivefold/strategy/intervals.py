@@ -156,8 +156,8 @@ def error_bar(
     )
     count = int(table[key]["count"])
     times = next(t for most, t in _STUDENT if count <= most)
-    # Few rows are weighed with those a little less like it: some of them were fitted.
-    parent = table[keys[min(keys.index(key) + 1, len(keys) - 1)]]
+    # Few rows are weighed with all of their kind: constants were fitted to some of them.
+    parent = table[keys[-1]]
     error, between = (
         times * math.sqrt(
             (count * table[key][name] ** 2 + _FEWEST_ROWS * parent[name] ** 2)
