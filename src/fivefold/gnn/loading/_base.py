@@ -383,6 +383,7 @@ class LoaderStatistics:
         bytes_read: Bytes that these requests moved from the disk.
         cold_bytes: Bytes of the cold rows themselves.
         record_bytes: Bytes of the batch records that were read.
+        edge_bytes: Bytes read for rows of edges; the counts of rows and requests are of nodes.
         fill_bytes: Bytes read to fill the caches.
         fill_s: Seconds that took.
         stage_s: Seconds in each stage of the pipeline, by name.
@@ -397,6 +398,7 @@ class LoaderStatistics:
     bytes_read: int = 0
     cold_bytes: int = 0
     record_bytes: int = 0
+    edge_bytes: int = 0
     fill_bytes: int = 0
     fill_s: float = 0.0
     stage_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
