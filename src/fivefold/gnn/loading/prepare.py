@@ -43,6 +43,7 @@ _PROBE_BYTES = 1 << 30  # of features; for fewer, the disk is measured for a sho
 _PROBE_S = (0.2, 2.0)
 Progress = Callable[[str, int, int], None]
 Text = Callable[[str], None]
+_RECIPE = "recipe.json"
 _LESS = {"training_epochs"}  # of a recipe: no reason to pack again
 
 
@@ -156,7 +157,7 @@ class _Preparation:
             with self._sampled(sampler) as samples:
                 for table in self._tables(samples, folders):
                     self._make(table, show, accept if table.name == "store" else None)
-            write_checked_json(self._recipe_file(), {"parts": self._parts})
+            write_checked_json(folders["store"] / _RECIPE, {"parts": self._parts})
         opened: dict[str, PackedStore] = {}
         with contextlib.ExitStack() as on_error, SampleFile.open(self._samples_path) as samples:
             for table in self._tables(samples, folders):
@@ -200,18 +201,15 @@ class _Preparation:
         self._pack(table, plan)
         plan_file.unlink(missing_ok=True)  # the store has its own copy
 
-    def _recipe_file(self) -> Path:
-        return self._folder / f"recipe-{self._store_key}.json"
-
     def _note_change(self) -> None:
         """Say what differs from the nearest of the stores that are here."""
         found = []
-        for path in self._folder.glob("recipe-*.json"):
+        for path in self._folder.glob(f"store-*/{_RECIPE}"):
             with contextlib.suppress(DataError, StorageError, OSError):
                 old = read_checked_json(path)["parts"]
                 new = json.loads(json.dumps(self._parts))
                 differs = [name for name in new if old.get(name) != new[name]]
-                found.append((len(differs), path.name, differs, old))
+                found.append((len(differs), path.parent.name, differs, old))
         if not found:
             return
         _, name, differs, old = min(found, key=lambda entry: entry[:2])
@@ -221,13 +219,11 @@ class _Preparation:
             else {"data": "the data set", "seeds": "the seeds"}.get(key, key)
             for key in differs
         ]
-        stem = name.removeprefix("recipe-").removesuffix(".json")
         _LOG.warning(
-            "%s holds batches of other %s: preparing again; what is of store-%s may be removed "
-            "when nobody uses it",
+            "%s holds batches of other %s: preparing again; %s may be removed when nobody uses it",
             self._folder,
             ", ".join(changes) or "files",
-            stem,
+            name,
         )
 
     def _sampled(self, sampler: Callable[[], NeighborSampler]) -> SampleFile:
