@@ -50,7 +50,7 @@ _BUFFERS_FOR_TWO_READERS = 3
 _RECORD_READERS = 2  # one alone, beside those of rows, gets too little of the disk to keep up
 
 
-class DiskLoader(BatchLoader[MiniBatch]):
+class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
     """Iterate over the mini-batches of a packed store, in the shape of PyG's loaders.
 
     Every iteration is one epoch; the epochs that were sampled are used in turn. After a whole

@@ -11,7 +11,6 @@ and the disk's speed, and from counts and prices that were fitted to measured ru
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ from fivefold.gnn.planning._plan import Budgets
 from fivefold.gnn.planning.geometry import Geometry, least_memory_bytes, packing_ways
 from fivefold.units import format_bytes, format_duration_s
 
+__all__ = ["KNOWN_GRAPHS", "Estimate", "GraphSize", "Stage", "estimate"]
+
 Floats = NDArray[np.float64]
 
 _PARETO = 1.1  # P(weight > w) ~ w^-1.1
@@ -33,15 +34,16 @@ _LEAST_EXTENT_BYTES = 256 << 10  # shorter ones cost a disk bandwidth, so segmen
 _INTERPRETER_BYTES = 450_000_000  # Python with torch and the compiled kernels
 _INGEST_BYTES = 1 << 30  # of buffers while a graph is written
 _SPILL_BYTES_PER_EDGE = 8
-_BYTES_PER_SAMPLED_NODE = 5  # node id, degree
-_BYTES_PER_RECORD_NODE = 10  # node id, number of the expanded, degree, slot
-_BYTES_PER_EDGE = 4
+_BYTES_PER_CACHED_NODE = 1.5  # of a record: its slot, as the difference to the one before
 # Seconds on two cores of 2.5 GHz; fitted to benchmarks/results/gnn/scale.json.
 _INGEST_S_PER_EDGE = 0.085e-6
-_SAMPLE_S_PER_EDGE = 0.075e-6
-_PLAN_S_PER_ACCESS = 0.12e-6
-_EPOCH_S_PER_ROW = 0.25e-6
-_DISK_SHARE = 0.9  # of the disk's own speed that packing reaches
+_SAMPLE_S_PER_EDGE = 0.085e-6
+_PLAN_S_PER_ACCESS = 0.1e-6
+_EPOCH_S_PER_ROW = 0.15e-6
+_EPOCH_S_PER_BATCH = 0.03
+_START_S = 0.25
+_HALVING = 0.137  # of the disk's speed that packing loses, each time that its output doubles
+_WHOLE_SPEED = 20  # up to so many times the memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class GraphSize:
                 )
         if self.seeds > self.nodes:
             raise ConfigurationError(
-                f"there are {self.seeds} training nodes and {self.nodes} nodes",
+                f"there are {self.seeds} seeds and {self.nodes} nodes",
                 hint="train on nodes of the graph, each once per epoch",
             )
 
@@ -147,12 +149,16 @@ class Estimate:
         """Return the estimate as a table for people."""
         graph = self.graph
         lines = [
-            f"{graph.name}: {graph.nodes:,} nodes, {graph.edges:,} edges, rows of "
-            f"{graph.row_bytes:,} bytes ({format_bytes(graph.nodes * graph.row_bytes)} of "
-            f"features), {graph.seeds:,} training nodes",
-            f"{self.batches:,} batches an epoch, each of about {self.nodes_per_batch:,.0f} rows "
-            f"and {self.edges_per_batch:,.0f} edges; {self.hit_rate:.0%} of the rows are cached, "
-            f"{self.segment_batches} batches share rows on disk",
+            (
+                f"{graph.name}: {graph.nodes:,} nodes, {graph.edges:,} edges, rows of "
+                f"{graph.row_bytes:,} bytes ({format_bytes(graph.nodes * graph.row_bytes)} of "
+                f"features), {graph.seeds:,} training nodes"
+            ),
+            (
+                f"{self.batches:,} batches an epoch, each of about {self.nodes_per_batch:,.0f} "
+                f"rows and {self.edges_per_batch:,.0f} edges; {self.hit_rate:.0%} of the rows are "
+                f"cached, {self.segment_batches} batches share rows on disk"
+            ),
             "",
             f"{'stage':<22}{'time':>10}{'memory':>12}{'disk':>12}{'scratch':>12}",
         ]
@@ -163,14 +169,16 @@ class Estimate:
             for stage in self.stages
         ]
         lines += [
-            f"{'most at a time':<32}{format_bytes(self.memory_bytes):>12}"
-            f"{format_bytes(self.disk_bytes):>12}",
+            (
+                f"{'most at a time':<32}{format_bytes(self.memory_bytes):>12}"
+                f"{format_bytes(self.disk_bytes):>12}"
+            ),
             "Times are those of two cores of 2.5 GHz and the disk's speed as given or measured.",
         ]
         return "\n".join(lines)
 
 
-def estimate(
+def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
     graph: GraphSize,
     fanouts: Sequence[int],
     batch_size: int,
@@ -180,6 +188,7 @@ def estimate(
     write_bytes_per_s: float,
     epochs: int = 1,
     buffer_batches: int = 3,
+    packing_bytes: int | None = None,
 ) -> Estimate:
     """Estimate time, memory and disk space by stage, from counts alone.
 
@@ -192,6 +201,7 @@ def estimate(
         write_bytes_per_s: Of the disk, in sequence.
         epochs: Different epochs that are sampled and packed.
         buffer_batches: Batches in flight.
+        packing_bytes: Memory of packing; None: the host budget.
 
     Returns:
         The estimate.
@@ -214,7 +224,7 @@ def estimate(
         )
     size = min(batch_size, graph.seeds)
     model = _Popularity.of(graph)
-    used, edges = model.batch(size, fanouts)
+    used, edges, expanded = model.batch(size, fanouts)
     batches = math.ceil(graph.seeds / batch_size)
     nodes = float((model.nodes * used).sum())
     buffers = int(buffer_batches * nodes * graph.row_bytes)
@@ -226,17 +236,22 @@ def estimate(
             hint=f"give at least {format_bytes(buffers)}, or sample smaller batches",
         )
     slots += budgets.device_bytes // graph.row_bytes
-    cold = model.without_hottest(used * batches * epochs, slots)
+    cold = model.without_hottest(slots)
     cold_rows = float((cold * used).sum())
     work = _Work(
         graph=graph,
         batches=batches * epochs,
         nodes=nodes,
         edges=edges,
+        expanded=expanded,
         cold=cold,
         used=used,
         cached_rows=int(min(slots, (model.nodes * (1 - (1 - used) ** (batches * epochs))).sum())),
         budgets=budgets,
+        packing_bytes=max(
+            budgets.host_bytes if packing_bytes is None else packing_bytes,
+            least_memory_bytes(graph.row_bytes),
+        ),
         disk=(read_bytes_per_s, write_bytes_per_s),
     )
     segment, packed_rows, packing = work.smallest_cost()
@@ -275,23 +290,23 @@ class _Popularity:
         mean = (nodes * weights).sum() / graph.nodes
         return cls(nodes, weights / mean, graph.edges / graph.nodes)
 
-    def batch(self, seeds: int, fanouts: Sequence[int]) -> tuple[Floats, float]:
-        """Return the probability that a batch uses a node of each class, and its edges."""
+    def batch(self, seeds: int, fanouts: Sequence[int]) -> tuple[Floats, float, float]:
+        """Return the share of batches that use a node of each class, edges, expanded nodes."""
         total = self.nodes.sum()
         degrees = self.mean_degree * (1 + self.weights) / 2
         used = np.full_like(self.nodes, seeds / total)
-        frontier, edges = self.nodes * used, 0.0
+        frontier, edges, expanded = self.nodes * used, 0.0, 0.0
         for fanout in fanouts:
+            expanded = float((self.nodes * used).sum())
             taken = degrees if fanout < 0 else _mean_of_least(degrees, fanout)
             edges += float((frontier * taken).sum())
             found = 1 - (1 - seeds / total) * np.exp(-edges * self.weights / total)
             frontier = self.nodes * (found - used)
             used = found
-        return used, edges
+        return used, edges, expanded
 
-    def without_hottest(self, uses: Floats, slots: int) -> Floats:
-        """Return the nodes of each class that are left when the hottest are cached."""
-        del uses  # classes stand by falling weight, and so by falling use
+    def without_hottest(self, slots: int) -> Floats:
+        """Return the nodes of each class that are left when the hottest, its first, are cached."""
         cached = np.minimum(np.cumsum(self.nodes), slots)
         return self.nodes - np.diff(cached, prepend=0.0)
 
@@ -314,20 +329,25 @@ class _Work:
     batches: int
     nodes: float
     edges: float
+    expanded: float
     cold: Floats
     used: Floats
     cached_rows: int
     budgets: Budgets
+    packing_bytes: int
     disk: tuple[float, float]
 
     @property
     def sample_bytes(self) -> int:
-        per_batch = self.nodes * _BYTES_PER_SAMPLED_NODE + self.edges * _BYTES_PER_EDGE
+        ids = 4 if self.graph.nodes <= 2**31 else 8
+        per_batch = ids * self.nodes + self.expanded + 4 * self.edges
         return int(self.batches * per_batch) + 4 * self.graph.nodes
 
     @property
     def record_bytes(self) -> int:
-        per_batch = self.nodes * _BYTES_PER_RECORD_NODE + self.edges * _BYTES_PER_EDGE
+        local, cached = _width(self.nodes), self.nodes - float((self.cold * self.used).sum())
+        per_batch = _width(self.graph.nodes) * self.nodes + _BYTES_PER_CACHED_NODE * cached
+        per_batch += (1 + local) * self.expanded + local * self.edges
         return int(self.batches * per_batch)
 
     def packed_rows(self, segment: int) -> int:
@@ -364,7 +384,7 @@ class _Work:
             num_nodes=self.graph.nodes,
             row_bytes=row_bytes,
             sections={"rows": rows, "host": self.cached_rows, "device": 0},
-            memory_bytes=max(self.budgets.host_bytes, least_memory_bytes(row_bytes)),
+            memory_bytes=self.packing_bytes,
             read_bytes_per_s=read,
             write_bytes_per_s=write,
         )[0]
@@ -382,7 +402,8 @@ class _Work:
         base, host = _INTERPRETER_BYTES, self.budgets.host_bytes
         batch = int(self.nodes * 100 + self.edges * 24)  # ids, tables and edges of one in work
         rows_bytes = (packed_rows + self.cached_rows) * graph.row_bytes
-        epoch_s = max(cold * graph.row_bytes / read, accesses * _EPOCH_S_PER_ROW) / epochs
+        work_s = accesses * _EPOCH_S_PER_ROW + self.batches * _EPOCH_S_PER_BATCH
+        epoch_s = max(cold * graph.row_bytes / read, work_s) / epochs
         return (
             Stage(
                 name="ingest",
@@ -394,22 +415,22 @@ class _Work:
             ),
             Stage(
                 name="sample",
-                seconds=edges * _SAMPLE_S_PER_EDGE,
+                seconds=_START_S + edges * _SAMPLE_S_PER_EDGE,
                 memory_bytes=base + topology + 4 * graph.nodes + 3 * batch,
                 disk_bytes=self.sample_bytes,
                 remark="the topology in memory; data.mapped = true leaves it on the disk",
             ),
             Stage(
                 name="plan",
-                seconds=accesses * _PLAN_S_PER_ACCESS,
+                seconds=_START_S + accesses * _PLAN_S_PER_ACCESS,
                 memory_bytes=base + 4 * graph.nodes + 3 * batch,
                 disk_bytes=0,
                 scratch_bytes=int(4 * accesses),
             ),
             Stage(
                 name="pack",
-                seconds=packing.seconds / _DISK_SHARE,
-                memory_bytes=base + max(host, least_memory_bytes(graph.row_bytes)),
+                seconds=packing.seconds / _disk_share(rows_bytes / self.packing_bytes),
+                memory_bytes=base + self.packing_bytes,
                 disk_bytes=rows_bytes + self.record_bytes,
                 scratch_bytes=packing.scratch_bytes,
                 remark=f"{packing.strategy}, {format_bytes(packing.moved_bytes)} moved",
@@ -425,6 +446,11 @@ class _Work:
         )
 
 
-def with_seeds(graph: GraphSize, seeds: int | None) -> GraphSize:
-    """Return the graph with another number of training nodes; None keeps it."""
-    return graph if seeds is None else dataclasses.replace(graph, seeds=seeds)
+def _width(numbers: float) -> int:
+    """Return the bytes in which a record writes numbers below this."""
+    return next(width for width in (1, 2, 4, 8) if numbers <= 2 ** (8 * width))
+
+
+def _disk_share(times_the_memory: float) -> float:
+    """Return the share of the disk's speed that packing reaches: pieces get shorter."""
+    return min(1.0, max(0.3, 1 - _HALVING * math.log2(max(1.0, times_the_memory / _WHOLE_SPEED))))
