@@ -11,6 +11,7 @@ from __future__ import annotations
 from fivefold.optim._elastic import ElasticTransport, LeftBehindError, elastic_transport
 from fivefold.optim._elastic_lighthouse import Lighthouse, start_lighthouse
 from fivefold.optim._layout import outer_state_bytes
+from fivefold.optim._muon import MuonAdamW
 from fivefold.optim._outer_optimizer import OuterOptimizer
 from fivefold.optim._rules import (
     CO2,
@@ -44,6 +45,7 @@ __all__ = [
     "LeftBehindError",
     "Lighthouse",
     "LocalSGD",
+    "MuonAdamW",
     "NoPenalty",
     "OuterOptimizer",
     "OuterRule",

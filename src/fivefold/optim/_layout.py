@@ -8,7 +8,7 @@ at the start.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -265,16 +265,26 @@ def outer_device_of(name: str) -> torch.device | None:
     return None if name == "same" else torch.device("cpu")
 
 
-def require_usable(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, timeout_s: float, every: int
-) -> None:
+def as_optimizers(
+    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the inner optimizers as a tuple; refuse what is none."""
+    several = tuple(given) if isinstance(given, Sequence) else (given,)
+    for optimizer in several:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            message = f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}"
+            raise ConfigurationError(message, hint="pass one, or a list of them")
+    if not several:
+        message = "optimizer is an empty list"
+        raise ConfigurationError(message, hint="pass the optimizers that train the model")
+    return several
+
+
+def require_usable(model: torch.nn.Module, timeout_s: float, every: int) -> None:
     """Refuse arguments of ``OuterSync`` that cannot work."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         message = "the model is wrapped in DistributedDataParallel, which communicates every step"
         raise ConfigurationError(message, hint="pass the bare module: OuterSync(model.module, ...)")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        message = f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}"
-        raise ConfigurationError(message)
     if timeout_s <= 0:
         raise ConfigurationError(f"timeout_s must be positive; got {timeout_s}")
     if isinstance(every, bool) or not isinstance(every, int) or every < 0:

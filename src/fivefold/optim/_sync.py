@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fivefold.errors import ConfigurationError
 from fivefold.optim._layout import (
     LateParameters,
+    as_optimizers,
     find_worker,
     fixed_tensors,
     late_fragment,
@@ -76,8 +77,8 @@ class OuterSync:
     Args:
         model: The bare module (not wrapped in DistributedDataParallel); all its trainable
             parameters are synchronised.
-        optimizer: The inner optimizer; only its first group's learning rate is read, by rules
-            with ``units="lr"``.
+        optimizer: The inner optimizer, or several of them (step them all before ``step()``). Only
+            the learning rate of the first one's first group is read, by rules with ``units="lr"``.
         rule: When and how workers are brought together; see "Which rule when" in the guides.
         process_group: Ranks that take part, as a group or a one-dimensional ``DeviceMesh``; None
             for all. A group of the same ranks is made for the engine alone.
@@ -123,7 +124,7 @@ class OuterSync:
     def __init__(  # noqa: PLR0913 - independent options, each with a default
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         rule: OuterRule,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -134,11 +135,11 @@ class OuterSync:
         check_every_rounds: int = 16,
         transport: Transport | None = None,
     ) -> None:
-        require_usable(model, optimizer, timeout_s, check_every_rounds)
+        self._optimizers = as_optimizers(optimizer)
+        require_usable(model, timeout_s, check_every_rounds)
         reshard(model)
         self._rule = rule
         self._model = model
-        self._optimizer = optimizer
         self._transport = transport or ProcessGroupTransport(
             process_group, timeout_s=timeout_s, codec=codec
         )
@@ -462,10 +463,10 @@ class OuterSync:
         """Go on from the anchor, with 0 for what is not finite in the inner optimizer's state."""
         for fragment in self._fragments:
             fragment.begin()
-        for entries in self._optimizer.state.values():
-            for value in entries.values():
-                if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        states = (e for optimizer in self._optimizers for e in optimizer.state.values())
+        for value in (value for entries in states for value in entries.values()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
@@ -512,7 +513,7 @@ class OuterSync:
         return settings(self._rule, fragments=len(self._fragments), codec=self._codec)
 
     def _inner_lr(self) -> float:
-        lr = float(self._optimizer.param_groups[0]["lr"])
+        lr = float(self._optimizers[0].param_groups[0]["lr"])
         if self._rule.units == "lr" and lr <= 0:
             message = f'units="lr" needs a positive inner learning rate at a boundary; got {lr}'
             raise ConfigurationError(message, hint='use units="delta", or a schedule above zero')

@@ -16,11 +16,12 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.optim import MuonAdamW
 from fivefold.runs import (
     FolderLock,
     MetricsWriter,
@@ -65,7 +66,14 @@ from fivefold.train._step import (
     evaluate,
 )
 from fivefold.train._tokenizer import Tokenizer, load_tokenizer
-from fivefold.train.config import DataConfig, SyncConfig, TasksConfig, TrainConfig, load_config
+from fivefold.train.config import (
+    MUON_KEYS,
+    DataConfig,
+    SyncConfig,
+    TasksConfig,
+    TrainConfig,
+    load_config,
+)
 
 
 def require_settings(config: TrainConfig, *, world_size: int) -> None:
@@ -110,16 +118,32 @@ def load_equal_data(config: DataConfig, ranks: Ranks) -> tuple[Tokenizer, Corpus
     return loaded[0]
 
 
-def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Make AdamW; weight decay acts on matrices only: a norm's scale has no reason to shrink."""
+def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Make the configured optimizer.
+
+    Weight decay acts on matrices only: a norm's scale has no reason to shrink. Muon has the
+    matrices but the embedding, which is also the output; AdamW has the embedding, experts (three
+    dimensions) and scales.
+    """
     optim = config.optim
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     scales = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": optim.weight_decay},
         {"params": scales, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas)
+    if optim.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas)
+    embedding = cast("Transformer", model).embedding_VD
+    hidden = [p for p in matrices if p.dim() == 2 and p is not embedding]
+    other = [p for p in matrices if p.dim() != 2 or p is embedding]
+    decayed = [("muon", hidden), ("adamw", other)]
+    groups = [groups[0] | {"params": found, "algorithm": name} for name, found in decayed]
+    groups.append({"params": scales, "weight_decay": 0.0, "algorithm": "adamw"})
+    momentum, nesterov = optim.momentum, optim.nesterov
+    assert momentum is not None, "the configuration fills it in"
+    assert nesterov is not None, "the configuration fills it in"
+    return MuonAdamW(groups, lr=optim.lr, betas=optim.betas, momentum=momentum, nesterov=nesterov)
 
 
 def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any]:
@@ -130,6 +154,9 @@ def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any
     sections = config.model_dump(mode="json", include={"model", "optim", "sync", "tasks"})
     sections["tasks"] = sections["tasks"] or {}
     del sections["optim"]["validation_batches"]
+    if sections["optim"]["optimizer"] == "adamw":  # as in checkpoints from before there was Muon
+        for key in ("optimizer", *MUON_KEYS):
+            del sections["optim"][key]
     moe = sections["model"]["moe"]
     if moe is not None and moe["group_score"] == "max":
         del moe["group_score"]  # as in checkpoints from before there was a choice
