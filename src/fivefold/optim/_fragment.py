@@ -50,6 +50,7 @@ class Fragment(FragmentState):
 
     def run(self, boundary: Boundary) -> None:
         """Wait, merge and launch as the boundary says."""
+        self._exact = boundary.exact
         self._finish_compute()
         started_s = time.perf_counter()
         meter = self._shared.meter
@@ -246,6 +247,9 @@ class Fragment(FragmentState):
         reading, shared = all_reduce.reading, self._shared
         if not all_reduce.arrived or reading is None or reading.total_weight == 0:
             return None
+        if self._exact:
+            self._state.gap, scale = 1.0, 1.0 / reading.total_weight
+            return OuterCoefficients(momentum=0.0, delta_scale=scale, step=1.0, clip=None)
         in_lr_units = shared.rule.units == "lr"
         return outer_coefficients(
             shared.rule,
@@ -282,8 +286,9 @@ class Fragment(FragmentState):
             outer_lr=rule.outer_lr,
             outer_momentum=rule.outer_momentum,
         )
-        measured = merge_pieces(self._pieces(of=self.groups), task, merge=MERGES[rule.merge])
-        if self._optimizer is not None:
+        merge = MERGES["exact" if self._exact else rule.merge]
+        measured = merge_pieces(self._pieces(of=self.groups), task, merge=merge)
+        if self._optimizer is not None and not self._exact:
             if coefficients is not None:
                 self._optimizer.step()
             for piece in self._pieces(of=self.groups):

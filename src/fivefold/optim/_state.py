@@ -8,7 +8,7 @@ used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -303,6 +303,7 @@ class FragmentState:
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
         self._weighted = False
         self._finite = True
+        self._exact = False  # whether the boundary takes the plain mean
         self._untold = 0  # of a lost all-reduce: others still have to be told
         self._others_lr: float | None = None
         self._optimizer: OuterOptimizerStep | None = None
@@ -338,10 +339,10 @@ class FragmentState:
         groups = [*self.groups, *self.averaged] if of is None else of
         return (piece for group in groups for piece in group.pieces())
 
-    def _share_rows(self) -> None:
+    def _share_rows(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         worker = self._shared.worker
         if worker is not None and worker.splits:
-            worker.share_rows(self.tensors())
+            worker.share_rows(self.tensors() if tensors is None else tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """Return buffers and numbers; an all-reduce must have been landed."""

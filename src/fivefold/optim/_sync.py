@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._delayed_gradients import DelayedGradients, GradientHooks
 from fivefold.optim._layout import (
     LateParameters,
     as_optimizers,
@@ -173,6 +174,9 @@ class OuterSync:
         )
         self._extras = state_extras(rule, may_lose=may_lose(self._transport))
         self._fragments = make_fragments(model, self._context, extras=self._extras)
+        self._gradients: GradientHooks | None = None
+        if isinstance(rule, DelayedGradients):
+            self._gradients = GradientHooks(rule, self._optimizers, self._fragments)
         self._start_equal(model)
 
     def step(self, weight: float | None = None) -> None:
@@ -197,6 +201,8 @@ class OuterSync:
             raise ConfigurationError(message, hint="call step(weight=...) at every step or nowhere")
         self._weighted = weight is not None
         self._steps += 1
+        if self._gradients is not None:
+            self._gradients.complete()
         counted = [(fragment, fragment.count(weight)) for fragment in self._fragments]
         due = [(fragment, boundary) for fragment, boundary in counted if boundary is not None]
         if due:
@@ -222,6 +228,8 @@ class OuterSync:
             NonFiniteError: No rank had a finite payload.
         """
         reshard(self._model)
+        if self._gradients is not None:
+            self._gradients.drain()
         for fragment in self._fragments:
             boundary = fragment.schedule.drain()
             if boundary is not None:
@@ -314,6 +322,8 @@ class OuterSync:
         Raises:
             CommunicationError: The all-reduce failed or timed out.
         """
+        if self._gradients is not None:
+            self._gradients.require_between_steps()
         for fragment in self._fragments:
             fragment.land()
         return {

@@ -12,7 +12,7 @@ import torch
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.data import array_source, ingest
-from fivefold.gnn.loading import DiskLoader
+from fivefold.gnn.loading import DiskLoader, OnlineLoader
 from fivefold.gnn.planning import Budgets
 
 with warnings.catch_warnings():  # of deprecations in torch, on import
@@ -240,3 +240,16 @@ def test_a_script_for_neighbor_loader_is_ported_by_two_lines(tmp_path, monkeypat
     assert len(ran["losses"]) == 4 * steps
     assert np.mean(ran["losses"][-steps:]) < np.mean(ran["losses"][:steps])
     ran["loader"].close()
+
+
+def test_batches_sampled_online_have_the_rows_of_their_edges(tmp_path):
+    graph = make_graph()
+    with (
+        dataset_with_edge_rows(tmp_path / "graph", graph) as dataset,
+        OnlineLoader(
+            dataset, dataset.train, fanouts=[4, 3], batch_size=16, form="data", cache_bytes=5000
+        ) as loader,
+    ):
+        for batch in loader:
+            assert isinstance(batch, Data)
+            check(batch, graph)

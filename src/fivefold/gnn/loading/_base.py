@@ -162,6 +162,7 @@ class BatchLoader(abc.ABC, Generic[Batch]):
         self._past_s: dict[str, float] = {}
         self._past_wait_s = 0.0
         self._delivered = 0
+        self._made_into: Any = None  # makes PyG's Data of a batch, where they are asked for
 
     @abc.abstractmethod
     def _length(self, epoch: int) -> int:
@@ -279,7 +280,7 @@ class BatchLoader(abc.ABC, Generic[Batch]):
         batch = self._hand_over(value)
         self._position += 1
         self._delivered += 1
-        return batch
+        return batch if self._made_into is None else self._made_into.of(batch)
 
     def _end_epoch(self) -> None:
         self._epoch, self._position = self._epoch + 1, 0

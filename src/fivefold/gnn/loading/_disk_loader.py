@@ -173,7 +173,6 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         for rows in (self._features, self._edges):
             if rows is not None:
                 self._closing.callback(rows.close)
-        self._made_into: LabelledData | SlicedData | None = None
         super().__init__(settings, self._closing.close)
         pinned = settings.device.type == "cuda"
         self._ring = BufferRing(self._buffers, size_bytes=batch_bytes, pinned=pinned)
@@ -340,7 +339,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
             batch = self._transfer.handed_over(batch)
         else:
             self._ring.delivered(prepared.loan)
-        return batch if self._made_into is None else self._made_into.of(batch)
+        return batch
 
     def _numbers(self, epoch: int) -> Ids:
         """Return the batches of this rank in an epoch, in order."""
