@@ -297,6 +297,15 @@ def as_optimizers(
     return several
 
 
+def require_outlier_factor(factor: float | None) -> float | None:
+    """Return the factor, or refuse one that would leave usual payloads out."""
+    number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+    if factor is not None and not (number and math.isfinite(factor) and factor > 1):
+        message = f"outlier_factor must be a number above 1, or None; got {factor!r}"
+        raise ConfigurationError(message, hint="10 leaves out what is ten times the usual size")
+    return factor
+
+
 def require_usable(model: torch.nn.Module, timeout_s: float, every: int) -> None:
     """Refuse arguments of ``OuterSync`` that cannot work."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):

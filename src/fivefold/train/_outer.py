@@ -89,6 +89,7 @@ class OuterMethod(Method):
                 rule=rule,
                 codec=config.codec or "fp32",
                 timeout_s=ranks.timeout_s,
+                outlier_factor=config.outlier_factor,
                 check_every_rounds=config.check_every_rounds or 0,
             )
 
