@@ -13,7 +13,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -217,6 +217,18 @@ class _SampledLoader(BatchLoader[Batch]):
         )
 
 
+class LinkSeeds(Protocol):
+    """Seeds that are links: which nodes they need, and what they add to a batch."""
+
+    def nodes(self, chosen: Ids, *, epoch: int, batch: int) -> Ids:
+        """Return the nodes of a batch of links, each once."""
+        ...
+
+    def add(self, made: MiniBatch, chosen: Ids, *, epoch: int, batch: int) -> MiniBatch:
+        """Return the batch with its links."""
+        ...
+
+
 @dataclasses.dataclass
 class _Reading:
     """What was read so far; apart from the loader, so that its threads need not hold it."""
@@ -327,6 +339,7 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         if dataset.edge_features is not None:
             self._edge_rows = DiskRows(dataset.edge_features, **engine)
         self._read = _Reading()
+        self._links: LinkSeeds | None = None
         closing = contextlib.ExitStack()
         for opened in (self._rows, self._edge_rows):
             if opened is not None:
@@ -339,9 +352,13 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         seeds, reading, drawn = self._epoch_seeds(epoch), self._read, epoch * self._resample
         sampler, rows, device = self._sampler, self._rows, self._settings.device
         table, form, edge_rows = self._seeds, self._form, self._edge_rows
+        links = self._links
 
         def sample(ticket: Ticket) -> SampledBatch:
-            return sampler.sample(seeds[ticket.batch], epoch=drawn, batch=ticket.batch)
+            number, chosen = ticket.batch, seeds[ticket.batch]
+            if links is not None:
+                chosen = links.nodes(chosen, epoch=drawn, batch=number)
+            return sampler.sample(chosen, epoch=drawn, batch=number)
 
         def read(ticket: Ticket) -> tuple[SampledBatch, npt.NDArray[Any]]:
             sampled: SampledBatch = ticket.value
@@ -355,7 +372,11 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
             if edge_rows is not None and sampled.edge_ids is not None:
                 attr, _ = edge_rows.read_any(sampled.edge_ids)
             x = torch.from_numpy(out)
-            return assemble(sampled, x, table, form=form, edge_attr=attr).to(device)
+            if links is None:
+                return assemble(sampled, x, table, form=form, edge_attr=attr).to(device)
+            ends = SeedTable(sampled.seeds, None)
+            made = assemble(sampled, x, ends, form=form, edge_attr=attr).to(device)
+            return links.add(made, seeds[ticket.batch], epoch=drawn, batch=ticket.batch)
 
         stages = [Stage("sample", sample), Stage("read rows", read), Stage("build tensors", build)]
         return self._pipeline_of(stages, first)

@@ -107,6 +107,7 @@ class MiniBatch:
             ingested, or their places in the topology.
         edge_attr: Feature rows [edges, F] of the edges, where they have some; the edges of a
             block are the first ones.
+        links: What a ``LinkLoader`` predicts, under PyG's names.
     """
 
     x: Tensor
@@ -122,6 +123,7 @@ class MiniBatch:
     blocks: tuple[Block, ...] | None = None
     e_id: Tensor | None = None
     edge_attr: Tensor | None = None
+    links: Mapping[str, Tensor] | None = None
 
     def __repr__(self) -> str:
         """Show shapes instead of numbers, as PyG prints its batches."""
@@ -152,7 +154,7 @@ class MiniBatch:
     def tensors(self) -> list[Tensor]:
         """Return all tensors of this batch."""
         found: list[Tensor | None] = [self.x, self.edge_index, self.n_id, self.y, self.input_id]
-        found += [self.e_id, self.edge_attr]
+        found += [self.e_id, self.edge_attr, *(self.links or {}).values()]
         for block in self.blocks or ():
             found += [block.edge_index, block.target_rows]
         return [tensor for tensor in found if tensor is not None]
@@ -180,9 +182,10 @@ class MiniBatch:
         )
         data.batch_size = self.batch_size
         data.input_id = self.input_id
-        for name in ("e_id", "edge_attr"):
-            if getattr(self, name) is not None:
-                data[name] = getattr(self, name)
+        beside = {"e_id": self.e_id, "edge_attr": self.edge_attr, **(self.links or {})}
+        for name, value in beside.items():
+            if value is not None:
+                data[name] = value
         if self.nodes_by_hop:
             data.num_sampled_nodes = list(self.num_sampled_nodes or ())
             data.num_sampled_edges = list(self.num_sampled_edges or ())
@@ -199,6 +202,7 @@ class MiniBatch:
             input_id=change(self.input_id),
             e_id=None if self.e_id is None else change(self.e_id),
             edge_attr=None if self.edge_attr is None else change(self.edge_attr),
+            links=None if self.links is None else _each(change, self.links),
             blocks=None if blocks is None else tuple(block._map(change) for block in blocks),  # noqa: SLF001 - same module
         )
 
