@@ -98,9 +98,10 @@ def late_fragment(
     """Make a fragment of parameters that joined late, whose rounds end with the first one's."""
     rule, worker = context.rule, context.worker
     share = RowShare() if worker is None else worker.share
-    left = first.tau - first.steps_in_round
+    left = first.steps_left
     kind = GradientFragment if rule.merge == "gradients" else Fragment
     schedule = _schedule(rule, tau=first.tau, first_round_steps=left)
+    schedule.merge_after = first.merge_after
     schedule.total_steps = first.total_steps
     return kind(
         index,
@@ -233,6 +234,13 @@ def may_lose(transport: Transport) -> bool:
     return bool(getattr(transport, "may_lose", False))
 
 
+def rule_for(rule: OuterRule, model: torch.nn.Module, transport: Transport) -> OuterRule:
+    """Return the rule with what it leaves to the model and the transport: its fragments."""
+    trainable = [p for p in dict.fromkeys(model.parameters()) if p.requires_grad]
+    num_bytes = 0 if may_lose(transport) else sum(p.numel() * p.element_size() for p in trainable)
+    return rule.for_model(tensors=len(trainable), num_bytes=num_bytes)
+
+
 def find_worker(
     model: torch.nn.Module,
     shard_group: dist.ProcessGroup | DeviceMesh | None,
@@ -295,6 +303,15 @@ def as_optimizers(
         message = "optimizer is an empty list"
         raise ConfigurationError(message, hint="pass the optimizers that train the model")
     return several
+
+
+def require_outlier_factor(factor: float | None) -> float | None:
+    """Return the factor, or refuse one that would leave usual payloads out."""
+    number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+    if factor is not None and not (number and math.isfinite(factor) and factor > 1):
+        message = f"outlier_factor must be a number above 1, or None; got {factor!r}"
+        raise ConfigurationError(message, hint="10 leaves out what is ten times the usual size")
+    return factor
 
 
 def require_usable(model: torch.nn.Module, timeout_s: float, every: int) -> None:
