@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.cli._arguments import ArgumentError, topology_of
+from fivefold.cli._later import later
 from fivefold.cli._options import (
     JobsArgument,
     JsonOption,
@@ -22,30 +23,33 @@ from fivefold.cli._options import (
 )
 from fivefold.cli._outputs import require_writable, write_json
 from fivefold.cli._plan_files import make_folder
-from fivefold.codesign import (
-    CoDesignResult,
-    CoDesigns,
-    JobSpec,
-    PlanningOptions,
-    ablate,
-    ablation_page,
-    chakra_traces,
-    load_jobs,
-    msccl_programs,
-    plan_cluster,
-    plan_page,
-    synthetic_jobs,
-)
-from fivefold.codesign.ablation import AblationRow
-from fivefold.codesign.exports import timeline_of
-from fivefold.codesign.plans import decisions_to_json
 from fivefold.errors import InfeasibleError, UnsupportedError
-from fivefold.network.topology import Topology
-from fivefold.report import write_html
-from fivefold.report.page import Page
-from fivefold.runs import ProgressBar, write_text
-from fivefold.strategy import named_clusters
 from fivefold.units import format_duration_s
+
+with later():
+    from fivefold.codesign import (
+        CoDesignResult,
+        CoDesigns,
+        JobSpec,
+        PlanningOptions,
+        ablate,
+        ablation_page,
+        chakra_traces,
+        load_jobs,
+        msccl_programs,
+        plan_cluster,
+        plan_page,
+        synthetic_jobs,
+    )
+    from fivefold.codesign.ablation import AblationRow
+    from fivefold.codesign.exports import timeline_of
+    from fivefold.codesign.plans import decisions_to_json
+    from fivefold.network.topology import Topology
+    from fivefold.report import write_html
+    from fivefold.report.page import Page
+    from fivefold.runs import ProgressBar, write_text
+    from fivefold.strategy import named_clusters
+
 
 CoDesignsOption = Annotated[
     str,

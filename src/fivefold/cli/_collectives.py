@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -18,38 +17,43 @@ from rich.table import Table
 from fivefold.cli._arguments import ArgumentError, bytes_of, seconds_of, topology_of
 from fivefold.cli._collectives_report import Asked, collective_page, loads_title, used_shares
 from fivefold.cli._help import help_text
+from fivefold.cli._later import later
 from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption
 from fivefold.cli._outputs import require_writable, write_json
-from fivefold.collectives.lowering import (
-    Program,
-    check_program,
-    from_msccl_xml,
-    from_mscclpp_json,
-    interpret,
-    lower,
-    to_msccl_xml,
-    to_mscclpp_json,
-)
-from fivefold.collectives.schedules import (
-    Schedule,
-    draw_schedule,
-    evaluate,
-    named_collective,
-    verify_schedule,
-)
-from fivefold.collectives.synthesis import (
-    Sketch,
-    Synthesis,
-    SynthesisOptions,
-    published_sketch,
-    synthesize,
-)
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import read_text
-from fivefold.network.topology import Topology, draw_topology
-from fivefold.report import write_html
-from fivefold.runs import write_text
 from fivefold.units import format_bytes, format_duration_s
+
+with later():
+    import numpy as np
+
+    from fivefold.collectives.lowering import (
+        Program,
+        check_program,
+        from_msccl_xml,
+        from_mscclpp_json,
+        interpret,
+        lower,
+        to_msccl_xml,
+        to_mscclpp_json,
+    )
+    from fivefold.collectives.schedules import (
+        Schedule,
+        draw_schedule,
+        evaluate,
+        named_collective,
+        verify_schedule,
+    )
+    from fivefold.collectives.synthesis import (
+        Sketch,
+        Synthesis,
+        SynthesisOptions,
+        published_sketch,
+        synthesize,
+    )
+    from fivefold.network.topology import Topology, draw_topology
+    from fivefold.report import write_html
+    from fivefold.runs import write_text
 
 
 def bench_algorithms(

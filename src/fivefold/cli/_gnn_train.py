@@ -10,7 +10,11 @@ from typing import Annotated
 import typer
 
 from fivefold.cli._arguments import bytes_of
-from fivefold.runs import ProgressBar, rank_process
+from fivefold.cli._later import later
+
+with later():
+    from fivefold.runs import ProgressBar, rank_process
+
 
 __all__ = ["infer_command", "train_command"]
 

@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
-from fivefold.runs import rank_process
+from fivefold.cli._later import later
+
+with later():
+    from fivefold.runs import rank_process
 
 
 def train_command(
