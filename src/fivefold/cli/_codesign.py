@@ -341,7 +341,8 @@ def _table(rows: Sequence[AblationRow]) -> list[str]:
     size = f"{_count(rows[0].seeds, 'seed')}, {_count(rows[0].jobs, 'job')}"
     heads = f"{'co-designs':<14}  {'to B0':>5}  {'interval':>13}  {'to B1':>5}  {'interval':>13}"
     lines = [
-        f"{size}; ratios of mean completion time, lower is better; 95 % intervals",
+        f"{size}; ratios of mean completion time, lower is better; "
+        + ("95 % intervals" if rows[0].seeds > 1 else "one seed has no interval: --seeds 5"),
         "",
         f"{heads}  {'tail':>5}  worse than B0, B1",
     ]
@@ -354,5 +355,5 @@ def _table(rows: Sequence[AblationRow]) -> list[str]:
     return lines
 
 
-def _interval(ends: tuple[float, float]) -> str:
-    return f"{ends[0]:.3f}-{ends[1]:.3f}"
+def _interval(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:.3f}-{ends[1]:.3f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -232,6 +233,9 @@ def value_text(name: str, value: Any) -> str:
     return f"{value:.1%}" if name == "gap" else str(value)
 
 
+_GAP = "1%"
+_ROUNDING = 1e-9
+
 app = typer.Typer(
     name="collectives",
     help="Make, prove, draw, run and price the algorithms of collectives.",
@@ -289,6 +293,13 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     time_limit: Annotated[
         str, typer.Option(help="Limit of the search.", rich_help_panel=_SEARCH)
     ] = "60s",
+    gap: Annotated[
+        str,
+        typer.Option(
+            help="Stop at the first answer so little above the lower bound; 0% searches on.",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = _GAP,
     model: Annotated[
         str, typer.Option(help="Cost model: serial, slotted or fluid.", rich_help_panel=_SEARCH)
     ] = "serial",
@@ -319,9 +330,11 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     if output is not None:
         require_ending(output)
     require_writable(output, report, cache)
+    enough = _share_of(gap)
     options = SynthesisOptions(
         model=model,  # type: ignore[arg-type]
         seed=seed,
+        gap=enough,
         root=root,
         cache=cache,
         progress=_each_line_once(),
@@ -329,6 +342,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     search = {"method": method, "time_limit_s": seconds_of(time_limit), "sketch": sketch}
     found = _search(collective, network, size, chunks, options=options, search=search)
     facts = _facts_of(found, network)
+    typer.echo(_why_it_ended(facts["gap"], enough, gap, time_limit), err=True)
     if output is not None:
         write_algorithm(found.schedule, output)
         facts["output"] = str(output)
@@ -338,10 +352,34 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
             size_bytes=bytes_of(size), method=method, time_limit=time_limit,
             bandwidth=bandwidth, latency=latency, output=output, root=root, chunks=chunks,
             sketch=sketch, model=model, seed=seed,
+            gap=None if gap == _GAP else gap,
         )  # fmt: skip
         write_html(collective_page(found, network, asked), report)
         facts["report"] = str(report)
     show_facts(facts, as_json=as_json)
+
+
+def _share_of(text: str) -> float:
+    """Return the share of a text such as "1%"."""
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not (text.strip().endswith("%") and 0 <= share < math.inf):
+        message = f"a gap must be a percentage of at least 0; got {text!r}"
+        raise ArgumentError(message, hint="write --gap 1%, or --gap 0% to search on")
+    return share
+
+
+def _why_it_ended(gap: float, enough: float, text: str, time_limit: str) -> str:
+    if gap <= _ROUNDING:
+        return "ended: the lower bound is met, nothing is faster"
+    if gap <= enough:
+        return f"ended: {gap:.1%} above the lower bound, within --gap {text}; 0% searches on"
+    return (
+        f"ended: {gap:.1%} above the lower bound, beyond --gap {text}; every method was asked, or "
+        f"the time limit of {time_limit} was reached"
+    )
 
 
 def _each_line_once() -> Callable[[str], None]:
