@@ -22,6 +22,12 @@ METHODS = {
     "delay_corrected int4": {"codec": "int4"},
     "overlap_local_sgd": {},
     "eager_diloco": {},
+    "delay_corrected ends": {
+        "fragments": 2,
+        "synchronous_start": 2,
+        "synchronous_end": 3,
+    },
+    "delayed_gradients": {"extrapolation": 1.0, "ramp_steps": 3},
     "streaming_diloco": STREAMING,
     "streaming_diloco bf16": STREAMING | {"codec": "bf16"},
     "outer_optimizer": {},

@@ -252,7 +252,8 @@ class Asked:
         words += ["--model", self.model] * (self.model != "serial")
         more = {
             "--root": self.root, "--chunks": self.chunks, "--sketch": self.sketch,
-            "--seed": self.seed, "--gap": self.gap, "--bandwidth": self.bandwidth, "--latency": self.latency,
+            "--seed": self.seed, "--gap": self.gap, "--bandwidth": self.bandwidth,
+            "--latency": self.latency,
         }  # fmt: skip
         words += [str(word) for pair in more.items() if pair[1] for word in pair]
         return shlex.join([*words, "--output", output])

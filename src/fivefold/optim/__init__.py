@@ -8,6 +8,7 @@ labs or reports.
 
 from __future__ import annotations
 
+from fivefold.optim._delayed_gradients import DelayedGradients
 from fivefold.optim._elastic import ElasticTransport, LeftBehindError, elastic_transport
 from fivefold.optim._elastic_lighthouse import Lighthouse, start_lighthouse
 from fivefold.optim._layout import outer_state_bytes
@@ -38,6 +39,7 @@ __all__ = [
     "Codec",
     "ConstantPenalty",
     "DelayCorrected",
+    "DelayedGradients",
     "DiLoCo",
     "EagerDiLoCo",
     "ElasticTransport",

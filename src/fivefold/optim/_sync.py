@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._delayed_gradients import DelayedGradients, GradientHooks
 from fivefold.optim._layout import (
     LateParameters,
     as_optimizers,
@@ -30,6 +31,7 @@ from fivefold.optim._layout import (
     outer_device_of,
     parameter_shapes,
     require_equal_settings,
+    require_outlier_factor,
     require_same_names,
     require_usable,
     state_extras,
@@ -92,6 +94,10 @@ class OuterSync:
         timeout_s: Longest wait for a peer, in seconds.
         check_every_rounds: Every so many rounds a hash of the anchor travels with the payload
             and all ranks compare; 0 for never.
+        outlier_factor: A payload whose norm is more than this many times the moving average over
+            all ranks and the last rounds is left out of its round as one that is not finite is; a
+            warning names rank and round on all ranks. None for no such check (the default); it
+            begins after 8 rounds, and 10 is a cautious value.
         transport: What moves the sums; None for ``torch.distributed``. For tests and other
             backends.
 
@@ -133,6 +139,7 @@ class OuterSync:
         outer_device: Literal["same", "cpu"] = "same",
         timeout_s: float = 600.0,
         check_every_rounds: int = 16,
+        outlier_factor: float | None = None,
         transport: Transport | None = None,
     ) -> None:
         self._optimizers = as_optimizers(optimizer)
@@ -170,9 +177,13 @@ class OuterSync:
             on_non_finite=self._begin_again,
             on_reading=self._read,
             outer_device=outer_device_of(outer_device),
+            outlier_factor=require_outlier_factor(outlier_factor),
         )
         self._extras = state_extras(rule, may_lose=may_lose(self._transport))
         self._fragments = make_fragments(model, self._context, extras=self._extras)
+        self._gradients: GradientHooks | None = None
+        if isinstance(rule, DelayedGradients):
+            self._gradients = GradientHooks(rule, self._optimizers, self._fragments)
         self._start_equal(model)
 
     def step(self, weight: float | None = None) -> None:
@@ -197,6 +208,8 @@ class OuterSync:
             raise ConfigurationError(message, hint="call step(weight=...) at every step or nowhere")
         self._weighted = weight is not None
         self._steps += 1
+        if self._gradients is not None:
+            self._gradients.complete()
         counted = [(fragment, fragment.count(weight)) for fragment in self._fragments]
         due = [(fragment, boundary) for fragment, boundary in counted if boundary is not None]
         if due:
@@ -222,6 +235,8 @@ class OuterSync:
             NonFiniteError: No rank had a finite payload.
         """
         reshard(self._model)
+        if self._gradients is not None:
+            self._gradients.drain()
         for fragment in self._fragments:
             boundary = fragment.schedule.drain()
             if boundary is not None:
@@ -284,13 +299,20 @@ class OuterSync:
                     tensor.copy_(value)
 
     def statistics(self) -> SyncStatistics:
-        """Return the totals since the start (over resumes too) as a frozen record."""
+        """Return the totals since the start (over resumes too) as a frozen record.
+
+        Printed it is a short table, which says what to change.
+        """
         schedule = self._fragments[0].schedule
         return self._meter.snapshot(
             steps=self._steps,
             rounds=sum(fragment.schedule.round for fragment in self._fragments),
             tau=schedule.tau,
             tau_changes=0 if self._tau is None else self._tau.changes,
+            rule=self._rule.name,
+            fragments=self._rule.num_fragments,
+            delay_steps=(self._rule.delay_steps or schedule.tau) if self._rule.delayed else 0,
+            codec=self._codec,
         )
 
     def all_reduces(self) -> list[AllReduceRecord]:
@@ -314,6 +336,8 @@ class OuterSync:
         Raises:
             CommunicationError: The all-reduce failed or timed out.
         """
+        if self._gradients is not None:
+            self._gradients.require_between_steps()
         for fragment in self._fragments:
             fragment.land()
         return {
@@ -500,6 +524,7 @@ class OuterSync:
             "rule": self._rule,
             "parameters": parameter_shapes(model),
             "check": self._check_every_rounds,
+            "outlier_factor": self._context.outlier_factor,
             "place within its worker": place,
         }
         require_equal_settings(self._transport, mine)

@@ -13,6 +13,7 @@ import dataclasses
 import importlib.util
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,7 +82,7 @@ def require_settings(config: TrainConfig, *, world_size: int) -> None:
     require_peers(config.sync, world_size=world_size)
     require_shares(config.model, world_size=world_size)
     if config.sync.method not in {"none", "ddp"}:
-        make_rule(config.sync)
+        make_rule(config.sync, total_steps=config.run.steps)
 
 
 def require_host(config: TrainConfig, *, nproc: int) -> None:
@@ -171,7 +172,7 @@ def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any
     return normal
 
 
-def make_method(
+def make_method(  # noqa: PLR0913 - independent parts, one call site
     config: SyncConfig,
     model: torch.nn.Module,
     *,
@@ -179,6 +180,8 @@ def make_method(
     ranks: Ranks,
     experts: ExpertRanks | None = None,
     tasks: TasksConfig | None = None,
+    max_norm: float = math.inf,
+    total_steps: int | None = None,
 ) -> Method:
     """Set up the configured method; a collective call for all but "none"."""
     if config.method == "none":
@@ -188,7 +191,9 @@ def make_method(
         return ScheduledDataParallelMethod(model, ranks=ranks, tasks=tasks, optimizer=optimizer)
     if config.method == "ddp":
         return DataParallelMethod(model, ranks=ranks, codec=config.codec or "fp32", experts=experts)
-    return OuterMethod(config, model, optimizer=optimizer, ranks=ranks)
+    return OuterMethod(
+        config, model, optimizer=optimizer, ranks=ranks, max_norm=max_norm, total_steps=total_steps
+    )
 
 
 _LOG = logging.getLogger(__name__)
@@ -286,6 +291,8 @@ class _Run:
             ranks=ranks,
             experts=experts,
             tasks=config.tasks,
+            max_norm=config.optim.grad_clip,
+            total_steps=config.run.steps,
         )
         self.agreement = StopAgreement(ranks, stop)
         parts = TrainedParts(
