@@ -119,7 +119,7 @@ BAD = [
     ("[sync]\ntau = 'atuo'\n", "", "; got 'atuo'", "its default is 8"),
     ("[sync]\ntau = true\n", "", 'or "auto"; got True', "its default is 8"),
     ("[sync]\npull = 0.5\n", "", 'sync.pull is not a setting of sync.method = "co2"',
-     "it is for overlap_local_sgd; co2 takes auto_tau, bootstrap,"),
+     "it is for overlap_local_sgd; co2 takes auto_tau, average_states, bootstrap,"),
     ("[sync]\nmethod = 'ddp'\ntau = 4\n", "", "sync.tau is not a setting of", "ddp takes codec"),
     ("", "sync.method=none\nsync.codec=fp32", "sync.method must be one of", "co2"),
     ("[sync]\nmethod = 'ddp'\ncodec = 'int8'\n", "", "is not for ddp", '"bf16" or "fp16"'),

@@ -174,10 +174,10 @@ class Fragment(FragmentState):
 
     def _tell_non_finite(self, reading: MetadataReading, *, round_number: int) -> None:
         """Say whose payload was left out; all ranks read the same metadata, so all do alike."""
-        names = [self._shared.name_of(tensor) for tensor in self.tensors()]
-        left_out = {slot: names[int(n) - 1] for slot, n in enumerate(reading.non_finite) if n}
-        if not left_out:
+        if not any(reading.non_finite):
             return
+        names = list(self.tensor_names().values())
+        left_out = {slot: names[int(n) - 1] for slot, n in enumerate(reading.non_finite) if n}
         self._shared.meter.left_out_payloads += len(left_out)
         who = ", ".join(f"rank {slot} in {name}" for slot, name in left_out.items())
         message = f"not-a-number or infinity in round {round_number}: {who}"

@@ -19,6 +19,7 @@ from fivefold.runs import Section
 from fivefold.runs.config import Count, Momentum, Positive, Share, Text
 
 _ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16} | {
+    "average_states": None,
     "synchronous_start": 0,
     "synchronous_end": 0,
     "outlier_factor": None,
@@ -137,7 +138,7 @@ class SyncConfig(Section):
     """local steps per round, or "auto" for as few as hide the communication"""
     auto_tau: AutoTauConfig | None = None
     """table of the bounds of tau = "auto\""""
-    codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] | None = None
+    codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"] | None = None
     """form of the numbers on the wire"""
     outer_lr: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     """learning rate of the outer step, at most 10; 1 takes the mean of the ranks"""
@@ -175,6 +176,8 @@ class SyncConfig(Section):
     """local steps at the start after each of which all ranks wait for their mean"""
     synchronous_end: Count | None = None
     """the same at the end of the run"""
+    average_states: dict[str, Positive] | None = None
+    """table of optimizer states that are averaged too, each with the rounds between two means"""
     check_every_rounds: Count | None = None
     """rounds between two checks that all ranks are equal; 0 for never"""
 
@@ -202,6 +205,9 @@ class SyncConfig(Section):
             message = f'sync.tau "auto" needs a method that hides whole rounds; got {self.method}'
             hint = f"use {', '.join(_AUTO)}, or give sync.tau as a number"
             raise ConfigurationError(message, hint=hint)
+        if self.average_states and self.tau == "auto":
+            message = 'sync.average_states needs rounds of a known length; got sync.tau "auto"'
+            raise ConfigurationError(message, hint="give sync.tau as a number")
         if self.auto_tau is not None and self.tau != "auto":
             message = f'[sync.auto_tau] is for sync.tau = "auto"; got tau = {self.tau}'
             raise ConfigurationError(message, hint='set sync.tau = "auto", or drop the table')
