@@ -1,5 +1,6 @@
 """The problem pages do what they say, as they are printed, with the files that they ship."""
 
+import os
 import re
 import shlex
 import shutil
@@ -39,6 +40,8 @@ def run(words, monkeypatch, capsys):
 def place(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
+    scripts = str(Path(sys.executable).parent)  # lab run looks for fivefold there
+    monkeypatch.setenv("PATH", os.pathsep.join([scripts, os.environ["PATH"]]))
 
 
 def test_there_are_five():
