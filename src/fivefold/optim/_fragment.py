@@ -151,6 +151,11 @@ class Fragment(FragmentState):
             self._settle()
         self._others_lr = None
 
+    @property
+    def link_s(self) -> float:
+        """Seconds that the network needs for this fragment, as all ranks know; 0 for not yet."""
+        return self._state.link_s
+
     # -- arrival ----------------------------------------------------------------------------------
 
     def _arrive(self) -> InAllReduce:
@@ -169,6 +174,8 @@ class Fragment(FragmentState):
             reading.require_weights_alike()
             hashes = {slot: int(h) for slot, h in enumerate(reading.hash) if reading.weight[slot]}
             require_equal(hashes, round_number=all_reduce.round)
+            flown = [time_s for time_s in reading.all_reduce_s if time_s > 0]
+            self._state.link_s = min(flown, default=self._state.link_s)
             if self.index == 0:
                 self._shared.on_reading(reading, all_reduce.round)
         return all_reduce

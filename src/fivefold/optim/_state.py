@@ -188,6 +188,7 @@ class OuterState:
         weight: Weight of the local steps since the last launch; None where none was given.
         usual_norm: Moving average of the norms of all ranks' payloads.
         norm_rounds: Rounds that are in it.
+        link_s: Shortest of the ranks' seconds for the last all-reduce that is known.
     """
 
     gap_reference: float | None = None
@@ -200,6 +201,7 @@ class OuterState:
     weight: float | None = None
     usual_norm: float = 0.0
     norm_rounds: int = 0
+    link_s: float = 0.0
 
     def follow_norms(self, norms: Sequence[float], *, most_times: float) -> None:
         """Take in what all ranks sent; an outlying norm counts as the largest that is not.
