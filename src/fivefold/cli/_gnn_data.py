@@ -10,22 +10,26 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.cli._arguments import ArgumentError, bytes_of
+from fivefold.cli._later import later
 from fivefold.cli._options import DatasetArgument, JsonOption
 from fivefold.cli._outputs import write_json
-from fivefold.gnn.data import (
-    Dataset,
-    EdgeRules,
-    HeteroDataset,
-    SourceOptions,
-    TableColumns,
-    find_source,
-    generate_graph,
-    ingest,
-    open_dataset,
-)
-from fivefold.gnn.data.statistics import describe, verify
-from fivefold.runs import ProgressBar
 from fivefold.units import format_bytes
+
+with later():
+    from fivefold.gnn.data import (
+        Dataset,
+        EdgeRules,
+        HeteroDataset,
+        SourceOptions,
+        TableColumns,
+        find_source,
+        generate_graph,
+        ingest,
+        open_dataset,
+    )
+    from fivefold.gnn.data.statistics import describe, verify
+    from fivefold.runs import ProgressBar
+
 
 __all__ = ["generate_command", "info_command", "ingest_command", "verify_command"]
 
@@ -71,8 +75,7 @@ LeaveOutOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Features of edges that may be left out, such as edge_attr: they cannot be stored. "
-        "May be repeated.",
+        help="Features of edges to leave out, such as edge_attr. May be repeated.",
     ),
 ]
 ReverseOption = Annotated[
@@ -141,7 +144,7 @@ def ingest_command(  # noqa: PLR0913 - the command's options
             f"{source} is no source of this command any more",
             hint=f"python -m benchmarks.gnn.real_graphs {source} FOLDER makes this data set",
         )
-    arrays = _pairs(array, "array", ("features", "labels", "weights", *_SPLITS))
+    arrays = _pairs(array, "array", ("features", "labels", "weights", "edge_features", *_SPLITS))
     options = SourceOptions(
         kind=kind,
         arrays={name: Path(path) for name, path in arrays.items() if name not in _SPLITS},
