@@ -36,6 +36,7 @@ _FIELDS = (
     "non_finite",
     "norm",
     "outlying",
+    "work",
 )
 
 
@@ -64,6 +65,7 @@ class MetadataReading:
             infinity: its payload is zeros of weight 0. 0 where all numbers are finite.
         norm: Norm of each rank's payload per weight, where outlying ones are to be left out.
         outlying: How many times the usual norm that is, where it was left out for this; else 0.
+        work: Hash of each rank's first payload, which differs where ranks train apart; else 0.
     """
 
     weight: list[float]
@@ -77,6 +79,7 @@ class MetadataReading:
     non_finite: list[float]
     norm: list[float]
     outlying: list[float]
+    work: list[float]
 
     @property
     def total_weight(self) -> float:
@@ -140,7 +143,7 @@ class Metadata:
         return MetadataReading(**columns)
 
 
-_FORMAT = 6
+_FORMAT = 7
 
 SHARED_BUFFERS = ("anchor", "momentum")
 """Buffers that are equal on all workers between boundaries."""
@@ -185,6 +188,7 @@ class OuterState:
         weight: Weight of the local steps since the last launch; None where none was given.
         usual_norm: Moving average of the norms of all ranks' payloads.
         norm_rounds: Rounds that are in it.
+        link_s: Shortest of the ranks' seconds for the last all-reduce that is known.
     """
 
     gap_reference: float | None = None
@@ -197,6 +201,7 @@ class OuterState:
     weight: float | None = None
     usual_norm: float = 0.0
     norm_rounds: int = 0
+    link_s: float = 0.0
 
     def follow_norms(self, norms: Sequence[float], *, most_times: float) -> None:
         """Take in what all ranks sent; an outlying norm counts as the largest that is not.

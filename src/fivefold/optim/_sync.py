@@ -35,6 +35,7 @@ from fivefold.optim._layout import (
     require_outlier_factor,
     require_same_names,
     require_usable,
+    rule_for,
     state_extras,
 )
 from fivefold.optim._optimizer_states import state_fragments
@@ -151,18 +152,20 @@ class OuterSync:
         self._optimizers = as_optimizers(optimizer)
         require_usable(model, timeout_s, check_every_rounds)
         reshard(model)
-        self._rule = rule
         self._model = model
         self._transport = transport or ProcessGroupTransport(
             process_group, timeout_s=timeout_s, codec=codec
         )
+        self._rule = rule = rule_for(rule, model, self._transport)
         self._codec = "fp32" if transport is not None else str(codec)
         self._check_every_rounds = check_every_rounds
         self._meter = StatisticsMeter()
         self._stability = StabilityWatch(rule)
         self._tau: TauController | None = None
         if rule.auto_tau is not None:
-            self._tau = TauController(rule.auto_tau, self._transport.world_size)
+            self._tau = TauController(
+                rule.auto_tau, self._transport.world_size, fragments=rule.num_fragments
+            )
         self._steps = 0
         self._weighted: bool | None = None
         self._worker = find_worker(
@@ -324,7 +327,7 @@ class OuterSync:
             tau_changes=0 if self._tau is None else self._tau.changes,
             rule=self._rule.name,
             fragments=self._rule.num_fragments,
-            delay_steps=(self._rule.delay_steps or schedule.tau) if self._rule.delayed else 0,
+            delay_steps=schedule.delay_steps,
             codec=self._codec,
         )
 
@@ -391,7 +394,7 @@ class OuterSync:
                 tau = state["tau"]["tau"]
                 local_steps = [tau] * self._transport.world_size
                 self._tau.restore({**self._tau.state(), "tau": tau, "local_steps": local_steps})
-                self._fragments[0].schedule.tau = tau
+                self._follow_tau()
             return
         if self._tau is not None:
             self._tau.restore(state["tau"])
@@ -478,7 +481,7 @@ class OuterSync:
             fragment.load_shared(state["fragments"][str(fragment.index)])
         if self._tau is not None:
             self._tau.restore(state["tau"])
-            self._fragments[0].schedule.tau = self._tau.local_tau(self._transport.rank)
+            self._follow_tau()
         if state["launching"] >= 0:
             self._fragments[0].take_part(state["launching"], unit=state["unit"])
 
@@ -523,6 +526,9 @@ class OuterSync:
         if self._tau is None or not reading.fits(self._transport.world_size):
             return
         step_s, all_reduce_s = reading.step_s, reading.all_reduce_s
+        if len(self._fragments) > 1:  # each must fit behind the delay
+            slowest_s = max(fragment.link_s for fragment in self._fragments)
+            all_reduce_s = [slowest_s] * len(all_reduce_s)
         if self._worker is not None:  # its ranks see other readings, and must decide alike
             seen = self._worker.gather([*step_s, *all_reduce_s])
             slowest = [max(column) for column in zip(*seen, strict=True)]
@@ -530,8 +536,14 @@ class OuterSync:
         decision = self._tau.observe(step_s, all_reduce_s, round_number=round_number)
         if decision is not None:
             _LOG.info("%s", decision)
-        for fragment in self._fragments:  # more than one only where parameters joined late
-            fragment.schedule.tau = self._tau.local_tau(self._transport.rank)
+            self._follow_tau()
+
+    def _follow_tau(self) -> None:
+        assert self._tau is not None, "callers looked"
+        tau = self._tau.local_tau(self._transport.rank)
+        for fragment in self._fragments:
+            if fragment.schedule.tau != tau:
+                fragment.schedule.retune(tau, delay_steps=self._tau.delay_steps)
 
     @torch.no_grad()
     def _start_equal(self, model: torch.nn.Module) -> None:
