@@ -6,9 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fivefold.cli._later import later
 from fivefold.errors import ConfigurationError
-from fivefold.network.topology import Topology, parse_topology
 from fivefold.units import parse_bytes, parse_duration_s
+
+with later():
+    from fivefold.network.topology import Topology, parse_topology
 
 
 class ArgumentError(ConfigurationError):

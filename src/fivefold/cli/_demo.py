@@ -11,17 +11,21 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fivefold.cli._later import later
 from fivefold.errors import ConfigurationError
-from fivefold.lab import LabSpec, run_lab
-from fivefold.report import (
-    build_report,
-    print_page,
-    report_page,
-    report_text,
-    write_html,
-    write_timeline,
-)
-from fivefold.runs import FolderLock
+
+with later():
+    from fivefold.lab import LabSpec, run_lab
+    from fivefold.report import (
+        build_report,
+        print_page,
+        report_page,
+        report_text,
+        write_html,
+        write_timeline,
+    )
+    from fivefold.runs import FolderLock
+
 
 _HOSTS = 2
 # Large frames, as network cards handle them: emulating small ones takes processor time from the

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._codesign import typed_command, write_page
+from fivefold.cli._later import later
 from fivefold.cli._options import JsonOption, PageOption
 from fivefold.cli._outputs import require_writable
 from fivefold.cli._plan_check import check as check_folder
@@ -23,23 +24,26 @@ from fivefold.cli._plan_files import write_plan_files
 from fivefold.cli._plan_page import split_page
 from fivefold.cli._plan_words import PARTS
 from fivefold.errors import InfeasibleError
-from fivefold.runs import write_text
-from fivefold.strategy import (
-    Cluster,
-    Job,
-    PlanPrediction,
-    PlanSearchResult,
-    evaluate_plan,
-    load_cluster,
-    load_job,
-    megatron_flags,
-    plan_to_toml,
-    search_plans,
-)
-from fivefold.strategy.compare import tokens_per_s
-from fivefold.strategy.model import ModelSpec
-from fivefold.strategy.words import DEGREES, degrees_of, overlap_of, settings_of
 from fivefold.units import format_bytes
+
+with later():
+    from fivefold.runs import write_text
+    from fivefold.strategy import (
+        Cluster,
+        Job,
+        PlanPrediction,
+        PlanSearchResult,
+        evaluate_plan,
+        load_cluster,
+        load_job,
+        megatron_flags,
+        plan_to_toml,
+        search_plans,
+    )
+    from fivefold.strategy.compare import tokens_per_s
+    from fivefold.strategy.model import ModelSpec
+    from fivefold.strategy.words import DEGREES, degrees_of, overlap_of, settings_of
+
 
 _MOST_REASONS = 8
 _Job = Annotated[

@@ -8,17 +8,20 @@ from pathlib import Path
 
 import typer
 
+from fivefold.cli._later import later
 from fivefold.errors import DataError, UnsupportedError
-from fivefold.runs import write_text
-from fivefold.strategy import (
-    Job,
-    ParallelPlan,
-    device_mesh,
-    megatron_flags,
-    plan_to_toml,
-    torchtitan_config,
-    trainer_config,
-)
+
+with later():
+    from fivefold.runs import write_text
+    from fivefold.strategy import (
+        Job,
+        ParallelPlan,
+        device_mesh,
+        megatron_flags,
+        plan_to_toml,
+        torchtitan_config,
+        trainer_config,
+    )
 
 
 def write_plan_files(folder: Path, job: Job, plan: ParallelPlan, *, base: str | None) -> None:

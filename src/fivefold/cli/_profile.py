@@ -8,19 +8,24 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fivefold.cli._arguments import bytes_of, seconds_of
+from fivefold.cli._later import later
 from fivefold.cli._outputs import write_json
 from fivefold.errors import ConfigurationError
-from fivefold.network.profiling import Profile, profile_links
-from fivefold.runs import write_text
 from fivefold.units import format_bytes_per_s, format_duration_s
+
+with later():
+    import torch
+    import torch.distributed as dist
+
+    from fivefold.network.profiling import Profile, profile_links
+    from fivefold.runs import write_text
+
 
 _SHOWN_PAIRS = 56  # all pairs of eight ranks
 

@@ -8,15 +8,18 @@ from typing import Annotated
 
 import typer
 
-from fivefold.report import (
-    Report,
-    build_report,
-    print_page,
-    report_page,
-    report_text,
-    write_html,
-    write_timeline,
-)
+from fivefold.cli._later import later
+
+with later():
+    from fivefold.report import (
+        Report,
+        build_report,
+        print_page,
+        report_page,
+        report_text,
+        write_html,
+        write_timeline,
+    )
 
 
 def report_command(
