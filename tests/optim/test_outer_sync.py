@@ -4,6 +4,7 @@ What every rule must do is in ``tests/conformance``.
 """
 
 import copy
+import dataclasses
 import os
 import subprocess
 import sys
@@ -256,7 +257,8 @@ def test_statistics_go_on_from_those_that_were_saved():
 
     for saved, found in run_world(2, work):
         assert saved.payload_bytes > 0
-        assert found == saved
+        # Times are those of this process: another machine or network is measured anew.
+        assert found == dataclasses.replace(saved, step_s=None, all_reduce_s=None)
 
 
 @pytest.mark.parametrize(
