@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._codesign import typed_command, write_page
-from fivefold.cli._options import JsonOption, PageOption
+from fivefold.cli._options import ClusterOption, JsonOption, PageOption
 from fivefold.cli._outputs import require_writable
 from fivefold.cli._plan_files import write_plan_files
 from fivefold.cli._plan_page import split_page
@@ -45,12 +45,6 @@ _PARTS = {
 
 _MOST_REASONS = 8
 _Job = Annotated[Path, typer.Argument(help="Job file (TOML).", exists=True, dir_okay=False)]
-_ClusterOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME|FILE", help="A known GPU and its software, such as h100-nemo, or a TOML file."
-    ),
-]
 _Write = Annotated[
     Path | None,
     typer.Option(
@@ -72,7 +66,7 @@ _Base = Annotated[
 def plan_command(  # noqa: PLR0913 - each option is a parameter
     job: _Job,
     *,
-    cluster: _ClusterOption,
+    cluster: ClusterOption,
     top: Annotated[int, typer.Option(min=1, help="How many of the fastest plans to show.")] = 5,
     front: Annotated[
         bool, typer.Option("--front", help="Show the Pareto front of time against memory too.")
