@@ -19,6 +19,7 @@ _COMMANDS = {
     "demo": ("_demo", "demo_command"),
     "train": ("_train", "train_command"),
     "plan": ("_plan", "plan_command"),
+    "explain": ("_explain", "explain_command"),
     "simulate": ("_codesign", "simulate_command"),
     "execute": ("_execute", "execute_command"),
     "ablate": ("_codesign", "ablate_command"),

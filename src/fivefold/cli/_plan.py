@@ -18,6 +18,7 @@ from fivefold.cli._options import ClusterOption, JsonOption, PageOption
 from fivefold.cli._outputs import require_writable
 from fivefold.cli._plan_files import write_plan_files
 from fivefold.cli._plan_page import split_page
+from fivefold.cli._plan_words import PARTS
 from fivefold.errors import InfeasibleError
 from fivefold.runs import write_text
 from fivefold.strategy import (
@@ -32,16 +33,8 @@ from fivefold.strategy import (
     plan_to_toml,
     search_plans,
 )
+from fivefold.strategy.words import DEGREES, degrees_of, settings_of
 from fivefold.units import format_bytes
-
-_PARTS = {
-    "compute_s": "compute", "recompute_s": "recomputation", "tensor_s": "tensor communication",
-    "context_s": "context communication", "expert_s": "dispatch, combine",
-    "pipeline_p2p_s": "pipeline p2p", "pipeline_bubble_s": "pipeline bubble",
-    "data_s": "gradients, parameters", "offload_s": "host transfers",
-    "optimizer_s": "optimizer", "overhead_s": "overhead, lag",
-}  # fmt: skip
-
 
 _MOST_REASONS = 8
 _Job = Annotated[Path, typer.Argument(help="Job file (TOML).", exists=True, dir_okay=False)]
@@ -132,10 +125,7 @@ def _write_page(
     best: tuple[PlanPrediction, ...],
     result: PlanSearchResult | None,
 ) -> None:
-    page = split_page(
-        job, cluster, best, result=result, parts=_PARTS, words=(_split, _words),
-        command=typed_command(),
-    )  # fmt: skip
+    page = split_page(job, cluster, best, result=result, parts=PARTS, command=typed_command())
     write_page(page, path)
 
 
@@ -200,7 +190,7 @@ def _show(
         return
     if result.front:
         console.print(_plans("front of time against memory, in steps", _thinned(result.front)))
-    console.print("d data, t tensor, p pipeline, c context, e expert, b micro-batch")
+    console.print(DEGREES)
     console.print(
         f"{result.num_plans:,} plans in {result.seconds:.1f} s: {result.num_evaluated:,} "
         f"evaluated, {result.num_bounded:,} ruled out by bounds"
@@ -223,18 +213,10 @@ def _plans(title: str, found: tuple[PlanPrediction, ...]) -> Any:
     for one in found:
         table.add_row(
             f"{one.time_s:.4g} s", f"{100 * one.mfu:.1f} %",
-            f"{one.memory.total_bytes / 2**30:.1f} GiB", _split(one), _words(one),
+            f"{one.memory.total_bytes / 2**30:.1f} GiB", degrees_of(one.plan),
+            settings_of(one.plan),
         )  # fmt: skip
     return table
-
-
-def _split(found: PlanPrediction) -> str:
-    """Degrees over 1, and the micro-batch."""
-    plan = found.plan
-    degrees = (("d", plan.data), ("t", plan.tensor), ("p", plan.pipeline), ("c", plan.context),
-               ("e", plan.expert))  # fmt: skip
-    words = [f"{letter}{degree}" for letter, degree in degrees if degree > 1]
-    return " ".join([*words, f"b{plan.micro_batch}"])
 
 
 def _thinned(front: tuple[PlanPrediction, ...]) -> tuple[PlanPrediction, ...]:
@@ -246,34 +228,13 @@ def _thinned(front: tuple[PlanPrediction, ...]) -> tuple[PlanPrediction, ...]:
     return tuple(shown)
 
 
-def _words(found: PlanPrediction) -> str:
-    plan = found.plan
-    words = []
-    if plan.pipeline > 1:
-        words.append(plan.schedule + (f" x{plan.virtual}" if plan.virtual > 1 else ""))
-    if plan.zero:
-        words.append(f"ZeRO-{plan.zero}" + (f" over {plan.shard}" if plan.shard else ""))
-    if plan.sequence_parallel:
-        words.append("sequence parallel")
-    if plan.recompute != "none":
-        words.append(f"recompute {plan.recompute}")
-    if plan.tau > 1:
-        words.append(f"tau {plan.tau}")
-    words += [
-        f"offload {name}"
-        for name in ("weights", "activations", "optimizer")
-        if getattr(plan, f"offload_{name}")
-    ]
-    return ", ".join(words) or "plain"
-
-
 def _breakdown(found: PlanPrediction) -> Any:
 
     table = Table(title="where the time of the first goes", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
-    for name, label in _PARTS.items():
+    for name, label in PARTS.items():
         seconds = getattr(found.time, name)
         share = seconds / found.time_s
         if share >= 5e-4:

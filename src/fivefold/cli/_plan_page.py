@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from fivefold.report.page import BarChart, BarRow, Curve, CurveChart, DataTable, Page, PageSection
 from fivefold.strategy import Cluster, Job, ParallelPlan, PlanPrediction, PlanSearchResult
+from fivefold.strategy.words import degrees_of, settings_of
 from fivefold.units import format_bytes, format_duration_s
 
 _MEMORY = (
@@ -36,7 +37,6 @@ def split_page(
     *,
     result: PlanSearchResult | None,
     parts: dict[str, str],
-    words: tuple[Callable[[PlanPrediction], str], Callable[[PlanPrediction], str]],
     command: str,
 ) -> Page:
     """Return the page of a search, or of one plan that was judged.
@@ -47,18 +47,17 @@ def split_page(
         best: The fastest plans.
         result: The search; None where a plan was given.
         parts: Names of the parts of a time.
-        words: Writes a plan's degrees, and its switches.
         command: How to make it again.
     """
     first = best[0]
     num_gpus = first.plan.num_gpus
-    labels = [f"{number + 1}: {words[0](one)}" for number, one in enumerate(best)]
+    labels = [f"{number + 1}: {degrees_of(one.plan)}" for number, one in enumerate(best)]
     sections = [
         PageSection(
             heading="Fastest plans" if result else "The plan",
             how="d data, t tensor, p pipeline, c context, e expert parallelism, b micro-batch. "
             "MFU counts the model's FLOPs without recomputation.",
-            parts=(_table(best, labels, words[1]),),
+            parts=(_table(best, labels),),
         ),
         PageSection(
             heading="Where the time of an iteration goes", parts=(_times(best, labels, parts),)
@@ -75,13 +74,14 @@ def split_page(
         ),
     ]
     if result is not None:
-        sections += _search_sections(result, words[0])
+        sections += _search_sections(result)
     return Page(
         title=f"{job.model.name} on {num_gpus} GPUs of {cluster.name}",
         finding=f"An iteration of {first.plan.global_batch:,} samples takes "
-        f"{format_duration_s(first.time_s)} with {words[0](first)} ({words[1](first)}).",
+        f"{format_duration_s(first.time_s)} with {degrees_of(first.plan)} "
+        f"({settings_of(first.plan)}).",
         tiles=(
-            (format_duration_s(first.time_s), "an iteration", words[0](first)),
+            (format_duration_s(first.time_s), "an iteration", degrees_of(first.plan)),
             (f"{100 * first.mfu:.1f} %", "model FLOPs utilization", "of the peak"),
             (f"{first.memory.total_bytes / _GIB:.1f} GiB", "memory", "on the fullest GPU"),
             *([] if result is None else [_searched(result)]),
@@ -97,13 +97,11 @@ def _searched(result: PlanSearchResult) -> tuple[str, str, str]:
     return f"{result.num_plans:,}", "plans searched", more
 
 
-def _table(
-    best: Sequence[PlanPrediction], labels: Sequence[str], switches: Callable[[PlanPrediction], str]
-) -> DataTable:
+def _table(best: Sequence[PlanPrediction], labels: Sequence[str]) -> DataTable:
     rows = tuple(
         (
             label, format_duration_s(one.time_s), f"{100 * one.mfu:.1f} %",
-            f"{one.memory.total_bytes / _GIB:.1f} GiB", switches(one),
+            f"{one.memory.total_bytes / _GIB:.1f} GiB", settings_of(one.plan),
         )
         for label, one in zip(labels, best, strict=True)
     )  # fmt: skip
@@ -157,15 +155,13 @@ def _settings(plan: ParallelPlan) -> DataTable:
     return DataTable(columns=(("setting", ""), ("value", "")), rows=rows, text_columns=(1,))
 
 
-def _search_sections(
-    result: PlanSearchResult, split: Callable[[PlanPrediction], str]
-) -> list[PageSection]:
+def _search_sections(result: PlanSearchResult) -> list[PageSection]:
     front = CurveChart(
         key="front",
         x_name="iteration in s",
         y_name="memory in GiB",
         curves=tuple(
-            _points(name, found, split, colour)
+            _points(name, found, colour)
             for name, found, colour in (
                 ("others", result.front[1:], "#1f83c8"),
                 ("fastest", result.front[:1], "#d55e00"),
@@ -193,14 +189,12 @@ def _search_sections(
     ]
 
 
-def _points(
-    name: str, found: Sequence[PlanPrediction], split: Callable[[PlanPrediction], str], colour: str
-) -> Curve:
+def _points(name: str, found: Sequence[PlanPrediction], colour: str) -> Curve:
     return Curve(
         name=name,
         x=tuple(one.time_s for one in found),
         y=tuple(one.memory.total_bytes / _GIB for one in found),
-        texts=tuple(f"{split(one)}: {one.time_s:.4g} s" for one in found),
+        texts=tuple(f"{degrees_of(one.plan)}: {one.time_s:.4g} s" for one in found),
         colour=colour,
         width=0.0,
         marker="circle",

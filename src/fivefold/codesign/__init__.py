@@ -9,6 +9,9 @@ from fivefold.codesign._page import plan_page
 from fivefold.codesign.ablation import ablate, ablation_page
 from fivefold.codesign.arbiter import PlanningOptions
 from fivefold.codesign.coordinator import CoDesignResult, plan_cluster
+from fivefold.codesign.explain import Explanation, explain_plan
+from fivefold.codesign.explain_jobs import explain_jobs
+from fivefold.codesign.explain_run import explain_run
 from fivefold.codesign.exports import chakra_traces, msccl_programs
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, CoDesigns, JobPlan
@@ -19,12 +22,16 @@ __all__ = [
     "ClusterPlan",
     "CoDesignResult",
     "CoDesigns",
+    "Explanation",
     "JobPlan",
     "JobSpec",
     "PlanningOptions",
     "ablate",
     "ablation_page",
     "chakra_traces",
+    "explain_jobs",
+    "explain_plan",
+    "explain_run",
     "load_jobs",
     "msccl_programs",
     "plan_cluster",

@@ -90,7 +90,7 @@ def _weighed(
             begin = replace(start, split=number, order=job.splits[number].ranks, paths={})
         for option in collective_options(topology, job, begin, co_designs):
             quote = alone_quote(topology, job, option.plan)
-            for tasks in _task_options(option.plan):
+            for tasks in task_options(option.plan):
                 seconds = schedule_iteration(job, tasks, quote).end_s
                 name = _task_name(tasks)
                 yield _Weighed(seconds, split, option.name, name, tasks, option.co_designs)
@@ -216,7 +216,7 @@ def _reducing_groups(job: JobSpec, plan: JobPlan) -> list[tuple[int, ...]]:
     return [group for axis in axes for group in job_groups(job, plan, axis) if len(group) > 1]
 
 
-def _task_options(plan: JobPlan) -> Iterator[JobPlan]:
+def task_options(plan: JobPlan) -> Iterator[JobPlan]:
     """What layer 2 may choose among; the plan so far comes first."""
     yield plan
     for bucket in _BUCKETS:

@@ -1,0 +1,174 @@
+"""``fivefold explain``: which of the five layers limits a run, and what each change would bring."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fivefold.cli._arguments import ArgumentError
+from fivefold.cli._codesign import read_network
+from fivefold.cli._options import JsonOption
+from fivefold.cli._outputs import write_json
+from fivefold.cli._plan_words import PARTS
+from fivefold.codesign import (
+    ClusterPlan,
+    Explanation,
+    explain_jobs,
+    explain_plan,
+    explain_run,
+    load_jobs,
+)
+from fivefold.codesign.explain import KINDS, LAYERS, Change
+from fivefold.files import read_toml
+from fivefold.strategy import load_cluster, load_job
+from fivefold.units import format_duration_s
+
+_SHOWN = 12
+
+
+def explain_command(
+    what: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|JOB|JOBS",
+            help="Folder of a run, or a TOML file of one job (model) or several (\\[\\[jobs]]).",
+            exists=True,
+        ),
+    ],
+    *,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE|TOPOLOGY",
+            help="Of a job: a known GPU and its software, such as h100-nemo, or a TOML file. Of "
+            "several jobs: a network, such as fat_tree:4,gpus=2.",
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of several jobs: the plan.json that simulate wrote; left out, today's practice.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which of the five layers limits a run, by how much, and what to change.
+
+    Every line is the prediction asked again with that one change made: another split, more
+    overlap, a better collective, an idle or a crowded network, links twice as fast. Savings do
+    not add up. A run that was made is explained by what it measured.
+
+    Examples:
+        $ fivefold explain job.toml --cluster h100-nemo
+    """
+    found = _explained(what, cluster, plan)
+    if as_json:
+        write_json(dataclasses.asdict(found) | {"limit": found.limit})
+    else:
+        _show(found)
+
+
+def _explained(what: Path, cluster: str | None, plan: Path | None) -> Explanation:
+    if what.is_dir():
+        if cluster is not None or plan is not None:
+            message = f"{what} is a run, which was measured: --cluster and --plan are of jobs"
+            raise ArgumentError(message, hint="leave them out")
+        return explain_run(what)
+    if cluster is None:
+        raise ArgumentError(
+            f"{what} is a job, and --cluster does not say where it runs",
+            hint="give --cluster h100-nemo, a TOML file, or for several jobs a network",
+        )
+    tables = read_toml(what)
+    if "jobs" not in tables:
+        if plan is not None:
+            message = f"--plan is of several jobs, and {what} describes one"
+            raise ArgumentError(message, hint="write its [plan] into the job file")
+        where = load_cluster(cluster)
+        return explain_plan(load_job(what, cluster=where), where)
+    topology = read_network(cluster)
+    planned = None if plan is None else ClusterPlan.from_json(plan.read_text(encoding="utf-8"))
+    return explain_jobs(topology, load_jobs(what, topology), plan=planned)
+
+
+def _show(found: Explanation) -> None:
+    console = Console(highlight=False)
+    console.print(f"[bold]{escape(found.subject)}[/bold]", soft_wrap=True)
+    console.print(_verdict(found), soft_wrap=True, markup=False)
+    console.print(_parts(found))
+    console.print(_layers(found))
+    advice = [one for one in found.changes if one.kind in {"setting", "convergence"}]
+    advice = [one for one in advice if one.saves_s > 0]
+    if advice:
+        console.print("what to change, best first (each alone):", markup=False)
+    for one in advice[:_SHOWN]:
+        console.print(f"  {_line(found, one)}", soft_wrap=True, markup=False)
+    if not advice:
+        console.print("no setting is better than this one", markup=False)
+    for one in (one for one in found.changes if one.kind == "risk"):
+        console.print(f"  {_line(found, one)}", soft_wrap=True, markup=False)
+    for note in found.notes:
+        console.print(f"note: {note}", soft_wrap=True, markup=False)
+
+
+def _verdict(found: Explanation) -> str:
+    time = format_duration_s(found.seconds)
+    best = found.best_of(found.limit) if found.limit != "compute" else None
+    if best is None:
+        share = found.parts_s.get("compute_s", 0.0) / found.seconds
+        return (
+            f"{time} {_article(found)}; limit: compute ({share:.0%} of it), none of the five layers"
+        )
+    number = LAYERS.index(found.limit) + 1
+    return (
+        f"{time} {_article(found)}; limit: {found.limit} (layer {number}): {best.action} "
+        f"would make it {format_duration_s(best.seconds)} ({_change(found, best)})"
+    )
+
+
+def _article(found: Explanation) -> str:
+    return {"iteration": "an iteration", "step": "a step"}.get(found.what, found.what)
+
+
+def _line(found: Explanation, one: Change) -> str:
+    kind = f" ({KINDS[one.kind]})" if one.kind != "setting" else ""
+    return f"{_change(found, one)}  {one.action}: {format_duration_s(one.seconds)}{kind}"
+
+
+def _change(found: Explanation, one: Change) -> str:
+    return f"{100 * (one.seconds / found.seconds - 1):+.1f} %"
+
+
+def _parts(found: Explanation) -> Any:
+    table = Table(title="where the time goes", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    for name, label in (PARTS | {"loading_s": "waits for data"}).items():
+        share = found.parts_s.get(name, 0.0) / found.seconds
+        if share >= 5e-4:
+            table.add_row(label, format_duration_s(share * found.seconds), f"{100 * share:.1f} %")
+    return table
+
+
+def _layers(found: Explanation) -> Any:
+    table = Table(title="the best that each layer could do", title_justify="left")
+    for name in ("layer", "change", found.what, "change of it"):
+        table.add_column(name, no_wrap=name != "change", overflow="fold")
+    for number, layer in enumerate((*LAYERS, "compute"), start=1):
+        best = found.best_of(layer)
+        name = f"{number} {layer}" if layer in LAYERS else f"  {layer}"
+        if best is None:
+            table.add_row(name, "nothing to gain", "", "")
+            continue
+        action = f"{best.action} ({KINDS[best.kind]})"
+        table.add_row(name, escape(action), format_duration_s(best.seconds), _change(found, best))
+    return table

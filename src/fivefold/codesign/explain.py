@@ -1,0 +1,438 @@
+"""Which of the five layers limits a run, what to change, and what the prediction says of it.
+
+Nothing here is a price of its own: a change is made to the plan, the device or the fabric, and the
+layer that owns the question is asked again. What cannot be chosen (a GPU twice as fast, messages
+that hide entirely) is asked too, as a bound, and marked so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fivefold.collectives.pricing import FabricSpec, Tier
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.strategy import (
+    Cluster,
+    Job,
+    ParallelPlan,
+    PlanPrediction,
+    SearchSpace,
+    evaluate_plan,
+)
+from fivefold.strategy import search_plans as search
+from fivefold.strategy.words import degrees_of, settings_of
+from fivefold.tasks.schedule import exposed_s
+from fivefold.units import format_bytes
+
+LAYERS = ("strategy", "tasks", "collectives", "flows", "network")
+Kind = Literal["setting", "convergence", "purchase", "bound", "risk"]
+KINDS: Mapping[Kind, str] = {
+    "setting": "can be set",
+    "convergence": "changes what is learnt",
+    "purchase": "other hardware",
+    "bound": "cannot be passed",
+    "risk": "may happen",
+}
+LEAST_SHARE = 0.001  # of the iteration: smaller savings are not worth a line
+_LIMITS_FROM = 0.05  # a layer that costs less of the iteration limits nothing
+_SCHEDULES = ("1f1b", "interleaved", "zb_1p", "zb_v")
+_SEARCHED_TAUS = (8, 64)
+_TAUS = (2, 4, 8, 16, 32, 64, 128, 256)
+_HIDDEN = 0.01  # of the iteration: what may be left of a message that counts as hidden
+_FREE = 1e9  # times the rate of a link: messages take no time
+_SPLIT = ("recompute_s", "pipeline_bubble_s", "offload_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change, with what the prediction says of the run that has it.
+
+    Args:
+        layer: Whose it is; "compute" for what no layer answers for.
+        action: What to change, in words.
+        seconds: Predicted seconds of an iteration after it.
+        saves_s: By how much that is less than before; negative where it is more.
+        kind: Whether it is a setting, one that changes convergence, other hardware, a bound that
+            nothing passes, or a risk.
+        settings: Fields of ``ParallelPlan`` that differ, where it is a setting.
+    """
+
+    layer: str
+    action: str
+    seconds: float
+    saves_s: float
+    kind: Kind = "setting"
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Where the time of an iteration goes, and what would change it.
+
+    Args:
+        subject: What is explained.
+        seconds: It takes, predicted or measured.
+        parts_s: Where they go; they add up.
+        changes: Every change that was asked for and counts, the most saving first.
+        notes: What a reader must know.
+        what: What takes those seconds.
+    """
+
+    subject: str
+    seconds: float
+    parts_s: Mapping[str, float]
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
+    what: str = "iteration"
+
+    def best_of(self, layer: str) -> Change | None:
+        """Return the change of a layer that saves most and learns the same; None without one."""
+        own = [one for one in self.changes if one.layer == layer and one.kind != "convergence"]
+        found = [one for one in own if one.saves_s > 0]
+        return max(found, key=lambda one: one.saves_s, default=None)
+
+    @property
+    def limit(self) -> str:
+        """Name of the layer whose best change saves most; "compute" where none saves a twentieth.
+
+        The network's figure is that of links twice as fast, the others' of the best that they
+        could do: a faster link is always for sale. What changes convergence is advice, no limit.
+        """
+        best = [found for layer in LAYERS if (found := self.best_of(layer)) is not None]
+        most = max(best, key=lambda one: one.saves_s, default=None)
+        if most is None or most.saves_s < _LIMITS_FROM * self.seconds:
+            return "compute"
+        return most.layer
+
+
+def explain_plan(job: Job, cluster: Cluster) -> Explanation:
+    """Say which layer limits one job, and what each change would bring.
+
+    Args:
+        job: What is trained; its plan where it has one, else the fastest of its space.
+        cluster: Where.
+
+    Returns:
+        The explanation, of an iteration.
+
+    Raises:
+        InfeasibleError: No plan fits the memory, or the given one does not.
+
+    Examples:
+        >>> from fivefold.strategy import SearchSpace, load_cluster, load_model
+        >>> space = SearchSpace(num_gpus=16, global_batch=64)
+        >>> job = Job(model=load_model("gpt3-1.3b"), space=space)
+        >>> explain_plan(job, load_cluster("a100-megatron")).limit in {"compute", *LAYERS}
+        True
+    """
+    asked = _Question(job, cluster)
+    now = asked.now
+    changes = [
+        change
+        for make in _LAYERS_ASKED
+        for change in make(asked)
+        if abs(change.saves_s) >= LEAST_SHARE * now.time_s
+    ]
+    changes.sort(key=lambda change: -change.saves_s)
+    searched = "the fastest plan of the space" if job.plan is None else "the plan given"
+    return Explanation(
+        subject=f"{job.model.name} on {now.plan.num_gpus} GPUs of {cluster.name}, {searched}: "
+        f"{degrees_of(now.plan)}, {settings_of(now.plan)}",
+        seconds=now.time_s,
+        parts_s=_parts(asked),
+        changes=tuple(changes),
+        notes=tuple(_notes(asked)),
+    )
+
+
+class _Question:
+    """One job on one cluster, asked again with something changed."""
+
+    def __init__(self, job: Job, cluster: Cluster) -> None:
+        self.job, self.cluster = job, cluster
+        if job.plan is None:
+            space, fabric = job.space, cluster.fabric
+            self.now = search(job.model, cluster.device, fabric, space=space, top=1).best[0]
+        else:
+            self.now = self.with_plan(job.plan)
+            if not self.now.fits:
+                needs = format_bytes(self.now.memory.total_bytes)
+                has = format_bytes(cluster.device.memory_bytes)
+                raise InfeasibleError(
+                    f"the plan does not fit: it needs {needs} a GPU, {cluster.name!r} has {has}",
+                    hint="leave out [plan] to search for one that fits",
+                )
+
+    @property
+    def plan(self) -> ParallelPlan:
+        return self.now.plan
+
+    @property
+    def free(self) -> FabricSpec:
+        """The fabric with links on which nothing takes any time."""
+        return self.tiers(lambda _, tier: _faster(tier, rate=_FREE, latency=0.0))
+
+    def with_plan(self, plan: ParallelPlan, **hardware: Any) -> PlanPrediction:
+        device = hardware.get("device", self.cluster.device)
+        fabric = hardware.get("fabric", self.cluster.fabric)
+        return evaluate_plan(self.job.model, device, fabric, plan=plan)
+
+    def setting(
+        self, layer: str, action: str, kind: Kind = "setting", **fields: Any
+    ) -> Iterator[Change]:
+        """Yield the change where the model can run it, it fits and it is one."""
+        if all(getattr(self.plan, name) == value for name, value in fields.items()):
+            return
+        try:
+            found = self.with_plan(dataclasses.replace(self.plan, **fields))
+        except ConfigurationError:
+            return
+        if found.fits:
+            yield self.change(layer, action, found.time_s, kind, fields)
+
+    def hardware(self, layer: str, action: str, kind: Kind, **changed: Any) -> Change:
+        return self.change(layer, action, self.with_plan(self.plan, **changed).time_s, kind)
+
+    def change(
+        self, layer: str, action: str, seconds: float, kind: Kind,
+        settings: Mapping[str, Any] | None = None,
+    ) -> Change:  # fmt: skip
+        return Change(
+            layer=layer, action=action, seconds=seconds, saves_s=self.now.time_s - seconds,
+            kind=kind, settings=settings or {},
+        )  # fmt: skip
+
+    def tiers(self, change: Callable[[int, Tier], Tier]) -> FabricSpec:
+        fabric = self.cluster.fabric
+        tiers = tuple(change(place, tier) for place, tier in enumerate(fabric.tiers))
+        return dataclasses.replace(fabric, tiers=tiers)
+
+
+def _parts(asked: _Question) -> dict[str, float]:
+    """Where the time goes; waits for ZeRO-3's parameters are communication, not compute."""
+    parts: dict[str, float] = dataclasses.asdict(asked.now.time)
+    free = asked.with_plan(asked.plan, fabric=asked.free).time
+    waits_s = max(parts["compute_s"] - free.compute_s, 0.0)
+    parts["compute_s"] -= waits_s
+    parts["data_s"] += waits_s
+    return {name: value for name, value in parts.items() if value > 0}
+
+
+def _searches(asked: _Question) -> Iterator[Change]:
+    """Layer 1: the fastest split of the space, of a wider one, and of one with local updates."""
+    space = asked.job.space
+    wide = dataclasses.replace(
+        space, schedules=tuple(dict.fromkeys((*space.schedules, *_SCHEDULES))),
+        tensor_overlap=tuple(dict.fromkeys((*space.tensor_overlap, "pipe"))),
+    )  # fmt: skip
+    spaces: list[tuple[Kind, SearchSpace]] = [("setting", wide)]
+    if max(space.tau) == 1:
+        spaces.append(("convergence", dataclasses.replace(space, tau=_SEARCHED_TAUS)))
+    if asked.job.plan is not None:
+        spaces.insert(0, ("setting", space))
+    seen = {asked.plan}
+    for kind, choices in spaces:
+        job, cluster = asked.job, asked.cluster
+        try:
+            found = search(job.model, cluster.device, cluster.fabric, space=choices, top=1)
+        except InfeasibleError:  # the space of the file may be too small for what its plan does
+            continue
+        best = found.best[0]
+        if best.plan not in seen:
+            seen.add(best.plan)
+            named = f"split it as {degrees_of(best.plan)}, {settings_of(best.plan)}"
+            yield asked.change("strategy", named, best.time_s, kind, _differences(asked, best.plan))
+
+
+def _differences(asked: _Question, plan: ParallelPlan) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(plan)]
+    return {n: getattr(plan, n) for n in names if getattr(plan, n) != getattr(asked.plan, n)}
+
+
+def _strategy(asked: _Question) -> Iterator[Change]:
+    """Layer 1: each setting of this split by itself."""
+    plan = asked.plan
+    for kept in ("none", "selective"):
+        yield from asked.setting("strategy", f"recompute {kept}", recompute=kept)
+    for stage in range(4 if plan.data * plan.context > 1 else 1):
+        yield from asked.setting("strategy", f"ZeRO-{stage}", zero=stage, shard=None)
+    for size in {plan.micro_batch * 2, max(plan.micro_batch // 2, 1)}:
+        yield from asked.setting("strategy", f"micro-batches of {size}", micro_batch=size)
+    if plan.pipeline > 1:
+        yield from _schedules(asked)
+        yield from asked.setting("strategy", "the pipeline inside the data axis", order="tcpd")
+    if plan.tensor > 1:
+        yield from asked.setting("strategy", "sequence parallelism", sequence_parallel=True)
+    for name in ("weights", "activations", "optimizer"):
+        if getattr(plan, f"offload_{name}"):
+            fields: dict[str, Any] = {f"offload_{name}": False}
+            yield from asked.setting("strategy", f"{name} in device memory", **fields)
+    spent_s = sum(getattr(asked.now.time, name) for name in _SPLIT)
+    if spent_s > 0:
+        left_s = asked.now.time_s - spent_s
+        bound = "no bubble, no recomputation, no transfers to the host"
+        yield asked.change("strategy", bound, left_s, "bound")
+
+
+def _schedules(asked: _Question) -> Iterator[Change]:
+    plan = asked.plan
+    for schedule in ("1f1b", "zb_1p", "zb_v"):
+        chunks = 2 if schedule == "zb_v" else 1
+        beside = plan.pipeline_overlap or schedule != "1f1b"
+        yield from asked.setting(
+            "strategy", f"schedule {schedule}",
+            schedule=schedule, virtual=chunks, pipeline_overlap=beside,
+        )  # fmt: skip
+    layers = asked.job.model.num_layers // plan.pipeline
+    for chunks in (count for count in range(2, layers + 1) if layers % count == 0):
+        yield from asked.setting(
+            "strategy", f"{chunks} virtual stages on a GPU (interleaved)",
+            schedule="interleaved", virtual=chunks, pipeline_overlap=True,
+        )  # fmt: skip
+
+
+def _local_updates(asked: _Question) -> Iterator[Change]:
+    """Yield the smallest tau that hides the gradients, or the best of those that fit."""
+    if asked.plan.data * asked.plan.context == 1 or asked.plan.tau > 1:
+        return
+    found: list[Change] = []
+    for tau in _TAUS:
+        fields = {"tau": tau, "zero": min(asked.plan.zero, 1), "shard": None}
+        action = f"local updates: synchronise every {tau} iterations (CO2)"
+        found += asked.setting("strategy", action, "convergence", **fields)
+        if len(found) > 1 and found[-2].seconds - found[-1].seconds < _HIDDEN * asked.now.time_s:
+            yield found[-2]
+            return
+    yield from found[-1:]
+
+
+def _tasks(asked: _Question) -> Iterator[Change]:
+    """Layer 2: what more could run beside compute."""
+    plan = asked.plan
+    if plan.data * plan.context > 1:
+        yield from asked.setting("tasks", "gradients beside the backward pass", data_overlap=True)
+    if plan.pipeline > 1:
+        yield from asked.setting(
+            "tasks", "messages between stages beside compute", pipeline_overlap=True
+        )
+    if plan.tensor > 1:
+        for how in ("ring", "pipe"):
+            yield from asked.setting(
+                "tasks", f"tensor communication in slices beside products ({how})",
+                tensor_overlap=how,
+            )  # fmt: skip
+    plain = dataclasses.replace(
+        plan, data_overlap=False, pipeline_overlap=False, tensor_overlap="none"
+    )
+    free_s = asked.with_plan(plain, fabric=asked.free).time_s
+    sent_s = asked.with_plan(plain).time_s - free_s
+    if sent_s > 0:
+        least_s = free_s + float(exposed_s(sent_s, free_s))
+        yield asked.change("tasks", "all communication beside compute", least_s, "bound")
+
+
+def _collectives(asked: _Question) -> Iterator[Change]:
+    """Layer 3: an algorithm that wastes nothing of the links, and fewer bytes."""
+    full = asked.tiers(
+        lambda _, tier: dataclasses.replace(
+            _faster(tier, latency=0.0), efficiency=max(1.0, tier.efficiency), exchange_efficiency=1
+        )
+    )
+    yield asked.hardware(
+        "collectives", "collectives at the links' full rate, without latency", "bound", fabric=full
+    )
+    for place, tier in enumerate(asked.cluster.fabric.tiers):
+        if tier.all_reduce_gain == 1.0:
+            summed = asked.tiers(lambda at, own, place=place: dataclasses.replace(  # type: ignore[misc]
+                own, all_reduce_gain=2.0 if at == place else own.all_reduce_gain
+            ))  # fmt: skip
+            yield asked.hardware(
+                "collectives", f"switches of {tier.name!r} that reduce (in-network aggregation)",
+                "purchase", fabric=summed,
+            )  # fmt: skip
+    device = asked.cluster.device
+    narrow = dataclasses.replace(device, gradient_wire_bytes=device.gradient_wire_bytes / 2)
+    bits = round(4 * device.gradient_wire_bytes)
+    yield asked.hardware(
+        "collectives", f"gradients sent in {bits} bits instead of {2 * bits}", "convergence",
+        device=narrow,
+    )  # fmt: skip
+
+
+def _flows(asked: _Question) -> Iterator[Change]:
+    """Layer 4: who else is on the links, and what an oversubscribed tier costs."""
+    tiers = asked.cluster.fabric.tiers
+    if len(tiers) > 2:
+        wide = tiers[1].bandwidth_bytes_per_s
+        if any(tier.bandwidth_bytes_per_s < wide for tier in tiers[2:]):
+            even = asked.tiers(
+                lambda place, tier: tier if place < 2 else dataclasses.replace(
+                    tier, bandwidth_bytes_per_s=max(tier.bandwidth_bytes_per_s, wide))
+            )  # fmt: skip
+            yield asked.hardware(
+                "flows", f"paths beyond {tiers[1].name!r} as wide as in it, no oversubscription",
+                "bound", fabric=even,
+            )  # fmt: skip
+    if len(tiers) > 1:
+        shared = asked.tiers(lambda place, tier: _faster(tier, rate=0.5) if place else tier)
+        yield asked.hardware(
+            "flows", "a neighbour takes half of the links between nodes", "risk", fabric=shared
+        )
+
+
+def _network(asked: _Question) -> Iterator[Change]:
+    """Layer 5: each tier twice as fast, or at half the latency."""
+    for place, tier in enumerate(asked.cluster.fabric.tiers):
+        for factor, what in (
+            ({"rate": 2.0}, "links of {} twice as fast"),
+            ({"latency": 0.5}, "latency of {} halved"),
+        ):
+            changed = asked.tiers(
+                lambda at, own, place=place, factor=factor: (  # type: ignore[misc]
+                    _faster(own, **factor) if at == place else own
+                )
+            )
+            yield asked.hardware(
+                "network", what.format(repr(tier.name)), "purchase", fabric=changed
+            )
+
+
+def _compute(asked: _Question) -> Iterator[Change]:
+    device = asked.cluster.device
+    fast = dataclasses.replace(
+        device,
+        peak_flops=2 * device.peak_flops,
+        peak_flops_fp8=2 * device.peak_flops_fp8,
+        memory_bandwidth_bytes_per_s=2 * device.memory_bandwidth_bytes_per_s,
+        host_kernel_s=device.host_kernel_s / 2,
+        kernel_gap_s=device.kernel_gap_s / 2,
+    )
+    yield asked.hardware("compute", "a GPU twice as fast", "purchase", device=fast)
+
+
+def _faster(tier: Tier, *, rate: float = 1.0, latency: float = 1.0) -> Tier:
+    return dataclasses.replace(
+        tier,
+        bandwidth_bytes_per_s=rate * tier.bandwidth_bytes_per_s,
+        base_s=latency * tier.base_s,
+        hop_s=latency * tier.hop_s,
+        fill_s=latency * tier.fill_s,
+    )
+
+
+def _notes(asked: _Question) -> Iterator[str]:
+    yield (
+        "each line is the prediction asked again with that one change; savings do not add up, "
+        "and nothing was run"
+    )
+    if len(asked.cluster.fabric.tiers) == 1 or asked.plan.num_gpus == 1:
+        return
+    yield "the links are taken to be idle but for this job: fivefold simulate plans several"
+
+
+_LAYERS_ASKED = (
+    _searches, _strategy, _local_updates, _tasks, _collectives, _flows, _network, _compute,
+)  # fmt: skip
