@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError
-from fivefold.cli._arguments import topology_of
+from fivefold.cli._arguments import ArgumentError, topology_of
 from fivefold.cli._options import JsonOption
 from fivefold.cli._outputs import write_json
 from fivefold.cli._plan_words import PARTS

@@ -16,28 +16,38 @@ from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._codesign import typed_command, write_page
 from fivefold.cli._options import ClusterOption, JsonOption, PageOption
 from fivefold.cli._outputs import require_writable
-from fivefold.cli._plan_files import write_plan_files
+from fivefold.cli._plan_files import runnable, write_plan_files
+from fivefold.cli._plan_job import CODEC_BYTES, JobSizes, read_job
 from fivefold.cli._plan_page import split_page
 from fivefold.cli._plan_words import PARTS
 from fivefold.errors import InfeasibleError
 from fivefold.runs import write_text
 from fivefold.strategy import (
+    TARGETS,
     Cluster,
     Job,
     PlanPrediction,
     PlanSearchResult,
     evaluate_plan,
     load_cluster,
-    load_job,
-    megatron_flags,
     plan_to_toml,
     search_plans,
+    space_of_target,
+    target_problem,
 )
 from fivefold.strategy.words import DEGREES, degrees_of, settings_of
+from fivefold.train.config import TrainConfig
 from fivefold.units import format_bytes
 
 _MOST_REASONS = 8
-_Job = Annotated[Path, typer.Argument(help="Job file (TOML).", exists=True, dir_okay=False)]
+_LOOKED_AT = 200  # fastest plans, of which a program cannot run all
+_Job = Annotated[
+    Path,
+    typer.Argument(
+        help="Job file, configuration of fivefold train, or a Hugging Face config.json.",
+        exists=True,
+    ),
+]
 _Write = Annotated[
     Path | None,
     typer.Option(
@@ -65,11 +75,29 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
         bool, typer.Option("--front", help="Show the Pareto front of time against memory too.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Write the fastest plan to this TOML file.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File for the fastest plan: with --for one that the program runs, else a "
+            "\\[plan] table.",
+        ),
     ] = None,
-    megatron: Annotated[
-        bool, typer.Option("--megatron", help="Print the fastest plan as flags of Megatron-LM.")
-    ] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="|".join(TARGETS),
+            help="Only plans that this program can run.",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs, where the files do not say how many.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of an optimizer step over all GPUs.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
     write: _Write = None,
     torchtitan_base: _Base = None,
     report: PageOption = None,
@@ -77,40 +105,51 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
 ) -> None:
     """Search all ways to split a job over a cluster for the fastest that fits in memory.
 
-    With a [plan] table in the job file nothing is searched: that plan is judged.
+    JOB is a job file, a configuration of fivefold train, or a Hugging Face config.json (with
+    --global-batch). With a [plan] table in a job file nothing is searched: that plan is judged.
+
+    Examples:
+        $ fivefold plan job.toml --cluster h100-torchtitan:16 --for torchtitan -o planned.py
 
     Raises:
         FivefoldError: Whatever planning met; the entry point prints it.
     """
-    if megatron and as_json:
-        message = "--megatron and --json both write to standard output"
-        raise ArgumentError(message, hint="give one of them; --write FOLDER keeps the flags")
+    if target is not None and target not in TARGETS:
+        message = f"--for {target!r} is no program that plans are written for"
+        raise ArgumentError(message, hint=f"use one of {', '.join(TARGETS)}")
     require_writable(output, write, report)
     where = load_cluster(cluster)
-    what = load_job(job, cluster=where)
-    result = None
+    sizes = JobSizes(gpus=gpus, global_batch=global_batch, seq_len=seq_len)
+    planned = read_job(job, where, sizes)
+    where = _as_sent(where, planned.config, target)
+    what, result = planned.job, None
     if what.plan is None:
-        result = _search(what, where, top=top, front=front or report is not None)
-    best = (_judge(what, where),) if result is None else result.best
-    _write_files(what, best[0], output=output, folder=write, base=torchtitan_base)
+        result = _search(what, where, top=top, front=front or report is not None, target=target)
+    best = (_judge(what, where, target),) if result is None else result.best
+    if output is not None:
+        text = plan_to_toml(best[0].plan)
+        if target is not None:
+            text = runnable(target, planned, best[0], where, base=torchtitan_base)
+        write_text(output, text)
+    if write is not None:
+        write_plan_files(write, planned, best[0], where, base=torchtitan_base)
     if report is not None:
         _write_page(report, what, where, best, result)
-    if megatron:
-        typer.echo(" ".join(megatron_flags(what.model, best[0].plan)))
-    elif as_json:
+    if as_json:
         typer.echo(json.dumps(_document(what, where, best, result), indent=2))
     else:
         _show(what, where, best, result if front or result is None else _without_front(result))
-
-
-def _write_files(
-    job: Job, best: PlanPrediction, *, output: Path | None, folder: Path | None, base: str | None
-) -> None:
-
     if output is not None:
-        write_text(output, plan_to_toml(best.plan))
-    if folder is not None:
-        write_plan_files(folder, job, best.plan, base=base)
+        typer.echo(f"written: {output}", err=True)
+
+
+def _as_sent(cluster: Cluster, config: TrainConfig | None, target: str | None) -> Cluster:
+    """Return the cluster with gradients as wide as fivefold's trainer sends them."""
+    if config is None and target != "train":
+        return cluster
+    codec = "fp32" if config is None else config.sync.codec or "fp32"
+    device = dataclasses.replace(cluster.device, gradient_wire_bytes=CODEC_BYTES[codec])
+    return dataclasses.replace(cluster, device=device)
 
 
 def _without_front(result: PlanSearchResult) -> PlanSearchResult:
@@ -129,16 +168,33 @@ def _write_page(
     write_page(page, path)
 
 
-def _search(job: Job, cluster: Cluster, *, top: int, front: bool) -> PlanSearchResult:
-
-    return search_plans(
-        job.model, cluster.device, cluster.fabric, space=job.space, top=top, front=front
+def _search(
+    job: Job, cluster: Cluster, *, top: int, front: bool, target: str | None
+) -> PlanSearchResult:
+    if target is None:
+        return search_plans(
+            job.model, cluster.device, cluster.fabric, space=job.space, top=top, front=front
+        )
+    space = space_of_target(job.space, target, gpus_per_node=cluster.fabric.gpus_per_node)
+    most = max(top, _LOOKED_AT)
+    found = search_plans(
+        job.model, cluster.device, cluster.fabric, space=space, top=most, front=front
     )
+    problems = [target_problem(job.model, one.plan, target) for one in found.best]
+    able = [one for one, problem in zip(found.best, problems, strict=True) if problem is None]
+    if not able:
+        message = f"{target} can run none of the {len(problems)} fastest plans: {problems[0]}"
+        raise InfeasibleError(message, hint="limit [search] to what it can run, or leave out --for")
+    runs = [one for one in found.front if target_problem(job.model, one.plan, target) is None]
+    return dataclasses.replace(found, best=tuple(able[:top]), front=tuple(runs))
 
 
-def _judge(job: Job, cluster: Cluster) -> PlanPrediction:
+def _judge(job: Job, cluster: Cluster, target: str | None) -> PlanPrediction:
 
     assert job.plan is not None, "only called with a plan"
+    if target is not None and (problem := target_problem(job.model, job.plan, target)) is not None:
+        message = f"{target} cannot run the [plan] of the job file: {problem}"
+        raise InfeasibleError(message, hint="leave out [plan] to search for one that it can run")
     found = evaluate_plan(job.model, cluster.device, cluster.fabric, plan=job.plan)
     if not found.fits:
         message = (

@@ -197,6 +197,8 @@ class RunResult:
         sync: The outer engine's statistics; None for other methods.
         parameters_sha256: Digest of this rank's parameters.
         moe: Loads, drops and bytes of the mixtures of experts; None for a dense model.
+        process: Processor seconds, the share of the time without a processor though ready, and
+            the most memory held, as ``ProcessMeter`` counts them.
 
     Examples:
         >>> RunResult.__dataclass_params__.frozen
@@ -219,6 +221,7 @@ class RunResult:
     sync: dict[str, Any] | None
     parameters_sha256: str
     moe: dict[str, Any] | None = None
+    process: dict[str, Any] | None = None
 
     def summary(self) -> str:
         """Return one line for people."""
@@ -268,6 +271,7 @@ def make_result(  # noqa: PLR0913 - one argument per part of the record, one cal
     reason: str,
     digest: str,
     mixtures: Mixtures | None,
+    process: dict[str, Any],
 ) -> RunResult:
     """Put the record together."""
     statistics = method.statistics()
@@ -289,4 +293,5 @@ def make_result(  # noqa: PLR0913 - one argument per part of the record, one cal
         sync=None if statistics is None else dataclasses.asdict(statistics),
         parameters_sha256=digest,
         moe=None if mixtures is None else mixtures.record(),
+        process=process,
     )

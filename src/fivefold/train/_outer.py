@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim import (
@@ -69,18 +73,39 @@ class OuterMethod(Method):
         *,
         optimizer: torch.optim.Optimizer,
         ranks: Ranks,
+        workers: DeviceMesh | None = None,
     ) -> None:
         super().__init__(model)
+        self._workers = workers
         self._told_round = -1
         with ranks.guard("setting up the outer synchronisation"):
             self._sync = OuterSync(
                 model,
                 optimizer,
                 rule=make_rule(config),
+                process_group=None if workers is None else workers["replicate"],
                 codec=config.codec or "fp32",
                 timeout_s=ranks.timeout_s,
                 check_every_rounds=config.check_every_rounds or 0,
             )
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Keep gradients as they are until the last micro-batch."""
+        return self._whole_gradients() if self._workers is not None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _whole_gradients(self) -> Iterator[None]:
+        shared = cast("FSDPModule", self._model)
+        shared.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            shared.set_requires_gradient_sync(True)
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Clip by the norm over all shards of the worker."""
+        norm = super().clip_gradients(max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def after_step(self) -> None:
         """Count the local step; at the end of a round wait, merge and launch."""

@@ -18,7 +18,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.runs import Section
 from fivefold.runs.config import Count, Momentum, Positive, Share, Text
 
-_ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16}
+_ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16, "shard": None}
 _HIDDEN_ROUNDS = _ROUNDS | {"auto_tau": None}
 _NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
@@ -158,6 +158,9 @@ class SyncConfig(Section):
     """table of the outer optimizer's arguments"""
     hidden: bool | None = None
     """true for an outer optimizer whose all-reduce runs behind the next round"""
+    shard: Positive | None = None
+    """neighbouring ranks, those of a node, that share the model's states (FSDP2) and take their
+    local steps as one worker; left out, every rank has a model of its own"""
     check_every_rounds: Count | None = None
     """rounds between two checks that all ranks are equal; 0 for never"""
 
