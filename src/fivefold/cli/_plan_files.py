@@ -137,6 +137,9 @@ def _kept(planned: PlannedJob, best: PlanPrediction) -> dict[str, dict[str, Any]
     if plan.tau > 1:
         sync |= {"method": config.sync.method, "tau": plan.tau}
         sync.pop("auto_tau", None)
+        if config.sync.method == "delay_corrected" and config.sync.tau == "auto":
+            # A part of the model per step hides as well as all of it per round, and is less late.
+            sync["fragments"] = plan.tau
     elif config.sync.method in {"ddp", "none"}:
         sync = {**given.get("sync", {}), "method": "ddp" if plan.data > 1 else "none"}
     optim = {

@@ -25,7 +25,7 @@ from fivefold.optim.auto_tau import TauDecision
 from fivefold.runs.machine import run_facts
 from fivefold.train._mixture import Mixtures
 from fivefold.train._spans import Span
-from fivefold.train.config import SyncConfig, TasksConfig, TrainConfig
+from fivefold.train.config import SyncConfig, TasksConfig, TrainConfig, settings_fingerprint
 
 _LABELS = {
     "none": "no communication",
@@ -243,6 +243,9 @@ def run_manifest(
 ) -> dict[str, Any]:
     """Return the content of a run's manifest.json."""
     lab = json.loads(os.environ.get(_LAB_VARIABLE, "null"))
+    kept = None
+    if config.prediction is not None:
+        kept = config.prediction.settings == settings_fingerprint(config, ranks=world_size)
     return {
         "schema": 1,
         **run_facts(),
@@ -254,6 +257,7 @@ def run_manifest(
         "num_parameters": num_parameters,
         "precision": precision,
         "lab": lab,
+        "planned_settings_kept": kept,
     }
 
 
