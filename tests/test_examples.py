@@ -98,7 +98,7 @@ def test_readme_example(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(code)
     output = torchrun(script, tmp_path)
-    assert output.count("SyncStatistics(steps=64, rounds=8, merged_rounds=8") == 2
+    assert output.count("64 steps, 8 rounds, 8 merged") == 2
 
 
 def test_links_in_the_documents_lead_somewhere():

@@ -15,11 +15,12 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import BenchmarkRow, write_results
-from fivefold.codesign import JobSpec, run_plan, synthetic_jobs
+from fivefold.codesign import JobSpec, plan_cluster, run_plan, synthetic_jobs
 from fivefold.codesign.baselines import null_plan
 from fivefold.network.topology import HostSpec, Topology, load_lingjun, parse_topology
 from fivefold.tasks import LayerCost
@@ -34,9 +35,11 @@ def one_job(topology: Topology) -> list[JobSpec]:
     return [JobSpec(job_id="all", ranks=tuple(range(topology.num_ranks)), layers=(layer,) * 4)]
 
 
-def measure(case: str, lingjun: str | None, iterations: int) -> dict[str, Any]:
-    """Build, plan with the null modules, simulate."""
-    started_s = time.perf_counter()
+def measure(
+    case: str, lingjun: str | None, iterations: int, *, coordinated: bool
+) -> dict[str, Any]:
+    """Build, plan with the null modules or with all four co-designs, simulate."""
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
     if case.startswith("clos"):
         topology = parse_topology(case)
         jobs = one_job(topology)
@@ -50,9 +53,14 @@ def measure(case: str, lingjun: str | None, iterations: int) -> dict[str, Any]:
         jobs = synthetic_jobs(
             topology, number=topology.num_ranks // 8, seed=0, sizes=(8,), iterations=iterations
         )
-    plan = null_plan(topology, jobs)
-    built_s = time.perf_counter() - started_s
-    outcome = run_plan(topology, jobs, plan)
+    if coordinated:
+        jobs = [replace(job, iterations=iterations) for job in jobs]
+        built_s = time.perf_counter() - started_s
+        outcome = plan_cluster(topology, jobs).outcome
+    else:
+        plan = null_plan(topology, jobs)
+        built_s = time.perf_counter() - started_s
+        outcome = run_plan(topology, jobs, plan)
     total_s = time.perf_counter() - started_s
     assert outcome.result is not None, "run_plan simulates"
     return {
@@ -60,12 +68,15 @@ def measure(case: str, lingjun: str | None, iterations: int) -> dict[str, Any]:
         "jobs": len(jobs),
         "built_s": built_s,
         "total_s": total_s,
+        "cpu_s": time.process_time() - started_cpu_s,
         "events": outcome.result.events,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
-def in_a_process(case: str, lingjun: Path | None, iterations: int) -> dict[str, Any]:
+def in_a_process(
+    case: str, lingjun: Path | None, iterations: int, *, coordinated: bool = False
+) -> dict[str, Any]:
     """One case, alone in its memory."""
     command = [
         sys.executable,
@@ -78,6 +89,8 @@ def in_a_process(case: str, lingjun: Path | None, iterations: int) -> dict[str, 
     ]
     if lingjun is not None:
         command += ["--lingjun", str(lingjun)]
+    if coordinated:
+        command += ["--coordinated"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     print(f"{case}, {iterations} iterations: {found}", flush=True)
@@ -96,6 +109,7 @@ def rows_of(
             case=name, metric="build, plan and simulate", unit="s", ours=found["total_s"],
             target=target_s, met=time_met,
         ),
+        BenchmarkRow(case=name, metric="processor time", unit="s", ours=found["cpu_s"]),
         BenchmarkRow(
             case=name, metric="events per second", unit="1/s",
             ours=found["events"] / (found["total_s"] - found["built_s"]),
@@ -114,9 +128,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a look: small, no results file")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--iterations", type=int, default=1000, help=argparse.SUPPRESS)
+    parser.add_argument("--coordinated", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
-        print(json.dumps(measure(arguments.case, arguments.lingjun, arguments.iterations)))
+        coordinated = arguments.coordinated
+        found = measure(
+            arguments.case, arguments.lingjun, arguments.iterations, coordinated=coordinated
+        )
+        print(json.dumps(found))
         return
     rows: list[BenchmarkRow] = []
     sizes = (4,) if arguments.quick else (4, 8, 16)
@@ -128,6 +147,9 @@ def main() -> None:
         case = f"clos:16x16x8,aggs=8,cores=64,gpus=8,{LINK}"
         found = in_a_process(case, None, 1)
         rows += rows_of("three-tier Clos, one iteration", found, target_s=60, target_bytes=8e9)
+        found = in_a_process(case, None, 20, coordinated=True)
+        name = "three-tier Clos, 20 iterations, all four co-designs"
+        rows += rows_of(name, found, target_s=60, target_bytes=8e9)
         if arguments.lingjun is not None:
             found = in_a_process("lingjun", arguments.lingjun, 1000)
             rows += rows_of("Lingjun, 1,000 iterations", found, target_s=300, target_bytes=None)

@@ -30,11 +30,15 @@ from fivefold.train.config import DataConfig, ModelConfig
 from fivefold.train.sampler import gather_batch
 
 __all__ = [
+    "ADAMW",
     "BATCH_SIZE",
+    "CLIP_NORM",
     "MODEL",
+    "MUON",
     "SEQUENCE_LENGTH",
     "Batch",
     "LossModule",
+    "MuonWithAdamW",
     "Problem",
     "Worker",
     "batches",
@@ -56,6 +60,8 @@ MIN_LR_FRACTION = 0.1
 VALIDATION_WINDOWS = 256
 _VALIDATION_BATCH = 16
 
+ADAMW, MUON = "AdamW", "Muon"
+
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -69,6 +75,9 @@ class Problem:
         seed: Seed of the parameters and of the order of the text.
         warmup_steps: Steps of linear warm-up.
         batch_size: Sequences per rank and step.
+        optimizer: ADAMW or MUON.
+        width: Width of the model.
+        layers: Layers of the model.
 
     Example:
         >>> Problem(steps=100).tokens_per_rank
@@ -80,6 +89,9 @@ class Problem:
     seed: int = 0
     warmup_steps: int = 20
     batch_size: int = BATCH_SIZE
+    optimizer: str = ADAMW
+    width: int = MODEL.width
+    layers: int = MODEL.layers
 
     @property
     def tokens_per_rank(self) -> int:
@@ -97,14 +109,15 @@ def corpus() -> Corpus:
     return load_corpus(DataConfig(sequence_length=SEQUENCE_LENGTH), load_tokenizer("bytes"))
 
 
-def make_model(seed: int) -> Transformer:
-    """A fresh model of 0.64 million parameters; equal seeds give equal parameters.
+def make_model(seed: int, model: ModelConfig = MODEL) -> Transformer:
+    """A fresh model, of 0.64 million parameters unless said; equal seeds give equal parameters.
 
     Args:
         seed: Seed of the parameters.
+        model: Its shape.
     """
     vocab_size = load_tokenizer("bytes").vocab_size
-    return Transformer(MODEL, vocab_size=vocab_size, sequence_length=SEQUENCE_LENGTH, seed=seed)
+    return Transformer(model, vocab_size=vocab_size, sequence_length=SEQUENCE_LENGTH, seed=seed)
 
 
 def make_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
@@ -120,6 +133,33 @@ def make_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=lr, betas=BETAS)
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon on the matrices of the layers, AdamW on embeddings and scales, as one optimizer.
+
+    Args:
+        model: Its parameters are trained.
+        lr: Learning rate of both; Muon's update is scaled to the size of one of AdamW.
+    """
+
+    def __init__(self, model: torch.nn.Module, lr: float) -> None:
+        named = dict(model.named_parameters())
+        inner = {n for n, p in named.items() if p.dim() == 2 and "embedding" not in n}
+        rest = [p for name, p in named.items() if name not in inner]
+        super().__init__(list(named.values()), {"lr": lr})
+        self.muon = torch.optim.Muon(
+            [p for name, p in named.items() if name in inner],
+            lr=lr, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw",
+        )  # fmt: skip
+        self.adamw = torch.optim.AdamW(rest, lr=lr, betas=BETAS, weight_decay=0.0)
+        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure here
+        """Step both."""
+        assert closure is None, "workers compute gradients before the step"
+        self.muon.step()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.adamw.step()
 
 
 def learning_rate(step: int, problem: Problem) -> float:
@@ -227,6 +267,7 @@ class Worker:
         problem: What is trained.
         rank: This rank.
         world_size: Number of ranks that share the text.
+        clip_norm: Bound of the gradient's norm; None for none.
 
     Example:
         >>> worker = Worker(Problem(steps=2), rank=0, world_size=4)
@@ -234,10 +275,15 @@ class Worker:
         (True, 1)
     """
 
-    def __init__(self, problem: Problem, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, problem: Problem, *, rank: int, world_size: int, clip_norm: float | None = CLIP_NORM
+    ) -> None:
         self.problem = problem
-        self.model = make_model(problem.seed)
-        self.optimizer: torch.optim.Optimizer = make_optimizer(self.model, problem.lr)
+        self._clip_norm = clip_norm
+        shape = MODEL.model_copy(update={"width": problem.width, "layers": problem.layers})
+        self.model = make_model(problem.seed, shape)
+        make = MuonWithAdamW if problem.optimizer == MUON else make_optimizer
+        self.optimizer: torch.optim.Optimizer = make(self.model, problem.lr)
         self.steps_done = 0
         self._batches = batches(
             rank, world_size=world_size, seed=problem.seed, batch_size=problem.batch_size
@@ -269,7 +315,8 @@ class Worker:
 
     def update(self) -> float:
         """The second half of a step: clip the gradient, update, forget the gradient."""
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps_done += 1

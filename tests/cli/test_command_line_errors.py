@@ -29,7 +29,7 @@ def shell(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "said", "hint"),
     [
-        (("plann",), "no such command 'plann'. Did you mean 'plan'?", "fivefold --help"),
+        (("plann",), "no such command 'plann'. Did you mean 'plan'", "fivefold --help"),
         (("plan",), "missing argument 'JOB'", "fivefold plan --help"),
         (("plan", "nothere.toml", "--cluster", "x"), "does not exist", "fivefold plan"),
         (("topology", "show", "ring:4", "--jsn"), "no such option: --jsn", "topology show"),

@@ -242,3 +242,23 @@ def test_slots_cover_a_round_trip_to_the_root(slots, expected):
 def test_bad_jobs_are_refused(make, error):
     with pytest.raises(error):
         make()
+
+
+def test_a_large_job_of_many_iterations_is_planned_without_running_them():
+    """Its iterations repeat: what is simulated does not grow with their number."""
+    topology = leaf_spine(128, leaves=8, spines=4)
+    told = []
+    few, many = (
+        plan_cluster(
+            topology,
+            [job(ranks=range(128), layers=2, iterations=iterations)],
+            progress=lambda *step: told.append(step),
+        )
+        for iterations in (4, 400_000)
+    )
+    assert many.outcome.result.events <= few.outcome.result.events
+    iteration_s = many.outcome.iteration_s["a"]
+    assert iteration_s == pytest.approx(few.outcome.iteration_s["a"], rel=1e-9)
+    assert many.outcome.completion_s["a"] == pytest.approx(400_000 * iteration_s)
+    assert {stage for stage, _, _ in told} == {"jobs planned alone", "plans simulated"}
+    assert all(0 <= done <= total for _, done, total in told)

@@ -14,7 +14,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from outer_world import RULES
+from outer_world import OF_GRADIENTS, RULES
 
 from fivefold.optim import OuterSync, StabilityWarning, _flat
 
@@ -79,7 +79,9 @@ def main(rank, world_size, port):
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     turns = itertools.cycle(CODECS[1:])
-    cases = [(name, codec) for name in RULES for codec in ("fp32", next(turns))]
+    # With delayed gradients each rank takes the optimizer's step for itself, in its own rounding.
+    names = [name for name in RULES if name not in OF_GRADIENTS]
+    cases = [(name, codec) for name in names for codec in ("fp32", next(turns))]
     found = {}
     for name, codec in cases:
         with naming(f"{name} {codec}"):

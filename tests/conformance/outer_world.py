@@ -9,6 +9,7 @@ from fivefold.optim import (
     CO2,
     AutoTau,
     DelayCorrected,
+    DelayedGradients,
     DiLoCo,
     EagerDiLoCo,
     GapPenalty,
@@ -32,7 +33,12 @@ RULES = {
     "local-sgd": LocalSGD(tau=2),
     "diloco": DiLoCo(tau=2, outer_momentum=0.5),
     "delay-corrected": DelayCorrected(tau=3),
+    "delayed-gradients": DelayedGradients(),
+    "delayed-gradients-ahead": DelayedGradients(max_norm=0.5, extrapolation=1.0, ramp_steps=3),
     "delay-corrected-parts": DelayCorrected(tau=4, fragments=2),
+    "delay-corrected-ends": DelayCorrected(
+        tau=4, fragments=2, synchronous_start=3, synchronous_end=2, total_steps=12
+    ),
     "overlap": OverlapLocalSGD(tau=2, outer_momentum=0.3),
     "eager": EagerDiLoCo(tau=2),
     "streaming": StreamingDiLoCo(tau=4, fragments=2, outer_lr=0.5, outer_momentum=0.4),
@@ -47,7 +53,10 @@ RULES = {
         tau=2, optimizer=torch.optim.SGD, options=SGD_NESTEROV, hidden=True
     ),
 }
-WITHOUT_LOSSES = {"eager"}
+# Whose payload is the gradient, so that what is done to the parameters alone is not sent.
+OF_GRADIENTS = {name for name, rule in RULES.items() if rule.merge == "gradients"}
+WITH_ENDS = {name for name, rule in RULES.items() if rule.synchronous_start}
+WITHOUT_LOSSES = {"eager", *OF_GRADIENTS}
 SURVIVES_LOSSES = {name: rule for name, rule in RULES.items() if name not in WITHOUT_LOSSES}
 WAITS = {name: rule for name, rule in RULES.items() if not rule.delayed}
 SEEDING = threading.Lock()  # ranks are threads, and torch has one global generator

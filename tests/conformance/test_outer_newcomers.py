@@ -77,10 +77,10 @@ def join_and_train(transport, door, *, make, work, rounds, tau, lossy=False):
             work(subject, sync, step)
     else:
         stand_in(doorway, sync)
-        for group in sync._optimizer.param_groups:
+        for group in sync._optimizers[0].param_groups:
             group["lr"] *= 7.0  # a schedule that stands elsewhere until the state is there
         sync.load_peer_state(door.get(timeout=30))
-        for group in sync._optimizer.param_groups:
+        for group in sync._optimizers[0].param_groups:
             group["lr"] /= 7.0
         for step in range((JOINS_AT + 1) * tau, rounds * tau):
             work(subject, sync, step)

@@ -14,9 +14,13 @@ import traceback
 assert os.environ["TRITON_INTERPRET"] == "1"
 
 import torch
+import triton
+import triton.language as tl
 
 from fivefold.errors import FivefoldError
 from fivefold.moe import ACTIVATIONS, Workspace, backends, fused_moe
+from fivefold.moe.kernels._products import to_tf32
+from fivefold.moe.kernels.arguments import sizes_for, tiles_for
 from fivefold.moe.kernels.launch import forward_fused, forward_split
 from fivefold.moe.kernels.sync import COUNTED, QUEUES
 from oracles.experts import cancelling, expected, operands, relative
@@ -190,6 +194,45 @@ def a_wait_without_end_is_an_error():
     found = refusal(lambda: run(given, workspace=workspace))
     clean = not workspace.control.any()
     return {"refused": found, "holds": clean and not workspace.control[COUNTED.value]}
+
+
+@triton.jit
+def _rounded(source, target, S: tl.constexpr):  # noqa: N803 - as the kernels
+    place = tl.arange(0, 4096)
+    tl.store(target + place, to_tf32(tl.load(source + place), S))
+
+
+@case
+def rounding_to_tf32_bit_by_bit():
+    generator = torch.Generator().manual_seed(5)
+    bits = torch.randint(-(2**31), 2**31, (4096,), generator=generator).int()
+    bits[:6] = torch.tensor([0x7FFFFFFF, -1, 0x7F800000, 0x7F7FFFFF, 0x3F801000, 0x3F800FFF]).int()
+    bits[6:9] = torch.tensor([0, -(2**31), 0x1000]).int()  # zeros, and the tie next to them
+    value = bits.view(torch.float32)
+    found = torch.empty_like(value)
+    call = {"num_tokens": 4, "hidden": 16, "intermediate": 16, "num_experts": 2, "top_k": 1}
+    how = {"precision": "tf32", "by_descriptor": True, "interpreted": True}
+    call["dtype"] = torch.float32
+    tiles = tiles_for(torch.float32, gated=True, **how)
+    options = {"activation": ACTIVATIONS["swiglu"], "weight_on_input": False} | how
+    sizes = sizes_for(tiles, call, **options)
+    _rounded[1,](value, found, sizes)
+    # By arithmetic: eleven significant bits, halves away from zero; denormal numbers have fewer.
+    _, exponent = torch.frexp(value.double())
+    unit = torch.ldexp(torch.ones(4096).double(), exponent.clamp(min=-125) - 11)
+    wanted = (value.double().abs() / unit + 0.5).floor() * unit
+    wanted = torch.copysign(wanted, value.double()).float()
+    wanted = torch.where(value.isinf(), value, wanted)
+    number = ~value.isnan()
+    same = torch.equal(found[number].view(torch.int32), wanted[number].view(torch.int32))
+    return {"holds": same and bool(found[~number].isnan().all()) and int((~number).sum()) > 2}
+
+
+@case
+def tf32():
+    given = operands((37, 48, 32, 5, 2), dtype=torch.float32)
+    coarse, fine = (error(given, precision=name) for name in ("tf32", "ieee"))
+    return coarse | {"holds": coarse["error"] > 100 * fine["error"]}  # it is rounded at all
 
 
 @case

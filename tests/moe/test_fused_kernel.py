@@ -12,6 +12,7 @@ HERE = Path(__file__).parent
 LIMITS = {
     "bfloat16": 5e-3,
     "float16": 1e-3,
+    "tf32": 7e-4,
     "a wait without end is an error": "gave up waiting for a task with a lower ticket",
     "a workspace too small": "Workspace.allocate the largest num_tokens",
     "double precision": "it takes torch.bfloat16, torch.float16, torch.float32; got torch.float64",
@@ -27,6 +28,7 @@ CASES = [
     *ACTIVATIONS,
     *LIMITS,
     "split",
+    "rounding to tf32 bit by bit",
     "one expert for all",
     "dropped and foreign ids",
     "weights on the input",

@@ -1,15 +1,25 @@
-"""The kernels compiled for sm_90a without a GPU: what is in the machine code, and what it takes."""
+"""The kernels compiled for sm_90a without a GPU: what is in the machine code, and what it takes.
 
+By the installed triton, and by 3.6.0, which the target machine has, where it lies unpacked in
+build/triton-3.6.0 (CI puts it there) or in the folder that FIVEFOLD_TRITON_3_6 names. Everything by
+3.6.0, and a few variants by the other; everything by both every night.
+"""
+
+import json
+import os
 import re
+import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from oracles.children import lines_of
+from oracles.children import environment
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.timeout(900)  # compiling
 
 SHARED_LIMIT_BYTES = 227 * 1024  # of a program on an H100 or H200
 FORWARD = {  # variant: the tensor-core instruction that must be there
@@ -64,35 +74,73 @@ VARIANTS = {
     "backward": [*BACKWARD, *SMALL],
     "one_sided": [*EXCHANGE, *CUT],
 }
-ALL = [(part, variant) for part, variants in VARIANTS.items() for variant in variants]
+ROOT = Path(__file__).parents[2]
+TARGET = Path(os.environ.get("FIVEFOLD_TRITON_3_6") or ROOT / "build" / "triton-3.6.0")
+WHICH = {"installed": [], "3.6.0": []}  # of the offline script
+if (TARGET / "triton").is_dir():
+    WHICH["installed"] = ["quick"]
+else:
+    del WHICH["3.6.0"]
+
+
+RARE = {"bf16 relu", "fp32 relu tf32", "fp32 swiglu tf32x3", "fp32 relu ieee"}
+RARE |= {"bf16 geglu, 128 experts, 8 each", "forward that keeps", *list(EXCHANGE)[1:]}
+RARE |= {variant for variant in BACKWARD if "," in variant}
+
+
+def looked_at(wanted=lambda _variant: True):
+    """Triton, part and variant; what takes long by both versions is for the night."""
+    found = []
+    for version, which in WHICH.items():
+        for part, variants in VARIANTS.items():
+            for variant in filter(wanted, variants):
+                night = bool(which) and variant in RARE
+                marks = [pytest.mark.nightly] if night else []
+                found.append(pytest.param(version, part, variant, marks=marks))
+    return found
+
+
 RELEASE = r"(?:atom|red)\.global\.(?:gpu|sys)\.(?:release|acq_rel)"
 ACQUIRE = r"(?:ld|atom)\.global\.(?:gpu|sys)\.(?:acquire|acq_rel)"
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    script = Path(__file__).parent / "offline.py"
-    cache = str(tmp_path_factory.mktemp("triton"))
-    options = {"key": "variant", "interpreted": False, "TRITON_CACHE_DIR": cache}
-    with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda part: lines_of(script, part, **options), VARIANTS)
-        return dict(zip(VARIANTS, found, strict=True))
+@cache
+def lines_by_variant(version, part, *which):
+    paths = [*([str(TARGET)] if version == "3.6.0" else []), str(ROOT / "src")]
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": folder}
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.moe.offline", part, *which],
+            cwd=ROOT,
+            env=environment(interpreted=False) | variables,
+            capture_output=True,
+            text=True,
+            timeout=560,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    return {line["variant"]: line for line in map(json.loads, done.stdout.splitlines())}
 
 
-def test_every_variant_is_looked_at(compiled):
-    assert {part: set(found) for part, found in compiled.items()} == {
-        part: set(variants) for part, variants in VARIANTS.items()
-    }
+def compiled(version, part, variant):
+    return lines_by_variant(version, part, *([] if variant in RARE else WHICH[version]))[variant]
 
 
-@pytest.mark.parametrize(("part", "variant"), ALL)
-def test_fits_the_machine_without_spills(compiled, part, variant, record_property, capsys):
-    found = compiled[part][variant]
+@pytest.mark.parametrize("part", VARIANTS)
+def test_every_variant_is_looked_at(part):
+    for version, which in WHICH.items():
+        wanted = set(VARIANTS[part]) - (RARE if which else set())
+        assert set(lines_by_variant(version, part, *which)) == wanted
+
+
+@pytest.mark.parametrize(("version", "part", "variant"), looked_at())
+def test_fits_the_machine_without_spills(version, part, variant, record_property, capsys):
+    found = compiled(version, part, variant)
     for name in ("registers", "spilled_bytes", "shared_bytes", "products"):
         record_property(name, found[name])
     with capsys.disabled():
         size = f"{found['registers']} registers, {found['shared_bytes']} bytes shared"
-        sys.stdout.write(f"\n  {variant}: {size}, {' '.join(found['products'])} ")
+        sys.stdout.write(f"\n  {version}, {variant}: {size}, {' '.join(found['products'])} ")
     assert found["spilled_bytes"] == 0
     assert not {"STL", "LDL"} & set(found["instructions"])
     assert found["registers"] <= (64 if variant in SMALL else 255)
@@ -101,11 +149,11 @@ def test_fits_the_machine_without_spills(compiled, part, variant, record_propert
 
 
 @pytest.mark.parametrize(
-    ("part", "variant"),
-    [(part, variant) for part, variant in ALL if variant in FORWARD | BACKWARD | EXCHANGE],
+    ("version", "part", "variant"),
+    looked_at(lambda variant: variant in FORWARD | BACKWARD | EXCHANGE),
 )
-def test_uses_tensor_cores_and_asynchronous_copies(compiled, part, variant):
-    found, wanted = compiled[part][variant], (FORWARD | BACKWARD | EXCHANGE)[variant]
+def test_uses_tensor_cores_and_asynchronous_copies(version, part, variant):
+    found, wanted = compiled(version, part, variant), (FORWARD | BACKWARD | EXCHANGE)[variant]
     if wanted is None:  # ieee float32 has no tensor core: ordinary multiply-adds
         assert not found["products"]
         assert found["instructions"]["FFMA"] > (500 if part == "forward" else 200)
@@ -119,32 +167,39 @@ def test_uses_tensor_cores_and_asynchronous_copies(compiled, part, variant):
         assert found["instructions"]["LDGSTS"] > 0  # gathered or received rows
 
 
-@pytest.mark.parametrize("variant", FORWARD)
-def test_hands_data_over_by_release_and_acquire(compiled, variant):
-    ptx = compiled["forward"][variant]["ptx"]
+@pytest.mark.parametrize(
+    ("version", "part", "variant"), looked_at(lambda variant: variant in FORWARD)
+)
+def test_hands_data_over_by_release_and_acquire(version, part, variant):
+    ptx = compiled(version, part, variant)["ptx"]
     releases, acquires = check_barriers(ptx)
     assert releases == 5  # counted, placed, first product, second product; left
     assert acquires >= 5  # the waits for them
     assert "globaltimer" not in ptx  # nothing looks at the clock
 
 
-def test_the_backward_adds_nothing_up_atomically(compiled):
-    for variant, found in compiled["backward"].items():
+@pytest.mark.parametrize("version", WHICH)
+def test_the_backward_adds_nothing_up_atomically(version):
+    for variant, found in lines_by_variant(version, "backward", *WHICH[version]).items():
         if variant != "forward that keeps":  # tickets and flags
             assert not {"ATOMG", "ATOM", "RED", "REDG"} & set(found["instructions"]), variant
 
 
-@pytest.mark.parametrize("variant", EXCHANGE)
-def test_rows_move_in_wide_accesses(compiled, variant):
-    ptx = compiled["one_sided"][variant]["ptx"]
+@pytest.mark.parametrize(
+    ("version", "part", "variant"), looked_at(lambda variant: variant in EXCHANGE)
+)
+def test_rows_move_in_wide_accesses(version, part, variant):
+    ptx = compiled(version, part, variant)["ptx"]
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?(0x[0-9a-f]+)", ptx)
     assert set(copies) == {"0x10"}  # 16 bytes each
     assert len(re.findall(r"st\.global\.v4", ptx)) >= 8  # dispatched and returned rows
 
 
-@pytest.mark.parametrize("variant", [*EXCHANGE, *CUT])
-def test_ranks_hand_over_by_release_and_acquire_at_system_scope(compiled, variant):
-    ptx = compiled["one_sided"][variant]["ptx"]
+@pytest.mark.parametrize(
+    ("version", "part", "variant"), looked_at(lambda variant: variant in [*EXCHANGE, *CUT])
+)
+def test_ranks_hand_over_at_system_scope(version, part, variant):
+    ptx = compiled(version, part, variant)["ptx"]
     check_barriers(ptx)
     assert "globaltimer" in ptx  # waits end
     assert "nanosleep" in ptx

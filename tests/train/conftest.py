@@ -35,7 +35,7 @@ def make_config(text_folder, tmp_path):
     """A configuration that trains in a second."""
 
     def make(method, *, output="run", sync=None, **run):
-        takes_tau = method not in {"none", "ddp"}
+        takes_tau = method not in {"none", "ddp", "delayed_gradients"}
         run = {"steps": 18, "validate_every_steps": 7, "log_every_steps": 3} | run
         return TrainConfig(
             run=RunConfig(output=tmp_path / output, device="cpu", **{"timeout_s": 30.0} | run),

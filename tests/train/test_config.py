@@ -48,6 +48,17 @@ def test_override_wins_over_file_and_file_over_default(load):
     assert (config.run.steps, config.run.seed, config.run.log_every_steps) == (80, 3, 10)
 
 
+def test_keys_of_muon_are_for_muon(load):
+    config = load('[optim]\noptimizer = "muon"\nmomentum = 0.9\n')
+    assert (config.optim.momentum, config.optim.nesterov) == (0.9, True)
+    assert "nesterov = true" in config_to_toml(config)
+    assert load(config_to_toml(config)) == config
+    assert "momentum" not in config_to_toml(load()).partition("[optim]")[2].partition("[sync]")[0]
+    with pytest.raises(ConfigurationError, match="momentum is not a setting") as caught:
+        load("[optim]\nmomentum = 0.9\n")
+    assert "muon" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

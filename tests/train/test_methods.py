@@ -9,6 +9,7 @@ from fivefold.optim import (
     CO2,
     AutoTau,
     DelayCorrected,
+    DelayedGradients,
     DiLoCo,
     EagerDiLoCo,
     LocalSGD,
@@ -50,7 +51,7 @@ def build(method, **keys):
     world = open_ranks(device="cpu", timeout_s=20.0)
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    keys = keys if method in {"none", "ddp"} else {"tau": 3} | keys
+    keys = keys if method in {"none", "ddp", "delayed_gradients"} else {"tau": 3} | keys
     config = SyncConfig(method=method, **keys)
     return model, optimizer, make_method(config, model, optimizer=optimizer, ranks=world)
 
@@ -160,7 +161,9 @@ def test_local_sgd_is_the_average_after_every_round():
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("method", ["ddp", "local_sgd", "slowmo", "co2", "streaming_diloco"])
+@pytest.mark.parametrize(
+    "method", ["ddp", "local_sgd", "slowmo", "co2", "streaming_diloco", "delayed_gradients"]
+)
 def test_spans_and_totals_tell_one_story(method):
     keys = {"fragments": 2} if method == "streaming_diloco" else {}
     for _, spans, totals in run_method(method, **keys):
@@ -222,12 +225,14 @@ RULES = {
     "overlap_local_sgd": OverlapLocalSGD,
     "eager_diloco": EagerDiLoCo,
     "streaming_diloco": StreamingDiLoCo,
+    "delayed_gradients": DelayedGradients,
 }
 
 
 @pytest.mark.parametrize("method", RULES)
 def test_a_method_without_settings_is_its_rule_without_settings(method):
-    assert make_rule(SyncConfig(method=method, tau=5)) == RULES[method](tau=5)
+    tau = {} if method == "delayed_gradients" else {"tau": 5}
+    assert make_rule(SyncConfig(method=method, **tau)) == RULES[method](**tau)
 
 
 def test_settings_reach_the_rule():

@@ -4,7 +4,7 @@ import shutil
 import pytest
 
 from fivefold.runs.checkpoints import checkpoint_folders
-from fivefold.train.config import AutoTauConfig
+from fivefold.train.config import AutoTauConfig, OptimConfig
 
 # At step 5 an all-reduce of each fragment is in flight.
 STREAMING = {"fragments": 2, "delay_steps": 3}
@@ -17,10 +17,17 @@ METHODS = {
     "diloco": {},
     "co2": {},
     "co2 int8": {"codec": "int8"},
+    "co2 muon": {},
     "delay_corrected": {},
     "delay_corrected int4": {"codec": "int4"},
     "overlap_local_sgd": {},
     "eager_diloco": {},
+    "delay_corrected ends": {
+        "fragments": 2,
+        "synchronous_start": 2,
+        "synchronous_end": 3,
+    },
+    "delayed_gradients": {"extrapolation": 1.0, "ramp_steps": 3},
     "streaming_diloco": STREAMING,
     "streaming_diloco bf16": STREAMING | {"codec": "bf16"},
     "outer_optimizer": {},
@@ -46,6 +53,9 @@ def test_resume_at_any_step_reaches_the_same_state_bit_for_bit(
     keep_all = {"checkpoint_every_steps": 1, "keep_checkpoints": 99}
     whole = make_config(method, output="whole", sync=METHODS[name], **keep_all)
     whole = with_run(whole, steps=10, validate_every_steps=4)
+    if name.endswith("muon"):
+        optim = OptimConfig(optimizer="muon", **whole.optim.model_dump(exclude_unset=True))
+        whole = whole.model_copy(update={"optim": optim})
     run_ranks(whole)
     expected = final_digest(whole)
     resumed = {step: with_run(whole, output=tmp_path / f"resumed{step}") for step in (1, 5, 8)}

@@ -97,14 +97,16 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     topology = topology_of(cluster)
     specs = load_jobs(jobs, topology)
     say_shared_ranks(specs)
-    found = plan_cluster(
-        topology,
-        specs,
-        flags_of(co_designs),
-        start=_start(start),
-        seed=seed,
-        options=PlanningOptions(guard=guard, budget=budget),
-    )
+    with ProgressBar() as show:
+        found = plan_cluster(
+            topology,
+            specs,
+            flags_of(co_designs),
+            start=_start(start),
+            seed=seed,
+            options=PlanningOptions(guard=guard, budget=budget),
+            progress=show,
+        )
     if output is not None:
         _write(output, found)
         _write_programs(output / "msccl", topology, specs, found)

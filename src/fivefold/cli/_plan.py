@@ -14,8 +14,11 @@ from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._codesign import typed_command, write_page
-from fivefold.cli._options import ClusterOption, JsonOption, PageOption
+from fivefold.cli._options import JsonOption, OptionalClusterOption, PageOption
 from fivefold.cli._outputs import require_writable
+from fivefold.cli._plan_check import check as check_folder
+from fivefold.cli._plan_compare import compare as compare_on
+from fivefold.cli._plan_compare import plan_record, write_csv
 from fivefold.cli._plan_files import runnable, write_plan_files
 from fivefold.cli._plan_job import CODEC_BYTES, JobSizes, read_job
 from fivefold.cli._plan_page import split_page
@@ -35,17 +38,32 @@ from fivefold.strategy import (
     space_of_target,
     target_problem,
 )
-from fivefold.strategy.words import DEGREES, degrees_of, settings_of
+from fivefold.strategy.compare import tokens_per_s
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.words import DEGREES, degrees_of, overlap_of, settings_of
 from fivefold.train.config import TrainConfig
 from fivefold.units import format_bytes
 
 _MOST_REASONS = 8
 _LOOKED_AT = 200  # fastest plans, of which a program cannot run all
 _Job = Annotated[
-    Path,
+    Path | None,
     typer.Argument(
+        metavar="JOB",
         help="Job file, configuration of fivefold train, or a Hugging Face config.json.",
         exists=True,
+    ),
+]
+_Clusters = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CLUSTER]...", help="With --compare: clusters, as --cluster has them."),
+]
+_Prices = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--price",
+        metavar="PRICE",
+        help="With --compare: such as '2.5 USD/GPU h', once for all or for each cluster in order.",
     ),
 ]
 _Write = Annotated[
@@ -67,9 +85,27 @@ _Base = Annotated[
 
 
 def plan_command(  # noqa: PLR0913 - each option is a parameter
-    job: _Job,
+    job: _Job = None,
+    clusters: _Clusters = None,
     *,
-    cluster: ClusterOption,
+    cluster: OptionalClusterOption = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Plan the job on each of several clusters.")
+    ] = False,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Check the recipes of a folder (torchtitan, Megatron-LM, NeMo, fivefold) for "
+            "validity and memory; exit code 1 where one fails.",
+            exists=True,
+        ),
+    ] = None,
+    price: _Prices = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="With --compare: tokens to train on, such as 15T; 20 a parameter."),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many of the fastest plans to show.")] = 5,
     front: Annotated[
         bool, typer.Option("--front", help="Show the Pareto front of time against memory too.")
@@ -102,6 +138,10 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     torchtitan_base: _Base = None,
     report: PageOption = None,
     as_json: JsonOption = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Write the plans as CSV.")] = False,
+    as_github: Annotated[
+        bool, typer.Option("--github", help="With --check: write GitHub annotations.")
+    ] = False,
 ) -> None:
     """Search all ways to split a job over a cluster for the fastest that fits in memory.
 
@@ -110,13 +150,24 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
 
     Examples:
         $ fivefold plan job.toml --cluster h100-torchtitan:16 --for torchtitan -o planned.py
+        $ fivefold plan job.toml --compare a.toml h100-nemo --price "2.5 USD/GPU h"
 
     Raises:
         FivefoldError: Whatever planning met; the entry point prints it.
     """
-    if target is not None and target not in TARGETS:
-        message = f"--for {target!r} is no program that plans are written for"
-        raise ArgumentError(message, hint=f"use one of {', '.join(TARGETS)}")
+    forms = _forms(json=as_json, csv=as_csv, github=as_github)
+    if check is not None:
+        _check(check, job, cluster, forms)
+        return
+    job = _require_job(job, github=as_github)
+    _require_target(target)
+    if compare:
+        _refuse_beside_compare(output=output, write=write, report=report, target=target)
+        names = [str(job), *(clusters or []), *([] if cluster is None else [cluster])]
+        compare_on(names, prices=price or [], tokens=tokens, form=_form(forms))
+        return
+    _require_one_cluster(cluster, clusters, price=price, tokens=tokens)
+    assert cluster is not None, "required above"
     require_writable(output, write, report)
     where = load_cluster(cluster)
     sizes = JobSizes(gpus=gpus, global_batch=global_batch, seq_len=seq_len)
@@ -135,12 +186,84 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
         write_plan_files(write, planned, best[0], where, base=torchtitan_base)
     if report is not None:
         _write_page(report, what, where, best, result)
-    if as_json:
-        typer.echo(json.dumps(_document(what, where, best, result), indent=2))
-    else:
-        _show(what, where, best, result if front or result is None else _without_front(result))
+    _put_out(_form(forms), what, where, best, result, front=front)
     if output is not None:
         typer.echo(f"written: {output}", err=True)
+
+
+def _put_out(
+    form: str,
+    job: Job,
+    cluster: Cluster,
+    best: tuple[PlanPrediction, ...],
+    result: PlanSearchResult | None,
+    *,
+    front: bool,
+) -> None:
+    if form == "csv":
+        write_csv([plan_record(job.model, one) for one in best])
+    elif form == "json":
+        typer.echo(json.dumps(_document(job, cluster, best, result), indent=2))
+    else:
+        _show(job, cluster, best, result if front or result is None else _without_front(result))
+
+
+def _form(forms: dict[str, bool]) -> Any:
+    named = [name.removeprefix("--") for name, given in forms.items() if given]
+    return named[0] if named else "text"
+
+
+def _require_target(target: str | None) -> None:
+    if target is not None and target not in TARGETS:
+        message = f"--for {target!r} is no program that plans are written for"
+        raise ArgumentError(message, hint=f"use one of {', '.join(TARGETS)}")
+
+
+def _forms(**given: bool) -> dict[str, bool]:
+    named = [f"--{name}" for name, value in given.items() if value]
+    if len(named) > 1:
+        message = f"{named[0]} and {named[1]} both write to standard output"
+        raise ArgumentError(message, hint="give one of them")
+    return {f"--{name}": value for name, value in given.items()}
+
+
+def _require_job(job: Path | None, *, github: bool) -> Path:
+    if github:
+        message = "--github is of --check; got it without"
+        raise ArgumentError(message, hint="add --check DIR")
+    if job is None:
+        message = "missing argument 'JOB'"
+        raise ArgumentError(message, hint="see fivefold plan --help")
+    return job
+
+
+def _check(folder: Path, job: Path | None, cluster: str | None, forms: dict[str, bool]) -> None:
+    if job is not None:
+        message = f"{job} stands beside --check, which reads the recipes of {folder}"
+        raise ArgumentError(message, hint="give --check DIR --cluster NAME alone")
+    _require_one_cluster(cluster, None)
+    assert cluster is not None, "required above"
+    check_folder(folder, cluster=cluster, form=_form(forms))
+
+
+def _refuse_beside_compare(**given: Any) -> None:
+    for name, value in given.items():
+        if value:
+            message = f"--{name} is of one cluster, and --compare looks at several"
+            raise ArgumentError(message, hint="plan the cluster that you choose by itself")
+
+
+def _require_one_cluster(cluster: str | None, clusters: list[str] | None, **compared: Any) -> None:
+    if clusters:
+        message = f"{clusters[0]!r} stands beside the job file, without --compare"
+        raise ArgumentError(message, hint="write --cluster before it, or --compare for several")
+    if cluster is None:
+        message = "missing option '--cluster'"
+        raise ArgumentError(message, hint="such as --cluster h100-nemo, or a TOML file")
+    for name, value in compared.items():
+        if value:
+            message = f"--{name} is of --compare; got {value!r} without it"
+            raise ArgumentError(message, hint="add --compare and the clusters")
 
 
 def _as_sent(cluster: Cluster, config: TrainConfig | None, target: str | None) -> Cluster:
@@ -211,21 +334,22 @@ def _document(
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "model": job.model.name, "parameters": job.model.num_parameters, "cluster": cluster.name,
-        "best": [_facts(one) for one in best],
+        "best": [_facts(job.model, one) for one in best],
     }  # fmt: skip
     if result is not None:
         document |= {
-            "front": [_facts(one) for one in result.front], "num_plans": result.num_plans,
-            "num_evaluated": result.num_evaluated, "ruled_out": result.ruled_out,
-            "seconds": result.seconds,
+            "front": [_facts(job.model, one) for one in result.front],
+            "num_plans": result.num_plans, "num_evaluated": result.num_evaluated,
+            "ruled_out": result.ruled_out, "seconds": result.seconds,
         }  # fmt: skip
     return document
 
 
-def _facts(found: PlanPrediction) -> dict[str, Any]:
+def _facts(model: ModelSpec, found: PlanPrediction) -> dict[str, Any]:
     memory = dataclasses.asdict(found.memory) | {"total_bytes": found.memory.total_bytes}
     return {
-        "plan": dataclasses.asdict(found.plan), "time_s": found.time_s, "mfu": found.mfu,
+        "plan": dataclasses.asdict(found.plan), "tokens_per_s": tokens_per_s(model, found),
+        "micro_batches": found.plan.num_micro_batches, "time_s": found.time_s, "mfu": found.mfu,
         "time": dataclasses.asdict(found.time), "memory": memory,
     }  # fmt: skip
 
@@ -240,12 +364,14 @@ def _show(
         f"[bold]{escape(job.model.name)}[/bold], {billions:.1f} B parameters, "
         f"{job.space.num_gpus} GPUs of {escape(cluster.name)}, batch {job.space.global_batch}"
     )
-    console.print(_plans("fastest plans" if result else "the plan", best))
+    console.print(_plans("fastest plans" if result else "the plan", job.model, best))
     console.print(_breakdown(best[0]))
     if result is None:
         return
     if result.front:
-        console.print(_plans("front of time against memory, in steps", _thinned(result.front)))
+        console.print(
+            _plans("front of time against memory, in steps", job.model, _thinned(result.front))
+        )
     console.print(DEGREES)
     console.print(
         f"{result.num_plans:,} plans in {result.seconds:.1f} s: {result.num_evaluated:,} "
@@ -259,18 +385,20 @@ def _show(
         console.print(f"  {rest:>12,}  for {others} other reasons: --json", soft_wrap=True)
 
 
-def _plans(title: str, found: tuple[PlanPrediction, ...]) -> Any:
-
+def _plans(title: str, model: ModelSpec, found: tuple[PlanPrediction, ...]) -> Any:
     table = Table(title=title, title_justify="left")
-    for name in ("time", "MFU", "memory"):
+    for name in ("time", "tokens/s\n/GPU", "MFU", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("split", no_wrap=True)
-    table.add_column("how")
+    table.add_column("micro-\nbatches", justify="right", no_wrap=True)
+    table.add_column("how; beside compute")
     for one in found:
+        rate = tokens_per_s(model, one) / one.plan.num_gpus
         table.add_row(
-            f"{one.time_s:.4g} s", f"{100 * one.mfu:.1f} %",
+            f"{one.time_s:.4g} s", f"{rate:,.0f}", f"{100 * one.mfu:.1f} %",
             f"{one.memory.total_bytes / 2**30:.1f} GiB", degrees_of(one.plan),
-            settings_of(one.plan),
+            f"{one.plan.num_micro_batches}",
+            f"{settings_of(one.plan)}; {overlap_of(one.plan)}",
         )  # fmt: skip
     return table
 

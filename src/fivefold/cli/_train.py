@@ -41,9 +41,10 @@ def train_command(
     scheduler, which set RANK and WORLD_SIZE, leave --nproc out: the command is one rank.
 
     How the ranks are kept together is table [sync]: method (none, ddp, local_sgd, slowmo, diloco,
-    co2, delay_corrected, overlap_local_sgd, eager_diloco, streaming_diloco, outer_optimizer), tau
-    (local steps per round, or auto), codec (fp32, bf16, fp16, int8, int4) and the method's own
-    keys. A key that the method does not take is an error that says which methods do.
+    co2, delay_corrected, overlap_local_sgd, eager_diloco, streaming_diloco, outer_optimizer,
+    delayed_gradients), tau (local steps per round, or auto), codec (fp32, bf16, fp16, int8, int4)
+    and the method's own keys. A key that the method does not take is an error that says which
+    methods do.
 
     The same command resumes a run from its newest whole checkpoint. SIGTERM or Ctrl-C writes a
     checkpoint on all ranks and ends with exit code 0; a second Ctrl-C aborts.

@@ -22,6 +22,7 @@ from fivefold.flows.guard import never_worse
 from fivefold.flows.routing import Routing
 from fivefold.network.topology import Topology
 
+Progress = Callable[[str, int, int], None]
 _TOLERANCE = 1e-6
 _MENDING_SHARE = 4  # of the budget: at most one part in so many mends one proposal
 _LOADS = (("LinkState.load_Bps", "network"), ("FlowSet.flows", "collectives"))
@@ -89,6 +90,7 @@ class Arbiter:
     baseline: ClusterPlan
     co_designs: CoDesigns
     options: PlanningOptions
+    progress: Progress | None = None
     log: list[DecisionRecord] = field(default_factory=list)
     simulations: int = 0
     adopted: str | None = None  # whose plans of single jobs the best plan was built on
@@ -101,6 +103,8 @@ class Arbiter:
     def predict(self, plan: ClusterPlan) -> _Judged:
         """Simulate all jobs together."""
         if plan not in self._known:
+            if self.progress is not None:
+                self.progress("plans simulated", self.simulations, self.options.budget)
             self.simulations += 1
             found = _completion_s(self.topology, tuple(self.jobs), plan, self.options.iterations)
             self._known[plan] = _Judged(plan, found)

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
 from fivefold.codesign.simulate import iteration_of, phases_of
@@ -47,22 +45,7 @@ def local_order(topology: Topology, ranks: Sequence[int]) -> tuple[int, ...]:
 
     Near is fewest links, then the least latency; equals keep the order given.
     """
-    number = len(ranks)
-    pairs = [(a, b) for a in range(number) for b in range(number) if a != b]
-    if not pairs:
-        return tuple(ranks)
-    routes = topology.routes([ranks[a] for a, _ in pairs], [ranks[b] for _, b in pairs])
-    distance = np.full((number, number), np.inf)
-    hops = np.diff(routes.offsets)
-    delays_s = np.add.reduceat(topology.latencies_s[routes.links], routes.offsets[:-1])
-    for (a, b), links, delay_s in zip(pairs, hops.tolist(), delays_s.tolist(), strict=True):
-        distance[a, b] = links + delay_s
-    order, left = [0], set(range(1, number))
-    while left:
-        nearest = min(left, key=lambda other: (distance[order[-1], other], other))
-        order.append(nearest)
-        left.remove(nearest)
-    return tuple(ranks[place] for place in order)
+    return topology.router.nearest_tour(ranks)
 
 
 def job_traffic(topology: Topology, job: JobSpec, plan: JobPlan) -> JobTraffic:

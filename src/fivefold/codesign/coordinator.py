@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fivefold.codesign.arbiter import Arbiter, PlanningOptions, objective_s
+from fivefold.codesign.arbiter import Arbiter, PlanningOptions, Progress, objective_s
 from fivefold.codesign.baselines import best_alone_plan, local_order, null_plan, routed_one_by_one
 from fivefold.codesign.jobs import JobSpec, check_jobs
 from fivefold.codesign.plans import ClusterPlan, CoDesigns, DecisionRecord, JobPlan
@@ -279,6 +279,7 @@ def plan_cluster(
     start: Start = "null",
     seed: int = 0,
     options: PlanningOptions | None = None,
+    progress: Progress | None = None,
 ) -> CoDesignResult:
     """Plan all jobs on a cluster.
 
@@ -290,6 +291,8 @@ def plan_cluster(
             B1).
         seed: Seed of the hashed paths.
         options: How hard to try; None for the defaults.
+        progress: Called with what is done, how often, and the most times: jobs planned alone, then
+            simulations.
 
     Returns:
         The plan; with Horizontal on never worse than the baseline.
@@ -317,7 +320,9 @@ def plan_cluster(
     baseline = make(topology, jobs, seed=seed)
     if allowed.horizontal:
         options = PlanningOptions() if options is None else options
-        return _plan_together(topology, jobs, baseline, allowed, seed=seed, options=options)
+        return _plan_together(
+            topology, jobs, baseline, allowed, seed=seed, options=options, progress=progress
+        )
     single = _plan_singles(topology, tuple(jobs), baseline, allowed, seed)
     outcome, floor = (_outcome(topology, tuple(jobs), one) for one in (single.plan, baseline))
     return CoDesignResult(
@@ -338,20 +343,22 @@ def _plan_together(
     *,
     seed: int,
     options: PlanningOptions,
+    progress: Progress | None,
 ) -> CoDesignResult:
     """With Horizontal: what jobs plan for themselves is put before all of them."""
-    singles = {
-        subset.label: _plan_singles(topology, tuple(jobs), baseline, subset, seed)
-        for subset in CoDesigns.combinations()
-        if subset in allowed and not subset.horizontal
-    }
-    arbiter = Arbiter(topology, jobs, baseline, allowed, options)
+    subsets = [s for s in CoDesigns.combinations() if s in allowed and not s.horizontal]
+    singles = {}
+    for number, subset in enumerate(subsets):
+        if progress is not None:
+            progress("jobs planned alone", number, len(subsets))
+        singles[subset.label] = _plan_singles(topology, tuple(jobs), baseline, subset, seed)
+    arbiter = Arbiter(topology, jobs, baseline, allowed, options, progress)
     plan, outcome, floor = _arbitrate(arbiter, jobs, singles)
     simulations = arbiter.simulations
     longer = _judging_longer(jobs, options, floor)
     if plan == baseline and longer is not None:
         # A few iterations show no gain, or none that lasts: judge by all of them.
-        arbiter = Arbiter(topology, jobs, baseline, allowed, longer)
+        arbiter = Arbiter(topology, jobs, baseline, allowed, longer, progress)
         plan, outcome, floor = _arbitrate(arbiter, jobs, singles)
         simulations += arbiter.simulations
     adopted = None if arbiter.adopted is None else singles[arbiter.adopted]

@@ -99,7 +99,7 @@ def equal_cost_paths(
     return _paths(topology, (source, target), limit=limit, relay=relay)
 
 
-@functools.lru_cache(maxsize=1 << 14)  # planners ask for the same pairs again and again
+@functools.lru_cache(maxsize=1 << 16)  # planners ask for the same pairs again and again
 def _paths(
     topology: Topology, ranks: tuple[int, int], *, limit: int, relay: bool
 ) -> tuple[tuple[int, ...], ...]:

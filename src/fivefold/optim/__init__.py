@@ -8,9 +8,11 @@ labs or reports.
 
 from __future__ import annotations
 
+from fivefold.optim._delayed_gradients import DelayedGradients
 from fivefold.optim._elastic import ElasticTransport, LeftBehindError, elastic_transport
 from fivefold.optim._elastic_lighthouse import Lighthouse, start_lighthouse
 from fivefold.optim._layout import outer_state_bytes
+from fivefold.optim._muon import MuonAdamW
 from fivefold.optim._outer_optimizer import OuterOptimizer
 from fivefold.optim._rules import (
     CO2,
@@ -37,6 +39,7 @@ __all__ = [
     "Codec",
     "ConstantPenalty",
     "DelayCorrected",
+    "DelayedGradients",
     "DiLoCo",
     "EagerDiLoCo",
     "ElasticTransport",
@@ -44,6 +47,7 @@ __all__ = [
     "LeftBehindError",
     "Lighthouse",
     "LocalSGD",
+    "MuonAdamW",
     "NoPenalty",
     "OuterOptimizer",
     "OuterRule",

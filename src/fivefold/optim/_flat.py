@@ -103,9 +103,9 @@ class FlatGroup:
         if "start" in self.extras:
             self.extras["start"].copy_(self.anchor)
 
-    def parts(self) -> Iterator[torch.Tensor]:
-        """Yield the live parts that the buffers cover, one for each tensor."""
-        return (self._share.part(tensor) for tensor in self.tensors)
+    def parts(self, of: Sequence[torch.Tensor] | None = None) -> Iterator[torch.Tensor]:
+        """Yield the parts that the buffers cover of each live tensor, or of others like them."""
+        return (self._share.part(tensor) for tensor in (self.tensors if of is None else of))
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the live buffers by name."""
@@ -119,11 +119,14 @@ class FlatGroup:
         if "start" in self.extras:
             self.extras["start"].copy_(self.anchor)
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield cache-sized views over all elements, in a fixed order."""
+    def pieces(self, of: Sequence[torch.Tensor] | None = None) -> Iterator[Piece]:
+        """Yield cache-sized views over all elements, in a fixed order.
+
+        With ``of`` the pieces' ``local`` is of those instead of the live tensors: their gradients.
+        """
         offset = 0
         on_cpu = self.anchor.device.type == "cpu" and not self._staged
-        for together, parts in groupby(self.parts(), lambda part: on_cpu and _is_small(part)):
+        for together, parts in groupby(self.parts(of), lambda part: on_cpu and _is_small(part)):
             if together:
                 for few in _batches(parts):
                     size = sum(part.numel() for part in few)

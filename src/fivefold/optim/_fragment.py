@@ -9,6 +9,7 @@ all-reduce is always the payload.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import Any
 
@@ -50,6 +51,7 @@ class Fragment(FragmentState):
 
     def run(self, boundary: Boundary) -> None:
         """Wait, merge and launch as the boundary says."""
+        self._exact = boundary.exact
         self._finish_compute()
         started_s = time.perf_counter()
         meter = self._shared.meter
@@ -63,7 +65,9 @@ class Fragment(FragmentState):
         if launched is not None and landed is not None:
             has_steps = boundary.launched_round is not None and self.schedule.ended_steps > 0
             self._state.weight = self._weight_after(landed, has_steps=has_steps)
-        step_s = 0.0 if launched is None else self._step_s(started_s)
+        step_s = 0.0 if launched is None else self._step_s(started_s, waited_before_s)
+        if step_s > 0:
+            self._shared.meter.step_times_s.append(step_s)
         anchor_hash = self._hash_if_due(launched)
         settles = boundary.drains and launched is None
         self._merge(landed, send=launched is not None, settles=settles, waits=waits)
@@ -73,7 +77,7 @@ class Fragment(FragmentState):
             self._settle()
         ended_s = time.perf_counter()
         if launched is not None:
-            self._round_began_s = ended_s
+            self._round_began_s, self._waited_before_s = ended_s, meter.exposed_wait_s
         meter.boundary_s += ended_s - started_s - (meter.exposed_wait_s - waited_before_s)
 
     def _settle(self) -> None:
@@ -160,6 +164,7 @@ class Fragment(FragmentState):
             self._untold = all_reduce.non_finite
         else:
             self._tell_non_finite(reading, round_number=all_reduce.round)
+            self._tell_outlying(reading, round_number=all_reduce.round)
             reading.require_weights_alike()
             hashes = {slot: int(h) for slot, h in enumerate(reading.hash) if reading.weight[slot]}
             require_equal(hashes, round_number=all_reduce.round)
@@ -183,6 +188,32 @@ class Fragment(FragmentState):
                 "gradients, or without the data of that round",
             )
         _LOG.warning("%s; the round counts without it, and it goes on from the anchor", message)
+
+    def _tell_outlying(self, reading: MetadataReading, *, round_number: int) -> None:
+        """Say whose payload was left out for its size, and learn the usual one."""
+        factor = self._shared.outlier_factor
+        if factor is None:
+            return
+        left_out = {slot: times for slot, times in enumerate(reading.outlying) if times}
+        self._state.follow_norms(reading.norm, most_times=factor)
+        if left_out:
+            self._shared.meter.left_out_payloads += len(left_out)
+            who = ", ".join(
+                f"rank {slot}'s is {times:.3g} times" for slot, times in left_out.items()
+            )
+            what = f"of fragment {self.index} " if self.index else ""
+            _LOG.warning(
+                "outlying payload %sin round %d: %s as large as usual; the round counts without "
+                "it, and it goes on from the anchor", what, round_number, who,
+            )  # fmt: skip
+
+    def _norm(self, weight: float) -> float:
+        """Return the norm of this worker's payload per weight."""
+        norms = [float(torch.linalg.vector_norm(group.payload)) for group in self.groups]
+        squares = math.fsum(norm * norm for norm in norms)
+        if self._shared.worker is not None:
+            (squares,) = self._shared.worker.sum([squares])
+        return math.sqrt(squares) / weight if weight else 0.0
 
     def _land(self, all_reduce: InAllReduce) -> None:
         handle = all_reduce.handle
@@ -246,6 +277,9 @@ class Fragment(FragmentState):
         reading, shared = all_reduce.reading, self._shared
         if not all_reduce.arrived or reading is None or reading.total_weight == 0:
             return None
+        if self._exact:
+            self._state.gap, scale = 1.0, 1.0 / reading.total_weight
+            return OuterCoefficients(momentum=0.0, delta_scale=scale, step=1.0, clip=None)
         in_lr_units = shared.rule.units == "lr"
         return outer_coefficients(
             shared.rule,
@@ -282,8 +316,9 @@ class Fragment(FragmentState):
             outer_lr=rule.outer_lr,
             outer_momentum=rule.outer_momentum,
         )
-        measured = merge_pieces(self._pieces(of=self.groups), task, merge=MERGES[rule.merge])
-        if self._optimizer is not None:
+        merge = MERGES["exact" if self._exact else rule.merge]
+        measured = merge_pieces(self._pieces(of=self.groups), task, merge=merge)
+        if self._optimizer is not None and not self._exact:
             if coefficients is not None:
                 self._optimizer.step()
             for piece in self._pieces(of=self.groups):
@@ -328,9 +363,19 @@ class Fragment(FragmentState):
             self._shared.on_non_finite()
         non_finite = non_finite or self._untold
         self._untold = 0
+        norm = outlying = 0.0
+        if self._shared.outlier_factor is not None:
+            norm = self._norm(weight)
+            times = self._state.times_the_usual(norm)
+            if times > self._shared.outlier_factor:
+                outlying, weight = times, 0.0
+                self._clear_payloads()
+                self._shared.on_non_finite()
         self._send(
             round_number,
             weight=weight,
+            norm=norm,
+            outlying=outlying,
             anchor_hash=anchor_hash,
             step_s=step_s,
             non_finite=non_finite,
@@ -362,6 +407,8 @@ class Fragment(FragmentState):
         anchor_hash: int,
         step_s: float,
         non_finite: int = 0,
+        norm: float = 0.0,
+        outlying: float = 0.0,
     ) -> None:
         shared, state = self._shared, self._state
         self._metadata.write(
@@ -375,6 +422,8 @@ class Fragment(FragmentState):
             all_reduce_s=state.last_all_reduce_s,
             pending=shared.pending() if self.index == 0 else 0.0,
             non_finite=float(non_finite),
+            norm=norm,
+            outlying=outlying,
         )
         state.last_delta = 0.0  # each norm travels once
         part = "" if self.index == 0 else f" of fragment {self.index}"
@@ -404,12 +453,15 @@ class Fragment(FragmentState):
     def _inner_lr(self) -> float:
         return self._shared.inner_lr() if self._others_lr is None else self._others_lr
 
-    def _step_s(self, now_s: float) -> float:
-        """Return seconds per local step since the last launch; 0 where that is not known."""
+    def _step_s(self, now_s: float, waited_s: float) -> float:
+        """Return seconds per local step since the last launch; 0 where that is not known.
+
+        Waits in between, for another fragment or in the middle of a round, are not part of a step.
+        """
         steps = self.schedule.ended_steps
         if self._round_began_s is None or steps == 0:
             return 0.0
-        return (now_s - self._round_began_s) / steps
+        return (now_s - self._round_began_s - (waited_s - self._waited_before_s)) / steps
 
     def _hash_if_due(self, launched_round: int | None) -> int:
         every = self._shared.check_every_rounds

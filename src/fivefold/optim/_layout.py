@@ -7,8 +7,9 @@ at the start.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._delayed_gradients import DelayedGradients, GradientFragment
 from fivefold.optim._flat import FlatGroup, flat_groups
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._rules import OuterRule
@@ -37,10 +39,12 @@ def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
         extras.append("momentum")
     if rule.merge in {"correct", "eager"}:
         extras.append("sent")
+    if may_lose and rule.merge in {"eager", "gradients"}:
+        message = f"{rule.name} cannot be used with a transport that may lose a round"
+        raise ConfigurationError(message, hint="use CO2, DelayCorrected or DiLoCo")
+    if isinstance(rule, DelayedGradients) and rule.extrapolation > 0:
+        extras.append("momentum")
     if rule.merge == "eager":
-        if may_lose:
-            message = f"{rule.name} cannot be used with a transport that may lose a round"
-            raise ConfigurationError(message, hint="use CO2, DelayCorrected or DiLoCo")
         extras += ["start", "own_momentum"] if rule.outer_momentum > 0 else ["start"]
     if rule.merge == "hand over":
         extras.append("gradient")
@@ -63,8 +67,9 @@ def make_fragments(
     device = context.outer_device
     parts = _cut(trainable, rule.num_fragments)
     buffers = averaged_buffers(model)
+    kind = GradientFragment if rule.merge == "gradients" else Fragment
     return [
-        Fragment(
+        kind(
             index,
             flat_groups(part, extras=extras, share=share, device=device),
             averaged=flat_groups(
@@ -94,11 +99,14 @@ def late_fragment(
     rule, worker = context.rule, context.worker
     share = RowShare() if worker is None else worker.share
     left = first.tau - first.steps_in_round
-    return Fragment(
+    kind = GradientFragment if rule.merge == "gradients" else Fragment
+    schedule = _schedule(rule, tau=first.tau, first_round_steps=left)
+    schedule.total_steps = first.total_steps
+    return kind(
         index,
         flat_groups(parameters, extras=extras, share=share, device=context.outer_device),
         averaged=[],
-        schedule=_schedule(rule, tau=first.tau, first_round_steps=left),
+        schedule=schedule,
         context=context,
     )
 
@@ -114,7 +122,16 @@ def _schedule(rule: OuterRule, *, tau: int, first_round_steps: int) -> RoundSche
         first_round_steps=first_round_steps,
         first_round_synchronous=rule.bootstrap == "sync",
         always_sends=rule.keeps_local or uneven,
+        synchronous_until=rule.synchronous_start,
+        synchronous_from=_first_of_the_end(rule),
     )
+
+
+def _first_of_the_end(rule: OuterRule) -> float:
+    """Return the last step before the synchronous ones at the end."""
+    if rule.total_steps is None or not rule.synchronous_end:
+        return math.inf
+    return rule.total_steps - rule.synchronous_end
 
 
 def _cut(parameters: list[torch.nn.Parameter], number: int) -> list[list[torch.nn.Parameter]]:
@@ -265,16 +282,35 @@ def outer_device_of(name: str) -> torch.device | None:
     return None if name == "same" else torch.device("cpu")
 
 
-def require_usable(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, timeout_s: float, every: int
-) -> None:
+def as_optimizers(
+    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the inner optimizers as a tuple; refuse what is none."""
+    several = tuple(given) if isinstance(given, Sequence) else (given,)
+    for optimizer in several:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            message = f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}"
+            raise ConfigurationError(message, hint="pass one, or a list of them")
+    if not several:
+        message = "optimizer is an empty list"
+        raise ConfigurationError(message, hint="pass the optimizers that train the model")
+    return several
+
+
+def require_outlier_factor(factor: float | None) -> float | None:
+    """Return the factor, or refuse one that would leave usual payloads out."""
+    number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+    if factor is not None and not (number and math.isfinite(factor) and factor > 1):
+        message = f"outlier_factor must be a number above 1, or None; got {factor!r}"
+        raise ConfigurationError(message, hint="10 leaves out what is ten times the usual size")
+    return factor
+
+
+def require_usable(model: torch.nn.Module, timeout_s: float, every: int) -> None:
     """Refuse arguments of ``OuterSync`` that cannot work."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         message = "the model is wrapped in DistributedDataParallel, which communicates every step"
         raise ConfigurationError(message, hint="pass the bare module: OuterSync(model.module, ...)")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        message = f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}"
-        raise ConfigurationError(message)
     if timeout_s <= 0:
         raise ConfigurationError(f"timeout_s must be positive; got {timeout_s}")
     if isinstance(every, bool) or not isinstance(every, int) or every < 0:

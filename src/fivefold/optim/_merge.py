@@ -188,12 +188,29 @@ def _hand_over(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> No
         _put(piece.payload, fresh, task)
 
 
+def _exact(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
+    # Synchronous steps, whatever the rule: what a round would keep of its own starts from here.
+    if task.coefficients is not None:
+        statistics.elements += piece.payload.numel()
+        scale = task.coefficients.delta_scale
+        piece.anchor.sub_(torch.mul(piece.payload, scale, out=piece.scratch))
+    if task.settles:
+        piece.local.copy_(piece.anchor)
+        if piece.start is not None:
+            piece.start.copy_(piece.anchor)
+    if task.send:
+        torch.sub(piece.anchor, piece.local, out=piece.payload)
+        if task.weight != 1.0:
+            piece.payload.mul_(task.weight)
+
+
 MERGES: dict[str, Merge] = {
     "replace": _replace,
     "pull": _pull,
     "correct": _correct,
     "eager": _eager,
     "hand over": _hand_over,
+    "exact": _exact,
 }
 
 

@@ -32,10 +32,11 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim._staleness import GapPenalty, NoPenalty, StalenessPenalty, named_penalty
 from fivefold.optim.auto_tau import AutoTau, named_auto_tau
 
-MergeKind = Literal["replace", "pull", "correct", "eager", "hand over"]
+MergeKind = Literal["replace", "pull", "correct", "eager", "hand over", "gradients"]
 
 
 _GENERAL = ("outer_lr", "outer_momentum", "clip", "staleness", "units", "bootstrap")
+_ENDS = ("synchronous_start", "synchronous_end", "total_steps")  # which nearly every rule takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,12 @@ class OuterRule:
             learning rate and multiplies it back at the outer step, so that old momentum is
             rescaled when the inner learning rate changes (SlowMo's published form).
         bootstrap: What a delayed rule does at the first boundary (see ``CO2``).
+        synchronous_start: Local steps at the start after each of which all workers wait for their
+            exact mean: replicas are equal and the optimizer's early, large steps cost no quality.
+        synchronous_end: The same for the last steps of ``total_steps``; what is in flight is merged
+            before.
+        total_steps: Local steps of the whole run, where it ends synchronously; later steps are
+            synchronous too.
 
     Examples:
         >>> LocalSGD(tau=4).outer_lr
@@ -74,8 +81,12 @@ class OuterRule:
     staleness: StalenessPenalty | str = field(default_factory=NoPenalty)
     units: Literal["delta", "lr"] = "delta"
     bootstrap: Literal["reset", "sync"] = "reset"
+    synchronous_start: int = 0
+    synchronous_end: int = 0
+    total_steps: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_synchronous_steps()
         self._check_tau()
         _require_positive("outer_lr", self.outer_lr)
         if self.clip is not None:
@@ -103,6 +114,25 @@ class OuterRule:
             message = f"tau must be a positive integer, the local steps per round; got {self.tau!r}"
             raise ConfigurationError(message, hint="use tau=1 to synchronise at every step")
 
+    def _check_synchronous_steps(self) -> None:
+        for name in ("synchronous_start", "synchronous_end"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                message = f"{name} must be an integer of at least 0; got {value!r}"
+                raise ConfigurationError(message, hint="it counts local steps; 0 for none")
+        if self.synchronous_end and self.total_steps is None:
+            message = f"synchronous_end={self.synchronous_end} needs total_steps"
+            raise ConfigurationError(message, hint="give the local steps of the whole run")
+        total, ends = self.total_steps, self.synchronous_start + self.synchronous_end
+        if total is not None and (isinstance(total, bool) or not isinstance(total, int)):
+            raise ConfigurationError(f"total_steps must be an integer; got {total!r}")
+        if total is not None and total < max(ends, 1):
+            message = f"total_steps={total} is less than the {ends} synchronous steps"
+            raise ConfigurationError(message, hint="lower synchronous_start or synchronous_end")
+        if ends and isinstance(self.tau, AutoTau) and self.tau.balance:
+            message = "with balance=True ranks are at different steps, which cannot be synchronous"
+            raise ConfigurationError(message, hint="leave synchronous_start and _end at 0")
+
     def _check_general_settings(self) -> None:
         if self.takes == _GENERAL:
             return
@@ -110,7 +140,7 @@ class OuterRule:
         for name in set(_GENERAL).difference(self.takes):
             value = getattr(self, name)
             if value != getattr(defaults, name):
-                names = [each.name for each in fields(self)]
+                names = [each.name for each in fields(self) if each.name not in _ENDS]
                 *most, last = [n for n in names if n not in _GENERAL or n in self.takes]
                 taken = f"{', '.join(most)} and {last}" if most else last
                 message = f"{type(self).__name__} takes {taken} only"

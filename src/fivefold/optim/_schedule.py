@@ -9,6 +9,7 @@ one is in flight.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -22,12 +23,14 @@ class Boundary:
         launched_round: Round whose pseudo-gradient is launched then; None if none is.
         wait_for_launched: Whether the launched one is waited for and merged at once.
         drains: Whether nothing may stay open: all replicas are equal afterwards.
+        exact: Whether the anchor becomes the plain mean, whatever the rule is.
     """
 
     arriving_round: int | None
     launched_round: int | None
     wait_for_launched: bool = False
     drains: bool = False
+    exact: bool = False
 
 
 class ScheduleState(TypedDict):
@@ -45,7 +48,7 @@ class ScheduleState(TypedDict):
 class RoundSchedule:
     """Counts local steps into rounds."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - independent options
         self,
         *,
         tau: int,
@@ -54,12 +57,17 @@ class RoundSchedule:
         first_round_steps: int | None = None,
         first_round_synchronous: bool = False,
         always_sends: bool = False,
+        synchronous_until: int = 0,
+        synchronous_from: float = math.inf,
     ) -> None:
         self.tau = tau
         self.delayed = delayed
         self._delay_steps = delay_steps
         self._first_round_synchronous = first_round_synchronous
         self._always_sends = always_sends
+        # Steps up to the one number and after the other are rounds of their own.
+        self._synchronous_until = synchronous_until
+        self._synchronous_from = synchronous_from
         self.round = 0
         # A shorter first round is a whole one that began before the first step.
         self._steps_to_skip = 0 if first_round_steps is None else tau - first_round_steps
@@ -77,6 +85,10 @@ class RoundSchedule:
         """Count one local step; return what is to be done after it, or None."""
         self.steps_in_round += 1
         self.total_steps += 1
+        if not self._synchronous_until < self.total_steps <= self._synchronous_from:
+            return self._end_round(wait=True, drains=True, exact=True)
+        if self.total_steps == self._synchronous_from:
+            return self.drain()
         if self.steps_in_round < self.tau:
             due = self.in_flight_round is not None and self.steps_in_round == self._delay_steps
             return self._arrive() if due else None
@@ -105,12 +117,13 @@ class RoundSchedule:
             self._fill()
         return boundary
 
-    def _end_round(self, *, wait: bool, drains: bool) -> Boundary:
+    def _end_round(self, *, wait: bool, drains: bool, exact: bool = False) -> Boundary:
         boundary = Boundary(
             arriving_round=self.in_flight_round,
             launched_round=self.round,
             wait_for_launched=wait,
             drains=drains,
+            exact=exact,
         )
         self.in_flight_round = None if wait else self.round
         self.ended_steps = self.open_steps

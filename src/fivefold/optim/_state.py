@@ -8,7 +8,7 @@ used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,7 +34,13 @@ _FIELDS = (
     "all_reduce_s",
     "pending",
     "non_finite",
+    "norm",
+    "outlying",
 )
+
+
+_NORM_MEMORY = 16  # rounds over which norms are averaged
+_ROUNDS_BEFORE_JUDGING = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,8 @@ class MetadataReading:
         pending: What of the model's parameters each rank would adopt; 0 for nothing.
         non_finite: Number, from 1, of the first tensor in which each rank had a not-a-number or an
             infinity: its payload is zeros of weight 0. 0 where all numbers are finite.
+        norm: Norm of each rank's payload per weight, where outlying ones are to be left out.
+        outlying: How many times the usual norm that is, where it was left out for this; else 0.
     """
 
     weight: list[float]
@@ -67,6 +75,8 @@ class MetadataReading:
     all_reduce_s: list[float]
     pending: list[float]
     non_finite: list[float]
+    norm: list[float]
+    outlying: list[float]
 
     @property
     def total_weight(self) -> float:
@@ -130,7 +140,7 @@ class Metadata:
         return MetadataReading(**columns)
 
 
-_FORMAT = 5
+_FORMAT = 6
 
 SHARED_BUFFERS = ("anchor", "momentum")
 """Buffers that are equal on all workers between boundaries."""
@@ -173,6 +183,8 @@ class OuterState:
         last_all_reduce_s: Seconds of the last all-reduce.
         own_share: This rank's share of the weights of the last all-reduce.
         weight: Weight of the local steps since the last launch; None where none was given.
+        usual_norm: Moving average of the norms of all ranks' payloads.
+        norm_rounds: Rounds that are in it.
     """
 
     gap_reference: float | None = None
@@ -183,6 +195,29 @@ class OuterState:
     last_all_reduce_s: float = 0.0
     own_share: float = 0.0
     weight: float | None = None
+    usual_norm: float = 0.0
+    norm_rounds: int = 0
+
+    def follow_norms(self, norms: Sequence[float], *, most_times: float) -> None:
+        """Take in what all ranks sent; an outlying norm counts as the largest that is not.
+
+        So an honest change of scale is followed after some rounds, and a wild payload is not.
+        """
+        found = [norm for norm in norms if norm > 0]
+        if not found:
+            return
+        if self.norm_rounds:
+            bound = most_times * self.usual_norm
+            found = [min(norm, bound) for norm in found]
+        mean = math.fsum(found) / len(found)
+        kept = min(self.norm_rounds, _NORM_MEMORY) / (min(self.norm_rounds, _NORM_MEMORY) + 1)
+        self.usual_norm = kept * self.usual_norm + (1 - kept) * mean
+        self.norm_rounds += 1
+
+    def times_the_usual(self, norm: float) -> float:
+        """Return norm over the usual one; 0 while too few rounds are known."""
+        known = self.norm_rounds >= _ROUNDS_BEFORE_JUDGING and self.usual_norm > 0
+        return norm / self.usual_norm if known else 0.0
 
     def numbers(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint."""
@@ -258,6 +293,8 @@ class EngineContext:
         outer_device: Where the outer state lives; None for beside the parameters.
         name_of: The name of a tensor of the model.
         on_non_finite: Told that this worker's own numbers are not finite.
+        outlier_factor: Payloads of more than so many times the usual norm are left out; None for
+            no such check.
         on_reading: Told each metadata of the first fragment that arrived, with its round.
     """
 
@@ -273,6 +310,7 @@ class EngineContext:
     on_non_finite: Callable[[], None]
     on_reading: Callable[[MetadataReading, int], None]
     outer_device: torch.device | None = None
+    outlier_factor: float | None = None
 
 
 class FragmentState:
@@ -296,6 +334,7 @@ class FragmentState:
         self._state = OuterState(own_share=1.0 / context.transport.world_size)
         self._in_flight: InAllReduce | None = None
         self._round_began_s: float | None = None
+        self._waited_before_s = 0.0
         device = groups[0].anchor.device
         self._metadata = Metadata(context.transport.world_size, device=device)
         self._side: torch.cuda.Stream | None = None
@@ -303,6 +342,7 @@ class FragmentState:
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
         self._weighted = False
         self._finite = True
+        self._exact = False  # whether the boundary takes the plain mean
         self._untold = 0  # of a lost all-reduce: others still have to be told
         self._others_lr: float | None = None
         self._optimizer: OuterOptimizerStep | None = None
@@ -338,10 +378,10 @@ class FragmentState:
         groups = [*self.groups, *self.averaged] if of is None else of
         return (piece for group in groups for piece in group.pieces())
 
-    def _share_rows(self) -> None:
+    def _share_rows(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         worker = self._shared.worker
         if worker is not None and worker.splits:
-            worker.share_rows(self.tensors())
+            worker.share_rows(self.tensors() if tensors is None else tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """Return buffers and numbers; an all-reduce must have been landed."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._delayed_gradients import DelayedGradients, GradientHooks
 from fivefold.optim._layout import (
     LateParameters,
+    as_optimizers,
     find_worker,
     fixed_tensors,
     late_fragment,
@@ -29,6 +31,7 @@ from fivefold.optim._layout import (
     outer_device_of,
     parameter_shapes,
     require_equal_settings,
+    require_outlier_factor,
     require_same_names,
     require_usable,
     state_extras,
@@ -76,8 +79,8 @@ class OuterSync:
     Args:
         model: The bare module (not wrapped in DistributedDataParallel); all its trainable
             parameters are synchronised.
-        optimizer: The inner optimizer; only its first group's learning rate is read, by rules
-            with ``units="lr"``.
+        optimizer: The inner optimizer, or several of them (step them all before ``step()``). Only
+            the learning rate of the first one's first group is read, by rules with ``units="lr"``.
         rule: When and how workers are brought together; see "Which rule when" in the guides.
         process_group: Ranks that take part, as a group or a one-dimensional ``DeviceMesh``; None
             for all. A group of the same ranks is made for the engine alone.
@@ -91,6 +94,10 @@ class OuterSync:
         timeout_s: Longest wait for a peer, in seconds.
         check_every_rounds: Every so many rounds a hash of the anchor travels with the payload
             and all ranks compare; 0 for never.
+        outlier_factor: A payload whose norm is more than this many times the moving average over
+            all ranks and the last rounds is left out of its round as one that is not finite is; a
+            warning names rank and round on all ranks. None for no such check (the default); it
+            begins after 8 rounds, and 10 is a cautious value.
         transport: What moves the sums; None for ``torch.distributed``. For tests and other
             backends.
 
@@ -123,7 +130,7 @@ class OuterSync:
     def __init__(  # noqa: PLR0913 - independent options, each with a default
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         rule: OuterRule,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -132,13 +139,14 @@ class OuterSync:
         outer_device: Literal["same", "cpu"] = "same",
         timeout_s: float = 600.0,
         check_every_rounds: int = 16,
+        outlier_factor: float | None = None,
         transport: Transport | None = None,
     ) -> None:
-        require_usable(model, optimizer, timeout_s, check_every_rounds)
+        self._optimizers = as_optimizers(optimizer)
+        require_usable(model, timeout_s, check_every_rounds)
         reshard(model)
         self._rule = rule
         self._model = model
-        self._optimizer = optimizer
         self._transport = transport or ProcessGroupTransport(
             process_group, timeout_s=timeout_s, codec=codec
         )
@@ -169,9 +177,13 @@ class OuterSync:
             on_non_finite=self._begin_again,
             on_reading=self._read,
             outer_device=outer_device_of(outer_device),
+            outlier_factor=require_outlier_factor(outlier_factor),
         )
         self._extras = state_extras(rule, may_lose=may_lose(self._transport))
         self._fragments = make_fragments(model, self._context, extras=self._extras)
+        self._gradients: GradientHooks | None = None
+        if isinstance(rule, DelayedGradients):
+            self._gradients = GradientHooks(rule, self._optimizers, self._fragments)
         self._start_equal(model)
 
     def step(self, weight: float | None = None) -> None:
@@ -196,6 +208,8 @@ class OuterSync:
             raise ConfigurationError(message, hint="call step(weight=...) at every step or nowhere")
         self._weighted = weight is not None
         self._steps += 1
+        if self._gradients is not None:
+            self._gradients.complete()
         counted = [(fragment, fragment.count(weight)) for fragment in self._fragments]
         due = [(fragment, boundary) for fragment, boundary in counted if boundary is not None]
         if due:
@@ -221,6 +235,8 @@ class OuterSync:
             NonFiniteError: No rank had a finite payload.
         """
         reshard(self._model)
+        if self._gradients is not None:
+            self._gradients.drain()
         for fragment in self._fragments:
             boundary = fragment.schedule.drain()
             if boundary is not None:
@@ -283,13 +299,20 @@ class OuterSync:
                     tensor.copy_(value)
 
     def statistics(self) -> SyncStatistics:
-        """Return the totals since the start (over resumes too) as a frozen record."""
+        """Return the totals since the start (over resumes too) as a frozen record.
+
+        Printed it is a short table, which says what to change.
+        """
         schedule = self._fragments[0].schedule
         return self._meter.snapshot(
             steps=self._steps,
             rounds=sum(fragment.schedule.round for fragment in self._fragments),
             tau=schedule.tau,
             tau_changes=0 if self._tau is None else self._tau.changes,
+            rule=self._rule.name,
+            fragments=self._rule.num_fragments,
+            delay_steps=(self._rule.delay_steps or schedule.tau) if self._rule.delayed else 0,
+            codec=self._codec,
         )
 
     def all_reduces(self) -> list[AllReduceRecord]:
@@ -313,6 +336,8 @@ class OuterSync:
         Raises:
             CommunicationError: The all-reduce failed or timed out.
         """
+        if self._gradients is not None:
+            self._gradients.require_between_steps()
         for fragment in self._fragments:
             fragment.land()
         return {
@@ -462,10 +487,10 @@ class OuterSync:
         """Go on from the anchor, with 0 for what is not finite in the inner optimizer's state."""
         for fragment in self._fragments:
             fragment.begin()
-        for entries in self._optimizer.state.values():
-            for value in entries.values():
-                if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        states = (e for optimizer in self._optimizers for e in optimizer.state.values())
+        for value in (value for entries in states for value in entries.values()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
@@ -499,6 +524,7 @@ class OuterSync:
             "rule": self._rule,
             "parameters": parameter_shapes(model),
             "check": self._check_every_rounds,
+            "outlier_factor": self._context.outlier_factor,
             "place within its worker": place,
         }
         require_equal_settings(self._transport, mine)
@@ -512,7 +538,7 @@ class OuterSync:
         return settings(self._rule, fragments=len(self._fragments), codec=self._codec)
 
     def _inner_lr(self) -> float:
-        lr = float(self._optimizer.param_groups[0]["lr"])
+        lr = float(self._optimizers[0].param_groups[0]["lr"])
         if self._rule.units == "lr" and lr <= 0:
             message = f'units="lr" needs a positive inner learning rate at a boundary; got {lr}'
             raise ConfigurationError(message, hint='use units="delta", or a schedule above zero')

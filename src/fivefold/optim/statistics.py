@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
 
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._update import Number
+from fivefold.optim.codecs import named_codec
+from fivefold.units import format_bytes, format_duration_s
 
 _KEPT_RECORDS = 4096
+_KEPT_TIMES = 64
 _RUNNING_GAP_DECAY = 0.8
+_CODECS = ("fp32", "bf16", "int8", "int4")  # each smaller than the one before
+_MARGIN = 1.1  # of what must be hidden: the default of AutoTau
+_SHARE_WORTH_HIDING = 0.1  # below, waiting learns better than hiding
+_SHARE_OF_STALLS = 0.02
+_MOST_FRAGMENTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +78,13 @@ class SyncStatistics:
         tau_changes: How often the automatic tau was changed.
         lost_all_reduces: All-reduces that were lost and sent again.
         left_out_payloads: Payloads, of any rank, that were left out of a sum because they were not
-            finite.
+            finite or outlying.
+        rule: Name of the rule.
+        fragments: Parts of the model with moments of their own.
+        delay_steps: Local steps behind which an all-reduce is hidden; 0 where it is waited for.
+        codec: How payloads travel.
+        step_s: Seconds of one local step, the median of the last rounds; None before the first.
+        all_reduce_s: Seconds of one all-reduce as this rank saw it, the median of the last ones.
 
     Examples:
         >>> StatisticsMeter().snapshot(steps=0, rounds=0, tau=8).merged_rounds
@@ -89,6 +107,114 @@ class SyncStatistics:
     tau_changes: int
     lost_all_reduces: int
     left_out_payloads: int
+    rule: str = ""
+    fragments: int = 1
+    delay_steps: int = 0
+    codec: str = "fp32"
+    step_s: float | None = None
+    all_reduce_s: float | None = None
+
+    def advice(self) -> list[str]:
+        """Return what the measured times say should be changed, most urgent first."""
+        return _advice(self)
+
+    def __str__(self) -> str:
+        parts = f", {self.fragments} fragments" if self.fragments > 1 else ""
+        late = "waits" if not self.delay_steps else f"merged {self.delay_steps} steps late"
+        sent_per_step = self.sent_bytes / max(self.steps, 1)
+        waited = format_duration_s(self.exposed_wait_s)
+        lines = [
+            f"{self.rule}: tau {self.tau}{parts}, {late}, {self.codec}",
+            f"  {self.steps} steps, {self.rounds} rounds, {self.merged_rounds} merged",
+            f"  step {_duration(self.step_s)}, all-reduce {_duration(self.all_reduce_s)}",
+            f"  sent {format_bytes(self.sent_bytes)}, {format_bytes(sent_per_step)} per step",
+            f"  waited {waited}, {_exposed_share(self):.1%} of the time",
+        ]
+        lines += [f"  -> {line}" for line in self.advice() or ["nothing to change"]]
+        return "\n".join(lines)
+
+
+def _advice(record: SyncStatistics) -> list[str]:
+    """Return what to change, most urgent first; empty where nothing needs changing."""
+    found = list(_about_time(record))
+    if record.left_out_payloads:
+        found.append(
+            f"{record.left_out_payloads} payloads were left out; the log names ranks and parameters"
+        )
+    if record.lost_all_reduces:
+        found.append(f"{record.lost_all_reduces} all-reduces were lost and sent again")
+    return found
+
+
+def _about_time(record: SyncStatistics) -> Iterator[str]:
+    if not record.step_s or not record.all_reduce_s:
+        return
+    needed = record.all_reduce_s / record.step_s
+    waiting = _exposed_share(record)
+    if not record.delay_steps:
+        if waiting > _SHARE_WORTH_HIDING:
+            tau = max(record.tau, _MOST_FRAGMENTS, math.ceil(_MARGIN * needed))
+            yield (
+                f"{waiting:.0%} of the time is waiting: "
+                f"DelayCorrected(tau={tau}, fragments={_MOST_FRAGMENTS}) hides it"
+            )
+        return
+    part = "" if record.fragments == 1 else f" of one of {record.fragments} fragments"
+    takes = f"an all-reduce{part} takes {needed:.1f} steps"
+    if needed > record.delay_steps:
+        ways = [way for way in (_longer(record, needed), _smaller(record, needed)) if way]
+        yield f"{takes} and has {record.delay_steps} to hide behind: use {' or '.join(ways)}"
+    elif waiting > _SHARE_OF_STALLS:
+        how = "fewer fragments" if record.fragments > 1 else "a larger tau"
+        yield f"{takes}, but {waiting:.0%} of the time is waiting: it stalls at times; use {how}"
+    else:
+        yield from _could_be_shorter(record, needed, takes)
+
+
+def _could_be_shorter(record: SyncStatistics, needed: float, takes: str) -> Iterator[str]:
+    fits = record.fragments * max(1, math.ceil(_MARGIN * needed))
+    if record.rule == "delay-corrected" and record.fragments == 1 and record.tau >= 4:
+        fragments = min(_MOST_FRAGMENTS, record.tau)
+        yield (
+            f"the whole model is merged {record.delay_steps} steps late: fragments={fragments} "
+            "sends the same bytes, merged sooner, and learns better"
+        )
+    elif 2 * fits <= record.tau:
+        yield f"{takes}: tau={fits} would hide it too, and a shorter round learns better"
+
+
+def _longer(record: SyncStatistics, needed: float) -> str:
+    steps = math.ceil(_MARGIN * needed)
+    if record.rule == "delayed gradients":
+        return f"gradients accumulated over {steps} batches"
+    return f"tau={record.fragments * steps}"
+
+
+def _smaller(record: SyncStatistics, needed: float) -> str:
+    """Return the first codec whose smaller messages would fit, or nothing."""
+    if record.codec not in _CODECS:
+        return ""
+    now = _wire_share(record.codec)
+    for codec in _CODECS[_CODECS.index(record.codec) + 1 :]:
+        if _MARGIN * needed * _wire_share(codec) / now <= record.delay_steps:
+            return f'codec="{codec}"'
+    return ""
+
+
+def _wire_share(codec: str) -> float:
+    elements = 1 << 16
+    return named_codec(codec).encoded_bytes(elements) / (4 * elements)
+
+
+def _exposed_share(record: SyncStatistics) -> float:
+    """Return the share of training time in which the training thread waited."""
+    computing_s = record.steps * (record.step_s or 0.0)
+    total_s = computing_s + record.exposed_wait_s
+    return record.exposed_wait_s / total_s if computing_s else 0.0
+
+
+def _duration(seconds: float | None) -> str:
+    return "not measured yet" if seconds is None else format_duration_s(seconds)
 
 
 @dataclass(kw_only=True)
@@ -109,6 +235,8 @@ class StatisticsMeter:
     clipped: Number = 0
     elements: int = 0
     all_reduces: deque[AllReduceRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
+    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
+    all_reduce_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
 
     def add_all_reduce(self, all_reduce: AllReduceRecord) -> None:
         """Count one waited-for all-reduce."""
@@ -116,7 +244,8 @@ class StatisticsMeter:
         self.payload_bytes += all_reduce.payload_bytes
         self.sent_bytes += all_reduce.sent_bytes
         self.lost_all_reduces += all_reduce.lost
-        self.in_flight_s += all_reduce.completed_at_s - all_reduce.launched_at_s
+        self.all_reduce_times_s.append(all_reduce.completed_at_s - all_reduce.launched_at_s)
+        self.in_flight_s += self.all_reduce_times_s[-1]
         self.exposed_wait_s += all_reduce.wait_ended_at_s - all_reduce.wait_started_at_s
 
     def add_merge(self, *, gap: float, clipped: Number, elements: int) -> None:
@@ -136,9 +265,9 @@ class StatisticsMeter:
         return taken
 
     def snapshot(
-        self, *, steps: int, rounds: int, tau: int, tau_changes: int = 0
+        self, *, steps: int, rounds: int, tau: int, tau_changes: int = 0, **setting: Any
     ) -> SyncStatistics:
-        """Return the totals as a frozen record."""
+        """Return the totals as a frozen record; ``setting`` is rule, fragments, delay and codec."""
         merged = self.merged_rounds
         self.clipped = int(self.clipped)
         overlap = None
@@ -161,12 +290,15 @@ class StatisticsMeter:
             tau_changes=tau_changes,
             lost_all_reduces=self.lost_all_reduces,
             left_out_payloads=self.left_out_payloads,
+            step_s=median(self.step_times_s) if self.step_times_s else None,
+            all_reduce_s=median(self.all_reduce_times_s) if self.all_reduce_times_s else None,
+            **setting,
         )
 
     def state(self) -> dict[str, float | int | None]:
         """Return the numbers that a resumed run continues from."""
         self.clipped = int(self.clipped)
-        return {name: value for name, value in vars(self).items() if name != "all_reduces"}
+        return {name: value for name, value in vars(self).items() if not isinstance(value, deque)}
 
     def restore(self, state: dict[str, float | int | None]) -> None:
         """Set the numbers from ``state()``."""

@@ -59,6 +59,7 @@ _METHOD_ORDER = (
     "overlap_local_sgd",
     "eager_diloco",
     "streaming_diloco",
+    "delayed_gradients",
 )
 _HEAD_BYTES = 1000  # in which a file says of what form it is
 _POINTS: dict[str, type[BaseModel]] = {  # by their event in metrics.jsonl

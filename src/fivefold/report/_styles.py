@@ -26,6 +26,7 @@ _METHODS = {
     "overlap_local_sgd": "#8c6a56",
     "eager_diloco": "#4a9fb5",
     "streaming_diloco": "#9a58c9",
+    "delayed_gradients": "#7a9a3c",
 }
 _SPARE = ("#cf4a6b", "#2f9494", GREY)
 _MOST_POINTS = 600  # of a curve: more do not show, and make the page heavy

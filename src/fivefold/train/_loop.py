@@ -13,15 +13,17 @@ import dataclasses
 import importlib.util
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.optim import MuonAdamW
 from fivefold.runs import (
     FolderLock,
     MetricsWriter,
@@ -68,7 +70,14 @@ from fivefold.train._step import (
     evaluate,
 )
 from fivefold.train._tokenizer import Tokenizer, load_tokenizer
-from fivefold.train.config import DataConfig, SyncConfig, TasksConfig, TrainConfig, load_config
+from fivefold.train.config import (
+    MUON_KEYS,
+    DataConfig,
+    SyncConfig,
+    TasksConfig,
+    TrainConfig,
+    load_config,
+)
 
 
 def require_settings(config: TrainConfig, *, world_size: int) -> None:
@@ -77,7 +86,7 @@ def require_settings(config: TrainConfig, *, world_size: int) -> None:
     require_shares(config.model, world_size=world_size)
     require_workers(config, world_size=world_size)
     if config.sync.method not in {"none", "ddp"}:
-        make_rule(config.sync)
+        make_rule(config.sync, total_steps=config.run.steps)
 
 
 def require_host(config: TrainConfig, *, nproc: int) -> None:
@@ -114,16 +123,32 @@ def load_equal_data(config: DataConfig, ranks: Ranks) -> tuple[Tokenizer, Corpus
     return loaded[0]
 
 
-def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Make AdamW; weight decay acts on matrices only: a norm's scale has no reason to shrink."""
+def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Make the configured optimizer.
+
+    Weight decay acts on matrices only: a norm's scale has no reason to shrink. Muon has the
+    matrices but the embedding, which is also the output; AdamW has the embedding, experts (three
+    dimensions) and scales.
+    """
     optim = config.optim
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     scales = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": optim.weight_decay},
         {"params": scales, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas)
+    if optim.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas)
+    embedding = cast("Transformer", model).embedding_VD
+    hidden = [p for p in matrices if p.dim() == 2 and p is not embedding]
+    other = [p for p in matrices if p.dim() != 2 or p is embedding]
+    decayed = [("muon", hidden), ("adamw", other)]
+    groups = [groups[0] | {"params": found, "algorithm": name} for name, found in decayed]
+    groups.append({"params": scales, "weight_decay": 0.0, "algorithm": "adamw"})
+    momentum, nesterov = optim.momentum, optim.nesterov
+    assert momentum is not None, "the configuration fills it in"
+    assert nesterov is not None, "the configuration fills it in"
+    return MuonAdamW(groups, lr=optim.lr, betas=optim.betas, momentum=momentum, nesterov=nesterov)
 
 
 def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any]:
@@ -134,6 +159,9 @@ def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any
     sections = config.model_dump(mode="json", include={"model", "optim", "sync", "tasks"})
     sections["tasks"] = sections["tasks"] or {}
     del sections["optim"]["validation_batches"]
+    if sections["optim"]["optimizer"] == "adamw":  # as in checkpoints from before there was Muon
+        for key in ("optimizer", *MUON_KEYS):
+            del sections["optim"][key]
     moe = sections["model"]["moe"]
     if moe is not None and moe["group_score"] == "max":
         del moe["group_score"]  # as in checkpoints from before there was a choice
@@ -148,7 +176,7 @@ def describe_run(config: TrainConfig, *, data_fingerprint: str) -> dict[str, Any
     return normal
 
 
-def make_method(
+def make_method(  # noqa: PLR0913 - independent parts, one call site
     config: SyncConfig,
     model: torch.nn.Module,
     *,
@@ -156,6 +184,8 @@ def make_method(
     ranks: Ranks,
     experts: ExpertRanks | None = None,
     tasks: TasksConfig | None = None,
+    max_norm: float = math.inf,
+    total_steps: int | None = None,
     workers: DeviceMesh | None = None,
 ) -> Method:
     """Set up the configured method; a collective call for all but "none"."""
@@ -166,7 +196,10 @@ def make_method(
         return ScheduledDataParallelMethod(model, ranks=ranks, tasks=tasks, optimizer=optimizer)
     if config.method == "ddp":
         return DataParallelMethod(model, ranks=ranks, codec=config.codec or "fp32", experts=experts)
-    return OuterMethod(config, model, optimizer=optimizer, ranks=ranks, workers=workers)
+    return OuterMethod(
+        config, model, optimizer=optimizer, ranks=ranks, max_norm=max_norm,
+        total_steps=total_steps, workers=workers,
+    )  # fmt: skip
 
 
 _LOG = logging.getLogger(__name__)
@@ -268,6 +301,8 @@ class _Run:
             experts=experts,
             tasks=config.tasks,
             workers=self.workers,
+            max_norm=config.optim.grad_clip,
+            total_steps=config.run.steps,
         )
         self.agreement = StopAgreement(ranks, stop)
         parts = TrainedParts(

@@ -38,6 +38,7 @@ _LABELS = {
     "overlap_local_sgd": "Overlap-Local-SGD",
     "eager_diloco": "eager DiLoCo",
     "streaming_diloco": "Streaming DiLoCo",
+    "delayed_gradients": "delayed gradients",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import inspect
 import math
@@ -21,6 +22,7 @@ from fivefold.optim import (
     CO2,
     AutoTau,
     DelayCorrected,
+    DelayedGradients,
     DiLoCo,
     EagerDiLoCo,
     LocalSGD,
@@ -49,11 +51,13 @@ _RULES: dict[str, type[OuterRule]] = {
     "eager_diloco": EagerDiLoCo,
     "streaming_diloco": StreamingDiLoCo,
     "outer_optimizer": OuterOptimizer,
+    "delayed_gradients": DelayedGradients,
 }
 # Keys of the configuration that are a rule's arguments as they are.
 _RULE_KEYS = (
     *("tau", "outer_lr", "outer_momentum", "staleness", "units", "bootstrap", "pull"),
     *("fragments", "delay_steps", "keep", "options", "hidden"),
+    *("extrapolation", "ramp_steps", "synchronous_start", "synchronous_end"),
 )
 _DETAILS = (
     "round",
@@ -73,19 +77,26 @@ class OuterMethod(Method):
         *,
         optimizer: torch.optim.Optimizer,
         ranks: Ranks,
+        max_norm: float,
+        total_steps: int | None,
         workers: DeviceMesh | None = None,
     ) -> None:
         super().__init__(model)
         self._workers = workers
         self._told_round = -1
+        rule = make_rule(config, total_steps=total_steps)
+        self._clips_later = isinstance(rule, DelayedGradients)
+        if isinstance(rule, DelayedGradients) and math.isfinite(max_norm):
+            rule = dataclasses.replace(rule, max_norm=max_norm)
         with ranks.guard("setting up the outer synchronisation"):
             self._sync = OuterSync(
                 model,
                 optimizer,
-                rule=make_rule(config),
+                rule=rule,
                 process_group=None if workers is None else workers["replicate"],
                 codec=config.codec or "fp32",
                 timeout_s=ranks.timeout_s,
+                outlier_factor=config.outlier_factor,
                 check_every_rounds=config.check_every_rounds or 0,
             )
 
@@ -103,8 +114,11 @@ class OuterMethod(Method):
             shared.set_requires_gradient_sync(True)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Clip by the norm over all shards of the worker."""
-        norm = super().clip_gradients(max_norm)
+        """Clip by the norm over all shards of the worker.
+
+        Where the mean over the ranks arrives later, it is clipped then.
+        """
+        norm = super().clip_gradients(math.inf if self._clips_later else max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def after_step(self) -> None:
@@ -181,10 +195,12 @@ def _all_reduce_name(all_reduce: AllReduceRecord) -> str:
     return f"all-reduce round {all_reduce.round}{fragment}{' (lost)' if all_reduce.lost else ''}"
 
 
-def make_rule(config: SyncConfig) -> OuterRule:
-    """Return the configured outer rule."""
+def make_rule(config: SyncConfig, *, total_steps: int | None = None) -> OuterRule:
+    """Return the configured outer rule of a run of so many steps."""
     given = {name: getattr(config, name) for name in _RULE_KEYS}
     settings = {name: value for name, value in given.items() if value is not None}
+    if config.synchronous_end:
+        settings["total_steps"] = total_steps
     if config.clip is not None:
         settings["clip"] = None if math.isinf(config.clip) else config.clip
     if config.auto_tau is not None:

@@ -18,7 +18,12 @@ from fivefold.errors import ConfigurationError
 from fivefold.runs import Section
 from fivefold.runs.config import Count, Momentum, Positive, Share, Text
 
-_ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16, "shard": None}
+_ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16} | {
+    "synchronous_start": 0,
+    "synchronous_end": 0,
+    "outlier_factor": None,
+    "shard": None,
+}
 _HIDDEN_ROUNDS = _ROUNDS | {"auto_tau": None}
 _NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
@@ -38,6 +43,8 @@ _METHODS: dict[str, dict[str, Any]] = {
     "eager_diloco": _HIDDEN_ROUNDS | {"outer_lr": 0.5, "outer_momentum": 0.3},
     "streaming_diloco": _ROUNDS | _NESTEROV | {"fragments": 4, "delay_steps": None, "keep": 0.5},
     "outer_optimizer": _HIDDEN_ROUNDS | {"optimizer": "SGD", "options": None, "hidden": False},
+    "delayed_gradients": {"codec": "fp32", "check_every_rounds": 16}
+    | {"extrapolation": 0.0, "ramp_steps": 20, "outlier_factor": None},
 }
 # Of SGD, where neither it nor its options are given: DiLoCo's step; hidden, the best of our tuning.
 _SGD_OPTIONS = {False: {"lr": 0.7, "momentum": 0.9, "nesterov": True}, True: {"lr": 0.5}}
@@ -124,6 +131,7 @@ class SyncConfig(Section):
         "eager_diloco",
         "streaming_diloco",
         "outer_optimizer",
+        "delayed_gradients",
     ] = "co2"
     """way in which the ranks synchronise"""
     tau: Annotated[int | Literal["auto"] | None, BeforeValidator(_tau)] = None
@@ -158,6 +166,16 @@ class SyncConfig(Section):
     """table of the outer optimizer's arguments"""
     hidden: bool | None = None
     """true for an outer optimizer whose all-reduce runs behind the next round"""
+    extrapolation: Annotated[float, Field(ge=0, le=1)] | None = None
+    """share of an update's last change that is added to it, from 0 to 1"""
+    ramp_steps: Positive | None = None
+    """steps over which the extrapolation comes in"""
+    outlier_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """times the usual norm above which a rank's payload is left out; none is where not given"""
+    synchronous_start: Count | None = None
+    """local steps at the start after each of which all ranks wait for their mean"""
+    synchronous_end: Count | None = None
+    """the same at the end of the run"""
     shard: Positive | None = None
     """neighbouring ranks, those of a node, that share the model's states (FSDP2) and take their
     local steps as one worker; left out, every rank has a model of its own"""

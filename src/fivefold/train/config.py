@@ -68,6 +68,10 @@ def _pair(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+MUON_KEYS: dict[str, Any] = {"momentum": 0.95, "nesterov": True}
+"""Keys of ``[optim]`` that are Muon's alone, with their defaults."""
+
+
 class RunConfig(Section):
     """Table ``[run]``: where, how long and how often.
 
@@ -270,13 +274,15 @@ class ModelConfig(Section):
 
 
 class OptimConfig(Section):
-    """Table ``[optim]``: AdamW, its schedule, and the batch.
+    """Table ``[optim]``: the optimizer of the local steps, its schedule, and the batch.
 
     Examples:
         >>> OptimConfig(lr=1e-3).betas
         (0.9, 0.95)
     """
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """"adamw" for all parameters, or "muon" for matrices and AdamW for the rest"""
     lr: Annotated[Rate, Field(le=1)] = 3e-3
     """peak learning rate, at most 1: AdamW moves each parameter by about that much"""
     min_lr_fraction: Fraction = 0.1
@@ -287,6 +293,10 @@ class OptimConfig(Section):
     """decoupled weight decay of the matrices; lr * weight_decay is at most 1"""
     betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = (0.9, 0.95)
     """AdamW's two decay rates, each in [0, 1)"""
+    momentum: Momentum | None = None
+    """Muon's momentum, in [0, 1)"""
+    nesterov: bool | None = None
+    """whether Muon looks one momentum step ahead"""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """largest norm of the gradient; inf for no clipping"""
     batch_size: Annotated[int, Field(ge=1, le=2**20)] = 8
@@ -297,6 +307,22 @@ class OptimConfig(Section):
     """arithmetic of forward and backward"""
     validation_batches: Positive = 20
     """batches per validation, over all ranks"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_of_muon(cls, given: Any) -> Any:
+        """Refuse Muon's keys for AdamW, and fill in their defaults for Muon."""
+        if not isinstance(given, dict):
+            return given
+        if given.get("optimizer") == "muon":
+            kept = {key: value for key, value in given.items() if value is not None}
+            return MUON_KEYS | kept
+        for key in MUON_KEYS:
+            if given.get(key) is not None and given.get("optimizer", "adamw") == "adamw":
+                message = f'optim.{key} is not a setting of optim.optimizer = "adamw"'
+                hint = 'leave it out, or set optim.optimizer = "muon"; AdamW has optim.betas'
+                raise ConfigurationError(message, hint=hint)
+        return given
 
     @model_validator(mode="after")
     def _decay_shrinks(self) -> OptimConfig:

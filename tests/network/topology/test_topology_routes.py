@@ -255,3 +255,24 @@ def test_of_equal_routes_the_widest_is_taken(search, monkeypatch):
     for pair in ((0, 1), (1, 0), (7, 3)):
         links = [topology.links[link] for link in topology.shortest_route(*pair)]
         assert {link.bandwidth_bytes_per_s for link in links} == {300e9}
+
+
+@pytest.mark.parametrize("name", ["fat_tree:4,gpus=2", "torus:4x4", "dgx1", "rail_only:4,gpus=4"])
+def test_a_tour_goes_on_to_the_nearest_rank_left(name):
+    topology = parse_topology(name)
+    graph = nx.MultiDiGraph((link.source, link.target) for link in topology.links)
+    ranks = np.random.default_rng(0).permutation(topology.num_ranks)[: topology.num_ranks - 3]
+    links = {
+        source: nx.single_source_shortest_path_length(graph, source) for source in topology.ranks
+    }
+    left, here = list(ranks[1:].tolist()), int(ranks[0])
+    for found in topology.router.nearest_tour(ranks.tolist())[1:]:
+        far = {rank: links[topology.ranks[here]][topology.ranks[rank]] for rank in left}
+        equals = [rank for rank in left if far[rank] == min(far.values())]
+        delays = [
+            topology.latencies_s[list(topology.shortest_route(here, r))].sum() for r in equals
+        ]
+        assert found == equals[int(np.argmin(np.round(delays, 12)))]
+        left.remove(found)
+        here = found
+    assert not left

@@ -63,8 +63,8 @@ def _through_the_activation(
         raw_up = tl.load(place + S.I, mask=keep, other=0.0).to(tl.float32)
     factors = given.weights + slot
     gate, up = weigh_and_bias(raw_gate, raw_up, factors, inside, expert, column, given.b13, S)
-    value = activate(gate, S.ACTIVATION)
-    slope = slope_of(gate, S.ACTIVATION)
+    value = activate(gate, S)
+    slope = slope_of(gate, S)
     if S.GATED:
         d_gate = q * up * slope
         d_up = q * value
@@ -109,7 +109,7 @@ def hidden_gradient_kernel(
                 gradient, token, inside, w2_deep, expert, n * S.BN, S.H, S.I, S.BN, 0, True, S
             )
             lower, upper = tl.split(tl.permute(tl.reshape(q, [S.BM, 2, half]), (0, 2, 1)))
-            share = tl.zeros([S.BM], tl.float32)
+            share = tl.full([S.BM], 0, tl.float32)
             for part in tl.static_range(2):
                 share += _through_the_activation(
                     upper if part == 1 else lower, n * S.BN + part * half + tl.arange(0, half),
@@ -157,13 +157,14 @@ def weight_gradient_kernel(
     """
     p_tiles: tl.constexpr = (P + S.BM - 1) // S.BM
     q_tiles: tl.constexpr = (Q + S.BN2 - 1) // S.BN2
+    precision: tl.constexpr = S.PRECISION
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         expert = task // (p_tiles * q_tiles)
         place = task % (p_tiles * q_tiles)
         p_column = place % p_tiles * S.BM + tl.arange(0, S.BM)
         q_column = place // p_tiles * S.BN2 + tl.arange(0, S.BN2)
         stop = tl.load(ranges + S.E + expert)
-        total = tl.zeros([S.BM, S.BN2], tl.float32)
+        total = tl.full([S.BM, S.BN2], 0, tl.float32)
         for first in tl.range(tl.load(ranges + expert), stop, S.BK, num_stages=S.STAGES):
             row = first + tl.arange(0, S.BK)
             inside = row < stop
@@ -178,7 +179,7 @@ def weight_gradient_kernel(
                 weight = tl.load(weights + slot, mask=inside, other=0.0).to(tl.float32)
                 b = b.to(tl.float32) * weight[:, None]
                 b = narrow(b, right.dtype.element_ty, S)
-            total = add_product(a.T, b, total, S.PRECISION, S)
+            total = add_product(a.T, b, total, precision, S)
         store_rows(out, expert * P + p_column, q_column, total, p_column < P, Q, S)
 
 
@@ -193,7 +194,7 @@ def bias_gradient_kernel(
         expert = task // columns
         stop = tl.load(ranges + S.E + expert)
         column = task % columns * S.BN + tl.arange(0, S.BN)
-        total = tl.zeros([S.BN], tl.float32)
+        total = tl.full([S.BN], 0, tl.float32)
         for first in range(tl.load(ranges + expert), stop, S.BK):
             row = first + tl.arange(0, S.BK)
             inside = row < stop
@@ -219,7 +220,7 @@ def routing_gradient_kernel(given, gradient, t, partial, out, num_slots, tasks, 
         present = slot < num_slots
         tile = tl.load(t.tile_of_slot + slot, mask=present, other=-1)
         used = tile >= 0
-        total = tl.zeros([S.BT], tl.float32)
+        total = tl.full([S.BT], 0, tl.float32)
         for n in range((S.I + S.BN - 1) // S.BN):
             total += tl.load(partial + num_slots.to(tl.int64) * n + slot, mask=used, other=0.0)
         if given.b2 is not None:

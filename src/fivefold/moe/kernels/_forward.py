@@ -29,6 +29,7 @@ from fivefold.moe.kernels._products import (
 )
 from fivefold.moe.kernels.sync import (
     COUNTED,
+    ERROR,
     FLAGS,
     LEFT,
     OWN_TASK,
@@ -57,8 +58,8 @@ def count_chunk(chunk, ids, t, num_slots, S: tl.constexpr):
 def add_counts(t, chunk, num_chunks, S: tl.constexpr):
     """Assignments of each expert: of all chunks, and of those before a chunk; None for none."""
     bins = tl.arange(0, S.EP)
-    total = tl.zeros([S.EP], tl.int32)
-    before = tl.zeros([S.EP], tl.int32)
+    total = tl.full([S.EP], 0, tl.int32)
+    before = tl.full([S.EP], 0, tl.int32)
     for first in range(0, num_chunks, S.READ):
         other = first + tl.arange(0, S.READ)
         block = tl.load(
@@ -221,8 +222,12 @@ def moe_kernel(
         )  # fmt: skip
         ticket = take(control, 0)
     if last_to_leave(control):
-        clear_control(control, 2 * max_tiles)
-        tl.store(control + LEFT, 0)
+        failed = False
+        if limit_ns is not None:  # a wait was given up: what was waited for stays to be seen
+            failed = tl.load(control + ERROR) != 0
+        if not failed:
+            clear_control(control, 2 * max_tiles)
+            tl.store(control + LEFT, 0)
 
 
 @triton.jit(do_not_specialize=["num_slots"])

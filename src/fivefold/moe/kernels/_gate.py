@@ -17,7 +17,7 @@ from fivefold.moe.kernels._products import add_product
 @triton.jit
 def _logits(token, x, gate, num_tokens, S: tl.constexpr):
     expert = tl.arange(0, S.EP)
-    total = tl.zeros([S.BG, S.EP], tl.float32)
+    total = tl.full([S.BG, S.EP], 0, tl.float32)
     for start in range(0, S.H, S.BD):
         depth = start + tl.arange(0, S.BD)
         a = tl.load(
@@ -67,7 +67,7 @@ def route_block(block, x, gate, selection_bias, ids, weights, num_tokens, S: tl.
     """Choose experts and weights for a block of tokens."""
     token = block * S.BG + tl.arange(0, S.BG)
     logits = _logits(token, x, gate, num_tokens, S)
-    column = tl.zeros([S.BG, S.EP], tl.int32) + tl.arange(0, S.EP)[None, :]
+    column = tl.full([S.BG, S.EP], 0, tl.int32) + tl.arange(0, S.EP)[None, :]
     free = column < S.E
     logits = tl.where(free, logits, float("-inf"))
     if S.SCORE == "softmax":
@@ -85,9 +85,9 @@ def route_block(block, x, gate, selection_bias, ids, weights, num_tokens, S: tl.
         choice += bias.to(tl.float32)[None, :]
     if S.GROUPS > 1:
         free = _open_groups(choice, free, column, S)
-    place = tl.zeros([S.BG, S.KP], tl.int32) + tl.arange(0, S.KP)[None, :]
-    chosen = tl.zeros([S.BG, S.KP], tl.float32)
-    expert = tl.zeros([S.BG, S.KP], tl.int32)
+    place = tl.full([S.BG, S.KP], 0, tl.int32) + tl.arange(0, S.KP)[None, :]
+    chosen = tl.full([S.BG, S.KP], 0, tl.float32)
+    expert = tl.full([S.BG, S.KP], 0, tl.int32)
     for k in range(S.K):
         best = _best(choice, free, column, S)
         here = column == best[:, None]

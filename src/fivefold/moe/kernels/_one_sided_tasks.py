@@ -113,7 +113,7 @@ def _rows_for(matrix, rank, S: tl.constexpr):
 @triton.jit
 def _one(value):
     """A block of one."""
-    return tl.zeros([1], tl.int32) + value
+    return tl.full([1], 0, tl.int32) + value
 
 
 @triton.jit
@@ -441,7 +441,7 @@ def combine_returned(block, first_column, columns, r, given, heap, t, p, S: tl.c
         "sys",
     )  # fmt: skip
     returned = rows_at(base_of(r, heap), heap.returned, given.out.dtype.element_ty)
-    came = (tl.zeros([S.BT], tl.int32) + missing) < 0
+    came = (tl.full([S.BT], 0, tl.int32) + missing) < 0
     combine(
         block, first_column, columns, returned, p.return_row, given.weights + r.first_token * S.K,
         t, given.out + r.first_token * S.H, r.tokens, came, S,

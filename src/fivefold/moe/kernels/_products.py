@@ -58,11 +58,32 @@ def store_rows(target, index, column, value, inside, WIDTH: tl.constexpr, S: tl.
 
 
 @triton.jit
+def to_tf32(value, S: tl.constexpr):
+    """Round float32 to TF32, ten bits of mantissa, to nearest and ties away from zero.
+
+    The tensor cores cut the thirteen bits behind off, which makes every product too small.
+    """
+    if S.INTERPRETED:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        number = value == value  # noqa: PLR0124 - what is none, the sum might carry away
+        value = tl.where(number, rounded, value)
+    else:
+        value = tl.inline_asm_elementwise(
+            "cvt.rna.tf32.f32 $0, $1;", "=r,r", [value], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return value
+
+
+@triton.jit
 def add_product(a, b, total, PRECISION: tl.constexpr, S: tl.constexpr):
     """Total + a b, in float32."""
     if S.INTERPRETED:  # its bfloat16 are bit patterns that numpy cannot multiply
         a = a.to(tl.float32)
         b = b.to(tl.float32)
+    if (PRECISION == "tf32") & (S.BYTES == 4):
+        a = to_tf32(a, S)
+        b = to_tf32(b, S)
     return tl.dot(a, b, total, input_precision=PRECISION)
 
 
@@ -114,57 +135,58 @@ def multiply(
     """
     depth = tl.arange(0, S.BK)
     source = places(source, index, depth, DEPTH)
-    total = tl.zeros([S.BM, BN], tl.float32)
-    other = tl.zeros([S.BM, BN], tl.float32)
+    precision: tl.constexpr = S.PRECISION
+    total = tl.full([S.BM, BN], 0, tl.float32)
+    other = tl.full([S.BM, BN], 0, tl.float32)
     for k in tl.range(0, DEPTH, S.BK, num_stages=S.STAGES):
         if DEPTH % S.BK == 0:
             a = tl.load(source + k, mask=inside[:, None], other=0.0)
         else:
             a = tl.load(source + k, mask=inside[:, None] & (k + depth < DEPTH)[None, :], other=0.0)
         b = _weight_tile(w, expert, column, k, DEPTH, WIDTH, BN, DEEP, S)
-        total = add_product(a, b, total, S.PRECISION, S)
+        total = add_product(a, b, total, precision, S)
         if OTHER > 0:
             b = _weight_tile(w, expert, column + OTHER, k, DEPTH, WIDTH, BN, DEEP, S)
-            other = add_product(a, b, other, S.PRECISION, S)
+            other = add_product(a, b, other, precision, S)
     return total, other
 
 
 @triton.jit
-def activate(h, ACTIVATION: tl.constexpr):
+def activate(h, S: tl.constexpr):
     """f(h)."""
-    if ACTIVATION == "silu":
+    if S.ACTIVATION == "silu":
         h = h * tl.sigmoid(h)
-    elif ACTIVATION == "gelu":
+    elif S.ACTIVATION == "gelu":
         h = 0.5 * h * (1.0 + tl.math.erf(h * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
+    elif S.ACTIVATION == "gelu_tanh":
         # 0.5 (1 + tanh u) = sigmoid(2 u)
         h = h * tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h))
-    elif ACTIVATION == "relu":
+    elif S.ACTIVATION == "relu":
         h = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
-        tl.static_assert(ACTIVATION == "relu2", "no such activation on the device")
+        tl.static_assert(S.ACTIVATION == "relu2", "no such activation on the device")
         h = tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL)
         h = h * h
     return h
 
 
 @triton.jit
-def slope_of(h, ACTIVATION: tl.constexpr):
+def slope_of(h, S: tl.constexpr):
     """f'(h)."""
-    if ACTIVATION == "silu":
+    if S.ACTIVATION == "silu":
         s = tl.sigmoid(h)
         slope = s * (1.0 + h * (1.0 - s))
-    elif ACTIVATION == "gelu":
+    elif S.ACTIVATION == "gelu":
         density = 0.3989422804014327 * tl.exp(-0.5 * h * h)
         slope = 0.5 * (1.0 + tl.math.erf(h * 0.7071067811865476)) + h * density
-    elif ACTIVATION == "gelu_tanh":
+    elif S.ACTIVATION == "gelu_tanh":
         s = tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h))
         inner = 1.5957691216057308 * (1.0 + 0.134145 * h * h)
         slope = s + h * (s * (1.0 - s)) * inner
-    elif ACTIVATION == "relu":
+    elif S.ACTIVATION == "relu":
         slope = tl.where(h > 0.0, 1.0, 0.0)
     else:
-        tl.static_assert(ACTIVATION == "relu2", "no such activation on the device")
+        tl.static_assert(S.ACTIVATION == "relu2", "no such activation on the device")
         slope = 2.0 * tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return slope
 
@@ -221,7 +243,7 @@ def first_product(
         keep_columns(hidden, row, column, gate, up, inside, S)
     if inner is not None:
         gate, up = weigh_and_bias(gate, up, factors, inside, expert, column, b13, S)
-        value = activate(gate, S.ACTIVATION)
+        value = activate(gate, S)
         if S.GATED:
             value = value * up
         store_rows(inner, row, column, value, inside, S.I, S)
@@ -251,7 +273,7 @@ def combine(
     for start in range(first_column, first_column + columns, S.BH):
         column = tl.multiple_of(start, step) + tl.arange(0, S.BH)
         keep = present[:, None] & (column < S.H)[None, :]
-        total = tl.zeros([S.BT, S.BH], tl.float32)
+        total = tl.full([S.BT, S.BH], 0, tl.float32)
         for k in range(S.K):
             slot = token * S.K + k
             # A dropped slot's output was never written: nothing of it may be read.

@@ -139,12 +139,18 @@ def tiles_for(
     if interpreted:
         return _INTERPRETED
     if not by_descriptor or (dtype == torch.float32 and precision != "tf32"):
-        return Tiles(rows=64, columns=64, second_columns=64, depth=32, stages=2)
+        return _small_tiles(dtype, precision)
     if dtype != torch.float32:
         columns = 128 if gated else 256
         return Tiles(rows=128, columns=columns, second_columns=256, depth=64)
     columns = 64 if gated else 128
     return Tiles(rows=128, columns=columns, second_columns=128, depth=32)
+
+
+def _small_tiles(dtype: torch.dtype, precision: str) -> Tiles:
+    # Ordinary multiply-adds unroll the depth: 32 would spill.
+    depth = 16 if dtype == torch.float32 and precision == "ieee" else 32
+    return Tiles(rows=64, columns=64, second_columns=64, depth=depth, stages=2)
 
 
 def backward_tiles_for(
@@ -154,9 +160,7 @@ def backward_tiles_for(
     if interpreted:
         return _INTERPRETED
     if not by_descriptor or (dtype == torch.float32 and precision != "tf32"):
-        # Ordinary multiply-adds unroll the depth: 32 would spill.
-        depth = 16 if dtype == torch.float32 and precision == "ieee" else 32
-        return Tiles(rows=64, columns=64, second_columns=64, depth=depth, stages=2)
+        return _small_tiles(dtype, precision)
     if dtype != torch.float32:
         return Tiles(rows=128, columns=128, second_columns=256, depth=64)
     return Tiles(rows=128, columns=64, second_columns=128, depth=32)
@@ -261,12 +265,18 @@ def interpreting() -> bool:
 
 
 def debugging() -> bool:
-    """Return whether waits are bounded, and looked at after each call."""
-    return os.environ.get("FIVEFOLD_MOE_DEBUG", "0") == "1"
+    """Return whether waits are bounded, and looked at after each call.
+
+    ``FIVEFOLD_MOE_DEBUG=1`` bounds them by 30 s, a number above 1 by so many seconds.
+    """
+    return os.environ.get("FIVEFOLD_MOE_DEBUG", "0") != "0"
 
 
 def wait_limit_ns() -> int | None:
     """Return how long a task waits for one of its own launch; None: for ever."""
     if interpreting():
         return _GIVE_UP_NS
-    return _DEBUG_GIVE_UP_NS if debugging() else None
+    if not debugging():
+        return None
+    seconds = int(os.environ["FIVEFOLD_MOE_DEBUG"])
+    return _DEBUG_GIVE_UP_NS if seconds == 1 else seconds * 1_000_000_000

@@ -13,7 +13,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -119,7 +119,7 @@ def combine_columns_for(tiles: Tiles, hidden: int, blocks: int, programs: int) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
+class Call:
     """One call, made ready for launches: the kernels' arguments by name, and their numbers."""
 
     known: dict[str, Any]
@@ -131,6 +131,23 @@ class _Call:
         """Tasks of a launch over the most row tiles there can be."""
         padded = -(-self.layout.max_tiles // self.tiles.group) * self.tiles.group
         return padded * -(-width // columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One kernel, how many tasks it has, and which arguments differ from those of the call."""
+
+    kernel: Any
+    tasks: int
+    other: dict[str, Any] = field(default_factory=dict)
+
+    def start(self, call: Call, programs: int | None = None) -> None:
+        """Launch it, by at most so many programs where it may be any number."""
+        names, grid = self.kernel.arg_names, self.tasks
+        if "tasks" in names and programs is not None:
+            grid = min(grid, programs)
+        known = call.known | {"tasks": self.tasks} | self.other
+        start(self.kernel, grid, known, call.tiles.warps)
 
 
 def _prepare(  # noqa: PLR0913 - the operator's own operands
@@ -147,8 +164,9 @@ def _prepare(  # noqa: PLR0913 - the operator's own operands
     precision: str = "ieee",
     hidden: torch.Tensor | None = None,
     workspace: Workspace | None = None,
+    tiles: Tiles | None = None,
     backward: bool = False,
-) -> _Call:
+) -> Call:
     if w2.numel() == 0:
         raise ConfigurationError(
             f"w2 has shape {tuple(w2.shape)}: the kernel needs an expert with an inner size",
@@ -165,9 +183,9 @@ def _prepare(  # noqa: PLR0913 - the operator's own operands
         "by_descriptor": aligned,
         "interpreted": interpreted,
     }
-    if backward:
+    if tiles is None and backward:
         tiles = backward_tiles_for(x.dtype, **how)
-    else:
+    elif tiles is None:
         tiles = tiles_for(x.dtype, gated=activation.gated, **how)
     shape = call_sizes(x, w2, ids.shape[1])
     layout = layout_for(**shape, tile_rows=tiles.rows, chunk_slots=CHUNK_SLOTS[interpreted])
@@ -192,10 +210,24 @@ def _prepare(  # noqa: PLR0913 - the operator's own operands
         "max_tiles": layout.max_tiles,
         "S": sizes,
     }
-    return _Call(known=known, sizes=sizes, tiles=tiles, layout=layout)
+    return Call(known=known, sizes=sizes, tiles=tiles, layout=layout)
 
 
-def _forward(*operands: torch.Tensor, programs: int, **options: Any) -> _Call:
+def prepare_forward(
+    *operands: torch.Tensor, programs: int, lag: int | None = None, **options: Any
+) -> Call:
+    """Make the launches of a forward ready: memory, descriptors, sizes; nothing is started.
+
+    Args:
+        *operands: x, w13, w2, ids and weights, as in ``fused_moe``; neither x nor ids empty.
+        programs: How many the single kernel will have.
+        lag: Steps by which the second product trails the first; None: chosen by ``programs``.
+        **options: ``activation``, ``b13``, ``b2``, ``weight_on_input``, ``precision``, ``hidden``,
+            ``workspace`` and ``tiles`` (None: the variant for the data type).
+
+    Raises:
+        ConfigurationError: The weights are empty, or the workspace does not fit.
+    """
     call = _prepare(*operands, **options)
     x, tiles, sizes = operands[0], call.tiles, call.sizes
     if sizes.TMA:
@@ -204,7 +236,7 @@ def _forward(*operands: torch.Tensor, programs: int, **options: Any) -> _Call:
     blocks = -(-len(x) // tiles.combine_tokens)
     call.known.update(
         given=call.known["given"]._replace(out=_like(x)),
-        max_lag=lag_for(tiles, sizes.I, programs),
+        max_lag=lag_for(tiles, sizes.I, programs) if lag is None else lag,
         combine_columns=combine_columns_for(tiles, sizes.H, blocks, programs),
         limit_ns=wait_limit_ns(),
     )
@@ -236,7 +268,7 @@ def forward_fused(
     from fivefold.moe.kernels._forward import moe_kernel  # noqa: PLC0415 - optional
 
     programs = _programs_on(x.device) if programs is None else programs
-    call = _forward(*operands, workspace=workspace, programs=programs, **options)
+    call = prepare_forward(*operands, workspace=workspace, programs=programs, **options)
     words = call.layout.control_words
     control = (
         torch.zeros(words, dtype=torch.int32, device=x.device)
@@ -253,11 +285,16 @@ def forward_fused(
 def _look_for_errors(control: torch.Tensor) -> None:
     if not (interpreting() or debugging()):
         return
-    from fivefold.moe.kernels.sync import ERROR  # noqa: PLC0415 - optional
+    from fivefold.moe.kernels import sync  # noqa: PLC0415 - optional
 
-    if int(control[ERROR.value]):
+    words = control[: sync.FLAGS.value].tolist()
+    if words[sync.ERROR.value]:
         control.zero_()
-        message = "the mixture-of-experts kernel gave up waiting for a task with a lower ticket"
+        message = (
+            "the mixture-of-experts kernel gave up waiting for a task with a lower ticket "
+            f"(tickets taken {words[sync.QUEUES.value]}, chunks counted "
+            f"{words[sync.COUNTED.value]} and placed {words[sync.PLACED.value]})"
+        )
         raise CommunicationError(
             message, hint="the workspace was dirty or shared by two calls at a time, or it is a bug"
         )
@@ -270,33 +307,30 @@ def forward_split(
     x, ids = operands[0], operands[3]
     if x.numel() == 0 or ids.numel() == 0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    from fivefold.moe.kernels import _forward as kernels  # noqa: PLC0415 - optional
-
     programs = _programs_on(x.device)
-    call = _forward(*operands, workspace=workspace, programs=programs, **options)
-    tiles, sizes = call.tiles, call.sizes
-    parts = -(-sizes.H // call.known["combine_columns"])
-    launches = {
-        kernels.count_kernel: call.layout.num_chunks,
-        kernels.place_kernel: call.layout.num_chunks,
-        kernels.first_kernel: call.per_tile(sizes.I, tiles.columns),
-        kernels.second_kernel: call.per_tile(sizes.H, tiles.second_columns),
-        kernels.combine_kernel: -(-len(x) // tiles.combine_tokens) * parts,
-    }
+    call = prepare_forward(*operands, workspace=workspace, programs=programs, **options)
     with on(x.device):
-        for kernel, tasks in launches.items():
-            start(kernel, tasks, call.known, tiles.warps)
+        for launch in forward_launches(call):
+            launch.start(call)
     out: torch.Tensor = call.known["given"].out
     return out
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Launch:
-    """One kernel, how many tasks it has, and what its arguments are called otherwise."""
+def forward_launches(call: Call) -> list[Launch]:
+    """Return the five launches that ``forward_split`` makes: count, place, products, combine."""
+    from fivefold.moe.kernels import _forward as kernels  # noqa: PLC0415 - optional
 
-    kernel: Any
-    tasks: int
-    other: dict[str, Any]
+    tiles, sizes = call.tiles, call.sizes
+    parts = -(-sizes.H // call.known["combine_columns"])
+    blocks = -(-call.known["num_tokens"] // tiles.combine_tokens)
+    tasks = {
+        kernels.count_kernel: call.layout.num_chunks,
+        kernels.place_kernel: call.layout.num_chunks,
+        kernels.first_kernel: call.per_tile(sizes.I, tiles.columns),
+        kernels.second_kernel: call.per_tile(sizes.H, tiles.second_columns),
+        kernels.combine_kernel: blocks * parts,
+    }
+    return [Launch(kernel=kernel, tasks=count) for kernel, count in tasks.items()]
 
 
 def backward_fused(
@@ -319,21 +353,22 @@ def backward_fused(
             for t in leaves
         )
     found = tuple(None if t is None else _like(t) for t in leaves)
-    call = _prepare(*operands, **options, backward=True)
-    _add_backward(call, gradient.contiguous(), hidden)
+    call = prepare_backward(gradient, *operands, hidden=hidden, **options)
     with on(x.device):
-        for launch in _launches(call, found, kept=hidden is not None):
-            names = launch.kernel.arg_names
-            grid = launch.tasks
-            if "tasks" in names and programs is not None:
-                grid = min(grid, programs)
-            known = call.known | {"tasks": launch.tasks} | launch.other
-            start(launch.kernel, grid, known, call.tiles.warps)
+        for launch in backward_launches(call, found, kept=hidden is not None):
+            launch.start(call, programs)
     return found
 
 
-def _add_backward(call: _Call, gradient: torch.Tensor, hidden: torch.Tensor | None) -> None:
-    """What the backward's kernels take besides."""
+def prepare_backward(
+    gradient: torch.Tensor,
+    *operands: torch.Tensor,
+    hidden: torch.Tensor | None = None,
+    **options: Any,
+) -> Call:
+    """Make the launches of a backward ready, as ``prepare_forward``; ``hidden`` is a kept z."""
+    call = _prepare(*operands, **options, backward=True)
+    gradient = gradient.contiguous()
     known, tiles, sizes = call.known, call.tiles, call.sizes
     x, ids = known["given"].x, known["given"].ids
     w13, w2 = known["w13"], known["w2"]
@@ -355,11 +390,19 @@ def _add_backward(call: _Call, gradient: torch.Tensor, hidden: torch.Tensor | No
         # In place where it is computed here: what was kept may be asked for again.
         "hidden": d_hidden if hidden is None else hidden,
     }
+    return call
 
 
-def _launches(
-    call: _Call, found: tuple[torch.Tensor | None, ...], *, kept: bool
-) -> Iterator[_Launch]:
+def backward_launches(
+    call: Call, found: tuple[torch.Tensor | None, ...], *, kept: bool
+) -> Iterator[Launch]:
+    """Yield the launches of ``backward_fused``, in order.
+
+    Args:
+        call: Of ``prepare_backward``.
+        found: Where gradients of x, w13, w2, weights, b13 and b2 go; None for a bias not there.
+        kept: Whether z was given, and is not computed again.
+    """
     from fivefold.moe.kernels import _backward as backward  # noqa: PLC0415 - optional
     from fivefold.moe.kernels import _forward as forward  # noqa: PLC0415 - optional
 
@@ -367,14 +410,14 @@ def _launches(
     d_x, d_w13, d_w2, d_weights, d_b13, d_b2 = found
     given: Operands = known["given"]
     for kernel in (forward.count_kernel, forward.place_kernel):
-        yield _Launch(kernel=kernel, tasks=call.layout.num_chunks, other={})
-    yield _Launch(kernel=backward.ranges_kernel, tasks=1, other={})
+        yield Launch(kernel=kernel, tasks=call.layout.num_chunks)
+    yield Launch(kernel=backward.ranges_kernel, tasks=1)
     first = call.per_tile(sizes.I, tiles.columns)
     if not kept:
-        yield _Launch(kernel=forward.first_kernel, tasks=first, other={"inner": None})
-    yield _Launch(kernel=backward.hidden_gradient_kernel, tasks=first, other={})
+        yield Launch(kernel=forward.first_kernel, tasks=first, other={"inner": None})
+    yield Launch(kernel=backward.hidden_gradient_kernel, tasks=first)
     tasks = call.per_tile(sizes.H, tiles.second_columns)
-    yield _Launch(kernel=backward.token_gradient_kernel, tasks=tasks, other={})
+    yield Launch(kernel=backward.token_gradient_kernel, tasks=tasks)
     of_w2 = {"left": known["gradient"], "right": known["inner"], "out": d_w2}
     of_w13 = {"left": known["d_hidden"], "right": given.x, "out": d_w13}
     for other in (
@@ -384,7 +427,7 @@ def _launches(
         experts, rows, columns = other["out"].shape
         tasks = experts * -(-rows // tiles.rows) * -(-columns // tiles.second_columns)
         other |= {"P": rows, "Q": columns}
-        yield _Launch(kernel=backward.weight_gradient_kernel, tasks=tasks, other=other)
+        yield Launch(kernel=backward.weight_gradient_kernel, tasks=tasks, other=other)
     of_b2 = {"source": known["gradient"], "out": d_b2}
     of_b13 = {"source": known["d_hidden"], "out": d_b13}
     for other in (
@@ -395,10 +438,10 @@ def _launches(
             experts, width = other["out"].shape
             tasks = experts * -(-width // tiles.columns)
             other |= {"N": width}
-            yield _Launch(kernel=backward.bias_gradient_kernel, tasks=tasks, other=other)
+            yield Launch(kernel=backward.bias_gradient_kernel, tasks=tasks, other=other)
     tasks = -(-given.ids.numel() // tiles.combine_tokens)
     other = {"out": d_weights}
-    yield _Launch(kernel=backward.routing_gradient_kernel, tasks=tasks, other=other)
+    yield Launch(kernel=backward.routing_gradient_kernel, tasks=tasks, other=other)
     # A weight on the output is in d_hidden already; one on the input comes in here.
     other = {
         "given": given._replace(out=d_x),
@@ -407,4 +450,4 @@ def _launches(
     }
     blocks = -(-len(given.x) // tiles.combine_tokens)
     tasks = blocks * -(-sizes.H // tiles.combine_columns)
-    yield _Launch(kernel=forward.combine_kernel, tasks=tasks, other=other)
+    yield Launch(kernel=forward.combine_kernel, tasks=tasks, other=other)

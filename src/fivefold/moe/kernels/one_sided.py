@@ -122,7 +122,7 @@ def scatter_kernel(given, row_expert, launch, heap, t, p, first_rank, S: tl.cons
         while ticket < tiles:
             local, begin, end = arrived(ticket, r, heap, mine, S)
             row = begin + tl.arange(0, S.BM)
-            tl.store(experts + row, tl.zeros([S.BM], tl.int32) + local, mask=row < end)
+            tl.store(experts + row, tl.full([S.BM], 0, tl.int32) + local, mask=row < end)
             ticket = take(r.control, 3)
 
 

@@ -5,6 +5,10 @@ level: a member of weight w that joins at virtual time V with n bytes is through
 whatever the level does meanwhile. So a change of level touches one number a bundle, not each of
 its members, and each bundle has one pending event.
 
+A job that shares no link, processor or switch with an unfinished one has the network to itself.
+Its iterations then begin in the same state and are all alike, so what is left of them is counted
+and not run: see ``_skip_iterations``.
+
 Events of the same time, up to rounding, are processed together before rates are solved again.
 Ends never begin another task in the same call: they put it into the queue. So nothing recurses.
 """
@@ -231,9 +235,13 @@ def _begin(world: World, number: int, now_s: float) -> None:
     end = world.tasks[number + 1].first_fallback
     if task.first_fallback == end:
         counts[WAITS] += 1
+        if task.job >= 0:
+            world.jobs[task.job].waits += 1
         return
     counts[IN_LINE] -= 1  # it was the last in line
     counts[REFUSALS] += 1
+    if task.job >= 0:
+        world.jobs[task.job].refusals += 1
     task.state = RUNNING
     task.start_s = now_s
     task.fallback_left = end - task.first_fallback
@@ -432,8 +440,14 @@ def _count_job(world: World, number: int, now_s: float) -> None:
         return
     world.iteration_finish_s[job.first_iteration + job.done] = now_s
     job.done += 1
+    if job.done < job.iterations and job.isolated_since_s >= 0.0:
+        now_s = _skip_iterations(world, number, now_s)
     if job.done == job.iterations:
+        for at in range(job.first_use, world.jobs[number + 1].first_use):
+            world.sharers[world.shares[at].resource] -= 1
         return
+    job.waits, job.refusals = 0, 0
+    job.isolated_since_s = now_s if _keep_books(world, number) else -1.0
     end = world.jobs[number + 1].first_task
     job.left = end - job.first_task
     for at in range(job.first_task, end):
@@ -443,3 +457,49 @@ def _count_job(world: World, number: int, now_s: float) -> None:
     for at in range(job.first_task, end):
         if world.tasks[world.others[at]].needs == 0:
             _release(world, world.others[at], now_s)
+
+
+@njit
+def _keep_books(world: World, number: int) -> bool:
+    """Note what the books say of a job's links; false where another job uses one of its things."""
+    num_links = world.book.shape[0]
+    for at in range(world.jobs[number].first_use, world.jobs[number + 1].first_use):
+        share = world.shares[at]
+        if world.sharers[share.resource] > 1:
+            return False
+        if share.resource < num_links:
+            row = world.book[share.resource]
+            share.busy_s, share.over_s, share.carried = row[BUSY_S], row[OVER_S], row[CARRIED_BYTES]
+    return True
+
+
+@njit
+def _skip_iterations(world: World, number: int, now_s: float) -> float:
+    """Count the iterations that are like the one that has just ended; gives their end."""
+    job, counts = world.jobs[number], world.loads.counts
+    period_s = now_s - job.isolated_since_s
+    skipped = job.iterations - job.done
+    if now_s + skipped * period_s > world.horizon_s[0]:
+        # The one that the horizon cuts is run.
+        skipped = max(0, int((world.horizon_s[0] - now_s) / period_s) - 1)
+    if skipped == 0:
+        return now_s
+    for further in range(skipped):
+        end_s = now_s + (further + 1) * period_s
+        world.iteration_finish_s[job.first_iteration + job.done + further] = end_s
+    job.done += skipped
+    counts[WAITS] += skipped * job.waits
+    counts[REFUSALS] += skipped * job.refusals
+    for at in range(job.first_task, world.jobs[number + 1].first_task):
+        task = world.tasks[world.others[at]]
+        task.start_s += skipped * period_s
+        task.sent_s += skipped * period_s
+        task.finish_s += skipped * period_s
+    for at in range(job.first_use, world.jobs[number + 1].first_use):
+        share = world.shares[at]
+        if share.resource < world.book.shape[0]:
+            row = world.book[share.resource]
+            row[BUSY_S] += skipped * (row[BUSY_S] - share.busy_s)
+            row[OVER_S] += skipped * (row[OVER_S] - share.over_s)
+            row[CARRIED_BYTES] += skipped * (row[CARRIED_BYTES] - share.carried)
+    return float(now_s + skipped * period_s)

@@ -38,6 +38,7 @@ from fivefold.network.simulation._state import (
     REFUSALS,
     ROUNDING,
     ROW,
+    SHARE,
     SLOT_NEED,
     SOLVES,
     SWITCH,
@@ -92,7 +93,8 @@ class SimulationResult:
         iteration_finish_s: End of every iteration, by job.
         waits: In-network aggregations that had to wait for slots.
         refusals: In-network aggregations whose fallback ran.
-        events: Number of events that were processed.
+        events: Number of events that were processed; iterations that repeat exactly are counted
+            without being run, and have none.
         solves: Number of times that rates were solved.
         filled: Bundles whose level was found anew, over all solves.
         rates: Changes of rate, where they were recorded.
@@ -252,7 +254,9 @@ def simulate(
         aggregation: In-network aggregations, for a call whose flows are all flows.
         iterations: How often each job repeats its tasks, by job or for all. The next iteration
             starts when the last task of this one has ended; release times only hold back the
-            first. Times of tasks are then those of the last iteration.
+            first. Times of tasks are then those of the last iteration. A job that shares no link,
+            processor or switch with another unfinished one repeats itself exactly: its second
+            iteration stands for all that follow (not with ``record_rates`` or ``tolerance``).
         record_rates: Keep every change of rate, for pictures.
         tolerance: A rate may stay this share away from the fair one where that saves work: in a
             crowded network one end moves thousands of rates a little. 0 is exact.
@@ -293,6 +297,8 @@ def simulate(
     world = world._replace(loads=world.loads._replace(tolerance=_checked_tolerance(tolerance)))
     release_roots(world)
     end_s = np.inf if until_s is None else float(until_s)
+    if tolerance == 0.0 and not record_rates:
+        world.horizon_s[0] = end_s
     stopped, records = _run(world, end_s, record_rates=record_rates)
     if not stopped:
         _require_all_ended(world, table)
@@ -448,6 +454,7 @@ def _build_world(
     switches["free"] = requests.free_slots
     book = np.zeros((len(capacities), BOOK_COLUMNS))
     book[:, OVER_SINCE_S] = -1.0
+    shares, first_uses, sharers = _shares(table, requests, len(iterations), len(capacities))
     return World(
         loads=loads,
         tasks=tasks,
@@ -456,13 +463,43 @@ def _build_world(
         others=others,
         slots=_records(SLOT_NEED, switch=requests.slots.links, slots=requests.slots.amounts),
         events=empty_queue(len(table) + len(bundles.first_rows)),
-        jobs=_jobs(iterations, offsets[2]),
+        jobs=_jobs(iterations, offsets[2], first_uses),
         iteration_finish_s=np.full(int(iterations.sum()), np.nan),
         processors=processors,
         switches=switches,
         book=book,
         log=np.zeros(0, LOG),
+        shares=shares,
+        sharers=sharers,
+        horizon_s=np.full(1, -np.inf),
     )
+
+
+def _shares(
+    table: FlowTable, requests: Requests, num_jobs: int, num_links: int
+) -> tuple[Any, IntArray, IntArray]:
+    """Return what each job uses, where each job's part begins, and how many jobs use a thing."""
+    count, processors = len(table), int(table.processors.max(initial=-1)) + 1
+    tasks = np.arange(count)
+    users = np.concatenate([
+        np.repeat(tasks, np.diff(table.routes.offsets)),
+        np.flatnonzero(table.processors >= 0),
+        np.repeat(tasks, np.diff(requests.slots.offsets)),
+    ])  # fmt: skip
+    things = np.concatenate([
+        table.routes.links.astype(np.int64),
+        num_links + table.processors[table.processors >= 0],
+        num_links + processors + requests.slots.links.astype(np.int64),
+    ])  # fmt: skip
+    total = num_links + processors + len(requests.free_slots)
+    pairs = np.unique((table.jobs[users] + 1) * total + things)
+    jobs, used = np.divmod(pairs, total)
+    sharers = np.bincount(used, minlength=total)
+    # Tasks of no job, at the front, are never finished.
+    first = np.searchsorted(jobs, np.arange(1, num_jobs + 2))
+    shares = np.zeros(first[-1], SHARE)
+    shares["resource"] = used
+    return shares, first, sharers
 
 
 def _records(kind: Any, **columns: Any) -> Any:
@@ -531,9 +568,9 @@ def _tasks(table: FlowTable, requests: Requests, made: tuple[Any, ...]) -> Any:
     return tasks
 
 
-def _jobs(iterations: IntArray, offsets: IntArray) -> Any:
+def _jobs(iterations: IntArray, offsets: IntArray, first_uses: IntArray) -> Any:
     jobs = np.zeros(len(iterations) + 1, JOB)
-    jobs["first_task"] = offsets
+    jobs["first_task"], jobs["first_use"], jobs["isolated_since_s"] = offsets, first_uses, -1.0
     jobs["first_iteration"][1:] = np.cumsum(iterations)
     jobs["iterations"][:-1] = iterations
     jobs["left"][:-1] = np.diff(offsets)

@@ -119,8 +119,14 @@ JOB = np.dtype(
         ("iterations", "i8"),
         ("done", "i8"),
         ("left", "i8"),  # tasks of this iteration still open
+        ("first_use", "i8"),  # in World.shares: what its tasks use
+        ("refusals", "i8"),  # of this iteration
+        ("waits", "i8"),
+        ("isolated_since_s", "f8"),  # start of this iteration, if nobody shares a thing; else -1
     ]
 )
+# What a job uses: a link, a processor or a switch, and what its book said at the iteration's start.
+SHARE = np.dtype([("resource", "i8"), ("busy_s", "f8"), ("over_s", "f8"), ("carried", "f8")])
 PROCESSOR = np.dtype(
     [("first_place", "i8"), ("waiting", "i8"), ("is_busy", "i8"), ("is_asked", "i8")]
 )
@@ -174,6 +180,9 @@ class World(NamedTuple):
         book: What each link carried: flows under way, since when, busy time, demand, since when it
             is above capacity, time above, bytes; float64 [links, 7].
         log: LOG [room]; no room records nothing.
+        shares: SHARE of all jobs.
+        sharers: Unfinished jobs that use each link, processor and switch; int64.
+        horizon_s: Iterations that repeat are counted instead of run up to here; float64 [1].
     """
 
     loads: Loads
@@ -189,6 +198,9 @@ class World(NamedTuple):
     switches: Any
     book: Any
     log: Any
+    shares: Any
+    sharers: Any
+    horizon_s: Any
 
 
 def empty_queue(slots: int) -> Any:

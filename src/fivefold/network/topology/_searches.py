@@ -402,3 +402,59 @@ def meeting_routes(
             found[place] = link
             node = np.int64(into[2][link])
     return offsets, found[: offsets[-1]], -1
+
+
+@njit
+def _next_level(graph: Any, state: Any, span: tuple[int, int], step: int) -> Any:
+    """Reach what is one link further than a span of the queue; gives the queue's new end."""
+    offsets, links, link_targets, link_ticks = graph
+    queue, seen, ticks, level = state
+    end = span[1]
+    for at in range(span[0], span[1]):
+        node = queue[at]
+        for position in range(offsets[node], offsets[node + 1]):
+            target = link_targets[links[position]]
+            through = ticks[node] + link_ticks[links[position]]
+            if seen[target] != step:
+                seen[target], ticks[target], level[target] = step, through, level[node] + 1
+                queue[end] = target
+                end += 1
+            elif level[target] == level[node] + 1 and through < ticks[target]:
+                ticks[target] = through
+    return end
+
+
+@njit
+def nearest_neighbour_tour(
+    graph: tuple[IntArray, IntArray, IntArray, LongArray], nodes: IntArray
+) -> tuple[IntArray, int]:
+    """Visit nodes, each followed by the nearest one left: fewest links, least ticks, first given.
+
+    Each step looks around level by level and ends at the first level that has a node left, so it
+    sees a neighbourhood and not the network. Gives the places, and how many were reached.
+    """
+    num_nodes = len(graph[0]) - 1
+    place_of = np.full(num_nodes, -1, np.int64)
+    for place in range(1, len(nodes)):
+        place_of[nodes[place]] = place
+    queue, order = np.empty(num_nodes, np.int32), np.zeros(len(nodes), np.int32)
+    seen, level = np.full(num_nodes, -1, np.int64), np.zeros(num_nodes, np.int64)
+    ticks = np.zeros(num_nodes, np.int64)
+    for step in range(1, len(nodes)):
+        start = nodes[order[step - 1]]
+        queue[0], seen[start], ticks[start], level[start] = start, step, 0, 0
+        first, end, best = 0, 1, -1
+        while best < 0 and first < end:
+            last = end
+            end = _next_level(graph, (queue, seen, ticks, level), (first, last), step)
+            for node in queue[last:end]:
+                if place_of[node] >= 0 and (
+                    best < 0 or (ticks[node], place_of[node]) < (ticks[best], place_of[best])
+                ):
+                    best = node
+            first = last
+        if best < 0:
+            return order, step
+        order[step] = place_of[best]
+        place_of[best] = -1
+    return order, len(nodes)

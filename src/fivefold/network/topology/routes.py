@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -132,6 +133,21 @@ class Router:
             lost = bool((hops[ranks] < 0).any())
             found[rank] = math.inf if lost else self.seconds(int(ticks[ranks].max()))
         return found
+
+    def nearest_tour(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return ranks from the first one on, each followed by the nearest one left."""
+        from fivefold.network.topology._searches import (  # noqa: PLC0415 - brings numba
+            nearest_neighbour_tour,
+        )
+
+        graph = self._graph
+        out = (graph.outgoing.offsets, graph.outgoing.links, graph.link_targets, self._ticks)
+        order, reached = nearest_neighbour_tour(out, graph.rank_nodes[np.asarray(ranks)])
+        if reached < len(ranks):
+            left = set(ranks) - {ranks[place] for place in order[:reached].tolist()}
+            lost = min(left)
+            raise self._no_route(ranks[order[reached - 1]], lost, through_ranks=True)
+        return tuple(ranks[place] for place in order.tolist())
 
     def seconds(self, ticks: int) -> float:
         """Return a sum of ticks in seconds."""

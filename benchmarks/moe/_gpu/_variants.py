@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.moe._h200._cases import Case
-from benchmarks.moe._h200._operands import Operands
+from benchmarks.moe._gpu._cases import Case
+from benchmarks.moe._gpu._operands import Operands
 from fivefold.moe import Workspace, backends, fused_moe
 from fivefold.moe.operator.activations import activation_named
 
@@ -102,7 +102,7 @@ def _our_backend(case: Case, device: torch.device, name: str) -> Variant:
             given.weights,
             activation=case.activation,
             backend=name,
-            precision=case.precision,  # type: ignore[arg-type]  # one of the three
+            precision=case.precision,
             workspace=workspace,
             recompute=False,
             check=False,

@@ -1,22 +1,30 @@
-"""Compiles kernels for a GPU that is not there, by the host's own launches: a child process.
+# mypy: ignore-errors
+"""Compile the kernels for a GPU that is not there, by the host's own launches.
 
-    python offline.py forward|backward|one_sided
+    python -m benchmarks.moe.offline forward|backward|one_sided [quick]
+    python -m benchmarks.moe.offline table --triton build/triton-3.6.0 --out FILE
 
-Prints one line of JSON per kernel. ptxas and the disassembler are in triton's wheel, so the machine
-code, its registers, spills and shared memory, and the spelling of its synchronisation can be looked
-at on any machine. Operands lie on torch's device "meta"; a launch is compiled instead of started.
-This says nothing about speed.
+The first prints one line of JSON per kernel. ptxas and the disassembler are in triton's wheel, so
+the machine code, its registers, spills and shared memory, and the spelling of its synchronisation
+can be looked at on any machine. Operands lie on torch's device "meta"; a launch is compiled instead
+of started. The second makes a table of results: of the installed triton and of those unpacked in
+folders (``pip install --no-deps --target FOLDER triton==3.6.0``). This says nothing about speed.
 """
 
+import argparse
 import contextlib
+import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -34,7 +42,9 @@ from fivefold.moe.parallel._heaps import SymmetricHeap
 BF16, FP32 = {"dtype": torch.bfloat16}, {"dtype": torch.float32}
 ODD = {"hidden": 1001, "intermediate": 333}
 MANY = {"activation": "geglu", "intermediate": 768, "experts": 128, "top_k": 8}
-FORWARD = {
+QUICK = {"bf16 swiglu", "fp32 swiglu tf32", "bf16 swiglu, odd sizes", ""}
+QUICK |= {"compact, bf16 swiglu, 8 ranks"}
+FORWARD: dict[str, dict[str, Any]] = {
     "bf16 swiglu": BF16,
     "bf16 relu": BF16 | {"activation": "relu"},
     "fp32 relu tf32": FP32 | {"activation": "relu", "precision": "tf32"},
@@ -44,7 +54,7 @@ FORWARD = {
     "bf16 swiglu, odd sizes": BF16 | ODD,
     "bf16 geglu, 128 experts, 8 each": BF16 | MANY | {"biases": False},
 }
-BACKWARD = {
+BACKWARD: dict[str, dict[str, Any]] = {
     "": BF16,
     ", bf16 geglu, 128 experts, 8 each": BF16 | MANY,
     ", bf16, weights on the input": BF16 | {"weight_on_input": True, "top_k": 1},
@@ -55,7 +65,7 @@ BACKWARD = {
 LAUNCHES = ["count", "place", "ranges", "hidden", "d_hidden", "d_x", "d_w2", "d_w13", "d_b2"]
 LAUNCHES += ["d_b13", "d_weights", "combine"]
 SIZES = {"hidden": 2048, "intermediate": 2048, "top_k": 2, "max_tokens": 8192}
-EXCHANGE = {
+EXCHANGE: dict[str, dict[str, Any]] = {
     "compact, bf16 swiglu, 8 ranks": {"ranks": 8, "experts": 64},
     "DeepSeek-V3, 8 ranks, with the gate": {
         "ranks": 8,
@@ -93,22 +103,29 @@ FUSED = replace(NOBODY, name="fused")  # one launch; asked of no device
 class Hopper:
     """As much of a driver as a compilation needs."""
 
-    def get_current_target(self):
+    def get_current_target(self) -> GPUTarget:
+        """Return an H100 or H200."""
         return GPUTarget("cuda", 90, 32)
 
-    def get_current_device(self):
+    def get_current_device(self) -> int:
+        """Return the only one."""
         return 0
 
-    def get_current_stream(self, _device):
+    def get_current_stream(self, _device: int) -> int:
+        """Return none."""
         return 0
 
 
 @contextlib.contextmanager
-def compiled_instead():
-    """Compile what is launched within; gives (name of the kernel, compiled kernel) in order."""
+def compiled_instead() -> Iterator[list[tuple[str, Any]]]:
+    """Compile what is launched within.
+
+    Yields:
+        Name of the kernel and the compiled kernel, in the order of the launches.
+    """
     found = []
 
-    def run(kernel, *args, grid, warmup, **options):
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         del warmup
         made = start(kernel, *args, grid=grid, warmup=True, **options)
         found.append((kernel.__name__, made))
@@ -124,7 +141,8 @@ def compiled_instead():
         yield found
 
 
-def show(name, kernel):
+def show(name: str, kernel: Any) -> None:
+    """Print what is in a compiled kernel."""
     tool = triton.knobs.nvidia.cuobjdump.path
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -150,7 +168,7 @@ def show(name, kernel):
     sys.stdout.flush()
 
 
-def operands(sizes):
+def operands(sizes: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """A call's operands by place, and its options."""
     sizes = {"hidden": 2048, "intermediate": 2048, "experts": 32, "top_k": 2} | sizes
     kind = ACTIVATIONS[sizes.get("activation", "swiglu")]
@@ -159,7 +177,7 @@ def operands(sizes):
     )
     rows, tokens = kind.width(inner), 4096
 
-    def empty(*shape, dtype=sizes["dtype"]):
+    def empty(*shape: int, dtype: torch.dtype = sizes["dtype"]) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     positional = [
@@ -175,8 +193,10 @@ def operands(sizes):
     return positional, options | {"activation": kind}
 
 
-def forward():
-    for name, sizes in FORWARD.items():
+def forward(chosen: set[str]) -> None:
+    """The single kernel, and the same tasks as launches of their own."""
+    for name in [name for name in FORWARD if name in chosen]:
+        sizes = FORWARD[name]
         given, options = operands(sizes)
         with compiled_instead() as found:
             forward_fused(*given, **options)
@@ -188,15 +208,19 @@ def forward():
         show(name, kernel)
 
 
-def backward():
+def backward(chosen: set[str]) -> None:
+    """The launches of the backward, and the forward that keeps for it."""
     shown = {"d_hidden", "d_x", "d_w13", "d_w2"}
-    for title, sizes in BACKWARD.items():
+    for title in [title for title in BACKWARD if title in chosen]:
+        sizes = BACKWARD[title]
         given, options = operands(sizes)
         with compiled_instead() as found:
             backward_fused(given[0], *given, **options)
         for name, (_, kernel) in zip(LAUNCHES, found, strict=True):
             if name in shown or (not title and name not in {"count", "place", "combine"}):
                 show(name + title, kernel)
+    if chosen == QUICK:
+        return
     given, options = operands(BF16)
     kept = torch.empty(given[3].numel(), len(given[1][0]), dtype=torch.bfloat16, device="meta")
     with compiled_instead() as found:
@@ -204,7 +228,8 @@ def backward():
     show("forward that keeps", found[0][1])
 
 
-def group_of(config, *, virtual):
+def group_of(config: OneSidedConfig, *, virtual: bool) -> tuple[OneSidedGroup, Any, Any]:
+    """A group on a heap that is not there, its operands and biases."""
     if virtual:
         heap = VirtualHeap(config.ranks, nbytes=config.heap_bytes(), device="meta")
     else:
@@ -218,8 +243,10 @@ def group_of(config, *, virtual):
     return made, given, {name: options[name] for name in ("b13", "b2")}
 
 
-def one_sided_group():
-    for name, sizes in EXCHANGE.items():
+def one_sided_group(chosen: set[str]) -> None:
+    """The kernel over several ranks, and the two that its backward uses."""
+    for name in [name for name in EXCHANGE if name in chosen]:
+        sizes = EXCHANGE[name]
         with compiled_instead() as found:
             config = OneSidedConfig(**(SIZES | sizes))
             made, given, biases = group_of(config, virtual="virtual" in name)
@@ -242,5 +269,66 @@ def one_sided_group():
         show(f"8 ranks, bf16, backward: {name}", kernels[name])
 
 
+PARTS = {"forward": forward, "backward": backward, "one_sided": one_sided_group}
+
+
+def lines(folder: str | None, part: str) -> list[dict[str, Any]]:
+    """What a part prints, in a child with the triton of a folder; None: the installed one."""
+    paths = [folder, str(Path.cwd() / "src"), os.environ.get("PYTHONPATH")]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    command = [sys.executable, "-m", "benchmarks.moe.offline", part]
+    with tempfile.TemporaryDirectory() as cache:
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TRITON_CACHE_DIR": cache}
+        done = subprocess.run(
+            command, env=kept | variables, capture_output=True, text=True, check=True
+        )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def table(folders: list[str], path: Path) -> None:
+    """Write registers, spilled and shared bytes of every kernel as a results file."""
+    from benchmarks.results_file import BenchmarkRow, write_results  # noqa: PLC0415 - pydantic
+
+    versions = {importlib.metadata.version("triton"): None}
+    for folder in folders:
+        (found,) = Path(folder).glob("triton-*.dist-info")
+        versions[found.name.removeprefix("triton-").removesuffix(".dist-info")] = str(folder)
+    newest, *others = versions
+    seen = {
+        version: {line["variant"]: line for part in PARTS for line in lines(folder, part)}
+        for version, folder in versions.items()
+    }
+    rows = []
+    for variant, line in seen[newest].items():
+        for metric, unit, limit in (
+            ("registers", "registers", 255.0),
+            ("spilled_bytes", "bytes", 0.0),
+            ("shared_bytes", "bytes", 227.0 * 1024),
+        ):
+            peers = {f"triton {other}": float(seen[other][variant][metric]) for other in others}
+            rows.append(
+                BenchmarkRow(
+                    case=variant, metric=metric.replace("_", " "), unit=unit,
+                    ours=float(line[metric]), peers=peers, limit=limit,
+                )
+            )  # fmt: skip
+    write_results(path, topic="moe/compiled", rows=rows, versions={"triton": newest})
+
+
+def main() -> None:
+    """Parse, and compile."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=[*PARTS, "table"])
+    parser.add_argument("which", nargs="?", choices=["quick"], help="a few of the variants")
+    parser.add_argument("--triton", action="append", default=[], help="folder of another triton")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/moe/compiled.json"))
+    given = parser.parse_args()
+    if given.part == "table":
+        table(given.triton, given.out)
+        return
+    everything = {*FORWARD, *BACKWARD, *EXCHANGE}
+    PARTS[given.part](QUICK if given.which == "quick" else everything)
+
+
 if __name__ == "__main__":
-    {"forward": forward, "backward": backward, "one_sided": one_sided_group}[sys.argv[1]]()
+    main()

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["Case", "checked_cases", "timed_cases", "tiny_cases"]
+from fivefold.moe.operator.operands import Precision
+
+__all__ = ["KINDS", "Case", "checked_cases", "kind_of", "of_kind", "timed_cases", "tiny_case"]
 
 ROUTINGS = ("balanced", "Zipf", "worst")
 
@@ -25,7 +27,9 @@ class Case:
         activation: A key of ``ACTIVATIONS``.
         dtype: Of tokens and weights.
         precision: Of float32.
-        routing: One of ``ROUTINGS``.
+        routing: One of ``ROUTINGS``, or "dropped": every seventh assignment is none.
+        weight_on_input: Whether the experts get weight * x.
+        biases: Whether both products have one.
         backward: Whether forward and backward are timed too.
         compiled: Whether the compiled pipeline takes part: it costs much time to compile.
         target_s: Longest time of a forward that was aimed at.
@@ -40,8 +44,10 @@ class Case:
     top_k: int
     activation: str = "swiglu"
     dtype: torch.dtype = torch.bfloat16
-    precision: str = "ieee"
+    precision: Precision = "ieee"
     routing: str = "balanced"
+    weight_on_input: bool = False
+    biases: bool = False
     backward: bool = False
     compiled: bool = False
     target_s: float | None = None
@@ -111,38 +117,45 @@ def timed_cases() -> list[Case]:
     ]
 
 
-def checked_cases() -> list[Case]:
-    """Shapes with borders inside tiles, few rows, odd sizes and skewed loads."""
-    usual = Case(name="check", tokens=300, hidden=512, inner=256, experts=64, top_k=4)
-    few = [
+KINDS: dict[str, dict[str, object]] = {
+    "bf16": {"dtype": torch.bfloat16},
+    "fp16": {"dtype": torch.float16},
+    "tf32": {"dtype": torch.float32, "precision": "tf32"},
+    "fp32": {"dtype": torch.float32, "precision": "ieee"},
+}
+"""What decides which instructions are used: a failed check disqualifies one of these."""
+
+
+def checked_cases(*, tiny: bool) -> list[Case]:
+    """Shapes with borders inside tiles, few rows, odd sizes and skewed loads; bfloat16."""
+    usual = Case(name="usual", tokens=300, hidden=512, inner=256, experts=64, top_k=4, biases=True)
+    if tiny:
+        usual = replace(usual, tokens=21, hidden=32, inner=24, experts=4, top_k=2)
+        odd = replace(usual, name="odd sizes", tokens=9, hidden=17, inner=7, activation="geglu")
+        return [usual, odd]
+    return [
         usual,
-        replace(usual, routing="worst"),
-        replace(usual, tokens=1, experts=8, top_k=8),
-        replace(usual, tokens=1500, experts=4, top_k=2, activation="relu"),
-        replace(usual, tokens=130, hidden=136, inner=72, experts=5, top_k=3, activation="geglu"),
-        replace(usual, tokens=130, hidden=130, inner=70, experts=5, top_k=3),
+        replace(usual, name="all to the same", routing="worst"),
+        replace(usual, name="one token", tokens=1, experts=8, top_k=8, biases=False),
+        replace(usual, name="long", tokens=1500, experts=4, top_k=2, activation="relu"),
+        replace(usual, name="dropped", routing="dropped", activation="geglu"),
+        replace(usual, name="weights on the input", top_k=1, weight_on_input=True),
+        replace(usual, name="odd sizes", tokens=130, hidden=130, inner=70, experts=5, top_k=3),
     ]
-    kinds = [
-        {"dtype": torch.bfloat16},
-        {"dtype": torch.float16},
-        {"dtype": torch.float32, "precision": "ieee"},
-        {"dtype": torch.float32, "precision": "tf32"},
-    ]
-    return [replace(case, **kind) for kind in kinds for case in few]  # type: ignore[arg-type]  # fields
 
 
-def tiny_cases(cases: list[Case]) -> list[Case]:
-    """Likenesses for the interpreter: every kind of case once, sizes of a tile or two."""
-    found: dict[object, Case] = {}
-    for case in cases:
-        small = replace(
-            case,
-            tokens=min(case.tokens, 12),
-            hidden=16,
-            inner=24,
-            experts=min(case.experts, 4),
-            top_k=min(case.top_k, 2),
-        )
-        kind = (small.tokens, small.activation, small.dtype, small.precision, small.routing)
-        found.setdefault(kind, small)
-    return list(found.values())
+def of_kind(case: Case, kind: str) -> Case:
+    """The same in another data type."""
+    return replace(case, **KINDS[kind])  # type: ignore[arg-type]  # fields
+
+
+def kind_of(case: Case) -> str:
+    """Its key of ``KINDS``."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names.get(case.dtype, "tf32" if case.precision == "tf32" else "fp32")
+
+
+def tiny_case(case: Case) -> Case:
+    """A likeness for the interpreter: sizes of a tile or two."""
+    sizes = {"tokens": min(case.tokens, 12), "hidden": 16, "inner": 24, "compiled": False}
+    return replace(case, **sizes, experts=min(case.experts, 4), top_k=min(case.top_k, 2))  # type: ignore[arg-type]  # fields

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.moe._h200._cases import Case
+from benchmarks.moe._gpu._cases import Case
 from fivefold.moe.operator.activations import activation_named
 
 __all__ = ["Operands", "operands_of"]
@@ -21,11 +21,19 @@ class Operands:
     w2: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
+    b13: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+
+    @property
+    def positional(self) -> tuple[torch.Tensor, ...]:
+        """As ``fused_moe`` takes them by place."""
+        return self.x, self.w13, self.w2, self.ids, self.weights
 
     @property
     def used_experts(self) -> int:
         """Experts with at least one token."""
-        return int((torch.bincount(self.ids.reshape(-1)) > 0).sum())
+        flat = self.ids.reshape(-1)
+        return int((torch.bincount(flat[flat >= 0]) > 0).sum())
 
     def leaves(self) -> Operands:
         """The same tensors, with gradients of their own for all but the ids."""
@@ -35,6 +43,8 @@ class Operands:
             w2=self.w2.detach().requires_grad_(),
             ids=self.ids,
             weights=self.weights.detach().requires_grad_(),
+            b13=self.b13,
+            b2=self.b2,
         )
 
 
@@ -59,6 +69,8 @@ def operands_of(case: Case, device: torch.device, *, seed: int = 0) -> Operands:
     uniform = torch.rand(case.tokens, case.experts, device=device, generator=generator)
     gumbel = -(-uniform.clamp(1e-9, 1 - 1e-7).log()).log()
     ids = (gumbel + _popularity(case).to(device)).topk(case.top_k).indices
+    if case.routing == "dropped":
+        ids.view(-1)[::7] = -1
     raw = torch.rand(case.tokens, case.top_k, device=device, generator=generator) + 0.1
     return Operands(
         x=draw(case.tokens, case.hidden),
@@ -66,6 +78,8 @@ def operands_of(case: Case, device: torch.device, *, seed: int = 0) -> Operands:
         w2=draw(case.experts, case.hidden, case.inner).mul_(case.inner**-0.5),
         ids=ids,
         weights=raw / raw.sum(-1, keepdim=True),
+        b13=draw(case.experts, rows) if case.biases else None,
+        b2=draw(case.experts, case.hidden) if case.biases else None,
     )
 
 

@@ -1,0 +1,242 @@
+# mypy: disable-error-code="no-untyped-call,import-untyped,misc"
+"""The steps of the ladder in order, and the child that runs them one after another."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.moe._gpu._bench import Bench, say
+from benchmarks.moe._gpu._cases import (
+    KINDS,
+    Case,
+    checked_cases,
+    kind_of,
+    of_kind,
+    timed_cases,
+    tiny_case,
+)
+from benchmarks.moe._gpu._rungs import BACKWARD, RUNGS
+from benchmarks.moe._gpu._timing import (
+    SWEPT,
+    ceilings,
+    sweep,
+    swept_cases,
+    time_case,
+    time_training,
+)
+
+__all__ = ["Step", "steps_of", "work"]
+
+PROGRAMS = (1, 2, 16, 132)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One thing that a child does.
+
+    Attributes:
+        rung: Name of the rung.
+        name: Of this step; unique.
+        backend: "split" (also its kernels one by one), "fused", "backward", "exchange", or "" for
+            what disqualifies nobody.
+        kind: A key of ``KINDS``, or "".
+        needs: Backends that must not have failed in this kind.
+        run: What to do, given a bench and the backends of ours that have not failed.
+        bounded: Whether waits of kernels give up by themselves; timed kernels have no clock.
+        limit_s: Longest time.
+    """
+
+    rung: str
+    name: str
+    run: Callable[[Bench, set[str]], None]
+    backend: str = ""
+    kind: str = ""
+    needs: tuple[str, ...] = ()
+    bounded: bool = True
+    limit_s: float = 25.0
+
+
+def machine(bench: Bench, _allowed: set[str]) -> None:
+    """What there is, and whether a kernel of three lines runs at all."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("triton", "transformers", "liger-kernel", "sonic-moe"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    found["Python.h"] = str(Path(sysconfig.get_paths()["include"], "Python.h").exists())
+    if bench.on_gpu:
+        properties = torch.cuda.get_device_properties(bench.device)
+        major, minor = torch.cuda.get_device_capability(bench.device)
+        found |= {"GPU": properties.name, "compute capability": f"{major}.{minor}"}
+        found |= {"CUDA": str(torch.version.cuda)}
+        bench.row("multiprocessors", "", properties.multi_processor_count)
+        bench.row("memory", "bytes", properties.total_memory)
+    say(event="machine", step=bench.step, versions=found)
+    from fivefold.moe.kernels.sync import clear_kernel  # noqa: PLC0415 - triton may be missing
+
+    words = torch.full((3000,), 7, dtype=torch.int32, device=bench.device)
+    bench.run(lambda: clear_kernel[1,](words, 2999), words)
+    bench.row(
+        "words that a first kernel did not clear", "words", int((words[:-1] != 0).sum()), most=0
+    )
+    bench.row("words that it should have left alone", "words", int(words[-1] != 7), most=0)
+
+
+def _checked(rung: str, case: Case, backend: str, parameter: int = 0, note: str = "") -> Step:
+    kind = kind_of(case)
+    name = " / ".join(filter(None, (rung, kind, case.name, note)))
+
+    def run(bench: Bench, _allowed: set[str]) -> None:
+        RUNGS[rung](case, bench, parameter)
+
+    return Step(rung=rung, name=name, backend=backend, kind=kind, run=run, needs=(backend,))
+
+
+def _checks(*, tiny: bool) -> list[Step]:  # noqa: C901 - a list
+    cases = checked_cases(tiny=tiny)
+    usual, found = cases[0], []
+    found += [_checked("count and place", case, "split") for case in cases]
+    for rung in ("first product", "second product", "combine"):
+        for kind in KINDS:
+            found += [_checked(rung, of_kind(case, kind), "split") for case in (usual, cases[-1])]
+    for kind in KINDS:
+        found += [_checked("split", of_kind(case, kind), "split") for case in cases]
+    counts = PROGRAMS[:2] if tiny else PROGRAMS
+    for kind in KINDS:
+        for case, programs in [(usual, p) for p in counts] + [(c, counts[-1]) for c in cases[1:]]:
+            note = f"{programs} programs"
+            found.append(_checked("fused", of_kind(case, kind), "fused", programs, note))
+    launches = 4 if tiny else 1000
+    for kind in ("bf16",) if tiny else ("bf16", "fp16"):
+        found.append(_checked("launches", of_kind(usual, kind), "fused", launches))
+    for kind in KINDS:
+        case = of_kind(usual, kind)
+        for number, what in enumerate(BACKWARD):
+            found.append(_checked("backward", case, "backward", number, what))
+        whole = cases if kind == "bf16" else (usual,)
+        found += [_checked("whole backward", of_kind(c, kind), "backward") for c in whole]
+    for kind in ("fp32",) if tiny else ("bf16", "fp32"):
+        for ranks in (1, 2) if tiny else (1, 2, 4):
+            case = of_kind(replace(usual, tokens=usual.tokens // 4 * 4), kind)
+            found.append(_checked("exchange", case, "exchange", ranks, f"{ranks} virtual ranks"))
+    return found
+
+
+def _times(*, tiny: bool) -> list[Step]:
+    cases = timed_cases()
+    if tiny:
+        cases = [tiny_case(case) for case in (cases[1], cases[4])]
+    found = [Step(rung="timing", name="timing / ceilings", run=lambda b, _: ceilings(b))]
+    for training in (False, True):
+        for case in cases:
+            if training and not case.backward:
+                continue
+            name = f"{'training' if training else 'timing'} / {case}"
+            kind, function = kind_of(case), time_training if training else time_case
+            found.append(
+                Step(
+                    rung="training" if training else "timing", name=name, kind=kind, bounded=False,
+                    run=partial(_timed, function, case), needs=("backward",) if training else (),
+                    limit_s=90.0 if case.compiled else 45.0,
+                )
+            )  # fmt: skip
+    swept = [tiny_case(case) for case in swept_cases()[:1]] if tiny else swept_cases()
+    for case in swept:
+        for number, (tiles, lag) in enumerate(SWEPT[:2] if tiny else SWEPT):
+            shape = f"{tiles.rows}x{tiles.columns}x{tiles.second_columns}x{tiles.depth}"
+            how = f"{shape}, {tiles.stages} stages, {tiles.warps} warps, group {tiles.group}"
+            found.append(
+                Step(
+                    rung="sweep", name=f"sweep / {case} / {how}, lag {lag or 'usual'}",
+                    run=partial(_swept, case, number), bounded=False, limit_s=20.0,
+                )
+            )  # fmt: skip
+    return found
+
+
+def _timed(
+    function: Callable[[Case, Bench, set[str]], None], case: Case, bench: Bench, allowed: set[str]
+) -> None:
+    function(case, bench, allowed)
+
+
+def _swept(case: Case, number: int, bench: Bench, _allowed: set[str]) -> None:
+    sweep(case, bench, number)
+
+
+def steps_of(*, tiny: bool) -> list[Step]:
+    """All steps, in order; the parent and its children make the same list."""
+    first = Step(rung="machine", name="machine", run=machine, limit_s=60.0)
+    return [first, *_checks(tiny=tiny), *_times(tiny=tiny)]
+
+
+def _listen() -> None:
+    """Say what is compiled, so that the parent gives it the time, and trust cubins by version."""
+    import triton  # noqa: PLC0415 - a step says so where it is missing
+
+    def compiled(*, src: object, times: object, cache_hit: bool, **_more: object) -> None:
+        del times
+        if not cache_hit:
+            say(event="compiled", kernel=str(getattr(src, "name", src)))
+
+    triton.knobs.compilation.listener = compiled
+    if "FIVEFOLD_CUBINS" in os.environ:  # made by another Python's triton of the same version
+        triton.runtime.cache.triton_key = lambda: f"triton {triton.__version__}"
+
+
+def work(*, tiny: bool) -> int:
+    """Run the steps that come in by number, until there are no more.
+
+    Args:
+        tiny: On the CPU, in the interpreter.
+
+    Returns:
+        The exit code.
+    """
+    device = torch.device("cpu" if tiny else "cuda:0")
+    torch.set_num_threads(1 if tiny else torch.get_num_threads())
+    steps = steps_of(tiny=tiny)
+    try:
+        _listen()
+    except Exception as reason:  # noqa: BLE001 - said; the first step says why
+        say(event="note", text=f"triton: {type(reason).__name__}: {reason}")
+    say(event="ready", pid=os.getpid())
+    for line in sys.stdin:
+        order = json.loads(line)
+        step = steps[order["step"]]
+        bench = Bench(device, step=step.name, fault=order["fault"])
+        if step.bounded:
+            os.environ["FIVEFOLD_MOE_DEBUG"] = "6"
+        else:
+            os.environ.pop("FIVEFOLD_MOE_DEBUG", None)
+        guard = bench.guard(order["guard_s"])
+        began_s, problem = time.monotonic(), None
+        try:
+            step.run(bench, set(order["allowed"]))
+        except Exception as reason:  # noqa: BLE001 - whatever it is, the others are worth a look
+            problem = f"{type(reason).__name__}: {str(reason)[:1500]}"
+            where = traceback.format_exc().splitlines()[-12:]
+            say(event="error", step=step.name, text=problem, where=where)
+        guard.cancel()
+        good = bench.good and problem is None
+        # After an error of the driver nothing works any more in this process.
+        poisoned = problem is not None and not tiny
+        took_s = time.monotonic() - began_s
+        say(event="end", step=step.name, good=good, seconds=took_s, problem=problem)
+        if poisoned:
+            return 1
+    return 0

@@ -1,0 +1,231 @@
+"""``fivefold plan --compare``: one job on several clusters, side by side, with what it costs."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fivefold.cli._arguments import ArgumentError
+from fivefold.cli._outputs import write_json
+from fivefold.errors import InfeasibleError
+from fivefold.strategy import Cluster, Job, PlanPrediction, load_cluster, load_job
+from fivefold.strategy.compare import ClusterOutcome, compare_clusters, tokens_per_s
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.words import degrees_of, overlap_of, settings_of
+from fivefold.units import format_duration_s
+
+_TOKENS_A_PARAMETER = 20  # a usual budget, where none is given
+_PRICE = re.compile(
+    r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<currency>[A-Za-z]{3}|[$€£])\s*/\s*"
+    r"GPU[\s-]*(h|hr|hour)\s*",
+    re.IGNORECASE,
+)
+_COUNT = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kMGBT]?)(\s*tokens?)?\s*")
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class Price:
+    """What an hour of a GPU costs."""
+
+    amount: float
+    currency: str
+
+
+def price_of(text: str) -> Price:
+    """Return a price such as "2.5 USD/GPU h".
+
+    Raises:
+        ArgumentError: It is not written so.
+    """
+    found = _PRICE.fullmatch(text)
+    if found is None:
+        message = f"a price must be an amount, a currency and /GPU h; got {text!r:.60}"
+        raise ArgumentError(message, hint='write --price "2.5 USD/GPU h"')
+    return Price(float(found["number"]), found["currency"].upper())
+
+
+def tokens_of(text: str) -> float:
+    """Return a number of tokens such as "15T".
+
+    Raises:
+        ArgumentError: It is not written so, or is 0.
+    """
+    found = _COUNT.fullmatch(text)
+    if found is None or float(found["number"]) == 0:
+        message = f"a token budget must be a positive count; got {text!r:.60}"
+        raise ArgumentError(message, hint="write --tokens 15T, or k, M or B for thousands and up")
+    return float(found["number"]) * _UNITS[found["unit"]]
+
+
+def compare(names: Sequence[str], *, prices: Sequence[str], tokens: str | None, form: str) -> None:
+    """Compare one job on several clusters and show it.
+
+    Args:
+        names: A job file and clusters, in any order.
+        prices: None, one for all, or one for each cluster.
+        tokens: The budget; None for a usual one.
+        form: "text", "json" or "csv".
+
+    Raises:
+        ArgumentError: Not one job and at least one cluster, or prices that do not fit them.
+        InfeasibleError: No plan fits on any.
+    """
+    job, clusters = _job_and_clusters(names)
+    if len(prices) not in {0, 1, len(clusters)}:
+        message = f"there are {len(prices)} prices for {len(clusters)} clusters"
+        raise ArgumentError(message, hint="give --price once for all, or once for each in order")
+    costs = [price_of(text) for text in prices]
+    costs = costs * len(clusters) if len(costs) == 1 else costs
+    budget = None if tokens is None else tokens_of(tokens)
+    wheres = [load_cluster(name) for name in clusters]
+    outcomes = compare_clusters([(_job(job, where), where) for where in wheres])
+    if all(outcome.best is None for outcome in outcomes):
+        reasons = "; ".join(f"{one.cluster.name}: {one.problem}" for one in outcomes)
+        raise InfeasibleError(
+            f"no plan fits on any cluster: {reasons}",
+            hint="more GPUs, a smaller batch, or offload = [true] and zero = [3] in [search]",
+        )
+    budget = budget or _TOKENS_A_PARAMETER * outcomes[0].model.num_parameters
+    records = [
+        _record(one, budget, costs[place] if costs else None) for place, one in enumerate(outcomes)
+    ]
+    if form == "json":
+        write_json({"tokens": budget, "clusters": records})
+    elif form == "csv":
+        write_csv(records)
+    else:
+        _show(outcomes[0].model, records, budget)
+
+
+def _job_and_clusters(names: Sequence[str]) -> tuple[Path, list[str]]:
+    jobs = [name for name in names if _is_job(Path(name))]
+    clusters = [name for name in names if name not in jobs]
+    if len(jobs) != 1 or not clusters:
+        given = ", ".join(names) or "nothing"
+        raise ArgumentError(
+            f"--compare takes one job file and clusters; got {given}",
+            hint="fivefold plan job.toml --compare A.toml B.toml",
+        )
+    return Path(jobs[0]), clusters
+
+
+def _is_job(path: Path) -> bool:
+    """Whether a file is a job and no cluster: it says a model, or has no file's form yet."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return False
+    return "model" in table or "global_batch" in table
+
+
+def _job(path: Path, where: Cluster) -> Job:
+    return load_job(path, cluster=where)
+
+
+def plan_record(model: ModelSpec, found: PlanPrediction) -> dict[str, Any]:
+    """Return what a plan comes to as a flat record, for tables.
+
+    Args:
+        model: The model.
+        found: The prediction.
+    """
+    rate = tokens_per_s(model, found)
+    return {
+        "gpus": found.plan.num_gpus, "split": degrees_of(found.plan),
+        "settings": settings_of(found.plan), "beside_compute": overlap_of(found.plan),
+        "micro_batches": found.plan.num_micro_batches, "iteration_s": found.time_s,
+        "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / found.plan.num_gpus,
+        "mfu": found.mfu, "memory_gib": found.memory.total_bytes / 2**30,
+    }  # fmt: skip
+
+
+def write_csv(records: Sequence[dict[str, Any]]) -> None:
+    """Write records to standard output, a line each below a line of names."""
+    records = [{k: v for k, v in one.items() if not isinstance(v, dict)} for one in records]
+    names = list(dict.fromkeys(name for record in records for name in record))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    typer.echo(text.getvalue(), nl=False)
+
+
+def _record(outcome: ClusterOutcome, tokens: float, price: Price | None) -> dict[str, Any]:
+    record: dict[str, Any] = {"cluster": outcome.cluster.name, "gpus": outcome.num_gpus}
+    if outcome.best is None:
+        return record | {"problem": outcome.problem}
+    hours = outcome.gpu_hours(tokens)
+    record |= plan_record(outcome.model, outcome.best)
+    record |= {"days": hours / outcome.num_gpus / 24, "gpu_hours": hours}
+    if price is not None:
+        record |= {"cost": hours * price.amount, "currency": price.currency}
+    for rate, seconds in outcome.at_rate_s.items():
+        name = "half" if rate < 1 else "twice"
+        record[f"network_{name}_change"] = outcome.best.time_s / seconds - 1
+    record["plan"] = dataclasses.asdict(outcome.best.plan)
+    return record
+
+
+_ROWS = (
+    ("GPUs", "gpus", "{:,}"), ("split", "split", "{}"), ("how", "settings", "{}"),
+    ("beside compute", "beside_compute", "{}"), ("micro-batches", "micro_batches", "{:,}"),
+    ("iteration", "iteration_s", ""), ("tokens/s", "tokens_per_s", "{:,.0f}"),
+    ("tokens/s/GPU", "tokens_per_s_per_gpu", "{:,.0f}"), ("MFU", "mfu", "{:.1%}"),
+    ("memory in GiB", "memory_gib", "{:.1f}"), ("GPU hours", "gpu_hours", "{:,.0f}"),
+    ("days", "days", "{:,.1f}"), ("cost", "cost", "{:,.0f}"),
+    ("network half as fast", "network_half_change", "{:+.1%}"),
+    ("network twice as fast", "network_twice_change", "{:+.1%}"),
+    ("no plan", "problem", "{}"),
+)  # fmt: skip
+
+
+def _show(model: ModelSpec, records: Sequence[dict[str, Any]], tokens: float) -> None:
+    console = Console(highlight=False)
+    console.print(f"[bold]{escape(model.name)}[/bold], {tokens / 1e9:,.4g} billion tokens")
+    table = Table()
+    table.add_column("", no_wrap=True)
+    for record in records:
+        table.add_column(escape(record["cluster"]), justify="right", overflow="fold")
+    for label, name, form in _ROWS:
+        if any(name in record for record in records):
+            cells = [_cell(record, name, form) for record in records]
+            table.add_row(label, *(escape(cell) for cell in cells))
+    console.print(table)
+    best = [record for record in records if "gpu_hours" in record]
+    key = "cost" if len({record.get("currency") for record in best}) == 1 else "gpu_hours"
+    key = key if key in best[0] else "gpu_hours"
+    if len(best) > 1:
+        cheapest = min(best, key=lambda record: record[key])
+        soonest = min(best, key=lambda record: record["days"])
+        console.print(
+            f"least {'cost' if key == 'cost' else 'GPU hours'}: {cheapest['cluster']}; "
+            f"soonest: {soonest['cluster']}",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+    console.print(
+        "network: change of tokens/s with the links between nodes so fast, planned again; all of "
+        "it predicted, none run",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _cell(record: dict[str, Any], name: str, form: str) -> str:
+    if name not in record:
+        return ""
+    if name == "iteration_s":
+        return format_duration_s(record[name])
+    text = form.format(record[name])
+    return f"{text} {record['currency']}" if name == "cost" else text

@@ -1,0 +1,336 @@
+"""Delayed gradients: the all-reduce of a step's gradients runs behind the next step.
+
+The rule, the part of the engine that swaps gradients, and the hooks that put it before the inner
+optimizer's step. Nothing is local here but the gradient that is being computed: parameters and the
+optimizer's state are equal on all ranks at all times, as with DistributedDataParallel.
+
+References:
+    Pipe-SGD, arXiv 1811.03619; one step of delay with Muon or a high momentum and an extrapolated
+    update, arXiv 2606.30634.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from fivefold.errors import ConfigurationError
+from fivefold.optim._flat import Piece
+from fivefold.optim._fragment import Fragment
+from fivefold.optim._merge import MergeTask
+from fivefold.optim._rules import MergeKind, OuterRule
+from fivefold.optim._shards import local_tensor
+from fivefold.optim._state import InAllReduce
+from fivefold.optim._update import PieceStatistics
+
+_UNFUSE = "make the optimizer with fused=False, or train in bfloat16 without a scaler"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedGradients(OuterRule):
+    """DDP one step late: every rank takes the mean gradient of the step before.
+
+    With g_i the gradient of worker i at the common parameters x:
+
+        optimizer steps with  G_{t-1} = mean_i g_{i,t-1};   u_t = what that step adds to x
+        x_{t+1} = x_t + u_t + e_t (u_t - u_{t-1});          e_t = extrapolation * min(1, t / ramp)
+
+    and g_{i,t} is sent, to arrive behind step t + 1. Nothing is waited for while T_allreduce <=
+    T_step. Replicas and the optimizer's state are equal at all times, so evaluation and checkpoints
+    are those of DDP. It sends as much as DDP, at every step: choose it where one step is long
+    enough to hide an all-reduce (with a codec if need be), and no local steps are wanted. The delay
+    of one step costs AdamW more than Muon; see "Which rule when".
+
+    The swap happens when ``optimizer.step()`` is called, so clip with ``max_norm`` here: what a
+    loop clips before is each worker's own gradient. The first step has no gradient yet and changes
+    nothing. A parameter without a gradient counts as one whose gradient is 0. Every rank takes the
+    optimizer's step for itself, as with DDP: ranks of unequal processors drift apart.
+
+    Args:
+        max_norm: Bound of the norm of the mean gradient, over all parameters; None for no bound.
+        extrapolation: How far an update is carried on by its own last change, from 0 (not at all)
+            to 1, which cancels the delay of an update that changes evenly.
+        ramp_steps: Steps over which the extrapolation comes in.
+        tau: Always 1; accumulate gradients for fewer messages.
+
+    Raises:
+        ConfigurationError: A value is outside its range.
+
+    References:
+        Pipe-SGD, arXiv 1811.03619; arXiv 2606.30634.
+
+    Examples:
+        >>> DelayedGradients(max_norm=1.0).delayed
+        True
+    """
+
+    merge: ClassVar[MergeKind] = "gradients"
+    name: ClassVar[str] = "delayed gradients"
+    hides_rounds: ClassVar[bool] = True
+    takes: ClassVar[tuple[str, ...]] = ()
+    for_others: ClassVar[str] = "the inner optimizer has the learning rate and the momentum"
+
+    tau: int = 1
+    max_norm: float | None = None
+    extrapolation: float = 0.0
+    ramp_steps: int = 20
+
+    def __post_init__(self) -> None:
+        if self.tau != 1:
+            message = f"DelayedGradients sends the gradient of every step; got tau={self.tau!r}"
+            hint = "accumulate gradients over several batches, or use DelayCorrected"
+            raise ConfigurationError(message, hint=hint)
+        super().__post_init__()
+        if self.synchronous_start or self.synchronous_end:
+            message = "DelayedGradients has no local steps that could be synchronous"
+            raise ConfigurationError(message, hint="use DDP for the first or last steps")
+        if self.max_norm is not None and not (_is_number(self.max_norm) and self.max_norm > 0):
+            raise ConfigurationError(f"max_norm must be a positive number; got {self.max_norm!r}")
+        if not (_is_number(self.extrapolation) and 0 <= self.extrapolation <= 1):
+            message = f"extrapolation must be from 0 to 1; got {self.extrapolation!r}"
+            raise ConfigurationError(message, hint="0 for none, 1 for the whole last change")
+        whole = isinstance(self.ramp_steps, int) and not isinstance(self.ramp_steps, bool)
+        if not (whole and self.ramp_steps >= 1):
+            message = f"ramp_steps must be a positive integer; got {self.ramp_steps!r}"
+            raise ConfigurationError(message, hint="1 for no ramp")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class GradientFragment(Fragment):
+    """A fragment whose payload is the gradient; its anchor is what the parameters are.
+
+    The momentum buffer, where the rule extrapolates, holds the last update u.
+    """
+
+    _landed: InAllReduce | None = None
+    _has_own = False
+
+    @torch.no_grad()
+    def swap(self, *, own: bool) -> None:
+        """Put the mean that arrived where the gradients are, and keep this worker's to be sent.
+
+        Where no mean arrived the parameters have no gradient afterwards, and the optimizer leaves
+        them as they are. Without ``own`` the gradients do not count.
+        """
+        if self._in_flight is not None:
+            self._landed = super()._arrive()
+        reading = None if self._landed is None else self._landed.reading
+        total = 0.0 if reading is None else reading.total_weight
+        measured = PieceStatistics()
+        for group in self.groups:
+            gradients = [_gradient(parameter) for parameter in group.tensors]
+            for piece in group.pieces(of=gradients):
+                _swap(piece, scale=1.0 / total if total else 0.0, own=own)
+                measured.look_at(piece.payload)
+            if total:
+                self._share_rows(gradients)
+        self._has_own, self._finite = own, measured.all_finite()
+        if self._first_non_finite():  # then the parameters may be as bad
+            self.write_anchor()
+        if not total:
+            self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Leave the parameters without gradients."""
+        for group in self.groups:
+            for parameter in group.tensors:
+                parameter.grad = None
+
+    def _arrive(self) -> InAllReduce:
+        landed, self._landed = self._landed, None
+        return super()._arrive() if landed is None else landed
+
+    @torch.no_grad()
+    def _merge(
+        self, landed: InAllReduce | None, *, send: bool, settles: bool, waits: bool = False
+    ) -> None:
+        """Follow the optimizer's step with the anchor; what is sent is in the payload already."""
+        del waits
+        rule = self._shared.rule
+        assert isinstance(rule, DelayedGradients)
+        coefficients = None if landed is None else self._coefficients(landed)
+        share = rule.extrapolation * min(1.0, (self.schedule.round - 1) / rule.ramp_steps)
+        if coefficients is not None:
+            for piece in self._pieces(of=self.groups):
+                _follow(piece, share=share)
+        if send and not self._has_own:
+            self._state.weight = 0.0
+        weight = self._weight() if send else 1.0
+        if weight != 1.0:
+            for group in self.groups:
+                group.payload.mul_(weight)
+        task = MergeTask(coefficients=coefficients, send=send, settles=settles, weight=weight)
+        averaged = self._average(task, None if landed is None else landed.reading)
+        self._share_rows(self.tensors() if share else self._buffers())
+        if coefficients is not None:
+            elements = sum(group.anchor.numel() for group in self.groups)
+            self._shared.meter.add_merge(gap=1.0, clipped=0, elements=elements)
+        self._finite = self._finite and averaged.all_finite()
+
+    def _buffers(self) -> Iterator[torch.Tensor]:
+        return (tensor for group in self.averaged for tensor in group.tensors)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    if parameter.grad.layout != torch.strided:
+        message = "a parameter has a sparse gradient, which delayed gradients cannot send"
+        raise ConfigurationError(message, hint="make the embedding with sparse=False")
+    return parameter.grad
+
+
+def _swap(piece: Piece, *, scale: float, own: bool) -> None:
+    """Exchange payload and gradient; ``local`` is the gradient here."""
+    mean = torch.mul(piece.payload, scale, out=piece.scratch)
+    if own:
+        piece.payload.copy_(piece.local)
+    else:
+        piece.payload.zero_()
+    piece.local.copy_(mean)
+
+
+def _follow(piece: Piece, *, share: float) -> None:
+    """Carry the update on by ``share`` of its last change; the anchor is where it ends."""
+    if piece.momentum is not None:
+        update = torch.sub(piece.local, piece.anchor, out=piece.scratch)
+        change = torch.sub(update, piece.momentum, out=piece.momentum)
+        if share:
+            piece.local.add_(change.mul_(share))
+        piece.momentum.copy_(update)
+    piece.anchor.copy_(piece.local)
+
+
+class GradientHooks:
+    """Puts the swap before the inner optimizers' steps, and does the steps that a loop left out.
+
+    A loop with a gradient scaler skips a step whose gradients are not finite; the mean of the
+    others must be applied there all the same, or the replicas would part.
+    """
+
+    def __init__(
+        self,
+        rule: DelayedGradients,
+        optimizers: Sequence[torch.optim.Optimizer],
+        fragments: Sequence[Fragment],
+    ) -> None:
+        self._max_norm = rule.max_norm
+        self._optimizers = list(optimizers)
+        self._all = fragments  # the engine's own list, which grows with late parameters
+        self._swapped = False
+        self._stepping = False
+        self._stepped: list[torch.optim.Optimizer] = []
+        me = weakref.ref(self)  # an optimizer may outlive the engine
+
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            hooks = me()
+            return None if hooks is None else hooks.before_step(optimizer, args, kwargs)
+
+        for optimizer in self._optimizers:
+            _require_usable(optimizer)
+            optimizer.register_step_pre_hook(before)
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Swap before the step; where a closure computes the gradients, between the two."""
+        if self._stepping or (not self._in_flight and _only_makes_state(optimizer)):
+            return None
+        if any(optimizer is other for other in self._stepped):
+            message = "optimizer.step() was called twice without OuterSync.step() between"
+            raise ConfigurationError(message, hint="call OuterSync.step() after each step")
+        self._stepped.append(optimizer)
+        if self._swapped:  # by another optimizer of the same model
+            return None
+        if getattr(optimizer, "grad_scale", None) is not None:
+            message = "a gradient scaler leaves its scale to this fused optimizer"
+            raise ConfigurationError(message, hint=_UNFUSE)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._swap(own=True)
+            return None
+
+        @functools.wraps(closure)
+        def swapping() -> Any:
+            loss = closure()
+            self._swap(own=True)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], swapping, *args[2:]), kwargs
+        return args, kwargs | {"closure": swapping}
+
+    def complete(self) -> None:
+        """Before a launch: where the loop took no step, take it with what arrived."""
+        if not self._swapped:
+            self._step_with_what_arrived()
+        elif len(self._stepped) < len(self._optimizers):
+            message = f"{len(self._stepped)} of {len(self._optimizers)} optimizers took this step"
+            raise ConfigurationError(message, hint="step all of them, or none, before sync.step()")
+        self._begin_step()
+
+    def drain(self) -> None:
+        """Apply the gradient in flight, if there is one."""
+        if self._in_flight:
+            self._step_with_what_arrived()
+            self._begin_step()
+
+    @property
+    def _in_flight(self) -> bool:
+        return any(each.schedule.in_flight_round is not None for each in self._all)
+
+    def _begin_step(self) -> None:
+        self._swapped = False
+        self._stepped.clear()
+
+    def require_between_steps(self) -> None:
+        """Refuse to save between ``optimizer.step()`` and ``OuterSync.step()``."""
+        if self._swapped:
+            message = "the gradient of this step has not been sent yet"
+            raise ConfigurationError(message, hint="call OuterSync.step() after optimizer.step()")
+
+    def _step_with_what_arrived(self) -> None:
+        self._swap(own=False)
+        self._stepping = True
+        try:
+            for optimizer in self._optimizers:
+                optimizer.step()
+        finally:
+            self._stepping = False
+        for fragment in self._fragments():
+            fragment.forget_gradients()
+
+    def _swap(self, *, own: bool) -> None:
+        for fragment in self._fragments():
+            fragment.swap(own=own)
+        self._swapped = True
+        if self._max_norm is not None:
+            parameters = [p for f in self._fragments() for g in f.groups for p in g.tensors]
+            torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)
+
+    def _fragments(self) -> list[GradientFragment]:
+        return [each for each in self._all if isinstance(each, GradientFragment)]
+
+
+def _only_makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this is a loader's step: it makes the optimizer's state and moves nothing."""
+    groups = optimizer.param_groups
+    if any(float(group.get("lr", 1.0)) != 0 for group in groups):
+        return False
+    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    return all(not bool(local_tensor(gradient).any()) for gradient in gradients)
+
+
+def _require_usable(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        message = "LBFGS evaluates several gradients in a step, of which one would be sent"
+        raise ConfigurationError(message, hint="use another optimizer, or DelayCorrected")

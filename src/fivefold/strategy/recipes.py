@@ -1,0 +1,491 @@
+"""Recipes of other programs, checked before anyone waits for a GPU: are they valid, do they fit.
+
+Each program's words are turned into a model and a plan, which are then asked what every plan is
+asked. What a recipe does not say is assumed, and said; what cannot be read is "unknown", never ok.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fivefold.errors import ConfigurationError, FivefoldError, UnsupportedError
+from fivefold.files import parse_toml, read_text
+from fivefold.strategy._launchers import megatron_flags, torchtitan_config
+from fivefold.strategy._recipe_texts import (
+    parse_yaml,
+    python_settings,
+    script_settings,
+    toml_settings,
+)
+from fivefold.strategy._search import search_plans
+from fivefold.strategy.cluster import Cluster
+from fivefold.strategy.cost import PlanPrediction, evaluate_plan
+from fivefold.strategy.job import job_from_table
+from fivefold.strategy.model import MixtureOfExperts, ModelSpec
+from fivefold.strategy.plan import ParallelPlan
+from fivefold.strategy.presets import load_model, named_models
+from fivefold.units import format_bytes
+
+Status = Literal["ok", "invalid", "memory", "unknown"]
+Program = Literal["fivefold", "megatron", "torchtitan", "nemo"]
+_ENDINGS = (".toml", ".yaml", ".yml", ".sh", ".py", ".txt")
+_MOST_FILES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeVerdict:
+    """What was found of one recipe.
+
+    Args:
+        path: The file.
+        program: Whose recipe it is.
+        status: "ok"; "invalid" where the program would refuse it; "memory" where it does not fit;
+            "unknown" where it says too little to tell.
+        message: What is wrong, or what was found.
+        hint: What to do; empty where nothing is wrong.
+        line: Of the file, counted from 1, that the message is about.
+        prediction: Time and memory; None where it is invalid or unknown.
+        model: What is trained; None where it is not known.
+        assumed: What the recipe does not say and was taken to be so.
+    """
+
+    path: Path
+    program: Program
+    status: Status
+    message: str
+    hint: str = ""
+    line: int = 1
+    prediction: PlanPrediction | None = None
+    model: ModelSpec | None = None
+    assumed: tuple[str, ...] = ()
+
+
+def check_recipes(folder: Path, cluster: Cluster) -> Iterator[RecipeVerdict]:
+    """Check every recipe of a folder, or one file.
+
+    Args:
+        folder: Searched at any depth for recipes of Megatron-LM (scripts, YAML), torchtitan (TOML,
+            Python), NeMo (YAML) and fivefold (TOML). What is none of them is passed over.
+        cluster: Where they are to run.
+
+    Yields:
+        A verdict for each, in the order of their names.
+
+    Raises:
+        ConfigurationError: The folder holds no recipe.
+    """
+    paths = [folder] if folder.is_file() else sorted(folder.rglob("*"))
+    count = 0
+    for path in [one for one in paths if one.suffix in _ENDINGS and one.is_file()][:_MOST_FILES]:
+        verdict = check_recipe(path, cluster)
+        if verdict is not None:
+            count += 1
+            yield verdict
+    if not count:
+        raise ConfigurationError(
+            f"{folder} holds no recipe of Megatron-LM, torchtitan, NeMo or fivefold",
+            hint="looked at .toml, .yaml, .yml, .sh, .py and .txt files at any depth",
+        )
+
+
+def check_recipe(path: Path, cluster: Cluster) -> RecipeVerdict | None:
+    """Check one file; None where it is no recipe."""
+    try:
+        text = read_text(path)
+        found = _recognised(path, text)
+    except FivefoldError as error:
+        return RecipeVerdict(
+            path=path, program=_program_of(path), status="invalid", message=error.message,
+            hint=error.hint or "",
+        )  # fmt: skip
+    if found is None:
+        return None
+    program, settings = found
+    known: dict[str, Any] = {"path": path, "program": program}
+    try:
+        recipe = _READERS[program](settings, path, cluster)
+        prediction = evaluate_plan(recipe.model, cluster.device, cluster.fabric, plan=recipe.plan)
+        cluster.require(recipe.plan.num_gpus)
+        _ask_the_program(program, recipe)
+    except _UnknownError as error:
+        return RecipeVerdict(
+            **known,
+            status="unknown",
+            message=error.message,
+            hint=error.hint or "",
+            line=_line_of(text, error.message),
+        )
+    except FivefoldError as error:
+        return RecipeVerdict(
+            **known,
+            status="invalid",
+            message=error.message,
+            hint=error.hint or "",
+            line=_line_of(text, error.message),
+        )
+    known |= {"prediction": prediction, "model": recipe.model, "assumed": tuple(recipe.assumed)}
+    needs, has = prediction.memory.total_bytes, cluster.device.memory_bytes
+    message = f"needs {format_bytes(needs)} of {format_bytes(has)} a GPU"
+    if prediction.fits:
+        return RecipeVerdict(**known, status="ok", message=message)
+    return RecipeVerdict(
+        **known,
+        status="memory",
+        message=f"does not fit: {message}",
+        hint="smaller micro-batches, recomputation, sharding or more pipeline stages; fivefold "
+        "plan searches for one that fits",
+        line=_line_of(text, "micro_batch"),
+    )
+
+
+class _UnknownError(FivefoldError):
+    """A recipe says too little to be checked."""
+
+
+@dataclass
+class _Recipe:
+    model: ModelSpec
+    plan: ParallelPlan
+    assumed: list[str]
+
+
+def _program_of(path: Path) -> Program:
+    return {".sh": "megatron", ".txt": "megatron", ".py": "torchtitan"}.get(path.suffix, "nemo")  # type: ignore[return-value]
+
+
+def _recognised(path: Path, text: str) -> tuple[Program, dict[str, Any]] | None:
+    """Return whose recipe it is with its settings as they stand there; None for no recipe."""
+    if path.suffix == ".py":
+        settings = python_settings(text)
+        return None if settings is None else ("torchtitan", settings)
+    if path.suffix in {".sh", ".txt"}:
+        settings = script_settings(text)
+        return ("megatron", settings) if _is_megatron(settings) else None
+    if path.suffix == ".toml":
+        if not any(word in text for word in ("global_batch", "parallelism", "flavor")):
+            return None
+        table = parse_toml(text, where=str(path))
+        if "global_batch" in table and "model" in table:
+            return "fivefold", table
+        named = "parallelism" in table or "flavor" in dict(table.get("model") or {})
+        return ("torchtitan", toml_settings(table)) if named else None
+    return _recognised_yaml(path, text)
+
+
+def _recognised_yaml(path: Path, text: str) -> tuple[Program, dict[str, Any]] | None:
+    words = ("model_parallel_size", "model-parallel-size", "tp_size", "micro_batch_size",
+             "local_batch_size")  # fmt: skip
+    if not any(word in text for word in words):
+        return None
+    table = parse_yaml(text, where=str(path))
+    if not isinstance(table, dict):
+        return None
+    if isinstance(arguments := table.get("MODEL_ARGS"), dict):
+        flags = {str(k).lstrip("-").replace("-", "_"): v for k, v in arguments.items()}
+        known = {str(k).lower(): v for k, v in table.items() if isinstance(v, int)}
+        return "megatron", known | flags
+    return "nemo", toml_settings(table)
+
+
+def _is_megatron(settings: Mapping[str, Any]) -> bool:
+    return "num_layers" in settings and "hidden_size" in settings
+
+
+def _whole(settings: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    for name in names:
+        if settings.get(name) is not None:
+            value = settings[name]
+            try:
+                return int(str(value).replace("_", ""))
+            except ValueError:
+                if "$" in str(value) or "{" in str(value):
+                    message = f"{name} is {value!r}, which only the launch decides"
+                    raise _UnknownError(message, hint="give it a value in the file") from None
+                message = f"{name} must be a whole number; got {value!r}"
+                raise ConfigurationError(message, hint="such as 8") from None
+    if default is None:
+        message = f"the recipe does not say {names[0]}"
+        raise _UnknownError(message, hint=f"add {names[0]}, or check it with its base")
+    return default
+
+
+def _on(settings: Mapping[str, Any], *names: str) -> bool:
+    return any(str(settings.get(name, False)).lower() in {"true", "1", "yes"} for name in names)
+
+
+def _gpus(settings: Mapping[str, Any], cluster: Cluster, split: int, assumed: list[str]) -> int:
+    """Return how many GPUs a recipe runs on: as it says, as the cluster has, or as few as do."""
+    per_node = _whole(settings, "nproc_per_node", "gpus_per_node", "devices", "gpus", "ngpu",
+                      "ntasks_per_node", default=0)  # fmt: skip
+    nodes = _whole(settings, "nnodes", "num_nodes", "nodes", default=1)
+    if world := _whole(settings, "world_size", default=per_node * nodes):
+        return world
+    chosen = cluster.num_gpus or max(split, cluster.fabric.gpus_per_node)
+    assumed.append(f"{chosen} GPUs")
+    return chosen
+
+
+def _replicas(gpus: int, split: int, what: str) -> int:
+    if gpus % split:
+        raise ConfigurationError(
+            f"{gpus} GPUs are not a multiple of {what} = {split}",
+            hint="data parallelism takes what is left: degrees must divide the GPUs",
+        )
+    return gpus // split
+
+
+def _megatron(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Recipe:
+    assumed: list[str] = []
+    tensor = _whole(settings, "tensor_model_parallel_size", default=1)
+    pipeline = _whole(settings, "pipeline_model_parallel_size", default=1)
+    context = _whole(settings, "context_parallel_size", default=1)
+    split = tensor * pipeline * context
+    gpus = _gpus(settings, cluster, split, assumed)
+    data = _replicas(gpus, split, "tensor x pipeline x context")
+    model = _megatron_model(settings, path, assumed)
+    micro = _whole(settings, "micro_batch_size")
+    whole = _whole(settings, "global_batch_size", default=micro * data)
+    a_chunk = _whole(settings, "num_layers_per_virtual_pipeline_stage", default=0)
+    virtual = _whole(settings, "virtual_pipeline_model_parallel_size", default=1)
+    if a_chunk:
+        virtual = max(1, model.num_layers // pipeline // a_chunk)
+    how = str(settings.get("recompute_granularity",
+                           settings.get("activations_checkpoint_granularity", "")))  # fmt: skip
+    kept = "selective" if _on(settings, "recompute_activations") else "none"
+    distributed = _on(settings, "use_distributed_optimizer") or "distributed" in str(
+        settings.get("optim.name", "")
+    )
+    interleaved = pipeline > 1 and virtual > 1
+    plan = ParallelPlan(
+        global_batch=whole, micro_batch=micro, data=data, tensor=tensor, pipeline=pipeline,
+        context=context, expert=_whole(settings, "expert_model_parallel_size", default=1),
+        virtual=virtual if interleaved else 1,
+        schedule="interleaved" if interleaved else "1f1b",
+        zero=1 if distributed and data * context > 1 else 0,
+        recompute=how if how in {"full", "selective"} else kept,  # type: ignore[arg-type]
+        sequence_parallel=_on(settings, "sequence_parallel"),
+        tensor_overlap="pipe" if _on(settings, "tp_comm_overlap") and tensor > 1 else "none",
+        data_overlap=_on(settings, "overlap_grad_reduce"),
+        pipeline_overlap=interleaved and not _on(settings, "no_overlap_p2p_communication"),
+        dtype="bf16",
+    )  # fmt: skip
+    return _Recipe(model, plan, assumed)
+
+
+def _megatron_model(settings: Mapping[str, Any], path: Path, assumed: list[str]) -> ModelSpec:
+    hidden = _whole(settings, "hidden_size")
+    activation = str(settings.get("activation", ""))
+    gated = _on(settings, "swiglu") or "swiglu" in activation or "geglu" in activation
+    ffn = 4 * hidden if not gated else int(4 * hidden * 2 / 3 / 64) * 64
+    vocab = _whole(settings, "vocab_size", "padded_vocab_size", default=0)
+    if not vocab:
+        vocab = 51200
+        assumed.append("a vocabulary of 51,200")
+    heads = _whole(settings, "num_attention_heads")
+    experts = _whole(settings, "num_experts", "num_moe_experts", default=0)
+    inner = _whole(settings, "ffn_hidden_size", default=ffn)
+    positions = str(settings.get("position_embedding_type", "learned_absolute"))
+    plain_bias = _on(settings, "disable_bias_linear") or settings.get("bias") is False
+    tied = settings.get("share_embeddings_and_output_weights", True)
+    return ModelSpec(
+        name=path.stem, num_layers=_whole(settings, "num_layers"), hidden=hidden,
+        num_heads=heads, vocab=vocab, ffn=inner, gated=gated,
+        seq_len=_whole(settings, "seq_length", "encoder_seq_length"),
+        num_kv_heads=_whole(settings, "num_query_groups", default=heads),
+        head_dim=_whole(settings, "kv_channels", default=0) or None,
+        tied=not _on(settings, "untie_embeddings_and_output_weights") and tied is not False,
+        learned_positions=positions == "learned_absolute", biases=not plain_bias,
+        dropout=float(settings.get("hidden_dropout", 0.1)) > 0,
+        experts=None if not experts else MixtureOfExperts(
+            num_experts=experts, top_k=_whole(settings, "moe_router_topk", default=2),
+            expert_ffn=_whole(settings, "moe_ffn_hidden_size", default=inner),
+        ),
+    )  # fmt: skip
+
+
+def _torchtitan(settings: Mapping[str, Any], _: Path, cluster: Cluster) -> _Recipe:
+    assumed: list[str] = []
+    model = _named_model(_titan_name(settings))
+    if length := _whole(settings, "seq_len", "max_context_length", default=0):
+        model = dataclasses.replace(model, seq_len=length)
+    degree: dict[str, int] = {
+        name: _whole(settings, f"{name}_parallel_degree", default=1)
+        for name in ("tensor", "pipeline", "context", "expert")
+    }
+    split = math.prod(degree[name] for name in ("tensor", "pipeline", "context"))
+    copies = _whole(settings, "data_parallel_replicate_degree", default=1)
+    shards = _whole(settings, "data_parallel_shard_degree", default=-1)
+    if shards < 0:
+        gpus = _gpus(settings, cluster, split * copies, assumed)
+        shards = _replicas(gpus, split * copies, "replicate x tensor x pipeline x context")
+    data = copies * shards
+    local, whole = _titan_batch(settings, model, data)
+    schedule, virtual = _titan_schedule(settings, model, degree["pipeline"])
+    always = str(settings.get("fsdp_reshard_after_forward", "default"))
+    pipelined = degree["pipeline"] > 1
+    gathers_again = always == "always" or (always == "default" and not pipelined)
+    mode = str(settings.get("activation_checkpoint.mode", settings.get("mode", "selective")))
+    async_tensor = _on(settings, "enable_async_tensor_parallel")
+    micro = _whole(settings, "pipeline_parallel_microbatch_size", default=1 if pipelined else local)
+    plan = ParallelPlan(
+        global_batch=whole, micro_batch=micro, data=data, **degree, schedule=schedule,  # type: ignore[arg-type]
+        virtual=virtual, zero=0 if shards * degree["context"] == 1 else 3 if gathers_again else 2,
+        shard=shards * degree["context"] if copies > 1 and shards > 1 else None,
+        recompute=mode if mode in {"none", "selective", "full"} else "selective",  # type: ignore[arg-type]
+        sequence_parallel=degree["tensor"] > 1
+        and str(settings.get("enable_sequence_parallel", True)).lower() != "false",
+        tensor_overlap="pipe" if async_tensor and degree["tensor"] > 1 else "none",
+        data_overlap=data * degree["context"] > 1,
+        pipeline_overlap=pipelined and schedule not in {"gpipe", "1f1b"},
+    )  # fmt: skip
+    return _Recipe(model, plan, assumed)
+
+
+def _titan_name(settings: Mapping[str, Any]) -> str:
+    name, flavor = settings.get("model.name"), settings.get("model.flavor")
+    if flavor is None:
+        return str(settings.get("config_function", name or ""))
+    return f"{name}-{flavor}"
+
+
+def _titan_batch(settings: Mapping[str, Any], model: ModelSpec, data: int) -> tuple[int, int]:
+    """Samples of a rank's batch, and of an iteration."""
+    if tokens := _whole(settings, "num_tokens_per_microbatch_per_dp_rank", default=0):
+        local = max(1, tokens // model.seq_len)
+        return local, _whole(settings, "num_tokens_per_train_step") // model.seq_len
+    local = _whole(settings, "local_batch_size", "batch_size", default=8)
+    whole = _whole(settings, "global_batch_size", default=-1)
+    return local, whole if whole > 0 else local * data
+
+
+_TITAN_SCHEDULES = {
+    "gpipe": "gpipe", "1f1b": "1f1b", "interleaved1f1b": "interleaved", "zbvzerobubble": "zb_v",
+    "interleavedzerobubble": "zb_1p", "dualpipev": "dualpipe_v",
+}  # fmt: skip
+
+
+def _titan_schedule(settings: Mapping[str, Any], model: ModelSpec, stages: int) -> tuple[str, int]:
+    name = str(settings.get("pipeline_parallel_schedule", "1F1B"))
+    if stages == 1:
+        return "1f1b", 1
+    schedule = _TITAN_SCHEDULES.get(name.lower())
+    if schedule is None:
+        message = f"pipeline_parallel_schedule {name!r} is unknown"
+        raise ConfigurationError(message, hint=f"use one of {', '.join(_TITAN_SCHEDULES)}")
+    if schedule in {"zb_v", "dualpipe_v"}:
+        return schedule, 2
+    if schedule != "interleaved":
+        return schedule, 1
+    layers = _whole(settings, "pipeline_parallel_layers_per_stage", default=0)
+    return schedule, max(2, math.ceil(model.num_layers / stages / layers)) if layers else 2
+
+
+def _nemo(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Recipe:
+    if "hidden_size" in settings and "num_layers" in settings:
+        return _megatron(settings, path, cluster)
+    assumed: list[str] = []
+    name = next(
+        (str(settings[key]) for key in ("pretrained_model_name_or_path", "hf_model_id", "model")
+         if isinstance(settings.get(key), str)), "",
+    )  # fmt: skip
+    model = _named_model(name)
+    length = _whole(settings, "packed_sequence_size", "seq_length", "seq_len", default=0)
+    if length:
+        model = dataclasses.replace(model, seq_len=length)
+    tensor, pipeline, context, expert = (
+        max(_whole(settings, f"{short}_size", long, default=1), 1)
+        for short, long in (
+            ("tp", "tensor_model_parallel_size"), ("pp", "pipeline_model_parallel_size"),
+            ("cp", "context_parallel_size"), ("ep", "expert_model_parallel_size"),
+        )
+    )  # fmt: skip
+    split = tensor * pipeline * context
+    data = _whole(settings, "dp_size", default=0)
+    if data < 1:
+        gpus = _gpus(settings, cluster, split, assumed)
+        data = _replicas(gpus, split, "tp x pp x cp")
+    micro = _whole(settings, "local_batch_size", "micro_batch_size", default=1)
+    whole = _whole(settings, "global_batch_size", default=micro * data)
+    plan = ParallelPlan(
+        global_batch=whole, micro_batch=micro, data=data, tensor=tensor, pipeline=pipeline,
+        context=context, expert=expert, zero=3 if data * context > 1 else 0,
+        data_overlap=data * context > 1,
+        recompute="full" if _on(settings, "activation_checkpointing") else "none",
+        sequence_parallel=_on(settings, "sequence_parallel"),
+    )  # fmt: skip
+    return _Recipe(model, plan, assumed)
+
+
+def _fivefold(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Recipe:
+    job = job_from_table(settings, where=str(path), folder=path.parent, cluster=cluster)
+    if job.plan is not None:
+        return _Recipe(job.model, job.plan, [])
+    fabric, device = cluster.fabric, cluster.device
+    found = search_plans(job.model, device, fabric, space=job.space, top=1).best[0]
+    return _Recipe(job.model, found.plan, ["the fastest plan of its space"])
+
+
+_READERS: Mapping[Program, Callable[[Mapping[str, Any], Path, Cluster], _Recipe]] = {
+    "megatron": _megatron, "torchtitan": _torchtitan, "nemo": _nemo, "fivefold": _fivefold,
+}  # fmt: skip
+
+
+def _named_model(name: str) -> ModelSpec:
+    """Return the preset that a name of another program means."""
+    plain = _letters(name.rsplit("/", maxsplit=1)[-1])
+    for known in sorted(named_models(), key=len, reverse=True):
+        if plain.startswith(_letters(known)):
+            return load_model(known)
+    message = f"the model {name!r} is not known here" if name else "the recipe names no model"
+    raise _UnknownError(message, hint=f"known are {', '.join(named_models())}")
+
+
+def _letters(name: str) -> str:
+    """Return a name without what programs write differently: llama3_8b, Llama-3.1-8B."""
+    text = name.lower().replace("meta-", "")
+    for version in (".1", ".2", ".3"):
+        text = text.replace(f"llama-3{version}", "llama3")
+    text = text.replace("-671b", "").replace("_671b", "")
+    return "".join(c for c in text if c.isalnum() or c == ".")
+
+
+def _ask_the_program(program: Program, recipe: _Recipe) -> None:
+    """Raise what the program itself would refuse."""
+    try:
+        if program == "megatron":
+            megatron_flags(recipe.model, recipe.plan)
+        elif program == "torchtitan":
+            torchtitan_config(recipe.model, recipe.plan, base="any.model")
+    except UnsupportedError as error:
+        raise ConfigurationError(error.message, hint=error.hint) from error
+
+
+_KEYS = {
+    "tensor": ("tensor",), "pipeline": ("pipeline",), "context": ("context",),
+    "expert": ("expert", "ep_size"), "micro_batch": ("micro", "local_batch", "batch"),
+    "global_batch": ("global",), "sequence": ("sequence",), "virtual": ("virtual",),
+    "heads": ("heads",), "GPUs": ("nproc", "devices", "gpus", "GPUS"), "model": ("model", "flavor"),
+}  # fmt: skip
+
+
+def _line_of(text: str, message: str) -> int:
+    """Return the line of a file that a message is about, as well as words tell; else 1."""
+    lines = text.splitlines()
+    for said in _said(message):
+        for number, line in enumerate(lines, start=1):
+            plain = line.replace("-", "_")
+            if said in plain and not plain.lstrip().startswith("#"):
+                return number
+    return 1
+
+
+def _said(message: str) -> Iterable[str]:
+    found = sorted((message.find(word), word) for word in _KEYS if word in message)
+    yield from (word for word in message.replace(",", " ").split() if "_" in word)
+    for _, word in found:
+        yield from _KEYS[word]

@@ -1,0 +1,111 @@
+"""What the statistics say should be changed, from times that are known."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fivefold.optim import DelayCorrected, DelayedGradients, OuterSync, SyncStatistics
+from fivefold.testing import run_world
+
+MEASURED = SyncStatistics(
+    steps=1000, rounds=125, merged_rounds=124, payload_bytes=10**9, sent_bytes=10**9,
+    in_flight_s=1.0, exposed_wait_s=0.0, overlap_fraction=1.0, boundary_s=0.0, staleness_gap=1.0,
+    last_staleness_gap=1.0, clipped_fraction=0.0, tau=8, tau_changes=0, lost_all_reduces=0,
+    left_out_payloads=0, rule="CO2", delay_steps=8, step_s=0.1, all_reduce_s=0.6,
+)  # fmt: skip
+CASES = [
+    ({}, []),  # 0.6 s fit into 8 steps of 0.1 s, with less than twice the room
+    (
+        {"all_reduce_s": 1.1},
+        ['an all-reduce takes 11.0 steps and has 8 to hide behind: use tau=13 or codec="bf16"'],
+    ),
+    (
+        {"all_reduce_s": 3.0, "codec": "bf16"},
+        ["an all-reduce takes 30.0 steps and has 8 to hide behind: use tau=33"],
+    ),
+    (
+        {"all_reduce_s": 2.0, "codec": "fp32"},
+        ['an all-reduce takes 20.0 steps and has 8 to hide behind: use tau=22 or codec="int8"'],
+    ),
+    (
+        {"all_reduce_s": 0.3, "fragments": 4, "delay_steps": 2, "rule": "delay-corrected"},
+        [
+            ("an all-reduce of one of 4 fragments takes 3.0 steps and has 2 to hide behind: "
+            'use tau=16 or codec="bf16"')
+        ],
+    ),
+    (
+        {"all_reduce_s": 0.25, "delay_steps": 1, "tau": 1, "rule": "delayed gradients"},
+        [
+            ("an all-reduce takes 2.5 steps and has 1 to hide behind: "
+            'use gradients accumulated over 3 batches or codec="int8"')
+        ],
+    ),
+    (
+        {"exposed_wait_s": 10.0, "all_reduce_s": 0.5},
+        [
+            ("an all-reduce takes 5.0 steps, but 9% of the time is waiting: it stalls at times; "
+            "use a larger tau")
+        ],
+    ),
+    (
+        {"all_reduce_s": 0.11},
+        [
+            (
+                "an all-reduce takes 1.1 steps: tau=2 would hide it too, and a shorter round "
+                "learns better"
+            ),
+        ],
+    ),
+    (
+        {"rule": "delay-corrected"},
+        [
+            ("the whole model is merged 8 steps late: fragments=8 sends the same bytes, merged "
+            "sooner, and learns better")
+        ],
+    ),
+    (
+        {"rule": "Local SGD", "delay_steps": 0, "exposed_wait_s": 100.0, "all_reduce_s": 1.6},
+        ["50% of the time is waiting: DelayCorrected(tau=18, fragments=8) hides it"],
+    ),
+    ({"rule": "Local SGD", "delay_steps": 0, "exposed_wait_s": 5.0}, []),
+    (
+        {"left_out_payloads": 2, "lost_all_reduces": 3},
+        [
+            "2 payloads were left out; the log names ranks and parameters",
+            "3 all-reduces were lost and sent again",
+        ],
+    ),
+    ({"step_s": None, "all_reduce_s": None}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "expected"), CASES)
+def test_what_to_change(changes, expected):
+    record = dataclasses.replace(MEASURED, **changes)
+    assert record.advice() == expected
+    for line in expected or ["nothing to change"]:
+        assert f"  -> {line}" in str(record)
+
+
+@pytest.mark.parametrize("rule", [DelayCorrected(tau=4, fragments=2), DelayedGradients()])
+def test_a_run_fills_the_table(rule):
+    def work(transport):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = OuterSync(model, optimizer, rule=rule, transport=transport)
+        for _ in range(12):
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sync.step()
+        return sync.statistics()
+
+    record = run_world(2, work)[0]
+    assert record.step_s > 0
+    assert record.all_reduce_s > 0
+    assert (record.fragments, record.rule) == (rule.num_fragments, rule.name)
+    first, second, *_ = str(record).splitlines()
+    assert first.startswith(f"{rule.name}: tau {rule.tau}")
+    assert second.strip().startswith("12 steps, ")

@@ -1,0 +1,269 @@
+"""Delayed gradients equal plain torch on the mean gradient of the step before."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fivefold.errors import ConfigurationError
+from fivefold.optim import DelayedGradients, OuterSync
+from fivefold.testing import run_processes, run_world
+
+STEPS = 30
+SIZES = [(3, 4), (5,), (2, 2, 2), (1,)]
+
+
+def parameters(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(3)
+    return torch.nn.ParameterList(
+        torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in SIZES
+    )
+
+
+def gradient(rank, step, p, number):
+    """Of a quadratic that differs by worker; any order of calls gives the same noise."""
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + number)
+    noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    return (0.3 * (number + 1) * (p.detach() - rank) + 0.2 * noise).to(p.dtype)
+
+
+def optimizer_of(name, model):
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.1)
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def engine_run(transport, rule, *, inner, weights=None, steps=STEPS, skipped=(), rank=None):
+    """Parameters after each step and after the drain."""
+    rank = transport.rank if rank is None else rank
+    model = parameters()
+    optimizer = optimizer_of(inner, model)
+    sync = OuterSync(model, optimizer, rule=rule, transport=transport, check_every_rounds=1)
+    seen = []
+    for step in range(steps):
+        for number, p in enumerate(model):
+            p.grad = gradient(rank, step, p, number)
+        if (rank, step) not in skipped:
+            optimizer.step()
+        optimizer.zero_grad()
+        sync.step(None if weights is None else weights[rank])
+        seen.append(torch.cat([p.detach().clone().reshape(-1) for p in model]))
+    sync.finalize()
+    seen.append(torch.cat([p.detach().clone().reshape(-1) for p in model]))
+    return seen
+
+
+def reference_run(world_size, rule, *, inner, weights=None, steps=STEPS, skipped=()):
+    """Line by line, one model: step t uses the weighted mean of the gradients of step t - 1."""
+    weights = weights or [1.0] * world_size
+    model = parameters()
+    optimizer = optimizer_of(inner, model)
+    before = None
+    last = [torch.zeros_like(p) for p in model]
+    seen = []
+    for step in range(steps + 1):  # the last one is the drain
+        counting = [r for r in range(world_size) if (r, step) not in skipped and step < steps]
+        fresh = [
+            [gradient(rank, step, p, number) for number, p in enumerate(model)]
+            for rank in range(world_size)
+        ]
+        if before is not None:
+            for p, mean in zip(model, before, strict=True):
+                p.grad = mean
+            if rule.max_norm is not None:
+                total = sum(float(p.grad.square().sum()) for p in model) ** 0.5
+                for p in model:
+                    p.grad = p.grad * min(1.0, rule.max_norm / (total + 1e-6))
+            old = [p.detach().clone() for p in model]
+            optimizer.step()
+            share = rule.extrapolation * min(1.0, min(step, steps - 1) / rule.ramp_steps)
+            for index, (p, was) in enumerate(zip(model, old, strict=True)):
+                update = p.detach() - was
+                p.data += share * (update - last[index])
+                last[index] = update
+        total_weight = sum(weights[rank] for rank in counting)
+        before = [
+            sum(weights[rank] * fresh[rank][number] for rank in counting) / total_weight
+            for number in range(len(SIZES))
+            if counting
+        ]
+        seen.append(torch.cat([p.detach().clone().reshape(-1) for p in model]))
+    return seen
+
+
+RULES = {
+    "plain": DelayedGradients(),
+    "clipped": DelayedGradients(max_norm=0.5),
+    "extrapolated": DelayedGradients(extrapolation=1.0, ramp_steps=7),
+    "both": DelayedGradients(max_norm=2.0, extrapolation=0.5),
+}
+
+
+@pytest.mark.parametrize("inner", ["momentum", "adamw"])
+@pytest.mark.parametrize("name", RULES)
+def test_equals_the_reference_at_every_step(name, inner):
+    for world_size, weights in ((2, None), (3, [1.0, 4.0, 2.0])):
+        expected = reference_run(world_size, RULES[name], inner=inner, weights=weights)
+        found = run_world(
+            world_size,
+            lambda t, weights=weights: engine_run(t, RULES[name], inner=inner, weights=weights),
+        )
+        for seen in found:
+            for ours, theirs in zip(seen, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+def test_a_skipped_step_counts_nothing_and_applies_what_arrived():
+    """As a gradient scaler leaves ``optimizer.step()`` out on one rank."""
+    rule, skipped = DelayedGradients(), {(1, 4), (0, 9), (1, 10)}
+    expected = reference_run(2, rule, inner="adamw", skipped=skipped)
+    for seen in run_world(2, lambda t: engine_run(t, rule, inner="adamw", skipped=skipped)):
+        for ours, theirs in zip(seen, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+def test_training_goes_on_after_a_drain():
+    rule = DelayedGradients(extrapolation=1.0, ramp_steps=1)
+
+    def work(transport):
+        model = parameters()
+        optimizer = optimizer_of("momentum", model)
+        sync = OuterSync(model, optimizer, rule=rule, transport=transport, check_every_rounds=1)
+        before = None
+        for step in range(9):
+            for number, p in enumerate(model):
+                p.grad = gradient(transport.rank, step, p, number)
+            optimizer.step()
+            sync.step()
+            if step == 5:  # nothing is in flight after a drain, so this step changes nothing
+                assert all(torch.equal(a, b) for a, b in zip(before, model, strict=True))
+            if step == 4:
+                sync.finalize()
+                before = [p.detach().clone() for p in model]
+        return torch.cat([p.detach().reshape(-1) for p in model])
+
+    found = run_world(2, work)
+    assert torch.equal(found[0], found[1])
+
+
+def test_a_closure_computes_its_gradient_before_the_swap():
+    def work(transport, closed):
+        model = parameters()
+        optimizer = optimizer_of("adamw", model)
+        sync = OuterSync(model, optimizer, rule=DelayedGradients(), transport=transport)
+        for step in range(6):
+
+            def closure(step=step):
+                for number, p in enumerate(model):
+                    p.grad = gradient(transport.rank, step, p, number)
+                return 1.5
+
+            if closed:
+                assert optimizer.step(closure) == 1.5
+            else:
+                closure()
+                optimizer.step()
+            sync.step()
+        sync.finalize()
+        return torch.cat([p.detach().reshape(-1) for p in model])
+
+    plain = run_world(2, lambda t: work(t, closed=False))
+    closed = run_world(2, lambda t: work(t, closed=True))
+    assert torch.equal(plain[0], closed[0])
+    assert torch.equal(plain[0], plain[1])
+
+
+def test_misuse_is_refused():
+    def work(transport):
+        model = parameters()
+        optimizer = optimizer_of("adamw", model)
+        sync = OuterSync(model, optimizer, rule=DelayedGradients(), transport=transport)
+        optimizer.step()
+        with pytest.raises(ConfigurationError, match="gradient of this step has not been sent"):
+            sync.state_dict()
+        with pytest.raises(ConfigurationError, match="called twice without"):
+            optimizer.step()
+        lbfgs = torch.optim.LBFGS(model.parameters())
+        with pytest.raises(ConfigurationError, match="LBFGS"):
+            OuterSync(model, lbfgs, rule=DelayedGradients(), transport=transport)
+        return True
+
+    assert run_world(2, work) == [True, True]
+
+
+def test_an_optimizer_outlives_its_engine():
+    def work(transport):
+        model = parameters()
+        optimizer = optimizer_of("momentum", model)
+        OuterSync(model, optimizer, rule=DelayedGradients(), transport=transport)
+        return model, optimizer
+
+    (model, optimizer), _ = run_world(2, work)
+    gc.collect()
+    before = copy.deepcopy(model)
+    for p in model:
+        p.grad = torch.ones_like(p)
+    optimizer.step()  # plain again, and no wait for anybody
+    for was, now in zip(before, model, strict=True):
+        torch.testing.assert_close(now, was - 0.05)
+
+
+def test_loaders_may_make_the_optimizers_state_before_the_first_step():
+    """As torch.distributed.checkpoint does: a step with gradients and learning rate of 0."""
+
+    def work(transport):
+        model = parameters()
+        optimizer = optimizer_of("adamw", model)
+        sync = OuterSync(model, optimizer, rule=DelayedGradients(), transport=transport)
+        get_optimizer_state_dict(model, optimizer)
+        assert len(optimizer.state) == len(SIZES)
+        return sync.state_dict()["fragments"]["0"]["schedule"]["round"]
+
+    assert run_world(2, work) == [0, 0]
+
+
+@pytest.mark.distributed
+def test_sharded_workers_equal_plain_ones():
+    """Two workers of two ranks (FSDP2) and the same as plain replicas, over gloo."""
+    rule = DelayedGradients(max_norm=0.5, extrapolation=1.0, ramp_steps=3)
+
+    def train(model, optimizer, sync, worker):
+        for step in range(8):
+            generator = torch.Generator().manual_seed(100 * worker + step)
+            inputs = torch.randn(6, 4, generator=generator)
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+            optimizer.step()
+            sync.step()
+        sync.finalize()
+
+    def make():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+
+    def work(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        sharded, plain, split = make(), make(), make()
+        fully_shard(sharded, mesh=mesh["shard"])
+        found = []
+        for model, settings in (
+            (sharded, {"process_group": mesh["replicate"]}),
+            (plain, {"process_group": mesh["replicate"]}),
+            (split, {"process_group": mesh["replicate"], "shard_group": mesh["shard"]}),
+        ):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            sync = OuterSync(model, optimizer, rule=rule, **settings)
+            train(model, optimizer, sync, rank // 2)
+            full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+            found.append(torch.cat([p.detach().reshape(-1) for p in full]))
+        return found
+
+    results = run_processes(4, work, timeout_s=100.0)
+    for sharded, plain, split in results:
+        torch.testing.assert_close(sharded, plain, rtol=0, atol=1e-6)
+        torch.testing.assert_close(split, plain, rtol=0, atol=1e-6)
+        assert torch.equal(plain, results[0][1])

@@ -1,0 +1,241 @@
+"""Recipes of other programs: what our own launchers write is read back, what is wrong is found."""
+
+import csv
+import io
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from fivefold.cli._main import app
+from fivefold.errors import ConfigurationError
+from fivefold.strategy import (
+    ParallelPlan,
+    evaluate_plan,
+    load_cluster,
+    load_model,
+    megatron_flags,
+    torchtitan_config,
+)
+from fivefold.strategy.recipes import check_recipe, check_recipes
+
+CLUSTER = load_cluster("h100-nemo")
+MEGATRON = """#!/bin/bash
+#SBATCH --nodes=4
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8   # a comment
+NNODES=${SLURM_NNODES:-4}
+WORLD_SIZE=$(($GPUS_PER_NODE*$NNODES))
+TP=8
+MODEL_ARGS=(
+    --num-layers 32 --hidden-size 4096   # of Llama 3
+    --ffn-hidden-size 14336
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8
+    --seq-length 8192 --max-position-embeddings 8192
+    --swiglu --untie-embeddings-and-output-weights --position-embedding-type rope
+    --disable-bias-linear --attention-dropout 0.0 --hidden-dropout 0.0
+    --vocab-size 128256
+)
+torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} \\
+    --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size 2 \\
+    --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce \\
+    --micro-batch-size 1 --global-batch-size=128 --bf16
+"""
+TITAN = """
+[model]
+name = "llama3"
+flavor = "70B"
+[training]
+local_batch_size = 8
+seq_len = 8192
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 8
+pipeline_parallel_degree = 1
+[activation_checkpoint]
+mode = "full"
+"""
+NEMO = """
+trainer:
+  num_nodes: 2
+  devices: 8
+model:
+  micro_batch_size: 1
+  global_batch_size: 64
+  tensor_model_parallel_size: 4
+  pipeline_model_parallel_size: 2
+  sequence_parallel: true
+  num_layers: 32
+  hidden_size: 4096
+  ffn_hidden_size: 11008
+  num_attention_heads: 32
+  encoder_seq_length: 4096
+  activation: fast-swiglu
+  hidden_dropout: 0.0
+  bias: false
+  position_embedding_type: rope
+  share_embeddings_and_output_weights: false
+  optim: {name: distributed_fused_adam}
+"""
+AUTOMODEL = """
+model: {pretrained_model_name_or_path: meta-llama/Llama-3.1-8B}
+distributed: {strategy: fsdp2, dp_size: 8, tp_size: 1, cp_size: 1}
+step_scheduler: {global_batch_size: 64, local_batch_size: 1}
+packed_sequence: {packed_sequence_size: 4096}
+"""
+
+
+def checked(tmp_path, name, text, cluster=CLUSTER):
+    path = tmp_path / name
+    path.write_text(text)
+    return check_recipe(path, cluster)
+
+
+def test_a_script_of_megatron_is_the_plan_that_it_says(tmp_path):
+    found = checked(tmp_path, "run.sh", MEGATRON)
+    assert (found.status, found.program, found.assumed) == ("ok", "megatron", ())
+    plan = found.prediction.plan
+    assert plan == ParallelPlan(
+        global_batch=128, data=2, tensor=8, pipeline=2, zero=1, sequence_parallel=True,
+        data_overlap=True,
+    )  # fmt: skip
+    llama = load_model("llama3-8b")
+    assert found.model.num_parameters == llama.num_parameters
+    same = evaluate_plan(llama, CLUSTER.device, CLUSTER.fabric, plan=plan)
+    assert found.prediction.memory.total_bytes == pytest.approx(same.memory.total_bytes)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(global_batch=64, data=4, tensor=2, micro_batch=2, zero=1, data_overlap=True),
+        ParallelPlan(global_batch=64, data=1, tensor=8, pipeline=4, sequence_parallel=True,
+                     recompute="full"),
+        ParallelPlan(global_batch=64, data=2, pipeline=4, schedule="interleaved", virtual=2,
+                     pipeline_overlap=True, recompute="selective"),
+    ],
+    ids=["data", "pipeline", "interleaved"],
+)  # fmt: skip
+def test_the_flags_that_we_write_are_read_as_the_same_plan(tmp_path, plan):
+    flags = " ".join(megatron_flags(load_model("llama3-8b"), plan))
+    text = f"torchrun --nproc-per-node {plan.num_gpus} pretrain_gpt.py {flags} --vocab-size 128256"
+    assert checked(tmp_path, "run.sh", text).prediction.plan == plan
+
+
+def test_the_module_that_we_write_for_torchtitan_is_read_as_the_same_plan(tmp_path):
+    plan = ParallelPlan(
+        global_batch=128, data=16, tensor=4, micro_batch=2, zero=3, recompute="full",
+        sequence_parallel=True, data_overlap=True,
+    )  # fmt: skip
+    text = torchtitan_config(load_model("llama3-70b"), plan)
+    found = checked(tmp_path, "torchtitan_planned.py", text)
+    assert found.prediction.plan == plan
+    assert found.model.num_layers == 80
+
+
+def test_torchtitan_takes_the_gpus_of_the_cluster_and_says_so(tmp_path):
+    found = checked(tmp_path, "llama3_70b.toml", TITAN)
+    assert found.program == "torchtitan"
+    assert found.prediction.plan.num_gpus == 8
+    assert found.assumed == ("8 GPUs",)
+    assert found.status == "memory"  # 70 B parameters and their states do not fit 8 GPUs
+    assert found.prediction.memory.total_bytes > CLUSTER.device.memory_bytes
+
+
+def test_both_forms_of_nemo(tmp_path):
+    old, new = checked(tmp_path, "old.yaml", NEMO), checked(tmp_path, "new.yaml", AUTOMODEL)
+    assert (old.program, old.prediction.plan.data, old.prediction.plan.zero) == ("nemo", 2, 1)
+    assert (new.status, new.prediction.plan.data, new.model.seq_len) == ("ok", 8, 4096)
+    assert new.model.num_parameters == load_model("llama3-8b").num_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "old", "new", "said", "line"),
+    [
+        ("a.sh", MEGATRON, "TP=8", "TP=5", "32 GPUs are not a multiple", None),
+        ("a.sh", MEGATRON, "TP=8", "TP=32", "not a multiple", None),
+        ("a.sh", MEGATRON, "size=128", "size=127", "global_batch=127 is not a multiple",
+         "--micro-batch-size 1"),
+        ("a.sh", MEGATRON, "--num-attention-heads 32", "--num-attention-heads 30", "heads",
+         "--num-attention-heads 30"),
+        ("a.sh", MEGATRON, "--tensor-model-parallel-size ${TP}", "", "sequence_parallel needs",
+         "--sequence-parallel"),
+        ("t.toml", TITAN, "degree = 8", "degree = 3", "8 GPUs are not a multiple", None),
+        ("n.yaml", NEMO, "pipeline_model_parallel_size: 2", "pipeline_model_parallel_size: 3",
+         "16 GPUs are not a multiple", None),
+        ("n.yaml", NEMO, "micro_batch_size: 1\n", "micro_batch_size: one\n",
+         "micro_batch_size must be a whole number; got 'one'", "micro_batch_size: one"),
+        ("n.yaml", NEMO, "trainer:", "trainer: [", "is not YAML", None),
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_a_fault_is_found_and_its_line(tmp_path, name, text, old, new, said, line):
+    assert old in text
+    found = checked(tmp_path, name, text.replace(old, new))
+    assert found.status == "invalid"
+    assert said in found.message
+    assert found.hint
+    if line is not None:
+        assert line in text.replace(old, new).splitlines()[found.line - 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("t.toml", TITAN.replace("70B", "debugmodel"), "'llama3-debugmodel' is not known"),
+        ("a.sh", MEGATRON.replace("--seq-length 8192", ""), "does not say seq_length"),
+        ("a.sh", MEGATRON.replace("-size ${TP}", "-size $UNSET"), "only the launch decides"),
+    ],
+    ids=range(3),
+)
+def test_what_says_too_little_is_unknown_and_not_ok(tmp_path, name, text, said):
+    found = checked(tmp_path, name, text)
+    assert found.status == "unknown"
+    assert said in found.message
+
+
+def test_our_own_jobs_are_judged_with_their_plan_or_searched_for_one(tmp_path):
+    job = 'model = "llama3-8b"\ngpus = {}\nglobal_batch = 8\n'
+    assert checked(tmp_path, "a.toml", job.format(8)).assumed == ("the fastest plan of its space",)
+    none = checked(tmp_path, "b.toml", job.format(1))
+    assert (none.status, none.program) == ("invalid", "fivefold")
+    assert "no plan" in none.message
+    whole = checked(tmp_path, "c.toml", job.format(8) + "[plan]\ndata = 8\n")
+    assert whole.status == "memory"
+
+
+def test_what_is_no_recipe_is_passed_over(tmp_path):
+    (tmp_path / "notes.txt").write_text("num layers and so on")
+    (tmp_path / "ci.yaml").write_text("jobs: {build: {runs-on: x}}")
+    (tmp_path / "setup.py").write_text("print('ParallelismConf')")
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    with pytest.raises(ConfigurationError, match="holds no recipe"):
+        list(check_recipes(tmp_path, CLUSTER))
+
+
+def test_the_command_in_all_forms(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "good.sh").write_text(MEGATRON)
+    (tmp_path / "bad, one.toml").write_text(TITAN)
+
+    def call(*words):
+        line = ["plan", "--check", str(tmp_path), "--cluster", "h100-nemo", *words]
+        return CliRunner().invoke(app, line)
+
+    text = call()
+    assert text.exit_code == 1
+    assert "1 ok, 1 memory" in text.output
+    records = json.loads(call("--json").stdout)
+    assert [record["status"] for record in records] == ["memory", "ok"]
+    rows = list(csv.DictReader(io.StringIO(call("--csv").stdout)))
+    assert float(rows[0]["memory_gib"]) == records[0]["memory_gib"]
+    bad, good = call("--github").stdout.splitlines()
+    assert re.fullmatch(
+        r"::error file=\S.*bad%2C one\.toml,line=\d+,title=[^:,]+::does not .*", bad
+    )
+    assert good.startswith("::notice file=")
+    (tmp_path / "bad, one.toml").unlink()
+    assert call().exit_code == 0
