@@ -62,7 +62,8 @@ def read_job(path: Path, cluster: Cluster, sizes: JobSizes) -> PlannedJob:
             job=job_from_table(table, where=str(path), folder=Path(), cluster=cluster)
         )
     tables = read_toml(path)
-    if _TRAINER_TABLES & set(tables) or "layers" in (tables.get("model") or ()):
+    model = tables.get("model")
+    if _TRAINER_TABLES & set(tables) or (isinstance(model, dict) and "layers" in model):
         return _of_trainer(path, cluster, sizes)
     table = tables | given
     return PlannedJob(
