@@ -16,25 +16,10 @@ from torch_geometric.nn import GraphSAGE
 
 from fivefold.gnn.data import Dataset, generate_graph
 from fivefold.gnn.loading import DiskLoader
-from fivefold.gnn.packing import PackedStore, pack
-from fivefold.gnn.planning import Budgets, make_plan
-from fivefold.gnn.sampling import NeighborSampler, sample_epochs
-from fivefold.gnn.storage import Container, probe_disk
+from fivefold.gnn.storage import Container
 from fivefold.gnn.training import infer_layers
 
 EPOCHS = 5
-
-
-def prepare(dataset: Dataset, folder: Path) -> PackedStore:
-    """Sample an epoch, plan for 3 MB of memory, pack the rows in the order of the batches."""
-    sampler = NeighborSampler(dataset.topology(), [5, 5], seed=0)
-    with sample_epochs(
-        sampler, dataset.train, folder / "samples.fvf", batch_size=256, seed=0
-    ) as samples:
-        budgets = Budgets(host_bytes=3_000_000, disk_bytes=1_000_000_000)
-        plan = make_plan(samples, dataset.features, budgets, probe_disk(folder, seconds=0.5))
-        print(plan.explain())
-        return pack(dataset.features, samples, plan, folder / "store", memory_bytes=4 << 20)
 
 
 def main() -> None:
@@ -46,16 +31,12 @@ def main() -> None:
     ):
         model = GraphSAGE(64, 64, num_layers=2, out_channels=dataset.num_classes)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        with (
-            prepare(dataset, Path(name)) as store,
-            DiskLoader(store, labels=dataset.labels) as loader,
-        ):
+        with DiskLoader.from_dataset(dataset, [5, 5], batch_size=256, budgets="3 MB") as loader:
             for epoch in range(EPOCHS):
                 total = 0.0
                 for batch in loader:
                     out = model(batch.x, batch.edge_index)[: batch.batch_size]
-                    assert batch.y is not None, "the loader was given labels"
-                    loss = functional.cross_entropy(out, batch.y)
+                    loss = functional.cross_entropy(out, batch.y[: batch.batch_size])
                     optimizer.zero_grad()
                     loss.backward()  # type: ignore[no-untyped-call]
                     optimizer.step()

@@ -1,12 +1,15 @@
 """Measures epochs of ours, DiskGNN, MariusGNN, Ginex, an online cache and mmap out of core.
 
 All systems work on one generated graph, one file of samples and one budget for a cache of feature
-rows, each in a process of its own under a memory cgroup of topology + cache + 512 MB, in turns,
+rows, each in a process of its own under a memory cgroup of topology + cache + 512 MB + the rows of
+the 7 batches that a peer's pipeline holds, in turns,
 with the page cache dropped before each run and the disk probed before and after it. Rows that were
 handed out are compared with the features, bit for bit, after the clock.
 
 Slow systems run a stretch from the middle of the epoch (their caches are brought to where they
-would be) and are scaled by the reads that the whole epoch takes; their names say so. For Ginex
+would be), at least 20 batches in all, and are scaled by the reads that the whole epoch takes; their
+names say so. Peers have the threads and queues of their papers: a thread for each stage, queues of
+2. For Ginex
 those include the filling of its cache. What online systems would sample in each epoch is not
 charged to them: all take the samples from the file.
 
@@ -43,6 +46,8 @@ RESULTS = Path(__file__).parents[1] / "results" / "gnn" / "out_of_core.json"
 PACKING_BYTES = 192 << 20
 BLOW_UP = 2.1
 NEEDED_TIMES = 8.0  # bytes on disk over those of the features: theirs, three stores, scratch
+IN_FLIGHT = 7  # batches of a peer with three stages, queues of 2 and one in use
+LEAST_BATCHES = 20  # of a slow system's runs together
 WHOLE = ("ours static", "ours belady")
 PLAIN_BATCH_ROWS = 3000
 Measured = dict[str, Any]
@@ -123,6 +128,7 @@ class Bench:
             rows = sampling["accesses"] / max(1, sampling["batches"])
             # The rows, and 16 bytes for each edge, of which there are about three per node.
             self.batch_bytes = int(rows * (self.setting.row_bytes + 56))
+            self.limit_bytes += IN_FLIGHT * self.batch_bytes
             note(f"sampling: {sampling['batches']} batches of {rows:.0f} rows, "
                  f"{sampling['seconds']:.1f} s")  # fmt: skip
         with ExitStack() as stack:
@@ -189,7 +195,8 @@ class Bench:
             fits = int(allowed_s / max(1e-3, warm["seconds"]))
             share = batches if _from_the_front(name) else left // self.arguments.repetitions
             whole = name in WHOLE and not self.setting.train
-            length[name] = batches if whole else max(1, min(fits, share))
+            least = -(-LEAST_BATCHES // self.arguments.repetitions)
+            length[name] = batches if whole else max(1, min(max(fits, least), share))
             at[name] = 0 if _from_the_front(name) else start + 2
         before = self._probe()
         for turn in range(self.arguments.repetitions):

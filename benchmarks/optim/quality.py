@@ -18,8 +18,9 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ METHODS: dict[str, Method] = {
         rule=lambda: DelayedGradients(max_norm=CLIP_NORM, extrapolation=1.0)
     ),
     "Local SGD tau 8": Method(rule=lambda: LocalSGD(tau=8), hides=False),
-    "delay-corrected tau 8, whole": Method(rule=lambda: DelayCorrected(tau=8)),
+    "delay-corrected tau 8, whole": _fragments(8, 1),
     "CO2 tau 8": Method(rule=lambda: CO2(tau=8, outer_lr=0.5, outer_momentum=0.0)),
     "Streaming DiLoCo tau 8, 8 fragments": Method(
         rule=lambda: StreamingDiLoCo(tau=8, fragments=8, outer_momentum=0.5)
@@ -90,8 +91,11 @@ METHODS: dict[str, Method] = {
     "delay-corrected tau 2, 2 fragments, int8": _fragments(2, 2, "int8"),
     "delay-corrected tau 8, 8 fragments, int8": _fragments(8, 8, "int8"),
     "delay-corrected tau 8, 8 fragments, int4": _fragments(8, 8, "int4"),
-    "delayed gradients, int4": Method(
-        rule=lambda: DelayedGradients(max_norm=CLIP_NORM), codec="int4"
+    "delayed gradients, extrapolated, int4": Method(
+        rule=lambda: DelayedGradients(max_norm=CLIP_NORM, extrapolation=1.0), codec="int4"
+    ),
+    "delay-corrected tau 8, 8 fragments, first 100 steps synchronous": Method(
+        rule=lambda: DelayCorrected(tau=8, fragments=8, synchronous_start=100)
     ),
     "delay-corrected tau 8, 4 fragments": _fragments(8, 4),
     "delay-corrected tau 32, 8 fragments": _fragments(32, 8),
@@ -227,8 +231,8 @@ def rows_of(found: dict[tuple[str, str, float, int], float], *, what: str) -> li
                 peers[DDP] = median_and_spread([reference[1][seed] for seed in shared])[0]
                 target = peers[DDP] + TARGET_BEHIND_DDP if METHODS[name].hides else None
         tried = sorted({rate for o, n, rate, _ in found if (o, n) == (optimizer, name)})
-        rates = ", ".join(f"{rate:g}" for rate in tried)
-        case = f"{name}, {optimizer} lr {lr:g} of {rates}, {what}, {len(values)} seeds"
+        rates = _numbers(tried)
+        case = f"{name}, {optimizer} lr {lr:g} of {rates}, {what}, seeds {_numbers(values)}"
         rows.append(
             BenchmarkRow(
                 case=case, metric="final validation loss", unit="bit per byte", ours=ours,
@@ -237,6 +241,10 @@ def rows_of(found: dict[tuple[str, str, float, int], float], *, what: str) -> li
             )
         )  # fmt: skip
     return rows
+
+
+def _numbers(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
 
 
 def _best(
@@ -289,7 +297,11 @@ def main() -> None:
     shape = MODEL.model_copy(update={"width": arguments.width, "layers": arguments.layers})
     size = sum(p.numel() for p in make_model(0, shape).parameters())
     what = f"{arguments.steps} steps, {size / 1e6:.2f} M parameters"
-    write_results(arguments.output, topic="optim/quality", rows=rows_of(found, what=what))
+    given = ["FOLDER" if word == str(arguments.keep) else word for word in sys.argv[1:]]
+    command = " ".join(["python -m benchmarks.optim.quality", *given])
+    write_results(
+        arguments.output, topic="optim/quality", rows=rows_of(found, what=what), command=command
+    )
 
 
 if __name__ == "__main__":

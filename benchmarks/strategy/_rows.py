@@ -16,6 +16,7 @@ from fivefold.strategy import (
     MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
+    PlanPrediction,
     evaluate_plan,
 )
 from fivefold.strategy.plan import plan_problem
@@ -42,6 +43,10 @@ class Row:
     cluster: str
     peers_s: dict[str, float] = field(default_factory=dict)
 
+    def predicted(self, cluster: Cluster, plan: ParallelPlan) -> PlanPrediction:
+        """Time and memory of one of its plans."""
+        return evaluate_plan(self.model, cluster.device, cluster.fabric, plan=plan)
+
     def run(self, plan: ParallelPlan | None = None) -> MeasuredRun:
         """As input of a fit."""
         chosen = self.plans[0] if plan is None else plan
@@ -52,9 +57,7 @@ class Row:
 
 def predict(cluster: Cluster, row: Row) -> float:
     """Seconds of the fastest candidate that fits in memory, or of the leanest."""
-    found = [
-        evaluate_plan(row.model, cluster.device, cluster.fabric, plan=plan) for plan in row.plans
-    ]
+    found = [row.predicted(cluster, plan) for plan in row.plans]
     fitting = [one.time_s for one in found if one.fits]
     if fitting:
         return min(fitting)

@@ -4,7 +4,7 @@ Every table is split into rows to fit and rows to judge. Committed constants wer
 fit only; vTrain's table is fitted here, in three ways: six named rows, one half to the other, and
 with each model left out in turn. Peers' errors on the same rows stand beside ours.
 
-    python -m benchmarks.strategy.published [--vtrain FOLDER]
+    python -m benchmarks.strategy.published [--vtrain FOLDER] [--rows FOLDER]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from benchmarks.results_file import BenchmarkRow, write_results
 from benchmarks.strategy._calibration import fit_constants, with_constants
 from benchmarks.strategy._rows import Row, predict, read_table, read_vtrain
 from benchmarks.strategy._shapes import collective_rows, scaling_rows
+from benchmarks.strategy.recent import committed_refusals, judge_rows
 from fivefold.strategy import Cluster, evaluate_plan, load_cluster
 
 RESULTS = Path(__file__).parents[1] / "results" / "strategy" / "published.json"
@@ -229,6 +230,7 @@ def main() -> None:
     """Run everything and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vtrain", type=Path, help="folder with vTrain's ground truth")
+    parser.add_argument("--rows", type=Path, help="folder with public rows outside the project")
     arguments = parser.parse_args()
     lines = table_rows("megatron_sc21", "Megatron SC'21, table 1", target=6.0)
     lines += table_rows("megatron_zero3", "Megatron SC'21, table 2, PTD", only="a100-megatron")
@@ -250,8 +252,11 @@ def main() -> None:
     if arguments.vtrain is not None:
         lines += vtrain_multi(arguments.vtrain)
         lines += vtrain_single(arguments.vtrain)
+    lines += committed_refusals()
+    if arguments.rows is not None:
+        lines += judge_rows(arguments.rows)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    command = "python -m benchmarks.strategy.published --vtrain FOLDER"
+    command = "python -m benchmarks.strategy.published --vtrain FOLDER --rows FOLDER"
     write_results(RESULTS, topic="strategy/published", rows=lines, command=command)
 
 

@@ -212,3 +212,12 @@ def test_more_information_is_never_worse_in_the_coordinators_own_model(seed):
 def test_weights_count():
     job_a = job("a", 0, 2, weight=9.0)
     assert replace(job_a, weight=1.0) != job_a
+
+
+def test_a_switch_that_serves_a_job_is_not_the_next_ones_root():
+    """Host-Net by itself: switches know their own trees, so each job has a spine, 1 s + 1 s."""
+    topology, jobs = racks(slots=64, able=SPINES), [job("a", 0, 2), job("b", 1, 3)]
+    found = plan_cluster(topology, jobs, CoDesigns(host_net=True))
+    assert {plan.root for plan in found.plan.jobs.values()} == {*SPINES}
+    assert found.outcome.iteration_s == pytest.approx({"a": 2.0, "b": 2.0})
+    assert not found.worse

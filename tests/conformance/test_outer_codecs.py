@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fivefold.optim import CO2, DelayCorrected, StreamingDiLoCo
+from fivefold.optim import CO2, DelayCorrected, StreamingDiLoCo, TopKCodec
 from fivefold.testing import run_processes
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 STREAMING = StreamingDiLoCo(tau=4, fragments=2, delay_steps=2, outer_lr=0.5, outer_momentum=0.2)
 RULES = {"co2": CO2(tau=3), "delay-corrected": DelayCorrected(tau=3), "streaming": STREAMING}
-CODECS = ("bf16", "int8", "int4")
+CODECS = ("bf16", "int8", "int4", TopKCodec(density=0.25, block=64))
 STEPS, CUTS = 40, (7, 8, 9)
 
 
@@ -61,5 +61,5 @@ def test_codecs_keep_replicas_equal_resume_exactly_and_learn_as_well(world_size)
         assert case[0][3].staleness_gap is not None
     for name, codec in itertools.product(RULES, CODECS):
         exact = losses[name, "fp32"]
-        allowed = {"bf16": 0.01, "int8": 0.02, "int4": 0.1}[codec]
+        allowed = {"bf16": 0.01, "int8": 0.02, "int4": 0.1}.get(codec, 0.3)  # of top-k a quarter
         assert losses[name, codec] == pytest.approx(exact, rel=allowed), (name, codec)

@@ -139,7 +139,7 @@ def test_codecs_leave_a_bad_rank_out():
     cases = [
         (rule, codec)
         for rule in ("co2", "delay-corrected", "streaming")
-        for codec in ("bf16", "fp16", "int8", "int4")
+        for codec in ("bf16", "fp16", "int8", "int4", "topk")
     ]
 
     def life(rank, rule, codec):

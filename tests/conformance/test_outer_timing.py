@@ -79,6 +79,40 @@ def test_tau_follows_the_link_on_all_ranks_alike_and_is_logged(rule, clock, capl
     assert str(decisions[0]) in caplog.text
 
 
+FRAGMENTED = {
+    "delay-corrected": DelayCorrected(tau=AUTO, fragments=3),
+    "streaming": StreamingDiLoCo(tau=AUTO, fragments=2, outer_momentum=0.2),
+}
+
+
+@pytest.mark.parametrize("rule", FRAGMENTED.values(), ids=FRAGMENTED)
+def test_with_fragments_the_delay_follows_the_slowest_of_them(rule, clock):
+    """Every second message is slow; tau is the delay that hides it, times the fragments."""
+    fragments = rule.fragments
+
+    def all_reduce_s(number):
+        slow = 0.5625 if number < 120 else 0.1875
+        return slow if number % fragments == 1 else 0.125
+
+    def work(transport):
+        worker = Worker(Timed(transport, clock, all_reduce_s), rule, check_every_rounds=1)
+        seen = []
+        run_rounds(worker, clock, 120, step_s=STEP_S, seen=seen)
+        slow, before = seen[-1], worker.sync.statistics().exposed_wait_s
+        run_rounds(worker, clock, 150, step_s=STEP_S, seen=seen)
+        record = worker.sync.statistics()
+        assert record.exposed_wait_s == before  # nothing is waited for once the delay is known
+        assert record.delay_steps * fragments == record.tau
+        worker.sync.finalize()
+        return slow, seen[-1], worker.sync.tau_decisions(), worker.flat()
+
+    results = run_world(3, work)
+    # 1.1 times 0.5625 s are 4.95 steps of 0.125 s, 1.1 times 0.1875 s are 1.65.
+    assert [(slow, fast) for slow, fast, _, _ in results] == [(5 * fragments, 2 * fragments)] * 3
+    assert all(made == results[0][2] for _, _, made, _ in results)
+    assert all_equal([flat for _, _, _, flat in results])
+
+
 def test_a_resumed_run_decides_as_the_run_that_goes_on(clock):
     def all_reduce_s(number):
         return 1.125 if number < 8 else 0.5

@@ -215,8 +215,8 @@ def twin_of(path, folder, other):
 def prepared(tmp_path_factory):
     """Two graphs with everything that is made of them, and what is read of the first."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("_prepare", "_inference"):
-            patch.setattr(f"fivefold.gnn.training.{module}.probe_disk", lambda *_: Disk())
+        for module in ("loading.prepare", "training._inference"):
+            patch.setattr(f"fivefold.gnn.{module}.probe_disk", lambda *_, **__: Disk())
         one, other = (tmp_path_factory.mktemp(name) for name in ("one", "other"))
         make_everything(one, 1)
         make_everything(other, 2)

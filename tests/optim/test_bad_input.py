@@ -61,10 +61,12 @@ def make(transport, rule):
         (lambda: StreamingDiLoCo(tau=4, keep=0.0), "keep must be between 0 and 1, both excluded"),
         (lambda: DelayCorrected(tau=4, fragments=5), "fragments must be .* to tau=4; got 5"),
         (lambda: DelayCorrected(tau=4, delay_steps=0), "delay_steps must be .* to tau=4; got 0"),
-        (lambda: DelayCorrected(tau="auto", fragments=2), 'tau="auto" needs a rule that hides'),
-        (lambda: DelayCorrected(tau="auto", delay_steps=1), 'tau="auto" hides whole rounds'),
-        (lambda: StreamingDiLoCo(tau="auto"), 'tau="auto" needs a rule that hides whole rounds'),
-        (lambda: LocalSGD(tau="auto"), 'tau="auto" needs a rule that hides whole rounds'),
+        (lambda: DelayCorrected(tau="auto", delay_steps=1), 'tau="auto" chooses the delay too'),
+        (
+            lambda: DelayCorrected(tau=AutoTau(balance=True), fragments=2),
+            "fragments cannot be sent",
+        ),
+        (lambda: LocalSGD(tau="auto"), 'tau="auto" needs a rule that hides its rounds'),
         (lambda: CO2(tau="eight"), "tau 'eight' is not known"),
         (lambda: CO2(tau=AutoTau(initial=0)), "initial must be a positive integer"),
         (

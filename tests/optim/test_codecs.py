@@ -11,16 +11,36 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim.codecs import BlockCodec, CastCodec, Codec, ExactCodec, named_codec
+from fivefold.optim._index_coding import (
+    index_bits,
+    pack_bits,
+    read_indices,
+    unpack_bits,
+    write_indices,
+)
+from fivefold.optim.codecs import (
+    BlockCodec,
+    CastCodec,
+    Codec,
+    ExactCodec,
+    TopKCodec,
+    named_codec,
+)
 
-NAMES = ["fp32", "bf16", "fp16", "int8", "int4"]
+NAMES = ["fp32", "bf16", "fp16", "int8", "int4", "topk"]
 BLOCK_CODECS = [
     BlockCodec(bits=8, block=256),
     BlockCodec(bits=4, block=128),
     BlockCodec(bits=8, block=16),
     BlockCodec(bits=4, block=16),
 ]
-ALL_CODECS = [*(named_codec(name) for name in NAMES), *BLOCK_CODECS[2:]]
+TOP_K_CODECS = [TopKCodec(), TopKCodec(density=0.1, block=64), TopKCodec(density=1 / 7, block=256)]
+ALL_CODECS = [*(named_codec(name) for name in NAMES), *BLOCK_CODECS[2:], *TOP_K_CODECS[1:]]
+
+
+def label(codec):
+    return f"{codec.name} {getattr(codec, 'block', '')}"
+
 
 any_size = st.one_of(st.integers(0, 40), st.integers(240, 280), st.integers(500, 1100))
 
@@ -86,7 +106,7 @@ def reference_values(wire, count, *, bits, block):
     return np.array(values, dtype=np.float32)
 
 
-@pytest.mark.parametrize("codec", BLOCK_CODECS, ids=repr)
+@pytest.mark.parametrize("codec", BLOCK_CODECS, ids=label)
 @pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 255, 256, 257, 1000, 4099])
 def test_block_codecs_write_the_bytes_of_the_definition(codec, size):
     values = spread_values(size, seed=size)
@@ -98,7 +118,7 @@ def test_block_codecs_write_the_bytes_of_the_definition(codec, size):
     assert np.array_equal(decoded, back)
 
 
-@pytest.mark.parametrize("codec", BLOCK_CODECS[:2], ids=repr)
+@pytest.mark.parametrize("codec", BLOCK_CODECS[:2], ids=label)
 def test_long_payloads_are_their_parts_one_after_the_other(codec):
     """Over the borders of the pieces in which a CPU works."""
     size = 3 * 32768 + 777
@@ -113,7 +133,7 @@ def test_long_payloads_are_their_parts_one_after_the_other(codec):
 
 @given(values=float_arrays(2.0**100), cut=st.integers(0, 70))
 @settings(deadline=None, max_examples=60)
-@pytest.mark.parametrize("codec", ALL_CODECS, ids=repr)
+@pytest.mark.parametrize("codec", ALL_CODECS, ids=label)
 def test_a_cut_at_a_granule_changes_nothing(codec, values, cut):
     values = torch.from_numpy(values)
     at = min(cut * codec.granule, values.numel())
@@ -126,11 +146,24 @@ def test_a_cut_at_a_granule_changes_nothing(codec, values, cut):
 
 @given(size=st.integers(0, 3000))
 @settings(deadline=None, max_examples=60)
-@pytest.mark.parametrize("codec", ALL_CODECS, ids=repr)
+@pytest.mark.parametrize("codec", ALL_CODECS, ids=label)
 def test_the_size_is_the_formulas(codec, size):
     wire = codec.encode(torch.ones(size))
     assert wire.dtype == torch.uint8
     assert wire.numel() == codec.encoded_bytes(size)
+    if isinstance(codec, TopKCodec):
+        widths = [codec.block] * (size // codec.block) + [size % codec.block] * (
+            size % codec.block > 0
+        )
+        counts = [math.ceil(n * codec.density) for n in widths]
+        lows = [math.floor(math.log2(n // k)) for n, k in zip(widths, counts, strict=True)]
+        entries = [
+            math.ceil((k * (2 + low + 1) + ((n - 1) >> low)) / 8)
+            for n, k, low in zip(widths, counts, lows, strict=True)
+        ]
+        data = sum(entries)
+        assert codec.encoded_bytes(size) == 4 * len(widths) + data + data % 2
+        return
     bits = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}[codec.name]
     scales = 2 * math.ceil(size / codec.block) if isinstance(codec, BlockCodec) else 0
     data = math.ceil(size * bits / 8)
@@ -139,7 +172,7 @@ def test_the_size_is_the_formulas(codec, size):
 
 @given(values=float_arrays(2.0**100))
 @settings(deadline=None, max_examples=100)
-@pytest.mark.parametrize("codec", BLOCK_CODECS, ids=repr)
+@pytest.mark.parametrize("codec", BLOCK_CODECS, ids=label)
 def test_block_error_is_half_a_step(codec, values):
     decoded = codec.decode(codec.encode(torch.from_numpy(values)), len(values)).double().numpy()
     largest = 2 ** (codec.bits - 1) - 1
@@ -165,7 +198,7 @@ def test_cast_error_is_half_a_unit_in_the_last_place(name, half_ulp, least, valu
 
 @given(values=float_arrays(2.0**100))
 @settings(deadline=None, max_examples=100)
-@pytest.mark.parametrize("codec", ALL_CODECS, ids=repr)
+@pytest.mark.parametrize("codec", ALL_CODECS, ids=label)
 def test_decoded_numbers_encode_to_the_same_bytes(codec, values):
     wire = codec.encode(torch.from_numpy(values))
     decoded = codec.decode(wire, len(values))
@@ -188,7 +221,7 @@ def test_tiny_and_huge_payloads_keep_their_relative_error(name, magnitude):
     assert error < {"fp32": 1e-9, "bf16": 0.003, "int8": 0.01, "int4": 0.15}[name]
 
 
-@pytest.mark.parametrize("codec", ALL_CODECS, ids=repr)
+@pytest.mark.parametrize("codec", ALL_CODECS, ids=label)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_values_travel_and_leave_no_residual(codec, bad):
     values = torch.ones(600)
@@ -210,12 +243,12 @@ def test_float16_overflows_to_infinity():
     ]
 
 
-@pytest.mark.parametrize("codec", ALL_CODECS, ids=repr)
+@pytest.mark.parametrize("codec", ALL_CODECS, ids=label)
 def test_zeros_are_zeros(codec):
     assert torch.equal(codec.decode(codec.encode(torch.zeros(1000)), 1000), torch.zeros(1000))
 
 
-@pytest.mark.parametrize("codec", BLOCK_CODECS, ids=repr)
+@pytest.mark.parametrize("codec", BLOCK_CODECS, ids=label)
 def test_no_integer_leaves_its_range_when_the_scale_is_rounded_down(codec):
     """The worst case: max |x| / Q lies halfway between two bfloat16 numbers."""
     largest = 2 ** (codec.bits - 1) - 1
@@ -223,10 +256,75 @@ def test_no_integer_leaves_its_range_when_the_scale_is_rounded_down(codec):
     assert codec.decode(codec.encode(values), 3).tolist() == [largest, -largest, 0.0]
 
 
+# -- the largest of each block ------------------------------------------------------------------
+
+
+def reference_top_k(values, codec):
+    """What arrives, one block and one element at a time."""
+    arrived = np.zeros_like(values)
+    for start in range(0, len(values), codec.block):
+        block = values[start : start + codec.block]
+        count = max(1, math.ceil(len(block) * codec.density))
+        order = sorted(range(len(block)), key=lambda place: -abs(block[place]))[:count]
+        chosen = [place for place in order if abs(block[place]) >= 2.0**-126]
+        if not chosen:
+            continue
+        sizes = [abs(float(block[place])) for place in chosen]
+        middle = (min(sizes) + max(sizes)) / 2
+        for members in (
+            [place for place in chosen if abs(block[place]) <= middle],
+            [place for place in chosen if abs(block[place]) > middle],
+        ):
+            mean = sum(abs(float(block[place])) for place in members) / max(len(members), 1)
+            level = float(torch.tensor(mean, dtype=torch.float32).bfloat16())
+            for place in members:
+                arrived[start + place] = math.copysign(level, block[place])
+    return arrived
+
+
+@pytest.mark.parametrize("codec", TOP_K_CODECS, ids=label)
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 700, 4097, 40000])
+@pytest.mark.parametrize("shape", ["normal", "one element", "heavy tail"])
+def test_the_largest_arrive_as_the_definition_says(codec, size, shape):
+    generator = torch.Generator().manual_seed(size)
+    values = torch.randn(size, generator=generator)
+    if shape == "one element":
+        values = torch.zeros(size).index_fill_(0, torch.tensor([size // 2]), -3.0)
+    if shape == "heavy tail":
+        values = values**7 * 1e-9
+    decoded = codec.decode(codec.encode(values), size).numpy()
+    expected = reference_top_k(values.numpy(), codec)
+    # A mean in float32 may round to the bfloat16 beside it.
+    assert np.allclose(decoded, expected, rtol=2.0**-7, atol=0)
+    assert np.array_equal(decoded != 0, expected != 0)
+
+
+def test_places_come_back_as_they_were_written():
+    generator = torch.Generator().manual_seed(0)
+    for width, count in [(1, 1), (2, 1), (7, 3), (64, 16), (100, 1), (4096, 64), (4095, 1000)]:
+        places = torch.randint(width, (50, count), generator=generator).sort(dim=1).values
+        bits = write_indices(places, width)
+        assert bits.shape == (50, index_bits(width, count))
+        packed = unpack_bits(pack_bits(bits), bits.shape[1])
+        assert torch.equal(read_indices(packed, width=width, count=count), places)
+
+
+def test_what_waits_is_forgotten_at_the_rate_of_the_decay():
+    codec = TopKCodec(density=0.01, block=128, decay=0.5)
+    values = torch.full((100,), 1e-3)
+    values[7] = 1.0
+    residual = torch.zeros(100)
+    wire = torch.empty(codec.encoded_bytes(100), dtype=torch.uint8)
+    for _ in range(4):
+        codec.encode_with_feedback_(residual, wire, values=values)
+        values[values != 1.0] = 0.0
+    assert torch.allclose(residual[8:], torch.full((92,), 1e-3 * 0.5**3))
+
+
 # -- error feedback -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ALL_CODECS, ids=repr)
+@pytest.mark.parametrize("codec", ALL_CODECS, ids=label)
 @pytest.mark.parametrize("size", [1, 257, 70001])
 def test_feedback_keeps_exactly_what_the_wire_does_not_hold(codec, size):
     values, residual = spread_values(size, seed=1), spread_values(size, seed=2) * 1e-3
@@ -241,7 +339,7 @@ def test_feedback_keeps_exactly_what_the_wire_does_not_hold(codec, size):
     assert torch.equal(residual, expected)
 
 
-@pytest.mark.parametrize("codec", ALL_CODECS, ids=repr)
+@pytest.mark.parametrize("codec", ALL_CODECS, ids=label)
 def test_messages_and_residual_telescope_to_the_inputs(codec):
     size, rounds = 700, 300
     residual = torch.zeros(size)
@@ -259,7 +357,7 @@ def test_messages_and_residual_telescope_to_the_inputs(codec):
     assert (received + residual - sent).abs().max() <= rounding
 
 
-@pytest.mark.parametrize("codec", ALL_CODECS, ids=repr)
+@pytest.mark.parametrize("codec", ALL_CODECS, ids=label)
 def test_accumulating_adds_the_decoded_numbers(codec):
     values, base = spread_values(33000), spread_values(33000, seed=9)
     wire = codec.encode(values)
@@ -284,6 +382,10 @@ def test_codecs_have_names(name):
     [
         (lambda: named_codec("int2"), "no codec named 'int2'"),
         (lambda: BlockCodec(bits=3), "bits must be 4 or 8; got 3"),
+        (lambda: TopKCodec(density=0.0), "density must be"),
+        (lambda: TopKCodec(density=0.5), "density must be"),
+        (lambda: TopKCodec(block=100), "block must be a power of two"),
+        (lambda: TopKCodec(decay=1.5), "decay must be"),
         (lambda: BlockCodec(block=24), "block must be a multiple of 16"),
         (lambda: BlockCodec(block=0), "block must be a multiple of 16"),
         (lambda: BlockCodec(block=65536), "block must be a multiple of 16"),

@@ -22,7 +22,7 @@ from fivefold.testing import run_processes
 
 pytestmark = pytest.mark.distributed
 
-LOSSY = ["bf16", "fp16", "int8", "int4"]
+LOSSY = ["bf16", "fp16", "int8", "int4", "topk"]
 SIZES = [0, 1, 7, 255, 1000, 4099]
 BUCKET_BYTES = 4096  # 1024 elements, so that some payloads have one bucket and some have five
 
@@ -340,7 +340,7 @@ def sent():
 
 dist.init_process_group("gloo")
 rows = {}
-for codec in ("fp32", "bf16", "int8", "int4"):
+for codec in ("fp32", "bf16", "int8", "int4", "topk"):
     transport = ProcessGroupTransport(None, timeout_s=60, codec=codec)
     payload = torch.randn(1_000_000, generator=torch.Generator().manual_seed(dist.get_rank()))
     transport.prepare([payload], fragment=0)

@@ -6,6 +6,7 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.optim import (
     CO2,
+    AutoTau,
     DelayCorrected,
     DiLoCo,
     LocalSGD,
@@ -82,6 +83,39 @@ def test_more_fragments_than_parameters_are_refused():
 
     with pytest.raises(ConfigurationError, match="fragments=3 is more than the model's 2 param"):
         run_world(2, work)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tau", "expected"),
+    [
+        ([100, 100], 8, 1),  # far under 1 MiB
+        ([1 << 17] * 16, 8, 8),  # 8 MiB in all
+        ([1 << 17] * 32, 8, 8),
+        ([1 << 17] * 16, 4, 4),  # a round has only so many steps
+        ([1 << 20] * 2, 8, 2),  # a parameter is not cut
+        ([1 << 18] * 3, 8, 3),
+    ],
+)
+def test_the_number_of_fragments_follows_the_model(sizes, tau, expected):
+    def work(transport):
+        rule = DelayCorrected(tau=tau)
+        return engine(transport, rule, sizes)[1].statistics()
+
+    for record in run_world(2, work):
+        assert (record.fragments, record.delay_steps) == (expected, tau // expected)
+
+
+def test_a_delay_or_uneven_steps_keep_the_model_whole():
+    def work(transport, rule):
+        return engine(transport, rule, [1 << 19] * 4)[1].statistics().fragments
+
+    for rule in (
+        DelayCorrected(tau=8, delay_steps=3),
+        DelayCorrected(tau=AutoTau(balance=True)),
+        DelayCorrected(tau=8, fragments=1),
+    ):
+        assert run_world(2, lambda t, rule=rule: work(t, rule)) == [1, 1]
+    assert run_world(2, lambda t: work(t, DelayCorrected(tau="auto"))) == [4, 4]
 
 
 RULES = [

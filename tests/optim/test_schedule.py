@@ -57,7 +57,8 @@ def test_each_round_is_merged_once_in_order_and_no_step_is_lost(arguments, histo
             schedule.restore(state)
             assert schedule.state() == state
         elif isinstance(event, int):
-            schedule.tau = event
+            delay = arguments["delay_steps"]
+            schedule.retune(event, delay_steps=delay and min(delay, event))
         elif event == "drain":
             ledger.note(schedule.drain())
             assert ledger.launched == ledger.merged
@@ -153,3 +154,32 @@ def test_a_resumed_schedule_does_not_begin_with_a_synchronous_round_again():
         assert resumed.step() == schedule.step()
         assert resumed.state() == schedule.state()
     assert schedule.in_flight_round == 2
+
+
+@given(
+    st.integers(1, 6), st.integers(1, 5), st.integers(1, 5), st.integers(0, 30), st.integers(0, 1)
+)
+def test_fragments_still_take_turns_evenly_when_tau_changes(number, before, after, when, drained):
+    """One launch each ``delay`` steps, whatever the delay was before."""
+    parts = [
+        RoundSchedule(
+            tau=number * before, delayed=True, delay_steps=before,
+            first_round_steps=before * (index + 1),
+        )
+        for index in range(number)
+    ]  # fmt: skip
+    for _ in range(before * when):  # a moment at which a fragment is launched
+        for part in parts:
+            part.step()
+    for part in parts:
+        part.retune(number * after, delay_steps=after)
+        if drained:
+            part.drain()
+    launches = []
+    for step in range(1, 4 * number * after + 1):
+        for part in parts:
+            boundary = part.step()
+            if boundary is not None and boundary.launched_round is not None:
+                launches.append(step)
+    assert launches == [after * (index + 1) for index in range(len(launches))]
+    assert len(launches) == 4 * number

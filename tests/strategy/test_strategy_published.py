@@ -59,7 +59,7 @@ def judged_errors(name, cluster=None):
         ("megatron_sc21", None, 0.06),
         ("megatron_zero3", "a100-megatron", 0.06),
         ("korthikanti", None, 0.04),
-        ("megatron_core", None, 0.1),
+        ("megatron_core", None, 0.12),
         ("torchtitan", None, 0.12),
         ("llmfoundry_h100", None, 0.06),
         ("llmfoundry_a100", None, 0.08),

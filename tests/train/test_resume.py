@@ -17,9 +17,10 @@ METHODS = {
     "diloco": {},
     "co2": {},
     "co2 int8": {"codec": "int8"},
-    "co2 muon": {},
+    "co2 muon": {"average_states": {"momentum_buffer": 1, "exp_avg_sq": 2}},
     "delay_corrected": {},
     "delay_corrected int4": {"codec": "int4"},
+    "delay_corrected topk": {"codec": "topk", "fragments": 2},
     "overlap_local_sgd": {},
     "eager_diloco": {},
     "delay_corrected ends": {

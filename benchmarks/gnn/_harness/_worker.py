@@ -247,8 +247,8 @@ class _Served:
     def _batches(self, number: int, start: int, stop: int | None) -> Iterator[SystemBatch]:
         assert self.system is not None, "prepared before"
         batches = self.system.epoch(number, start=start, stop=stop)
-        # Ours has threads of its own; the others gather the next batch while this one is used.
-        return batches if self.order.name.startswith("ours") else prefetched(batches, depth=1)
+        # Ours has threads of its own; the others gather in one, with a queue of 2 as published.
+        return batches if self.order.name.startswith("ours") else prefetched(batches, depth=2)
 
     @staticmethod
     def _consume(

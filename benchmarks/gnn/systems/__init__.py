@@ -1,6 +1,6 @@
 """The peers in one harness: memory map, online cache, Ginex, MariusGNN, DiskGNN, and ours.
 
-Pure cores: ``_online_cache``, ``_change_sets``, ``_partitions``, ``_segments``. Each system is one
+Pure cores: ``_change_sets``, ``_partitions``, ``_segments``. Each system is one
 module on top of them, all behind the protocol of ``_system``: prepared once, then epochs of batches
 whose rows equal those of an in-memory gather.
 """
@@ -10,7 +10,6 @@ from benchmarks.gnn.systems._change_sets import ChangeSet, ChangeSets, belady_ch
 from benchmarks.gnn.systems._ginex import GinexSystem, neighbor_cache_ids
 from benchmarks.gnn.systems._marius import MariusSystem
 from benchmarks.gnn.systems._online import OnlineSystem
-from benchmarks.gnn.systems._online_cache import OnlineCache
 from benchmarks.gnn.systems._packed import DiskGnnSystem, PackedLoaderSystem
 from benchmarks.gnn.systems._page_reads import PageReader
 from benchmarks.gnn.systems._partitions import (
@@ -33,6 +32,7 @@ from benchmarks.gnn.systems._system import (
     Workload,
     prefetched,
 )
+from fivefold.gnn.loading.online_cache import OnlineCache
 
 __all__ = [
     "ChangeSet",

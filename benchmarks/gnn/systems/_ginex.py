@@ -14,7 +14,7 @@ harness the topology is in memory for every system.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,18 +232,20 @@ class GinexSystem:
     def _execute(self, found: _Inspected, start: int, stop: int) -> Iterator[SystemBatch]:
         """Batches with their ids, adjacencies and change sets loaded two ahead."""
 
-        def load(i: int) -> tuple[SampledBatch, ChangeSet]:
-            return self.workload.samples.batch(i), _read_change(found, i - found.first)
+        def load(i: int) -> tuple[SampledBatch, ChangeSet, Callable[[], Ids]]:
+            sample = self.workload.samples.batch(i)
+            edges = sample.edge_index()
+            return sample, _read_change(found, i - found.first), lambda: edges
 
         with ThreadPoolExecutor(_LOADERS, thread_name_prefix="loader") as loaders:
             waiting = [loaders.submit(load, i) for i in range(start, min(start + _QUEUED, stop))]
             for i in range(start, stop):
-                sample, change = waiting.pop(0).result()
+                sample, change, edges = waiting.pop(0).result()
                 if i + _QUEUED < stop:
                     waiting.append(loaders.submit(load, i + _QUEUED))
                 x = self._gather(sample.node_ids)
                 self._update(change, x)
-                yield SystemBatch(i, sample.node_ids, x, sample.batch_size, sample.edge_index)
+                yield SystemBatch(i, sample.node_ids, x, sample.batch_size, edges)
 
     def _gather(self, ids: Ids) -> NDArray[np.generic]:
         x = self.workload.empty_rows(len(ids))

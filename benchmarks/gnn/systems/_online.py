@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gnn.systems._online_cache import CachePolicy, OnlineCache
-from benchmarks.gnn.systems._simple import read_sorted
+from benchmarks.gnn.systems._simple import loaded, read_sorted
 from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
+from fivefold.gnn.loading.online_cache import CachePolicy, OnlineCache
 from fivefold.gnn.storage import RowReader
 from fivefold.gnn.storage.pages import gather_rows
 
@@ -85,11 +85,9 @@ class OnlineSystem:
     ) -> Iterator[SystemBatch]:
         """Hand out batches in the order of the sample file."""
         del number
-        samples = self.workload.samples
-        for i in range(start, samples.num_batches if stop is None else stop):
-            sample = samples.batch(i)
+        for i, sample, edges in loaded(self.workload, start, stop):
             x = self._gather(sample.node_ids)
-            yield SystemBatch(i, sample.node_ids, x, sample.batch_size, sample.edge_index)
+            yield SystemBatch(i, sample.node_ids, x, sample.batch_size, edges)
 
     def _gather(self, ids: NDArray[np.int64]) -> NDArray[Any]:
         x = self.workload.empty_rows(len(ids))

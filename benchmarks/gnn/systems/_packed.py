@@ -3,7 +3,8 @@
 Both are planned and packed by this package; what differs is what DiskGNN leaves open. As
 published: static caches by offline count, the smallest segment that its approximate search finds
 feasible, MinHash order with two functions, shared rows read as single pages of 4 KiB, the private
-chunk of a batch read in one stretch, no checksums. Ours: the Gray-coded membership layout, the
+chunk of a batch read in one stretch, no checksums; loading of blocks, reading and assembling in a
+thread each, with queues of 2 between them. Ours: the Gray-coded membership layout, the
 segment of least cost, extents instead of pages, verified, through ``DiskLoader``.
 """
 
@@ -21,7 +22,13 @@ from numpy.typing import NDArray
 
 from benchmarks.gnn.systems._segments import first_feasible_segment
 from benchmarks.gnn.systems._simple import requested_rows, top_rows
-from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
+from benchmarks.gnn.systems._system import (
+    Preparation,
+    SystemBatch,
+    SystemStatistics,
+    Workload,
+    staged,
+)
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.packing.record import BatchRecord
@@ -202,22 +209,35 @@ class DiskGnnSystem(_Packed):
         """Hand out batches in the order of the sample file."""
         del number
         assert self.store is not None, "prepare() comes first"
-        for i in range(start, self.store.num_batches if stop is None else stop):
-            record = self.store.record(i)
-            x = self._gather(record)
-            yield SystemBatch(i, record.node_ids, x, record.batch_size, record.edge_index)
+        numbers = range(start, self.store.num_batches if stop is None else stop)
+        yield from staged(numbers, self._load, self._read, self._assemble)
 
-    def _gather(self, record: BatchRecord) -> NDArray[Any]:
+    def _load(self, number: int) -> tuple[BatchRecord, NDArray[np.int64]]:
+        """Blocks and address tables."""
+        assert self.store is not None, "prepare() comes first"
+        record = self.store.record(number)
+        return record, record.edge_index()
+
+    def _read(
+        self, loaded: tuple[BatchRecord, NDArray[np.int64]]
+    ) -> tuple[BatchRecord, NDArray[np.int64], NDArray[Any]]:
+        """The packed chunk and the pages of shared rows."""
+        record, edges = loaded
         x = self.workload.empty_rows(len(record.node_ids))
-        gather_rows(self._cached, record.host_slots, x, destinations=record.host_destinations)
         for reader, runs in zip(self._readers, split_runs(record), strict=True):
             if len(runs[0]):
                 read = reader.read_runs(*runs, x)
                 self._statistics.bytes_read += read.bytes_read
                 self._statistics.requests += read.requests
+        return record, edges, x
+
+    def _assemble(self, read: tuple[BatchRecord, NDArray[np.int64], NDArray[Any]]) -> SystemBatch:
+        """The cached rows, and the batch."""
+        record, edges, x = read
+        gather_rows(self._cached, record.host_slots, x, destinations=record.host_destinations)
         self._statistics.rows_requested += len(x)
         self._statistics.rows_cached += len(record.host_slots)
-        return x
+        return SystemBatch(record.number, record.node_ids, x, record.batch_size, lambda: edges)
 
     def close(self) -> None:
         """Free the cache and close the readers."""

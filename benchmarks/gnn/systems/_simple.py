@@ -8,16 +8,23 @@ cache keeps the rows of the nodes that most edges start from.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
+from benchmarks.gnn.systems._system import (
+    Preparation,
+    SystemBatch,
+    SystemStatistics,
+    Workload,
+    staged,
+)
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling import Adjacency
+from fivefold.gnn.sampling.batches import SampledBatch
 from fivefold.gnn.storage import RowReader
 from fivefold.gnn.storage.pages import gather_rows
 
@@ -104,13 +111,12 @@ class InMemorySystem:
         """Hand out batches in the order of the sample file."""
         del number
         assert self._rows is not None, "prepare() comes first"
-        for i in range(start, _stop(self.workload, stop)):
-            sample = self.workload.samples.batch(i)
+        for i, sample, edges in loaded(self.workload, start, stop):
             x = self.workload.empty_rows(len(sample.node_ids))
             gather_rows(self._rows, sample.node_ids, x)
             self._statistics.rows_requested += len(x)
             self._statistics.rows_cached += len(x)
-            yield SystemBatch(i, sample.node_ids, x, sample.batch_size, sample.edge_index)
+            yield SystemBatch(i, sample.node_ids, x, sample.batch_size, edges)
 
     def work(self, start: int, stop: int) -> int:
         """Rows."""
@@ -188,11 +194,10 @@ class MappedSystem:
         del number
         # Mapped for the epoch only: pages that are mapped would survive a drop of the page cache.
         rows = self.workload.features.memory_map(self.workload.section, advice=self._advice)
-        for i in range(start, _stop(self.workload, stop)):
-            sample = self.workload.samples.batch(i)
+        for i, sample, edges in loaded(self.workload, start, stop):
             x = self.workload.empty_rows(len(sample.node_ids))
             self._gather(rows, sample.node_ids, x)
-            yield SystemBatch(i, sample.node_ids, x, sample.batch_size, sample.edge_index)
+            yield SystemBatch(i, sample.node_ids, x, sample.batch_size, edges)
 
     def _gather(self, rows: NDArray[Any], ids: NDArray[np.int64], x: NDArray[Any]) -> None:
         missing = np.arange(len(ids))
@@ -242,6 +247,19 @@ def read_sorted(workload: Workload, ids: NDArray[np.int64]) -> NDArray[Any]:
         finally:
             reader.close()
     return rows
+
+
+def loaded(
+    workload: Workload, start: int, stop: int | None
+) -> Iterator[tuple[int, SampledBatch, Callable[[], NDArray[np.int64]]]]:
+    """Samples with their edges, loaded by a thread of their own, two ahead."""
+
+    def load(number: int) -> tuple[int, SampledBatch, Callable[[], NDArray[np.int64]]]:
+        sample = workload.samples.batch(number)
+        edges = sample.edge_index()
+        return number, sample, lambda: edges
+
+    return staged(range(start, _stop(workload, stop)), load)
 
 
 def requested_rows(workload: Workload, start: int, stop: int) -> int:

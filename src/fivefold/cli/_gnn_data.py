@@ -71,8 +71,7 @@ LeaveOutOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Features of edges that may be left out, such as edge_attr: they cannot be stored. "
-        "May be repeated.",
+        help="Features of edges to leave out, such as edge_attr. May be repeated.",
     ),
 ]
 ReverseOption = Annotated[
@@ -141,7 +140,7 @@ def ingest_command(  # noqa: PLR0913 - the command's options
             f"{source} is no source of this command any more",
             hint=f"python -m benchmarks.gnn.real_graphs {source} FOLDER makes this data set",
         )
-    arrays = _pairs(array, "array", ("features", "labels", "weights", *_SPLITS))
+    arrays = _pairs(array, "array", ("features", "labels", "weights", "edge_features", *_SPLITS))
     options = SourceOptions(
         kind=kind,
         arrays={name: Path(path) for name, path in arrays.items() if name not in _SPLITS},

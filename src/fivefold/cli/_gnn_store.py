@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli._arguments import ArgumentError, bytes_of
+from fivefold.cli._arguments import ArgumentError, bytes_of, typed_arguments
 from fivefold.cli._options import DatasetArgument, JsonOption
 from fivefold.cli._outputs import write_json
 from fivefold.errors import DataError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.packing import pack
 from fivefold.gnn.planning import Budgets, Plan, make_plan
+from fivefold.gnn.planning.estimate import KNOWN_GRAPHS, GraphSize, estimate
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import DiskProfile, probe_disk
 from fivefold.runs import ProgressBar
+from fivefold.units import parse_bytes_per_s
 
 __all__ = ["pack_command", "plan_command", "probe_command", "sample_command"]
 
@@ -110,17 +114,39 @@ def probe_command(
 
 
 def plan_command(  # noqa: PLR0913 - the command's options
-    dataset: DatasetArgument,
-    samples: SamplesArgument,
+    dataset: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of the data set. With --estimate also papers100M, MAG240M, IGB-full, or "
+            "counts such as nodes=1e8,edges=1.6e9,row_bytes=512,seeds=1e6."
+        ),
+    ],
+    samples: Annotated[
+        Path | None, typer.Argument(help="File of sampled batches.", exists=True, dir_okay=False)
+    ] = None,
     *,
     host_memory: HostOption = "1 GB",
     device_memory: DeviceOption = "0 B",
-    disk: DiskOption,
+    disk: DiskOption | None = None,
     policy: PolicyOption = "static",
     layout: LayoutOption = "gray",
     segment_batches: SegmentOption = None,
     output: Annotated[
         Path | None, typer.Option(help="Write the plan to this file, for pack.")
+    ] = None,
+    estimated: Annotated[
+        bool,
+        typer.Option(
+            "--estimate",
+            help="Estimate time, memory and disk of every stage from the counts of the graph: "
+            "nothing is sampled or written.",
+        ),
+    ] = False,
+    fanouts: Annotated[str, typer.Option(help="Of --estimate: neighbours per hop.")] = "10,10,10",
+    batch_size: Annotated[int, typer.Option(min=1, help="Of --estimate: seeds per batch.")] = 1024,
+    disk_speed: Annotated[
+        str | None,
+        typer.Option(help="Of --estimate: speed of the disk; left out, this disk is measured."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -129,8 +155,27 @@ def plan_command(  # noqa: PLR0913 - the command's options
     Raises:
         FivefoldError: Whatever planning met; the entry point prints it.
     """
-    host_bytes, device_bytes, disk_bytes = map(bytes_of, (host_memory, device_memory, disk))
-    budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=disk_bytes)
+    if not estimated and (samples is None or disk is None):
+        missing = "SAMPLES" if samples is None else "--disk"
+        raise ArgumentError(f"{missing} is missing", hint="give it, or --estimate without samples")
+    most = sys.maxsize if disk is None else bytes_of(disk)
+    host_bytes, device_bytes = map(bytes_of, (host_memory, device_memory))
+    budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=most)
+    if estimated:
+        speed = _disk_speed(disk_speed)
+        found = estimate(
+            _graph_size(dataset),
+            _numbers(fanouts),
+            batch_size,
+            budgets,
+            read_bytes_per_s=speed[0],
+            write_bytes_per_s=speed[1],
+        )
+        facts = {**dataclasses.asdict(found), "memory_bytes": found.memory_bytes,
+                 "disk_bytes": found.disk_bytes}  # fmt: skip
+        _write_result(facts, as_json=True) if as_json else typer.echo(found.explain())
+        return
+    assert samples is not None, "refused above"
     with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled:
         _check_graph(data, sampled)
         plan = make_plan(
@@ -202,6 +247,49 @@ def pack_command(  # noqa: PLR0913 - the command's options
             **packed.manifest["packing"],
         }
     _write_result(facts, as_json=as_json)
+
+
+def _disk_speed(given: str | None) -> tuple[float, float]:
+    """Return bytes per second that are read and written."""
+    if given is not None:
+        with typed_arguments():
+            return (parse_bytes_per_s(given),) * 2
+    probed = probe_disk(Path.cwd())
+    return probed.sequential_read_bytes_per_s, probed.sequential_write_bytes_per_s
+
+
+def _graph_size(text: str) -> GraphSize:
+    """Return the counts of a known graph, of a data set, or as they are written."""
+    known = {name.lower(): size for name, size in KNOWN_GRAPHS.items()}
+    if text.lower() in known:
+        return known[text.lower()]
+    if "=" in text:
+        return _written_size(text)
+    with Dataset.open(text) as data:
+        return GraphSize(
+            name=data.name,
+            nodes=data.num_nodes,
+            edges=data.num_edges,
+            row_bytes=data.row_bytes,
+            seeds=max(1, len(data.train)),
+        )
+
+
+def _written_size(text: str) -> GraphSize:
+    names = ("nodes", "edges", "row_bytes", "seeds")
+    hint = "write nodes=1e8,edges=1.6e9,row_bytes=512,seeds=1e6"
+    counts: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            counts[name] = int(float(value))
+        except (ValueError, OverflowError):
+            raise ArgumentError(f"{part!r} is no count", hint=hint) from None
+    if set(counts) != set(names):
+        odd = ", ".join(sorted(set(counts) ^ set(names)))
+        raise ArgumentError(f"counts are missing or unknown: {odd}", hint=hint)
+    with typed_arguments():
+        return GraphSize(**counts, name="graph")
 
 
 def _check_graph(data: Dataset, sampled: SampleFile) -> None:

@@ -23,7 +23,7 @@ from fivefold.codesign.simulate import (
     run_plan,
     schedule_iteration,
 )
-from fivefold.codesign.trees import nearest_roots, spread_trees
+from fivefold.codesign.trees import SwitchState, nearest_roots, spread_trees
 from fivefold.collectives.pricing.phases import host_groups
 from fivefold.network.topology import Topology
 from fivefold.tasks.scheduler import Ordering
@@ -65,12 +65,16 @@ class SinglePlan:
 
 
 def plan_single(
-    topology: Topology, job: JobSpec, start: JobPlan, co_designs: CoDesigns
+    topology: Topology,
+    job: JobSpec,
+    start: JobPlan,
+    co_designs: CoDesigns,
+    switches: SwitchState | None = None,
 ) -> SinglePlan:
-    """Plan layers 1 to 3 of one job, as if it were alone."""
+    """Plan layers 1 to 3 of one job, as if it were alone; aggregating switches know their trees."""
     if not co_designs.vertical:
-        return _by_rule(topology, job, start, co_designs)
-    weighed = list(_weighed(topology, job, start, co_designs))
+        return _by_rule(topology, job, start, co_designs, switches)
+    weighed = list(_weighed(topology, job, start, co_designs, switches))
     best = min(weighed, key=lambda one: one.seconds)
     of_splits: dict[str, _Weighed] = {}
     for one in sorted(weighed, key=lambda one: one.seconds):
@@ -80,7 +84,11 @@ def plan_single(
 
 
 def _weighed(
-    topology: Topology, job: JobSpec, start: JobPlan, co_designs: CoDesigns
+    topology: Topology,
+    job: JobSpec,
+    start: JobPlan,
+    co_designs: CoDesigns,
+    switches: SwitchState | None,
 ) -> Iterator[_Weighed]:
     """Every option of layers 1 to 3 at the price that the layers below ask for it."""
     for number in range(max(1, len(job.splits))):
@@ -88,7 +96,7 @@ def _weighed(
         begin = start
         if number != start.split:
             begin = replace(start, split=number, order=job.splits[number].ranks, paths={})
-        for option in collective_options(topology, job, begin, co_designs):
+        for option in collective_options(topology, job, begin, co_designs, switches):
             quote = alone_quote(topology, job, option.plan)
             for tasks in task_options(option.plan):
                 seconds = schedule_iteration(job, tasks, quote).end_s
@@ -132,9 +140,15 @@ def _records(
     )
 
 
-def _by_rule(topology: Topology, job: JobSpec, start: JobPlan, co_designs: CoDesigns) -> SinglePlan:
+def _by_rule(
+    topology: Topology,
+    job: JobSpec,
+    start: JobPlan,
+    co_designs: CoDesigns,
+    switches: SwitchState | None,
+) -> SinglePlan:
     """Nobody is asked: what the co-design offers last is taken, and layer 1's own favourite."""
-    chosen = list(collective_options(topology, job, start, co_designs))[-1]
+    chosen = list(collective_options(topology, job, start, co_designs, switches))[-1]
     records = []
     if job.splits:
         records.append(nominal_record(job))
@@ -170,7 +184,11 @@ def alone_iteration_s(topology: Topology, job: JobSpec, plan: JobPlan) -> float:
 
 
 def collective_options(
-    topology: Topology, job: JobSpec, start: JobPlan, co_designs: CoDesigns
+    topology: Topology,
+    job: JobSpec,
+    start: JobPlan,
+    co_designs: CoDesigns,
+    switches: SwitchState | None = None,
 ) -> Iterator[_Option]:
     """What layer 3 may choose among; the plan so far comes first."""
     yield _Option("ring in the order given", start, ())
@@ -190,19 +208,26 @@ def collective_options(
     if co_designs.host_net and even and (single or co_designs.intra_inter):
         begin = replace(start, order=order)
         tags = ("HN",) if single else ("II", "HN")
-        yield from _aggregation_options(topology, job, begin, tags, vertical=co_designs.vertical)
+        state = SwitchState(topology) if switches is None else switches
+        yield from _aggregation_options(topology, job, begin, (tags, state), co_designs.vertical)
 
 
 def _aggregation_options(
-    topology: Topology, job: JobSpec, start: JobPlan, tags: tuple[str, ...], *, vertical: bool
+    topology: Topology,
+    job: JobSpec,
+    start: JobPlan,
+    how: tuple[tuple[str, ...], SwitchState],
+    vertical: bool,  # noqa: FBT001 - passed on
 ) -> Iterator[_Option]:
-    """Trees of switches: with Vertical apart from one another, by rule all at the nearest root."""
-    choices = nearest_roots(topology, job, start)
+    """Trees where switches carry least so far; with Vertical also all at one that serves nobody."""
+    tags, switches = how
+    apart = spread_trees(topology, job, start, loads=switches.loads, free=switches.free)
+    choices = [apart] if apart is not None else []
     if vertical:
-        apart = spread_trees(topology, job, start)
-        if apart is not None and len(set(apart.roots)) > 1:
-            choices.append(apart)
-    for choice in choices if vertical else choices[:1]:
+        idle = switches.serving_nobody
+        nearest = nearest_roots(topology, job, start)
+        choices += [one for one in nearest if one not in choices and idle(one.roots)]
+    for choice in choices:
         plan = replace(start, **choice.changes())  # type: ignore[arg-type]
         yield _Option(f"in the network at {choice.name}", plan, tags)
 
@@ -443,8 +468,10 @@ def _plan_singles(
     """Layers 1 to 3 of each job, and with Vertical its paths, as if it were alone."""
     plan, splits = baseline, {}
     decisions: list[DecisionRecord] = []
+    switches = SwitchState(topology)
     for job in jobs:
-        found = plan_single(topology, job, plan.jobs[job.job_id], allowed)
+        found = plan_single(topology, job, plan.jobs[job.job_id], allowed, switches)
+        switches.admit(job, found.plan)
         plan = ClusterPlan({**plan.jobs, job.job_id: found.plan})
         splits[job.job_id] = found.splits
         decisions += found.decisions

@@ -59,6 +59,40 @@ class TreeChoice:
         }
 
 
+class SwitchState:
+    """What the switches themselves know: trees that they serve, so load of links and slots left.
+
+    Args:
+        topology: The cluster.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self.loads: dict[int, float] = {}
+        self.free = dict(_pools(topology))
+
+    def serving_nobody(self, names: Sequence[str]) -> bool:
+        """Return whether all slots of some switches are free."""
+        return all(self.free[name] == _pools(self._topology)[name] for name in names)
+
+    def admit(self, job: JobSpec, plan: JobPlan) -> None:
+        """Count the trees of a job, if it has any."""
+        if plan.algorithm != "in_network":
+            return
+        trees = job_trees(self._topology, job, plan)
+        for tree in trees:
+            for link in tree_links(self._topology, tree):
+                rate = _tree_rate(job.split_as(plan.split), len(trees))
+                self.loads[link] = self.loads.get(link, 0.0) + rate
+            for name in tree_switches(tree):
+                self.free[name] = max(0, self.free[name] - plan.slots)
+
+
+def _tree_rate(job: JobSpec, trees: int) -> float:
+    """Bytes per second of compute that a tree carries."""
+    return job.gradient_bytes / max(job.compute_s, 1e-9) / trees
+
+
 def aggregated_columns(
     topology: Topology, job: JobSpec, plan: JobPlan
 ) -> list[tuple[int, ...]] | None:
@@ -115,7 +149,7 @@ def spread_trees(
     pools = dict(_pools(topology) if free is None else free)
     busy = dict(loads or {})
     chosen = job.split_as(plan.split)
-    rate = chosen.gradient_bytes / max(chosen.compute_s, 1e-9) / len(columns)
+    rate = _tree_rate(chosen, len(columns))
     roots, trees = [], []
     for column in columns:
         options = [

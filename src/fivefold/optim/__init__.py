@@ -28,7 +28,7 @@ from fivefold.optim._rules import (
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty, NoPenalty
 from fivefold.optim._sync import OuterSync
 from fivefold.optim.auto_tau import AutoTau
-from fivefold.optim.codecs import BlockCodec, Codec
+from fivefold.optim.codecs import BlockCodec, Codec, TopKCodec
 from fivefold.optim.statistics import StabilityWarning, SyncStatistics
 from fivefold.optim.transport import ProcessGroupTransport, Transport
 
@@ -58,6 +58,7 @@ __all__ = [
     "StabilityWarning",
     "StreamingDiLoCo",
     "SyncStatistics",
+    "TopKCodec",
     "Transport",
     "elastic_transport",
     "outer_state_bytes",

@@ -151,6 +151,11 @@ class Fragment(FragmentState):
             self._settle()
         self._others_lr = None
 
+    @property
+    def link_s(self) -> float:
+        """Seconds that the network needs for this fragment, as all ranks know; 0 for not yet."""
+        return self._state.link_s
+
     # -- arrival ----------------------------------------------------------------------------------
 
     def _arrive(self) -> InAllReduce:
@@ -168,16 +173,18 @@ class Fragment(FragmentState):
             reading.require_weights_alike()
             hashes = {slot: int(h) for slot, h in enumerate(reading.hash) if reading.weight[slot]}
             require_equal(hashes, round_number=all_reduce.round)
+            flown = [time_s for time_s in reading.all_reduce_s if time_s > 0]
+            self._state.link_s = min(flown, default=self._state.link_s)
             if self.index == 0:
                 self._shared.on_reading(reading, all_reduce.round)
         return all_reduce
 
     def _tell_non_finite(self, reading: MetadataReading, *, round_number: int) -> None:
         """Say whose payload was left out; all ranks read the same metadata, so all do alike."""
-        names = [self._shared.name_of(tensor) for tensor in self.tensors()]
-        left_out = {slot: names[int(n) - 1] for slot, n in enumerate(reading.non_finite) if n}
-        if not left_out:
+        if not any(reading.non_finite):
             return
+        names = list(self.tensor_names().values())
+        left_out = {slot: names[int(n) - 1] for slot, n in enumerate(reading.non_finite) if n}
         self._shared.meter.left_out_payloads += len(left_out)
         who = ", ".join(f"rank {slot} in {name}" for slot, name in left_out.items())
         message = f"not-a-number or infinity in round {round_number}: {who}"

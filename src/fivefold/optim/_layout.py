@@ -98,9 +98,10 @@ def late_fragment(
     """Make a fragment of parameters that joined late, whose rounds end with the first one's."""
     rule, worker = context.rule, context.worker
     share = RowShare() if worker is None else worker.share
-    left = first.tau - first.steps_in_round
+    left = first.steps_left
     kind = GradientFragment if rule.merge == "gradients" else Fragment
     schedule = _schedule(rule, tau=first.tau, first_round_steps=left)
+    schedule.merge_after = first.merge_after
     schedule.total_steps = first.total_steps
     return kind(
         index,
@@ -231,6 +232,13 @@ def outer_state_bytes(
 def may_lose(transport: Transport) -> bool:
     """Return whether all-reduces of a transport may be lost, so that their work must be kept."""
     return bool(getattr(transport, "may_lose", False))
+
+
+def rule_for(rule: OuterRule, model: torch.nn.Module, transport: Transport) -> OuterRule:
+    """Return the rule with what it leaves to the model and the transport: its fragments."""
+    trainable = [p for p in dict.fromkeys(model.parameters()) if p.requires_grad]
+    num_bytes = 0 if may_lose(transport) else sum(p.numel() * p.element_size() for p in trainable)
+    return rule.for_model(tensors=len(trainable), num_bytes=num_bytes)
 
 
 def find_worker(

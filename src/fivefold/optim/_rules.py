@@ -25,12 +25,15 @@ References:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar, Literal, Self
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._staleness import GapPenalty, NoPenalty, StalenessPenalty, named_penalty
 from fivefold.optim.auto_tau import AutoTau, named_auto_tau
+
+_MOST_FRAGMENTS = 8
+_LEAST_FRAGMENT_BYTES = 1 << 20  # of smaller messages the latency counts more than the rate
 
 MergeKind = Literal["replace", "pull", "correct", "eager", "hand over", "gradients"]
 
@@ -107,8 +110,8 @@ class OuterRule:
     def _check_tau(self) -> None:
         if isinstance(self.tau, (str, AutoTau)):
             object.__setattr__(self, "tau", named_auto_tau(self.tau))
-            if not self.delayed or self.num_fragments > 1:
-                message = f'tau="auto" needs a rule that hides whole rounds; got {self.name}'
+            if not self.delayed:
+                message = f'tau="auto" needs a rule that hides its rounds; got {self.name}'
                 raise ConfigurationError(message, hint="use CO2, or give tau as a number")
         elif isinstance(self.tau, bool) or not isinstance(self.tau, int) or self.tau < 1:
             message = f"tau must be a positive integer, the local steps per round; got {self.tau!r}"
@@ -177,6 +180,16 @@ class OuterRule:
         """Return whether replicas differ between boundaries even without local steps."""
         return self.merge in {"pull", "correct"}
 
+    def for_model(self, *, tensors: int, num_bytes: int) -> Self:
+        """Return the rule with what it leaves to the model: the number of its fragments.
+
+        Args:
+            tensors: Trainable parameters.
+            num_bytes: Their size.
+        """
+        del tensors, num_bytes
+        return self
+
     @property
     def local_share(self) -> float:
         """Return s of the merge "pull"."""
@@ -209,16 +222,23 @@ def _require_between(name: str, value: object, *, most: int) -> None:
 class _InFragments(OuterRule):
     """A rule whose fragments take turns: each is sent and merged at moments of its own."""
 
-    fragments: int = 1
+    fragments: int | None = None
     delay_steps: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.fragments is None and self.delay_steps is not None:
+            object.__setattr__(self, "fragments", 1)
+        if self.fragments is None:
+            return
         tau = self.first_tau
         _require_between("fragments", self.fragments, most=tau)
+        if self.auto_tau is not None and self.auto_tau.balance and self.fragments > 1:
+            message = "with balance=True ranks are at different steps, and fragments cannot be sent"
+            raise ConfigurationError(message, hint="use fragments=1, or balance=False")
         if self.delay_steps is not None:
             if self.auto_tau is not None:
-                message = f'tau="auto" hides whole rounds; got delay_steps={self.delay_steps}'
+                message = f'tau="auto" chooses the delay too; got delay_steps={self.delay_steps}'
                 raise ConfigurationError(message, hint="leave it out, or give tau as a number")
             _require_between("delay_steps", self.delay_steps, most=tau)
         elif self.fragments > 1:
@@ -227,9 +247,24 @@ class _InFragments(OuterRule):
             object.__setattr__(self, "delay_steps", None)
 
     @property
+    def first_tau(self) -> int:
+        """Local steps of the first round: with tau="auto" the same for each fragment's delay."""
+        if isinstance(self.tau, AutoTau) and self.fragments:
+            return self.fragments * max(1, self.tau.initial // self.fragments)
+        return super().first_tau
+
+    @property
     def num_fragments(self) -> int:
         """Parts of the model that are synchronised at moments of their own."""
-        return self.fragments
+        return self.fragments or 1
+
+    def for_model(self, *, tensors: int, num_bytes: int) -> Self:
+        """Return the rule with up to 8 fragments, none of them smaller than 1 MiB."""
+        if self.fragments is not None:
+            return self
+        uneven = self.auto_tau is not None and self.auto_tau.balance
+        most = 1 if uneven else min(_MOST_FRAGMENTS, super().first_tau, tensors)
+        return replace(self, fragments=max(1, min(most, num_bytes // _LEAST_FRAGMENT_BYTES)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +340,8 @@ class DelayCorrected(_InFragments):
 
     Args:
         tau: Local steps per round: between two launches of one fragment.
-        fragments: Number of parts, at most tau; 1 sends the whole model at once.
+        fragments: Number of parts, at most tau; 1 sends the whole model at once. None for up to 8,
+            as many as leave each at least 1 MiB, and 1 where workers come and go.
         delay_steps: Local steps between launch and merge, 1 to tau; None for tau // fragments.
 
     Raises:
@@ -443,7 +479,7 @@ class StreamingDiLoCo(_InFragments):
         tau: Local steps between two launches of one fragment.
         outer_lr: alpha.
         outer_momentum: beta.
-        fragments: Number of parts, at most tau.
+        fragments: Number of parts, at most tau; None as for ``DelayCorrected``.
         delay_steps: Local steps between launch and merge, 1 to tau; None for tau // fragments.
         keep: Share of the local parameters in the merge, in (0, 1); 0.5 in the paper. 0
             would throw away what was done during the all-reduce.
@@ -467,7 +503,7 @@ class StreamingDiLoCo(_InFragments):
 
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    fragments: int = 4
+    fragments: int | None = 4
     keep: float = 0.5
 
     def __post_init__(self) -> None:

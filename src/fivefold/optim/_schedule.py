@@ -43,6 +43,9 @@ class ScheduleState(TypedDict):
     filling: int
     total_steps: int
     in_flight_round: int
+    ends_at: int
+    delay_steps: int
+    steps_to_skip: int
 
 
 class RoundSchedule:
@@ -62,7 +65,7 @@ class RoundSchedule:
     ) -> None:
         self.tau = tau
         self.delayed = delayed
-        self._delay_steps = delay_steps
+        self.merge_after = delay_steps
         self._first_round_synchronous = first_round_synchronous
         self._always_sends = always_sends
         # Steps up to the one number and after the other are rounds of their own.
@@ -72,6 +75,7 @@ class RoundSchedule:
         # A shorter first round is a whole one that began before the first step.
         self._steps_to_skip = 0 if first_round_steps is None else tau - first_round_steps
         self.ended_steps = 0
+        self._ends_at = tau  # steps of the present round
         self._fill()
         self.total_steps = 0
         self.in_flight_round: int | None = None
@@ -81,6 +85,26 @@ class RoundSchedule:
         """Local steps that have been done since the last launch."""
         return self.steps_in_round - self._skipped_steps
 
+    @property
+    def delay_steps(self) -> int:
+        """Local steps between a launch and its merge; 0 where it is waited for at once."""
+        return (self.merge_after or self.tau) if self.delayed else 0
+
+    @property
+    def steps_left(self) -> int:
+        """Local steps until the present round ends."""
+        return self._ends_at - self.steps_in_round
+
+    def retune(self, tau: int, *, delay_steps: int | None) -> None:
+        """Make rounds longer or shorter, the present one in proportion to what is left of it.
+
+        So fragments that take turns evenly over a round still do.
+        """
+        left = max(1, -(-self.steps_left * tau // self.tau))
+        self._ends_at = self.steps_in_round + left
+        self._steps_to_skip = self._steps_to_skip * tau // self.tau
+        self.tau, self.merge_after = tau, delay_steps
+
     def step(self) -> Boundary | None:
         """Count one local step; return what is to be done after it, or None."""
         self.steps_in_round += 1
@@ -89,9 +113,9 @@ class RoundSchedule:
             return self._end_round(wait=True, drains=True, exact=True)
         if self.total_steps == self._synchronous_from:
             return self.drain()
-        if self.steps_in_round < self.tau:
-            due = self.in_flight_round is not None and self.steps_in_round == self._delay_steps
-            return self._arrive() if due else None
+        if self.steps_in_round < self._ends_at:
+            late = self.merge_after is not None and self.steps_in_round >= self.merge_after
+            return self._arrive() if late and self.in_flight_round is not None else None
         synchronous = not self.delayed or (self._first_round_synchronous and self._filling)
         return self._end_round(wait=synchronous, drains=False)
 
@@ -109,6 +133,7 @@ class RoundSchedule:
         self._filling = True
         self._skipped_steps = self._steps_to_skip
         self.steps_in_round = self._skipped_steps
+        self._ends_at = self.tau
 
     def _arrive(self, *, drains: bool = False) -> Boundary:
         boundary = Boundary(arriving_round=self.in_flight_round, launched_round=None, drains=drains)
@@ -133,6 +158,7 @@ class RoundSchedule:
         else:
             self._filling = False
             self.steps_in_round = self._skipped_steps = 0
+            self._ends_at = self.tau
         return boundary
 
     def state(self) -> ScheduleState:
@@ -146,6 +172,9 @@ class RoundSchedule:
             filling=int(self._filling),
             total_steps=self.total_steps,
             in_flight_round=in_flight,
+            ends_at=self._ends_at,
+            delay_steps=-1 if self.merge_after is None else self.merge_after,
+            steps_to_skip=self._steps_to_skip,
         )
 
     def restore(self, state: ScheduleState) -> None:
@@ -158,3 +187,6 @@ class RoundSchedule:
         self.total_steps = state["total_steps"]
         in_flight = state["in_flight_round"]
         self.in_flight_round = None if in_flight < 0 else in_flight
+        self._ends_at = state["ends_at"]
+        self.merge_after = None if state["delay_steps"] < 0 else state["delay_steps"]
+        self._steps_to_skip = state["steps_to_skip"]

@@ -38,7 +38,6 @@ _NORMS = ("last_move", "last_delta")
 class StateForm:
     """How one rank's state is written by parameter, and read again."""
 
-    model: torch.nn.Module
     fragments: list[Fragment]
     worker: WorkerGroup | None
     index: int
@@ -160,8 +159,10 @@ class StateForm:
         return part.shape
 
     def _names(self) -> dict[int, str]:
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {id(tensor): name for name, tensor in named}
+        names: dict[int, str] = {}
+        for fragment in self.fragments:
+            names |= fragment.tensor_names()
+        return names
 
     # -- numbers ----------------------------------------------------------------------------------
 

@@ -185,6 +185,7 @@ class OuterState:
         weight: Weight of the local steps since the last launch; None where none was given.
         usual_norm: Moving average of the norms of all ranks' payloads.
         norm_rounds: Rounds that are in it.
+        link_s: Shortest of the ranks' seconds for the last all-reduce that is known.
     """
 
     gap_reference: float | None = None
@@ -197,6 +198,7 @@ class OuterState:
     weight: float | None = None
     usual_norm: float = 0.0
     norm_rounds: int = 0
+    link_s: float = 0.0
 
     def follow_norms(self, norms: Sequence[float], *, most_times: float) -> None:
         """Take in what all ranks sent; an outlying norm counts as the largest that is not.
@@ -238,9 +240,12 @@ def settings(rule: OuterRule, *, fragments: int, codec: str) -> dict[str, Any]:
 
 def require_same(saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Check that a saved state belongs to this engine."""
-    for key, value in current.items():
-        if saved.get(key) != value:
-            message = f"the saved outer state has {key}={saved.get(key)!r}, this run has {value!r}"
+    for key in current | saved:
+        if saved.get(key) != current.get(key):
+            message = (
+                f"the saved outer state has {key}={saved.get(key)!r}, this run has "
+                f"{current.get(key)!r}"
+            )
             hint = "resume with the same rule, or load the model alone into a new OuterSync"
             raise ConfigurationError(message, hint=hint)
 
@@ -335,7 +340,7 @@ class FragmentState:
         self._in_flight: InAllReduce | None = None
         self._round_began_s: float | None = None
         self._waited_before_s = 0.0
-        device = groups[0].anchor.device
+        device = [*groups, *averaged][0].anchor.device
         self._metadata = Metadata(context.transport.world_size, device=device)
         self._side: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -346,7 +351,7 @@ class FragmentState:
         self._untold = 0  # of a lost all-reduce: others still have to be told
         self._others_lr: float | None = None
         self._optimizer: OuterOptimizerStep | None = None
-        if isinstance(context.rule, OuterOptimizer):
+        if isinstance(context.rule, OuterOptimizer) and groups:
             self._optimizer = OuterOptimizerStep(context.rule, self._outer_parameters())
         context.transport.prepare(self._payloads(), fragment=index)
 
@@ -365,6 +370,10 @@ class FragmentState:
         """Yield the live tensors."""
         for group in [*self.groups, *self.averaged]:
             yield from group.tensors
+
+    def tensor_names(self) -> dict[int, str]:
+        """Return the names of the live tensors, by their identity."""
+        return {id(tensor): self._shared.name_of(tensor) for tensor in self.tensors()}
 
     def _outer_parameters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for group in self.groups:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._delayed_gradients import DelayedGradients, GradientHooks
+from fivefold.optim._fragment import Fragment
 from fivefold.optim._layout import (
     LateParameters,
     as_optimizers,
@@ -34,8 +35,10 @@ from fivefold.optim._layout import (
     require_outlier_factor,
     require_same_names,
     require_usable,
+    rule_for,
     state_extras,
 )
+from fivefold.optim._optimizer_states import state_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import local_tensor, reshard
@@ -86,11 +89,14 @@ class OuterSync:
             for all. A group of the same ranks is made for the engine alone.
         shard_group: Ranks that act as one worker and hold the same parameters; None where a worker
             is one rank, or where the parameters say it themselves.
-        codec: How payloads travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", or a
-            codec object; what a codec loses is sent with the next round (error feedback).
+        codec: How payloads travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", "topk",
+            or a codec object; what a codec loses is sent with the next round (error feedback).
         outer_device: "same" keeps the outer state beside the parameters, "cpu" in the host's memory
             (pinned), from where it is also sent: with parameters on a GPU the process group then
             needs a backend for CPU tensors, such as ``init_process_group("cpu:gloo,cuda:nccl")``.
+        average_states: States of the inner optimizer that are averaged too, each with the number
+            of rounds between two means, for example ``{"exp_avg": 3, "exp_avg_sq": 6,
+            "momentum_buffer": 3}``; None for none. They travel as the parameters do.
         timeout_s: Longest wait for a peer, in seconds.
         check_every_rounds: Every so many rounds a hash of the anchor travels with the payload
             and all ranks compare; 0 for never.
@@ -107,7 +113,7 @@ class OuterSync:
         CommunicationError: A peer ended or the network failed.
 
     References:
-        Sun et al., ICLR 2024, arXiv 2401.16265.
+        Sun et al., ICLR 2024, arXiv 2401.16265. Averaged states: DES-LOC, arXiv 2505.22549.
 
     Examples:
         >>> from fivefold.optim import CO2
@@ -137,6 +143,7 @@ class OuterSync:
         shard_group: dist.ProcessGroup | DeviceMesh | None = None,
         codec: str | Codec = "fp32",
         outer_device: Literal["same", "cpu"] = "same",
+        average_states: Mapping[str, int] | None = None,
         timeout_s: float = 600.0,
         check_every_rounds: int = 16,
         outlier_factor: float | None = None,
@@ -145,18 +152,20 @@ class OuterSync:
         self._optimizers = as_optimizers(optimizer)
         require_usable(model, timeout_s, check_every_rounds)
         reshard(model)
-        self._rule = rule
         self._model = model
         self._transport = transport or ProcessGroupTransport(
             process_group, timeout_s=timeout_s, codec=codec
         )
+        self._rule = rule = rule_for(rule, model, self._transport)
         self._codec = "fp32" if transport is not None else str(codec)
         self._check_every_rounds = check_every_rounds
         self._meter = StatisticsMeter()
         self._stability = StabilityWatch(rule)
         self._tau: TauController | None = None
         if rule.auto_tau is not None:
-            self._tau = TauController(rule.auto_tau, self._transport.world_size)
+            self._tau = TauController(
+                rule.auto_tau, self._transport.world_size, fragments=rule.num_fragments
+            )
         self._steps = 0
         self._weighted: bool | None = None
         self._worker = find_worker(
@@ -184,6 +193,13 @@ class OuterSync:
         self._gradients: GradientHooks | None = None
         if isinstance(rule, DelayedGradients):
             self._gradients = GradientHooks(rule, self._optimizers, self._fragments)
+        self._averaged_states = dict(sorted((average_states or {}).items()))
+        self._states = state_fragments(
+            average_states,
+            self._optimizers,
+            context=self._context,
+            may_lose=may_lose(self._transport),
+        )
         self._start_equal(model)
 
     def step(self, weight: float | None = None) -> None:
@@ -210,7 +226,7 @@ class OuterSync:
         self._steps += 1
         if self._gradients is not None:
             self._gradients.complete()
-        counted = [(fragment, fragment.count(weight)) for fragment in self._fragments]
+        counted = [(fragment, fragment.count(weight)) for fragment in self._all_fragments()]
         due = [(fragment, boundary) for fragment, boundary in counted if boundary is not None]
         if due:
             reshard(self._model)
@@ -237,7 +253,7 @@ class OuterSync:
         reshard(self._model)
         if self._gradients is not None:
             self._gradients.drain()
-        for fragment in self._fragments:
+        for fragment in self._all_fragments():
             boundary = fragment.schedule.drain()
             if boundary is not None:
                 fragment.run(boundary)
@@ -311,7 +327,7 @@ class OuterSync:
             tau_changes=0 if self._tau is None else self._tau.changes,
             rule=self._rule.name,
             fragments=self._rule.num_fragments,
-            delay_steps=(self._rule.delay_steps or schedule.tau) if self._rule.delayed else 0,
+            delay_steps=schedule.delay_steps,
             codec=self._codec,
         )
 
@@ -338,7 +354,7 @@ class OuterSync:
         """
         if self._gradients is not None:
             self._gradients.require_between_steps()
-        for fragment in self._fragments:
+        for fragment in self._all_fragments():
             fragment.land()
         return {
             "settings": self._settings(),
@@ -346,7 +362,7 @@ class OuterSync:
             "steps": self._steps,
             "meter": self._meter.state(),
             "tau": None if self._tau is None else self._tau.state(),
-            "fragments": {str(f.index): f.state_dict() for f in self._fragments},
+            "fragments": {str(f.index): f.state_dict() for f in self._all_fragments()},
             "transport": self._transport.state_dict(),
         }
 
@@ -367,22 +383,22 @@ class OuterSync:
             ConfigurationError: The state is of another rule or model.
         """
         require_same(state["settings"], self._settings())
-        for fragment in self._fragments:
+        for fragment in self._all_fragments():
             fragment.land()  # nothing may write into what is restored
         self._steps, self._weighted = state["steps"], None
         self._meter.restore(state["meter"])
         if state["world_size"] != self._transport.world_size:
-            for fragment in self._fragments:
+            for fragment in self._all_fragments():
                 fragment.load_shared(state["fragments"][str(fragment.index)])
             if self._tau is not None:
                 tau = state["tau"]["tau"]
                 local_steps = [tau] * self._transport.world_size
                 self._tau.restore({**self._tau.state(), "tau": tau, "local_steps": local_steps})
-                self._fragments[0].schedule.tau = tau
+                self._follow_tau()
             return
         if self._tau is not None:
             self._tau.restore(state["tau"])
-        for fragment in self._fragments:
+        for fragment in self._all_fragments():
             fragment.load_state_dict(state["fragments"][str(fragment.index)])
         self._transport.load_state_dict(state["transport"])
 
@@ -421,8 +437,7 @@ class OuterSync:
 
     def _form(self) -> StateForm:
         return StateForm(
-            model=self._model,
-            fragments=self._fragments,
+            fragments=self._all_fragments(),
             worker=self._worker,
             index=self._transport.rank,
             num_workers=self._transport.world_size,
@@ -466,11 +481,15 @@ class OuterSync:
             fragment.load_shared(state["fragments"][str(fragment.index)])
         if self._tau is not None:
             self._tau.restore(state["tau"])
-            self._fragments[0].schedule.tau = self._tau.local_tau(self._transport.rank)
+            self._follow_tau()
         if state["launching"] >= 0:
             self._fragments[0].take_part(state["launching"], unit=state["unit"])
 
     # -- small helpers ----------------------------------------------------------------------------
+
+    def _all_fragments(self) -> list[Fragment]:
+        """Return the parameters' fragments and then the optimizer states'."""
+        return [*self._fragments, *self._states]
 
     def _look_for_late(self) -> dict[str, torch.Tensor]:
         """Return trainable parameters that are not known yet."""
@@ -485,7 +504,7 @@ class OuterSync:
     @torch.no_grad()
     def _begin_again(self) -> None:
         """Go on from the anchor, with 0 for what is not finite in the inner optimizer's state."""
-        for fragment in self._fragments:
+        for fragment in self._all_fragments():
             fragment.begin()
         states = (e for optimizer in self._optimizers for e in optimizer.state.values())
         for value in (value for entries in states for value in entries.values()):
@@ -507,6 +526,9 @@ class OuterSync:
         if self._tau is None or not reading.fits(self._transport.world_size):
             return
         step_s, all_reduce_s = reading.step_s, reading.all_reduce_s
+        if len(self._fragments) > 1:  # each must fit behind the delay
+            slowest_s = max(fragment.link_s for fragment in self._fragments)
+            all_reduce_s = [slowest_s] * len(all_reduce_s)
         if self._worker is not None:  # its ranks see other readings, and must decide alike
             seen = self._worker.gather([*step_s, *all_reduce_s])
             slowest = [max(column) for column in zip(*seen, strict=True)]
@@ -514,8 +536,14 @@ class OuterSync:
         decision = self._tau.observe(step_s, all_reduce_s, round_number=round_number)
         if decision is not None:
             _LOG.info("%s", decision)
-        for fragment in self._fragments:  # more than one only where parameters joined late
-            fragment.schedule.tau = self._tau.local_tau(self._transport.rank)
+            self._follow_tau()
+
+    def _follow_tau(self) -> None:
+        assert self._tau is not None, "callers looked"
+        tau = self._tau.local_tau(self._transport.rank)
+        for fragment in self._fragments:
+            if fragment.schedule.tau != tau:
+                fragment.schedule.retune(tau, delay_steps=self._tau.delay_steps)
 
     @torch.no_grad()
     def _start_equal(self, model: torch.nn.Module) -> None:
@@ -526,16 +554,18 @@ class OuterSync:
             "check": self._check_every_rounds,
             "outlier_factor": self._context.outlier_factor,
             "place within its worker": place,
+            "average_states": self._averaged_states,
         }
         require_equal_settings(self._transport, mine)
-        anchors = [anchor for fragment in self._fragments for anchor in fragment.anchors]
+        anchors = [anchor for fragment in self._all_fragments() for anchor in fragment.anchors]
         fixed = [local_tensor(tensor) for tensor in fixed_tensors(model)]
         self._transport.broadcast([*anchors, *fixed])
-        for fragment in self._fragments:
+        for fragment in self._all_fragments():
             fragment.begin()
 
     def _settings(self) -> dict[str, Any]:
-        return settings(self._rule, fragments=len(self._fragments), codec=self._codec)
+        found = settings(self._rule, fragments=len(self._fragments), codec=self._codec)
+        return found | ({"average_states": self._averaged_states} if self._states else {})
 
     def _inner_lr(self) -> float:
         lr = float(self._optimizers[0].param_groups[0]["lr"])

@@ -35,7 +35,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
 from fivefold.errors import ConfigurationError
@@ -160,10 +160,17 @@ class _Need:
 class TauController:
     """Turns measured step and all-reduce times into tau, in the same way on every rank."""
 
-    def __init__(self, settings: AutoTau, world_size: int) -> None:
+    def __init__(self, settings: AutoTau, world_size: int, *, fragments: int = 1) -> None:
         if world_size < 1:
             raise ConfigurationError(f"world_size must be positive; got {world_size!r}")
-        self.settings = settings
+        # With fragments it is the delay of one of them that is decided, a fraction of a round.
+        self.fragments = fragments
+        self.settings = settings = replace(
+            settings,
+            initial=max(1, settings.initial // fragments),
+            minimum=-(-settings.minimum // fragments),
+            maximum=max(1, settings.maximum // fragments),
+        )
         self.world_size = world_size
         self.changes = 0
         self._tau = settings.initial
@@ -179,7 +186,12 @@ class TauController:
     @property
     def tau(self) -> int:
         """Local steps of the coming round; with ``balance`` those of the fastest rank."""
-        return self._tau
+        return self._tau * self.fragments
+
+    @property
+    def delay_steps(self) -> int | None:
+        """Local steps between launch and merge of a fragment; None for a whole round."""
+        return self._tau if self.fragments > 1 else None
 
     @property
     def decisions(self) -> tuple[TauDecision, ...]:
@@ -193,7 +205,7 @@ class TauController:
 
     def local_tau(self, rank: int) -> int:
         """Local steps of this rank in the coming round; ``tau`` unless ``balance`` is on."""
-        return self._balance.steps[rank] if self.settings.balance else self._tau
+        return self._balance.steps[rank] if self.settings.balance else self.tau
 
     def observe(
         self, step_s: Sequence[float], all_reduce_s: Sequence[float], *, round_number: int
@@ -211,7 +223,7 @@ class TauController:
         need = self._need(times)
         if need is None:
             return None
-        previous = self._tau
+        previous = self.tau
         reason = self._move(need)
         if self.settings.balance:
             moved = self._balance.update(times, tau=self._tau, at_once=reason is not None)
@@ -221,13 +233,13 @@ class TauController:
         decision = TauDecision(
             round=round_number,
             previous=previous,
-            tau=self._tau,
+            tau=self.tau,
             step_s=need.step_s,
             all_reduce_s=need.all_reduce_s,
             reason=reason,
         )
         self._decisions.append(decision)
-        self.changes += self._tau != previous
+        self.changes += self.tau != previous
         return decision
 
     def state(self) -> TauState:
@@ -364,7 +376,8 @@ class TauDecision:
         tau: tau from now on.
         step_s: Compute seconds of one step of tau: of the slowest rank, or with ``balance`` of
             the fastest.
-        all_reduce_s: Seconds that the network needs for one round's communication.
+        all_reduce_s: Seconds that the network needs for one round's communication; with fragments
+            for the largest of them, which has tau / fragments steps to hide behind.
         reason: "exposed": the communication took longer than the round. "margin": it fitted, but
             without the margin. "slack": fewer steps hide it too. "balance": only the local steps
             of some ranks changed.

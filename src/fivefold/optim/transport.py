@@ -129,7 +129,7 @@ class ProcessGroupTransport:
             for all. Only its membership is used.
         timeout_s: Longest wait for a collective, in seconds.
         codec: How payloads are written on the wire: ``"fp32"`` (every data type as it is),
-            ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, or a codec.
+            ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"topk"``, or a codec.
         bucket_bytes: Payloads are sent in parts of at most this size.
 
     Raises:

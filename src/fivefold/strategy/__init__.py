@@ -12,8 +12,9 @@ from fivefold.strategy._launchers import (
 )
 from fivefold.strategy._search import PlanSearchResult, search_plans
 from fivefold.strategy._space import SearchSpace
-from fivefold.strategy.cluster import Cluster, load_cluster, named_clusters
-from fivefold.strategy.cost import PlanPrediction, evaluate_plan
+from fivefold.strategy.cluster import Cluster, load_cluster, named_clusters, named_stacks
+from fivefold.strategy.cost import PlanPrediction, anchored, evaluate_plan
+from fivefold.strategy.intervals import ErrorBar, error_bar
 from fivefold.strategy.job import Job, load_job, plan_to_toml
 from fivefold.strategy.model import LatentAttention, MixtureOfExperts, ModelSpec
 from fivefold.strategy.plan import ParallelPlan
@@ -22,6 +23,7 @@ from fivefold.strategy.presets import load_model, named_models
 __all__ = [
     "TARGETS",
     "Cluster",
+    "ErrorBar",
     "Job",
     "LatentAttention",
     "MixtureOfExperts",
@@ -30,7 +32,9 @@ __all__ = [
     "PlanPrediction",
     "PlanSearchResult",
     "SearchSpace",
+    "anchored",
     "device_mesh",
+    "error_bar",
     "evaluate_plan",
     "load_cluster",
     "load_job",
@@ -39,6 +43,7 @@ __all__ = [
     "megatron_script",
     "named_clusters",
     "named_models",
+    "named_stacks",
     "plan_to_toml",
     "search_plans",
     "space_of_target",

@@ -5,6 +5,7 @@ Layers are looked up: the few hundred that differ are computed by ``_layer``.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, fields
 from typing import Any
@@ -23,7 +24,8 @@ from fivefold.strategy.plan import PlanTable, decode
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 _COSTS = tuple(field.name for field in fields(LayerCost))
-_KEYED = ("micro_batch", "sequence_parallel", "regather", "recompute", "tensor_overlap", "dtype")
+_KEYED = ("micro_batch", "sequence_parallel", "regather", "recompute", "tensor_overlap", "dtype",
+          "expert_tensor")  # fmt: skip
 
 
 @dataclass
@@ -37,6 +39,11 @@ class Columns:
 
     def __post_init__(self) -> None:
         t = self.table
+        # Multi-token prediction is a further layer, and the head once more, for each token.
+        self.losses = 1 + self.model.predicted_tokens
+        if self.model.predicted_tokens:
+            layers = self.model.num_layers + self.model.predicted_tokens
+            self.model = dataclasses.replace(self.model, num_layers=layers, predicted_tokens=0)
         self.num_gpus: Ints = t.data * t.tensor * t.pipeline * t.context
         self.replicas: Ints = t.data * t.context
         self.shards: Ints = np.where(t.shard == 0, self.replicas, t.shard)
@@ -46,8 +53,13 @@ class Columns:
         self.layer_stride: Ints = np.where(t.context * t.expert > 1, self.data_stride, 0)
         self.pipe_stride: Ints = np.where(tcdp, t.tensor * self.replicas, t.tensor)
         self.micro_batches: Ints = t.global_batch // (t.data * t.micro_batch)
-        self.expert_replicas: Ints = np.maximum(self.replicas // t.expert, 1)
-        self.expert_shards: Floats = np.maximum(self.shards / t.expert, 1.0)
+        # Experts that tensor ranks do not split lie on neighbours, tensor ranks included.
+        self.own_experts = t.expert_tensor == 1
+        widened = np.where(self.own_experts, t.tensor, 1)
+        self.expert_split: Ints = np.where(self.own_experts, 1, t.tensor)
+        self.expert_stride: Ints = np.where(self.own_experts, 1, self.data_stride)
+        self.expert_replicas: Ints = np.maximum(self.replicas * widened // t.expert, 1)
+        self.expert_shards: Floats = np.maximum(self.shards * widened / t.expert, 1.0)
         self._parameters: dict[int, tuple[Floats, Floats]] = {}
         self.counts = stage_layers(
             self.model.num_layers, t.pipeline, embedding_layers=t.embedding_layers == 1
@@ -64,12 +76,27 @@ class Columns:
     @functools.cached_property
     def layer(self) -> dict[str, Floats]:
         """Costs of the mean layer, as ``LayerCost`` names them."""
-        return self._costs[0]
+        layer = self._costs[0]
+        share = self.share_of_layers("recompute_layers")
+        if (share == 1.0).all() or not self.table.columns["recompute"].any():
+            return layer
+        # Some layers of a stage store what the others compute again.
+        storing = dict(self.table.columns)
+        storing["recompute"] = np.zeros_like(storing["recompute"])
+        stored = Columns(self.model, self.device, self.fabric, PlanTable(storing)).layer
+        blend = {name: share * layer[name] + (1 - share) * stored[name] for name in _COSTS}
+        return {**blend, "working_bytes": layer["working_bytes"]}
+
+    def share_of_layers(self, name: str) -> Floats:
+        """Share of a stage's layers that a number of layers is; 0 stands for all."""
+        chosen = self.table.columns[name]
+        each = np.maximum(self.model.num_layers / self.table.pipeline, 1.0)
+        return np.where(chosen == 0, 1.0, np.minimum(chosen / each, 1.0))
 
     @functools.cached_property
     def head(self) -> dict[str, Floats]:
-        """Costs of the head."""
-        return self._costs[1]
+        """Costs of the head, for every token that is predicted."""
+        return {name: self.losses * cost for name, cost in self._costs[1].items()}
 
     @functools.cached_property
     def _costs(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
@@ -79,7 +106,7 @@ class Columns:
         _, place_id = np.unique(place, return_inverse=True)
         ranks, ranks_id = np.unique(self.num_gpus, return_inverse=True)
         key = place_id.astype(np.int64) * len(ranks) + ranks_id
-        for name, size in zip(_KEYED, (2**14, 2, 2, 4, 4, 4), strict=True):
+        for name, size in zip(_KEYED, (2**14, 2, 2, 4, 4, 8, 2), strict=True):
             key = key * size + t.columns[name]
         _, first, index = np.unique(key, return_index=True, return_inverse=True)
         costs, heads = [], []
@@ -108,7 +135,9 @@ class Columns:
             + share * model.unrouted_parameters
         )
         kept = self.counts[stage] * (split / t.tensor + model.norm_parameters)
-        routed = self.counts[stage] * share * model.routed_parameters / (t.tensor * t.expert)
+        routed = (
+            self.counts[stage] * share * model.routed_parameters / (self.expert_split * t.expert)
+        )
         copy = np.where((t.pipeline > 1) & model.tied, model.vocab * model.hidden, 0)
         head = (model.head_parameters + copy) / t.tensor
         embedding = model.embedding_parameters / t.tensor

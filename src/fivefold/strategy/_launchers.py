@@ -141,7 +141,8 @@ def megatron_flags(model: ModelSpec, plan: ParallelPlan) -> list[str]:
         (['--tensor-model-parallel-size', '8'], True)
     """
     _refuse(_megatron_problems(model, plan), "Megatron-LM has no flags for this plan")
-    return [*_megatron_split(plan, model), *_megatron_memory(plan), *_megatron_model(model)]
+    split = _megatron_split(plan, model)
+    return [*split, *_megatron_memory(plan, split), *_megatron_model(model)]
 
 
 def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int) -> str:
@@ -215,6 +216,12 @@ def _megatron_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
             plan.schedule == "interleaved" and plan.pipeline == 2 and not plan.pipeline_overlap
         ),
         "latent attention": model.latent is not None,
+        "selective recomputation of some layers only": (
+            plan.recompute == "selective" and plan.recompute_layers is not None
+        ),
+        "sliding windows, clamped gates or multi-token prediction": bool(
+            model.window or model.clamped or model.predicted_tokens
+        ),
         "experts split by tensor and expert parallelism without sequence parallelism": (
             plan.expert > 1 and plan.tensor > 1 and not plan.sequence_parallel
         ),
@@ -236,10 +243,11 @@ def _megatron_split(plan: ParallelPlan, model: ModelSpec) -> list[str]:
         *("--global-batch-size", str(plan.global_batch)),
     ]
     if plan.schedule == "interleaved":
-        layers = model.num_layers // (plan.pipeline * plan.virtual)
-        flags += ["--num-layers-per-virtual-pipeline-stage", str(layers)]
+        flags += _megatron_chunks(plan, model)
         if not plan.pipeline_overlap:
             flags.append("--no-overlap-p2p-communication")
+    if plan.expert_tensor is not None:
+        flags += ["--expert-tensor-parallel-size", str(plan.expert_tensor)]
     if plan.order == "tcpd":
         flags += ["--use-tp-pp-dp-mapping"]
     if plan.sequence_parallel:
@@ -255,20 +263,41 @@ def _megatron_split(plan: ParallelPlan, model: ModelSpec) -> list[str]:
     return flags
 
 
-def _megatron_memory(plan: ParallelPlan) -> list[str]:
+def _megatron_chunks(plan: ParallelPlan, model: ModelSpec) -> list[str]:
+    """Layers of each chunk of the interleaved schedule, named one by one where they differ."""
+    chunks, ends = plan.pipeline * plan.virtual, 2 * plan.embedding_layers
+    each, rest = divmod(model.num_layers + ends, chunks)
+    if not rest:
+        return ["--num-layers-per-virtual-pipeline-stage", str(each)]
+    # Chunks behind the first take what is left over, for the outer ones hold embedding and loss.
+    sizes = [each + (1 <= chunk <= rest) for chunk in range(chunks)]
+    sizes[0] -= ends // 2
+    sizes[-1] -= ends // 2
+    parts = ["t" * size for size in sizes]
+    return ["--pipeline-model-parallel-layout", f"E{'|'.join(parts)}L"]
+
+
+def _megatron_memory(plan: ParallelPlan, split: list[str]) -> list[str]:
     flags = ["--use-distributed-optimizer"] if plan.zero else []
     if plan.offload_optimizer:
         flags += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
     if plan.recompute == "selective":
         flags += ["--recompute-granularity", "selective"]
     elif plan.recompute == "full":
-        flags += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
-        flags += ["--recompute-num-layers", "1"]
-    if plan.embedding_layers:
+        method = "uniform" if plan.recompute_layers is None else "block"
+        flags += ["--recompute-granularity", "full", "--recompute-method", method]
+        # Of a block, so many layers of each chunk recompute.
+        count = 1 if plan.recompute_layers is None else -(-plan.recompute_layers // plan.virtual)
+        flags += ["--recompute-num-layers", str(count)]
+    if plan.embedding_layers and "--pipeline-model-parallel-layout" not in split:
         flags += ["--account-for-embedding-in-pipeline-split"]
         flags += ["--account-for-loss-in-pipeline-split"]
     # Parameters stay 16 bits wide under FP8: without --bf16 they would be 32.
-    types = {"bf16": ["--bf16"], "fp8": ["--bf16", "--fp8-format", "hybrid"], "fp32": []}
+    types = {
+        "bf16": ["--bf16"], "fp32": [], "fp8": ["--bf16", "--fp8-format", "hybrid"],
+        "mxfp8": ["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"],
+        "nvfp4": ["--bf16", "--fp4-format", "e2m1"],
+    }  # fmt: skip
     return flags + types[plan.dtype]
 
 
@@ -396,6 +425,8 @@ def _torchtitan_problems(plan: ParallelPlan) -> dict[str, bool]:
             plan.pipeline > 1 and plan.pipeline_overlap and plan.schedule in WAITING_SCHEDULES
         ),
         "activations in host memory": plan.offload_activations,
+        "recomputation of some layers only": plan.recompute_layers is not None,
+        "experts that the tensor group does not split": plan.expert_tensor is not None,
         "weights and optimizer states go to host memory together or not at all, with ZeRO": any(
             moved
         )
@@ -557,6 +588,9 @@ def _trainer_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
         or plan.offload_optimizer,
         f"matrix products in {plan.dtype}": plan.dtype not in {"bf16", "fp32"},
         "latent attention": model.latent is not None,
+        "sliding windows, clamped gates or multi-token prediction": bool(
+            model.window or model.clamped or model.predicted_tokens
+        ),
         "heads of keys and values of their own number": model.kv_heads != model.num_heads,
         "heads of an odd or their own width": model.hidden % (2 * model.num_heads) != 0
         or (model.head_dim is not None and model.head_dim * model.num_heads != model.hidden),

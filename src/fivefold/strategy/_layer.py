@@ -6,6 +6,7 @@ costs are computed once each, here, and looked up by both evaluators.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -18,12 +19,15 @@ from fivefold.strategy._operators import (
     layer_operators,
     tokens_of,
 )
-from fivefold.strategy.cluster import DeviceSpec, gemm_time_s, memory_time_s
+from fivefold.strategy.cluster import MATRIX_BYTES, DeviceSpec, gemm_time_s, memory_time_s
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
 from fivefold.tasks.schedule import exposed_s
 
-_CAST_BYTES = 4.0
+_ALIGNED = 8
+_LOGIT_BYTES = 4.0
+NARROW = ("fp8", "mxfp8", "nvfp4")
+"""Types of products whose inputs are cast from 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,7 @@ class LayerKey:
     recompute: str
     tensor_overlap: str
     dtype: str
+    expert_tensor: int | None
 
     @classmethod
     def of(cls, plan: ParallelPlan) -> LayerKey:
@@ -52,14 +57,17 @@ class LayerKey:
             ranks=plan.num_gpus,
             sequence_parallel=plan.sequence_parallel, regather=plan.regather,
             recompute=plan.recompute, tensor_overlap=plan.tensor_overlap, dtype=plan.dtype,
+            expert_tensor=plan.expert_tensor,
         )  # fmt: skip
 
     def shape(self, device: DeviceSpec) -> LayerShape:
         """Return the GPU's share of a layer."""
         return LayerShape(
             micro_batch=self.micro_batch, tensor=self.tensor, context=self.context,
-            expert=self.expert, sequence_parallel=self.sequence_parallel,
+            expert=self.expert, expert_tensor=self.expert_tensor,
+            sequence_parallel=self.sequence_parallel,
             fused_attention=device.fused_attention, imbalance=device.expert_imbalance,
+            expert_passes=device.expert_passes,
         )  # fmt: skip
 
 
@@ -113,20 +121,52 @@ def layer_cost(
 ) -> LayerCost:  # fmt: skip
     """Cost of one layer."""
     operators = layer_operators(model, key.shape(device), expert_layer=expert_layer)
-    stored = sum(op.stored_bytes for op in operators)
-    scores = sum(op.stored_bytes for op in operators if op.scores)
+    stored = sum(_stored_bytes(op, device, key.dtype) for op in operators)
+    dropped = 0.0
+    if key.recompute == "selective":
+        dropped = sum(
+            _stored_bytes(op, device, key.dtype) for op in operators if _is_dropped(op, device)
+        )
     inputs = ELEMENT_BYTES * tokens_of(model, key.shape(device)) * model.hidden
-    kept = stored - (scores if key.recompute == "selective" else 0.0)
+    kept = stored - dropped
     if key.sequence_parallel and not key.regather:
         # Two inputs of column-parallel products are kept whole instead of gathered again.
         kept += 2 * inputs * (1 - 1 / key.tensor)
+    if key.recompute == "selective" and device.selective_products:
+        kept = min(
+            kept, _every_second_product(inputs / key.shape(device).sequence_split, operators)
+        )
+        dropped = stored - kept
     if key.recompute == "full":
-        split = key.tensor if key.sequence_parallel else 1
-        kept = inputs / split
+        kept = inputs / (key.tensor if key.sequence_parallel or device.splits_checkpoints else 1)
+        dropped = stored
     cost = _timed(device, fabric, key=key, operators=operators, causal=model.causal)
-    working = stored if key.recompute == "full" else scores * (key.recompute == "selective")
     fields = {name: getattr(cost, name) for name in cost.__dataclass_fields__}
-    return LayerCost(**{**fields, "stored_bytes": kept, "working_bytes": working})
+    return LayerCost(**{**fields, "stored_bytes": kept, "working_bytes": dropped})
+
+
+def _stored_bytes(op: Operator, device: DeviceSpec, dtype: str) -> float:
+    """What an operator keeps for backward: inputs of narrow products are kept narrow.
+
+    Attention keeps its own result in 16 bits, beside the narrow copy that its projection keeps.
+    """
+    if op.kind != "gemm" or op.name == "router" or dtype not in NARROW:
+        return op.stored_bytes
+    share = device.input_bytes_fp8 * MATRIX_BYTES[dtype] / ELEMENT_BYTES
+    return op.stored_bytes * (share + (1.0 if op.name == "attention projection" else 0.0))
+
+
+def _is_dropped(op: Operator, device: DeviceSpec) -> bool:
+    """Whether selective recomputation computes an operator's stored inputs again."""
+    drops = device.selective_drops.split()
+    return (op.scores and "scores" in drops) or op.after in drops
+
+
+def _every_second_product(input_bytes: float, operators: tuple[Operator, ...]) -> float:
+    """Bytes of a layer's input, of half of its products' outputs and of attention's output."""
+    outputs = sum(op.batch * op.m * op.n for op in operators if op.kind == "gemm")
+    attention = sum(op.m * op.k for op in operators if op.kind == "attention")
+    return input_bytes + ELEMENT_BYTES * (outputs / 2 + attention)
 
 
 def mean_layer_cost(
@@ -154,18 +194,37 @@ def head_cost(
     """Cost of the last norm, the head and the loss; they are never recomputed."""
     if model.stages:
         return LayerCost()
-    operators = head_operators(model, key.shape(device))
-    plain = LayerKey(**{**vars(key), "recompute": "none"})
+    operators = tuple(_loss_of(op, device) for op in head_operators(model, key.shape(device)))
+    # Recipes of narrow types leave the head in 16 bits.
+    dtype = "bf16" if key.dtype in NARROW else key.dtype
+    plain = LayerKey(**{**vars(key), "recompute": "none", "dtype": dtype})
     cost = _timed(device, fabric, key=plain, operators=operators, causal=model.causal)
     fields = {name: getattr(cost, name) for name in cost.__dataclass_fields__}
     return LayerCost(**{**fields, "stored_bytes": sum(op.stored_bytes for op in operators)})
+
+
+def _loss_of(op: Operator, device: DeviceSpec) -> Operator:
+    """The loss as the stack computes it; operators count 32-bit logits, kernel by kernel.
+
+    One fused kernel reads narrow logits twice and writes their gradient over them once.
+    """
+    if op.name != "loss":
+        return op
+    width = device.loss_bytes / _LOGIT_BYTES
+    stored = op.stored_bytes * width / device.loss_chunks
+    if device.loss_bytes >= _LOGIT_BYTES:
+        return dataclasses.replace(op, stored_bytes=stored)
+    logits = op.stored_bytes * width
+    return dataclasses.replace(
+        op, stored_bytes=stored, moved_bytes=3 * logits, backward_moved_bytes=2 * logits, kernels=2
+    )
 
 
 def _timed(
     device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...],
     causal: bool,
 ) -> LayerCost:  # fmt: skip
-    total, again = _Times(), 0.0
+    total, again, remade_s = _Times(), 0.0, 0.0
     products = _Times()
     for op in operators:
         times = _operator_times(device, op, dtype=key.dtype, causal=causal)
@@ -174,10 +233,15 @@ def _timed(
             products = products.plus(times)
         if op.scores or op.kind == "attention":
             again += times.forward_s
+        elif op.after and _is_dropped(op, device):
+            remade_s += memory_time_s(device, 2 * op.stored_bytes) + device.kernel_gap_s
+        if op.after == "expands" and "latent" in device.selective_drops:
+            remade_s += times.forward_s
     tensor = _tensor_times(device, fabric, key=key, operators=operators, products=products)
     context = _context_times(device, fabric, key=key, operators=operators, causal=causal)
-    exchange = _exchange_times(fabric, key=key, operators=operators)
-    floor_s = device.host_kernel_s * sum(op.kernels for op in operators)
+    exchange = _exchange_times(device, fabric, key=key, operators=operators)
+    floor_s = device.host_kernel_s * sum(op.kernels for op in operators if not op.grouped)
+    floor_s += sum(_grouped_host_s(op, device, key.dtype) for op in operators if op.grouped)
     sent = tensor.plus(context).plus(exchange)
     forward_s = max(total.forward_s + sent.forward_s, floor_s)
     skipped_s = 0.0
@@ -186,10 +250,10 @@ def _timed(
     whole_s = max(forward_s - skipped_s, floor_s * (key.recompute == "full"))
     recompute_s = {"none": 0.0, "selective": again, "full": whole_s}[key.recompute]
     if key.recompute == "selective":
-        fp8 = key.dtype == "fp8"
+        fp8 = key.dtype in NARROW
         share = device.selective_products_fp8 if fp8 else device.selective_products
         # Nothing of fused attention's scores is stored, so nothing of them is computed again.
-        recompute_s = again * (not device.fused_attention) + share * products.forward_s
+        recompute_s = again * (not device.fused_attention) + share * products.forward_s + remade_s
     repeated = 2.0 if key.recompute == "full" else 1.0
     backward_s = total.input_s + total.weight_s + sent.input_s + sent.weight_s
     waiting_s = max(floor_s - backward_s, 0.0)
@@ -202,6 +266,15 @@ def _timed(
         expert_s=repeated * exchange.forward_s + exchange.input_s,
         recompute_s=recompute_s,
     )
+
+
+def _grouped_host_s(op: Operator, device: DeviceSpec, dtype: str) -> float:
+    """The host's time for the products of several experts, which it issues one by one.
+
+    Each has its own casts, and one product forward and two backward: their mean.
+    """
+    casts = {"fp8": 1, "mxfp8": 3, "nvfp4": 3}.get(dtype, 0)  # with scales laid out in tiles
+    return device.expert_kernel_s * op.batch * (1.5 + casts)
 
 
 def _skipped_s(
@@ -248,10 +321,13 @@ def _product_times(device: DeviceSpec, op: Operator, *, dtype: str) -> _Times:
         device, m=op.k, n=op.n, k=op.m, batch=op.batch, dtype=dtype,
         output_bytes=2.0 * device.gradient_bytes,
     )  # fmt: skip
-    if dtype == "fp8":
+    if dtype in NARROW:
         # Inputs and their gradients are read at 16 bits and written twice, once transposed.
-        forward_s += memory_time_s(device, _CAST_BYTES * op.batch * op.m * op.k)
-        input_s += memory_time_s(device, _CAST_BYTES * op.batch * op.m * op.n)
+        reads = 1 + (dtype == "nvfp4" or (dtype == "fp8" and device.current_scaling))
+        reads += dtype == "nvfp4"  # and once for the Hadamard transform of weight gradients
+        cast = reads * ELEMENT_BYTES + 2 * MATRIX_BYTES[dtype]
+        forward_s += memory_time_s(device, cast * op.batch * op.m * op.k)
+        input_s += memory_time_s(device, cast * op.batch * op.m * op.n)
     return _Times(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
 
 
@@ -269,6 +345,9 @@ def _attention_times(device: DeviceSpec, op: Operator, *, causal: bool) -> _Time
         )
     scores_s = gemm_time_s(device, m=op.m, n=op.n, k=op.k, batch=op.batch)
     values_s = gemm_time_s(device, m=op.m, n=op.k, k=op.n, batch=op.batch)
+    if device.unaligned_efficiency and op.k % _ALIGNED:
+        least_s = op.flops / 2 / (device.peak_flops * device.unaligned_efficiency)
+        scores_s, values_s = max(scores_s, least_s), max(values_s, least_s)
     return _Times(forward_s=scores_s + values_s, input_s=2 * (scores_s + values_s))
 
 
@@ -332,11 +411,27 @@ def _context_times(
 
 
 def _exchange_times(
-    fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...]
+    device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...]
 ) -> _Times:
-    sizes = [op.message_bytes for op in operators if op.message == "expert"]
-    group = Group(size=key.expert, stride=key.data_stride, ranks=key.ranks)
-    sent_s = sum(
-        collective_time_s(fabric, "all_to_all", size_bytes=size, group=group) for size in sizes
-    )
+    """Dispatch and combine, a copy for each expert or, across nodes, for each node."""
+    messages = [op for op in operators if op.message == "expert"]
+    if not messages:
+        return _Times()
+    stride = key.data_stride if key.expert_tensor is None else 1
+    group = Group(size=key.expert, stride=stride, ranks=key.ranks)
+    inside = max(min(fabric.gpus_per_node // stride, key.expert), 1)
+    sent_s = 0.0
+    for op in messages:
+        if not device.dispatches_by_node or inside == key.expert:
+            sent_s += collective_time_s(
+                fabric, "all_to_all", size_bytes=op.message_bytes, group=group
+            )
+            continue
+        once = op.copies_by_node(key.expert / inside)
+        across_s = collective_time_s(
+            fabric, "all_to_all", size_bytes=once * op.message_bytes, group=group
+        )
+        near = Group(size=inside, stride=stride, ranks=key.ranks)
+        spread_s = collective_time_s(fabric, "all_to_all", size_bytes=op.message_bytes, group=near)
+        sent_s += max(across_s, spread_s)
     return _Times(forward_s=sent_s, input_s=sent_s)

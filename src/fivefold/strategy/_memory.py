@@ -1,8 +1,8 @@
 """Bytes on the fullest GPU: weights, gradients, optimizer states, activations, buffers.
 
-Nothing is fitted here. Weights are 2 bytes, Adam keeps 12 (master copy and two moments), and the
-gradients' width is the stack's. Three stages can be the fullest: the first (embedding, most
-micro-batches in flight), the one after it (most layers) and the last (head and logits).
+Weights are 2 bytes; gradients, optimizer states, reserve and fragments are the stack's. Three
+stages can be the fullest: the first (embedding, most micro-batches in flight), the one after it
+(most layers) and the last (head and logits).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from fivefold.strategy._columns import Columns, Floats
 from fivefold.strategy.pipeline import stored_at
 
 WEIGHT_BYTES = 2.0
-OPTIMIZER_BYTES = 12.0
 _LOCAL_UPDATE_COPIES = 2.0
-_GATHERED_LAYERS = 2.0
+_LAYERS_AT_WORK = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class MemoryUse:
         optimizer_bytes: Master copy and moments.
         activations_bytes: Stored between forward and backward.
         working_bytes: Buffers: a recomputed layer, gathered layers, copies of local updates.
-        reserved_bytes: The stack's own.
+        reserved_bytes: The stack's own, and fragments of all the rest.
         host_bytes: What was moved to host memory, per GPU.
     """
 
@@ -85,26 +84,28 @@ def stage_bytes(columns: Columns, stage: int) -> dict[str, Floats]:
     copies = np.where(t.is_word("schedule", "dualpipe") & (t.pipeline > 1), 2.0, 1.0)
     weights = copies * WEIGHT_BYTES * np.where(t.zero >= 3, shared, states)
     gradients = copies * device.gradient_bytes * np.where(t.zero >= 2, shared, states)
-    optimizer = OPTIMIZER_BYTES * np.where(t.zero >= 1, shared, states)
+    optimizer = device.optimizer_state_bytes * np.where(t.zero >= 1, shared, states)
     stored = stored_bytes(columns, stage)
     layers = np.maximum(columns.model.num_layers / t.pipeline, 1.0)
-    gathered = _GATHERED_LAYERS * (WEIGHT_BYTES + device.gradient_bytes) * states / layers
+    gathered = device.gathered_layers * (WEIGHT_BYTES + device.gradient_bytes) * states / layers
     working = columns.layer["working_bytes"] + np.where(t.zero == 3, gathered, 0.0)
     working = working + np.where(t.tau > 1, _LOCAL_UPDATE_COPIES * WEIGHT_BYTES * states, 0.0)
     host = np.zeros(len(t))
     if t.offload_weights.any() or t.offload_optimizer.any() or t.offload_activations.any():
         host = np.where(t.offload_weights == 1, weights, 0.0)
-        kept = np.minimum(_GATHERED_LAYERS / layers, 1.0)
+        kept = np.minimum(_LAYERS_AT_WORK / layers, 1.0)
         weights = np.where(t.offload_weights == 1, weights * kept, weights)
         host = host + np.where(t.offload_optimizer == 1, optimizer, 0.0)
         optimizer = np.where(t.offload_optimizer == 1, 0.0, optimizer)
-        at_work = np.minimum(stored, _GATHERED_LAYERS * columns.layer["stored_bytes"])
+        moved = stored * columns.share_of_layers("offload_layers")
+        at_work = stored - np.maximum(moved - _LAYERS_AT_WORK * columns.layer["stored_bytes"], 0.0)
         host = host + np.where(t.offload_activations == 1, stored - at_work, 0.0)
         stored = np.where(t.offload_activations == 1, at_work, stored)
+    used = weights + gradients + optimizer + stored + working
     return {
         "weights_bytes": weights, "gradients_bytes": gradients, "optimizer_bytes": optimizer,
         "activations_bytes": stored, "working_bytes": working,
-        "reserved_bytes": np.array([device.reserved_bytes]), "host_bytes": host,
+        "reserved_bytes": device.reserved_bytes + device.fragments * used, "host_bytes": host,
     }  # fmt: skip
 
 

@@ -11,10 +11,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.model import MixtureOfExperts, ModelSpec
 
 ELEMENT_BYTES = 2.0
 _MASK_BYTES = 1.0
+# A clamped gate is ten kernels, most in 32 bits, as PyTorch runs the activation of GPT-OSS.
+_CLAMPED_PASSES = (40, 80)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +27,11 @@ class LayerShape:
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    expert_tensor: int | None = None
     sequence_parallel: bool = False
     fused_attention: bool = False
     imbalance: float = 1.0
+    expert_passes: float = 1.0
 
     @property
     def sequence_split(self) -> int:
@@ -37,7 +41,11 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One forward operator of a layer on one GPU, and what its backward does."""
+    """One forward operator of a layer on one GPU, and what its backward does.
+
+    ``after`` names what its stored input is computed from, where recomputing that alone is known;
+    ``grouped`` products are those of several experts, one after the other.
+    """
 
     name: str
     kind: Literal["gemm", "attention", "memory", "message"]
@@ -50,9 +58,17 @@ class Operator:
     backward_moved_bytes: float = 0.0
     stored_bytes: float = 0.0
     scores: bool = False
+    after: str = ""
+    grouped: bool = False
     message: str = ""
     message_bytes: float = 0.0
     kernels: int = 1
+    experts: MixtureOfExperts | None = None
+
+    def copies_by_node(self, nodes: float) -> float:
+        """Copies of a token that cross to other nodes when each gets one, over its experts."""
+        assert self.experts is not None, "only messages between experts are asked"
+        return min(self.experts.nodes_of_token(nodes) / self.experts.top_k, 1.0)
 
 
 def layer_operators(
@@ -125,6 +141,7 @@ def _attention_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator,
     return (
         Operator(
             name="query, key, value", kind="gemm", m=tokens, n=queries + 2 * keys, k=h,
+            after="norm",
             stored_bytes=_input_bytes(model, shape),
         ),
         *(() if model.learned_positions or not model.embeds_tokens else (rotation,)),
@@ -143,7 +160,7 @@ def _core_operators(
     """Scores, softmax, dropout and weighted values, in one kernel or in several."""
     tokens, heads = tokens_of(model, shape), model.num_heads / shape.tensor
     inputs = ELEMENT_BYTES * tokens * (queries + 2 * keys)
-    flops = 2.0 * tokens * model.seq_len * (queries + values)
+    flops = 2.0 * tokens * model.seq_len * (queries + values) * model.attention_share
     ring = ELEMENT_BYTES * 2 * keys * tokens * shape.context
     context = (
         Operator(name="keys, values", kind="message", message="context", message_bytes=ring),
@@ -155,6 +172,7 @@ def _core_operators(
             name="attention", kind="attention", flops=flops, moved_bytes=moved,
             backward_moved_bytes=2 * moved, stored_bytes=inputs + statistics,
             m=tokens, n=model.seq_len, k=(queries + values) / 2,
+            after="latent" if model.latent is not None else "",
         )  # fmt: skip
         return (*context, core)
     scores = heads * tokens * model.seq_len
@@ -187,15 +205,16 @@ def _latent_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
     up_stored = ELEMENT_BYTES * tokens * (query_in + lat.kv_rank)
     return (
         Operator(
-            name="compression", kind="gemm", m=tokens, n=down, k=h,
+            name="compression", kind="gemm", m=tokens, n=down, k=h, after="norm",
             stored_bytes=_input_bytes(model, shape),
         ),
         Operator(
-            name="queries", kind="gemm", m=tokens, n=query, k=query_in, stored_bytes=up_stored
+            name="queries", kind="gemm", m=tokens, n=query, k=query_in, stored_bytes=up_stored,
+            after="expands",
         ),
         Operator(
             name="keys, values", kind="gemm", m=tokens, n=heads * model.head_width + value,
-            k=lat.kv_rank,
+            k=lat.kv_rank, after="expands",
         ),
         *_core_operators(model, shape, queries=query, keys=(query + value) / 2, values=value),
         Operator(
@@ -212,18 +231,19 @@ def _feed_forward(
     """Two products and the activation between them; the first one's input is not counted."""
     elements = rows * inner * batch
     gates = 2 if model.gated else 1
+    passes, backward_passes = _CLAMPED_PASSES if model.clamped else (gates + 1, 2 * gates + 1)
     return (
         Operator(name=f"{name} up", kind="gemm", m=rows, n=gates * inner, k=model.hidden,
                  batch=batch),
         Operator(
             name=f"{name} activation", kind="memory",
-            moved_bytes=(gates + 1) * ELEMENT_BYTES * elements,
-            backward_moved_bytes=(2 * gates + 1) * ELEMENT_BYTES * elements,
+            moved_bytes=passes * ELEMENT_BYTES * elements,
+            backward_moved_bytes=backward_passes * ELEMENT_BYTES * elements,
             stored_bytes=gates * ELEMENT_BYTES * elements,
         ),
         Operator(
             name=f"{name} down", kind="gemm", m=rows, n=model.hidden, k=inner, batch=batch,
-            stored_bytes=ELEMENT_BYTES * elements,
+            stored_bytes=ELEMENT_BYTES * elements, after="activation",
         ),
     )  # fmt: skip
 
@@ -232,7 +252,7 @@ def _dense_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...
     inner = model.ffn_width / shape.tensor
     up, *rest = _feed_forward(model, rows=tokens_of(model, shape), inner=inner, name="feed-forward")
     return (
-        _storing(up, _input_bytes(model, shape)),
+        dataclasses.replace(up, stored_bytes=_input_bytes(model, shape), after="norm"),
         *rest,
         *_tensor_message(model, shape, "feed-forward"),
     )
@@ -251,29 +271,43 @@ def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
     visits = busy * tokens * moe.top_k / (t if shape.sequence_parallel else 1)
     visit_bytes = ELEMENT_BYTES * visits * model.hidden
     local = moe.num_experts / shape.expert
-    # The whole expert group's tokens meet this rank's experts; t ranks split each expert.
-    rows = busy * tokens * moe.top_k * shape.expert / moe.num_experts
+    # The whole expert group's tokens meet this rank's experts. Either t ranks split each expert and
+    # have all tokens, or each has its own experts and its share of the tokens.
+    inner_split = t if shape.expert_tensor is None else shape.expert_tensor
+    rows = busy * tokens * moe.top_k * shape.expert / moe.num_experts / (t / inner_split)
     exchange = (
-        Operator(name="exchange", kind="message", message="expert", message_bytes=visit_bytes),
+        Operator(
+            name="exchange",
+            kind="message",
+            message="expert",
+            message_bytes=visit_bytes,
+            experts=moe,
+        ),
     ) * (shape.expert > 1)
     # Tokens are sorted by rank before the exchange, and by expert after it where there are several.
     sorts = 2 if shape.expert > 1 and local > 1 else 1
     moves = Operator(
-        name="permutation", kind="memory", moved_bytes=2 * sorts * visit_bytes,
-        backward_moved_bytes=2 * sorts * visit_bytes, kernels=3 * sorts,
+        name="permutation", kind="memory", kernels=3 * sorts,
+        moved_bytes=2 * sorts * shape.expert_passes * visit_bytes,
+        backward_moved_bytes=2 * sorts * shape.expert_passes * visit_bytes,
     )  # fmt: skip
     up, *rest = _feed_forward(
-        model, rows=rows, inner=moe.expert_ffn / t, name="experts", batch=local
+        model, rows=rows, inner=moe.expert_ffn / inner_split, name="experts", batch=local
     )
+    up = dataclasses.replace(up, grouped=True)
+    rest = [dataclasses.replace(op, grouped=op.kind == "gemm") for op in rest]
     shared: tuple[Operator, ...] = ()
     if moe.shared_ffn:
         shared = _feed_forward(model, rows=tokens, inner=moe.shared_ffn / t, name="shared expert")
+        if inner_split < t:
+            shared = (*shared, *_tensor_message(model, shape, "shared expert"))
+    gathered = _visit_message(model, shape, busy * moe.top_k) if inner_split == t else ()
     return (
         Operator(
             name="router", kind="gemm", m=tokens / shape.sequence_split, n=moe.num_experts,
             k=model.hidden, stored_bytes=_input_bytes(model, shape), kernels=6,
         ),
-        moves, *exchange, *_visit_message(model, shape, busy * moe.top_k),
+        moves, *exchange, *gathered,
         _storing(up, ELEMENT_BYTES * rows * local * model.hidden), *rest,
         *exchange, moves, *shared,
     )  # fmt: skip

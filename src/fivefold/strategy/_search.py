@@ -18,7 +18,7 @@ import numpy.typing as npt
 from fivefold.collectives.pricing import FabricSpec
 from fivefold.errors import InfeasibleError
 from fivefold.strategy._columns import Columns, Floats
-from fivefold.strategy._memory import OPTIMIZER_BYTES, WEIGHT_BYTES, stored_bytes
+from fivefold.strategy._memory import WEIGHT_BYTES, stored_bytes
 from fivefold.strategy._space import (
     Outer,
     Pattern,
@@ -289,7 +289,7 @@ def _least_states(columns: Columns, space: SearchSpace, pattern: Pattern) -> Flo
     shared = kept / shards + routed / np.maximum(shards / columns.table.expert, 1.0)
     weights = WEIGHT_BYTES * (shared if most >= 3 else whole)
     gradients = columns.device.gradient_bytes * (shared if most >= 2 else whole)
-    optimizer = OPTIMIZER_BYTES * (shared if most >= 1 else whole)
+    optimizer = columns.device.optimizer_state_bytes * (shared if most >= 1 else whole)
     if True in space.offload:
         layers = np.maximum(columns.model.num_layers / columns.table.pipeline, 1.0)
         return weights * np.minimum(2.0 / layers, 1.0) + gradients

@@ -33,7 +33,14 @@ from fivefold.strategy.plan import (
 
 _TWO_CHUNKS = ("zb_v", "v_half", "v_min", "dualpipe_v")
 _BOTH = (False, True)
-_SWITCHES = ("sequence_parallel", "regather", "data_overlap", "pipeline_overlap", "offload")
+_SWITCHES = (
+    "embedding_layers",
+    "sequence_parallel",
+    "regather",
+    "data_overlap",
+    "pipeline_overlap",
+    "offload",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,8 @@ class SearchSpace:
         micro_batch: Sizes of a micro-batch.
         virtual: Chunks of a stage for interleaved schedules.
         schedules: Schedule of the pipeline.
+        embedding_layers: Whether embedding and head may count as layers, which is looked at where
+            only that deals layers out evenly (126 layers over 8 stages).
         zero: Stages of ZeRO.
         shards: Ranks that share states; None in it: all of them.
         recompute: Kinds of recomputation.
@@ -73,6 +82,7 @@ class SearchSpace:
     micro_batch: tuple[int, ...] | None = None
     virtual: tuple[int, ...] | None = None
     schedules: tuple[str, ...] = ("1f1b", "interleaved")
+    embedding_layers: tuple[bool, ...] = _BOTH
     zero: tuple[int, ...] = (0, 1, 2, 3)
     shards: tuple[int | None, ...] = (None,)
     recompute: tuple[str, ...] = ("none", "selective", "full")
@@ -191,12 +201,12 @@ def _add_schedules(
 ) -> None:
     local = space.global_batch // degrees["data"]
     for micro_batch in _degrees(space.micro_batch, local):
-        for schedule, virtual in _schedules(model, space, degrees["pipeline"]):
+        for schedule, virtual, ends in _schedules(model, space, degrees["pipeline"]):
             for order in space.orders if degrees["pipeline"] > 1 else space.orders[:1]:
                 words: dict[str, Any] = {"schedule": schedule, "order": order}
                 plan = ParallelPlan(
                     global_batch=space.global_batch, micro_batch=micro_batch, virtual=virtual,
-                    **degrees, **words,
+                    embedding_layers=ends, **degrees, **words,
                 )  # fmt: skip
                 problem = plan_problem(model, plan)
                 if problem is None:
@@ -205,18 +215,28 @@ def _add_schedules(
                     outer.ruled_out[problem.split("; ")[0]] += 1
 
 
-def _schedules(model: ModelSpec, space: SearchSpace, stages: int) -> list[tuple[str, int]]:
+def _schedules(model: ModelSpec, space: SearchSpace, stages: int) -> list[tuple[str, int, bool]]:
+    """Schedules, their chunks, and whether embedding and head count as layers."""
     if stages == 1:
-        return [("1f1b", 1)]
-    found: list[tuple[str, int]] = []
-    for schedule in space.schedules:
-        if schedule == "interleaved":
-            most = model.num_layers // stages
-            chunks = divisors(most) if space.virtual is None else list(space.virtual)
-            found += [(schedule, v) for v in chunks if v > 1]
-        else:
-            found.append((schedule, 2 if schedule in _TWO_CHUNKS else 1))
+        return [("1f1b", 1, False)]
+    found: list[tuple[str, int, bool]] = []
+    for ends in space.embedding_layers:
+        layers = model.num_layers + 2 * ends
+        if ends and False in space.embedding_layers and not _evens_out(model, stages):
+            continue
+        for schedule in space.schedules:
+            if schedule == "interleaved":
+                chunks = divisors(layers // stages) if space.virtual is None else space.virtual
+                found += [(schedule, v, ends) for v in chunks if v > 1]
+            else:
+                found.append((schedule, 2 if schedule in _TWO_CHUNKS else 1, ends))
     return found
+
+
+def _evens_out(model: ModelSpec, stages: int) -> bool:
+    """Whether layers divide over stages only with embedding and head among them."""
+    uneven = model.num_layers % stages > 0 and not model.stages
+    return uneven and (model.num_layers + 2) % stages == 0
 
 
 @dataclass(frozen=True)

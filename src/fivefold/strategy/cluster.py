@@ -26,6 +26,7 @@ from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
 from fivefold.network.topology import Link, Node, Topology, parse_topology
 from fivefold.network.topology.text import catalogue, describes_graph, topology_from_tables
+from fivefold.strategy.stack import StackSpec, check_range
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
 # Rows, columns, share of the best tile's speed: smaller tiles reuse less of what they load.
@@ -34,47 +35,36 @@ _TILES = (
     (256, 64, 0.85), (64, 256, 0.85), (128, 64, 0.8), (64, 64, 0.62),
 )  # fmt: skip
 _LEAST_DEPTH = 1024
-_MATRIX_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp32": 4.0}
+# Bytes of an element with its share of the scales: one for 32 in MXFP8, for 16 in NVFP4.
+MATRIX_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "fp32": 4.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceSpec:
-    """One GPU under one software stack.
+class DeviceSpec(StackSpec):
+    """One GPU, what it reaches under one software stack, and that stack's constants.
 
     Args:
         name: Of the pair, such as ``"a100-megatron"``.
         peak_flops: Dense peak of 16-bit matrix products.
         peak_flops_fp8: The same of 8-bit products; 0 where there are none.
+        peak_flops_fp4: The same of 4-bit products; 0 where there are none.
         memory_bytes: Device memory.
         memory_bandwidth_bytes_per_s: Peak of device memory.
         multiprocessors: How many tiles run at a time.
         gemm_efficiency: Share of the peak that an endless product reaches.
         gemm_efficiency_fp8: The same for 8-bit products, casts included.
+        gemm_efficiency_mxfp8: The same where blocks of 32 share a scale; 0: as with one scale.
+        gemm_efficiency_fp4: The same for NVFP4; 0: as for 8-bit products.
         tile_start_s: Fixed time of a tile: first loads, no multiplication yet.
         epilogue_share: Share of writing the results that multiplication does not hide.
         attention_efficiency: Share of the peak inside a fused attention kernel.
-        fused_attention: Attention never writes scores to memory (FlashAttention).
-        causal_skips: The attention kernel skips what the mask hides.
-        recompute_stops_early: Full recomputation of a layer ends with the input of its last
-            product, as PyTorch's checkpoints that are not reentrant do; Megatron-LM's repeat all.
-        selective_products: Share of the 16-bit products that selective recomputation repeats.
-        selective_products_fp8: The same of 8-bit products.
+        unaligned_efficiency: Share of the peak that unfused attention reaches on heads whose width
+            is no multiple of 8, whose rows tensor cores cannot load; 0: as others.
         memory_efficiency: Share of the memory's peak in element-wise kernels.
         kernel_gap_s: Time between two kernels on the device.
-        host_kernel_s: Time in which the host can issue one kernel: the floor of small layers.
-        overlap_slowdown: Share by which compute slows down while communication runs beside it.
-        gradient_bytes: Width of gradients in memory.
-        gradient_wire_bytes: Width of gradients when they are reduced.
-        parameter_wire_bytes: Width of parameters when they are gathered.
-        optimizer_bytes_per_parameter: Memory traffic of one optimizer step per parameter.
-        reserved_bytes: What context, buffers and fragmentation take of the memory.
         host_bandwidth_bytes_per_s: To host memory, for offloading.
-        shard_gather_share: Share of a ring's rate that gathers of shared parameters reach (ZeRO-3).
-        splits_stage_messages: Tensor ranks send a share each to the next stage, gathered there.
-        expert_imbalance: Tokens of the fullest rank of an expert group, over the mean.
-        slices: Into how many pieces pipelined tensor overlap cuts a product; one stays exposed.
-        step_overhead_s: Fixed time of an iteration: data, logging, norms, synchronisation.
-        jitter: Share that the slowest of many ranks lags behind the mean, per doubling of nodes.
+        gpu: The GPU, such as ``"h100"``; empty: what ``name`` begins with.
+        anchor: Measured over predicted time of one run, by which all predictions are multiplied.
         sources: Where each constant comes from, by name.
 
     Raises:
@@ -87,60 +77,55 @@ class DeviceSpec:
     memory_bandwidth_bytes_per_s: float
     multiprocessors: int
     peak_flops_fp8: float = 0.0
+    peak_flops_fp4: float = 0.0
     gemm_efficiency: float = 0.75
     gemm_efficiency_fp8: float = 0.6
+    gemm_efficiency_mxfp8: float = 0.0
+    gemm_efficiency_fp4: float = 0.0
     tile_start_s: float = 1e-6
     epilogue_share: float = 1.0
     attention_efficiency: float = 0.5
-    fused_attention: bool = False
-    causal_skips: bool = False
-    recompute_stops_early: bool = False
-    selective_products: float = 0.0
-    selective_products_fp8: float = 0.0
+    unaligned_efficiency: float = 0.0
     memory_efficiency: float = 0.8
     kernel_gap_s: float = 2e-6
-    host_kernel_s: float = 1e-5
-    overlap_slowdown: float = 0.1
-    gradient_bytes: float = 4.0
-    gradient_wire_bytes: float = 2.0
-    parameter_wire_bytes: float = 2.0
-    optimizer_bytes_per_parameter: float = 34.0
-    reserved_bytes: float = 2e9
     host_bandwidth_bytes_per_s: float = 25e9
-    shard_gather_share: float = 1.0
-    splits_stage_messages: bool = True
-    expert_imbalance: float = 1.0
-    slices: int = 4
-    step_overhead_s: float = 0.0
-    jitter: float = 0.0
+    gpu: str = ""
+    anchor: float = 1.0
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("peak_flops", "memory_bytes", "memory_bandwidth_bytes_per_s"):
-            _check(self, name, low=1.0, high=math.inf)
+            check_range(self, name, low=1.0, high=math.inf)
         for name in ("gemm_efficiency", "attention_efficiency", "memory_efficiency"):
-            _check(self, name, low=1e-6, high=1.0)
-        for name in ("kernel_gap_s", "host_kernel_s", "step_overhead_s", "jitter"):
-            _check(self, name, low=0.0, high=math.inf)
+            check_range(self, name, low=1e-6, high=1.0)
+        check_range(self, "kernel_gap_s", low=0.0, high=math.inf)
+        check_range(self, "anchor", low=1e-3, high=1e3)
+
+    def peak_matrix_flops(self, *, dtype: str) -> float:
+        """Peak of matrix products of ``dtype``.
+
+        Raises:
+            ConfigurationError: The type is unknown, or the device has no products of it.
+        """
+        if dtype not in MATRIX_BYTES:
+            message = f"dtype {dtype!r} is unknown"
+            raise ConfigurationError(message, hint=f"use one of {', '.join(MATRIX_BYTES)}")
+        peaks = {"fp8": self.peak_flops_fp8, "mxfp8": self.peak_flops_fp8,
+                 "nvfp4": self.peak_flops_fp4}  # fmt: skip
+        peak = peaks.get(dtype, self.peak_flops)
+        if not peak:
+            bits = 4 if dtype == "nvfp4" else 8
+            message = f"{self.name} has no {bits}-bit matrix products"
+            raise ConfigurationError(message, hint="use dtype 'bf16'")
+        return peak
 
     def matrix_flops(self, *, dtype: str) -> float:
         """Peak times efficiency of an endless matrix product of ``dtype``."""
-        if dtype == "fp8":
-            if not self.peak_flops_fp8:
-                message = f"{self.name} has no 8-bit matrix products"
-                raise ConfigurationError(message, hint="use dtype 'bf16'")
-            return self.peak_flops_fp8 * self.gemm_efficiency_fp8
-        if dtype not in _MATRIX_BYTES:
-            message = f"dtype {dtype!r} is unknown"
-            raise ConfigurationError(message, hint=f"use one of {sorted(_MATRIX_BYTES)}")
-        return self.peak_flops * self.gemm_efficiency
-
-
-def _check(device: DeviceSpec, name: str, *, low: float, high: float) -> None:
-    value = getattr(device, name)
-    if not low <= value <= high or not math.isfinite(value):
-        message = f"{name}={value!r} of device {device.name!r} is out of range"
-        raise ConfigurationError(message, hint=f"between {low:g} and {high:g}, finite")
+        shares = {"fp8": self.gemm_efficiency_fp8, "mxfp8": self.gemm_efficiency_mxfp8,
+                  "nvfp4": self.gemm_efficiency_fp4}  # fmt: skip
+        share = shares.get(dtype, self.gemm_efficiency)
+        return self.peak_matrix_flops(dtype=dtype) * (share or self.gemm_efficiency_fp8)
 
 
 @functools.lru_cache(maxsize=200_000)
@@ -173,7 +158,7 @@ def gemm_time_s(
         deep_s = work * k / (parts * rate * speed) + added_s
         best_s = min(best_s, deep_s + waves * device.tile_start_s)
     written_s = memory_time_s(device, output_bytes * batch * m * n)
-    loaded_s = memory_time_s(device, _MATRIX_BYTES[dtype] * batch * (m * k + k * n))
+    loaded_s = memory_time_s(device, MATRIX_BYTES[dtype] * batch * (m * k + k * n))
     slow_s = best_s + device.epilogue_share * written_s
     return max(slow_s, loaded_s + written_s) + device.kernel_gap_s
 
@@ -185,7 +170,7 @@ def memory_time_s(device: DeviceSpec, size_bytes: float) -> float:
 
 _GRAPH = {"source", "generate", "nodes", "links", "switches", "changes"}
 _TOP = {
-    *("name", "base", "gpus", "device", "tier", "sources", "topology"),
+    *("name", "base", "gpus", "device", "tier", "sources", "topology", "stack"),
     *("gpus_per_node", "nic", "nics_per_node", *_GRAPH),
 }
 # What software makes of a link, which a graph cannot know.
@@ -340,7 +325,7 @@ def _cluster(
     if describes_graph(table) and not {"base", "device"} & set(table):
         message = f"{bases[-1]} describes a network, and a plan needs the GPU and its software too"
         raise ConfigurationError(message, hint='add base = "h100-nemo", or another GPU and stack')
-    for key in ("name", "base", "topology"):
+    for key in ("name", "base", "stack", "topology"):
         if not isinstance(table.get(key, ""), str):
             message = f"{key} of the cluster must be text; got {table[key]!r:.60}"
             raise ConfigurationError(message, hint=f'write {key} = "..."')
@@ -356,8 +341,9 @@ def _cluster(
     if not isinstance(given, dict) or not all(isinstance(one, str) for one in given.values()):
         message = f"sources of {name!r} must be a table of texts; got {given!r:.60}"
         raise ConfigurationError(message, hint='write [sources] and key = "where it comes from"')
-    sources = dict(fields.get("sources", ())) | given
-    fields |= _read(table.get("device", {}), DeviceSpec, _TEXT_DEVICE, where="device")
+    stack, stack_sources = _stack(str(table["stack"])) if "stack" in table else ({}, {})
+    sources = dict(fields.get("sources", ())) | stack_sources | given
+    fields |= stack | _read(table.get("device", {}), DeviceSpec, _TEXT_DEVICE, where="device")
     entries = table.get("tier", [])
     if not isinstance(entries, list):
         message = f"tier of {name!r} must be tables; got {entries!r:.60}"
@@ -370,6 +356,8 @@ def _cluster(
             message = f"tier {named!r} of {name!r} gives {told[0]} beside a topology"
             raise ConfigurationError(message, hint=f"leave out {told[0]}: the links say it")
         tiers[named] = tiers.get(named, {}) | values
+    if name in named_clusters():
+        fields["gpu"] = name.partition("-")[0]
     fields |= {"name": table.get("name", name), "sources": tuple(sorted(sources.items()))}
     device = _build(DeviceSpec, fields, where="device")
     topology = _topology(table, name=str(fields["name"]))
@@ -458,6 +446,31 @@ def _with_unit(value: Any, key: str, ending: str, *, where: str) -> Any:
         message = f"{key} of {where!r} has no unit; got {value!r}"
         raise ConfigurationError(message, hint=f"write {readings}")
     return value
+
+
+def named_stacks() -> tuple[str, ...]:
+    """Names of the known software stacks.
+
+    Examples:
+        >>> "megatron-bridge-26.02" in named_stacks()
+        True
+    """
+    found = [entry.name for entry in (files("fivefold.strategy") / "stacks").iterdir()]
+    return tuple(sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml")))
+
+
+def _stack(name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """All constants of a known stack, defaults included, and where they come from."""
+    if name not in named_stacks():
+        near = difflib.get_close_matches(name, named_stacks(), n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        message = f"stack {name!r} is unknown"
+        raise ConfigurationError(message, hint=f"{meant}use one of {', '.join(named_stacks())}")
+    text = (files("fivefold.strategy") / "stacks" / f"{name}.toml").read_text()
+    table = tomllib.loads(text)
+    sources = dict(table.pop("sources", {}))
+    fields = _read(table, StackSpec, _TEXT_DEVICE, where=f"stack {name!r}")
+    return dataclasses.asdict(StackSpec(**{**fields, "stack": name})), sources
 
 
 def _fabric(

@@ -7,6 +7,8 @@ gradients' and parameters' communication is exposed, and the optimizer's step. L
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +18,7 @@ from fivefold.collectives.pricing.closed_form import chain_time_s
 from fivefold.errors import ConfigurationError
 from fivefold.strategy._columns import Columns, Floats
 from fivefold.strategy._memory import WEIGHT_BYTES, MemoryUse, fullest_bytes, memory_use
-from fivefold.strategy.cluster import DeviceSpec
+from fivefold.strategy.cluster import Cluster, DeviceSpec
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.pipeline import pipeline_shape
 from fivefold.strategy.plan import WAITING_SCHEDULES, ParallelPlan, PlanTable, plan_problem
@@ -120,7 +122,7 @@ def evaluate_plan(
     columns = Columns(model, device, fabric, PlanTable.of([plan]))
     memory = memory_use(columns)
     time = TimeUse(**{name: float(column[0]) for name, column in _time_parts(columns).items()})
-    peak = device.peak_flops_fp8 if plan.dtype == "fp8" else device.peak_flops
+    peak = device.peak_matrix_flops(dtype=plan.dtype)
     flops = plan.global_batch * model.flops_per_sequence()
     return PlanPrediction(
         plan=plan,
@@ -129,6 +131,39 @@ def evaluate_plan(
         fits=memory.total_bytes <= device.memory_bytes,
         mfu=flops / (time.total_s * plan.num_gpus * peak),
     )
+
+
+def anchored(
+    cluster: Cluster, model: ModelSpec, *, plan: ParallelPlan, measured_s: float
+) -> Cluster:
+    """Return the cluster with all predictions multiplied by what one measured run needs.
+
+    What one run of a stack on a GPU is off by, its other runs mostly are, too.
+
+    Args:
+        cluster: Where it ran.
+        model: What was trained.
+        plan: Split how.
+        measured_s: Seconds of an iteration.
+
+    Raises:
+        ConfigurationError: The plan cannot run the model, or the time is not positive.
+
+    Examples:
+        >>> from fivefold.strategy import load_cluster, load_model
+        >>> model, plan = load_model("gpt3-1.3b"), ParallelPlan(global_batch=8, data=8)
+        >>> known = anchored(load_cluster("a100-megatron"), model, plan=plan, measured_s=0.25)
+        >>> found = evaluate_plan(model, known.device, known.fabric, plan=plan)
+        >>> round(found.time_s, 9)
+        0.25
+    """
+    if not (math.isfinite(measured_s) and measured_s > 0):
+        message = f"measured_s={measured_s!r} is not a time"
+        raise ConfigurationError(message, hint="positive seconds of one iteration")
+    plain = dataclasses.replace(cluster.device, anchor=1.0)
+    time_s = evaluate_plan(model, plain, cluster.fabric, plan=plan).time_s
+    device = dataclasses.replace(plain, anchor=measured_s / time_s)
+    return dataclasses.replace(cluster, device=device)
 
 
 def evaluate_table(
@@ -153,11 +188,17 @@ def _time_parts(columns: Columns) -> dict[str, Floats]:
     m, layers = columns.micro_batches, np.max(columns.counts, axis=0)
     one = table.pipeline == 1
     parts = {
-        name: m * (layers * layer[name] + np.where(one, head[name], 0.0))
+        name: columns.device.anchor * m * (layers * layer[name] + np.where(one, head[name], 0.0))
         for name in ("recompute_s", "tensor_s", "context_s", "expert_s")
     }
     # Full recomputation repeats communication, about a third of all: it is not counted twice.
-    repeated_s = m * layers * (layer["tensor_s"] + layer["context_s"] + layer["expert_s"]) / 3.0
+    repeated_s = (
+        columns.device.anchor
+        * m
+        * layers
+        * (layer["tensor_s"] + layer["context_s"] + layer["expert_s"])
+        / 3.0
+    )
     parts["recompute_s"] -= np.where(table.is_word("recompute", "full"), repeated_s, 0.0)
     return {"compute_s": times.pop("busy_s") - sum(parts.values()), **parts, **times}
 
@@ -222,17 +263,18 @@ def _time_columns(columns: Columns, layer: dict[str, Floats]) -> dict[str, Float
     local = t.tau > 1
     lag_s = lag * np.where(local, local_s, local_s + data_s) + device.step_overhead_s
     data_s = np.where(local, exposed_s(data_s / t.tau, local_s + lag_s), data_s)
-    return {
+    parts = {
         "busy_s": m * slowest_s, "pipeline_p2p_s": sent_s, "pipeline_bubble_s": bubble_s,
         "data_s": data_s, "offload_s": offload_s, "optimizer_s": optimizer_s, "overhead_s": lag_s,
     }  # fmt: skip
+    return parts if device.anchor == 1.0 else {k: device.anchor * v for k, v in parts.items()}
 
 
 def least_time_s(columns: Columns) -> Floats:
     """Micro-batches on a stage of mean speed and the bubble at that speed: no plan is faster."""
     mean = _mean_stage(columns, exchanging_layer(columns))
     least_s: Floats = columns.micro_batches * sum(mean) + _schedule_columns(columns, mean)[0]
-    return least_s
+    return columns.device.anchor * least_s
 
 
 def _mean_stage(columns: Columns, layer: dict[str, Floats]) -> list[Floats]:
@@ -259,6 +301,11 @@ def _schedule_columns(columns: Columns, mean: list[Floats]) -> tuple[Floats, Flo
         rows = t.is_word("schedule", schedule)
         bubble_s = np.where(rows, shape.bubble_s, bubble_s)
         messages = np.where(rows, shape.p2p_messages, messages)
+    # Where layers do not divide into chunks, filling goes at the pace of the larger ones.
+    layers = columns.model.num_layers + np.where(t.embedding_layers == 1, 2, 0)
+    each = layers / (t.pipeline * t.virtual)
+    uneven = t.is_word("schedule", "interleaved")
+    bubble_s = bubble_s * np.where(uneven, np.ceil(each) / each, 1.0)
     return bubble_s, messages
 
 
@@ -288,6 +335,7 @@ def _offload_s(columns: Columns, layer: dict[str, Floats], stage_s: Floats) -> F
     kept, routed = columns.parameters(1)
     states = kept + routed
     stored = 2.0 * columns.model.num_layers / t.pipeline * layer["stored_bytes"]
+    stored = stored * columns.share_of_layers("offload_layers")
     moved = np.where(t.offload_weights == 1, 2.0 * WEIGHT_BYTES * states, 0.0)
     moved = moved + np.where(t.offload_activations == 1, stored, 0.0)
     waits_s = exposed_s(moved / device.host_bandwidth_bytes_per_s, stage_s)
@@ -309,6 +357,9 @@ def _optimizer_s(columns: Columns, kept: Floats, routed: Floats) -> Floats:
 def _data_s(columns: Columns, kept: Floats, routed: Floats, slow: Floats) -> Floats:
     t, device = columns.table, columns.device
     reduce_s, gather_s = _state_messages_s(columns, kept, routed)
+    starts_s = _bucket_starts_s(columns, kept + routed)
+    reduce_s = reduce_s + np.where(t.zero < 3, starts_s, 0.0)
+    gather_s = gather_s + np.where((t.zero == 1) | (t.zero == 2), starts_s, 0.0)
     tied_s = _tied_s(columns)
     rounds = np.maximum(1.0, np.minimum(t.pipeline, columns.micro_batches) * (1 - 1 / t.virtual))
     rounds = np.where(t.virtual > 1, rounds, 1.0)
@@ -320,6 +371,18 @@ def _data_s(columns: Columns, kept: Floats, routed: Floats, slow: Floats) -> Flo
         )
     plain = (t.data_overlap == 0) | (t.tau > 1)
     return np.where(plain, reduce_s + gather_s + tied_s, hidden_s)
+
+
+def _bucket_starts_s(columns: Columns, parameters: Floats) -> Floats:
+    """What starting a collective for every bucket costs, beyond the first; rings start slowly."""
+    t, device = columns.table, columns.device
+    bucket = np.maximum(
+        device.bucket_parameters, device.bucket_parameters_per_rank * columns.replicas
+    )
+    buckets = np.where(t.data_overlap == 1, np.ceil(parameters / bucket), 1.0)
+    group = columns.group(columns.shards, columns.data_stride)
+    nothing = np.full(len(t), 1.0)
+    return np.maximum(buckets - 1.0, 0.0) * columns.time_s("all_gather", nothing, group)
 
 
 def _tied_s(columns: Columns) -> Floats:
@@ -337,7 +400,7 @@ def _state_messages_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[F
     t = columns.table
     wide, parameters = columns.device.gradient_wire_bytes, columns.device.parameter_wire_bytes
     whole = columns.group(columns.replicas, columns.data_stride)
-    experts = columns.group(columns.expert_replicas, columns.data_stride * t.expert)
+    experts = columns.group(columns.expert_replicas, columns.expert_stride * t.expert)
     plain_s = columns.time_s("all_reduce", wide * kept, whole)
     plain_s = plain_s + columns.time_s("all_reduce", wide * routed, experts)
     copies = np.maximum(columns.replicas // columns.shards, 1)
@@ -356,7 +419,8 @@ def _sharing_s(columns: Columns, kept_bytes: Floats, routed_bytes: Floats) -> Fl
     """Gather or scatter what ranks that share states hold, kept and routed parameters."""
     expert = columns.table.expert
     shard = columns.group(columns.shards, columns.data_stride)
-    experts = columns.group(np.maximum(columns.shards // expert, 1), columns.data_stride * expert)
+    sharing = columns.expert_shards.astype(np.int64)
+    experts = columns.group(sharing, columns.expert_stride * expert)
     kept_s = columns.time_s("all_gather", kept_bytes, shard)
     return kept_s + columns.time_s("all_gather", routed_bytes, experts)
 

@@ -23,6 +23,8 @@ class MixtureOfExperts:
         expert_ffn: Inner width of one routed expert.
         shared_ffn: Inner width of the experts that every token visits, in sum; 0 for none.
         dense_layers: Leading layers that keep a dense feed-forward part.
+        groups: Groups into which experts are divided for routing.
+        top_groups: Groups that the experts of one token come from; None: any.
         every: One layer in ``every`` has experts, of those that are not leading.
 
     Raises:
@@ -35,13 +37,27 @@ class MixtureOfExperts:
     shared_ffn: int = 0
     dense_layers: int = 0
     every: int = 1
+    groups: int = 1
+    top_groups: int | None = None
 
     def __post_init__(self) -> None:
-        _positive(self, "num_experts", "top_k", "expert_ffn", "every")
+        _positive(self, "num_experts", "top_k", "expert_ffn", "every", "groups")
+        if self.top_groups is not None:
+            _positive(self, "top_groups")
         _not_negative(self, "shared_ffn", "dense_layers")
         if self.top_k > self.num_experts:
             message = f"top_k={self.top_k} is more than num_experts={self.num_experts}"
             raise ConfigurationError(message, hint="each token visits at most every expert once")
+
+    def nodes_of_token(self, nodes: float) -> float:
+        """Mean number of ``nodes`` that the experts of one token lie on, spread evenly.
+
+        N (1 - (1 - 1/N)^k) for k experts on N nodes, and no more than the routing's groups reach.
+        """
+        reached = nodes * (1.0 - (1.0 - 1.0 / nodes) ** self.top_k)
+        if self.top_groups is not None:
+            reached = min(reached, max(nodes * self.top_groups / self.groups, 1.0))
+        return reached
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +112,17 @@ class ModelSpec:
         ffn: Inner width of the feed-forward part; None: 4 x hidden.
         num_kv_heads: Heads of keys and values; None: as ``num_heads``.
         head_dim: Width of a head; None: hidden / num_heads.
+        clamped: The gate is clamped (GPT-OSS), which no kernel fuses.
         gated: The feed-forward part has a gate (SwiGLU), so three matrices instead of two.
         tied: Head and embedding are one matrix.
         learned_positions: Positions have their own embedding (GPT); otherwise rotary.
         dropout: Training uses dropout, which stores masks.
         biases: Linear layers have biases, norms have shifts.
         causal: Attention looks back only.
+        window: Tokens that windowed layers look back to; 0 where there are none.
+        windowed_layers: Layers with a sliding window; None: all, where there is a window.
+        predicted_tokens: Further tokens that multi-token prediction learns at each position, with a
+            layer and a loss each.
         embeds_tokens: False for vision models, whose patches come from a projection.
         experts: The expert part, or None.
         latent: Latent attention, or None.
@@ -127,18 +148,25 @@ class ModelSpec:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     gated: bool = False
+    clamped: bool = False
     tied: bool = True
     learned_positions: bool = True
     dropout: bool = True
     biases: bool = True
     causal: bool = True
     embeds_tokens: bool = True
+    window: int = 0
+    windowed_layers: int | None = None
+    predicted_tokens: int = 0
     experts: MixtureOfExperts | None = None
     latent: LatentAttention | None = None
     stages: tuple[ConvolutionStage, ...] = field(default=())
 
     def __post_init__(self) -> None:
         _positive(self, "num_layers", "hidden", "num_heads", "seq_len", "vocab")
+        _not_negative(self, "window", "predicted_tokens")
+        if self.windowed_layers is not None:
+            _not_negative(self, "windowed_layers")
         for name in ("ffn", "num_kv_heads", "head_dim"):
             if getattr(self, name) is not None:
                 _positive(self, name)
@@ -166,6 +194,15 @@ class ModelSpec:
     def head_width(self) -> int:
         """Width of a head."""
         return self.hidden // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def attention_share(self) -> float:
+        """Share of a whole sequence's scores that a mean layer computes, causal mask apart."""
+        if not self.window:
+            return 1.0
+        layers = self.num_layers if self.windowed_layers is None else self.windowed_layers
+        seen = min(self.window / self.seq_len * (2 if self.causal else 1), 1.0)
+        return 1.0 - min(layers / self.num_layers, 1.0) * (1.0 - seen)
 
     @property
     def num_expert_layers(self) -> int:
@@ -238,7 +275,11 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model."""
+        """Parameters of the whole model, layers of multi-token prediction included."""
+        if self.predicted_tokens:
+            layers = self.num_layers + self.predicted_tokens
+            longer = dataclasses.replace(self, num_layers=layers, predicted_tokens=0)
+            return longer.num_parameters
         if self.stages:
             return sum(_stage_parameters(stage) for stage in self.stages) + (
                 3 * 49 * 64 + self.stages[-1].outputs * self.vocab
@@ -274,6 +315,7 @@ class ModelSpec:
             return 3.0 * sum(_stage_flops(stage) for stage in self.stages)
         width = self.head_width if self.latent is None else self._latent_width()
         scores = 4.0 * self.seq_len * self.num_heads * width * (0.5 if causal_half else 1.0)
+        scores *= self.attention_share
         layers = self.num_layers * (2.0 * self._matrix_parameters(attention=True) + scores)
         layers += self.num_dense_layers * 2.0 * self._matrix_parameters(attention=False)
         if self.experts is not None:

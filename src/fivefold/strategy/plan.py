@@ -27,7 +27,7 @@ PipelineSchedule = Literal[
 Recompute = Literal["none", "selective", "full"]
 Overlap = Literal["none", "ring", "pipe"]
 Order = Literal["tcdp", "tcpd"]
-DTYPES = ("bf16", "fp8", "fp32")
+DTYPES = ("bf16", "fp8", "fp32", "mxfp8", "nvfp4")
 WAITING_SCHEDULES = ("gpipe", "1f1b")
 """Schedules whose stages wait for their messages, whatever ``pipeline_overlap`` says."""
 _TWO_CHUNKS = {"zb_v", "v_half", "v_min", "dualpipe_v"}
@@ -45,12 +45,16 @@ class ParallelPlan:
         pipeline: Stages.
         context: GPUs that split the sequence.
         expert: GPUs that split the experts, out of data x context.
+        expert_tensor: GPUs that split each expert: None for the tensor group, or 1, where the
+            expert group takes GPUs of the tensor group too (``expert`` then divides data x context
+            x tensor).
         virtual: Model chunks of each stage (interleaved schedules).
         schedule: Schedule of the pipeline.
         zero: What data-parallel ranks share instead of copy: 1 optimizer states, 2 gradients
             too, 3 parameters too.
         shard: Ranks that share; None: all data-parallel ones. Fewer is hybrid sharding.
         recompute: What backward computes again instead of reading it.
+        recompute_layers: Layers of a stage that do so, where ``recompute`` is not none; None: all.
         sequence_parallel: Norms and dropouts split over the tensor group.
         regather: Sequence parallelism gathers inputs again in backward instead of storing them.
         tensor_overlap: Tensor communication beside products: in rings, or in pipelined slices.
@@ -58,6 +62,7 @@ class ParallelPlan:
         pipeline_overlap: Stages send beside compute; GPipe and 1F1B wait for their messages anyway.
         offload_weights: Weights live in host memory.
         offload_activations: Stored activations live in host memory.
+        offload_layers: Layers of a stage whose activations do; None: all.
         offload_optimizer: Optimizer states live in host memory.
         tau: Iterations between synchronisations (CO2); 1 is plain data parallelism. More than 1
             changes convergence, so no search turns it on by itself. With ZeRO-3 the ranks that
@@ -82,11 +87,13 @@ class ParallelPlan:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    expert_tensor: int | None = None
     virtual: int = 1
     schedule: PipelineSchedule = "1f1b"
     zero: int = 0
     shard: int | None = None
     recompute: Recompute = "none"
+    recompute_layers: int | None = None
     sequence_parallel: bool = False
     regather: bool = True
     tensor_overlap: Overlap = "none"
@@ -94,6 +101,7 @@ class ParallelPlan:
     pipeline_overlap: bool = False
     offload_weights: bool = False
     offload_activations: bool = False
+    offload_layers: int | None = None
     offload_optimizer: bool = False
     tau: int = 1
     embedding_layers: bool = False
@@ -115,6 +123,11 @@ class ParallelPlan:
             if getattr(self, name) not in allowed:
                 message = f"{name}={getattr(self, name)!r} is unknown"
                 raise ConfigurationError(message, hint=f"use one of {', '.join(map(str, allowed))}")
+        for name in ("recompute_layers", "offload_layers"):
+            layers = getattr(self, name)
+            if layers is not None and (type(layers) is not int or layers < 1):
+                message = f"{name} must be a positive integer or None; got {layers!r}"
+                raise ConfigurationError(message, hint="layers of a stage; None: all of them")
         problem = _contradiction(self)
         if problem is not None:
             raise ConfigurationError(problem[0], hint=problem[1])
@@ -148,13 +161,17 @@ class ParallelPlan:
         replicas = self.data * self.context
         data_stride = inner if self.order == "tcdp" else inner * self.pipeline
         pipe_stride = inner * (replicas if self.order == "tcdp" else 1)
+        expert_stride, expert_ranks, expert_shards = data_stride, replicas, self.shards
+        if self.expert_tensor == 1:
+            expert_stride, expert_ranks = 1, replicas * inner
+            expert_shards = self.shards * inner
         sizes = {
             "tensor": (self.tensor, 1),
             "context": (self.context, data_stride),
             "data": (replicas, data_stride),
-            "expert": (self.expert, data_stride),
-            "expert_data": (max(replicas // self.expert, 1), data_stride * self.expert),
-            "expert_shard": (max(self.shards // self.expert, 1), data_stride * self.expert),
+            "expert": (self.expert, expert_stride),
+            "expert_data": (max(expert_ranks // self.expert, 1), expert_stride * self.expert),
+            "expert_shard": (max(expert_shards // self.expert, 1), expert_stride * self.expert),
             "pipeline": (self.pipeline, pipe_stride),
             "shard": (self.shards, data_stride),
             "replica": (max(replicas // self.shards, 1), data_stride * self.shards),
@@ -170,6 +187,7 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
     """Return the first rule that the plan breaks, and the remedy."""
     unit = plan.data * plan.micro_batch
     replicas = plan.data * plan.context
+    expert_ranks = replicas * (plan.tensor if plan.expert_tensor == 1 else 1)
     rules = (
         (
             plan.global_batch % unit > 0,
@@ -197,14 +215,40 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
             "it splits over the tensor group",
         ),
         (
-            replicas % plan.expert > 0,
-            f"expert={plan.expert} does not divide data x context = {replicas}",
-            "experts are split over those ranks",
+            plan.expert_tensor not in {None, 1},
+            f"expert_tensor={plan.expert_tensor!r} is unknown",
+            "None splits experts by the tensor group, 1 does not split them",
+        ),
+        (
+            expert_ranks % plan.expert > 0,
+            f"expert={plan.expert} does not divide data x context"
+            + (f" x tensor = {expert_ranks}" if plan.expert_tensor else f" = {replicas}"),
+            "experts are split over those ranks; expert_tensor = 1 takes tensor ranks too",
+        ),
+        (
+            plan.expert_tensor == 1 and plan.tensor > 1 and not plan.sequence_parallel,
+            "expert_tensor = 1 needs sequence_parallel",
+            "tensor ranks hold different tokens then",
+        ),
+        (
+            plan.expert_tensor == 1 and plan.tensor > 1 and plan.order != "tcdp",
+            "expert_tensor = 1 needs order 'tcdp'",
+            "expert groups are neighbours then",
         ),
         (
             plan.shards < 1 or replicas % plan.shards > 0,
             f"shard={plan.shard} does not divide data x context = {replicas}",
             "give a divisor",
+        ),
+        (
+            plan.recompute_layers is not None and plan.recompute == "none",
+            "recompute_layers needs recompute other than 'none'",
+            "set recompute to 'full' or 'selective'",
+        ),
+        (
+            plan.offload_layers is not None and not plan.offload_activations,
+            "offload_layers needs offload_activations",
+            "set offload_activations",
         ),
         (
             plan.tau > 1 and plan.zero > 1 and not (plan.zero == 3 and plan.shards < replicas),
@@ -239,8 +283,6 @@ def _pipeline_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
     layers = model.num_layers + (2 if plan.embedding_layers else 0)
     if chunks > layers:
         return f"{chunks} pipeline chunks are more than num_layers={model.num_layers}"
-    if plan.virtual > 1 and layers % chunks:
-        return f"pipeline x virtual = {chunks} does not divide {layers} layers"
     if plan.virtual > 1 and plan.pipeline == 1:
         return "virtual stages need pipeline > 1"
     if plan.schedule == "interleaved" and plan.num_micro_batches % plan.pipeline:
@@ -271,6 +313,7 @@ _FLAGS = {
     "sequence_parallel", "regather", "data_overlap", "pipeline_overlap", "offload_weights",
     "offload_activations", "offload_optimizer", "embedding_layers",
 }  # fmt: skip
+_OPTIONAL = {"shard", "expert_tensor", "recompute_layers", "offload_layers"}
 _NAMES = tuple(field.name for field in dataclasses.fields(ParallelPlan))
 
 
@@ -342,6 +385,6 @@ def decode(name: str, number: int) -> Any:
         return _WORDS[name][number]
     if name in _FLAGS:
         return bool(number)
-    if name == "shard":
+    if name in _OPTIONAL:
         return number or None
     return number

@@ -100,7 +100,24 @@ _MODELS = {
             name="deepseek-v3", num_layers=61, hidden=7168, num_heads=128, head_dim=128, ffn=18432,
             vocab=129280, seq_len=4096,
             experts=MixtureOfExperts(
-                num_experts=256, top_k=8, expert_ffn=2048, shared_ffn=2048, dense_layers=3
+                num_experts=256, top_k=8, expert_ffn=2048, shared_ffn=2048, dense_layers=3,
+                groups=8, top_groups=4,
+            ),
+            latent=LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128), **_PLAIN,
+        ),
+        # GPT-OSS, arXiv 2508.10925: every second layer has a window of 128 tokens.
+        ModelSpec(
+            name="gpt-oss-120b", num_layers=36, hidden=2880, num_heads=64, num_kv_heads=8,
+            head_dim=64, ffn=2880, vocab=201088, seq_len=4096, window=128, windowed_layers=18,
+            clamped=True,
+            experts=MixtureOfExperts(num_experts=128, top_k=4, expert_ffn=2880), **_PLAIN,
+        ),
+        # Kimi K2, arXiv 2507.20534.
+        ModelSpec(
+            name="kimi-k2", num_layers=61, hidden=7168, num_heads=64, head_dim=128, ffn=18432,
+            vocab=163840, seq_len=4096,
+            experts=MixtureOfExperts(
+                num_experts=384, top_k=8, expert_ffn=2048, shared_ffn=2048, dense_layers=1
             ),
             latent=LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128), **_PLAIN,
         ),
@@ -144,11 +161,26 @@ def model_from_hugging_face(
         ffn=None if ffn is None else int(ffn),
         num_kv_heads=None if _latent(config) else config.get("num_key_value_heads"),
         head_dim=None if head_dim is None else int(head_dim),
+        clamped=bool(config.get("swiglu_limit")),
         gated=not gpt and not vision and kind in {"silu", "swish", "swiglu"},
         tied=bool(config.get("tie_word_embeddings", gpt)), learned_positions=gpt,
         dropout=_dropout(config, gpt=gpt), biases=gpt or vision, causal=not vision,
         embeds_tokens=not vision, experts=_experts(config), latent=_latent(config),
+        **_windows(config, vision=vision),
     )  # fmt: skip
+
+
+def _windows(config: Mapping[str, Any], *, vision: bool) -> dict[str, Any]:
+    window = (
+        0
+        if vision or config.get("use_sliding_window") is False
+        else (config.get("sliding_window") or 0)
+    )
+    kinds = config.get("layer_types")
+    if not window or kinds is None:
+        return {"window": int(window)}
+    count = sum(kind == "sliding_attention" for kind in kinds)
+    return {"window": int(window), "windowed_layers": count}
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:
@@ -189,6 +221,7 @@ def _experts(config: Mapping[str, Any]) -> MixtureOfExperts | None:
         expert_ffn=int(inner),
         shared_ffn=int(config.get("shared_expert_intermediate_size", shared)),
         dense_layers=int(config.get("first_k_dense_replace", 0)),
+        groups=int(config.get("n_group") or 1), top_groups=config.get("topk_group"),
         every=int(config.get("decoder_sparse_step", config.get("moe_layer_freq", 1)) or 1),
     )  # fmt: skip
 

@@ -95,6 +95,7 @@ class OuterMethod(Method):
                 rule=rule,
                 process_group=None if workers is None else workers["replicate"],
                 codec=config.codec or "fp32",
+                average_states=config.average_states,
                 timeout_s=ranks.timeout_s,
                 outlier_factor=config.outlier_factor,
                 check_every_rounds=config.check_every_rounds or 0,
@@ -191,7 +192,8 @@ class OuterMethod(Method):
 
 
 def _all_reduce_name(all_reduce: AllReduceRecord) -> str:
-    fragment = f", fragment {all_reduce.fragment}" if all_reduce.fragment else ""
+    number = all_reduce.fragment
+    fragment = f", fragment {number}" if number > 0 else ", optimizer state" if number else ""
     return f"all-reduce round {all_reduce.round}{fragment}{' (lost)' if all_reduce.lost else ''}"
 
 

@@ -19,6 +19,7 @@ from fivefold.runs import Section
 from fivefold.runs.config import Count, Momentum, Positive, Share, Text
 
 _ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16} | {
+    "average_states": None,
     "synchronous_start": 0,
     "synchronous_end": 0,
     "outlier_factor": None,
@@ -38,10 +39,12 @@ _METHODS: dict[str, dict[str, Any]] = {
     "co2": _HIDDEN_ROUNDS
     | {"outer_lr": 0.7, "outer_momentum": 0.2, "staleness": "gap", "clip": 1.0}
     | {"units": "delta", "bootstrap": "reset"},
-    "delay_corrected": _HIDDEN_ROUNDS | {"fragments": 1, "delay_steps": None},
+    "delay_corrected": _HIDDEN_ROUNDS | {"fragments": None, "delay_steps": None},
     "overlap_local_sgd": _HIDDEN_ROUNDS | {"outer_momentum": 0.7, "pull": 0.6},
     "eager_diloco": _HIDDEN_ROUNDS | {"outer_lr": 0.5, "outer_momentum": 0.3},
-    "streaming_diloco": _ROUNDS | _NESTEROV | {"fragments": 4, "delay_steps": None, "keep": 0.5},
+    "streaming_diloco": _HIDDEN_ROUNDS
+    | _NESTEROV
+    | {"fragments": 4, "delay_steps": None, "keep": 0.5},
     "outer_optimizer": _HIDDEN_ROUNDS | {"optimizer": "SGD", "options": None, "hidden": False},
     "delayed_gradients": {"codec": "fp32", "check_every_rounds": 16}
     | {"extrapolation": 0.0, "ramp_steps": 20, "outlier_factor": None},
@@ -49,7 +52,7 @@ _METHODS: dict[str, dict[str, Any]] = {
 # Of SGD, where neither it nor its options are given: DiLoCo's step; hidden, the best of our tuning.
 _SGD_OPTIONS = {False: {"lr": 0.7, "momentum": 0.9, "nesterov": True}, True: {"lr": 0.5}}
 _DDP_CODECS = ("fp32", "bf16", "fp16")
-_AUTO = ("co2", "delay_corrected", "overlap_local_sgd", "eager_diloco")
+_AUTO = ("co2", "delay_corrected", "overlap_local_sgd", "eager_diloco", "streaming_diloco")
 
 
 # The names of fivefold.optim, which loads torch; a test compares them.
@@ -138,7 +141,7 @@ class SyncConfig(Section):
     """local steps per round, or "auto" for as few as hide the communication"""
     auto_tau: AutoTauConfig | None = None
     """table of the bounds of tau = "auto\""""
-    codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] | None = None
+    codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"] | None = None
     """form of the numbers on the wire"""
     outer_lr: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     """learning rate of the outer step, at most 10; 1 takes the mean of the ranks"""
@@ -179,6 +182,8 @@ class SyncConfig(Section):
     shard: Positive | None = None
     """neighbouring ranks, those of a node, that share the model's states (FSDP2) and take their
     local steps as one worker; left out, every rank has a model of its own"""
+    average_states: dict[str, Positive] | None = None
+    """table of optimizer states that are averaged too, each with the rounds between two means"""
     check_every_rounds: Count | None = None
     """rounds between two checks that all ranks are equal; 0 for never"""
 
@@ -203,14 +208,17 @@ class SyncConfig(Section):
             hint = 'use "fp32", "bf16" or "fp16"; blockwise codecs need a method with rounds'
             raise ConfigurationError(message, hint=hint)
         if self.tau == "auto" and not (self.method in _AUTO or self.hidden):
-            message = f'sync.tau "auto" needs a method that hides whole rounds; got {self.method}'
+            message = f'sync.tau "auto" needs a method that hides its rounds; got {self.method}'
             hint = f"use {', '.join(_AUTO)}, or give sync.tau as a number"
             raise ConfigurationError(message, hint=hint)
+        if self.average_states and self.tau == "auto":
+            message = 'sync.average_states needs rounds of a known length; got sync.tau "auto"'
+            raise ConfigurationError(message, hint="give sync.tau as a number")
         if self.auto_tau is not None and self.tau != "auto":
             message = f'[sync.auto_tau] is for sync.tau = "auto"; got tau = {self.tau}'
             raise ConfigurationError(message, hint='set sync.tau = "auto", or drop the table')
-        if self.tau == "auto" and ((self.fragments or 1) > 1 or self.delay_steps is not None):
-            message = 'sync.tau "auto" hides whole rounds; got fragments or delay_steps'
+        if self.tau == "auto" and self.delay_steps is not None:
+            message = f'sync.tau "auto" chooses the delay too; got delay_steps={self.delay_steps}'
             raise ConfigurationError(message, hint="leave them out, or give sync.tau as a number")
         for key in ("fragments", "delay_steps"):
             value = getattr(self, key)

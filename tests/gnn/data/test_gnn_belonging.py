@@ -11,7 +11,9 @@ import torch
 from fivefold.errors import DataError
 from fivefold.gnn.data import (
     Dataset,
+    EdgeRules,
     HeteroDataset,
+    array_source,
     generate_graph,
     ingest,
     pyg_source,
@@ -195,32 +197,63 @@ def test_mapped_typed_graphs_notice_changes_too(two_typed_graphs):
             sampler.sample({"paper": [0, 1, 2]}, epoch=0, batch=0)
 
 
-def test_edge_features_of_pyg_are_not_dropped_without_a_word(tmp_path):
-    pairs, values = np.array([[0, 1], [1, 2]]), np.ones((2, 4), np.float32)
-    data = _Data(edge_index=pairs, edge_attr=values, num_nodes=3)
-    with pytest.raises(DataError, match=r"edge_attr.*leave_out"):
-        pyg_source(data)
-    with ingest(pyg_source(data, leave_out=["edge_attr"]), tmp_path / "out") as dataset:
-        assert dataset.num_edges == 2
+def edge_rows(dataset):
+    """[edges, 2 + F]: source, target and row of features of every edge, from the files."""
+    topology = dataset.topology()
+    rows = dataset.edge_features.read("x")[topology.edge_ids]
+    targets = np.repeat(np.arange(dataset.num_nodes), np.diff(topology.indptr))
+    return np.column_stack([topology.indices, targets, rows])
 
 
-def test_edge_features_of_one_type_are_not_dropped_without_a_word():
+@pytest.mark.parametrize("edges", [700, 400_000])  # in memory; through buckets on disk
+@pytest.mark.parametrize(
+    "rules", [EdgeRules(), EdgeRules(add_reverse=True, drop_self_loops=True)], ids=["as is", "both"]
+)
+def test_features_of_edges_stay_with_their_edges(tmp_path, rules, edges):
+    pairs = np.random.default_rng(0).integers(0, 5000, (2, edges))
+    data = _Data(
+        edge_index=pairs, edge_attr=np.arange(2.0 * edges).reshape(edges, 2), num_nodes=5000
+    )
+    expected = np.column_stack([pairs.T, data.edge_attr])
+    if rules.add_reverse:
+        expected = expected[expected[:, 0] != expected[:, 1]]
+        expected = np.concatenate([expected, expected[:, [1, 0, 2, 3]]])
+    run = {"rules": rules, "memory_bytes": 16_000_000}
+    with ingest(pyg_source(data), tmp_path / "out", **run) as dataset:
+        found = edge_rows(dataset)
+        verify(dataset)
+    by_all = [rows[np.lexsort(rows.T)] for rows in (found, expected)]
+    np.testing.assert_array_equal(*by_all)
+    with ingest(pyg_source(data, leave_out=["edge_attr"]), tmp_path / "bare", **run) as dataset:
+        assert dataset.edge_features is None
+        assert dataset.topology().edge_ids is None
+
+
+def test_features_of_one_edge_type_are_stored(tmp_path):
     pairs, values = np.array([[0, 1], [1, 2]]), np.ones((2, 4), np.float32)
     kind = ("a", "to", "a")
     data = _Hetero({"a": _Data(num_nodes=3), kind: _Data(edge_index=pairs, edge_attr=values)})
-    with pytest.raises(DataError, match=r"to.*edge_attr"):
-        pyg_source(data)
-    assert kind in pyg_source(data, leave_out=["edge_attr"]).edges
+    with ingest(pyg_source(data), tmp_path / "out") as dataset:
+        np.testing.assert_array_equal(dataset.edge_features(kind).read("x"), values)
+        assert dataset.topology().edges[kind].edge_ids.tolist() == [0, 1]
+    assert pyg_source(data, leave_out=["edge_attr"]).edge_features == {}
 
 
-def test_edge_features_of_ogb_are_not_dropped_without_a_word(tmp_path):
+def test_features_of_edges_of_ogb_are_stored(tmp_path):
     raw = tmp_path / "raw"
     raw.mkdir()
     rows = {"edge_index": np.array([[0, 1], [1, 2]]), "num_nodes_list": np.array([3])}
-    np.savez(raw / "data.npz", **rows, edge_feat=np.ones((2, 4), np.float32))
-    with pytest.raises(DataError, match=r"edge_feat.*leave_out"):
-        ogb_source(tmp_path)
-    assert ogb_source(tmp_path, leave_out=["edge_feat"]).num_nodes == 3
+    values = np.arange(8, dtype=np.float32).reshape(2, 4)
+    np.savez(raw / "data.npz", **rows, edge_feat=values)
+    with ingest(ogb_source(tmp_path), tmp_path / "out") as dataset:
+        assert edge_rows(dataset).tolist() == [[0, 1, 0, 1, 2, 3], [1, 2, 4, 5, 6, 7]]
+    with ingest(ogb_source(tmp_path, leave_out=["edge_feat"]), tmp_path / "bare") as dataset:
+        assert dataset.edge_features is None
+
+
+def test_features_of_too_few_edges_are_refused():
+    with pytest.raises(DataError, match="1 rows of edge features for 2 edges"):
+        array_source([[0, 1], [1, 2]], edge_features=np.ones((1, 4)))
 
 
 def test_columns_of_edge_tables_that_are_not_stored_are_named(tmp_path, caplog):

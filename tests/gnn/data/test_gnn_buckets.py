@@ -13,8 +13,10 @@ from fivefold.gnn.data.parts import EdgeBlock
 def sort_all(buckets):
     pieces = [piece for b in range(buckets.num_buckets) for piece in buckets.pieces(b)]
     degrees = np.concatenate([piece.degrees for piece in pieces])
-    sources = np.concatenate([piece.sources for piece in pieces])
-    weights = [piece.weights for piece in pieces if piece.weights is not None]
+    sources = np.concatenate([piece.values["sources"] for piece in pieces])
+    weights = [
+        piece.values.get("weights") for piece in pieces if piece.values.get("weights") is not None
+    ]
     return degrees, sources, np.concatenate(weights) if weights else None
 
 

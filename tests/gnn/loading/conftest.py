@@ -124,3 +124,8 @@ def dataset_of():
 @pytest.fixture(scope="session")
 def store_of():
     return make_store
+
+
+@pytest.fixture(scope="session")
+def disk_of_round_numbers():
+    return Disk()

@@ -145,3 +145,26 @@ def test_ranks_share_the_batches_and_statistics_count(dataset):
     assert set(numbers) == set(range(7))
     with pytest.raises(ConfigurationError, match="rank"):
         OnlineLoader(dataset, dataset.train, rank=2, **options)
+
+
+@pytest.mark.parametrize("policy", ["lru", "sieve"])
+def test_a_cache_changes_what_is_read_and_nothing_else(dataset_of, tmp_path, policy):
+    with dataset_of(tmp_path / "data", nodes=500, edges=4000, dim=64) as dataset:
+        run = {"fanouts": [4, 3], "batch_size": 9, "seed": 3}
+        found = {}
+        for cache_bytes in (0, 40_000, 400_000):
+            with OnlineLoader(
+                dataset, dataset.train, cache_bytes=cache_bytes, cache_policy=policy, **run
+            ) as loader:
+                rows = [batch.x.numpy().copy() for _ in range(3) for batch in loader]
+                statistics = loader.statistics()
+            found[cache_bytes] = rows, statistics
+            assert sum(statistics.rows.values()) == sum(map(len, rows))
+        for rows, _ in found.values():
+            for one, other in zip(rows, found[0][0], strict=True):
+                np.testing.assert_array_equal(one, other)
+        read = [statistics.rows["file"] for _, statistics in found.values()]
+        assert read[0] > read[1] > read[2]
+        assert read[2] <= 500  # all fits: each row once
+        with pytest.raises(ConfigurationError, match="cache_bytes"):
+            OnlineLoader(dataset, dataset.train, cache_bytes=2100, **run)

@@ -39,7 +39,7 @@ def test_a_store_that_was_deleted_is_made_again_and_the_run_goes_on(
     shutil.rmtree(tmp_path / "store")
     slower = Disk(byte_s=1.1e-9)  # the probe never says the same twice
     slower.sequential_read_bytes_per_s = slower.sequential_write_bytes_per_s = 0.9e9
-    monkeypatch.setattr("fivefold.gnn.training._prepare.probe_disk", lambda *_: slower)
+    monkeypatch.setattr("fivefold.gnn.loading.prepare.probe_disk", lambda *_, **__: slower)
     again = train_graph(make_config(epochs=2))
     assert again.parameters_sha256 == whole.parameters_sha256
 

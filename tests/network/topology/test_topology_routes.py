@@ -117,15 +117,15 @@ def check_both_ways(topology, *, through_ranks):
 
 def answers_of(topology, *, through_ranks):
     router, found = Router(topology), []
-    for pair in itertools.product(range(topology.num_ranks), repeat=2):
+    every = np.array(list(itertools.product(range(topology.num_ranks), repeat=2)))
+    try:
+        routes = router.routes(*every.T, through_ranks=through_ranks)
+        return [routes.of(place).tolist() for place in range(len(routes))]
+    except InfeasibleError:  # one by one, for the message of each pair that has none
+        pass
+    for a, b in every.tolist():
         try:
-            found.append(
-                tuple(
-                    router.routes(
-                        *([end] for end in pair), through_ranks=through_ranks
-                    ).links.tolist()
-                )
-            )
+            found.append(router.routes([a], [b], through_ranks=through_ranks).links.tolist())
         except InfeasibleError as error:
             found.append(str(error))
     return found

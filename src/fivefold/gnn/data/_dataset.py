@@ -4,6 +4,8 @@
                    its attribute "files" names the fingerprints of the others
     features.fvf   kind "features": x [N, D] of any dtype; absent where nodes have none
     labels.fvf     kind "labels": y int64 [N] (-1 unknown), train, valid, test int64 ids; optional
+    edge_features.fvf  kind "features": x [E, F], a row per edge of the source; graph.fvf then has
+                   edge_ids int64, the row of each of its edges; optional
 
 Of several node and edge types there is such a folder for each, and a list of them:
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +31,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 from fivefold.files import read_checked_json
-from fivefold.gnn.data.parts import EdgePart, Source
+from fivefold.gnn.data.parts import EdgePart, FeaturePart, Source
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container
@@ -37,6 +39,7 @@ from fivefold.gnn.storage import Container
 GRAPH_FILE = "graph.fvf"
 FEATURES_FILE = "features.fvf"
 LABELS_FILE = "labels.fvf"
+EDGE_FEATURES_FILE = "edge_features.fvf"
 HETERO_FILE = "dataset.json"
 NAMES_FILE = "names.json"
 
@@ -110,7 +113,12 @@ class Dataset:
                 hint="run the same ingest or generate command again: it makes this file anew and "
                 "keeps the others",
             )
-        for name, found in ((FEATURES_FILE, self._features), (LABELS_FILE, self._labels)):
+        beside = (
+            (FEATURES_FILE, self._features),
+            (LABELS_FILE, self._labels),
+            (EDGE_FEATURES_FILE, self.edge_features),
+        )
+        for name, found in beside:
             check_belongs(self.folder / name, found, files.get(name), named_by=GRAPH_FILE)
 
     @property
@@ -217,15 +225,16 @@ class Dataset:
     @cached_property
     def fingerprint(self) -> str:
         """Return a hash of all files' fingerprints: other contents, other fingerprint."""
-        files = (self.graph, self._features, self._labels)
+        files = [self.graph, self._features, self._labels]
+        files += [] if self.edge_features is None else [self.edge_features]
         text = " ".join("-" if file is None else file.fingerprint for file in files)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def containers(self) -> dict[str, Container]:
         """Return the files that are there, by name."""
-        files = (self.graph, self._features, self._labels)
-        names = (GRAPH_FILE, FEATURES_FILE, LABELS_FILE)
+        files = (self.graph, self._features, self._labels, self.edge_features)
+        names = (GRAPH_FILE, FEATURES_FILE, LABELS_FILE, EDGE_FEATURES_FILE)
         return {name: file for name, file in zip(names, files, strict=True) if file is not None}
 
     def close(self) -> None:
@@ -246,6 +255,11 @@ class Dataset:
     @cached_property
     def _labels(self) -> Container | None:
         return self._open_optional(LABELS_FILE, "labels")
+
+    @cached_property
+    def edge_features(self) -> Container | None:
+        """Return the container with the edges' rows ``x`` [E, F]; None where they have none."""
+        return self._open_optional(EDGE_FEATURES_FILE, "features")
 
     def _open_optional(self, name: str, kind: str) -> Container | None:
         path = self.folder / name
@@ -298,11 +312,13 @@ class HeteroSource:
         name: For people.
         nodes: Features and labels of each node type; their edges are not asked for.
         edges: Edges of each type (source type, relation, target type).
+        edge_features: Feature rows of the edge types that have some; their edges are ``numbered``.
     """
 
     name: str
     nodes: Mapping[str, Source]
     edges: Mapping[EdgeType, EdgePart]
+    edge_features: Mapping[EdgeType, FeaturePart] = field(default_factory=dict)
 
 
 class HeteroDataset:
@@ -394,6 +410,11 @@ class HeteroDataset:
     def features(self, node_type: str) -> Container:
         """Return the container with the section ``x`` of a node type."""
         return self._container(self._node_folder(node_type) / FEATURES_FILE, "features")
+
+    def edge_features(self, edge_type: EdgeType) -> Container | None:
+        """Return the container with the rows ``x`` of an edge type; None where it has none."""
+        path = self._edges[edge_type] / EDGE_FEATURES_FILE
+        return self._container(path, "features") if path in self._files else None
 
     def labels(self, node_type: str) -> NDArray[np.int64]:
         """Return the class of every node of a type, -1 where unknown."""

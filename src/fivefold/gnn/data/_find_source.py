@@ -22,7 +22,7 @@ from fivefold.gnn.data.arrays import (
     npz_rows,
     one_split,
 )
-from fivefold.gnn.data.parts import EDGE_FEATURES, LabelPart, Source, refuse_edge_features
+from fivefold.gnn.data.parts import EDGE_FEATURES, LabelPart, Source
 
 SOURCE_KINDS = ("npy", "ogb", "mag240m", "pyg", "table")
 _TABLE_ENDS = (".csv", ".tsv", ".txt", ".parquet", ".pq", ".gz", ".bz2", ".zst", ".edges")
@@ -32,6 +32,7 @@ _NPY_NAMES = {
     "features": ("features", "node_feat", "feat", "x"),
     "labels": ("labels", "node_label", "label", "y"),
     "weights": ("weights", "edge_weight"),
+    "edge_features": EDGE_FEATURES,
 }
 _NPY_SPLITS = {
     "train": ("train", "train_idx", "train_mask"),
@@ -53,7 +54,7 @@ class SourceOptions:
         ids: auto, number or text, for table.
         num_nodes: Number of nodes; None: found.
         split: Where masks have several columns, the one to take, for npy, table and pyg.
-        leave_out: Features of edges that may be left out, by name, for npy, pyg and ogb.
+        leave_out: Features of edges that are left out, by name, for npy, pyg and ogb.
     """
 
     kind: str | None = None
@@ -169,11 +170,10 @@ def _npy_source(path: Path, options: SourceOptions) -> Source:
     if path.is_file() and path.suffix != ".npz":
         arrays["edge_index"] = path
     else:
-        beside = (name for name in EDGE_FEATURES if _first_array(path, (name,)) is not None)
-        refuse_edge_features(path, beside, options.leave_out)
         for found, names in ((arrays, _NPY_NAMES), (splits, _NPY_SPLITS)):
             for role, candidates in names.items():
-                array = _first_array(path, candidates)
+                kept = tuple(name for name in candidates if name not in options.leave_out)
+                array = _first_array(path, kept)
                 if array is not None:
                     found.setdefault(role, array)
     if "edge_index" not in arrays:
@@ -190,6 +190,7 @@ def _arrays(
         features=arrays.get("features"),
         labels=arrays.get("labels"),
         weights=arrays.get("weights"),
+        edge_features=arrays.get("edge_features"),
         splits=one_each,
         num_nodes=options.num_nodes,
         name=path.stem,
@@ -223,13 +224,20 @@ def _check_parts(files: list[Path], header: bool | None) -> None:  # noqa: FBT00
             )
 
 
+_OF_EDGES = {
+    "weights": "make them a column: --column weight=NAME",
+    "edge_features": "give the edges as an array edge_index, too",
+}
+
+
 def _with_arrays(path: Path, options: SourceOptions) -> Source:
     """Return the tables at a path, with the arrays that were given beside it."""
     if not options.arrays and not options.splits:
         return _tables_at(path, options)
-    if "weights" in options.arrays:
-        message = "weights of an edge table were given as an array"
-        raise ConfigurationError(message, hint="make them a column: --column weight=NAME")
+    for role, hint in _OF_EDGES.items():
+        if role in options.arrays:
+            message = f"{role} of an edge table were given as an array"
+            raise ConfigurationError(message, hint=hint)
     arrays = _arrays(dict(options.arrays), options.splits, path, options)
     return _JoinedSource(_tables_at(path, replace(options, num_nodes=arrays.num_nodes)), arrays)
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import write_checked_json
 from fivefold.gnn.data._dataset import (
+    EDGE_FEATURES_FILE,
     FEATURES_FILE,
     GRAPH_FILE,
     HETERO_FILE,
@@ -72,7 +73,12 @@ def write_dataset(
         folder,
         attributes,
         {**dict(source.recipe), **asdict(rules)},
-        parts=(source.labels, source.edges, source.features),
+        parts=(
+            source.labels,
+            source.edges,
+            source.features,
+            getattr(source, "edge_features", _nothing),
+        ),
         rules=rules,
         memory_bytes=memory_bytes,
         progress=progress or no_progress,
@@ -85,24 +91,37 @@ def write_parts(
     attributes: Mapping[str, Any],
     recipe: Mapping[str, Any],
     *,
-    parts: tuple[Any, Any, Any],
+    parts: tuple[Any, Any, Any, Any],
     rules: EdgeRules,
     memory_bytes: int,
     progress: Progress,
 ) -> None:
-    """Write labels, graph and features, each unless it is there already."""
+    """Write labels, graph, features and those of the edges, each unless it is there already."""
     check_memory(memory_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     recipe = json.loads(json.dumps(recipe))  # tuples become lists, as they will when read
     attributes = {**attributes, "recipe": recipe}
-    names = (LABELS_FILE, GRAPH_FILE, FEATURES_FILE)
+    names = (LABELS_FILE, GRAPH_FILE, FEATURES_FILE, EDGE_FEATURES_FILE)
     finished = [_is_finished(folder / name, recipe) for name in names]  # all, before any work
     finished[1] = finished[1] and graph_is_current(folder)
-    labels, edges, features = parts
+    labels, edges, features, edge_features = parts
     if not finished[0] and (label_part := labels()) is not None:
         _write_labels(folder / LABELS_FILE, label_part, attributes, progress)
-    if not finished[2] and (feature_part := features()) is not None:
-        _write_features(folder / FEATURES_FILE, feature_part, attributes, memory_bytes, progress)
+    tables = (
+        (FEATURES_FILE, finished[2], features, "nodes"),
+        (EDGE_FEATURES_FILE, finished[3], edge_features, "edges"),
+    )
+    for name, done, make, what in tables:
+        if not done and (feature_part := make()) is not None:
+            _write_features(
+                folder / name,
+                feature_part,
+                what,
+                int(attributes["num_nodes"]) if what == "nodes" else feature_part.num_rows,
+                attributes=attributes,
+                memory_bytes=memory_bytes,
+                progress=progress,
+            )
     # The graph last: a folder with a graph is complete.
     if not finished[1] and (edge_part := edges()) is not None:
         write_graph(
@@ -114,6 +133,10 @@ def write_parts(
             progress=progress,
         )
     shutil.rmtree(work_folder(folder / GRAPH_FILE), ignore_errors=True)
+
+
+def _nothing() -> None:
+    """Return nothing: a part that a source does not have."""
 
 
 def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -136,7 +159,8 @@ def names_fingerprint(folder: Path) -> str | None:
 
 def _files_beside(folder: Path) -> dict[str, str]:
     """Return what a graph says of the files that belong to it."""
-    found, names = fingerprints(folder, (FEATURES_FILE, LABELS_FILE)), names_fingerprint(folder)
+    files = (FEATURES_FILE, LABELS_FILE, EDGE_FEATURES_FILE)
+    found, names = fingerprints(folder, files), names_fingerprint(folder)
     return found if names is None else {**found, NAMES_FILE: names}
 
 
@@ -228,22 +252,24 @@ def _check_split(name: str, ids: NDArray[np.int64], num_nodes: int) -> None:
 def _write_features(
     path: Path,
     part: FeaturePart,
+    what: str,
+    count: int,
+    *,
     attributes: Mapping[str, Any],
     memory_bytes: int,
     progress: Progress,
 ) -> None:
-    num_nodes = int(attributes["num_nodes"])
     row_bytes = max(1, part.dim * part.dtype.itemsize)
     max_rows = max(1, min(memory_bytes // 8, 32 << 20) // row_bytes)
-    sections = {"x": (part.dtype, (num_nodes, part.dim))}
+    sections = {"x": (part.dtype, (count, part.dim))}
     with ContainerWriter(
         path, kind="features", sections=sections, attributes=attributes, resume=True
     ) as writer:
         row = marked = (writer.progress or {"rows": 0})["rows"]
-        for block in _checked_blocks(part, row, num_nodes, max_rows):
+        for block in _checked_blocks(part, row, max_rows, count=count, what=what):
             writer.write("x", row, block)
             row += block.shape[0]
-            progress("features", row, num_nodes)
+            progress(f"features of {what}", row, count)
             if (row - marked) * row_bytes >= _MARK_EVERY_BYTES:
                 writer.mark({"rows": row})
                 marked = row
@@ -251,20 +277,20 @@ def _write_features(
 
 
 def _checked_blocks(
-    part: FeaturePart, first_row: int, num_nodes: int, max_rows: int
+    part: FeaturePart, first_row: int, max_rows: int, *, count: int, what: str
 ) -> Iterator[NDArray[Any]]:
     """Yield the part's blocks; too many or too few rows are an error."""
     rows = first_row
     for block in part.blocks(first_row, max_rows):
         rows += block.shape[0]
-        if rows > num_nodes:
+        if rows > count:
             break
         yield block
-    if rows != num_nodes:
-        more = "more than " if rows > num_nodes else ""
+    if rows != count:
+        more = "more than " if rows > count else ""
         raise DataError(
-            f"there are {more}{min(rows, num_nodes)} feature rows for {num_nodes} nodes",
-            hint="give one row per node, in the order of node ids",
+            f"there are {more}{min(rows, count)} feature rows for {count} {what}",
+            hint="give one row each, in the order of ids",
         )
 
 
@@ -361,14 +387,14 @@ def _ingest_hetero(
             folder / entry["folder"],
             attributes,
             part.recipe,
-            parts=(part.labels, lambda: None, part.features),
+            parts=(part.labels, _nothing, part.features, _nothing),
             rules=EdgeRules(),
             **run,
         )
     for entry in listing["edges"]:
         _write_edges(folder, source, entry, rules, run)
     for entry in (*listing["nodes"].values(), *listing["edges"]):
-        names = (FEATURES_FILE, LABELS_FILE, GRAPH_FILE)
+        names = (FEATURES_FILE, LABELS_FILE, GRAPH_FILE, EDGE_FEATURES_FILE)
         entry["files"] = fingerprints(folder / entry["folder"], names)
     write_checked_json(folder / HETERO_FILE, listing)  # last: a folder with this file is complete
     return HeteroDataset.open(folder)
@@ -412,12 +438,16 @@ def _write_edges(
     sizes = {"num_nodes": source.nodes[kind[2]].num_nodes}
     if kind[0] != kind[2]:
         sizes["num_sources"] = source.nodes[kind[0]].num_nodes
+    rows = source.edge_features.get(kind)
+    edge_features = _nothing if rows is None else (lambda: rows)
     recipe = {"edges": part.num_edges, "stamp": getattr(part, "stamp", None), **vars(rules)}
+    if rows is not None:
+        recipe["edge_features"] = getattr(rows, "stamp", None)
     write_parts(
         folder / entry["folder"],
         {"name": source.name, "edge_type": list(kind), **sizes},
         recipe,
-        parts=(lambda: None, lambda: part, lambda: None),
+        parts=(_nothing, lambda: part, _nothing, edge_features),
         rules=rules,
         **run,
     )

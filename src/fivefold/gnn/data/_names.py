@@ -187,8 +187,9 @@ def _write_edges(path: Path, ends: EdgeBuckets, progress: Progress) -> None:
         done = 0
         for bucket in range(ends.num_buckets) if total else ():
             for piece in ends.pieces(bucket):
-                piece.sources.astype(np.int64).tofile(file)
-                done += piece.sources.size
+                numbers = piece.values["sources"]
+                numbers.astype(np.int64).tofile(file)
+                done += numbers.size
                 progress("names numbered", done, total)
 
 

@@ -26,7 +26,7 @@ from fivefold.gnn.data.arrays import (
     npz_members,
     npz_rows,
 )
-from fivefold.gnn.data.parts import Source, refuse_edge_features
+from fivefold.gnn.data.parts import Source
 
 _SPLITS = ("train", "valid", "test")
 _UNDIRECTED = ("products", "proteins")  # those whose raw files hold one direction of each edge
@@ -42,12 +42,9 @@ def ogb_source(folder: str | Path, *, leave_out: Collection[str] = ()) -> Source
     """Return a node property prediction data set of the Open Graph Benchmark."""
     folder = Path(folder)
     if (folder / "raw" / "data.npz").is_file():
-        refuse_edge_features(folder, npz_members(folder / "raw" / "data.npz"), leave_out)
-        return _binary_source(folder)
+        return _binary_source(folder, with_edges="edge_feat" not in leave_out)
     if (folder / "raw" / "edge.csv.gz").is_file():
-        if (folder / "raw" / "edge-feat.csv.gz").is_file():
-            refuse_edge_features(folder, ["edge_feat"], leave_out)
-        return _csv_source(folder)
+        return _csv_source(folder, with_edges="edge_feat" not in leave_out)
     if (folder / "raw" / "relations").is_dir():
         raise DataError(
             f"{folder} has several node types",
@@ -59,7 +56,7 @@ def ogb_source(folder: str | Path, *, leave_out: Collection[str] = ()) -> Source
     )
 
 
-def _binary_source(folder: Path) -> ArraySource:
+def _binary_source(folder: Path, *, with_edges: bool) -> ArraySource:
     data, label_file = folder / "raw" / "data.npz", folder / "raw" / "node-label.npz"
     members = npz_members(data)
     for name in ("edge_index", "num_nodes_list"):
@@ -73,6 +70,9 @@ def _binary_source(folder: Path) -> ArraySource:
         edge_rows=npz_rows(data, "edge_index"),
         feature_rows=npz_rows(data, "node_feat") if "node_feat" in members else None,
         label_rows=npz_rows(label_file, "node_label") if label_file.is_file() else None,
+        edge_feature_rows=(
+            npz_rows(data, "edge_feat") if with_edges and "edge_feat" in members else None
+        ),
         split_rows=_read_splits(folder),
         given_nodes=counts[0],
         kind="ogb",
@@ -99,7 +99,7 @@ def _read_ids(path: Path) -> NDArray[np.int64]:
     return np.concatenate(blocks) if blocks else np.empty(0, np.int64)
 
 
-def _csv_source(folder: Path) -> ArraySource:
+def _csv_source(folder: Path, *, with_edges: bool) -> ArraySource:
     """Return a source over raw tables without headers: an edge, a row or a label per line."""
     raw = folder / "raw"
     counts = _read_ids(raw / "num-node-list.csv.gz")
@@ -107,12 +107,16 @@ def _csv_source(folder: Path) -> ArraySource:
         raise DataError(f"{folder} holds {counts.size} graphs", hint="one graph is needed")
     num_nodes, num_edges = int(counts[0]), int(_read_ids(raw / "num-edge-list.csv.gz").sum())
     features, labels = raw / "node-feat.csv.gz", raw / "node-label.csv.gz"
+    of_edges = raw / "edge-feat.csv.gz"
     return ArraySource(
         name=folder.resolve().name,
         edge_rows=_CsvRows(raw / "edge.csv.gz", np.int64, num_edges),
         edge_pairs=True,
         feature_rows=_CsvRows(features, np.float32, num_nodes) if features.is_file() else None,
         label_rows=_CsvRows(labels, np.float64, num_nodes) if labels.is_file() else None,
+        edge_feature_rows=(
+            _CsvRows(of_edges, np.float32, num_edges) if with_edges and of_edges.is_file() else None
+        ),
         split_rows=_read_splits(folder) if labels.is_file() else {},
         given_nodes=num_nodes,
         kind="ogb",

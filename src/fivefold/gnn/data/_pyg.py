@@ -21,6 +21,7 @@ from fivefold.errors import DataError, UnsupportedError
 from fivefold.gnn.data._dataset import HeteroSource
 from fivefold.gnn.data.arrays import (
     ArrayEdges,
+    ArrayFeatures,
     ArrayRows,
     ArraySource,
     Rows,
@@ -28,7 +29,6 @@ from fivefold.gnn.data.arrays import (
     file_stamp,
     one_split,
 )
-from fivefold.gnn.data.parts import refuse_edge_features
 
 
 def _numpy_names() -> list[Any]:
@@ -137,7 +137,7 @@ def _is_zip(path: Path) -> bool:
 
 _LOG = logging.getLogger(__name__)
 _STORED = frozenset(
-    {"x", "y", "edge_index", "edge_weight", "adj_t", "num_nodes", "batch", "ptr"}
+    {"x", "y", "edge_index", "edge_weight", "edge_attr", "adj_t", "num_nodes", "batch", "ptr"}
     | {"train_mask", "val_mask", "test_mask"}
 )
 _MASKS = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
@@ -153,9 +153,9 @@ def pyg_source(
     """Return a graph of PyTorch Geometric.
 
     Stored are ``x``, ``edge_index``, ``edge_weight``, ``y`` and the masks ``train_mask``,
-    ``val_mask`` and ``test_mask``, of every node and edge type. Features of edges (``edge_attr``)
-    cannot be stored, and are refused unless ``leave_out`` names them; further attributes that are
-    not stored are named in a warning of the log. In the place of ``edge_index``, ``adj_t`` will
+    ``val_mask`` and ``test_mask``, of every node and edge type, and features of edges
+    (``edge_attr``) unless ``leave_out`` names them; further attributes that are not stored are
+    named in a warning of the log. In the place of ``edge_index``, ``adj_t`` will
     do, the transposed adjacency matrix as a sparse tensor; its values are weights unless all are
     one.
 
@@ -170,7 +170,7 @@ def pyg_source(
         The source, for ``ingest``.
 
     Raises:
-        DataError: There are no edges in ``edge_index``, there are features of edges, or the file
+        DataError: There are no edges in ``edge_index``, features are not one row each, or the file
             is of something else.
         UnsupportedError: PyTorch Geometric is not installed.
 
@@ -193,6 +193,7 @@ def pyg_source(
     _check_left_out(data, name, leave_out)
     edges, weights = _edges(data, "the graph", stamp)
     parts = _node_parts(data, stamp, split)
+    attributes = None if "edge_attr" in leave_out else _rows(data, "edge_attr", stamp)
     with warnings.catch_warnings():  # that it counts them by the edges
         warnings.simplefilter("ignore")
         count = getattr(data, "num_nodes", None)
@@ -200,6 +201,7 @@ def pyg_source(
         name=name,
         edge_rows=edges,
         weight_rows=weights,
+        edge_feature_rows=attributes,
         given_nodes=count,
         kind="pyg",
         **parts,
@@ -210,7 +212,6 @@ def _check_left_out(store: Any, what: str, allowed: Collection[str]) -> None:
     """Refuse or name what would be left out."""
     names = store.keys() if callable(getattr(store, "keys", None)) else vars(store)
     given = [name for name in names if getattr(store, name, None) is not None]
-    refuse_edge_features(what, given, allowed)
     lost = [name for name in given if name not in _STORED and name not in allowed]
     if lost:
         _LOG.warning("%s: not stored: %s", what, ", ".join(lost))
@@ -225,8 +226,14 @@ def _hetero_source(
         warnings.simplefilter("ignore")
         counts = {kind: data[kind].num_nodes for kind in data.node_types}
     sizes = {kind: _known(count, kind) for kind, count in counts.items()}
+    kept = {kind: _rows(data[kind], "edge_attr", stamp) for kind in data.edge_types}
+    attributes = (
+        {} if "edge_attr" in leave_out else {k: v for k, v in kept.items() if v is not None}
+    )
     edges = {
-        kind: ArrayEdges(*_edges(data[kind], f"edge type {kind}", stamp))
+        kind: ArrayEdges(
+            *_edges(data[kind], f"edge type {kind}", stamp), numbered=kind in attributes
+        )
         for kind in data.edge_types
     }
     # Labels and features are those of a graph without edges.
@@ -240,7 +247,10 @@ def _hetero_source(
         )
         for kind in data.node_types
     }
-    return HeteroSource(name=name, nodes=nodes, edges=edges)
+    features = {
+        kind: ArrayFeatures(rows, what=f"edge_attr of {kind}") for kind, rows in attributes.items()
+    }
+    return HeteroSource(name=name, nodes=nodes, edges=edges, edge_features=features)
 
 
 def _known(count: int | None, kind: str) -> int:

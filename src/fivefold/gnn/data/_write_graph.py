@@ -59,14 +59,13 @@ class CsrPiece:
     """
 
     degrees: NDArray[np.int64]
-    sources: NDArray[Any]
-    weights: NDArray[np.float32] | None
+    values: Mapping[str, NDArray[Any]]  # of "sources", and of "weights" and "edge_ids" where asked
 
 
 class EdgeBuckets:
     """Collects edges and hands them out by target."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - sizes of one sort, all by name
         self,
         folder: Path,
         *,
@@ -75,6 +74,7 @@ class EdgeBuckets:
         expected_edges: int,
         weighted: bool,
         memory_bytes: int,
+        numbered: bool = False,
         drop_duplicates: bool = False,
     ) -> None:
         self.folder = folder
@@ -90,9 +90,8 @@ class EdgeBuckets:
         self.columns: dict[str, np.dtype[Any]] = {
             "targets": np.dtype(np.uint32 if self.width < 2**32 else np.int64),
             "sources": index_dtype(num_sources),
+            **_value_types(weighted=weighted, numbered=numbered),
         }
-        if weighted:
-            self.columns["weights"] = np.dtype(np.float32)
         self.sizes = np.zeros(self._spilled_buckets, np.int64)
         self._sums: dict[str, int] = {}  # of what was spilled, by the file's name
         self.position = 0
@@ -182,9 +181,7 @@ class EdgeBuckets:
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         places = np.empty(targets.size, np.int64)
         assign_places(targets, self.width, starts[:-1].copy(), places)
-        values = {"targets": targets % self.width, "sources": block.sources}
-        if block.weights is not None:
-            values["weights"] = block.weights
+        values = {**block.values(), "targets": targets % self.width}
         for name, dtype in self.columns.items():
             ordered = np.empty(targets.size, dtype)
             ordered[places] = values[name]
@@ -254,11 +251,10 @@ class EdgeBuckets:
         """Yield everything at once: there is so little."""
         columns: dict[str, NDArray[Any]] = {
             "targets": _joined([block.targets for block in self._held], np.dtype(np.int64)),
-            "sources": _joined([block.sources for block in self._held], self.columns["sources"]),
         }
-        if "weights" in self.columns:
-            weights = [block.weights for block in self._held if block.weights is not None]
-            columns["weights"] = _joined(weights, np.dtype(np.float32))
+        for name in _values_of(self.columns):
+            held = [block.values()[name] for block in self._held]
+            columns[name] = _joined(held, self.columns[name])
         yield self._sorted(columns, self.num_nodes)
 
     def _fitting_parts(self, bucket: int, num_nodes: int) -> Iterator[tuple[int, int]]:
@@ -333,13 +329,15 @@ class EdgeBuckets:
             )
         nothing, degree = np.empty(0, np.int64), 0
         columns = (self._chunks(bucket, name) for name in self.columns)
-        for targets, sources, *weights in zip(*columns, strict=True):
+        names = _values_of(self.columns)
+        for targets, *values in zip(*columns, strict=True):
             wanted = targets == target
             degree += int(np.count_nonzero(wanted))
-            yield CsrPiece(nothing, sources[wanted], weights[0][wanted] if weights else None)
-        empty = np.empty(0, self.columns["sources"])
-        no_weights = np.empty(0, np.float32) if "weights" in self.columns else None
-        yield CsrPiece(np.array([degree]), empty, no_weights)
+            found = {name: part[wanted] for name, part in zip(names, values, strict=True)}
+            yield CsrPiece(nothing, found)
+        yield CsrPiece(
+            np.array([degree]), {name: np.empty(0, self.columns[name]) for name in names}
+        )
 
     def _sorted(self, columns: dict[str, NDArray[Any]], num_nodes: int) -> CsrPiece:
         if self.drop_duplicates:
@@ -351,11 +349,15 @@ class EdgeBuckets:
         places = np.empty(targets.size, np.int64)
         assign_places(targets, 1, starts, places)
         ordered = {}
-        for name in ("sources", "weights"):
-            if name in columns:
-                ordered[name] = np.empty_like(columns[name])
-                ordered[name][places] = columns[name]
-        return CsrPiece(degrees, ordered["sources"], ordered.get("weights"))
+        for name in _values_of(columns):
+            ordered[name] = np.empty_like(columns[name])
+            ordered[name][places] = columns[name]
+        return CsrPiece(degrees, ordered)
+
+
+def _values_of(columns: Mapping[str, Any]) -> list[str]:
+    """Return the names of what goes with each target."""
+    return [name for name in columns if name != "targets"]
 
 
 def _joined(parts: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -404,17 +406,36 @@ def write_graph(
         _write_bucketed(path, part, attributes, rules, (memory_bytes, progress))
 
 
+def _value_types(*, weighted: bool, numbered: bool) -> dict[str, np.dtype[Any]]:
+    """Return the types of what an edge has beside its ends."""
+    types: dict[str, np.dtype[Any]] = {
+        "weights": np.dtype(np.float32),
+        "edge_ids": np.dtype(np.int64),
+    }
+    return {
+        name: types[name] for name, there in zip(types, (weighted, numbered), strict=True) if there
+    }
+
+
+def _is_numbered(part: EdgePart) -> bool:
+    """Return whether blocks carry edge ids; parts of older sources do not say."""
+    return bool(getattr(part, "numbered", False))
+
+
 def _sections(
-    attributes: Mapping[str, Any], num_edges: int | None, *, weighted: bool
+    attributes: Mapping[str, Any], num_edges: int | None, part: EdgePart
 ) -> dict[str, Any]:
     num_nodes = int(attributes["num_nodes"])
-    sections: dict[str, Any] = {
+    return {
         "indptr": (np.dtype(np.int64), (num_nodes + 1,)),
         "indices": (index_dtype(num_sources(attributes)), (num_edges,)),
+        **{
+            name: (dtype, (num_edges,))
+            for name, dtype in _value_types(
+                weighted=part.weighted, numbered=_is_numbered(part)
+            ).items()
+        },
     }
-    if weighted:
-        sections["weights"] = (np.dtype(np.float32), (num_edges,))
-    return sections
 
 
 class _SortedWriter:
@@ -437,9 +458,9 @@ class _SortedWriter:
             message = "the edges are not sorted by target"
             raise DataError(message, hint="set sorted_by_target of the source to False")
         self._close_nodes(block, last)
-        self.writer.write("indices", self.edges, block.sources.astype(self.dtype, copy=False))
-        if block.weights is not None:
-            self.writer.write("weights", self.edges, block.weights)
+        for name, values in block.values().items():
+            section, dtype = ("indices", self.dtype) if name == "sources" else (name, values.dtype)
+            self.writer.write(section, self.edges, values.astype(dtype, copy=False))
         self.edges += block.sources.size
 
     def _close_nodes(self, block: EdgeBlock, last: int) -> None:
@@ -472,7 +493,7 @@ def _write_sorted(
     with ContainerWriter(
         path,
         kind="graph",
-        sections=_sections(attributes, total, weighted=part.weighted),
+        sections=_sections(attributes, total, part),
         attributes=attributes,
         resume=True,
     ) as writer:
@@ -515,6 +536,7 @@ def _write_bucketed(
         num_sources=num_sources(attributes),
         expected_edges=expected * copies,
         weighted=part.weighted,
+        numbered=_is_numbered(part),
         memory_bytes=memory_bytes,
         drop_duplicates=rules.drop_duplicates,
     )
@@ -574,15 +596,18 @@ def _is_weight(weights: NDArray[np.float32]) -> bool:
 
 
 def _ruled(block: EdgeBlock, rules: EdgeRules) -> EdgeBlock:
-    sources, targets, weights = block.sources, block.targets, block.weights
+    values = {**block.values(), "targets": block.targets}
     if rules.drop_self_loops:
-        kept = sources != targets
-        sources, targets = sources[kept], targets[kept]
-        weights = None if weights is None else weights[kept]
+        kept = block.sources != block.targets
+        values = {name: part[kept] for name, part in values.items()}
     if rules.add_reverse:
-        sources, targets = both_ways(sources, targets), both_ways(targets, sources)
-        weights = None if weights is None else np.repeat(weights, 2)
-    return EdgeBlock(sources, targets, block.position, weights)
+        sources, targets = values.pop("sources"), values.pop("targets")
+        values = {name: np.repeat(part, 2) for name, part in values.items()}
+        values["sources"], values["targets"] = (
+            both_ways(sources, targets),
+            both_ways(targets, sources),
+        )
+    return EdgeBlock(position=block.position, **values)
 
 
 def both_ways(these: NDArray[Any], others: NDArray[Any]) -> NDArray[Any]:
@@ -604,7 +629,7 @@ def _write_buckets(
     with ContainerWriter(
         path,
         kind="graph",
-        sections=_sections(attributes, known, weighted=part.weighted),
+        sections=_sections(attributes, known, part),
         attributes=attributes,
         resume=True,
     ) as writer:
@@ -615,10 +640,10 @@ def _write_buckets(
         for bucket in range(start["bucket"], buckets.num_buckets):
             node, degree_sum = bucket * buckets.width, edges
             for piece in buckets.pieces(bucket):
-                _put(writer, "indices", edges, piece.sources, known)
-                if piece.weights is not None:
-                    _put(writer, "weights", edges, piece.weights, known)
-                edges += piece.sources.size
+                for name, values in piece.values.items():
+                    section = "indices" if name == "sources" else name
+                    _put(writer, section, edges, values, known)
+                edges += piece.values["sources"].size
                 ends = np.cumsum(piece.degrees) + degree_sum
                 writer.write("indptr", node + 1, ends)
                 node += ends.size

@@ -217,12 +217,13 @@ def as_array(value: Any, name: str = "an array") -> NDArray[Any]:
     return array
 
 
-def array_source(
+def array_source(  # noqa: PLR0913 - the parts of a graph, all by name
     edge_index: Array | None,
     *,
     features: Array | None = None,
     labels: Array | None = None,
     weights: Array | None = None,
+    edge_features: Array | None = None,
     splits: Mapping[str, Array] | None = None,
     num_nodes: int | None = None,
     name: str = "graph",
@@ -236,6 +237,7 @@ def array_source(
         features: ``[N, D]`` of any dtype.
         labels: ``[N]`` or ``[N, 1]``; classes from 0, unknown -1 or NaN.
         weights: ``[E]``, finite and not negative.
+        edge_features: ``[E, F]`` or ``[E]`` of any dtype, in the order of ``edge_index``.
         splits: ``train``, ``valid`` and ``test``, each node ids or a mask of N booleans.
         num_nodes: Number of nodes; None: rows of the features or labels, else the largest id + 1.
         name: For people.
@@ -261,6 +263,9 @@ def array_source(
         feature_rows=None if features is None else as_rows(features, "features"),
         label_rows=None if labels is None else as_rows(labels, "labels"),
         weight_rows=None if weights is None else as_rows(weights, "weights"),
+        edge_feature_rows=(
+            None if edge_features is None else as_rows(edge_features, "edge_features")
+        ),
         split_rows={key: as_rows(value, key) for key, value in (splits or {}).items()},
         given_nodes=num_nodes,
     )
@@ -276,6 +281,8 @@ class ArraySource:
     feature_rows: Rows | None = None
     label_rows: Rows | None = None
     weight_rows: Rows | None = None
+    edge_feature_rows: Rows | None = None
+    numbered: bool = False  # whether edges keep their numbers though they have no features
     split_rows: Mapping[str, Rows] = field(default_factory=dict)
     given_nodes: int | None = None
     num_classes: int | None = None
@@ -286,14 +293,28 @@ class ArraySource:
         edges = self.edge_rows
         self._edges = None
         if edges is not None:
-            self._edges = ArrayEdges(edges, self.weight_rows, pairs=self.edge_pairs)
-        self._features = None if self.feature_rows is None else _ArrayFeatures(self.feature_rows)
+            numbered = self.numbered or self.edge_feature_rows is not None
+            self._edges = ArrayEdges(
+                edges, self.weight_rows, pairs=self.edge_pairs, numbered=numbered
+            )
+        self._edge_features = None
+        if self.edge_feature_rows is not None:
+            self._edge_features = ArrayFeatures(self.edge_feature_rows, what="edge features")
+            count = 0 if self._edges is None else self._edges.num_edges
+            if self._edge_features.num_rows != count:
+                raise DataError(
+                    f"there are {self._edge_features.num_rows} rows of edge features for "
+                    f"{count} edges",
+                    hint="give one row per edge, in the order of edge_index",
+                )
+        self._features = None if self.feature_rows is None else ArrayFeatures(self.feature_rows)
         self.num_nodes = self._count_nodes()
         rows = {
             "edges": self.edge_rows,
             "features": self.feature_rows,
             "labels": self.label_rows,
             "weights": self.weight_rows,
+            "edge_features": self.edge_feature_rows,
             **self.split_rows,
         }
         stamps = {key: row.stamp for key, row in rows.items() if row is not None}
@@ -302,6 +323,7 @@ class ArraySource:
             "num_nodes": self.num_nodes,
             "num_classes": self.num_classes,
             **stamps,
+            **({"numbered": True} if self.numbered else {}),
         }
 
     def _count_nodes(self) -> int:
@@ -326,9 +348,13 @@ class ArraySource:
         """Return the edges."""
         return self._edges
 
-    def features(self) -> _ArrayFeatures | None:
+    def features(self) -> ArrayFeatures | None:
         """Return the feature rows."""
         return self._features
+
+    def edge_features(self) -> ArrayFeatures | None:
+        """Return the feature rows of the edges."""
+        return self._edge_features
 
     def labels(self) -> LabelPart | None:
         """Return the labels and splits."""
@@ -420,23 +446,27 @@ def check_gaps(num_nodes: int, num_edges: int, *, hint: str) -> None:
         )
 
 
-class _ArrayFeatures:
-    def __init__(self, rows: Rows) -> None:
+class ArrayFeatures:
+    """Feature rows ``[N, D]`` of an array, or ``[N]`` as rows of one element."""
+
+    def __init__(self, rows: Rows, *, what: str = "features") -> None:
         shape, self.transposed = rows.shape, getattr(rows, "transposed", False)
         if self.transposed:
             shape = shape[::-1]
         if len(shape) not in {1, 2}:
-            raise DataError(f"features have shape {list(shape)}", hint="give [N, D]")
+            raise DataError(f"{what} have shape {list(shape)}", hint="give [N, D]")
         if rows.dtype.kind not in "iufb":
-            raise DataError(f"features have dtype {rows.dtype}", hint="give numbers")
+            raise DataError(f"{what} have dtype {rows.dtype}", hint="give numbers")
         self.rows = rows
+        self.stamp = rows.stamp
         self.num_rows = shape[0]
         self.dim = shape[1] if len(shape) == 2 else 1
         if self.dim == 0:
-            raise DataError(f"features have shape {list(shape)}", hint="leave them out")
+            raise DataError(f"{what} have shape {list(shape)}", hint="leave them out")
         self.dtype = rows.dtype.newbyteorder("<")
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
+        """Yield the rows from ``first_row`` on."""
         if self.transposed:
             yield from self._column_blocks(first_row, max_rows)
             return
@@ -460,7 +490,15 @@ class ArrayEdges:
 
     sorted_by_target = False
 
-    def __init__(self, rows: Rows, weights: Rows | None, *, pairs: bool | None = None) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        weights: Rows | None,
+        *,
+        pairs: bool | None = None,
+        numbered: bool = False,
+    ) -> None:
+        self.numbered = numbered
         if len(rows.shape) != 2 or 2 not in rows.shape:
             raise DataError(f"edges have shape {list(rows.shape)}", hint="give [2, E] or [E, 2]")
         if rows.dtype.kind not in "iu":
@@ -487,18 +525,15 @@ class ArrayEdges:
 
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
         """Yield the edges from a position on."""
-        pairs = self._pairs(position, max_edges)
-        if self.weights is None:
-            for sources, targets in pairs:
-                position += sources.size
-                yield EdgeBlock(sources, targets, position)
-            return
-        weights = self.weights.blocks(position, max_edges)
-        for (sources, targets), block in zip(pairs, weights, strict=True):
-            position += sources.size
-            with np.errstate(over="ignore"):  # infinite weights are refused by the writer
-                numbers = block.reshape(-1).astype(np.float32)
-            yield EdgeBlock(sources, targets, position, numbers)
+        weights = None if self.weights is None else self.weights.blocks(position, max_edges)
+        for sources, targets in self._pairs(position, max_edges):
+            first, position = position, position + sources.size
+            numbers = None
+            if weights is not None:
+                with np.errstate(over="ignore"):  # infinite weights are refused by the writer
+                    numbers = next(weights).reshape(-1).astype(np.float32)
+            ids = np.arange(first, position) if self.numbered else None
+            yield EdgeBlock(sources, targets, position, numbers, ids)
 
     def _pairs(self, position: int, max_edges: int) -> Iterator[tuple[Any, Any]]:
         if not self.split:

@@ -7,14 +7,12 @@ for the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from fivefold.errors import DataError
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total); total is 0 where it is not known before the end."""
@@ -29,17 +27,6 @@ def index_dtype(num_nodes: int) -> np.dtype[Any]:
     return np.dtype(np.int32 if num_nodes - 1 <= _LAST_INT32 else np.int64)
 
 
-def refuse_edge_features(what: object, names: Iterable[str], leave_out: Collection[str]) -> None:
-    """Refuse features of edges, which cannot be stored, unless they may be left out."""
-    for name in names:
-        if name in EDGE_FEATURES and name not in leave_out:
-            raise DataError(
-                f"{what} has {name}, and features of edges cannot be stored",
-                hint="one number per edge can, as its weight; or leave them out: "
-                f"leave_out=[{name!r}], on the command line --leave-out {name}",
-            )
-
-
 @dataclass(frozen=True, slots=True)
 class EdgeBlock:
     """Edges ``sources[i] -> targets[i]``; ``position`` is where the source goes on after them."""
@@ -48,10 +35,20 @@ class EdgeBlock:
     targets: NDArray[Any]
     position: int
     weights: NDArray[np.float32] | None = None
+    edge_ids: NDArray[np.int64] | None = None
+
+    def values(self) -> dict[str, NDArray[Any]]:
+        """Return what goes with each target: sources, and weights and edge ids where there are."""
+        found = {"sources": self.sources, "weights": self.weights, "edge_ids": self.edge_ids}
+        return {name: values for name, values in found.items() if values is not None}
 
 
 class EdgePart(Protocol):
-    """The edges of one edge type; may have a ``stamp``, JSON that says which edges they are."""
+    """The edges of one edge type.
+
+    It may have a ``stamp``, JSON that says which edges they are, and ``numbered``: whether its
+    blocks carry edge ids, the rows of the edges' features.
+    """
 
     @property
     def num_edges(self) -> int | None:
@@ -79,7 +76,7 @@ class EdgePart(Protocol):
 
 
 class FeaturePart(Protocol):
-    """The feature rows of one node type, in the order of node ids."""
+    """The feature rows of one node type, in the order of node ids, or of edges by their ids."""
 
     dtype: np.dtype[Any]
     dim: int
@@ -105,7 +102,10 @@ class LabelPart:
 
 
 class Source(Protocol):
-    """A homogeneous graph somewhere else."""
+    """A homogeneous graph somewhere else.
+
+    It may have ``edge_features()``, the feature rows of its edges; the edges are ``numbered`` then.
+    """
 
     name: str
     num_nodes: int

@@ -97,13 +97,10 @@ class FeatureStoreAdapter(_geometric.FeatureStore):  # type: ignore[name-defined
         if rows is None:
             return None
         ids = _positions(attr.index, self.__dict__["_sizes"][attr.group_name][0])
-        distinct, inverse = np.unique(ids, return_inverse=True)
-        repeated = len(distinct) < len(ids)
-        wanted = distinct if repeated else ids
-        out = np.empty((len(wanted), *rows.row_shape), rows.dtype)
         with self.__dict__["_lock"]:
-            self.__dict__["reading"] += rows.read(wanted, out)
-        return torch.from_numpy(out[inverse] if repeated else out)
+            found, cost = rows.read_any(ids)
+            self.__dict__["reading"] += cost
+        return torch.from_numpy(found)
 
     def _get_tensor_size(self, attr: Any) -> tuple[int, ...] | None:
         if attr.attr_name != self.__dict__["_attr_name"]:

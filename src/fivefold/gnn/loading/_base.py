@@ -162,6 +162,7 @@ class BatchLoader(abc.ABC, Generic[Batch]):
         self._past_s: dict[str, float] = {}
         self._past_wait_s = 0.0
         self._delivered = 0
+        self._made_into: Any = None  # makes PyG's Data of a batch, where they are asked for
 
     @abc.abstractmethod
     def _length(self, epoch: int) -> int:
@@ -279,7 +280,7 @@ class BatchLoader(abc.ABC, Generic[Batch]):
         batch = self._hand_over(value)
         self._position += 1
         self._delivered += 1
-        return batch
+        return batch if self._made_into is None else self._made_into.of(batch)
 
     def _end_epoch(self) -> None:
         self._epoch, self._position = self._epoch + 1, 0
@@ -383,6 +384,7 @@ class LoaderStatistics:
         bytes_read: Bytes that these requests moved from the disk.
         cold_bytes: Bytes of the cold rows themselves.
         record_bytes: Bytes of the batch records that were read.
+        edge_bytes: Bytes read for rows of edges; the counts of rows and requests are of nodes.
         fill_bytes: Bytes read to fill the caches.
         fill_s: Seconds that took.
         stage_s: Seconds in each stage of the pipeline, by name.
@@ -397,6 +399,7 @@ class LoaderStatistics:
     bytes_read: int = 0
     cold_bytes: int = 0
     record_bytes: int = 0
+    edge_bytes: int = 0
     fill_bytes: int = 0
     fill_s: float = 0.0
     stage_s: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -8,11 +8,12 @@ with several node and edge types: offline sampling and packing know one node typ
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ from fivefold.gnn.loading._base import (
     checked_ids,
 )
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
+from fivefold.gnn.loading._pyg_batches import LabelledData
 from fivefold.gnn.loading.batch import (
     EdgeType,
     HeteroMiniBatch,
@@ -40,26 +42,29 @@ from fivefold.gnn.loading.batch import (
     assemble,
     checked_form,
 )
+from fivefold.gnn.loading.online_cache import CachePolicy, OnlineCache
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency, HeteroNeighborSampler, NeighborSampler
 from fivefold.gnn.sampling.batches import HeteroSampledBatch, SampledBatch, epoch_batches
 from fivefold.gnn.storage import Container, RowReader
-from fivefold.gnn.storage.pages import gather_rows
+from fivefold.gnn.storage.pages import aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
+
+_TABLE_BYTES_PER_NODE, _TABLE_BYTES_PER_SLOT = 4, 17  # of a cache that learns
 
 
 class MemoryRows:
     """Rows of an array [nodes, dim] in memory."""
 
-    level = "memory"
-
     def __init__(self, features: npt.NDArray[Any]) -> None:
         self._features = features
+        self.served = {"memory": 0}
         self.row_shape: tuple[int, ...] = features.shape[1:]
         self.dtype: np.dtype[Any] = features.dtype
 
     def read(self, node_ids: Ids, out: npt.NDArray[Any]) -> ReadStatistics:
         """Put the rows of ``node_ids`` into ``out``, in their order."""
         gather_rows(self._features, node_ids, out)
+        self.served["memory"] += len(node_ids)
         return ReadStatistics()
 
     def close(self) -> None:
@@ -69,34 +74,102 @@ class MemoryRows:
 class DiskRows:
     """Rows of section ``x`` of a feature file, read in ascending order."""
 
-    level = "file"
-
     def __init__(
         self, container: Container, *, backend: Backend = "auto", verify: bool = True
     ) -> None:
         section = container.sections["x"]
         self._reader = RowReader(container, "x", backend=backend, verify=verify)
         self.row_shape: tuple[int, ...] = tuple(section.shape[1:])
+        self.row_bytes, self.num_rows = section.row_bytes, section.num_rows
         self.dtype: np.dtype[Any] = np.dtype(section.dtype)
+        self.served = {"file": 0}
 
-    def read(self, node_ids: Ids, out: npt.NDArray[Any]) -> ReadStatistics:
-        """Put the rows of distinct ``node_ids`` into ``out``, in their order."""
+    def read(
+        self, node_ids: Ids, out: npt.NDArray[Any], *, places: Ids | None = None
+    ) -> ReadStatistics:
+        """Put the rows of distinct ``node_ids`` into ``out``, in their order or at ``places``."""
         order = np.argsort(node_ids, kind="stable")
-        return self._reader.read_rows(node_ids[order], out, destinations=order)
+        self.served["file"] += len(node_ids)
+        return self._reader.read_rows(
+            node_ids[order], out, destinations=order if places is None else places[order]
+        )
+
+    def read_any(self, ids: Ids) -> tuple[npt.NDArray[Any], ReadStatistics]:
+        """Return the rows of ids that may repeat, each read once, and what that cost."""
+        distinct, inverse = np.unique(ids, return_inverse=True)
+        repeated = len(distinct) < len(ids)
+        wanted = distinct if repeated else ids
+        out = np.empty((len(wanted), *self.row_shape), self.dtype)
+        cost = self.read(wanted, out)
+        return out[inverse] if repeated else out, cost
 
     def close(self) -> None:
         """Close the reading engine."""
         self._reader.close()
 
 
+class CachedRows:
+    """Rows of a file behind a cache in memory that learns which ones come again.
+
+    The cache's own tables count as well: 4 bytes per node, and 17 per row that is kept.
+    """
+
+    def __init__(self, rows: DiskRows, *, cache_bytes: int, policy: CachePolicy) -> None:
+        tables_bytes = _TABLE_BYTES_PER_NODE * rows.num_rows
+        slots = (cache_bytes - tables_bytes) // (rows.row_bytes + _TABLE_BYTES_PER_SLOT)
+        if slots < 1:
+            least = tables_bytes + rows.row_bytes + _TABLE_BYTES_PER_SLOT
+            raise ConfigurationError(
+                f"cache_bytes is {cache_bytes}, which holds no row beside the cache's own tables",
+                hint=f"give more than {least} bytes, or 0 for no cache",
+            )
+        self._rows = rows
+        self._cache = OnlineCache(rows.num_rows, num_slots=slots, policy=policy)
+        self._kept = aligned_empty((self._cache.num_slots, *rows.row_shape), rows.dtype)
+        self.row_shape, self.dtype = rows.row_shape, rows.dtype
+        self._hits = 0
+
+    @property
+    def served(self) -> dict[str, int]:
+        """Return the rows that each level served."""
+        return {"host": self._hits, **self._rows.served}
+
+    def read(self, node_ids: Ids, out: npt.NDArray[Any]) -> ReadStatistics:
+        """Put the rows of distinct ``node_ids`` into ``out``, in their order."""
+        slots = self._cache.lookup(node_ids)
+        hits, missing = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
+        gather_rows(self._kept, slots[hits].astype(np.int64), out, destinations=hits)
+        self._hits += len(hits)
+        if not len(missing):
+            return ReadStatistics()
+        reading = self._rows.read(node_ids[missing], out, places=missing)
+        entered = self._cache.admit(node_ids[missing])
+        kept = np.flatnonzero(entered >= 0)
+        gather_rows(out, missing[kept], self._kept, destinations=entered[kept].astype(np.int64))
+        return reading
+
+    def close(self) -> None:
+        """Close the reading engine."""
+        self._rows.close()
+
+
 def open_rows(
-    container: Container, features: str | npt.NDArray[Any], *, backend: Backend, verify: bool
-) -> DiskRows | MemoryRows:
+    container: Container,
+    features: str | npt.NDArray[Any],
+    *,
+    backend: Backend,
+    verify: bool,
+    cache_bytes: int = 0,
+    cache_policy: CachePolicy = "lru",
+) -> CachedRows | DiskRows | MemoryRows:
     """Return the rows named by ``features``: "disk", "memory" (read once) or an array."""
     if not isinstance(features, str):
         return MemoryRows(features)
     if features == "disk":
-        return DiskRows(container, backend=backend, verify=verify)
+        rows = DiskRows(container, backend=backend, verify=verify)
+        if not cache_bytes:
+            return rows
+        return CachedRows(rows, cache_bytes=cache_bytes, policy=cache_policy)
     return MemoryRows(container.read("x"))
 
 
@@ -144,15 +217,26 @@ class _SampledLoader(BatchLoader[Batch]):
         )
 
 
+class LinkSeeds(Protocol):
+    """Seeds that are links: which nodes they need, and what they add to a batch."""
+
+    def nodes(self, chosen: Ids, *, epoch: int, batch: int) -> Ids:
+        """Return the nodes of a batch of links, each once."""
+        ...
+
+    def add(self, made: MiniBatch, chosen: Ids, *, epoch: int, batch: int) -> MiniBatch:
+        """Return the batch with its links."""
+        ...
+
+
 @dataclasses.dataclass
 class _Reading:
     """What was read so far; apart from the loader, so that its threads need not hold it."""
 
     total: ReadStatistics = dataclasses.field(default_factory=ReadStatistics)
-    rows: int = 0
 
 
-class OnlineLoader(_SampledLoader[MiniBatch]):
+class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
     """Sample and gather mini-batches on the fly, a few batches ahead of the training loop.
 
     Iterating yields the batches of the current epoch; after a whole epoch the next one begins,
@@ -166,10 +250,14 @@ class OnlineLoader(_SampledLoader[MiniBatch]):
         topology: Adjacency to sample from; None opens the dataset's.
         features: "disk" reads each batch's rows from the feature file, "memory" loads the file
             first, an array [nodes, dim] serves rows itself.
+        cache_bytes: Memory of a cache of rows from disk that learns which ones come again, its
+            tables included; 0 for none.
+        cache_policy: "lru" keeps what was used last, "sieve" what was used again.
         shuffle: Put the ids in a new random order every epoch.
         resample: Draw other neighbours every epoch; False repeats the draws of epoch 0.
         seed: Seed of order and samples.
-        form: "edge_index", or "blocks" for layered models.
+        edge_ids: Whether batches have ``e_id``; with features of edges they always do.
+        form: "edge_index", "blocks" for layered models, or "data" for PyG's ``Data``.
         device: Where the tensors are put.
         prefetch: Batches that are prepared ahead.
         rank: Rank of this process.
@@ -204,10 +292,13 @@ class OnlineLoader(_SampledLoader[MiniBatch]):
         batch_size: int,
         topology: Adjacency | None = None,
         features: Literal["disk", "memory"] | npt.NDArray[Any] = "disk",
+        cache_bytes: int = 0,
+        cache_policy: CachePolicy = "lru",
         shuffle: bool = False,
         resample: bool = True,
         seed: int = 0,
-        form: Literal["edge_index", "blocks"] = "edge_index",
+        edge_ids: bool = False,
+        form: Literal["edge_index", "blocks", "data"] = "edge_index",
         device: torch.device | str = "cpu",
         prefetch: int = 2,
         rank: int = 0,
@@ -227,35 +318,65 @@ class OnlineLoader(_SampledLoader[MiniBatch]):
             remainder=remainder,
             timeout_s=timeout_s,
         )
-        self._form, self._resample = checked_form(form), resample
+        self._form, self._resample = (
+            checked_form("edge_index" if form == "data" else form),
+            resample,
+        )
         seeds = checked_ids(ids, dataset.num_nodes)
         self._seeds = SeedTable(seeds, dataset.labels if dataset.has_labels else None)
         self._sampler = NeighborSampler(
-            dataset.topology() if topology is None else topology, fanouts, seed=seed
+            dataset.topology() if topology is None else topology,
+            fanouts,
+            seed=seed,
+            edge_ids=edge_ids or dataset.edge_features is not None,
         )
         _check_features(features, dataset.num_nodes)
-        self._rows = open_rows(dataset.features, features, backend=backend, verify=verify)
+        engine: dict[str, Any] = {"backend": backend, "verify": verify}
+        self._rows = open_rows(
+            dataset.features, features, cache_bytes=cache_bytes, cache_policy=cache_policy, **engine
+        )
+        self._edge_rows = None
+        if dataset.edge_features is not None:
+            self._edge_rows = DiskRows(dataset.edge_features, **engine)
         self._read = _Reading()
-        super().__init__(seeds, batch_size, settings, self._rows.close)
+        self._links: LinkSeeds | None = None
+        closing = contextlib.ExitStack()
+        for opened in (self._rows, self._edge_rows):
+            if opened is not None:
+                closing.callback(opened.close)
+        super().__init__(seeds, batch_size, settings, closing.close)
+        if form == "data":
+            self._made_into = LabelledData(dataset.labels if dataset.has_labels else None)
 
     def _start(self, epoch: int, first: int) -> Pipeline:
         seeds, reading, drawn = self._epoch_seeds(epoch), self._read, epoch * self._resample
         sampler, rows, device = self._sampler, self._rows, self._settings.device
-        table, form = self._seeds, self._form
+        table, form, edge_rows = self._seeds, self._form, self._edge_rows
+        links = self._links
 
         def sample(ticket: Ticket) -> SampledBatch:
-            return sampler.sample(seeds[ticket.batch], epoch=drawn, batch=ticket.batch)
+            number, chosen = ticket.batch, seeds[ticket.batch]
+            if links is not None:
+                chosen = links.nodes(chosen, epoch=drawn, batch=number)
+            return sampler.sample(chosen, epoch=drawn, batch=number)
 
         def read(ticket: Ticket) -> tuple[SampledBatch, npt.NDArray[Any]]:
             sampled: SampledBatch = ticket.value
             out = np.empty((len(sampled.node_ids), *rows.row_shape), rows.dtype)
             reading.total += rows.read(sampled.node_ids, out)
-            reading.rows += len(out)
             return sampled, out
 
         def build(ticket: Ticket) -> MiniBatch:
             sampled, out = ticket.value
-            return assemble(sampled, torch.from_numpy(out), table, form=form).to(device)
+            attr = None
+            if edge_rows is not None and sampled.edge_ids is not None:
+                attr, _ = edge_rows.read_any(sampled.edge_ids)
+            x = torch.from_numpy(out)
+            if links is None:
+                return assemble(sampled, x, table, form=form, edge_attr=attr).to(device)
+            ends = SeedTable(sampled.seeds, None)
+            made = assemble(sampled, x, ends, form=form, edge_attr=attr).to(device)
+            return links.add(made, seeds[ticket.batch], epoch=drawn, batch=ticket.batch)
 
         stages = [Stage("sample", sample), Stage("read rows", read), Stage("build tensors", build)]
         return self._pipeline_of(stages, first)
@@ -271,11 +392,11 @@ class OnlineLoader(_SampledLoader[MiniBatch]):
         }
 
     def statistics(self) -> LoaderStatistics:
-        """Return counts since the loader was made; rows come from the "file" or from "memory"."""
+        """Return counts since the loader was made; rows come from "file", "memory" or "host"."""
         shape, total = self._rows.row_shape, self._read.total
         return LoaderStatistics(
             batches=self._delivered,
-            rows={self._rows.level: self._read.rows},
+            rows=dict(self._rows.served),
             row_bytes=math.prod(shape) * self._rows.dtype.itemsize,
             requests=total.requests,
             bytes_read=total.bytes_read,

@@ -103,7 +103,11 @@ class MiniBatch:
         num_sampled_edges: Edges of each hop.
         nodes_by_hop: Whether the rows stand hop after hop, which PyG's ``trim_to_layer`` needs.
         blocks: One ``Block`` per hop, outermost first, in the form "blocks"; else None.
-        e_id: int64 [edges], places of the edges in the topology, where the sample has them.
+        e_id: int64 [edges], ids of the edges where the sample has them: their numbers in what was
+            ingested, or their places in the topology.
+        edge_attr: Feature rows [edges, F] of the edges, where they have some; the edges of a
+            block are the first ones.
+        links: What a ``LinkLoader`` predicts, under PyG's names.
     """
 
     x: Tensor
@@ -118,6 +122,8 @@ class MiniBatch:
     nodes_by_hop: bool = False
     blocks: tuple[Block, ...] | None = None
     e_id: Tensor | None = None
+    edge_attr: Tensor | None = None
+    links: Mapping[str, Tensor] | None = None
 
     def __repr__(self) -> str:
         """Show shapes instead of numbers, as PyG prints its batches."""
@@ -148,7 +154,7 @@ class MiniBatch:
     def tensors(self) -> list[Tensor]:
         """Return all tensors of this batch."""
         found: list[Tensor | None] = [self.x, self.edge_index, self.n_id, self.y, self.input_id]
-        found.append(self.e_id)
+        found += [self.e_id, self.edge_attr, *(self.links or {}).values()]
         for block in self.blocks or ():
             found += [block.edge_index, block.target_rows]
         return [tensor for tensor in found if tensor is not None]
@@ -176,8 +182,10 @@ class MiniBatch:
         )
         data.batch_size = self.batch_size
         data.input_id = self.input_id
-        if self.e_id is not None:
-            data.e_id = self.e_id
+        beside = {"e_id": self.e_id, "edge_attr": self.edge_attr, **(self.links or {})}
+        for name, value in beside.items():
+            if value is not None:
+                data[name] = value
         if self.nodes_by_hop:
             data.num_sampled_nodes = list(self.num_sampled_nodes or ())
             data.num_sampled_edges = list(self.num_sampled_edges or ())
@@ -193,6 +201,8 @@ class MiniBatch:
             y=None if self.y is None else change(self.y),
             input_id=change(self.input_id),
             e_id=None if self.e_id is None else change(self.e_id),
+            edge_attr=None if self.edge_attr is None else change(self.edge_attr),
+            links=None if self.links is None else _each(change, self.links),
             blocks=None if blocks is None else tuple(block._map(change) for block in blocks),  # noqa: SLF001 - same module
         )
 
@@ -314,7 +324,12 @@ class SeedTable:
 
 
 def assemble(
-    sampled: SampledBatch | BatchRecord, x: Tensor, seeds: SeedTable, *, form: Form
+    sampled: SampledBatch | BatchRecord,
+    x: Tensor,
+    seeds: SeedTable,
+    *,
+    form: Form,
+    edge_attr: npt.NDArray[Any] | None = None,
 ) -> MiniBatch:
     """Return the mini-batch of a sample, whose rows stand in hop order, or of a record."""
     expanded = sampled.expanded if isinstance(sampled, BatchRecord) else None
@@ -339,6 +354,7 @@ def assemble(
         nodes_by_hop=expanded is None,
         blocks=blocks,
         e_id=None if sampled.edge_ids is None else torch.from_numpy(sampled.edge_ids),
+        edge_attr=None if edge_attr is None else torch.from_numpy(edge_attr),
     )
 
 

@@ -212,11 +212,16 @@ class _Sampler:
                     scratch=self._buffers.scratch,
                 )
                 sources = _number_edges(edges[kind], positions, tables[source])
-                edge_ids = positions.copy() if self.edge_ids else None
+                edge_ids = self._ids_of(edges[kind], positions)
                 hops[kind].append(_Hop(degrees, sources, edge_ids))
             for name, table in tables.items():
                 bounds[name].append(table.count)
         return bounds, hops
+
+    def _ids_of(self, edges: Adjacency, positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        if not self.edge_ids:
+            return None
+        return positions.copy() if edges.edge_ids is None else edges.edge_ids[positions]
 
 
 def _edges_of(hops: list[_Hop]) -> dict[str, Any]:
@@ -254,7 +259,7 @@ class NeighborSampler(_Sampler):
         seed: Other seeds give other samples.
         threads: Batches sampled at the same time by :meth:`sample_many`; None means one for each
             processor that this process may use.
-        edge_ids: Also return the position of every edge in ``topology.indices``.
+        edge_ids: Also return the id of every edge: ``topology.edge_ids``, or its position.
 
     Raises:
         ConfigurationError: A fan-out is below -1, or ``threads`` is below 1.
@@ -382,7 +387,7 @@ class HeteroNeighborSampler(_Sampler):
         topology: The graph.
         fanouts: Per hop, for all edge types alike or by edge type; -1 means all, 0 none.
         seed: Other seeds give other samples.
-        edge_ids: Also return the positions of the edges.
+        edge_ids: Also return the ids of the edges, or their positions.
 
     Raises:
         ConfigurationError: Fan-outs do not fit the edge types.

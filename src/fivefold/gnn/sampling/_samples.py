@@ -29,6 +29,7 @@ from fivefold.gnn.storage.pages import PAGE_BYTES
 
 KIND = "samples"
 FORMAT_VERSION = 1
+_MANY = 1 << 62  # edges whose ids may be any
 _MARK_BYTES = 64 << 20  # a mark waits for the disk: after this much, it costs little beside writing
 
 
@@ -226,6 +227,11 @@ class SampleFile:
         return self.container.path
 
     @property
+    def has_edge_ids(self) -> bool:
+        """Return whether the batches say which edges they have."""
+        return self._form.edge_dtype is not None
+
+    @property
     def batches_per_epoch(self) -> int:
         """Return the number of batches of an epoch."""
         return self.num_batches // self.num_epochs
@@ -280,6 +286,14 @@ class SampleFile:
             ConfigurationError: There is no batch of this number.
         """
         return int(self._form.counts(self._row(number))[0].sum())
+
+    def num_edges_of(self, number: int) -> int:
+        """Return how many edges a batch has, without reading it.
+
+        Raises:
+            ConfigurationError: There is no batch of this number.
+        """
+        return int(self._form.counts(self._row(number))[1].sum())
 
     def record_bytes_of(self, number: int) -> int:
         """Return how many bytes a batch takes in the file, without reading it.
@@ -434,7 +448,7 @@ class _Sampling:
         topology = sampler.topology
         self.form = RecordForm.narrowest(
             num_nodes=topology.num_nodes,
-            num_edges=topology.num_edges,
+            num_edges=topology.num_edges if topology.edge_ids is None else _MANY,
             max_degree=topology.max_degree,
             fanouts=sampler.fanouts,
             edge_ids=sampler.edge_ids,

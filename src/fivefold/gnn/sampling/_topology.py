@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fivefold.gnn.storage import Container
 
 _MOST_NODES = (1 << (63 - LOCAL_BITS)) - 2  # what a slot of the sampler's hash table can hold
+_MOST_IDS = 1 << 62
 _BLOCK_ROWS = 1 << 20
 _MOST_DEGREE = (1 << 31) - 1  # what the degrees of a batch can hold
 
@@ -40,6 +41,8 @@ class Adjacency:
         indptr: ``[num_nodes + 1]``, where each node's edges begin; int64.
         indices: ``[num_edges]``, the source of each edge; int32 or int64, others are converted.
         weights: ``[num_edges]``, finite and not negative; float32. None means all alike.
+        edge_ids: ``[num_edges]``, a number that samples carry for each edge, such as the row of
+            its features; int64. None means its place in ``indices``.
         num_sources: How many nodes ``indices`` may name, where sources are of another type than
             targets; None means the same nodes.
         check: Check every index and weight now. Without it only ``indptr`` is checked, and an
@@ -60,10 +63,11 @@ class Adjacency:
         indices: ArrayLike,
         weights: ArrayLike | None = None,
         *,
+        edge_ids: ArrayLike | None = None,
         num_sources: int | None = None,
         check: bool = True,
     ) -> None:
-        self._hold(indptr, indices, weights, num_sources)
+        self._hold(indptr, indices, weights, edge_ids, num_sources)
         self.max_degree: int = self._check_rows([self.indptr])
         if check:
             self.check()
@@ -73,6 +77,7 @@ class Adjacency:
         indptr: ArrayLike,
         indices: ArrayLike,
         weights: ArrayLike | None,
+        edge_ids: ArrayLike | None,
         num_sources: int | None,
     ) -> None:
         self.indptr: NDArray[np.int64] = _frozen(indptr, "indptr", np.int64)
@@ -80,6 +85,14 @@ class Adjacency:
         self.weights: NDArray[np.float32] | None = None
         if weights is not None:
             self.weights = _frozen(weights, "weights", np.float32)
+        self.edge_ids: NDArray[np.int64] | None = None
+        if edge_ids is not None:
+            self.edge_ids = _frozen(edge_ids, "edge_ids", np.int64)
+            if self.edge_ids.size != self.indices.size:
+                raise DataError(
+                    f"{self.edge_ids.size} edge ids for {self.indices.size} edges",
+                    hint="one for each edge",
+                )
         if self.indptr.size == 0:
             message = "indptr is empty"
             raise DataError(message, hint="it has one entry more than there are nodes")
@@ -110,15 +123,17 @@ class Adjacency:
                 hint="a graph container comes from fivefold gnn ingest",
             )
         read = container.memory_map if mapped else container.read
-        weights = read("weights") if "weights" in container.sections else None
+        weights, edge_ids = (
+            read(name) if name in container.sections else None for name in ("weights", "edge_ids")
+        )
         topology: Adjacency = cls.__new__(cls)
         num_sources = container.attributes.get("num_sources")
-        topology._hold(read("indptr"), read("indices"), weights, num_sources)
+        topology._hold(read("indptr"), read("indices"), weights, edge_ids, num_sources)
         if mapped:  # what is verified now was written before this moment
             topology._watched = WatchedFile(container.path, container.descriptor)
         rows = container.blocks("indptr", _BLOCK_ROWS, overlap=1) if mapped else [topology.indptr]
         topology.max_degree = topology._check_rows(rows)
-        for name in ("indices", "weights"):
+        for name in ("indices", "weights", "edge_ids"):
             if name not in container.sections:
                 continue
             blocks = container.blocks(name, _BLOCK_ROWS) if mapped else [getattr(topology, name)]
@@ -130,8 +145,11 @@ class Adjacency:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the arrays, in memory or mapped."""
-        weights = 0 if self.weights is None else self.weights.nbytes
-        return self.indptr.nbytes + self.indices.nbytes + weights
+        return sum(array.nbytes for array in self._arrays())
+
+    def _arrays(self) -> list[NDArray[Any]]:
+        arrays = (self.indptr, self.indices, self.weights, self.edge_ids)
+        return [array for array in arrays if array is not None]
 
     @property
     def fingerprint(self) -> str:
@@ -139,9 +157,8 @@ class Adjacency:
         if self._fingerprint is None:
             digest = hashlib.blake2b(digest_size=16)
             digest.update(f"{self.num_nodes} {self.num_sources} {self.indices.dtype}".encode())
-            for array in (self.indptr, self.indices, self.weights):
-                if array is not None:
-                    digest.update(array.view(np.uint8).data)
+            for array in self._arrays():
+                digest.update(array.view(np.uint8).data)
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 
@@ -165,13 +182,19 @@ class Adjacency:
         self._check_values("indices", [self.indices])
         if self.weights is not None:
             self._check_values("weights", [self.weights])
+        if self.edge_ids is not None:
+            self._check_values("edge_ids", [self.edge_ids])
 
     def _check_values(self, name: str, blocks: Iterable[NDArray[Any]]) -> None:
         first = 0
         for block in blocks:
-            indices = name == "indices"
-            place = check_indices(block, self.num_sources) if indices else check_weights(block)
-            if place >= 0 and indices:
+            if name == "weights":
+                place = check_weights(block)
+            else:
+                place = check_indices(block, self.num_sources if name == "indices" else _MOST_IDS)
+            if place >= 0 and name == "edge_ids":
+                raise DataError(f"edge {first + place} has the id {block[place]}", hint="from 0 on")
+            if place >= 0 and name == "indices":
                 raise DataError(
                     f"edge {first + place} comes from node {block[place]}",
                     hint=f"sources are 0 to {self.num_sources - 1}",
@@ -197,9 +220,8 @@ class Adjacency:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        for array in (self.indptr, self.indices, self.weights):
-            if array is not None:
-                array.flags.writeable = False  # which pickling forgets
+        for array in self._arrays():
+            array.flags.writeable = False  # which pickling forgets
 
     def _check_rows(self, blocks: Iterable[NDArray[np.int64]]) -> int:
         if max(self.num_nodes, self.num_sources) > _MOST_NODES:

@@ -40,8 +40,8 @@ class SampledBatch:
         edges_per_hop: ``[hops]``, int64.
         degrees: ``[nodes of all hops but the last]``, sampled in-edges of each target; int32.
         sources: ``[edges]``, local number of each edge's source; int32.
-        edge_ids: ``[edges]``, position of each edge in ``Adjacency.indices``; int64, or None where
-            it was not asked for.
+        edge_ids: ``[edges]``, id of each edge (``Adjacency.edge_ids``, or its position in
+            ``indices``); int64, or None where it was not asked for.
 
     Examples:
         >>> from fivefold.gnn.sampling import NeighborSampler, Adjacency

@@ -50,7 +50,7 @@ _GRAPH_KEYS = ("generate", "nodes", "links", "switches", "changes")
 _TOP_KEYS = ("name", "source", *_GRAPH_KEYS)
 # Of the same file, which a planner reads too: GPUs, their software, and links as tiers.
 _MACHINE_KEYS = (
-    *("base", "device", "tier", "sources", "topology"),
+    *("base", "stack", "device", "tier", "sources", "topology"),
     *("gpus", "gpus_per_node", "nic", "nics_per_node"),
 )
 _NODE_KEYS = ("name", "kind", "host")

@@ -4,11 +4,11 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
-from benchmarks.gnn.systems import OnlineCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
+from fivefold.gnn.loading.online_cache import OnlineCache
 
 traces = st.lists(st.lists(st.integers(0, 9), unique=True, max_size=7), max_size=12)
 

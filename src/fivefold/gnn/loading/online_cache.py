@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
 
-__all__ = ["OnlineCache"]
+__all__ = ["CachePolicy", "OnlineCache"]
 
 Ids = NDArray[np.int64]
 Slots = NDArray[np.int32]
@@ -38,7 +38,7 @@ class OnlineCache:
     Raises:
         ConfigurationError: A count is negative or the policy is unknown.
 
-    Example:
+    Examples:
         >>> cache = OnlineCache(10, num_slots=2)
         >>> cache.admit(np.array([3, 5])).tolist()
         [0, 1]
@@ -68,7 +68,7 @@ class OnlineCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bookkeeping, which a fair budget counts as well as the rows."""
+        """Return the bytes of the tables, which a fair budget counts as well as the rows."""
         arrays = (self._slot_of, self._id_in, self._older, self._newer, self._visited)
         return sum(array.nbytes for array in arrays)
 

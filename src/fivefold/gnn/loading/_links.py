@@ -1,0 +1,184 @@
+"""Batches of links for link prediction: edges as seeds, and random pairs that are none."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.typing import ArrayLike
+
+from fivefold.errors import ConfigurationError
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.loading._base import Ids
+from fivefold.gnn.loading._sampled import OnlineLoader
+from fivefold.gnn.loading.batch import MiniBatch
+
+Negatives = Literal["binary", "triplet"]
+
+
+class LinkLoader(OnlineLoader):
+    """Sample the neighbourhoods of links, and of random pairs beside them, on the fly.
+
+    It takes the place of PyG's ``LinkNeighborLoader``. The seeds of a batch are the ends of its
+    links, each once; ``edge_label_index`` numbers them as rows of the batch. Random pairs are
+    drawn from all nodes and may be links by chance, as in PyG.
+
+    Args:
+        dataset: Dataset that holds topology and features.
+        edge_label_index: ``[2, links]``, sources over targets; None: all edges of the graph.
+        fanouts: Neighbours per hop, -1 for all.
+        batch_size: Links per batch; random pairs come on top.
+        edge_label: Label of each link; None: 1. Where random pairs are added, whose label is 0,
+            labels that begin at 0 are raised by one, as in PyG.
+        negatives: "binary" adds random pairs with label 0 to ``edge_label_index``; "triplet"
+            gives ``src_index``, ``dst_pos_index`` and ``dst_neg_index``; None adds nothing.
+        negatives_per_link: How many random pairs (or targets) for each link.
+        options: Those of ``OnlineLoader``: topology, cache_bytes, shuffle, seed, form, rank, ...
+
+    Raises:
+        ConfigurationError: A setting is out of range, a link names no node, or labels do not fit.
+
+    Examples:
+        >>> import tempfile
+        >>> from fivefold.gnn.data import generate_graph
+        >>> dataset = generate_graph(tempfile.mkdtemp(), nodes=200, dim=4, seed=0)
+        >>> with LinkLoader(dataset, [[1, 2], [3, 4]], fanouts=[3], batch_size=2) as loader:
+        ...     batch = next(iter(loader))
+        >>> batch.links["edge_label"].tolist(), tuple(batch.links["edge_label_index"].shape)
+        ([1.0, 1.0, 0.0, 0.0], (2, 4))
+        >>> dataset.close()
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        edge_label_index: ArrayLike | torch.Tensor | None = None,
+        *,
+        fanouts: Any,
+        batch_size: int,
+        edge_label: ArrayLike | torch.Tensor | None = None,
+        negatives: Negatives | None = "binary",
+        negatives_per_link: int = 1,
+        **options: Any,
+    ) -> None:
+        links = _Links(
+            _checked_links(edge_label_index, dataset),
+            None if edge_label is None else np.asarray(edge_label),
+            negatives=negatives,
+            ratio=negatives_per_link,
+            num_nodes=dataset.num_nodes,
+            seed=options.get("seed", 0),
+        )
+        super().__init__(dataset, [], fanouts=fanouts, batch_size=batch_size, **options)
+        self._links = links
+        self._ids = np.arange(links.ends.shape[1])
+        self._length(0)  # an impossible rank is refused here and not in the first epoch
+
+
+def _checked_links(given: ArrayLike | torch.Tensor | None, dataset: Dataset) -> Ids:
+    if given is None:
+        topology = dataset.topology()
+        targets = np.repeat(np.arange(topology.num_nodes), np.diff(topology.indptr))
+        return np.stack([topology.indices.astype(np.int64), targets])
+    ends = np.asarray(given)
+    if ends.ndim != 2 or len(ends) != 2 or (ends.size and ends.dtype.kind not in "iu"):
+        raise ConfigurationError(
+            f"edge_label_index has shape {list(ends.shape)} and dtype {ends.dtype}",
+            hint="give integers [2, links], sources over targets",
+        )
+    if ends.size and not 0 <= int(ends.min()) <= int(ends.max()) < dataset.num_nodes:
+        raise ConfigurationError(
+            f"links go from node {ends.min()} to {ends.max()}, the graph has "
+            f"{dataset.num_nodes} nodes",
+            hint="ids of nodes count from 0",
+        )
+    return ends.astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pairs:
+    """The pairs of one batch, by node id."""
+
+    ends: Ids  # [2, links]
+    random: Ids  # binary: [2, links * ratio]; triplet: [1, links * ratio]
+
+
+class _Links:
+    """Links, and the random pairs of each batch; the same ones whenever they are asked for."""
+
+    def __init__(
+        self,
+        ends: Ids,
+        labels: npt.NDArray[Any] | None,
+        *,
+        negatives: Negatives | None,
+        ratio: int,
+        num_nodes: int,
+        seed: int,
+    ) -> None:
+        if negatives not in ("binary", "triplet", None) or ratio < 1:
+            raise ConfigurationError(
+                f"negatives is {negatives!r}, negatives_per_link {ratio}",
+                hint='use "binary", "triplet" or None, and at least 1',
+            )
+        if labels is not None and len(labels) != ends.shape[1]:
+            raise ConfigurationError(
+                f"there are {len(labels)} labels and {ends.shape[1]} links",
+                hint="give one label per link",
+            )
+        if labels is not None and negatives == "triplet":
+            message = "links of triplets have no labels, but edge_label was given"
+            raise ConfigurationError(message, hint='use negatives="binary"')
+        if labels is not None and negatives == "binary" and len(labels) and labels.min() == 0:
+            labels = labels + 1
+        self.ends, self._labels, self._kind, self._ratio = ends, labels, negatives, ratio
+        self._num_nodes, self._seed = num_nodes, seed
+
+    def pairs(self, chosen: Ids, *, epoch: int, batch: int) -> _Pairs:
+        """Return the pairs of a batch of links."""
+        key = np.random.SeedSequence((self._seed, epoch, batch, 0x6C696E6B))
+        random = np.random.Generator(np.random.Philox(key))
+        rows = {"binary": 2, "triplet": 1, None: 0}[self._kind]
+        drawn = random.integers(0, self._num_nodes, (rows, len(chosen) * self._ratio))
+        return _Pairs(ends=self.ends[:, chosen], random=drawn)
+
+    def nodes(self, chosen: Ids, *, epoch: int, batch: int) -> Ids:
+        """Return the ends of all pairs, each once."""
+        pairs = self.pairs(chosen, epoch=epoch, batch=batch)
+        return np.unique(np.concatenate([pairs.ends.ravel(), pairs.random.ravel()]))
+
+    def add(self, made: MiniBatch, chosen: Ids, *, epoch: int, batch: int) -> MiniBatch:
+        """Return the batch with its pairs, numbered as its rows: ``nodes`` come first, in order."""
+        pairs = self.pairs(chosen, epoch=epoch, batch=batch)
+        seeds = self.nodes(chosen, epoch=epoch, batch=batch)
+        ends, random = (
+            torch.from_numpy(np.searchsorted(seeds, part)) for part in (pairs.ends, pairs.random)
+        )
+        links: dict[str, torch.Tensor] = {}
+        if self._kind == "triplet":
+            links = {"src_index": ends[0], "dst_pos_index": ends[1], "dst_neg_index": random[0]}
+            if self._ratio > 1:
+                links["dst_neg_index"] = random[0].view(-1, self._ratio)
+        else:
+            links["edge_label_index"] = ends if self._kind is None else torch.cat([ends, random], 1)
+            labels = self._labels_of(chosen, random.shape[1] if self._kind else 0)
+            if labels is not None:
+                links["edge_label"] = labels
+        device = made.x.device
+        return dataclasses.replace(
+            made,
+            input_id=torch.from_numpy(chosen).to(device),
+            links={name: value.to(device) for name, value in links.items()},
+        )
+
+    def _labels_of(self, chosen: Ids, extra: int) -> torch.Tensor | None:
+        if self._labels is None:
+            ones = torch.ones(len(chosen)) if self._kind == "binary" else None
+            return None if ones is None else torch.cat([ones, torch.zeros(extra)])
+        labels = torch.from_numpy(np.ascontiguousarray(self._labels[chosen]))
+        if self._kind is None:
+            return labels
+        return torch.cat([labels, labels.new_zeros((extra, *labels.shape[1:]))])

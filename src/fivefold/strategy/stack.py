@@ -1,0 +1,138 @@
+"""A software stack: what it keeps in memory, what it overlaps, what it launches, by release.
+
+A GPU's data sheet says nothing of how wide gradients are or what an FP8 recipe stores; the same
+GPU under two stacks refuses different plans. Known stacks lie in ``stacks/``, one file each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fivefold.errors import ConfigurationError
+
+__all__ = ["StackSpec"]
+
+_NOT_NEGATIVE = (
+    "host_kernel_s", "expert_kernel_s", "step_overhead_s", "jitter", "reserved_bytes", "loss_bytes",
+    "gradient_bytes", "bucket_parameters_per_rank", "optimizer_state_bytes", "gathered_layers",
+)  # fmt: skip
+_DROPS = ("scores", "norm", "activation", "latent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackSpec:
+    """What a training framework of one release does with a GPU.
+
+    Args:
+        stack: Name of the stack.
+        release: Its release.
+        released: Year and month of that release, such as ``"2025-11"``.
+        fused_attention: Attention never writes scores to memory (FlashAttention).
+        causal_skips: The attention kernel skips what the mask hides.
+        recompute_stops_early: Full recomputation of a layer ends with the input of its last
+            product, as PyTorch's checkpoints that are not reentrant do; Megatron-LM's repeat all.
+        selective_drops: What selective recomputation of products' inputs leaves out, of
+            ``"scores"`` (of unfused attention), ``"norm"`` (outputs of norms), ``"activation"``
+            (outputs of the feed-forward part's activation), ``"latent"`` (expanded queries, keys
+            and values of latent attention), separated by spaces.
+        selective_products: Share of the 16-bit products that selective recomputation repeats.
+        selective_products_fp8: The same of 8-bit products.
+        host_kernel_s: Time in which the host can issue one kernel: the floor of small layers.
+        expert_kernel_s: The same for products of experts, one by one; 0: they are one kernel.
+        overlap_slowdown: Share by which compute slows down while communication runs beside it.
+        gradient_bytes: Width of gradients in memory, copies of another width included.
+        gradient_wire_bytes: Width of gradients when they are reduced.
+        parameter_wire_bytes: Width of parameters when they are gathered.
+        bucket_parameters: Parameters whose gradients travel together, beside compute.
+        bucket_parameters_per_rank: The same for each rank of the group, where that is more.
+        optimizer_state_bytes: Bytes of optimizer states per parameter: master copy, moments.
+        optimizer_bytes_per_parameter: Memory traffic of one optimizer step per parameter.
+        current_scaling: Scales of 8-bit products come from the tensor at hand, which is read once
+            more for them, instead of from earlier iterations.
+        input_bytes_fp8: Bytes per element that an 8-bit product keeps of its input for backward.
+        loss_bytes: Bytes per logit that head and loss keep at once.
+        loss_chunks: Pieces in which the loss is computed; 1 is whole.
+        gathered_layers: Layers whose parameters ZeRO-3 holds whole at a time.
+        splits_checkpoints: Inputs kept by full recomputation are split over the tensor group.
+        reserved_bytes: What context and communication buffers take of the memory.
+        fragments: Share of all else that the allocator holds and does not use.
+        shard_gather_share: Share of a ring's rate that gathers of shared parameters reach (ZeRO-3).
+        splits_stage_messages: Tensor ranks send a share each to the next stage, gathered there.
+        expert_passes: How often tokens are read and written around dispatch and combine, over the
+            sorting alone: padding, scaling by the router's weights, activations that are not fused.
+        dispatches_by_node: A token crosses to a node once, whatever experts it visits there.
+        expert_imbalance: Tokens of the fullest rank of an expert group, over the mean.
+        slices: Into how many pieces pipelined tensor overlap cuts a product; one stays exposed.
+        step_overhead_s: Fixed time of an iteration: data, logging, norms, synchronisation.
+        jitter: Share that the slowest of many ranks lags behind the mean, per doubling of nodes.
+
+    Raises:
+        ConfigurationError: A constant is negative, or a share is more than 1.
+
+    Examples:
+        >>> StackSpec(gradient_bytes=2.0).gradient_bytes
+        2.0
+    """
+
+    stack: str = ""
+    release: str = ""
+    released: str = ""
+    fused_attention: bool = False
+    causal_skips: bool = False
+    recompute_stops_early: bool = False
+    selective_drops: str = "scores"
+    selective_products: float = 0.0
+    selective_products_fp8: float = 0.0
+    host_kernel_s: float = 1e-5
+    expert_kernel_s: float = 0.0
+    overlap_slowdown: float = 0.1
+    gradient_bytes: float = 4.0
+    gradient_wire_bytes: float = 2.0
+    parameter_wire_bytes: float = 2.0
+    bucket_parameters: float = 40e6
+    bucket_parameters_per_rank: float = 1e6
+    optimizer_state_bytes: float = 12.0
+    optimizer_bytes_per_parameter: float = 34.0
+    current_scaling: bool = False
+    input_bytes_fp8: float = 1.0
+    loss_bytes: float = 4.0
+    loss_chunks: int = 1
+    gathered_layers: float = 2.0
+    splits_checkpoints: bool = False
+    reserved_bytes: float = 2e9
+    fragments: float = 0.0
+    shard_gather_share: float = 1.0
+    splits_stage_messages: bool = True
+    expert_passes: float = 1.0
+    dispatches_by_node: bool = False
+    expert_imbalance: float = 1.0
+    slices: int = 4
+    step_overhead_s: float = 0.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in _NOT_NEGATIVE:
+            check_range(self, name, low=0.0, high=math.inf)
+        for name in ("fragments", "overlap_slowdown", "selective_products"):
+            check_range(self, name, low=0.0, high=1.0)
+        check_range(self, "bucket_parameters", low=1.0, high=math.inf)
+        unknown = set(self.selective_drops.split()) - set(_DROPS)
+        if unknown:
+            message = f"selective_drops has {', '.join(sorted(unknown))}"
+            raise ConfigurationError(message, hint=f"use some of {', '.join(_DROPS)}")
+        for name in ("loss_chunks", "slices", "expert_imbalance", "expert_passes"):
+            check_range(self, name, low=1.0, high=math.inf)
+
+
+def check_range(spec: StackSpec, name: str, *, low: float, high: float) -> None:
+    """Refuse a constant outside its range, or one that is no number.
+
+    Raises:
+        ConfigurationError: It is.
+    """
+    value = getattr(spec, name)
+    if not low <= value <= high or not math.isfinite(value):
+        owner = getattr(spec, "name", "") or spec.stack
+        message = f"{name}={value!r} of {owner!r} is out of range"
+        raise ConfigurationError(message, hint=f"between {low:g} and {high:g}, finite")

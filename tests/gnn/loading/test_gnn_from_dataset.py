@@ -1,0 +1,255 @@
+"""``DiskLoader.from_dataset``: from a graph to PyG's batches in one call, prepared once."""
+
+import logging
+import os
+import signal
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.data import array_source, ingest
+from fivefold.gnn.loading import DiskLoader, OnlineLoader
+from fivefold.gnn.planning import Budgets
+
+with warnings.catch_warnings():  # of deprecations in torch, on import
+    warnings.simplefilter("ignore")
+    from torch_geometric.data import Data
+
+NODES, EDGES = 400, 3000
+
+
+@pytest.fixture(autouse=True)
+def known_disk(monkeypatch, request):
+    disk = request.getfixturevalue("disk_of_round_numbers")
+    monkeypatch.setattr("fivefold.gnn.loading.prepare.probe_disk", lambda *_, **__: disk)
+    torch.set_num_threads(1)
+
+
+def make_graph(seed=0, nodes=NODES):
+    random = np.random.default_rng(seed)
+    edges = random.integers(0, nodes, (2, EDGES))
+    return Data(
+        x=torch.from_numpy(random.random((nodes, 5)).astype(np.float32)),
+        edge_index=torch.from_numpy(edges),
+        edge_attr=torch.from_numpy(random.random((EDGES, 3)).astype(np.float32)),
+        y=torch.from_numpy(random.random((nodes, 2))),  # of no classes
+        train_mask=torch.from_numpy(random.random(nodes) < 0.2),
+    )
+
+
+def check(batch, graph):
+    """Every part of a batch is the part of the graph that its ids say."""
+    torch.testing.assert_close(batch.x, graph.x[batch.n_id])
+    torch.testing.assert_close(batch.edge_attr, graph.edge_attr[batch.e_id])
+    torch.testing.assert_close(batch.n_id[batch.edge_index], graph.edge_index[:, batch.e_id])
+
+
+@pytest.mark.parametrize("policy", ["static", "belady"])
+def test_batches_of_a_data_are_its_parts(tmp_path, policy):
+    graph = make_graph()
+    seeds = graph.train_mask.nonzero().flatten()
+    with DiskLoader.from_dataset(
+        graph, [4, 3], 16, input_nodes=graph.train_mask, cache=tmp_path, policy=policy
+    ) as loader:
+        batches = list(loader)
+    for batch in batches:
+        assert isinstance(batch, Data)
+        check(batch, graph)
+        torch.testing.assert_close(batch.y, graph.y[batch.n_id])
+        torch.testing.assert_close(batch.train_mask, graph.train_mask[batch.n_id])
+        torch.testing.assert_close(seeds[batch.input_id], batch.n_id[: batch.batch_size])
+    found = torch.cat([batch.n_id[: batch.batch_size] for batch in batches])
+    assert sorted(found.tolist()) == seeds.tolist()
+
+
+def dataset_with_edge_rows(folder, graph):
+    source = array_source(
+        graph.edge_index,
+        features=graph.x,
+        labels=torch.arange(NODES) % 5,
+        edge_features=graph.edge_attr,
+        splits={"train": graph.train_mask},
+    )
+    return ingest(source, folder)
+
+
+@pytest.mark.parametrize("budgets", [None, Budgets(host_bytes=34_000, disk_bytes=10**9)])
+def test_rows_of_edges_are_packed_and_come_with_their_edges(tmp_path, budgets):
+    graph = make_graph()
+    with (
+        dataset_with_edge_rows(tmp_path / "graph", graph) as dataset,
+        DiskLoader.from_dataset(dataset, [4, 3], 16, budgets=budgets) as loader,
+    ):
+        batches = list(loader)
+        statistics = loader.statistics()
+    assert sum(batch.batch_size for batch in batches) == int(graph.train_mask.sum())
+    for batch in batches:
+        check(batch, graph)
+        assert batch.y.tolist() == (batch.n_id % 5).tolist()
+    if budgets is not None:  # too small to hold all rows in memory
+        assert statistics.edge_bytes + statistics.bytes_read > 0
+
+
+def test_blocks_have_the_first_rows_of_edges(tmp_path):
+    graph = make_graph()
+    with (
+        dataset_with_edge_rows(tmp_path / "graph", graph) as dataset,
+        DiskLoader.from_dataset(dataset, [4, 3], 16, form="blocks") as loader,
+    ):
+        for batch in loader:
+            assert len(batch.edge_attr) == batch.num_edges
+            for block in batch.blocks:
+                edges = graph.edge_index[:, batch.e_id[: block.edge_index.shape[1]]]
+                assert edges.shape == block.edge_index.shape
+
+
+def count_work(monkeypatch):
+    done = []
+    for name in ("sample_epochs", "make_plan", "pack"):
+        real = getattr(sys.modules["fivefold.gnn.loading.prepare"], name)
+        monkeypatch.setattr(
+            f"fivefold.gnn.loading.prepare.{name}",
+            lambda *a, real=real, name=name, **k: (done.append(name), real(*a, **k))[1],
+        )
+    return done
+
+
+def test_it_is_prepared_once_and_again_when_data_or_options_change(tmp_path, monkeypatch, caplog):
+    done = count_work(monkeypatch)
+
+    def load(graph, fanouts=(4, 3), **options):
+        done.clear()
+        caplog.clear()
+        with (
+            caplog.at_level(logging.WARNING),
+            DiskLoader.from_dataset(graph, fanouts, 16, cache=tmp_path, **options) as loader,
+        ):
+            for batch in loader:
+                check(batch, graph)
+        return done.copy()
+
+    graph = make_graph()
+    assert load(graph) == ["sample_epochs", "make_plan", "pack"]
+    assert load(graph) == []
+    assert load(make_graph()) == []  # the same contents
+    assert load(graph, (2, 2)) == ["sample_epochs", "make_plan", "pack"]
+    assert "fanouts ((4, 3) -> (2, 2))" in caplog.text.replace("[4, 3]", "(4, 3)")
+    assert load(graph, budgets="900 MB") == ["make_plan", "pack"] or done[0] == "sample_epochs"
+    assert "host_bytes (1000000000 -> 900000000)" in caplog.text
+    changed = make_graph()
+    changed.x[7, 0] += 1
+    assert load(changed) == ["sample_epochs", "make_plan", "pack"]
+    assert "the data set" in caplog.text
+    assert load(graph) == []
+
+
+def killed_at_each_stage(graph, cache):
+    """Prepare in child processes, each killed when it comes to a stage that none has reached."""
+    codes = []
+    while not codes or codes[-1] == signal.SIGKILL:
+        child = os.fork()
+        if not child:
+            try:
+                prepare_or_die(graph, cache)
+            finally:
+                os._exit(1)
+        codes.append(os.waitpid(child, 0)[1])
+        assert len(codes) < 9
+    return codes
+
+
+def prepare_or_die(graph, cache):
+    def progress(stage, _done, _total):
+        mark = cache / f"seen-{stage}"
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    DiskLoader.from_dataset(graph, [4, 3], 16, cache=cache, progress=progress).close()
+    os._exit(0)
+
+
+def test_a_killed_preparation_goes_on(tmp_path, monkeypatch):
+    graph, cache = make_graph(), tmp_path / "cache"
+    cache.mkdir()
+    codes = killed_at_each_stage(graph, cache)
+    assert codes[-1] == 0
+    assert len(codes) > 3, codes
+    found = {}
+    for name in ("cache", "other"):
+        done = count_work(monkeypatch)
+        with DiskLoader.from_dataset(
+            graph, [4, 3], 16, cache=tmp_path / name, shuffle=False
+        ) as loader:
+            found[name] = [(batch.n_id.tolist(), batch.x.tolist()) for batch in loader]
+        assert bool(done) == (name == "other")
+    assert found["cache"] == found["other"]
+
+
+def test_what_it_refuses(tmp_path):
+    graph = make_graph()
+    with pytest.raises(ConfigurationError, match="form"):
+        DiskLoader.from_dataset(graph, [2], 16, cache=tmp_path, form="blocks")
+    with pytest.raises(ConfigurationError, match="list"):
+        DiskLoader.from_dataset([1], [2], 16, cache=tmp_path)
+    with pytest.raises(DataError, match="no x"):
+        DiskLoader.from_dataset(Data(edge_index=graph.edge_index), [2], 16, cache=tmp_path)
+    with pytest.raises(ConfigurationError, match="fanouts"):
+        DiskLoader.from_dataset(graph, [-2], 16, cache=tmp_path)
+
+
+NEIGHBOR_LOADER = """
+import torch
+from torch.nn import functional
+from torch_geometric.loader import NeighborLoader
+from torch_geometric.nn import GATConv
+
+torch.manual_seed(0)
+model = GATConv(5, 2, edge_dim=3)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+loader = NeighborLoader(data, [4], batch_size=16, input_nodes=data.train_mask, shuffle=True)
+losses = []
+for epoch in range(4):
+    for batch in loader:
+        out = model(batch.x, batch.edge_index, batch.edge_attr)[: batch.batch_size]
+        loss = functional.mse_loss(out, batch.y[: batch.batch_size].float())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+"""
+
+
+def test_a_script_for_neighbor_loader_is_ported_by_two_lines(tmp_path, monkeypatch):
+    """The script of PyG's users as it stands, but for the lines with the loader."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ours = NEIGHBOR_LOADER.replace(
+        "from torch_geometric.loader import NeighborLoader",
+        "from fivefold.gnn.loading import DiskLoader",
+    ).replace("NeighborLoader(", "DiskLoader.from_dataset(")
+    pairs = zip(NEIGHBOR_LOADER.splitlines(), ours.splitlines(), strict=True)
+    assert sum(theirs != line for theirs, line in pairs) == 2
+    graph = make_graph()
+    ran = {"data": graph}
+    exec(compile(ours, "port", "exec"), ran)  # noqa: S102 - the script is the subject
+    steps = -(-int(graph.train_mask.sum()) // 16)
+    assert len(ran["losses"]) == 4 * steps
+    assert np.mean(ran["losses"][-steps:]) < np.mean(ran["losses"][:steps])
+    ran["loader"].close()
+
+
+def test_batches_sampled_online_have_the_rows_of_their_edges(tmp_path):
+    graph = make_graph()
+    with (
+        dataset_with_edge_rows(tmp_path / "graph", graph) as dataset,
+        OnlineLoader(
+            dataset, dataset.train, fanouts=[4, 3], batch_size=16, form="data", cache_bytes=5000
+        ) as loader,
+    ):
+        for batch in loader:
+            assert isinstance(batch, Data)
+            check(batch, graph)

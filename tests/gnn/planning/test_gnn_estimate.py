@@ -1,0 +1,109 @@
+"""The estimate from counts alone, against sampled graphs, measured runs and published numbers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fivefold.cli._gnn import app
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.gnn.data import generate_graph
+from fivefold.gnn.packing import pack
+from fivefold.gnn.planning import Budgets, make_plan
+from fivefold.gnn.planning.estimate import KNOWN_GRAPHS, GraphSize, estimate
+from fivefold.gnn.sampling import NeighborSampler, sample_epochs
+
+RESULTS = Path(__file__).parents[3] / "benchmarks/results/gnn/scale.json"
+SPEED = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9}
+
+
+def test_counts_and_bytes_are_those_of_a_real_run(tmp_path, disk):
+    nodes, dim, batch_size, fanouts = 60_000, 16, 256, [10, 10]
+    with generate_graph(tmp_path / "graph", nodes=nodes, dim=dim, seed=0) as dataset:
+        graph = GraphSize(
+            nodes=nodes, edges=dataset.num_edges, row_bytes=4 * dim, seeds=len(dataset.train)
+        )
+        sampler = NeighborSampler(dataset.topology(), fanouts, seed=0)
+        path = tmp_path / "samples.fvf"
+        budgets = Budgets(host_bytes=1_800_000, disk_bytes=10**9)
+        with sample_epochs(sampler, dataset.train, path, batch_size=batch_size) as samples:
+            real_nodes = np.mean([samples.num_nodes_of(i) for i in range(samples.num_batches)])
+            plan = make_plan(samples, dataset.features, budgets, disk)
+            sampled_bytes = samples.nbytes
+            with pack(
+                dataset.features, samples, plan, tmp_path / "store", memory_bytes=32 << 20
+            ) as store:
+                packed = store.rows.nbytes + store.records.nbytes
+    found = estimate(graph, fanouts, batch_size, budgets, **SPEED, packing_bytes=32 << 20)
+    stages = {stage.name: stage for stage in found.stages}
+    assert found.batches == store.plan.num_batches
+    assert found.nodes_per_batch == pytest.approx(real_nodes, rel=0.15)
+    assert 1 - found.hit_rate == pytest.approx(plan.predicted.hit_rates["disk"], rel=0.15)
+    assert found.read_bytes_per_epoch == pytest.approx(plan.predicted.cold_rows * 4 * dim, rel=0.15)
+    assert stages["sample"].disk_bytes == pytest.approx(sampled_bytes, rel=0.15)
+    assert stages["pack"].disk_bytes == pytest.approx(packed, rel=0.15)
+
+
+@pytest.mark.parametrize("millions", [5, 10, 20])
+def test_times_are_those_that_were_measured(millions):
+    """The prices were fitted to these runs; they hold over a range of sizes and both regimes."""
+    rows = {
+        row["metric"]: row["ours"]
+        for row in json.loads(RESULTS.read_text())["rows"]
+        if row["case"].startswith(f"{millions} M nodes, 512 B rows")
+    }
+    nodes = millions * 10**6
+    graph = GraphSize(nodes=nodes, edges=15 * nodes, row_bytes=512, seeds=nodes // 100)
+    cache = nodes * 512 // 10
+    budgets = Budgets(host_bytes=cache + 3 * 530_000 * 512, disk_bytes=10**13)
+    copied = rows["copy: bytes read + written"]
+    found = estimate(
+        graph, [10, 10, 10], 1024, budgets,
+        read_bytes_per_s=copied, write_bytes_per_s=copied, packing_bytes=335 << 20,
+    )  # fmt: skip
+    seconds = {stage.name: stage.seconds for stage in found.stages}
+    assert seconds["sample"] == pytest.approx(rows["sampling: time"], rel=0.15)
+    both = seconds["plan"] + seconds["pack"]
+    assert both == pytest.approx(rows["planning and packing: time"], rel=0.15)
+    assert seconds["epoch, data path"] == pytest.approx(rows["epoch, data path"], rel=0.15)
+
+
+def test_more_memory_or_disk_never_costs_more():
+    graph = KNOWN_GRAPHS["MAG240M"]
+    most = [
+        estimate(graph, [10, 15], 1024, Budgets(host_bytes=h * 10**9, disk_bytes=10**13), **SPEED)
+        for h in (4, 8, 16, 64)
+    ]
+    reads = [found.read_bytes_per_epoch for found in most]
+    assert reads == sorted(reads, reverse=True)
+    assert [found.hit_rate for found in most] == sorted(found.hit_rate for found in most)
+
+
+def test_what_it_refuses():
+    graph = KNOWN_GRAPHS["papers100M"]
+    with pytest.raises(InfeasibleError, match="in flight"):
+        estimate(graph, [10, 15, 20], 1024, Budgets(host_bytes=10**8, disk_bytes=10**12), **SPEED)
+    with pytest.raises(InfeasibleError, match="disk budget"):
+        estimate(graph, [10, 15, 20], 1024, Budgets(host_bytes=10**10, disk_bytes=10**9), **SPEED)
+    with pytest.raises(ConfigurationError, match="fanouts"):
+        estimate(graph, [], 1024, Budgets(host_bytes=10**10, disk_bytes=10**12), **SPEED)
+    with pytest.raises(ConfigurationError, match="seeds"):
+        GraphSize(nodes=5, edges=9, row_bytes=4, seeds=6)
+
+
+def test_the_command_prints_it_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--estimate", "--host-memory", "16 GB", "--disk-speed", "1 GB/s"]
+    for graph in ("papers100M", "mag240m", "nodes=1e8,edges=1.6e9,row_bytes=128,seeds=1e6"):
+        found = CliRunner().invoke(app, ["plan", graph, *options, "--json"])
+        assert found.exit_code == 0, found.output
+        facts = json.loads(found.stdout)
+        assert [stage["name"] for stage in facts["stages"]][:3] == ["ingest", "sample", "plan"]
+        assert facts["disk_bytes"] > facts["graph"]["nodes"] * facts["graph"]["row_bytes"]
+    text = CliRunner().invoke(app, ["plan", "IGB-full", *options]).stdout
+    assert "most at a time" in text
+    assert list(tmp_path.iterdir()) == []
+    for graph in ("nodes=1e8", "nodes=many,edges=1"):
+        assert CliRunner().invoke(app, ["plan", graph, *options]).exit_code
