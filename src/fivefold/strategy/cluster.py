@@ -322,9 +322,7 @@ def _cluster(
     table: Mapping[str, Any], *, name: str, bases: tuple[str, ...], folder: Path
 ) -> Cluster:
     check_keys(table, _TOP, where="the cluster")
-    if describes_graph(table) and not {"base", "device"} & set(table):
-        message = f"{bases[-1]} describes a network, and a plan needs the GPU and its software too"
-        raise ConfigurationError(message, hint='add base = "h100-nemo", or another GPU and stack')
+    _require_device(table, source=bases[-1])
     for key in ("name", "base", "stack", "topology"):
         if not isinstance(table.get(key, ""), str):
             message = f"{key} of the cluster must be text; got {table[key]!r:.60}"
@@ -351,10 +349,7 @@ def _cluster(
     for entry in entries:
         values = _read(entry, Tier, _TEXT_TIER, where="tier")
         named = str(values.get("name", ""))
-        told = sorted(_key_of(key) for key in values if key not in {"name", *_REACHED})
-        if told and ("topology" in table or describes_graph(table)):
-            message = f"tier {named!r} of {name!r} gives {told[0]} beside a topology"
-            raise ConfigurationError(message, hint=f"leave out {told[0]}: the links say it")
+        _refuse_beside_links(table, values, name=name)
         tiers[named] = tiers.get(named, {}) | values
     if name in named_clusters():
         fields["gpu"] = name.partition("-")[0]
@@ -374,6 +369,19 @@ def _cluster(
     return Cluster(
         name=str(fields["name"]), device=device, fabric=fabric, num_gpus=count, topology=topology
     )
+
+
+def _require_device(table: Mapping[str, Any], *, source: str) -> None:
+    if describes_graph(table) and not {"base", "device"} & set(table):
+        message = f"{source} describes a network, and a plan needs the GPU and its software too"
+        raise ConfigurationError(message, hint='add base = "h100-nemo", or another GPU and stack')
+
+
+def _refuse_beside_links(table: Mapping[str, Any], tier: Mapping[str, Any], *, name: str) -> None:
+    told = sorted(_key_of(key) for key in tier if key not in {"name", *_REACHED})
+    if told and ("topology" in table or describes_graph(table)):
+        message = f"tier {tier.get('name')!r} of {name!r} gives {told[0]} beside a topology"
+        raise ConfigurationError(message, hint=f"leave out {told[0]}: the links say it")
 
 
 def _beside(text: str, folder: Path) -> str:
