@@ -33,6 +33,7 @@ from fivefold.train.config import (
 )
 
 _OUTER_PASSES = 8  # over parameters, anchors and momenta in an outer update, 4 bytes each
+_FIRST_BUCKET, _BUCKET = 2.0**20, 25 * 2.0**20  # of DistributedDataParallel
 _WAITING = ("local_sgd", "slowmo", "diloco")
 
 
@@ -173,6 +174,11 @@ def predict_step(
         alone = dataclasses.replace(plan, tau=1)
     whole = evaluate_plan(planned.job.model, device, cluster.fabric, plan=alone).time
     exposed_s = time.data_s + time.tensor_s + time.context_s + time.expert_s + time.pipeline_p2p_s
+    if config.sync.method == "ddp":
+        # The last bucket is full when the backward pass is over: nothing is left to hide it.
+        total = max(width * planned.job.model.num_parameters, 1.0)
+        last = (total - _FIRST_BUCKET) % _BUCKET if total > _FIRST_BUCKET else total
+        exposed_s += max(whole.data_s * last / total - time.data_s, 0.0)
     if config.sync.method in _WAITING:
         exposed_s += whole.data_s / plan.tau - time.data_s
     outer_s = 0.0

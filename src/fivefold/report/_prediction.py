@@ -164,7 +164,9 @@ def _findings(
         if name not in {"step", "memory", "one exchange in flight"}
         and abs(part.predicted - (part.measured or 0.0)) > _OFF * step.measured
     }
-    if not off:
+    if waited is not None and waited > _BUSY:
+        off.pop("compute", None)
+    if not off and not found:
         found.append(
             f"Every part is within {_OFF:.0%} of the step; the step is predicted "
             f"{_signed(step.error)}."
