@@ -20,7 +20,7 @@ ALONE = [
     "gnn_from_toml.py",
 ]
 ELASTIC = "elastic_co2.py"
-ON_TWO_RANKS = ["co2_plain_loop.py", "hf_style_loop.py", "hf_trainer.py"]
+ON_TWO_RANKS = ["co2_plain_loop.py", "hf_style_loop.py", "hf_trainer.py", "lightning_trainer.py"]
 
 
 def run(command, cwd):
@@ -89,6 +89,15 @@ def test_hugging_face_trainer_resumes_to_the_same_bits(tmp_path):
     assert len(ends) == 2
     assert len({checksum for _, *pair in ends for checksum in pair}) == 1
     assert float(ends[0][0]) < 1.8  # a uniform guess has log(16) = 2.77
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_lightning_resumes_to_the_same_bits(tmp_path):
+    pytest.importorskip("pytorch_lightning", reason="no Lightning here (fivefold[lightning])")
+    output = torchrun(ROOT / "examples" / "lightning_trainer.py", tmp_path)
+    assert "resumed from step 60: the same model" in output
+    assert float(re.search(r"validation loss (\S+), replicas equal", output)[1]) < 0.5
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def draw_ablation(rows: Sequence[AblationRow], path: Path | str, *, title: str =
     axes = figure.subplots()
     places = np.arange(len(shown))
     values = np.array([row.to_null for row in shown])
-    ends = np.array([row.to_null_interval for row in shown])
+    ends = np.array([row.to_null_interval or (row.to_null, row.to_null) for row in shown])
     spread = np.abs(ends.T - values)
     axes.barh(places, values, xerr=spread, color="#4c78a8", ecolor="#333333", height=0.7)
     best = next((row for row in rows if row.label == "B1"), None)
@@ -100,7 +100,7 @@ def rows_of(case: str, found: Sequence[AblationRow]) -> list[BenchmarkRow]:
                 metric=f"mean completion time / B0, {row.label} (simulated; interval over seeds)",
                 unit="ratio",
                 ours=row.to_null,
-                spread=row.to_null_interval,
+                spread=row.to_null_interval or (row.to_null, row.to_null),
                 peers={"to B1": row.to_best, "95th percentile / B0": row.tail_to_null},
             )
         )

@@ -24,14 +24,19 @@ GROUP_LIMIT = 4
 
 Stages = tuple[float, float, float]
 
+QUEUE_LIMITS_GPU_S = (3250.0, 7200.0, 18000.0)  # as Tiresias' simulator has them
+
 _POLICIES: Mapping[str, tuple[str, bool]] = {
     "fifo": ("arrival", False),
     "srtf": ("remaining time", False),
     "srsf": ("remaining service", False),
     "las": ("attained service", False),
+    "tiresias": ("queue of attained service", False),
+    "themis": ("finish-time fairness", False),
     "muri_s": ("remaining service", True),
     "muri_l": ("attained service", True),
 }
+_MOVING = {"las", "tiresias", "themis"}  # the order changes while nobody comes or goes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +137,7 @@ class _State:
     num_gpus: int
     policy: str
     slowdown: float
+    now_s: float = 0.0
     left: list[float] = field(init=False)  # iterations
     ran_s: list[float] = field(init=False)
     end_s: dict[int, float] = field(default_factory=dict)
@@ -163,6 +169,11 @@ class _State:
             "remaining time": remaining_s,
             "remaining service": remaining_s * job.num_gpus,
             "attained service": self.ran_s[number] * job.num_gpus,
+            "queue of attained service": sum(
+                limit <= self.ran_s[number] * job.num_gpus for limit in QUEUE_LIMITS_GPU_S
+            ),
+            # The furthest behind goes first: time with others over time alone.
+            "finish-time fairness": -(self.now_s - job.submit_s + remaining_s) / job.work_s,
         }[order]
         return value, job.submit_s, number
 
@@ -194,10 +205,17 @@ def run_queue(
         jobs: The queue, in any order.
         num_gpus: Of the cluster.
         policy: ``"fifo"``, ``"srtf"`` (shortest remaining time first), ``"srsf"`` (remaining time
-            by GPUs), ``"las"`` (least attained service: nothing of durations is known),
-            ``"muri_s"`` and ``"muri_l"`` (the two latter, with jobs in groups).
+            by GPUs), ``"las"`` (least attained service, GPUs times time, round by round: nothing of
+            durations is known), ``"tiresias"`` (2D-LAS with its queues: a job moves down at each of
+            ``QUEUE_LIMITS_GPU_S``, and in a queue who came first goes first; no promotion of jobs
+            that starve), ``"themis"`` (finish-time fairness: who is furthest behind its time alone
+            goes first; without auctions and placement), ``"muri_s"`` and ``"muri_l"`` (remaining
+            and attained service, with jobs in groups).
         round_s: Decisions are taken at multiples of this time.
         slowdown: Iteration time of a group over that of ideal turns.
+
+    References:
+        Tiresias (NSDI 2019), Themis (NSDI 2020), Muri (SIGCOMM 2022).
 
     Raises:
         ConfigurationError: The policy is unknown, a job larger than the cluster or named twice.
@@ -220,9 +238,12 @@ def run_queue(
     while waiting or here:
         while waiting and jobs[waiting[-1]].submit_s <= now_s:
             here.append(waiting.pop())
+        state.now_s = now_s
         groups = _chosen(state, here)
         arrival_s = jobs[waiting[-1]].submit_s if waiting else math.inf
         change_s = min(arrival_s, _first_change_s(state, groups, now_s=now_s))
+        if policy in _MOVING and sum(len(group.jobs) for group in groups) < len(here):
+            change_s = now_s  # who waits may be ahead after the next round
         next_s = max(math.ceil(change_s / round_s), round(now_s / round_s) + 1) * round_s
         for group in groups:
             state.advance(group, now_s, next_s)

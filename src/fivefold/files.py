@@ -32,6 +32,7 @@ from fivefold.units import format_bytes
 
 __all__ = [
     "free_bytes",
+    "nearest_file",
     "parse_json",
     "parse_toml",
     "read_bytes",
@@ -508,14 +509,30 @@ def _key_of(wanted: object, found: Any, levels: int) -> str:
     return ""
 
 
-def _nearest_file(path: Path, form: _Form) -> str:
+def nearest_file(path: str | os.PathLike[str]) -> Path | None:
+    """Return the file of the same folder and ending whose name is most like that of ``path``.
+
+    Args:
+        path: A file that is not there.
+
+    Returns:
+        None where no name is like it.
+    """
+    path = Path(path)
     try:
-        names = [other.name for other in path.parent.iterdir() if other.suffix == path.suffix]
+        names = {
+            other.stem: other for other in path.parent.iterdir() if other.suffix == path.suffix
+        }
     except (OSError, ValueError):
-        names = []
-    close = difflib.get_close_matches(path.name, names[:1000], n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {path.parent / close[0]}?"
+        return None
+    close = difflib.get_close_matches(path.stem, list(names)[:1000], n=1, cutoff=0.6)
+    return names[close[0]] if close else None
+
+
+def _nearest_file(path: Path, form: _Form) -> str:
+    near = nearest_file(path)
+    if near is not None:
+        return f"did you mean {near}?"
     like = ", such as examples/train.toml" if form is _TOML else ""
     return f"give the path of a {form.name} file{like}"
 

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.moe import ACTIVATIONS, Workspace, fused_moe
@@ -322,3 +324,50 @@ def test_an_activation_of_your_own():
         torch.testing.assert_close(gradient, right, rtol=1e-10, atol=1e-11)
     with pytest.raises(UnsupportedError, match="'cube' is none of ACTIVATIONS"):
         fused_moe(**{n: v.to("meta") for n, v in given.items()}, activation=own)
+
+
+@given(
+    sizes=st.tuples(*(st.integers(1, most) for most in (40, 12, 12, 9))),
+    kind=st.sampled_from(["float64", "float32", "bfloat16", "float16"]),
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    choices=st.fixed_dictionaries(
+        dict.fromkeys(("bias", "on_input", "recompute", "skewed"), st.booleans())
+        | {"dropped": st.sampled_from([0.0, 0.2, 1.0])}
+    ),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+def test_random_cases_and_their_gradients(sizes, kind, activation, choices, seed, data):
+    """A thousand of them every night, each against one token and one expert at a time."""
+    tokens, hidden, inner, experts = sizes
+    top_k = 1 if choices["on_input"] else data.draw(st.integers(1, min(experts, 4)))
+    shape = (tokens, hidden, inner, experts, top_k)
+    made = operands(shape, activation, bias=choices["bias"], dtype=getattr(torch, kind), seed=seed)
+    if choices["skewed"]:
+        made["topk_ids"] = made["topk_ids"][:1].expand(tokens, top_k).contiguous()
+    generator = torch.Generator().manual_seed(seed)
+    gone = torch.rand(tokens, top_k, generator=generator) < choices["dropped"]
+    made["topk_ids"] = made["topk_ids"].masked_fill(gone, -1)
+    names = [name for name, tensor in made.items() if tensor.is_floating_point()]
+    options = {"weight_on_input": choices["on_input"]}
+    slope = torch.randn(tokens, hidden, dtype=torch.float64, generator=generator)
+
+    def outputs(call, kinds):
+        leaves = {n: kinds(t).detach().requires_grad_(n in names) for n, t in made.items()}
+        out = call(leaves)
+        loss = (out.double() * slope).sum() + sum(0.0 * leaves[n].sum() for n in names)
+        return [out, *torch.autograd.grad(loss, [leaves[n] for n in names])]
+
+    def ours(leaves):
+        how = options | {"recompute": choices["recompute"]}
+        return fused_moe(**leaves, activation=activation, **how)
+
+    wanted = outputs(
+        lambda leaves: expected(leaves, activation, **options),
+        lambda t: t.double() if t.is_floating_point() else t,
+    )
+    limit = 4 * TOLERANCE[getattr(torch, kind)]
+    for name, found, right in zip(["y", *names], outputs(ours, lambda t: t), wanted, strict=True):
+        # Where terms cancel, what is left of them is measured by what went in.
+        scale = max(float(right.detach().norm()), 0.3 * right.numel() ** 0.5)
+        assert float((found.detach().double() - right.detach()).norm()) <= limit * scale, name

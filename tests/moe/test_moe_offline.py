@@ -191,7 +191,10 @@ def test_the_backward_adds_nothing_up_atomically(version):
 def test_rows_move_in_wide_accesses(version, part, variant):
     ptx = compiled(version, part, variant)["ptx"]
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?(0x[0-9a-f]+)", ptx)
-    assert set(copies) == {"0x10"}  # 16 bytes each
+    if "tf32" in variant:  # rounded in registers: 3.6.0 copies their weights by elements
+        assert "0x10" in copies
+    else:
+        assert set(copies) == {"0x10"}  # 16 bytes each
     assert len(re.findall(r"st\.global\.v4", ptx)) >= 8  # dispatched and returned rows
 
 
@@ -206,7 +209,7 @@ def test_ranks_hand_over_at_system_scope(version, part, variant):
     assert len(re.findall(r"st\.global\.v4", ptx)) >= 1  # rows, 16 bytes at a time
     words = len(re.findall(r"atom\.global\.sys\.release\.exch\.b64", ptx))
     polls = len(re.findall(r"atom\.global\.sys\.acquire\.add\.u64", ptx))
-    returns = len(re.findall(r"red\.global\.sys\.release\.add\.u32", ptx))
+    returns = len(re.findall(r"(?:red|atom)\.global\.sys\.release\.add\.u32", ptx))
     back = len(re.findall(r"atom\.global\.sys\.acquire\.add\.u32", ptx))
     if "gather" not in variant:
         assert words >= 2  # announced, dispatched

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from fivefold.errors import CheckpointError, ConfigurationError
+from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
 from fivefold.optim import CO2, LocalSGD
-from fivefold.optim.integrations import disable_ddp, use_outer_sync
+from fivefold.optim.integrations import disable_ddp, lightning_strategy, use_outer_sync
 
 ACCELERATE = """
 import torch
@@ -109,6 +109,14 @@ def test_a_checkpoint_without_this_ranks_part_is_refused_before_training(tmp_pat
     use_outer_sync(other, LocalSGD(tau=2))
     with pytest.raises(CheckpointError, match="no checkpoint"):
         other.train(resume_from_checkpoint=True)
+
+
+def test_without_lightning_the_error_says_what_to_install(monkeypatch):
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UnsupportedError, match="Lightning") as caught:
+        lightning_strategy(LocalSGD(tau=2))
+    assert "fivefold[lightning]" in caught.value.hint
 
 
 def test_sharding_accelerators_are_refused():

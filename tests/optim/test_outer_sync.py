@@ -404,3 +404,28 @@ def test_leaving_with_an_all_reduce_under_way_ends_cleanly(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "rule", [CO2(tau=2), DelayCorrected(tau=4, fragments=2)], ids=["co2", "parts"]
+)
+@pytest.mark.parametrize("hidden_ddp", [True, False], ids=["hidden DDP", "apart"])
+def test_a_hidden_ddp_is_told_after_the_first_round(rule, hidden_ddp, caplog):
+    def work(transport):
+        model, optimizer, sync = make(transport, rule)
+        # Averaged gradients are equal gradients.
+        train_steps(model, optimizer, sync, range(12), 0 if hidden_ddp else transport.rank)
+
+    run_world(3, work)
+    told = [r.message for r in caplog.records if "the same pseudo-gradient" in r.message]
+    assert len(told) == hidden_ddp
+    assert all("disable_ddp" in message for message in told)
+
+
+def test_ranks_that_have_not_moved_yet_are_no_hidden_ddp(caplog):
+    def work(transport):
+        *_, sync = make(transport, LocalSGD(tau=1))
+        sync.step()
+
+    run_world(2, work)
+    assert not caplog.records

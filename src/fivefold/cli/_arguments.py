@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fivefold.cli._later import later
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_toml
-from fivefold.network.topology import Topology, parse_topology
-from fivefold.network.topology.text import catalogue, describes_graph
 from fivefold.units import parse_bytes, parse_duration_s
+
+with later():
+    from fivefold.network.topology import Topology, parse_topology
+    from fivefold.network.topology.text import catalogue, describes_graph
+    from fivefold.strategy import load_cluster, named_clusters
 
 
 class ArgumentError(ConfigurationError):
@@ -56,8 +60,6 @@ def topology_of(text: str, *, bandwidth: str | None = None, latency: str | None 
 
 
 def _of_cluster(text: str) -> Topology:
-    from fivefold.strategy import load_cluster, named_clusters  # noqa: PLC0415 - loads SciPy
-
     if Path(text).suffix != ".toml" and text.partition(":")[0] not in named_clusters():
         return parse_topology(text)  # which knows what is near
     return load_cluster(text).graph()

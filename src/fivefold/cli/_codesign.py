@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.cli._arguments import ArgumentError, topology_of
+from fivefold.cli._later import later
 from fivefold.cli._options import (
     ClusterOption,
     JobsArgument,
@@ -22,29 +23,32 @@ from fivefold.cli._options import (
 )
 from fivefold.cli._outputs import require_writable, write_json
 from fivefold.cli._plan_files import make_folder
-from fivefold.codesign import (
-    CoDesignResult,
-    CoDesigns,
-    JobSpec,
-    PlanningOptions,
-    ablate,
-    ablation_page,
-    chakra_traces,
-    load_jobs,
-    msccl_programs,
-    plan_cluster,
-    plan_page,
-    synthetic_jobs,
-)
-from fivefold.codesign.ablation import AblationRow
-from fivefold.codesign.exports import timeline_of
-from fivefold.codesign.plans import decisions_to_json
 from fivefold.errors import InfeasibleError, UnsupportedError
-from fivefold.network.topology import Topology
-from fivefold.report import write_html
-from fivefold.report.page import Page
-from fivefold.runs import ProgressBar, write_text
 from fivefold.units import format_duration_s
+
+with later():
+    from fivefold.codesign import (
+        CoDesignResult,
+        CoDesigns,
+        JobSpec,
+        PlanningOptions,
+        ablate,
+        ablation_page,
+        chakra_traces,
+        load_jobs,
+        msccl_programs,
+        plan_cluster,
+        plan_page,
+        synthetic_jobs,
+    )
+    from fivefold.codesign.ablation import AblationRow
+    from fivefold.codesign.exports import timeline_of
+    from fivefold.codesign.plans import decisions_to_json
+    from fivefold.network.topology import Topology
+    from fivefold.report import write_html
+    from fivefold.report.page import Page
+    from fivefold.runs import ProgressBar, write_text
+
 
 CoDesignsOption = Annotated[
     str,
@@ -323,7 +327,8 @@ def _table(rows: Sequence[AblationRow]) -> list[str]:
     size = f"{_count(rows[0].seeds, 'seed')}, {_count(rows[0].jobs, 'job')}"
     heads = f"{'co-designs':<14}  {'to B0':>5}  {'interval':>13}  {'to B1':>5}  {'interval':>13}"
     lines = [
-        f"{size}; ratios of mean completion time, lower is better; 95 % intervals",
+        f"{size}; ratios of mean completion time, lower is better; "
+        + ("95 % intervals" if rows[0].seeds > 1 else "one seed has no interval: --seeds 5"),
         "",
         f"{heads}  {'tail':>5}  worse than B0, B1",
     ]
@@ -336,5 +341,5 @@ def _table(rows: Sequence[AblationRow]) -> list[str]:
     return lines
 
 
-def _interval(ends: tuple[float, float]) -> str:
-    return f"{ends[0]:.3f}-{ends[1]:.3f}"
+def _interval(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:.3f}-{ends[1]:.3f}"

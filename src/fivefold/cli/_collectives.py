@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -18,38 +18,43 @@ from rich.table import Table
 from fivefold.cli._arguments import ArgumentError, bytes_of, seconds_of, topology_of
 from fivefold.cli._collectives_report import Asked, collective_page, loads_title, used_shares
 from fivefold.cli._help import help_text
+from fivefold.cli._later import later
 from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption
 from fivefold.cli._outputs import require_writable, write_json
-from fivefold.collectives.lowering import (
-    Program,
-    check_program,
-    from_msccl_xml,
-    from_mscclpp_json,
-    interpret,
-    lower,
-    to_msccl_xml,
-    to_mscclpp_json,
-)
-from fivefold.collectives.schedules import (
-    Schedule,
-    draw_schedule,
-    evaluate,
-    named_collective,
-    verify_schedule,
-)
-from fivefold.collectives.synthesis import (
-    Sketch,
-    Synthesis,
-    SynthesisOptions,
-    published_sketch,
-    synthesize,
-)
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import read_text
-from fivefold.network.topology import Topology, draw_topology
-from fivefold.report import write_html
-from fivefold.runs import write_text
 from fivefold.units import format_bytes, format_duration_s
+
+with later():
+    import numpy as np
+
+    from fivefold.collectives.lowering import (
+        Program,
+        check_program,
+        from_msccl_xml,
+        from_mscclpp_json,
+        interpret,
+        lower,
+        to_msccl_xml,
+        to_mscclpp_json,
+    )
+    from fivefold.collectives.schedules import (
+        Schedule,
+        draw_schedule,
+        evaluate,
+        named_collective,
+        verify_schedule,
+    )
+    from fivefold.collectives.synthesis import (
+        Sketch,
+        Synthesis,
+        SynthesisOptions,
+        published_sketch,
+        synthesize,
+    )
+    from fivefold.network.topology import Topology, draw_topology
+    from fivefold.report import write_html
+    from fivefold.runs import write_text
 
 
 def bench_algorithms(
@@ -228,6 +233,9 @@ def value_text(name: str, value: Any) -> str:
     return f"{value:.1%}" if name == "gap" else str(value)
 
 
+_GAP = "1%"
+_ROUNDING = 1e-9
+
 app = typer.Typer(
     name="collectives",
     help="Make, prove, draw, run and price the algorithms of collectives.",
@@ -285,6 +293,13 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     time_limit: Annotated[
         str, typer.Option(help="Limit of the search.", rich_help_panel=_SEARCH)
     ] = "60s",
+    gap: Annotated[
+        str,
+        typer.Option(
+            help="Stop at the first answer so little above the lower bound; 0% searches on.",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = _GAP,
     model: Annotated[
         str, typer.Option(help="Cost model: serial, slotted or fluid.", rich_help_panel=_SEARCH)
     ] = "serial",
@@ -315,9 +330,11 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     if output is not None:
         require_ending(output)
     require_writable(output, report, cache)
+    enough = _share_of(gap)
     options = SynthesisOptions(
         model=model,  # type: ignore[arg-type]
         seed=seed,
+        gap=enough,
         root=root,
         cache=cache,
         progress=_each_line_once(),
@@ -325,6 +342,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     search = {"method": method, "time_limit_s": seconds_of(time_limit), "sketch": sketch}
     found = _search(collective, network, size, chunks, options=options, search=search)
     facts = _facts_of(found, network)
+    typer.echo(_why_it_ended(facts["gap"], enough, gap, time_limit), err=True)
     if output is not None:
         write_algorithm(found.schedule, output)
         facts["output"] = str(output)
@@ -334,10 +352,34 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
             size_bytes=bytes_of(size), method=method, time_limit=time_limit,
             bandwidth=bandwidth, latency=latency, output=output, root=root, chunks=chunks,
             sketch=sketch, model=model, seed=seed,
+            gap=None if gap == _GAP else gap,
         )  # fmt: skip
         write_html(collective_page(found, network, asked), report)
         facts["report"] = str(report)
     show_facts(facts, as_json=as_json)
+
+
+def _share_of(text: str) -> float:
+    """Return the share of a text such as "1%"."""
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not (text.strip().endswith("%") and 0 <= share < math.inf):
+        message = f"a gap must be a percentage of at least 0; got {text!r}"
+        raise ArgumentError(message, hint="write --gap 1%, or --gap 0% to search on")
+    return share
+
+
+def _why_it_ended(gap: float, enough: float, text: str, time_limit: str) -> str:
+    if gap <= _ROUNDING:
+        return "ended: the lower bound is met, nothing is faster"
+    if gap <= enough:
+        return f"ended: {gap:.1%} above the lower bound, within --gap {text}; 0% searches on"
+    return (
+        f"ended: {gap:.1%} above the lower bound, beyond --gap {text}; every method was asked, or "
+        f"the time limit of {time_limit} was reached"
+    )
 
 
 def _each_line_once() -> Callable[[str], None]:

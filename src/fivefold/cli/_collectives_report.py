@@ -10,35 +10,39 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from fivefold.collectives.algorithms import available_algorithms, build_algorithm
-from fivefold.collectives.schedules import (
-    Schedule,
-    Timing,
-    draw_schedule,
-    evaluate,
-    lower_bound,
-    named_collective,
-)
-from fivefold.collectives.schedules.bounds import Bound
-from fivefold.collectives.schedules.timing import CostModel
-from fivefold.collectives.synthesis import Synthesis
+from fivefold.cli._later import later
 from fivefold.errors import FivefoldError
-from fivefold.network.topology import Topology, draw_topology
-from fivefold.report.format import format_percent, format_ratio, format_seconds
-from fivefold.report.page import (
-    Curve,
-    CurveChart,
-    DataTable,
-    Page,
-    PageSection,
-    SideBySide,
-    TextBlock,
-    picture_of,
-)
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
+
+with later():
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fivefold.collectives.algorithms import available_algorithms, build_algorithm
+    from fivefold.collectives.schedules import (
+        Schedule,
+        Timing,
+        draw_schedule,
+        evaluate,
+        lower_bound,
+        named_collective,
+    )
+    from fivefold.collectives.schedules.bounds import Bound
+    from fivefold.collectives.schedules.timing import CostModel
+    from fivefold.collectives.synthesis import Synthesis
+    from fivefold.network.topology import Topology, draw_topology
+    from fivefold.report.format import format_percent, format_ratio, format_seconds
+    from fivefold.report.page import (
+        Curve,
+        CurveChart,
+        DataTable,
+        Page,
+        PageSection,
+        SideBySide,
+        TextBlock,
+        picture_of,
+    )
+
 
 _LEAST_BYTES, _MOST_BYTES = 1e3, 1e9
 _POINTS, _FEW_POINTS = 25, 9
@@ -234,6 +238,7 @@ class Asked:
     chunks: int | None = None
     sketch: str | None = None
     seed: int = 0
+    gap: str | None = None
 
     @property
     def name(self) -> str:
@@ -247,7 +252,8 @@ class Asked:
         words += ["--model", self.model] * (self.model != "serial")
         more = {
             "--root": self.root, "--chunks": self.chunks, "--sketch": self.sketch,
-            "--seed": self.seed, "--bandwidth": self.bandwidth, "--latency": self.latency,
+            "--seed": self.seed, "--gap": self.gap, "--bandwidth": self.bandwidth,
+            "--latency": self.latency,
         }  # fmt: skip
         words += [str(word) for pair in more.items() if pair[1] for word in pair]
         return shlex.join([*words, "--output", output])

@@ -12,20 +12,24 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fivefold.cli._later import later
 from fivefold.cli._plan_files import runnable
 from fivefold.cli._plan_job import JobSizes, read_job
 from fivefold.errors import ConfigurationError
-from fivefold.lab import LabSpec, run_lab
-from fivefold.report import (
-    build_report,
-    print_page,
-    report_page,
-    report_text,
-    write_html,
-    write_timeline,
-)
-from fivefold.runs import FolderLock, write_text
-from fivefold.strategy import Cluster, load_cluster, search_plans, space_of_target
+
+with later():
+    from fivefold.lab import LabSpec, run_lab
+    from fivefold.report import (
+        build_report,
+        print_page,
+        report_page,
+        report_text,
+        write_html,
+        write_timeline,
+    )
+    from fivefold.runs import FolderLock, write_text
+    from fivefold.strategy import Cluster, load_cluster, search_plans, space_of_target
+
 
 _HOSTS = 2
 # Large frames, as network cards handle them: emulating small ones takes processor time from the
@@ -164,7 +168,7 @@ def demo_command(
         f"\nreport: {page}  (open it in a browser; works offline)",
         f"timelines: {output}/*/timeline.json (open in ui.perfetto.dev)",
         f"by hand: fivefold profile --job, plan --for train --cluster {output}/cluster.toml,",
-        "  train, report (docs/tutorial.md)",
+        "  train, report (docs/guides/plan_outputs.md)",
     ):
         console.print(line, soft_wrap=True, markup=False)
 

@@ -15,10 +15,14 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from fivefold.cli._later import later
 from fivefold.cli._options import JsonOption
-from fivefold.lab import probe_capabilities
-from fivefold.runs.machine import run_facts
 from fivefold.units import format_bytes
+
+with later():
+    from fivefold.lab import probe_capabilities
+    from fivefold.runs.machine import run_facts
+
 
 # Package as it is imported, as it is installed, what it is for, and the extra that brings it.
 _PACKAGES = (

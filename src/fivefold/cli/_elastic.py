@@ -13,7 +13,11 @@ import typer
 
 from fivefold.cli._arguments import seconds_of
 from fivefold.cli._help import help_text
-from fivefold.optim import start_lighthouse
+from fivefold.cli._later import later
+
+with later():
+    from fivefold.optim import start_lighthouse
+
 
 app = typer.Typer(
     name="elastic",

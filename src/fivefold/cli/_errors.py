@@ -13,11 +13,14 @@ import sys
 import typer
 
 from fivefold.errors import FivefoldError
+from fivefold.files import nearest_file
 
 # Others are those of the errors' classes; those that are not ours end with FivefoldError's.
 _USAGE = 2  # as click has it
 _LONGEST = 2000  # of a message: values that are quoted may be files
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_MISSING = re.compile(r"'([^']+)' does not exist")
 
 # typer brings its own copy of click, or uses the one that is installed: only the base tells which.
 _UsageError = typer.BadParameter.__bases__[0]
@@ -80,7 +83,25 @@ def _of_usage(error: Exception) -> FivefoldError:
     message: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     command = "fivefold" if context is None else context.command_path
-    return FivefoldError(message[:1].lower() + message[1:], hint=f"see {command} --help")
+    hint = f"see {command} --help"
+    given = _given_value(error)
+    if given is not None and repr(given) not in message:
+        message = f"{message}; got {given!r}"
+    missing = _MISSING.search(message)
+    near = None if missing is None else nearest_file(missing[1])
+    if near is not None:
+        hint = f"did you mean {near}? {hint}"
+    return FivefoldError(message[:1].lower() + message[1:], hint=hint)
+
+
+def _given_value(error: Exception) -> str | None:
+    """Return what stood behind the option that is wrong; None where it was none."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    for place, word in enumerate(sys.argv):
+        option, joined, value = word.partition("=")
+        if option.startswith("-") and option in names:
+            return value if joined else next(iter(sys.argv[place + 1 : place + 2]), None)
+    return None
 
 
 def _of_file(error: OSError) -> FivefoldError:

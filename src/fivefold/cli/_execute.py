@@ -15,6 +15,7 @@ from fivefold.cli._codesign import (
     write_page,
 )
 from fivefold.cli._execution import run_in_the_lab, show_measured
+from fivefold.cli._later import later
 from fivefold.cli._options import (
     ClusterOption,
     JobsArgument,
@@ -23,8 +24,10 @@ from fivefold.cli._options import (
     PathSeedOption,
 )
 from fivefold.cli._outputs import require_writable
-from fivefold.codesign import PlanningOptions, load_jobs, plan_cluster, plan_page
-from fivefold.codesign.execute import write_order
+
+with later():
+    from fivefold.codesign import PlanningOptions, load_jobs, plan_cluster, plan_page
+    from fivefold.codesign.execute import write_order
 
 
 def execute_command(  # noqa: PLR0913 - each option is a parameter

@@ -10,19 +10,23 @@ from pathlib import Path
 import typer
 
 from fivefold.cli._codesign import change_of
+from fivefold.cli._later import later
 from fivefold.cli._outputs import write_json
-from fivefold.codesign import ClusterPlan, JobSpec, run_plan
-from fivefold.codesign.execute import (
-    execution_command,
-    lab_options,
-    read_measurements,
-    read_order,
-    write_order,
-)
 from fivefold.errors import CommunicationError
-from fivefold.lab import LabSpec, run_lab
-from fivefold.network.topology import Topology, read_topology
 from fivefold.units import format_duration_s
+
+with later():
+    from fivefold.codesign import ClusterPlan, JobSpec, run_plan
+    from fivefold.codesign.execute import (
+        execution_command,
+        lab_options,
+        read_measurements,
+        read_order,
+        write_order,
+    )
+    from fivefold.lab import LabSpec, run_lab
+    from fivefold.network.topology import Topology, read_topology
+
 
 _MTU = 60000  # small frames would cost the hosts' processors more than the job does
 

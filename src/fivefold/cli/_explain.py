@@ -12,21 +12,25 @@ from rich.markup import escape
 from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError, topology_of
+from fivefold.cli._later import later
 from fivefold.cli._options import JsonOption
 from fivefold.cli._outputs import write_json
 from fivefold.cli._plan_words import PARTS
-from fivefold.codesign import (
-    ClusterPlan,
-    Explanation,
-    explain_jobs,
-    explain_plan,
-    explain_run,
-    load_jobs,
-)
-from fivefold.codesign.explain import KINDS, LAYERS, Change
 from fivefold.files import read_toml
-from fivefold.strategy import load_cluster, load_job
 from fivefold.units import format_duration_s
+
+with later():
+    from fivefold.codesign import (
+        ClusterPlan,
+        Explanation,
+        explain_jobs,
+        explain_plan,
+        explain_run,
+        load_jobs,
+    )
+    from fivefold.codesign.explain import KINDS, LAYERS, Change
+    from fivefold.strategy import load_cluster, load_job
+
 
 _SHOWN = 12
 

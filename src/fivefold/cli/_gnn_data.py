@@ -10,22 +10,26 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.cli._arguments import ArgumentError, bytes_of
+from fivefold.cli._later import later
 from fivefold.cli._options import DatasetArgument, JsonOption
 from fivefold.cli._outputs import write_json
-from fivefold.gnn.data import (
-    Dataset,
-    EdgeRules,
-    HeteroDataset,
-    SourceOptions,
-    TableColumns,
-    find_source,
-    generate_graph,
-    ingest,
-    open_dataset,
-)
-from fivefold.gnn.data.statistics import describe, verify
-from fivefold.runs import ProgressBar
 from fivefold.units import format_bytes
+
+with later():
+    from fivefold.gnn.data import (
+        Dataset,
+        EdgeRules,
+        HeteroDataset,
+        SourceOptions,
+        TableColumns,
+        find_source,
+        generate_graph,
+        ingest,
+        open_dataset,
+    )
+    from fivefold.gnn.data.statistics import describe, verify
+    from fivefold.runs import ProgressBar
+
 
 __all__ = ["generate_command", "info_command", "ingest_command", "verify_command"]
 

@@ -11,17 +11,20 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.cli._arguments import ArgumentError, bytes_of, typed_arguments
+from fivefold.cli._later import later
 from fivefold.cli._options import DatasetArgument, JsonOption
 from fivefold.cli._outputs import write_json
 from fivefold.errors import DataError
-from fivefold.gnn.data import Dataset
-from fivefold.gnn.packing import pack
-from fivefold.gnn.planning import Budgets, Plan, make_plan
-from fivefold.gnn.planning.estimate import KNOWN_GRAPHS, GraphSize, estimate
-from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
-from fivefold.gnn.storage import DiskProfile, probe_disk
-from fivefold.runs import ProgressBar
-from fivefold.units import parse_bytes_per_s
+
+with later():
+    from fivefold.gnn.data import Dataset
+    from fivefold.gnn.packing import pack
+    from fivefold.gnn.planning import Budgets, Plan, make_plan
+    from fivefold.gnn.planning.estimate import KNOWN_GRAPHS, GraphSize, estimate
+    from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
+    from fivefold.gnn.storage import DiskProfile, probe_disk
+    from fivefold.runs import ProgressBar
+    from fivefold.units import parse_bytes_per_s
 
 __all__ = ["pack_command", "plan_command", "probe_command", "sample_command"]
 

@@ -10,7 +10,12 @@ from typing import Annotated
 import typer
 
 from fivefold.cli._arguments import bytes_of
-from fivefold.runs import ProgressBar, rank_process
+from fivefold.cli._later import later
+
+with later():
+    from fivefold.gnn.training import load_gnn_config, train_graph
+    from fivefold.runs import ProgressBar, rank_process
+
 
 __all__ = ["infer_command", "train_command"]
 
@@ -43,8 +48,6 @@ def train_command(
     SIGTERM or Ctrl-C writes a checkpoint on all ranks and ends with exit code 0; a second Ctrl-C
     aborts.
     """
-    from fivefold.gnn.training import load_gnn_config, train_graph  # noqa: PLC0415 - loads torch
-
     with rank_process():
         loaded = load_gnn_config(config, overrides or [])
         result = train_graph(loaded, show=lambda text: typer.echo(text, err=True))

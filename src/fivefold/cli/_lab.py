@@ -16,10 +16,14 @@ from rich.table import Table
 from fivefold.cli._arguments import ArgumentError, seconds_of, topology_of, typed_arguments
 from fivefold.cli._execution import run_saved
 from fivefold.cli._help import help_text
+from fivefold.cli._later import later
 from fivefold.cli._options import JsonOption
-from fivefold.lab import LabResult, LabSpec, clean_lab, probe_capabilities, run_lab
-from fivefold.lab.capabilities import Capabilities
 from fivefold.units import format_duration_s
+
+with later():
+    from fivefold.lab import LabResult, LabSpec, clean_lab, probe_capabilities, run_lab
+    from fivefold.lab.capabilities import Capabilities
+
 
 app = typer.Typer(
     name="lab",

@@ -17,6 +17,7 @@ from fivefold.cli._help import help_text, shown_help
 # Name of each command, the module beside this one, and the function or group in it.
 _COMMANDS = {
     "demo": ("_demo", "demo_command"),
+    "new": ("_new", "new_command"),
     "train": ("_train", "train_command"),
     "plan": ("_plan", "plan_command"),
     "explain": ("_explain", "explain_command"),

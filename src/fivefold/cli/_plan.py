@@ -14,6 +14,7 @@ from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._codesign import typed_command, write_page
+from fivefold.cli._later import later
 from fivefold.cli._options import JsonOption, OptionalClusterOption, PageOption
 from fivefold.cli._outputs import require_writable
 from fivefold.cli._plan_check import check as check_folder
@@ -24,25 +25,28 @@ from fivefold.cli._plan_job import CODEC_BYTES, JobSizes, read_job
 from fivefold.cli._plan_page import split_page
 from fivefold.cli._plan_words import PARTS
 from fivefold.errors import InfeasibleError
-from fivefold.runs import write_text
-from fivefold.strategy import (
-    TARGETS,
-    Cluster,
-    Job,
-    PlanPrediction,
-    PlanSearchResult,
-    evaluate_plan,
-    load_cluster,
-    plan_to_toml,
-    search_plans,
-    space_of_target,
-    target_problem,
-)
-from fivefold.strategy.compare import tokens_per_s
-from fivefold.strategy.model import ModelSpec
-from fivefold.strategy.words import DEGREES, degrees_of, overlap_of, settings_of
-from fivefold.train.config import TrainConfig
 from fivefold.units import format_bytes
+
+with later():
+    from fivefold.runs import write_text
+    from fivefold.strategy import (
+        TARGETS,
+        Cluster,
+        Job,
+        PlanPrediction,
+        PlanSearchResult,
+        evaluate_plan,
+        load_cluster,
+        plan_to_toml,
+        search_plans,
+        space_of_target,
+        target_problem,
+    )
+    from fivefold.strategy.compare import tokens_per_s
+    from fivefold.strategy.model import ModelSpec
+    from fivefold.strategy.words import DEGREES, degrees_of, overlap_of, settings_of
+    from fivefold.train.config import TrainConfig
+
 
 _MOST_REASONS = 8
 _LOOKED_AT = 200  # fastest plans, of which a program cannot run all
@@ -123,7 +127,7 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
         str | None,
         typer.Option(
             "--for",
-            metavar="|".join(TARGETS),
+            metavar="train|torchtitan|megatron",
             help="Only plans that this program can run.",
         ),
     ] = None,

@@ -12,10 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fivefold.cli._later import later
 from fivefold.cli._outputs import write_json
 from fivefold.cli._plan_compare import plan_record, write_csv
-from fivefold.strategy import load_cluster
-from fivefold.strategy.recipes import RecipeVerdict, check_recipes
+
+with later():
+    from fivefold.strategy import load_cluster
+    from fivefold.strategy.recipes import RecipeVerdict, check_recipes
+
 
 Form = Literal["text", "json", "csv", "github"]
 _FAILED = ("invalid", "memory")

@@ -18,13 +18,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError
+from fivefold.cli._later import later
 from fivefold.cli._outputs import write_json
 from fivefold.errors import InfeasibleError
-from fivefold.strategy import Cluster, Job, PlanPrediction, load_cluster, load_job
-from fivefold.strategy.compare import ClusterOutcome, compare_clusters, tokens_per_s
-from fivefold.strategy.model import ModelSpec
-from fivefold.strategy.words import degrees_of, overlap_of, settings_of
 from fivefold.units import format_duration_s
+
+with later():
+    from fivefold.strategy import Cluster, Job, PlanPrediction, load_cluster, load_job
+    from fivefold.strategy.compare import ClusterOutcome, compare_clusters, tokens_per_s
+    from fivefold.strategy.model import ModelSpec
+    from fivefold.strategy.words import degrees_of, overlap_of, settings_of
+
 
 _TOKENS_A_PARAMETER = 20  # a usual budget, where none is given
 _PRICE = re.compile(

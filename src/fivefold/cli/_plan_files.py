@@ -11,26 +11,29 @@ from typing import Any
 
 import typer
 
+from fivefold.cli._later import later
 from fivefold.cli._plan_job import CODEC_BYTES, PlannedJob
 from fivefold.errors import DataError, UnsupportedError
-from fivefold.runs import check_tables, format_toml, write_text
-from fivefold.strategy import (
-    Cluster,
-    PlanPrediction,
-    device_mesh,
-    evaluate_plan,
-    megatron_flags,
-    megatron_script,
-    plan_to_toml,
-    torchtitan_config,
-    trainer_config,
-)
-from fivefold.strategy.cluster import memory_time_s
-from fivefold.train.config import (
-    PredictionConfig,
-    TrainConfig,
-    settings_fingerprint,
-)
+
+with later():
+    from fivefold.runs import check_tables, format_toml, write_text
+    from fivefold.strategy import (
+        Cluster,
+        PlanPrediction,
+        device_mesh,
+        evaluate_plan,
+        megatron_flags,
+        megatron_script,
+        plan_to_toml,
+        torchtitan_config,
+        trainer_config,
+    )
+    from fivefold.strategy.cluster import memory_time_s
+    from fivefold.train.config import (
+        PredictionConfig,
+        TrainConfig,
+        settings_fingerprint,
+    )
 
 _OUTER_PASSES = 8  # over parameters, anchors and momenta in an outer update, 4 bytes each
 _FIRST_BUCKET, _BUCKET = 2.0**20, 25 * 2.0**20  # of DistributedDataParallel

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.cli._arguments import ArgumentError
+from fivefold.cli._later import later
 from fivefold.files import read_toml
-from fivefold.strategy import Cluster, Job, MixtureOfExperts, ModelSpec, SearchSpace
-from fivefold.strategy.job import job_from_table
-from fivefold.train.config import TrainConfig, load_config
+
+with later():
+    from fivefold.strategy import Cluster, Job, MixtureOfExperts, ModelSpec, SearchSpace
+    from fivefold.strategy.job import job_from_table
+    from fivefold.train.config import TrainConfig, load_config
 
 _TRAINER_TABLES = {"run", "data", "optim", "sync", "tasks", "prediction"}
 _BYTES_VOCAB = 257  # of the trainer's tokenizer of bytes

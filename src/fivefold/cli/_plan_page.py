@@ -5,10 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from fivefold.report.page import BarChart, BarRow, Curve, CurveChart, DataTable, Page, PageSection
-from fivefold.strategy import Cluster, Job, ParallelPlan, PlanPrediction, PlanSearchResult
-from fivefold.strategy.words import degrees_of, settings_of
+from fivefold.cli._later import later
 from fivefold.units import format_bytes, format_duration_s
+
+with later():
+    from fivefold.report.page import (
+        BarChart,
+        BarRow,
+        Curve,
+        CurveChart,
+        DataTable,
+        Page,
+        PageSection,
+    )
+    from fivefold.strategy import Cluster, Job, ParallelPlan, PlanPrediction, PlanSearchResult
+    from fivefold.strategy.words import degrees_of, settings_of
+
 
 _MEMORY = (
     ("weights_bytes", "weights", "job0"),

@@ -7,23 +7,27 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fivefold.cli._arguments import bytes_of, seconds_of
+from fivefold.cli._later import later
 from fivefold.cli._outputs import write_json
 from fivefold.cli._profile_file import MeasuredCluster, measure_job
 from fivefold.errors import ConfigurationError
-from fivefold.network.profiling import Profile, profile_links
-from fivefold.runs import rank_process, write_text
-from fivefold.runs.ranks import close_ranks, open_ranks
-from fivefold.strategy import load_cluster, named_clusters
-from fivefold.train import measure_device
-from fivefold.train.config import load_config
 from fivefold.units import format_bytes_per_s, format_duration_s
+
+with later():
+    import torch
+
+    from fivefold.network.profiling import Profile, profile_links
+    from fivefold.runs import rank_process, write_text
+    from fivefold.runs.ranks import close_ranks, open_ranks
+    from fivefold.strategy import load_cluster, named_clusters
+    from fivefold.train import measure_device
+    from fivefold.train.config import load_config
 
 # A part of the device's name, and the known stack that is nearest to the trainer's.
 _BASES = {

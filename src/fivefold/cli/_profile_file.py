@@ -7,17 +7,20 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.cli._later import later
 from fivefold.cli._plan_job import model_of, precision_of
-from fivefold.collectives.pricing import fabric_from_topology
-from fivefold.network.profiling import Profile
-from fivefold.runs import format_toml
-from fivefold.runs.ranks import Ranks
-from fivefold.strategy import Cluster, ParallelPlan
-from fivefold.strategy.calibrate import calibrated_device, calibrated_fabric
-from fivefold.strategy.cluster import DeviceSpec, reached_tiers
-from fivefold.train import DeviceRates, StepTimes, measure_all_reduce, measure_steps
-from fivefold.train.config import TrainConfig
 from fivefold.units import format_bytes, format_duration_s
+
+with later():
+    from fivefold.collectives.pricing import fabric_from_topology
+    from fivefold.network.profiling import Profile
+    from fivefold.runs import format_toml
+    from fivefold.runs.ranks import Ranks
+    from fivefold.strategy import Cluster, ParallelPlan
+    from fivefold.strategy.calibrate import calibrated_device, calibrated_fabric
+    from fivefold.strategy.cluster import DeviceSpec, reached_tiers
+    from fivefold.train import DeviceRates, StepTimes, measure_all_reduce, measure_steps
+    from fivefold.train.config import TrainConfig
 
 _DEVICE_KEYS = (
     *("peak_flops", "gemm_efficiency", "attention_efficiency", "memory_efficiency"),

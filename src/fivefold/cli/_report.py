@@ -9,16 +9,19 @@ from typing import Annotated
 
 import typer
 
-from fivefold.report import (
-    Report,
-    build_report,
-    page_server,
-    print_page,
-    report_page,
-    report_text,
-    write_html,
-    write_timeline,
-)
+from fivefold.cli._later import later
+
+with later():
+    from fivefold.report import (
+        Report,
+        build_report,
+        page_server,
+        print_page,
+        report_page,
+        report_text,
+        write_html,
+        write_timeline,
+    )
 
 
 def report_command(  # noqa: PLR0913 - each option is a parameter

@@ -5,19 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from fivefold.cli._arguments import topology_of
 from fivefold.cli._help import help_text
+from fivefold.cli._later import later
 from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption, TopologyArgument
 from fivefold.cli._outputs import require_picture, write_json
 from fivefold.errors import DataError, InfeasibleError
 from fivefold.files import read_json
-from fivefold.network.topology import Topology, draw_topology
-from fivefold.network.topology.text import catalogue
-from fivefold.runs import write_text
 from fivefold.units import format_bytes_per_s, format_duration_s
+
+with later():
+    import numpy as np
+
+    from fivefold.network.topology import Topology, draw_topology
+    from fivefold.network.topology.text import catalogue
+    from fivefold.runs import write_text
+
 
 app = typer.Typer(
     name="topology",

@@ -8,7 +8,11 @@ from typing import Annotated
 
 import typer
 
-from fivefold.runs import rank_process
+from fivefold.cli._later import later
+
+with later():
+    from fivefold.runs import rank_process
+    from fivefold.train import launch, load_config, train
 
 
 def train_command(
@@ -50,10 +54,8 @@ def train_command(
     checkpoint on all ranks and ends with exit code 0; a second Ctrl-C aborts.
     """
     if nproc is not None and "RANK" not in os.environ:
-        from fivefold.train import launch  # noqa: PLC0415 - loads torch
-
+        load_config(config, overrides or [])  # what is wrong in it is said before torch is loaded
         raise typer.Exit(launch(config, overrides or [], nproc=nproc, max_restarts=max_restarts))
-    from fivefold.train import load_config, train  # noqa: PLC0415 - loads torch
-
     with rank_process():
-        train(load_config(config, overrides or []))
+        checked = load_config(config, overrides or [])
+        train(checked)

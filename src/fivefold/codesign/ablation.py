@@ -29,14 +29,14 @@ class AblationRow:
     """One combination over all seeds.
 
     Ratios are of weighted mean completion times on the same jobs, placement and hash; below 1 is
-    better.
+    better. One seed has no interval.
     """
 
     label: str
     to_null: float
-    to_null_interval: tuple[float, float]
+    to_null_interval: tuple[float, float] | None
     to_best: float
-    to_best_interval: tuple[float, float]
+    to_best_interval: tuple[float, float] | None
     tail_to_null: float
     jobs_worse: int
     jobs_worse_than_best: int
@@ -171,8 +171,10 @@ def _row(label: str, samples: Sequence[_Sample]) -> AblationRow:
     )
 
 
-def _bootstrap(values: FloatArray) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean."""
+def _bootstrap(values: FloatArray) -> tuple[float, float] | None:
+    """95 % bootstrap interval of the mean; None of one value, which has none."""
+    if len(values) < 2:
+        return None
     draw = np.random.default_rng(0)
     means = draw.choice(values, (_DRAWS, len(values))).mean(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
@@ -210,7 +212,7 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
     alone = next((row for row in rows if row.label == "B1"), None)
     finding = (
         f"With {best.label} jobs complete in {best.to_null:.3f} of the time that today's "
-        f"uncoordinated stack needs (95 % interval {_interval(best.to_null_interval)}), and in "
+        f"uncoordinated stack needs{_in_brackets(best.to_null_interval)}, and in "
         f"{best.to_best:.3f} of what every layer at its best alone needs."
     )
     marks = [("B0", 1.0)] if alone is None else [("B0", 1.0), ("B1", alone.to_null)]
@@ -230,8 +232,8 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
         sections=(
             PageSection(
                 heading="Mean completion time over that of today's stack (B0)",
-                how=f"{size}. Below 1 is faster. Bars are means over seeds, whiskers 95 % "
-                "bootstrap intervals over seeds. V: layers of a job talk; H: jobs talk; II: links "
+                how=f"{size}. Below 1 is faster. Bars are means over seeds, whiskers (of several "
+                "seeds) 95 % bootstrap intervals. V: layers of a job talk; H: jobs talk; II: links "
                 "inside hosts and the fabric are one network; HN: switches may aggregate.",
                 parts=(bars,),
             ),
@@ -253,8 +255,8 @@ def _apart(marks: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
 
 def _ratio_rows(rows: Sequence[AblationRow], *, best: bool) -> tuple[RangeRow, ...]:
     shown = [row for row in rows if not (best and row.label == "B1")]
-    values = [(r.to_best, *r.to_best_interval) if best else (r.to_null, *r.to_null_interval)
-              for r in shown]  # fmt: skip
+    values = [_with_ends(r.to_best, r.to_best_interval) if best
+              else _with_ends(r.to_null, r.to_null_interval) for r in shown]  # fmt: skip
     return tuple(
         RangeRow(label=row.label, value=value, low=low, high=high, text=f"{value:.3f}")
         for row, (value, low, high) in zip(shown, values, strict=True)
@@ -279,5 +281,13 @@ def _ablation_table(rows: Sequence[AblationRow]) -> DataTable:
     return DataTable(columns=columns, rows=cells)
 
 
-def _interval(ends: tuple[float, float]) -> str:
-    return f"{ends[0]:.3f} to {ends[1]:.3f}"
+def _with_ends(value: float, ends: tuple[float, float] | None) -> tuple[float, float, float]:
+    return (value, *(ends or (value, value)))
+
+
+def _in_brackets(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f" (95 % interval {_interval(ends)})"
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"

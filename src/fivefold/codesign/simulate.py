@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
@@ -44,29 +45,38 @@ def phases_of(
     if size_bytes == 0:
         return []
     chosen = job.split_as(plan.split)
+    how = (plan.order, plan.algorithm, plan.root, plan.roots)
+    return _phases(topology, chosen, how, kind, size_bytes)
+
+
+@functools.lru_cache(maxsize=64)  # plans that differ in paths, classes or times only ask the same
+def _phases(
+    topology: Topology, job: JobSpec, how: tuple[Any, ...], kind: str, size_bytes: float
+) -> list[list[Phase]]:
+    order, algorithm, root, roots = how
+    plan = JobPlan(order=order, algorithm=algorithm, root=root, roots=roots, slots=1)
     collective, _, axis = kind.partition(" over ")
     if collective in {"send", "return"}:
-        sent = _sent(chosen, axis, size_bytes, back=collective == "return")
-        return _at_reached_rate(topology, chosen, sent, exchange=True)
-    algorithm = plan.algorithm
+        sent = _sent(job, axis, size_bytes, back=collective == "return")
+        return _at_reached_rate(topology, job, sent, exchange=True)
     if algorithm == "in_network" and axis not in _AGGREGATED_AXES:
         algorithm = "hierarchical"
     found: list[list[list[Phase]]] = []
     trees = 0
-    for group in job_groups(chosen, plan, axis):
+    for group in job_groups(job, plan, axis):
         local = len((host_groups(topology, group) or [()])[0])
-        roots: tuple[str, ...] = ()
+        chosen: tuple[str, ...] = ()
         if algorithm == "in_network" and len(group) > 1:
-            roots = tuple(plan.root_of(trees + place) for place in range(local))
+            chosen = tuple(plan.root_of(trees + place) for place in range(local))
             trees += local
         phases = collective_phases(
-            topology, group, collective, size_bytes, algorithm=algorithm, roots=roots,
-            every_port=chosen.mesh is not None,
+            topology, group, collective, size_bytes, algorithm=algorithm, roots=chosen,
+            every_port=job.mesh is not None,
         )  # fmt: skip
         found.append(phases)
     steps = max(map(len, found), default=0)
     joint = [[phase for own in found if i < len(own) for phase in own[i]] for i in range(steps)]
-    return _at_reached_rate(topology, chosen, joint, exchange=collective == "all_to_all")
+    return _at_reached_rate(topology, job, joint, exchange=collective == "all_to_all")
 
 
 def _at_reached_rate(

@@ -176,6 +176,20 @@ class _Choices:
             )
         return self._found[pair]
 
+    def least_loaded(self, flow: FlowDemand, preferred: Path, busy_s: FloatArray) -> Path:
+        """Return the path whose fullest link stays emptiest, then the least in sum.
+
+        Among equals the preferred one, else the first after it, then from the front.
+        """
+        paths = self.of(flow.source, flow.target)
+        if len(paths) == 1:
+            return preferred
+        links = np.array(paths)  # shortest ones: all of them as long
+        after = busy_s[links] + flow.size_bytes / self._topology.capacities_bytes_per_s[links]
+        fullest, total, at = after.max(axis=1), after.sum(axis=1), paths.index(preferred)
+        turned = (np.arange(len(paths)) - at) % len(paths)
+        return paths[int(np.lexsort((turned, total, fullest))[0])]
+
 
 def _hashed(paths: tuple[Path, ...], key: tuple[object, ...]) -> Path:
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
@@ -197,29 +211,16 @@ def _least_loaded(
         flows = [(job, n, flow) for job in group for n, flow in enumerate(job.flows)]
         flows.sort(key=lambda entry: -entry[2].size_bytes)
         for job, number, flow in flows:
-            best: tuple[float, float, Path] | None = None
-            for path in _first(hashed.paths[job.job_id][number], choices, flow):
-                links = np.asarray(path)
-                after = busy_s[links] + flow.size_bytes / topology.capacities_bytes_per_s[links]
-                key = float(after.max()), float(after.sum())
-                if best is None or key < best[:2]:
-                    best = *key, path
-            assert best is not None, "there is at least one path"
-            links = np.asarray(best[2])
+            preferred = hashed.paths[job.job_id][number]
+            path = choices.least_loaded(flow, preferred, busy_s)
+            links = np.asarray(path)
             busy_s[links] += flow.size_bytes / topology.capacities_bytes_per_s[links]
-            chosen.setdefault(job.job_id, {})[number] = best[2]
+            chosen.setdefault(job.job_id, {})[number] = path
     return {
         job.job_id: tuple(chosen[job.job_id][n] for n in range(len(job.flows))) if job.flows else ()
         for group in groups
         for job in group
     }
-
-
-def _first(preferred: Path, choices: _Choices, flow: FlowDemand) -> tuple[Path, ...]:
-    """Return the choices, from the preferred one on and then from the front."""
-    paths = choices.of(flow.source, flow.target)
-    at = paths.index(preferred)
-    return paths[at:] + paths[:at]
 
 
 def _loads(job: JobTraffic, paths: Sequence[Path], num_links: int) -> FloatArray:

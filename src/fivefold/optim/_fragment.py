@@ -170,6 +170,7 @@ class Fragment(FragmentState):
         else:
             self._tell_non_finite(reading, round_number=all_reduce.round)
             self._tell_outlying(reading, round_number=all_reduce.round)
+            self._tell_same_work(reading)
             reading.require_weights_alike()
             hashes = {slot: int(h) for slot, h in enumerate(reading.hash) if reading.weight[slot]}
             require_equal(hashes, round_number=all_reduce.round)
@@ -213,6 +214,28 @@ class Fragment(FragmentState):
                 "outlying payload %sin round %d: %s as large as usual; the round counts without "
                 "it, and it goes on from the anchor", what, round_number, who,
             )  # fmt: skip
+
+    def _tell_same_work(self, reading: MetadataReading) -> None:
+        """Say where gradients are averaged beside this engine: then all ranks do the same steps."""
+        found = {h for h, weight in zip(reading.work, reading.weight, strict=True) if weight}
+        if (
+            self._shared.transport.rank == 0
+            and sum(map(bool, reading.work)) > 1
+            and len(found) == 1
+        ):
+            _LOG.warning(
+                "all ranks sent the same pseudo-gradient in the first round: gradients are already "
+                "averaged by something else, or all ranks read the same data. Take away "
+                "DistributedDataParallel (integrations.disable_ddp, use_outer_sync, "
+                "lightning_strategy), and give each rank data of its own (DistributedSampler)"
+            )
+
+    def _work_hash(self, round_number: int) -> int:
+        """Return a hash of the first payload; 0 later, and where it is all zeros."""
+        payloads = [group.payload for group in self.groups]
+        if round_number or self.index:
+            return 0
+        return replica_hash(payloads) if any(bool(p.any()) for p in payloads) else 0
 
     def _norm(self, weight: float) -> float:
         """Return the norm of this worker's payload per weight."""
@@ -386,6 +409,7 @@ class Fragment(FragmentState):
             anchor_hash=anchor_hash,
             step_s=step_s,
             non_finite=non_finite,
+            work=float(self._work_hash(round_number)) if weight else 0.0,
         )
 
     def _first_non_finite(self) -> int:
@@ -414,8 +438,7 @@ class Fragment(FragmentState):
         anchor_hash: int,
         step_s: float,
         non_finite: int = 0,
-        norm: float = 0.0,
-        outlying: float = 0.0,
+        **seen: float,
     ) -> None:
         shared, state = self._shared, self._state
         self._metadata.write(
@@ -429,8 +452,7 @@ class Fragment(FragmentState):
             all_reduce_s=state.last_all_reduce_s,
             pending=shared.pending() if self.index == 0 else 0.0,
             non_finite=float(non_finite),
-            norm=norm,
-            outlying=outlying,
+            **seen,
         )
         state.last_delta = 0.0  # each norm travels once
         part = "" if self.index == 0 else f" of fragment {self.index}"

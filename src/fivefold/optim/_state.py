@@ -36,6 +36,7 @@ _FIELDS = (
     "non_finite",
     "norm",
     "outlying",
+    "work",
 )
 
 
@@ -64,6 +65,7 @@ class MetadataReading:
             infinity: its payload is zeros of weight 0. 0 where all numbers are finite.
         norm: Norm of each rank's payload per weight, where outlying ones are to be left out.
         outlying: How many times the usual norm that is, where it was left out for this; else 0.
+        work: Hash of each rank's first payload, which differs where ranks train apart; else 0.
     """
 
     weight: list[float]
@@ -77,6 +79,7 @@ class MetadataReading:
     non_finite: list[float]
     norm: list[float]
     outlying: list[float]
+    work: list[float]
 
     @property
     def total_weight(self) -> float:
@@ -140,7 +143,7 @@ class Metadata:
         return MetadataReading(**columns)
 
 
-_FORMAT = 6
+_FORMAT = 7
 
 SHARED_BUFFERS = ("anchor", "momentum")
 """Buffers that are equal on all workers between boundaries."""

@@ -1,6 +1,6 @@
-"""``OuterSync`` inside other people's training loops: Hugging Face's Trainer, Accelerate.
+"""``OuterSync`` inside other people's training loops: Hugging Face's, Accelerate, Lightning.
 
-Both wrap the model in DistributedDataParallel on their own. Beside ``OuterSync`` gradients would
+All wrap the model in DistributedDataParallel on their own. Beside ``OuterSync`` gradients would
 then be averaged twice, at every step over the slow network too, and nothing would say so.
 """
 
@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
+from fivefold.optim._lightning import lightning_strategy
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sync import OuterSync
 
-__all__ = ["disable_ddp", "use_outer_sync"]
+__all__ = ["disable_ddp", "lightning_strategy", "use_outer_sync"]
 
 _CHECKPOINT = "checkpoint"  # Trainer's folders are checkpoint-STEP
 

@@ -7,20 +7,25 @@ resumed, they reach the same parameters bit for bit.
 
 from __future__ import annotations
 
-from fivefold.train._corpus import load_corpus
-from fivefold.train._loop import launch, train
-from fivefold.train._methods import RunResult
-from fivefold.train._model import Transformer
-from fivefold.train._profile import (
-    DeviceRates,
-    StepTimes,
-    measure_all_reduce,
-    measure_device,
-    measure_steps,
-)
-from fivefold.train._tokenizer import load_tokenizer
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fivefold.train.config import TrainConfig, config_to_toml, load_config
-from fivefold.train.sampler import ShardedSampler
+
+if TYPE_CHECKING:
+    from fivefold.train._corpus import load_corpus
+    from fivefold.train._loop import launch, train
+    from fivefold.train._methods import RunResult
+    from fivefold.train._model import Transformer
+    from fivefold.train._profile import (
+        DeviceRates,
+        StepTimes,
+        measure_all_reduce,
+        measure_device,
+        measure_steps,
+    )
+    from fivefold.train._tokenizer import load_tokenizer
+    from fivefold.train.sampler import ShardedSampler
 
 __all__ = [
     "DeviceRates",
@@ -39,3 +44,19 @@ __all__ = [
     "measure_steps",
     "train",
 ]
+
+_LOADING_TORCH = {
+    "RunResult": "_methods", "ShardedSampler": "sampler", "Transformer": "_model",
+    "launch": "_loop", "load_corpus": "_corpus", "load_tokenizer": "_tokenizer", "train": "_loop",
+    "DeviceRates": "_profile", "StepTimes": "_profile", "measure_all_reduce": "_profile",
+    "measure_device": "_profile", "measure_steps": "_profile",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import what loads torch when it is asked for: a configuration is checked without it."""
+    if name in _LOADING_TORCH:
+        module = importlib.import_module(f"fivefold.train.{_LOADING_TORCH[name]}")
+        return getattr(module, name)
+    message = f"module 'fivefold.train' has no attribute {name!r}"
+    raise AttributeError(message)

@@ -23,13 +23,7 @@ _ATEN = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """One activation; hidden values are [..., 2I], gate half first, where gated, else [..., I].
-
-    Examples:
-        >>> swiglu = ACTIVATIONS["swiglu"]
-        >>> swiglu(torch.tensor([[0.0, 1.0, 2.0, 3.0]])).shape  # two gates, two ups
-        torch.Size([1, 2])
-    """
+    """One activation; hidden values are [..., 2I], gate half first, where gated, else [..., I]."""
 
     name: str
     gated: bool

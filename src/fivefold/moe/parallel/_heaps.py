@@ -32,21 +32,7 @@ _LOOK_EVERY_S = 0.005
 
 
 class SymmetricHeap(AbstractContextManager["SymmetricHeap"]):
-    """Memory of ``ranks`` ranks, as one of them sees it. Use one of its kinds.
-
-    Attributes:
-        ranks: How many there are, P.
-        first_rank: The first one that this process works for.
-        num_local: How many it works for: all of a virtual heap, one otherwise.
-        nbytes: Of every rank.
-        bases: int64 [P], the address of every rank's memory in this process, on the device.
-        own: uint8 [num_local, nbytes], the memory of the ranks that this process works for.
-
-    Examples:
-        >>> heap = VirtualHeap(3, nbytes=1024)
-        >>> heap.ranks, heap.num_local, heap.own.shape
-        (3, 3, torch.Size([3, 1024]))
-    """
+    """Memory of ``ranks`` ranks, as one of them sees it. Use one of its kinds."""
 
     def __init__(self, own: torch.Tensor, addresses: list[int], *, first_rank: int) -> None:
         self.ranks = len(addresses)

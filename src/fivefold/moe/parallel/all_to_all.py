@@ -38,15 +38,7 @@ _SIZES = ("token width", "experts per token", "experts", "bytes per number", "gr
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAllCall:
-    """One blocking collective call of a rank.
-
-    Attributes:
-        name: What travelled, for people.
-        start_s: Begin, in seconds of ``time.perf_counter``.
-        end_s: End, on the same clock.
-        payload_bytes: Bytes of token rows that went to other ranks.
-        sent_bytes: All bytes that went to other ranks, with expert numbers, weights and counts.
-    """
+    """One blocking collective call of a rank."""
 
     name: str
     start_s: float
