@@ -27,7 +27,7 @@ def test_table_rows_hold_the_hand_computed_figures(comparison):
     lines = _plain(comparison).splitlines()
     ddp = next(line for line in lines if line.startswith("DDP "))
     assert ddp.split() == (
-        "DDP 2,731 1.00x 33 % 64 % 20 % 12.6 MB 2.000 50 s 50 s".split()  # noqa: SIM905 - as read
+        "DDP 2,731 1.00x 33 % 64 % 20 % 12.6 MB 2.000 3.240 50 s 50 s".split()  # noqa: SIM905 - as read
     )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from fivefold.cli._later import later
 from fivefold.errors import ConfigurationError
+from fivefold.files import read_toml
 from fivefold.units import parse_bytes, parse_duration_s
 
 with later():
     from fivefold.network.topology import Topology, parse_topology
+    from fivefold.network.topology.text import catalogue, describes_graph
+    from fivefold.strategy import load_cluster, named_clusters
 
 
 class ArgumentError(ConfigurationError):
@@ -42,8 +45,21 @@ def seconds_of(text: str) -> float:
 
 
 def topology_of(text: str, *, bandwidth: str | None = None, latency: str | None = None) -> Topology:
-    """Return the topology of a name or a file."""
-    if os.path.isfile(text):  # noqa: PTH113 - what is wrong in a file is no wrong command line
+    """Return the topology of a name or a file: of links, or of a cluster as a planner takes it."""
+    path = Path(text)
+    if path.is_file():  # what is wrong in a file is no wrong command line
+        if path.suffix == ".toml" and not describes_graph(read_toml(path, what="topology file")):
+            return _of_cluster(text)
         return parse_topology(text, bandwidth=bandwidth, latency=latency)
     with typed_arguments():
+        known = catalogue()
+        named = {*known.machines, *known.generators, "lingjun", "taccl"}
+        if text.partition(":")[0].replace("-", "_") not in named and path.suffix != ".toml":
+            return _of_cluster(text)
         return parse_topology(text, bandwidth=bandwidth, latency=latency)
+
+
+def _of_cluster(text: str) -> Topology:
+    if Path(text).suffix != ".toml" and text.partition(":")[0] not in named_clusters():
+        return parse_topology(text)  # which knows what is near
+    return load_cluster(text).graph()

@@ -15,9 +15,9 @@ import typer
 from fivefold.cli._arguments import ArgumentError, topology_of
 from fivefold.cli._later import later
 from fivefold.cli._options import (
+    ClusterOption,
     JobsArgument,
     JsonOption,
-    NetworkOption,
     PageOption,
     PathSeedOption,
 )
@@ -48,7 +48,6 @@ with later():
     from fivefold.report import write_html
     from fivefold.report.page import Page
     from fivefold.runs import ProgressBar, write_text
-    from fivefold.strategy import named_clusters
 
 
 CoDesignsOption = Annotated[
@@ -75,7 +74,7 @@ BudgetOption = Annotated[int, typer.Option(min=1, help="Most simulations while p
 def simulate_command(  # noqa: PLR0913 - each option is a parameter
     jobs: JobsArgument,
     *,
-    cluster: NetworkOption,
+    cluster: ClusterOption,
     co_designs: CoDesignsOption = "all",
     start: Annotated[
         str, typer.Option(help="Baseline: null (today's stack) or best (each layer alone).")
@@ -99,7 +98,7 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
         $ fivefold simulate jobs.toml --cluster fat_tree:4,gpus=2
     """
     require_writable(output, chakra, report)
-    topology = read_network(cluster)
+    topology = topology_of(cluster)
     specs = load_jobs(jobs, topology)
     say_shared_ranks(specs)
     with ProgressBar() as show:
@@ -134,7 +133,7 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
         typer.Argument(metavar="[JOBS]", help="TOML file with \\[\\[jobs]]; left out, drawn jobs."),
     ] = None,
     *,
-    cluster: NetworkOption,
+    cluster: ClusterOption,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 5,
     number: Annotated[int, typer.Option(min=1, help="Jobs to draw, where none are given.")] = 5,
     sizes: Annotated[str, typer.Option(help="Ranks of drawn jobs, comma-separated.")] = "4,8",
@@ -152,7 +151,7 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
         $ fivefold ablate --cluster fat_tree:4,gpus=2 --seeds 3
     """
     require_writable(report)
-    topology = read_network(cluster)
+    topology = topology_of(cluster)
     drawn_sizes = _sizes(sizes)
 
     def make(seed: int) -> list[JobSpec]:
@@ -177,21 +176,6 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
         return
     for line in _table(rows):
         typer.echo(line)
-
-
-def read_network(text: str) -> Topology:
-    """Return the network that ``--cluster`` names.
-
-    Raises:
-        ArgumentError: There is no such network.
-    """
-    if text in named_clusters():
-        raise ArgumentError(
-            f"{text!r} is a GPU with its software, and --cluster takes a network here",
-            hint=f'write for example --cluster fat_tree:4,gpus=8, and devices = "{text}" with '
-            "the job's model in the jobs file",
-        )
-    return topology_of(text)
 
 
 def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:

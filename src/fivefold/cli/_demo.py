@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import typer
 from rich.console import Console
 
 from fivefold.cli._later import later
+from fivefold.cli._plan_files import runnable
+from fivefold.cli._plan_job import JobSizes, read_job
 from fivefold.errors import ConfigurationError
 
 with later():
@@ -24,7 +27,8 @@ with later():
         write_html,
         write_timeline,
     )
-    from fivefold.runs import FolderLock
+    from fivefold.runs import FolderLock, write_text
+    from fivefold.strategy import Cluster, load_cluster, search_plans, space_of_target
 
 
 _HOSTS = 2
@@ -34,8 +38,7 @@ _FRAME_BYTES = 60_000
 
 # The model that both methods train: 2.7 million parameters, 10.8 MB of float32 per all-reduce.
 # At 100 Mbit/s a two-host all-reduce takes about 0.9 s against 0.2 s of compute per step on a
-# server core, so tau = 6 hides it with room to spare. The outer settings are the best of
-# benchmarks/optim/learning.py --tune. Precision is fixed, so that all machines learn the same.
+# server core. Precision is fixed, so that all machines learn the same.
 _CONFIG = """\
 # Written by `fivefold demo`. Run it again: fivefold train THIS_FILE --nproc 2
 [run]
@@ -58,10 +61,17 @@ batch_size = 8
 precision = "fp32"
 validation_batches = 8
 [sync]
-method = "{method}"
-{settings}"""
+{sync}
+"""
 
-_METHODS = {"none": "", "ddp": "", "co2": "tau = 6\nouter_lr = 0.5\nouter_momentum = 0.0\n"}
+# What docs/guides/which_rule_when.md recommends for a link that is the bottleneck; the planner
+# chooses tau, and as many fragments.
+_METHODS = {
+    "none": 'method = "none"',
+    "ddp": 'method = "ddp"',
+    "recommended": 'method = "delay_corrected"\ntau = "auto"',
+}
+_MOST_TAU = 16  # of so short a training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,26 +81,49 @@ class _Demo:
     steps: int
     console: Console
 
-    def train(self, method: str, *, title: str, steps: int) -> None:
-        """Train with one method on all hosts of the lab."""
-        self.console.rule(f"[bold]{title}")
-        run = self.folder / method
+    def write(self, method: str, *, steps: int) -> Path:
+        """Write the configuration of one method, before it is planned."""
         config = self.folder / f"{method}.toml"
-        validate_every = steps // 5 if method != "none" else 0
-        config.write_text(
-            _CONFIG.format(
-                output=run.as_posix(),
-                steps=steps,
-                method=method,
-                settings=_METHODS[method],
-                validate_every=validate_every,
-            )
+        text = _CONFIG.format(
+            output=(self.folder / method).as_posix(),
+            steps=steps,
+            sync=_METHODS[method],
+            validate_every=steps // 5 if method != "none" else 0,
         )
-        command = [sys.executable, "-m", "fivefold", "train", str(config)]
+        write_text(config, text)
+        return config
+
+    def run(self, name: str, *words: str) -> None:
+        """Run a command of fivefold on all hosts of the lab."""
+        command = [sys.executable, "-m", "fivefold", *words]
         result = run_lab(
-            self.spec, command, log_folder=self.folder / "logs" / method, allow_unshaped=True
+            self.spec, command, log_folder=self.folder / "logs" / name, allow_unshaped=True
         )
         result.check()
+
+    def profile(self) -> Cluster:
+        """Measure the links and the model's step on all hosts."""
+        config = self.write("recommended", steps=self.steps)
+        file = self.folder / "cluster.toml"
+        words = ("--sizes", "64KiB,1MiB,4MiB", "--repetitions", "3", "--output", str(file))
+        self.run("profile", "profile", "--job", str(config), *words)
+        return load_cluster(file)
+
+    def plan(self, method: str, cluster: Cluster) -> Path:
+        """Plan one method; its configuration then has what is expected of a step."""
+        config = self.write(method, steps=self.steps)
+        planned = read_job(config, cluster, JobSizes())
+        space = planned.job.space
+        taus = (1,) if method == "ddp" else tuple(t for t in space.tau if 1 < t <= _MOST_TAU)
+        found = search_plans(
+            planned.job.model, cluster.device, cluster.fabric,
+            space=space_of_target(
+                dataclasses.replace(space, tau=taus), "train",
+                gpus_per_node=cluster.fabric.gpus_per_node,
+            ),
+        ).best[0]  # fmt: skip
+        write_text(config, runnable("train", planned, found, cluster, base=None))
+        return config
 
 
 def demo_command(
@@ -99,9 +132,9 @@ def demo_command(
         "runs/demo"
     ),
     rate: Annotated[str, typer.Option(help="Rate of each host's link.")] = "100Mbit/s",
-    steps: Annotated[int, typer.Option(min=40, help="Optimizer steps per rank.")] = 150,
+    steps: Annotated[int, typer.Option(min=40, help="Optimizer steps per rank.")] = 120,
 ) -> None:
-    """Train the same model with DDP and with CO2 over a slow link, and report what was hidden.
+    """Profile a slow link, plan, train with DDP and as recommended, report what came true.
 
     Two emulated hosts on this machine, one rank each, from the same seed, on the source code of
     Python's standard library. Needs root or user namespaces for the links; without them it runs
@@ -116,12 +149,17 @@ def demo_command(
             steps=steps,
             console=console,
         )
-        alone = max(steps // 4, 20)
-        title = f"1/3 compute only: {alone} steps without communication"
-        demo.train("none", title=title, steps=alone)
-        demo.train("ddp", title=f"2/3 DDP: {steps} steps over {rate}", steps=steps)
-        demo.train("co2", title=f"3/3 CO2: {steps} steps over {rate}", steps=steps)
-        report = build_report([output])
+        console.rule("[bold]1/4 profile: the link, and the model's step on both hosts")
+        cluster = demo.profile()
+        configs = {method: demo.plan(method, cluster) for method in ("ddp", "recommended")}
+        alone = max(steps // 6, 20)
+        console.rule(f"[bold]2/4 compute only: {alone} steps without communication")
+        demo.run("none", "train", str(demo.write("none", steps=alone)))
+        for number, (method, config) in enumerate(configs.items(), start=3):
+            title = "DDP" if method == "ddp" else "the recommended rule"
+            console.rule(f"[bold]{number}/4 {title}: {steps} steps over {rate}")
+            demo.run(method, "train", str(config))
+        report = build_report([output / method for method in _METHODS])
         print_page(report_text(report))
         for run in report.runs:
             write_timeline(run, run.path / "timeline.json")
@@ -129,13 +167,15 @@ def demo_command(
     for line in (
         f"\nreport: {page}  (open it in a browser; works offline)",
         f"timelines: {output}/*/timeline.json (open in ui.perfetto.dev)",
+        f"by hand: fivefold profile --job, plan --for train --cluster {output}/cluster.toml,",
+        "  train, report (docs/guides/plan_outputs.md)",
     ):
         console.print(line, soft_wrap=True, markup=False)
 
 
 def _clear(output: Path) -> None:
     """Make room for a new demo; refuse to delete what a demo did not write."""
-    for method in _METHODS:
+    for method in (*_METHODS, "co2"):  # the last: of earlier versions
         run = output / method
         if run.exists():
             if not (output / f"{method}.toml").exists():

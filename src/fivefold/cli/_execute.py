@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli._arguments import seconds_of
+from fivefold.cli._arguments import seconds_of, topology_of
 from fivefold.cli._codesign import (
     flags_of,
-    read_network,
     say_shared_ranks,
     typed_command,
     write_page,
@@ -18,9 +17,9 @@ from fivefold.cli._codesign import (
 from fivefold.cli._execution import run_in_the_lab, show_measured
 from fivefold.cli._later import later
 from fivefold.cli._options import (
+    ClusterOption,
     JobsArgument,
     JsonOption,
-    NetworkOption,
     PageOption,
     PathSeedOption,
 )
@@ -34,7 +33,7 @@ with later():
 def execute_command(  # noqa: PLR0913 - each option is a parameter
     jobs: JobsArgument,
     *,
-    cluster: NetworkOption,
+    cluster: ClusterOption,
     co_designs: Annotated[
         str,
         typer.Option(
@@ -63,7 +62,7 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
         $ fivefold execute jobs.toml --cluster switch:4,bandwidth=25MB/s
     """
     require_writable(save, report)
-    topology = read_network(cluster)
+    topology = topology_of(cluster)
     specs = load_jobs(jobs, topology)
     say_shared_ranks(specs)
     options = PlanningOptions(classes=classes)

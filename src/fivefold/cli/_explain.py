@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError
-from fivefold.cli._codesign import read_network
+from fivefold.cli._arguments import ArgumentError, topology_of
 from fivefold.cli._later import later
 from fivefold.cli._options import JsonOption
 from fivefold.cli._outputs import write_json
@@ -98,7 +97,7 @@ def _explained(what: Path, cluster: str | None, plan: Path | None) -> Explanatio
             raise ArgumentError(message, hint="write its [plan] into the job file")
         where = load_cluster(cluster)
         return explain_plan(load_job(what, cluster=where), where)
-    topology = read_network(cluster)
+    topology = topology_of(cluster)
     planned = None if plan is None else ClusterPlan.from_json(plan.read_text(encoding="utf-8"))
     return explain_jobs(topology, load_jobs(what, topology), plan=planned)
 

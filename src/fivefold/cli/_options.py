@@ -25,14 +25,21 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JS
 JobsArgument = Annotated[
     Path, typer.Argument(metavar="JOBS", help="TOML file with \\[\\[jobs]]; see the guide.")
 ]
-NetworkOption = Annotated[
+_CLUSTER_HELP = (
+    "Machines and what joins them: a TOML file (fivefold profile writes one), a known GPU with its "
+    "software such as h100-nemo:16, or where links are enough fat_tree:4,gpus=2."
+)
+ClusterOption = Annotated[
     str,
     typer.Option(
         "--cluster",
-        metavar="TOPOLOGY",
-        help='Such as fat_tree:8,gpus=8, lingjun:topo.csv or cluster.toml; "fivefold topology '
-        'list" names them all.',
+        metavar="FILE|NAME",
+        help=_CLUSTER_HELP,
     ),
+]
+OptionalClusterOption = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="FILE|NAME", help=_CLUSTER_HELP),
 ]
 PathSeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of hashed paths.")]
 PageOption = Annotated[

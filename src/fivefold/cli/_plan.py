@@ -15,12 +15,13 @@ from rich.table import Table
 from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._codesign import typed_command, write_page
 from fivefold.cli._later import later
-from fivefold.cli._options import JsonOption, PageOption
+from fivefold.cli._options import JsonOption, OptionalClusterOption, PageOption
 from fivefold.cli._outputs import require_writable
 from fivefold.cli._plan_check import check as check_folder
 from fivefold.cli._plan_compare import compare as compare_on
 from fivefold.cli._plan_compare import plan_record, write_csv
-from fivefold.cli._plan_files import write_plan_files
+from fivefold.cli._plan_files import runnable, write_plan_files
+from fivefold.cli._plan_job import CODEC_BYTES, JobSizes, read_job
 from fivefold.cli._plan_page import split_page
 from fivefold.cli._plan_words import PARTS
 from fivefold.errors import InfeasibleError
@@ -29,26 +30,33 @@ from fivefold.units import format_bytes
 with later():
     from fivefold.runs import write_text
     from fivefold.strategy import (
+        TARGETS,
         Cluster,
         Job,
         PlanPrediction,
         PlanSearchResult,
         evaluate_plan,
         load_cluster,
-        load_job,
-        megatron_flags,
         plan_to_toml,
         search_plans,
+        space_of_target,
+        target_problem,
     )
     from fivefold.strategy.compare import tokens_per_s
     from fivefold.strategy.model import ModelSpec
     from fivefold.strategy.words import DEGREES, degrees_of, overlap_of, settings_of
+    from fivefold.train.config import TrainConfig
 
 
 _MOST_REASONS = 8
+_LOOKED_AT = 200  # fastest plans, of which a program cannot run all
 _Job = Annotated[
     Path | None,
-    typer.Argument(metavar="JOB", help="Job file (TOML).", exists=True, dir_okay=False),
+    typer.Argument(
+        metavar="JOB",
+        help="Job file, configuration of fivefold train, or a Hugging Face config.json.",
+        exists=True,
+    ),
 ]
 _Clusters = Annotated[
     list[str] | None,
@@ -60,12 +68,6 @@ _Prices = Annotated[
         "--price",
         metavar="PRICE",
         help="With --compare: such as '2.5 USD/GPU h', once for all or for each cluster in order.",
-    ),
-]
-_ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|FILE", help="A known GPU and its software, such as h100-nemo, or a TOML file."
     ),
 ]
 _Write = Annotated[
@@ -90,7 +92,7 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     job: _Job = None,
     clusters: _Clusters = None,
     *,
-    cluster: _ClusterOption = None,
+    cluster: OptionalClusterOption = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Plan the job on each of several clusters.")
     ] = False,
@@ -113,11 +115,29 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
         bool, typer.Option("--front", help="Show the Pareto front of time against memory too.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Write the fastest plan to this TOML file.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="File for the fastest plan: with --for one that the program runs, else a "
+            "\\[plan] table.",
+        ),
     ] = None,
-    megatron: Annotated[
-        bool, typer.Option("--megatron", help="Print the fastest plan as flags of Megatron-LM.")
-    ] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="train|torchtitan|megatron",
+            help="Only plans that this program can run.",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs, where the files do not say how many.")
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of an optimizer step over all GPUs.")
+    ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
     write: _Write = None,
     torchtitan_base: _Base = None,
     report: PageOption = None,
@@ -129,52 +149,85 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
 ) -> None:
     """Search all ways to split a job over a cluster for the fastest that fits in memory.
 
-    With a [plan] table in the job file nothing is searched: that plan is judged.
+    JOB is a job file, a configuration of fivefold train, or a Hugging Face config.json (with
+    --global-batch). With a [plan] table in a job file nothing is searched: that plan is judged.
 
     Examples:
+        $ fivefold plan job.toml --cluster h100-torchtitan:16 --for torchtitan -o planned.py
         $ fivefold plan job.toml --compare a.toml h100-nemo --price "2.5 USD/GPU h"
 
     Raises:
         FivefoldError: Whatever planning met; the entry point prints it.
     """
-    forms = _forms(megatron=megatron, json=as_json, csv=as_csv, github=as_github)
+    forms = _forms(json=as_json, csv=as_csv, github=as_github)
     if check is not None:
         _check(check, job, cluster, forms)
         return
     job = _require_job(job, github=as_github)
+    _require_target(target)
     if compare:
-        _refuse_beside_compare(output=output, write=write, report=report, megatron=megatron)
+        _refuse_beside_compare(output=output, write=write, report=report, target=target)
         names = [str(job), *(clusters or []), *([] if cluster is None else [cluster])]
-        form = "json" if as_json else "csv" if as_csv else "text"
-        compare_on(names, prices=price or [], tokens=tokens, form=form)
+        compare_on(names, prices=price or [], tokens=tokens, form=_form(forms))
         return
     _require_one_cluster(cluster, clusters, price=price, tokens=tokens)
     assert cluster is not None, "required above"
     require_writable(output, write, report)
     where = load_cluster(cluster)
-    what = load_job(job, cluster=where)
-    result = None
+    sizes = JobSizes(gpus=gpus, global_batch=global_batch, seq_len=seq_len)
+    planned = read_job(job, where, sizes)
+    where = _as_sent(where, planned.config, target)
+    what, result = planned.job, None
     if what.plan is None:
-        result = _search(what, where, top=top, front=front or report is not None)
-    best = (_judge(what, where),) if result is None else result.best
-    _write_files(what, best[0], output=output, folder=write, base=torchtitan_base)
+        result = _search(what, where, top=top, front=front or report is not None, target=target)
+    best = (_judge(what, where, target),) if result is None else result.best
+    if output is not None:
+        text = plan_to_toml(best[0].plan)
+        if target is not None:
+            text = runnable(target, planned, best[0], where, base=torchtitan_base)
+        write_text(output, text)
+    if write is not None:
+        write_plan_files(write, planned, best[0], where, base=torchtitan_base)
     if report is not None:
         _write_page(report, what, where, best, result)
-    if megatron:
-        typer.echo(" ".join(megatron_flags(what.model, best[0].plan)))
-    elif as_csv:
-        write_csv([plan_record(what.model, one) for one in best])
-    elif as_json:
-        typer.echo(json.dumps(_document(what, where, best, result), indent=2))
+    _put_out(_form(forms), what, where, best, result, front=front)
+    if output is not None:
+        typer.echo(f"written: {output}", err=True)
+
+
+def _put_out(
+    form: str,
+    job: Job,
+    cluster: Cluster,
+    best: tuple[PlanPrediction, ...],
+    result: PlanSearchResult | None,
+    *,
+    front: bool,
+) -> None:
+    if form == "csv":
+        write_csv([plan_record(job.model, one) for one in best])
+    elif form == "json":
+        typer.echo(json.dumps(_document(job, cluster, best, result), indent=2))
     else:
-        _show(what, where, best, result if front or result is None else _without_front(result))
+        _show(job, cluster, best, result if front or result is None else _without_front(result))
+
+
+def _form(forms: dict[str, bool]) -> Any:
+    named = [name.removeprefix("--") for name, given in forms.items() if given]
+    return named[0] if named else "text"
+
+
+def _require_target(target: str | None) -> None:
+    if target is not None and target not in TARGETS:
+        message = f"--for {target!r} is no program that plans are written for"
+        raise ArgumentError(message, hint=f"use one of {', '.join(TARGETS)}")
 
 
 def _forms(**given: bool) -> dict[str, bool]:
     named = [f"--{name}" for name, value in given.items() if value]
     if len(named) > 1:
         message = f"{named[0]} and {named[1]} both write to standard output"
-        raise ArgumentError(message, hint="give one of them; --write FOLDER keeps the flags")
+        raise ArgumentError(message, hint="give one of them")
     return {f"--{name}": value for name, value in given.items()}
 
 
@@ -189,15 +242,12 @@ def _require_job(job: Path | None, *, github: bool) -> Path:
 
 
 def _check(folder: Path, job: Path | None, cluster: str | None, forms: dict[str, bool]) -> None:
-    if job is not None or forms["--megatron"]:
-        beside = "--megatron" if job is None else str(job)
-        message = f"{beside} stands beside --check, which reads the recipes of {folder}"
+    if job is not None:
+        message = f"{job} stands beside --check, which reads the recipes of {folder}"
         raise ArgumentError(message, hint="give --check DIR --cluster NAME alone")
     _require_one_cluster(cluster, None)
     assert cluster is not None, "required above"
-    named = [name.removeprefix("--") for name, given in forms.items() if given]
-    form: Any = named[0] if named else "text"
-    check_folder(folder, cluster=cluster, form=form)
+    check_folder(folder, cluster=cluster, form=_form(forms))
 
 
 def _refuse_beside_compare(**given: Any) -> None:
@@ -220,14 +270,13 @@ def _require_one_cluster(cluster: str | None, clusters: list[str] | None, **comp
             raise ArgumentError(message, hint="add --compare and the clusters")
 
 
-def _write_files(
-    job: Job, best: PlanPrediction, *, output: Path | None, folder: Path | None, base: str | None
-) -> None:
-
-    if output is not None:
-        write_text(output, plan_to_toml(best.plan))
-    if folder is not None:
-        write_plan_files(folder, job, best.plan, base=base)
+def _as_sent(cluster: Cluster, config: TrainConfig | None, target: str | None) -> Cluster:
+    """Return the cluster with gradients as wide as fivefold's trainer sends them."""
+    if config is None and target != "train":
+        return cluster
+    codec = "fp32" if config is None else config.sync.codec or "fp32"
+    device = dataclasses.replace(cluster.device, gradient_wire_bytes=CODEC_BYTES[codec])
+    return dataclasses.replace(cluster, device=device)
 
 
 def _without_front(result: PlanSearchResult) -> PlanSearchResult:
@@ -246,16 +295,33 @@ def _write_page(
     write_page(page, path)
 
 
-def _search(job: Job, cluster: Cluster, *, top: int, front: bool) -> PlanSearchResult:
-
-    return search_plans(
-        job.model, cluster.device, cluster.fabric, space=job.space, top=top, front=front
+def _search(
+    job: Job, cluster: Cluster, *, top: int, front: bool, target: str | None
+) -> PlanSearchResult:
+    if target is None:
+        return search_plans(
+            job.model, cluster.device, cluster.fabric, space=job.space, top=top, front=front
+        )
+    space = space_of_target(job.space, target, gpus_per_node=cluster.fabric.gpus_per_node)
+    most = max(top, _LOOKED_AT)
+    found = search_plans(
+        job.model, cluster.device, cluster.fabric, space=space, top=most, front=front
     )
+    problems = [target_problem(job.model, one.plan, target) for one in found.best]
+    able = [one for one, problem in zip(found.best, problems, strict=True) if problem is None]
+    if not able:
+        message = f"{target} can run none of the {len(problems)} fastest plans: {problems[0]}"
+        raise InfeasibleError(message, hint="limit [search] to what it can run, or leave out --for")
+    runs = [one for one in found.front if target_problem(job.model, one.plan, target) is None]
+    return dataclasses.replace(found, best=tuple(able[:top]), front=tuple(runs))
 
 
-def _judge(job: Job, cluster: Cluster) -> PlanPrediction:
+def _judge(job: Job, cluster: Cluster, target: str | None) -> PlanPrediction:
 
     assert job.plan is not None, "only called with a plan"
+    if target is not None and (problem := target_problem(job.model, job.plan, target)) is not None:
+        message = f"{target} cannot run the [plan] of the job file: {problem}"
+        raise InfeasibleError(message, hint="leave out [plan] to search for one that it can run")
     found = evaluate_plan(job.model, cluster.device, cluster.fabric, plan=job.plan)
     if not found.fits:
         message = (

@@ -1,8 +1,7 @@
-"""``fivefold profile``: alpha and beta of the links between running ranks, as a topology file."""
+"""``fivefold profile``: links between running ranks and what ranks can do, as a cluster file."""
 
 from __future__ import annotations
 
-import datetime as dt
 import os
 import sys
 from pathlib import Path
@@ -16,24 +15,49 @@ from rich.table import Table
 from fivefold.cli._arguments import bytes_of, seconds_of
 from fivefold.cli._later import later
 from fivefold.cli._outputs import write_json
+from fivefold.cli._profile_file import MeasuredCluster, measure_job
 from fivefold.errors import ConfigurationError
 from fivefold.units import format_bytes_per_s, format_duration_s
 
 with later():
     import torch
-    import torch.distributed as dist
 
     from fivefold.network.profiling import Profile, profile_links
-    from fivefold.runs import write_text
+    from fivefold.runs import rank_process, write_text
+    from fivefold.runs.ranks import close_ranks, open_ranks
+    from fivefold.strategy import load_cluster, named_clusters
+    from fivefold.train import measure_device
+    from fivefold.train.config import load_config
 
-
+# A part of the device's name, and the known stack that is nearest to the trainer's.
+_BASES = {
+    "H200": "h200-nemo", "H100": "h100-torchtitan", "H800": "h800-deepseek", "A100": "a100-fsdp",
+    "GB200": "gb200-nemo", "MI300X": "mi300x-primus", "V100": "v100-megatron",
+}  # fmt: skip
 _SHOWN_PAIRS = 56  # all pairs of eight ranks
 
 
-def profile_command(
+def profile_command(  # noqa: PLR0913 - each option is a parameter
     *,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the topology to this TOML file.")
+        Path | None,
+        typer.Option("--output", "-o", help="Cluster file to write (TOML), for --cluster."),
+    ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            help="Configuration of fivefold train whose step and all-reduce are timed too.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Known GPU and software that the file begins with.",
+            show_default="by the device",
+        ),
     ] = None,
     sizes: Annotated[
         str, typer.Option(help="Message sizes, separated by commas.")
@@ -50,12 +74,13 @@ def profile_command(
         bool, typer.Option("--json", help="Write all measurements as JSON.")
     ] = False,
 ) -> None:
-    """Measure latency and bandwidth of the links between running ranks, and fit a topology.
+    """Measure what joins running ranks and what each can do, as a cluster file for all commands.
 
     Every rank runs this command: start it with torchrun, or on an emulated cluster. Rank 0 shows
-    the fit and its residuals. What one direction takes is half of a round trip.
+    the fit and its residuals. What one direction takes is half of a round trip. With --job the
+    trainer's own step is timed on all ranks at once, and predictions for it begin there.
 
-    Example: fivefold lab run --hosts 4 --rate 200Mbit/s -- fivefold profile -o measured.toml
+    Example: fivefold lab run --hosts 2 -- fivefold profile --job train.toml -o measured.toml
 
     Raises:
         ConfigurationError: It was not started as ranks, or an option is not usable.
@@ -68,35 +93,50 @@ def profile_command(
             "torchrun --nproc-per-node 4 --no-python fivefold profile",
         )
     sizes_bytes = [bytes_of(size.strip()) for size in sizes.split(",")]
-    wait = dt.timedelta(seconds=seconds_of(timeout))
-    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if chosen == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(chosen, timeout=wait)
-    try:
+    wait_s = seconds_of(timeout)
+    on_gpu = (backend or ("nccl" if torch.cuda.is_available() else "gloo")) == "nccl"
+    config = None if job is None else load_config(job)
+    known = load_cluster(base or _base_of(on_gpu=on_gpu))
+    with rank_process():
+        ranks = open_ranks(device="cuda" if on_gpu else "cpu", timeout_s=wait_s)
         profile = profile_links(
             sizes_bytes=sizes_bytes, repetitions=repetitions, contention=contention
         )
-        dist.barrier()  # nobody leaves while another is still being told
-        if dist.get_rank() == 0:
-            _hand_on(profile, output, as_json=as_json)
-    finally:
-        dist.destroy_process_group()
+        rates = measure_device(ranks, threads=1 if config is None else config.run.threads)
+        measured = None if config is None else measure_job(config, ranks)
+        ranks.gather(None, what="the end of the profile")  # nobody leaves before
+        if ranks.is_main:
+            found = MeasuredCluster(profile=profile, rates=rates, base=known, step=measured)
+            _hand_on(found, output, as_json=as_json)
+        close_ranks(ranks)
 
 
-def _hand_on(profile: Profile, output: Path | None, *, as_json: bool) -> None:
+def _base_of(*, on_gpu: bool) -> str:
+    """Return the known device and software that are nearest to this machine's."""
+    if not on_gpu:
+        return "cpu-lab"
+    name = torch.cuda.get_device_name()
+    found = next((base for mark, base in _BASES.items() if mark in name), None)
+    if found is None:
+        message = f"the constants of {name!r} are not known"
+        hint = f"give the nearest with --base: one of {', '.join(named_clusters())}"
+        raise ConfigurationError(message, hint=hint)
+    return found
 
-    topology = profile.to_topology() if profile.num_ranks > 1 else None
-    if output is not None and topology is not None:
-        write_text(output, topology.to_toml())
+
+def _hand_on(found: MeasuredCluster, output: Path | None, *, as_json: bool) -> None:
+    profile = found.profile
+    if output is not None:
+        write_text(output, found.to_toml())
     if as_json:
-        write_json(profile.to_dict())
+        write_json(profile.to_dict() | found.facts())
         return
     _show(profile)
-    if topology is not None:
+    for line in found.lines():
+        typer.echo(line)
+    if output is not None:
         Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"[bold]profile[/]  {escape(topology.source)}"
-            + (f"; written to {escape(str(output))}" if output is not None else "")
+            f"[bold]profile[/]  written: {escape(str(output))}; every command takes it as --cluster"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ with later():
     from fivefold.report import (
         Report,
         build_report,
+        page_server,
         print_page,
         report_page,
         report_text,
@@ -22,7 +24,7 @@ with later():
     )
 
 
-def report_command(
+def report_command(  # noqa: PLR0913 - each option is a parameter
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of runs.")
     ],
@@ -38,11 +40,21 @@ def report_command(
         bool, typer.Option("--html/--no-html", help="Write report.html and timeline.json.")
     ] = True,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the page and follow the runs, until Ctrl-C.")
+    ] = False,
+    host: Annotated[
+        str, typer.Option(help="With --serve: address; the default is this machine alone.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="With --serve: port; 0 for a free one.")] = 8000,
 ) -> None:
     """Compare runs: print the figures, write report.html and a timeline.json per run.
 
     The text (or JSON) goes to standard output; what was written where goes to standard error.
     """
+    if serve:
+        _serve(runs, host=host, port=port, open_page=open_page)
+        return
     report = build_report(runs)
     if as_json:
         typer.echo(report.to_json())
@@ -52,6 +64,16 @@ def report_command(
         page = _write(report, output or _common_folder(runs) / "report.html")
         if open_page:
             webbrowser.open(page.resolve().as_uri())
+
+
+def _serve(runs: list[Path], *, host: str, port: int, open_page: bool) -> None:
+    with page_server(runs, host=host, port=port) as server:
+        address = f"http://{host}:{server.server_port}/"
+        typer.echo(f"report: {address} (read again every few seconds; Ctrl-C ends it)", err=True)
+        if open_page:
+            webbrowser.open(address)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 def _write(report: Report, page: Path) -> Path:

@@ -79,6 +79,7 @@ class Manifest(StartedRun):
     method: str
     hosts: PositiveInt | None = None
     lab: Lab | None = None
+    planned_settings_kept: bool | None = None
 
 
 class TrainPoint(Record):
@@ -194,6 +195,7 @@ class RunResult(Record):
     communication: Communication | None = None
     link_bytes: LinkBytes | None = None
     sync: dict[str, Any] | None = None
+    process: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

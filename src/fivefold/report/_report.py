@@ -11,6 +11,7 @@ from typing import Any
 from fivefold.report._graph_records import GraphRun
 from fivefold.report._graphs import GraphSummary, graph_headline, summarise_graph_runs
 from fivefold.report._mixtures import summarise_mixtures
+from fivefold.report._prediction import predicted_runs
 from fivefold.report._reader import find_runs, is_graph_run, read_graph_runs, read_runs
 from fivefold.report._records import Run
 from fivefold.report.summary import RunSummary, caveats, headline, summarise
@@ -47,6 +48,9 @@ class Report:
         mixtures = [summary.record() for summary in summarise_mixtures(self.runs)]
         if mixtures:
             values["mixtures"] = mixtures
+        predicted = [one.record() for one in predicted_runs(self.runs, self.summaries)]
+        if predicted:
+            values["predicted"] = predicted
         if self.graph_runs:
             values["graph_runs"] = [summary.record() for summary in self.graph_summaries]
         return json.dumps(values, indent=2)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from fivefold.report._curves import loss_charts, round_charts
 from fivefold.report._graphs import graph_sections, graph_text_sections
 from fivefold.report._mixtures import mixture_section, mixture_table, summarise_mixtures
+from fivefold.report._prediction import predicted_runs, prediction_section
 from fivefold.report._records import Run
 from fivefold.report._report import Report, configuration_differences
 from fivefold.report._run_timelines import timeline_section
@@ -155,6 +156,12 @@ _COLUMNS: tuple[tuple[str, str, str, Callable[[RunSummary], str]], ...] = (
         lambda run: format_bits(run.bits_per_byte),
     ),
     (
+        "at equal time",
+        "at equal time",
+        "Validation when the first of the finished runs ended, between two points of the curve.",
+        lambda run: format_bits(run.bits_per_byte_at_equal_time),
+    ),
+    (
         "time to DDP's loss",
         "to DDP's loss",
         "Wall time until validation was as good as DDP's final one.",
@@ -193,6 +200,9 @@ def _text_sections(report: Report) -> list[PageSection]:
         table = DataTable(columns=(("", ""),) * 3, rows=measured, text_columns=(2,))
         heading = "Hidden of the time in flight, measured on each rank"
         sections.append(PageSection(heading=heading, parts=(table,)))
+    predicted = prediction_section(predicted_runs(report.runs, summaries))
+    if predicted is not None:
+        sections.append(predicted)
     mixtures = summarise_mixtures(report.runs)
     if mixtures:
         sections.append(
@@ -234,6 +244,7 @@ def _sections(report: Report) -> list[PageSection]:
             "that figure is of one rank that trained alone.",
             parts=(_comparison(summaries, short=False), *map(_line, run_notes(summaries))),
         ),
+        prediction_section(predicted_runs(runs, summaries)),
         _loss(runs),
         _seconds(summaries),
         PageSection(

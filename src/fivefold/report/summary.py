@@ -69,6 +69,8 @@ class RunSummary(BaseModel):
         sent_bytes_per_step: Bytes that left rank 0's interface, per step.
         received_bytes_per_step: Bytes that came in there, per step.
         bits_per_byte: Final validation.
+        bits_per_byte_at_equal_time: Validation at the time at which the first of the runs that
+            communicate ended; None where its curve does not reach back or so far.
         time_to_ddp_s: Wall seconds until validation first was as good as the DDP run's final one.
         time_to_ddp_ratio: How many times sooner than the DDP run that was.
         notes: What a reader must know about the run.
@@ -100,6 +102,7 @@ class RunSummary(BaseModel):
     sent_bytes_per_step: float | None = None
     received_bytes_per_step: float | None = None
     bits_per_byte: float | None = None
+    bits_per_byte_at_equal_time: float | None = None
     time_to_ddp_s: float | None = None
     time_to_ddp_ratio: float | None = None
     notes: tuple[str, ...] = ()
@@ -144,6 +147,20 @@ def time_to_value(points: Sequence[tuple[float, float]], target: float) -> float
         if low <= target:
             return start_s + (end_s - start_s) * (high - target) / (high - low)
     return None
+
+
+def value_at_time(points: Sequence[tuple[float, float]], at_s: float) -> float | None:
+    """Return a curve's value at a time, by linear interpolation; None outside of it.
+
+    Examples:
+        >>> value_at_time([(0.0, 4.0), (10.0, 2.0)], 5.0)
+        3.0
+    """
+    for (start_s, high), (end_s, low) in pairwise(points):
+        if start_s <= at_s <= end_s:
+            share = (at_s - start_s) / (end_s - start_s) if end_s > start_s else 1.0
+            return high + share * (low - high)
+    return points[0][1] if points and points[0][0] == at_s else None
 
 
 def _summarise_one(run: Run) -> RunSummary:
@@ -261,6 +278,14 @@ def _training_rate(tokens: int, wall_s: float, seconds: dict[str, float] | None)
 def _compare(index: int, runs: Sequence[Run], alone: Sequence[RunSummary]) -> RunSummary:
     run, summary = runs[index], alone[index]
     found: dict[str, float | str | None] = {}
+    ended_s = [
+        one.wall_s
+        for one in alone
+        if one.method != "none" and one.status == "finished" and one.bits_per_byte is not None
+    ]
+    if len(ended_s) > 1 and summary.method != "none":
+        at_s = min(ended_s)
+        found["bits_per_byte_at_equal_time"] = value_at_time(validation_curve(run), at_s)
     silent = [index for index, other in enumerate(runs) if other.manifest.method == "none"]
     compute_only = _reference(run, runs, alone, among=silent)
     if compute_only is not None:

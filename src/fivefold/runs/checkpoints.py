@@ -474,10 +474,11 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def parameters_sha256(model: torch.nn.Module) -> str:
-    """Return the digest of all parameters, bit for bit, in the order of their names."""
+    """Return the digest of this rank's parameters, bit for bit, in the order of their names."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         digest.update(name.encode())
-        values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
+        own = getattr(parameter, "to_local", lambda kept=parameter: kept)()  # of a sharded one
+        values = own.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(values.numpy().data)
     return digest.hexdigest()

@@ -1,17 +1,21 @@
-"""Facts that a run is read with: program, machine, command, bytes on the link."""
+"""Facts that a run is read with: program, machine, command, bytes on the link, processor time."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import platform
+import resource
 import sys
+import time
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 _CPU_FILE = Path("/proc/cpuinfo")
+_STATUS_FILE = Path("/proc/self/status")
+_QUEUE_FILE = Path("/proc/self/schedstat")  # of the main thread
 _NETWORK_FILE = Path("/proc/self/net/dev")  # of this process's network namespace
 
 
@@ -71,6 +75,62 @@ class LinkMeter:
             "sent": self._before["sent"] + sent,
             "received": self._before["received"] + received,
         }
+
+
+class ProcessMeter:
+    """What this process got of its machine since the meter was made: processor time and memory."""
+
+    def __init__(self, before: dict[str, Any] | None = None) -> None:
+        self._before = before or {"wall_s": 0.0, "cpu_s": 0.0, "queued_s": 0.0}
+        self._started_s = time.perf_counter()
+        self._cpu_s, self._queued_s = _cpu_s(), _queued_s()
+
+    def record(self) -> dict[str, Any]:
+        """Return processor seconds, the wait for a processor, and the most memory held.
+
+        ``waited_for_cpu`` is the share of the time in which the main thread was ready to run and
+        another thread had its processor; None where the system does not count it.
+        """
+        wall_s = self._before["wall_s"] + time.perf_counter() - self._started_s
+        now_s, share = _queued_s(), None
+        queued_s = self._before["queued_s"]
+        if now_s is not None and self._queued_s is not None and queued_s is not None:
+            queued_s += now_s - self._queued_s
+            share = queued_s / max(wall_s, 1e-9)
+        return {
+            "wall_s": wall_s,
+            "cpu_s": self._before["cpu_s"] + _cpu_s() - self._cpu_s,
+            "queued_s": queued_s,
+            "waited_for_cpu": share,
+            "memory_bytes": _peak_bytes(),
+        }
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _queued_s() -> float | None:
+    """Return the seconds that the main thread spent on a run queue; None where not counted."""
+    try:
+        return int(_QUEUE_FILE.read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _peak_bytes() -> int:
+    """Return the most memory of the process: of its GPU where it uses one, else resident."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_reserved())
+    if _STATUS_FILE.exists():
+        for line in _STATUS_FILE.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def _loopback() -> str | None:

@@ -1,8 +1,12 @@
 """Layer 1: how model, data and states are split over GPUs, at what cost, and which is best."""
 
 from fivefold.strategy._launchers import (
+    TARGETS,
     device_mesh,
     megatron_flags,
+    megatron_script,
+    space_of_target,
+    target_problem,
     torchtitan_config,
     trainer_config,
 )
@@ -17,6 +21,7 @@ from fivefold.strategy.plan import ParallelPlan
 from fivefold.strategy.presets import load_model, named_models
 
 __all__ = [
+    "TARGETS",
     "Cluster",
     "ErrorBar",
     "Job",
@@ -35,11 +40,14 @@ __all__ = [
     "load_job",
     "load_model",
     "megatron_flags",
+    "megatron_script",
     "named_clusters",
     "named_models",
     "named_stacks",
     "plan_to_toml",
     "search_plans",
+    "space_of_target",
+    "target_problem",
     "torchtitan_config",
     "trainer_config",
 ]

@@ -6,11 +6,13 @@ a program cannot do is refused rather than left out. This module knows no file a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
 from fivefold.runs import format_toml
+from fivefold.strategy._space import SearchSpace
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import WAITING_SCHEDULES, ParallelPlan
 
@@ -39,6 +41,70 @@ def device_mesh(plan: ParallelPlan) -> dict[str, int]:
     else:
         axes = {"pipeline": plan.pipeline, "replicate": copies, "shard": shared, **inner}
     return {name: size for name, size in axes.items() if size > 1} or {"replicate": 1}
+
+
+TARGETS = ("train", "torchtitan", "megatron")
+"""Programs that a search can be limited to: fivefold's own trainer, torchtitan, Megatron-LM."""
+
+_LIMITS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "train": {
+        "tensor": (1,), "pipeline": (1,), "context": (1,), "zero": (0, 3), "recompute": ("none",),
+        "dtypes": ("bf16", "fp32"), "offload": (False,), "schedules": ("1f1b",),
+    },
+    "torchtitan": {
+        "zero": (0, 2, 3), "tau": (1,), "dtypes": ("bf16",), "regather": (True,),
+        "schedules": ("1f1b", "interleaved", "gpipe", "zb_v", "dualpipe_v"), "orders": ("tcdp",),
+    },
+    "megatron": {
+        "zero": (0, 1), "tau": (1,), "shards": (None,), "schedules": ("1f1b", "interleaved"),
+        "regather": (True,), "offload": (False,), "tensor_overlap": ("none", "pipe"),
+    },
+}  # fmt: skip
+
+
+def space_of_target(space: SearchSpace, target: str, *, gpus_per_node: int) -> SearchSpace:
+    """Return the part of a search space that a program can run.
+
+    Args:
+        space: Which plans would be looked at.
+        target: One of ``TARGETS``.
+        gpus_per_node: GPUs of a node, over which the trainer shares states of large models.
+
+    Raises:
+        ConfigurationError: There is no such program.
+        InfeasibleError: The space names values of a setting, and none that the program can run.
+
+    Examples:
+        >>> space = SearchSpace(num_gpus=8, global_batch=64)
+        >>> space_of_target(space, "megatron", gpus_per_node=8).zero
+        (0, 1)
+    """
+    if target not in _LIMITS:
+        message = f"there is no target {target!r}"
+        raise ConfigurationError(message, hint=f"use one of {', '.join(TARGETS)}")
+    changes: dict[str, Any] = {}
+    for name, able in _LIMITS[target].items():
+        wanted = getattr(space, name)
+        both = able if wanted is None else tuple(one for one in wanted if one in able)
+        if not both:
+            message = f"{target} cannot run {name} = {list(wanted)}"
+            raise InfeasibleError(message, hint=f"it can run {name} = {list(able)}")
+        changes[name] = both
+    if target == "train" and gpus_per_node > 1 and space.num_gpus > gpus_per_node:
+        changes["shards"] = (gpus_per_node,)
+    elif target == "train":
+        changes["zero"] = (0,)
+    return dataclasses.replace(space, **changes)
+
+
+def target_problem(model: ModelSpec, plan: ParallelPlan, target: str) -> str | None:
+    """Return why a program cannot run a plan; None where it can."""
+    problems = {
+        "train": lambda: _trainer_problems(model, plan),
+        "torchtitan": lambda: _torchtitan_problems(plan),
+        "megatron": lambda: _megatron_problems(model, plan),
+    }[target]()
+    return next((problem for problem, holds in problems.items() if holds), None)
 
 
 def _refuse(problems: Mapping[str, bool], what: str) -> None:
@@ -77,6 +143,52 @@ def megatron_flags(model: ModelSpec, plan: ParallelPlan) -> list[str]:
     _refuse(_megatron_problems(model, plan), "Megatron-LM has no flags for this plan")
     split = _megatron_split(plan, model)
     return [*split, *_megatron_memory(plan, split), *_megatron_model(model)]
+
+
+def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int) -> str:
+    """Return a shell script that starts Megatron-LM's ``pretrain_gpt.py`` with a plan.
+
+    Args:
+        model: The model.
+        plan: How it is split.
+        gpus_per_node: Processes of a node.
+
+    Returns:
+        The script; it is started on every node, with data and the like as its arguments.
+
+    Raises:
+        UnsupportedError: As of ``megatron_flags``.
+
+    Examples:
+        >>> from fivefold.strategy import load_model
+        >>> plan = ParallelPlan(global_batch=64, data=8)
+        >>> megatron_script(load_model("llama2-7b"), plan, gpus_per_node=8).splitlines()[0]
+        '#!/usr/bin/env bash'
+    """
+    flags = megatron_flags(model, plan)
+    lines: list[str] = []
+    for flag in flags:
+        if flag.startswith("--") or not lines:
+            lines.append(f"  {flag}")
+        else:
+            lines[-1] += f" {flag}"
+    nproc = min(gpus_per_node, plan.num_gpus)
+    nodes = plan.num_gpus // nproc
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            f"# {_clean(model.name)} on {plan.num_gpus} GPUs, planned by fivefold. Start it on",
+            "# every node, in Megatron-LM's folder; data, tokenizer, learning rate and more are",
+            "# yours: bash THIS --data-path ... --tokenizer-type ... --train-iters ... --lr ...",
+            "set -eu",
+            f'torchrun --nnodes "${{NNODES:-{nodes}}}" --nproc-per-node {nproc} \\',
+            '  --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}" \\',
+            '  --master-port "${MASTER_PORT:-29500}" pretrain_gpt.py \\',
+            *(f"{line} \\" for line in lines),
+            '  "$@"',
+            "",
+        ]
+    )
 
 
 def _megatron_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
@@ -406,15 +518,19 @@ def _clean(name: str) -> str:
     return name.replace("\\", "/").replace('"', "'")
 
 
-def trainer_config(model: ModelSpec, plan: ParallelPlan) -> str:
+def trainer_config(
+    model: ModelSpec, plan: ParallelPlan, *, more: Mapping[str, Mapping[str, Any]] | None = None
+) -> str:
     """Return a configuration file of ``fivefold train`` for a model and a plan.
 
     Args:
         model: The model.
         plan: How it is split.
+        more: Keys of tables that go before those made here, such as those of the file that the
+            plan was made for; None for none.
 
     Returns:
-        TOML; data, learning rate and steps are the trainer's defaults.
+        TOML; data, learning rate and steps are the trainer's defaults where ``more`` has none.
 
     Raises:
         UnsupportedError: The trainer cannot run the plan or the model.
@@ -428,7 +544,8 @@ def trainer_config(model: ModelSpec, plan: ParallelPlan) -> str:
     """
     _refuse(_trainer_problems(model, plan), "fivefold train cannot run this plan")
     shape: dict[str, Any] = {
-        "layers": model.num_layers, "width": model.hidden, "heads": model.num_heads
+        "layers": model.num_layers, "width": model.hidden, "heads": model.num_heads,
+        "ffn_width": model.ffn_width,
     }  # fmt: skip
     if model.experts is not None:
         shape["moe"] = {
@@ -439,19 +556,22 @@ def trainer_config(model: ModelSpec, plan: ParallelPlan) -> str:
     sync: dict[str, Any] = {"method": "ddp" if plan.data > 1 else "none"}
     if plan.tau > 1:
         sync = {"method": "co2", "tau": plan.tau}
-    return format_toml(
-        {
-            "run": {"output": f"runs/{_folder(model.name)}"},
-            "data": {"sequence_length": model.seq_len},
-            "model": shape,
-            "optim": {
-                "batch_size": plan.micro_batch,
-                "accumulation": plan.num_micro_batches,
-                "precision": plan.dtype,
-            },
-            "sync": sync,
-        }
-    )
+    if plan.zero == 3:
+        sync["shard"] = plan.shards
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"output": f"runs/{_folder(model.name)}"},
+        "data": {"sequence_length": model.seq_len},
+        "model": shape,
+        "optim": {
+            "batch_size": plan.micro_batch,
+            "accumulation": plan.num_micro_batches,
+            "precision": plan.dtype,
+        },
+        "sync": sync,
+    }
+    for name, keys in (more or {}).items():
+        tables[name] = tables.get(name, {}) | dict(keys)
+    return format_toml(tables)
 
 
 def _trainer_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
@@ -459,12 +579,14 @@ def _trainer_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
     return {
         "it trains language models only": bool(model.stages) or not model.embeds_tokens,
         "tensor, pipeline or context parallelism": plan.num_gpus != plan.data,
-        f"ZeRO-{plan.zero}": plan.zero > 0,
+        f"ZeRO-{plan.zero}": plan.zero in {1, 2},
+        "sharing states (ZeRO-3) without local updates": plan.zero == 3 and plan.tau == 1,
+        "sharing states (ZeRO-3) of experts": plan.zero == 3 and experts is not None,
         "recomputation": plan.recompute != "none",
         "states in host memory": plan.offload_weights
         or plan.offload_activations
         or plan.offload_optimizer,
-        f"matrix products in {plan.dtype}": plan.dtype != "bf16",
+        f"matrix products in {plan.dtype}": plan.dtype not in {"bf16", "fp32"},
         "latent attention": model.latent is not None,
         "sliding windows, clamped gates or multi-token prediction": bool(
             model.window or model.clamped or model.predicted_tokens
@@ -474,7 +596,7 @@ def _trainer_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
         or (model.head_dim is not None and model.head_dim * model.num_heads != model.hidden),
         "dense layers before the experts": experts is not None and experts.dense_layers > 0,
         "experts beside local updates": plan.expert > 1 and plan.tau > 1,
-        "local updates of one replica": plan.tau > 1 and plan.data == 1,
+        "local updates of one replica": plan.tau > 1 and plan.data <= max(1, _shard(plan)),
     }
 
 

@@ -248,6 +248,7 @@ class Pattern:
     overlaps: bool
     sequences: bool
     shards: tuple[int | None, ...]
+    workers: tuple[int, ...]
 
     @classmethod
     def of(cls, model: ModelSpec, space: SearchSpace, plan: ParallelPlan) -> Pattern:
@@ -259,6 +260,7 @@ class Pattern:
             overlaps=plan.pipeline > 1 and plan.schedule not in WAITING_SCHEDULES,
             sequences=plan.tensor > 1 and model.seq_len % (plan.context * plan.tensor) == 0,
             shards=tuple(s for s in space.shards if s is None or replicas % s == 0),
+            workers=tuple(s for s in space.shards if s and replicas % s == 0 and s < replicas),
         )
 
 
@@ -281,7 +283,8 @@ def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[n
             space.offload,
             space.offload,
         )
-        if not (tau > 1 and zero > 1)  # local steps need whole states
+        # Local steps need whole states, or workers that share theirs.
+        if not (tau > 1 and zero > 1) or (zero == 3 and shard in pattern.workers)
     ]
     names = (*LAYER_SWITCHES, "zero", "shard", "data_overlap", "pipeline_overlap",
              "offload_weights", "offload_activations", "offload_optimizer", "tau")  # fmt: skip

@@ -1,7 +1,9 @@
 """A cluster: one GPU with its software stack, the tiers that join it, and its numbers' sources.
 
 A file names a known cluster in ``base`` and changes some of it, or says everything. The known ones
-lie in ``devices/``, one file per pair of GPU and software stack.
+lie in ``devices/``, one file per pair of GPU and software stack. The same file may describe the
+links one by one (``topology``, or ``generate``, ``nodes`` and ``links`` as in a topology file) or
+by the network cards of a node (``nic``); every command reads it.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from typing import Any
 from fivefold.collectives.pricing import FabricSpec, Tier, fabric_from_topology
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
-from fivefold.network.topology import parse_topology
-from fivefold.network.topology.text import catalogue
+from fivefold.network.topology import Link, Node, Topology, parse_topology
+from fivefold.network.topology.text import catalogue, describes_graph, topology_from_tables
 from fivefold.strategy.stack import StackSpec, check_range
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
@@ -166,7 +168,14 @@ def memory_time_s(device: DeviceSpec, size_bytes: float) -> float:
     return size_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
 
 
-_TOP = {"name", "base", "stack", "gpus", "device", "tier", "sources", "topology"}
+_GRAPH = {"source", "generate", "nodes", "links", "switches", "changes"}
+_TOP = {
+    *("name", "base", "gpus", "device", "tier", "sources", "topology", "stack"),
+    *("gpus_per_node", "nic", "nics_per_node", *_GRAPH),
+}
+# What software makes of a link, which a graph cannot know.
+_REACHED = ("efficiency", "exchange_efficiency", "base_s", "fill_s", "all_reduce_gain")
+_MOST_DRAWN = 65_536  # GPUs of a cluster whose tiers are made links
 _TEXT_TIER = {
     "bandwidth": "bandwidth_bytes_per_s",
     "base": "base_s",
@@ -192,12 +201,32 @@ class Cluster:
         device: The GPU with its stack.
         fabric: The tiers.
         num_gpus: How many there are; None where it does not matter.
+        topology: The graph that the tiers were taken from; None where tiers are all that is known.
     """
 
     name: str
     device: DeviceSpec
     fabric: FabricSpec
     num_gpus: int | None = None
+    topology: Topology | None = None
+
+    def graph(self) -> Topology:
+        """Return the links: those described, or a tree of switches with the rates of the tiers.
+
+        Raises:
+            ConfigurationError: Only tiers are known, and not for how many GPUs, or for too many.
+        """
+        if self.topology is not None:
+            return self.topology
+        if self.num_gpus is None:
+            raise ConfigurationError(
+                f"the links of {self.name!r} are wanted, and it does not say how many GPUs it has",
+                hint=f"write gpus = 16 in a file, or {self.name}:16 on the command line",
+            )
+        if self.num_gpus > _MOST_DRAWN:
+            message = f"the links of {self.num_gpus:,} GPUs of {self.name!r} are wanted"
+            raise ConfigurationError(message, hint=f"links are made for at most {_MOST_DRAWN:,}")
+        return _tree(self, self.num_gpus)
 
     def require(self, num_gpus: int) -> None:
         """Refuse a job of more GPUs than there are.
@@ -223,11 +252,40 @@ def named_clusters() -> tuple[str, ...]:
     return tuple(sorted(name for name in found if not name.startswith("_")))
 
 
+def _tree(cluster: Cluster, num_gpus: int) -> Topology:
+    """A switch for each unit of each tier; what leaves a unit has the rate of all its GPUs."""
+    tiers = cluster.fabric.tiers
+    per_node = tiers[0].gpus
+    nodes = [Node(f"gpu{n}", "gpu", host=f"node{n // per_node}") for n in range(num_gpus)]
+    links: list[Link] = []
+    below, size = [node.name for node in nodes], 1
+    for tier in tiers:
+        if len(below) == 1:
+            break
+        if tier.gpus == size:
+            continue
+        above = [f"{tier.name}{n}" for n in range(-(-num_gpus // tier.gpus))]
+        inside = tier.gpus <= per_node
+        nodes += [
+            Node(name, "switch", host=f"node{n}" if inside else None)
+            for n, name in enumerate(above)
+        ]
+        rate = tier.bandwidth_bytes_per_s * size
+        for n, name in enumerate(below):
+            up = above[n * size // tier.gpus]
+            links += [
+                Link(a, b, bandwidth_bytes_per_s=rate, latency_s=tier.hop_s / 2)
+                for a, b in ((name, up), (up, name))
+            ]
+        below, size = above, tier.gpus
+    return Topology(cluster.name, nodes, links, source="tiers of the cluster, as switches")
+
+
 def load_cluster(source: str | Path) -> Cluster:
     """Return a known cluster, or one from a TOML file.
 
     Args:
-        source: A name of ``named_clusters()`` or a path.
+        source: A name of ``named_clusters()``, with ``:16`` behind it for so many GPUs, or a path.
 
     Raises:
         ConfigurationError: A name or key is unknown, or a value is not allowed.
@@ -245,23 +303,33 @@ def _load(source: str | Path, *, bases: tuple[str, ...]) -> Cluster:
         message = f"the base of {bases[-1]} is {source}, which is made from it"
         raise ConfigurationError(message, hint="name another base, such as 'h100-nemo'")
     bases = (*bases, str(source))
-    if str(source) in named_clusters():
-        text = (files("fivefold.strategy") / "devices" / f"{source}.toml").read_text()
-        return _cluster(tomllib.loads(text), name=str(source), bases=bases)
+    known, _, count = str(source).partition(":")
+    if known in named_clusters():
+        table = tomllib.loads(
+            (files("fivefold.strategy") / "devices" / f"{known}.toml").read_text()
+        )
+        if ":" in str(source):
+            table["gpus"] = int(count) if count.isdecimal() else count
+        return _cluster(table, name=known, bases=bases, folder=Path())
     path = Path(source)
     if path.suffix != ".toml":
         raise _unknown(str(source))
     table = read_toml(path, what="cluster file")
-    return _cluster(table, name=path.stem, bases=bases)
+    return _cluster(table, name=path.stem, bases=bases, folder=path.parent)
 
 
-def _cluster(table: Mapping[str, Any], *, name: str, bases: tuple[str, ...]) -> Cluster:
+def _cluster(
+    table: Mapping[str, Any], *, name: str, bases: tuple[str, ...], folder: Path
+) -> Cluster:
     check_keys(table, _TOP, where="the cluster")
+    _require_device(table, source=bases[-1])
     for key in ("name", "base", "stack", "topology"):
         if not isinstance(table.get(key, ""), str):
             message = f"{key} of the cluster must be text; got {table[key]!r:.60}"
             raise ConfigurationError(message, hint=f'write {key} = "..."')
-    base = _load(str(table["base"]), bases=bases) if "base" in table else None
+    table = {**table, **{key: _beside(table[key], folder) for key in ("base", "topology")
+                         if key in table}}  # fmt: skip
+    base = _load(table["base"], bases=bases) if "base" in table else None
     fields: dict[str, Any] = {}
     tiers: dict[str, dict[str, Any]] = {}
     if base is not None:
@@ -281,17 +349,111 @@ def _cluster(table: Mapping[str, Any], *, name: str, bases: tuple[str, ...]) -> 
     for entry in entries:
         values = _read(entry, Tier, _TEXT_TIER, where="tier")
         named = str(values.get("name", ""))
+        _refuse_beside_links(table, values, name=name)
         tiers[named] = tiers.get(named, {}) | values
     if name in named_clusters():
         fields["gpu"] = name.partition("-")[0]
     fields |= {"name": table.get("name", name), "sources": tuple(sorted(sources.items()))}
     device = _build(DeviceSpec, fields, where="device")
-    fabric = _fabric(table, tiers, name=str(fields["name"]))
-    count = table.get("gpus", base.num_gpus if base is not None else None)
-    if count is not None and (not isinstance(count, int) or not 1 <= count <= fabric.num_gpus):
+    topology = _topology(table, name=str(fields["name"]))
+    tiers = _with_cards(table, tiers, name=name, topology=topology)
+    fabric = _fabric(topology, tiers, name=str(fields["name"]))
+    inherited = base.num_gpus if base is not None and topology is None else None
+    count = table.get("gpus", inherited if topology is None else topology.num_ranks)
+    if count is not None and (
+        isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= fabric.num_gpus
+    ):
         message = f"gpus={count!r} of cluster {name!r} is out of range"
-        raise ConfigurationError(message, hint=f"the fabric joins at most {fabric.num_gpus}")
-    return Cluster(name=str(fields["name"]), device=device, fabric=fabric, num_gpus=count)
+        hint = f"a whole number; the fabric joins at most {fabric.num_gpus}"
+        raise ConfigurationError(message, hint=hint)
+    return Cluster(
+        name=str(fields["name"]), device=device, fabric=fabric, num_gpus=count, topology=topology
+    )
+
+
+def _require_device(table: Mapping[str, Any], *, source: str) -> None:
+    if describes_graph(table) and not {"base", "device"} & set(table):
+        message = f"{source} describes a network, and a plan needs the GPU and its software too"
+        raise ConfigurationError(message, hint='add base = "h100-nemo", or another GPU and stack')
+
+
+def _refuse_beside_links(table: Mapping[str, Any], tier: Mapping[str, Any], *, name: str) -> None:
+    told = sorted(_key_of(key) for key in tier if key not in {"name", *_REACHED})
+    if told and ("topology" in table or describes_graph(table)):
+        message = f"tier {tier.get('name')!r} of {name!r} gives {told[0]} beside a topology"
+        raise ConfigurationError(message, hint=f"leave out {told[0]}: the links say it")
+
+
+def _beside(text: str, folder: Path) -> str:
+    """Return a file beside the one that names it; what is no file as it is."""
+    beside = folder / text
+    return str(beside) if beside.is_file() else text
+
+
+def _topology(table: Mapping[str, Any], *, name: str) -> Topology | None:
+    """Return the graph that a file names or describes; None where it has tiers only."""
+    described = describes_graph(table)
+    if described and "topology" in table:
+        message = f"cluster {name!r} names a topology and describes nodes and links besides"
+        raise ConfigurationError(message, hint="leave one of the two out")
+    if described:
+        return topology_from_tables(table, default_name=name)
+    return parse_topology(str(table["topology"])) if "topology" in table else None
+
+
+def _with_cards(
+    table: Mapping[str, Any],
+    tiers: dict[str, dict[str, Any]],
+    *,
+    name: str,
+    topology: Topology | None,
+) -> dict[str, dict[str, Any]]:
+    """Return the tiers with what a file says of nodes: GPUs and network cards of each."""
+    given = [key for key in ("gpus_per_node", "nic", "nics_per_node") if key in table]
+    if not given:
+        return tiers
+    if topology is not None:
+        message = f"cluster {name!r} has {given[0]} beside its own links"
+        raise ConfigurationError(message, hint=f"leave out {given[0]}: the links say it all")
+    ordered = sorted(tiers.values(), key=lambda tier: int(tier.get("gpus", 0)))
+    if len(ordered) != 2:
+        message = f"cluster {name!r} has {len(ordered)} tiers, and {given[0]} goes with two"
+        raise ConfigurationError(message, hint="give the tiers in full, or a base with two")
+    node, outer = ordered
+    node["gpus"] = gpus = table.get("gpus_per_node", node["gpus"])
+    cards = table.get("nics_per_node", gpus)
+    for key, value in (("gpus_per_node", gpus), ("nics_per_node", cards)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            message = f"{key} of cluster {name!r} must be a whole number of at least 1"
+            raise ConfigurationError(f"{message}; got {value!r:.60}", hint=f"write {key} = 8")
+    # A tier is made of whole units below; how many GPUs there are says gpus.
+    outer["gpus"] = max(gpus * 2, -(-int(outer["gpus"]) // gpus) * gpus)
+    if "nic" in table:
+        if any(one.get("name") == outer["name"] and "bandwidth" in one for one in _tiers(table)):
+            message = f"cluster {name!r} gives nic and the bandwidth of tier {outer['name']!r}"
+            raise ConfigurationError(message, hint="leave one out; a tier's is per GPU")
+        rate = parse_bytes_per_s(_with_unit(table["nic"], "nic", "_bytes_per_s", where=name))
+        outer["bandwidth_bytes_per_s"] = rate * cards / gpus
+    elif "nics_per_node" in table:
+        message = f"cluster {name!r} says nics_per_node and not what a card carries"
+        raise ConfigurationError(message, hint='add nic = "100 Gbit/s"')
+    return tiers
+
+
+def _tiers(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in table.get("tier", []) if isinstance(one, dict)]
+
+
+_READINGS = {"_bytes_per_s": ("Gbit/s", "GB/s"), "_bytes": ("GB", "GiB"), "_s": ("us", "ms")}
+
+
+def _with_unit(value: Any, key: str, ending: str, *, where: str) -> Any:
+    """Refuse a bare number, with the two readings that are meant most often."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        readings = " or ".join(f'{key} = "{value:g} {unit}"' for unit in _READINGS[ending])
+        message = f"{key} of {where!r} has no unit; got {value!r}"
+        raise ConfigurationError(message, hint=f"write {readings}")
+    return value
 
 
 def named_stacks() -> tuple[str, ...]:
@@ -320,11 +482,11 @@ def _stack(name: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _fabric(
-    table: Mapping[str, Any], tiers: Mapping[str, Mapping[str, Any]], *, name: str
+    topology: Topology | None, tiers: Mapping[str, Mapping[str, Any]], *, name: str
 ) -> FabricSpec:
     """Tiers of a topology, where one is named, changed by what the file says of them."""
-    if "topology" in table:
-        return _reached(fabric_from_topology(parse_topology(str(table["topology"]))), tiers)
+    if topology is not None:
+        return _reached(fabric_from_topology(topology), tiers)
     joined = tuple(_build(Tier, tier, where="tier") for tier in tiers.values())
     return FabricSpec(name=name, tiers=tuple(sorted(joined, key=lambda tier: tier.gpus)))
 
@@ -335,12 +497,11 @@ def reached_tiers(fabric: FabricSpec, known: FabricSpec) -> FabricSpec:
 
 
 def _reached(fabric: FabricSpec, known: Mapping[str, Mapping[str, Any]]) -> FabricSpec:
-    names = ("efficiency", "exchange_efficiency", "base_s", "fill_s", "all_reduce_gain")
     outermost = max(known.values(), key=lambda tier: int(tier.get("gpus", 0)), default={})
     tiers = []
     for tier in fabric.tiers:
         said = known.get(tier.name, {} if tier.name == "node" else outermost)
-        changes = {name: said[name] for name in names if name in said}
+        changes = {name: said[name] for name in _REACHED if name in said}
         tiers.append(dataclasses.replace(tier, **changes))
     return dataclasses.replace(fabric, tiers=tuple(tiers))
 
@@ -351,7 +512,7 @@ def _unknown(name: str) -> ConfigurationError:
         return ConfigurationError(
             f"{name!r} is a network, and a plan needs the GPU and its software as well",
             hint=f'write a TOML file with base = "h100-nemo" (or another GPU and stack) and '
-            f'topology = "{name}"',
+            f'topology = "{name}"; every command reads it',
         )
     near = difflib.get_close_matches(name, named_clusters(), n=1)
     meant = f"did you mean {near[0]!r}? " if near else ""
@@ -416,14 +577,17 @@ def _read(
     values = {}
     for key, value in table.items():
         name = texts.get(key, key)
-        if key in texts and name.endswith("_bytes_per_s"):
-            values[name] = parse_bytes_per_s(value)
-        elif key in texts and name.endswith("_bytes"):
-            values[name] = float(parse_bytes(value))
-        elif key in texts:
-            values[name] = parse_duration_s(value)
-        else:
+        if key not in texts:
             values[name] = value
+            continue
+        ending = next(ending for ending in _READINGS if name.endswith(ending))
+        said = _with_unit(value, key, ending, where=where)
+        if ending == "_bytes_per_s":
+            values[name] = parse_bytes_per_s(said)
+        elif ending == "_bytes":
+            values[name] = float(parse_bytes(said))
+        else:
+            values[name] = parse_duration_s(said)
     check_types(values, kind, where=where)
     return values
 

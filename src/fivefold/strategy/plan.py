@@ -65,7 +65,8 @@ class ParallelPlan:
         offload_layers: Layers of a stage whose activations do; None: all.
         offload_optimizer: Optimizer states live in host memory.
         tau: Iterations between synchronisations (CO2); 1 is plain data parallelism. More than 1
-            changes convergence, so no search turns it on by itself.
+            changes convergence, so no search turns it on by itself. With ZeRO-3 the ranks that
+            share states are one worker, and workers synchronise.
         embedding_layers: Embedding and head count as a layer each when layers are dealt out.
         order: Axes from the innermost rank outward.
         dtype: Of matrix products.
@@ -250,9 +251,9 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
             "set offload_activations",
         ),
         (
-            plan.tau > 1 and plan.zero > 1,
-            "tau > 1 needs whole gradients and parameters",
-            "use zero=0 or 1",
+            plan.tau > 1 and plan.zero > 1 and not (plan.zero == 3 and plan.shards < replicas),
+            "tau > 1 needs whole gradients and parameters, or states shared inside a worker",
+            "use zero=0 or 1, or zero=3 with a shard of fewer ranks than replicas",
         ),
     )
     return next(((message, hint) for broken, message, hint in rules if broken), None)

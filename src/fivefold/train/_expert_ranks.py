@@ -26,7 +26,6 @@ from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe import AllToAllGroup, OneSidedConfig, OneSidedGroup, TorchSymmetricHeap, backends
 from fivefold.moe.parallel.all_to_all import AllToAllCall
 from fivefold.runs.ranks import Ranks
-from fivefold.train._mixture import expert_width
 from fivefold.train._step import choose_precision
 from fivefold.train.config import MixtureConfig, ModelConfig, TrainConfig
 
@@ -201,7 +200,7 @@ def exchange_sizes(config: TrainConfig, device: torch.device) -> OneSidedConfig:
         ranks=moe.expert_parallel,
         experts=moe.experts,
         hidden=config.model.width,
-        intermediate=expert_width(moe, config.model.width),
+        intermediate=config.model.expert_width,
         top_k=moe.top_k,
         max_tokens=tokens,
         dtype=torch.bfloat16 if bf16 else torch.float32,

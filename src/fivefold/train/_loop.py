@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.optim import MuonAdamW
@@ -42,7 +43,7 @@ from fivefold.runs.checkpoints import (
     write_checkpoint,
 )
 from fivefold.runs.launch import launch_ranks
-from fivefold.runs.machine import LinkMeter
+from fivefold.runs.machine import LinkMeter, ProcessMeter
 from fivefold.runs.ranks import Ranks, StopAgreement, close_ranks, open_ranks, read_place
 from fivefold.train._corpus import Corpus, load_corpus, resolve_source
 from fivefold.train._ddp import DataParallelMethod, ScheduledDataParallelMethod
@@ -57,6 +58,7 @@ from fivefold.train._methods import (
 )
 from fivefold.train._model import Transformer
 from fivefold.train._outer import OuterMethod, make_rule
+from fivefold.train._shards import load_own_shards, own_shards, require_workers, share_states
 from fivefold.train._spans import Span, SpanRecorder, subtract
 from fivefold.train._step import (
     StepRunner,
@@ -64,6 +66,7 @@ from fivefold.train._step import (
     Validation,
     autocast_context,
     bits_per_byte,
+    choose_precision,
     evaluate,
 )
 from fivefold.train._tokenizer import Tokenizer, load_tokenizer
@@ -81,6 +84,7 @@ def require_settings(config: TrainConfig, *, world_size: int) -> None:
     """Check what is the same on every host: the method, its rule, the number of ranks."""
     require_peers(config.sync, world_size=world_size)
     require_shares(config.model, world_size=world_size)
+    require_workers(config, world_size=world_size)
     if config.sync.method not in {"none", "ddp"}:
         make_rule(config.sync, total_steps=config.run.steps)
 
@@ -182,6 +186,7 @@ def make_method(  # noqa: PLR0913 - independent parts, one call site
     tasks: TasksConfig | None = None,
     max_norm: float = math.inf,
     total_steps: int | None = None,
+    workers: DeviceMesh | None = None,
 ) -> Method:
     """Set up the configured method; a collective call for all but "none"."""
     if config.method == "none":
@@ -192,8 +197,9 @@ def make_method(  # noqa: PLR0913 - independent parts, one call site
     if config.method == "ddp":
         return DataParallelMethod(model, ranks=ranks, codec=config.codec or "fp32", experts=experts)
     return OuterMethod(
-        config, model, optimizer=optimizer, ranks=ranks, max_norm=max_norm, total_steps=total_steps
-    )
+        config, model, optimizer=optimizer, ranks=ranks, max_norm=max_norm,
+        total_steps=total_steps, workers=workers,
+    )  # fmt: skip
 
 
 _LOG = logging.getLogger(__name__)
@@ -281,7 +287,10 @@ class _Run:
             sequence_length=config.data.sequence_length,
             seed=config.run.seed,
             group=None if experts is None else experts.for_layers,
-        ).to(ranks.device)
+        )
+        precision = choose_precision(config.optim.precision, ranks.device)
+        self.workers = share_states(self.model, config, ranks, precision=precision)
+        self.model.to(ranks.device)
         self.mixtures = self.model.mixtures
         self.optimizer = make_optimizer(self.model, config)
         self.method = make_method(
@@ -291,6 +300,7 @@ class _Run:
             ranks=ranks,
             experts=experts,
             tasks=config.tasks,
+            workers=self.workers,
             max_norm=config.optim.grad_clip,
             total_steps=config.run.steps,
         )
@@ -323,8 +333,11 @@ class _Run:
         if self.resumed_from is None:
             return None
         state = read_own_state(self.resumed_from, ranks=self.ranks)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if self.workers is None:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            load_own_shards(self.model, self.optimizer, state)
         self.method.load_state_dict(state["method"])
         if self.mixtures is not None:
             self.mixtures.load_state_dict(state["mixtures"])
@@ -350,6 +363,7 @@ class _Run:
         with autocast_context(self.stepper.precision, self.ranks.device):
             self.method.warm_up(blank, blank)
         self.link = LinkMeter(before["link"])
+        self.meter = ProcessMeter(before.get("process"))
         # After everything that draws numbers, so that the stream continues where it was.
         seed = self.config.run.seed * self.ranks.world_size + self.ranks.rank
         torch.manual_seed(seed % 2**64)
@@ -434,6 +448,7 @@ class _Run:
             reason=reason,
             digest=parameters_sha256(self.model),
             mixtures=self.mixtures,
+            process=self.meter.record(),
         )
         if self.metrics is not None:
             tokens = self.tokens(self.step)
@@ -577,8 +592,8 @@ class _Run:
             validation = (self.validation[0], vars(self.validation[1]))
         return {
             "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": own_shards(self.model.state_dict()),
+            "optimizer": own_shards(self.optimizer.state_dict()),
             "method": method_state,
             "mixtures": None if self.mixtures is None else self.mixtures.state_dict(),
             "rng": rng_state(),
@@ -587,6 +602,7 @@ class _Run:
             "waits": self.recorder.waits,
             "validation": validation,
             "link": self.link.record(),
+            "process": self.meter.record(),
         }
 
 

@@ -25,7 +25,7 @@ from fivefold.optim.auto_tau import TauDecision
 from fivefold.runs.machine import run_facts
 from fivefold.train._mixture import Mixtures
 from fivefold.train._spans import Span
-from fivefold.train.config import SyncConfig, TasksConfig, TrainConfig
+from fivefold.train.config import SyncConfig, TasksConfig, TrainConfig, settings_fingerprint
 
 _LABELS = {
     "none": "no communication",
@@ -198,6 +198,8 @@ class RunResult:
         sync: The outer engine's statistics; None for other methods.
         parameters_sha256: Digest of this rank's parameters.
         moe: Loads, drops and bytes of the mixtures of experts; None for a dense model.
+        process: Processor seconds, the share of the time without a processor though ready, and
+            the most memory held, as ``ProcessMeter`` counts them.
 
     Examples:
         >>> RunResult.__dataclass_params__.frozen
@@ -220,6 +222,7 @@ class RunResult:
     sync: dict[str, Any] | None
     parameters_sha256: str
     moe: dict[str, Any] | None = None
+    process: dict[str, Any] | None = None
 
     def summary(self) -> str:
         """Return one line for people."""
@@ -241,6 +244,9 @@ def run_manifest(
 ) -> dict[str, Any]:
     """Return the content of a run's manifest.json."""
     lab = json.loads(os.environ.get(_LAB_VARIABLE, "null"))
+    kept = None
+    if config.prediction is not None:
+        kept = config.prediction.settings == settings_fingerprint(config, ranks=world_size)
     return {
         "schema": 1,
         **run_facts(),
@@ -252,6 +258,7 @@ def run_manifest(
         "num_parameters": num_parameters,
         "precision": precision,
         "lab": lab,
+        "planned_settings_kept": kept,
     }
 
 
@@ -269,6 +276,7 @@ def make_result(  # noqa: PLR0913 - one argument per part of the record, one cal
     reason: str,
     digest: str,
     mixtures: Mixtures | None,
+    process: dict[str, Any],
 ) -> RunResult:
     """Put the record together."""
     statistics = method.statistics()
@@ -290,4 +298,5 @@ def make_result(  # noqa: PLR0913 - one argument per part of the record, one cal
         sync=None if statistics is None else dataclasses.asdict(statistics),
         parameters_sha256=digest,
         moe=None if mixtures is None else mixtures.record(),
+        process=process,
     )

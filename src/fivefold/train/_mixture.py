@@ -23,8 +23,6 @@ from fivefold.moe import (
 )
 from fivefold.train.config import MixtureConfig, ModelConfig
 
-_MULTIPLE = 16  # of inner widths: the vector width in float32, so products have no ragged edge
-
 
 def mixture_blocks(config: ModelConfig) -> frozenset[int]:
     """Return the blocks that have a mixture: every so many-th, counted from the last."""
@@ -33,23 +31,10 @@ def mixture_blocks(config: ModelConfig) -> frozenset[int]:
     return frozenset(range(config.layers - 1, -1, -config.moe.every))
 
 
-def dense_width(width: int) -> int:
-    """Return the inner width of a dense feed-forward layer: 8/3 of a token's width, rounded up."""
-    return -(-8 * width // (3 * _MULTIPLE)) * _MULTIPLE
-
-
-def expert_width(config: MixtureConfig, width: int) -> int:
-    """Return an expert's inner width: as configured, or for the work of the dense layer."""
-    active = config.top_k + config.shared
-    even = -(-dense_width(width) // (active * _MULTIPLE)) * _MULTIPLE
-    return config.expert_width or even
-
-
-def make_mixture(
-    config: MixtureConfig, *, width: int, group: AllToAllGroup | OneSidedGroup | None
-) -> MoE:
+def make_mixture(model: ModelConfig, *, group: AllToAllGroup | OneSidedGroup | None) -> MoE:
     """Make one layer, with undrawn parameters."""
-    inner = expert_width(config, width)
+    assert model.moe is not None, "only made where there are experts"
+    config, inner = model.moe, model.expert_width
     router = Router(
         top_k=config.top_k,
         score=config.score,
@@ -61,7 +46,7 @@ def make_mixture(
     )
     return MoE(
         MoEConfig(
-            hidden=width,
+            hidden=model.width,
             intermediate=inner,
             experts=config.experts,
             router=router,

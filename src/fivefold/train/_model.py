@@ -26,7 +26,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.moe import AllToAllGroup, MoE, OneSidedGroup
 from fivefold.train._mixture import (
     Mixtures,
-    dense_width,
     draw_experts,
     make_mixture,
     mixture_blocks,
@@ -168,7 +167,8 @@ class Transformer(nn.Module):
     def num_parameters(self) -> int:
         """Number of parameters over all ranks that share experts, the tied embedding counted once.
 
-        Dense: ``V * D + layers * (4 D^2 + 3 D F + 2 D) + D`` with F = 8/3 D rounded up to 16.
+        Dense: ``V * D + layers * (4 D^2 + 3 D F + 2 D) + D`` with F the configuration's
+        ``dense_width``.
         """
         shared_out = set(self.sharded_parameters)
         ranks = 1 if self.mixtures is None else self.mixtures.ranks
@@ -223,7 +223,7 @@ class _Block(nn.Module):
 
     def __init__(self, config: ModelConfig, mixture: MoE | None) -> None:
         super().__init__()
-        width, hidden = config.width, dense_width(config.width)
+        width, hidden = config.width, config.dense_width
         self.heads = config.heads
         self.norm_attention_D = nn.Parameter(torch.ones(width))
         self.query_key_value_CD = nn.Parameter(torch.empty(3 * width, width))
@@ -262,7 +262,7 @@ def token_loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tens
 
 def _mixture(config: ModelConfig, group: AllToAllGroup | OneSidedGroup | None) -> MoE:
     assert config.moe is not None, "blocks have a mixture only where there is a table for it"
-    return make_mixture(config.moe, width=config.width, group=group)
+    return make_mixture(config, group=group)
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, epsilon: float) -> torch.Tensor:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim import (
@@ -75,8 +79,10 @@ class OuterMethod(Method):
         ranks: Ranks,
         max_norm: float,
         total_steps: int | None,
+        workers: DeviceMesh | None = None,
     ) -> None:
         super().__init__(model)
+        self._workers = workers
         self._told_round = -1
         rule = make_rule(config, total_steps=total_steps)
         self._clips_later = isinstance(rule, DelayedGradients)
@@ -87,6 +93,7 @@ class OuterMethod(Method):
                 model,
                 optimizer,
                 rule=rule,
+                process_group=None if workers is None else workers["replicate"],
                 codec=config.codec or "fp32",
                 average_states=config.average_states,
                 timeout_s=ranks.timeout_s,
@@ -94,9 +101,26 @@ class OuterMethod(Method):
                 check_every_rounds=config.check_every_rounds or 0,
             )
 
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Keep gradients as they are until the last micro-batch."""
+        return self._whole_gradients() if self._workers is not None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _whole_gradients(self) -> Iterator[None]:
+        shared = cast("FSDPModule", self._model)
+        shared.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            shared.set_requires_gradient_sync(True)
+
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Clip as other methods do; where the mean over the ranks arrives later, it is clipped."""
-        return super().clip_gradients(math.inf if self._clips_later else max_norm)
+        """Clip by the norm over all shards of the worker.
+
+        Where the mean over the ranks arrives later, it is clipped then.
+        """
+        norm = super().clip_gradients(math.inf if self._clips_later else max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def after_step(self) -> None:
         """Count the local step; at the end of a round wait, merge and launch."""

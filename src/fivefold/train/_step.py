@@ -17,6 +17,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from fivefold.errors import ConfigurationError
 from fivefold.runs.ranks import Ranks
@@ -228,8 +229,9 @@ def evaluate(
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    if getattr(model, "sharded_parameters", []):
-        # Ranks that share experts need one another in every forward, also who has no more text.
+    if getattr(model, "sharded_parameters", []) or isinstance(model, FSDPModule):
+        # Ranks that share experts or parameters need one another in every forward, also who has
+        # no more text.
         most = -(-_most_windows(corpus, config) // (ranks.world_size * config.optim.batch_size))
         batches += [np.empty(0, dtype=np.int64)] * (most - len(batches))
     loss_of = cast("LanguageModel", model).loss

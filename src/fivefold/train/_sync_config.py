@@ -23,6 +23,7 @@ _ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16} 
     "synchronous_start": 0,
     "synchronous_end": 0,
     "outlier_factor": None,
+    "shard": None,
 }
 _HIDDEN_ROUNDS = _ROUNDS | {"auto_tau": None}
 _NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -178,6 +179,9 @@ class SyncConfig(Section):
     """local steps at the start after each of which all ranks wait for their mean"""
     synchronous_end: Count | None = None
     """the same at the end of the run"""
+    shard: Positive | None = None
+    """neighbouring ranks, those of a node, that share the model's states (FSDP2) and take their
+    local steps as one worker; left out, every rank has a model of its own"""
     average_states: dict[str, Positive] | None = None
     """table of optimizer states that are averaged too, each with the rounds between two means"""
     check_every_rounds: Count | None = None

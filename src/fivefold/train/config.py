@@ -11,6 +11,8 @@ knows nothing of torch, processes or data.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Sequence
@@ -41,17 +43,20 @@ __all__ = [
     "MixtureConfig",
     "ModelConfig",
     "OptimConfig",
+    "PredictionConfig",
     "RunConfig",
     "SyncConfig",
     "TasksConfig",
     "TrainConfig",
     "config_to_toml",
     "load_config",
+    "settings_fingerprint",
 ]
 
 _LOG = logging.getLogger(__name__)
 
 
+_MULTIPLE = 16  # of inner widths: the vector width in float32, so products have no ragged edge
 _MONTH_S = 30 * 24 * 3600.0  # sockets count a wait in milliseconds of 32 bits
 
 
@@ -238,8 +243,23 @@ class ModelConfig(Section):
     """width of the residual stream, a multiple of 2 * heads"""
     heads: Annotated[int, Field(ge=1, le=2**20)] = 4
     """attention heads"""
+    ffn_width: Positive | None = None
+    """inner width of a dense feed-forward layer; left out, 8/3 of the width, rounded up to 16"""
     moe: MixtureConfig | None = None
     """table of the mixture of experts; left out, the model is dense"""
+
+    @property
+    def dense_width(self) -> int:
+        """Return the inner width of a dense feed-forward layer."""
+        return self.ffn_width or -(-8 * self.width // (3 * _MULTIPLE)) * _MULTIPLE
+
+    @property
+    def expert_width(self) -> int:
+        """Return an expert's inner width: as configured, or for the work of the dense layer."""
+        assert self.moe is not None, "only asked of models with experts"
+        active = self.moe.top_k + self.moe.shared
+        even = -(-self.dense_width // (active * _MULTIPLE)) * _MULTIPLE
+        return self.moe.expert_width or even
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelConfig:
@@ -341,6 +361,39 @@ class TasksConfig(Section):
         return self
 
 
+class PredictionConfig(Section):
+    """Table ``[prediction]``: what a planner expects of a step; it changes nothing in the run.
+
+    ``fivefold plan --for train`` writes it, ``fivefold report`` puts it beside what was measured.
+    """
+
+    cluster: Text
+    """the cluster that was planned for"""
+    ranks: Positive
+    """ranks that were planned for"""
+    settings: Text
+    """fingerprint of the settings that the prediction is of"""
+    compute_s: _Coefficient
+    """forward, backward, recomputation and the optimizer's update, in one step"""
+    exposed_communication_s: _Coefficient
+    """what of the communication compute waits for, in one step"""
+    bubble_s: _Coefficient
+    """pipeline bubble of one step"""
+    other_s: _Coefficient
+    """data, clipping, the stack's fixed time, the lag of the slowest rank"""
+    all_reduce_s: _Coefficient
+    """one exchange of the whole payload between all ranks, alone"""
+    memory_bytes: _Coefficient
+    """on the fullest device"""
+    constants: dict[str, float] = Field(default_factory=dict)
+    """those of the cluster that the figures rest on"""
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of a step."""
+        return self.compute_s + self.exposed_communication_s + self.bubble_s + self.other_s
+
+
 class TrainConfig(Section):
     """The whole configuration of a training run.
 
@@ -359,6 +412,8 @@ class TrainConfig(Section):
     sync: SyncConfig = Field(default_factory=SyncConfig)
     tasks: TasksConfig | None = None
     """table of the order of DDP's gradients; left out, DDP's own"""
+    prediction: PredictionConfig | None = None
+    """table of what a planner expects; left out, nothing was planned"""
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainConfig:
@@ -420,7 +475,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     r"""Read a configuration file and apply overrides on top of it.
 
     Args:
-        path: TOML file with any of the tables run, data, model, optim, sync and tasks.
+        path: TOML file with any of the tables run, data, model, optim, sync, tasks, prediction.
         overrides: Assignments such as ``"run.steps=50"``. The value is read as TOML; what is not
             TOML is taken as a string, so ``data.path=/texts`` needs no quotes. Where
             ``sync.method`` is among them, keys of the file's ``[sync]`` that the new method does
@@ -448,6 +503,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         _LOG.info("%s does not take [tasks] of the file", given["method"])
     tables = apply_overrides(tables, overrides, schema=TrainConfig)
     return check_tables(tables, TrainConfig, source=path)
+
+
+def settings_fingerprint(config: TrainConfig, *, ranks: int) -> str:
+    """Return what two runs share whose steps should take the same time on the same machines.
+
+    Examples:
+        >>> settings_fingerprint(TrainConfig(), ranks=2) == settings_fingerprint(
+        ...     TrainConfig(run=RunConfig(steps=400)), ranks=2)
+        True
+    """
+    tables = config.model_dump(include={"model", "sync", "tasks"})
+    optim = config.optim.model_dump(include={"batch_size", "accumulation", "precision"})
+    data = config.data.model_dump(include={"sequence_length", "tokenizer"})
+    text = json.dumps([tables, optim, data, ranks], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def config_to_toml(config: TrainConfig) -> str:

@@ -46,7 +46,13 @@ from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 _MOST_DIGITS = 18  # of a count; what is longer is no number, and refused as such
 _HOST_KEYS = tuple(field.name for field in fields(HostSpec))
 _PORT_KEYS = tuple(field.name for field in fields(Port))
-_TOP_KEYS = ("name", "source", "generate", "nodes", "links", "switches", "changes")
+_GRAPH_KEYS = ("generate", "nodes", "links", "switches", "changes")
+_TOP_KEYS = ("name", "source", *_GRAPH_KEYS)
+# Of the same file, which a planner reads too: GPUs, their software, and links as tiers.
+_MACHINE_KEYS = (
+    *("base", "stack", "device", "tier", "sources", "topology"),
+    *("gpus", "gpus_per_node", "nic", "nics_per_node"),
+)
 _NODE_KEYS = ("name", "kind", "host")
 _QUANTITIES = frozenset(
     {"bandwidth", "latency", "global_latency", "nvlink", "nvlink_latency", "pcie", "pcie_latency"}
@@ -269,13 +275,37 @@ def read_topology(source: str | Path) -> Topology:
         place, default_name = f"topology file {source}", Path(source).stem
         tables = read_toml(source, what="topology file")
     try:
-        return _topology(tables, default_name=default_name)
+        return topology_from_tables(tables, default_name=default_name)
     except FivefoldError as error:
         raise type(error)(f"{place}: {error.message}", hint=error.hint) from None
 
 
-def _topology(tables: Mapping[str, Any], *, default_name: str) -> Topology:
-    _check_keys(tables, _TOP_KEYS, "the file")
+def describes_graph(tables: Mapping[str, Any]) -> bool:
+    """Return whether the tables of a file describe nodes and links themselves."""
+    return any(key in tables for key in _GRAPH_KEYS)
+
+
+def topology_from_tables(tables: Mapping[str, Any], *, default_name: str) -> Topology:
+    """Return the topology of a file's tables; what it says of GPUs and software is passed over.
+
+    Args:
+        tables: ``generate``, or ``nodes`` and ``links``, with ``switches`` and ``changes``; or
+            ``topology``, text that ``parse_topology`` takes.
+        default_name: Of the topology, where the tables have none.
+
+    Raises:
+        ConfigurationError: A key is unknown or a value not allowed, or there are no links.
+    """
+    machine = [key for key in _MACHINE_KEYS if key in tables]
+    _check_keys(tables, (*_TOP_KEYS, *_MACHINE_KEYS) if machine else _TOP_KEYS, "the file")
+    if machine and not describes_graph(tables):
+        if "topology" in tables:
+            return parse_topology(_text(tables, "topology", "the file"))
+        message = "the file describes GPUs and no links"
+        raise ConfigurationError(
+            message,
+            hint='add topology = "..." (such as "fat_tree:4,gpus=2"), or nodes and links',
+        )
     base = _generated(tables)
     nodes = [
         Node(

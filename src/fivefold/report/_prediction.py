@@ -1,0 +1,270 @@
+"""A plan's prediction beside what its run measured, part by part, and which constant was off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.report._records import Run
+from fivefold.report.format import UNKNOWN
+from fivefold.report.page import DataTable, PageSection, TextBlock
+from fivefold.report.summary import RunSummary
+from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
+
+_OFF = 0.1  # of a step: a part that is off by more is named
+_BUSY = 0.05  # share of the time without a processor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedPart:
+    """One part of a step: seconds (bytes for memory), as predicted and as measured.
+
+    Attributes:
+        name: Of the part.
+        predicted: By the planner.
+        measured: In the run; None where the run does not say.
+    """
+
+    name: str
+    predicted: float
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Return predicted over measured, less one; None where there is nothing to compare."""
+        if self.measured is None or self.measured <= 0:
+            return None
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedRun:
+    """A run that was planned.
+
+    Attributes:
+        label: Of the run.
+        cluster: That it was planned for.
+        parts: The step, then its parts, the all-reduce, the memory.
+        findings: Which constant was off, and what else explains a difference.
+    """
+
+    label: str
+    cluster: str
+    parts: tuple[PredictedPart, ...]
+    findings: tuple[str, ...]
+
+    def record(self) -> dict[str, Any]:
+        """Return the figures, for programs."""
+        return {
+            "label": self.label,
+            "cluster": self.cluster,
+            "parts": {
+                part.name: {"predicted": part.predicted, "measured": part.measured}
+                for part in self.parts
+            },
+            "findings": list(self.findings),
+        }
+
+
+def predicted_runs(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> list[PredictedRun]:
+    """Return the runs that came from a plan, compared with it."""
+    return [
+        found
+        for run, summary in zip(runs, summaries, strict=True)
+        if (found := _compared(run, summary)) is not None
+    ]
+
+
+def _compared(run: Run, summary: RunSummary) -> PredictedRun | None:
+    said = run.config.get("prediction")
+    if not isinstance(said, dict):
+        return None
+    seconds, steps = summary.seconds, summary.steps
+    each = {} if seconds is None or not steps else {k: v / steps for k, v in seconds.items()}
+
+    def measured(*names: str) -> float | None:
+        return sum(each[name] for name in names) if each else None
+
+    compute, exposed = measured("compute", "boundary"), measured("exposed_communication")
+    bubble = float(said["bubble_s"])
+    parts = [
+        PredictedPart(name="compute", predicted=float(said["compute_s"]), measured=compute),
+        PredictedPart(
+            name="exposed communication",
+            predicted=float(said["exposed_communication_s"]),
+            measured=exposed,
+        ),
+        PredictedPart(name="bubble", predicted=bubble, measured=0.0 if each else None),
+        PredictedPart(
+            name="data and other",
+            predicted=float(said["other_s"]),
+            measured=measured("data", "other"),
+        ),
+    ]
+    whole = measured("compute", "boundary", "exposed_communication", "data", "other")
+    step = PredictedPart(
+        name="step", predicted=sum(part.predicted for part in parts), measured=whole
+    )
+    exchange = PredictedPart(
+        name="one exchange in flight",
+        predicted=float(said["all_reduce_s"]),
+        measured=_exchange_s(run, summary),
+    )
+    process = (run.result.process if run.result is not None else None) or {}
+    memory = PredictedPart(
+        name="memory",
+        predicted=float(said["memory_bytes"]),
+        measured=process.get("memory_bytes"),
+    )
+    found = (step, *parts, exchange, memory)
+    return PredictedRun(
+        label=run.label,
+        cluster=str(said["cluster"]),
+        parts=found,
+        findings=tuple(_findings(run, said, {part.name: part for part in found}, process)),
+    )
+
+
+def _exchange_s(run: Run, summary: RunSummary) -> float | None:
+    """Return the time in flight of one exchange of the whole payload on rank 0."""
+    if summary.in_flight_s is None or not summary.steps:
+        return None
+    if run.manifest.method == "ddp":
+        return summary.in_flight_s / summary.steps
+    rounds = (run.result.sync or {}).get("rounds") if run.result is not None else None
+    return summary.in_flight_s / rounds if rounds else None
+
+
+def _findings(
+    run: Run, said: dict[str, Any], parts: dict[str, PredictedPart], process: dict[str, Any]
+) -> list[str]:
+    if run.manifest.world_size != said["ranks"]:
+        ran = f"{run.manifest.world_size} ran: the two columns are of different things."
+        return [f"The plan was for {said['ranks']} ranks and {ran}"]
+    step = parts["step"]
+    if step.measured is None:
+        return ["The run has not recorded its time yet."]
+    found = []
+    if run.manifest.planned_settings_kept is False:
+        found.append(
+            "Settings were changed after the plan (--set, or in the file): the prediction is of "
+            "another step. Plan again: fivefold plan --for train."
+        )
+    waited = process.get("waited_for_cpu")
+    if waited is not None and waited > _BUSY:
+        found.append(
+            f"The machine was busy: rank 0 was ready and without a processor for {waited:.0%} of "
+            "the time (other programs, or more ranks than cores). Compute is slower for it, and no "
+            "constant is to blame before a run on a quiet machine."
+        )
+    off = {
+        name: part
+        for name, part in parts.items()
+        if name not in {"step", "memory", "one exchange in flight"}
+        and abs(part.predicted - (part.measured or 0.0)) > _OFF * step.measured
+    }
+    if waited is not None and waited > _BUSY:
+        off.pop("compute", None)
+    if not off and not found:
+        found.append(
+            f"Every part is within {_OFF:.0%} of the step; the step is predicted "
+            f"{_signed(step.error)}."
+        )
+    found += [_blame(name, parts, said.get("constants", {})) for name in off]
+    memory = parts["memory"]
+    if memory.error is not None and abs(memory.error) > _OFF:
+        found.append(_of_memory(memory, said.get("constants", {})))
+    return found
+
+
+def _blame(name: str, parts: dict[str, PredictedPart], constants: dict[str, float]) -> str:
+    part = parts[name]
+    shown = (
+        f"{name}: {format_duration_s(part.predicted)} predicted, "
+        f"{format_duration_s(part.measured or 0.0)} measured"
+    )
+    if name == "compute" and part.error is not None:
+        for key in ("device.gemm_efficiency", "device.peak_flops"):
+            if (key in constants and constants[key] * (1 + part.error) <= 1) or "peak" in key:
+                value = constants.get(key, 0.0) * (1 + part.error)
+                was = f"{key.partition('.')[2]} = {constants.get(key, 0.0):.4g}"
+                gives = f"{value:.4g} gives what was measured"
+                return f"{shown}. Off: [device] {was}; {gives} (fivefold profile --job finds it)."
+    if name == "exposed communication":
+        return f"{shown}. {_of_exchange(parts['one exchange in flight'], constants)}"
+    if name == "data and other":
+        value = constants.get("device.step_overhead_s", 0.0)
+        return (
+            f"{shown}. Off: [device] step_overhead = {format_duration_s(value)}; "
+            f"{format_duration_s(part.measured or 0.0)} gives what was measured."
+        )
+    return f"{shown}."
+
+
+def _of_exchange(part: PredictedPart, constants: dict[str, float]) -> str:
+    key = next((key for key in constants if key.endswith(".efficiency") and "tier." in key), None)
+    if part.error is None or key is None:
+        return "The run does not say how long its exchanges took."
+    times = (
+        f"An exchange takes {format_duration_s(part.measured or 0.0)} in flight, predicted "
+        f"{format_duration_s(part.predicted)}"
+    )
+    if abs(part.error) <= _OFF:
+        return f"{times}: the link is as said. Off is what hides beside compute."
+    tier = key.split(".")[1]
+    rate = constants.get(f"tier.{tier}.bandwidth_bytes_per_s", 0.0)
+    was = f"{constants[key]:.3g} of {format_bytes_per_s(rate)}"
+    should = constants[key] * (1 + part.error)
+    return f"{times}. Off: [[tier]] {tier!r} efficiency = {was}; {should:.3g} gives the measured."
+
+
+def _of_memory(part: PredictedPart, constants: dict[str, float]) -> str:
+    own = constants.get("device.reserved_bytes", 0.0)
+    should = max(own + (part.measured or 0.0) - part.predicted, 0.0)
+    return (
+        f"memory: {format_bytes(part.predicted)} predicted, {format_bytes(part.measured or 0.0)} "
+        f"measured. Off: [device] reserved = {format_bytes(own)}; {format_bytes(should)} gives it."
+    )
+
+
+def _signed(error: float | None) -> str:
+    return "as measured" if error is None else f"{100 * error:+.1f} % off"
+
+
+def prediction_section(found: Sequence[PredictedRun]) -> PageSection | None:
+    """Return the section of the page; None where no run came from a plan."""
+    if not found:
+        return None
+    parts: list[DataTable | TextBlock] = []
+    for one in found:
+        rows = tuple(
+            (part.name, _value(part, part.predicted), _value(part, part.measured), _error(part))
+            for part in one.parts
+            if part.predicted or part.measured
+        )
+        parts.append(
+            DataTable(
+                columns=((f"{one.label}, a step", ""), ("predicted", ""), ("measured", ""),
+                         ("error", "Predicted over measured, less one.")),
+                rows=rows,
+            )
+        )  # fmt: skip
+        parts += [TextBlock(text=text) for text in one.findings]
+    return PageSection(
+        key="prediction",
+        heading="Predicted and measured",
+        how="What the plan expected of a step beside what rank 0 measured, without validation and "
+        "checkpoints. Compute includes the optimizer and outer updates.",
+        parts=tuple(parts),
+    )
+
+
+def _value(part: PredictedPart, value: float | None) -> str:
+    if value is None:
+        return UNKNOWN
+    return format_bytes(value) if part.name == "memory" else format_duration_s(value)
+
+
+def _error(part: PredictedPart) -> str:
+    return UNKNOWN if part.error is None else f"{100 * part.error:+.1f} %"
