@@ -157,13 +157,19 @@ def test_uneven_chunks_are_allowed_and_filled_at_the_pace_of_the_larger():
 
 
 def test_an_anchor_is_met_and_narrows_the_error_bar():
-    model, cluster = load_model("llama3-70b"), load_cluster("h100-nemo")
-    plan = ParallelPlan(global_batch=64, data=8, tensor=8, sequence_parallel=True)
-    wide = error_bar(model, cluster.device, plan, time_s=10.0)
+    model, cluster = load_model("deepseek-v3"), load_cluster("gb200-bridge")
+    plan = ParallelPlan(global_batch=64, data=8, dtype="mxfp8")
     known = anchored(cluster, model, plan=plan, measured_s=10.0)
     found = evaluate_plan(model, known.device, known.fabric, plan=plan)
     assert found.time_s == pytest.approx(10.0)
-    assert error_bar(model, known.device, plan, time_s=10.0).share < wide.share
+    wide, bar = (error_bar(model, one.device, plan, time_s=10.0).share for one in (cluster, known))
+    assert bar < wide
+    for name in named_clusters():
+        device = load_cluster(name).device
+        other = dataclasses.replace(device, anchor=1.1)
+        for run_of in ("llama3-70b", "mixtral-8x7b"):
+            bars = [error_bar(load_model(run_of), d, plan, time_s=3.0) for d in (other, device)]
+            assert bars[0].share <= bars[1].share
     with pytest.raises(ConfigurationError, match="is not a time"):
         anchored(cluster, model, plan=plan, measured_s=0.0)
 

@@ -165,6 +165,7 @@ def error_bar(
         )
         for name in ("error", "between_plans")
     )  # fmt: skip
-    between *= math.sqrt(2.0)  # of the ratio of two
-    share = math.expm1(between if device.anchor != 1.0 else error)
+    # Two rows of one pair differ by both their errors, and never by more than strangers do.
+    between = min(between, error) * math.sqrt(2.0)
+    share = math.expm1(min(between, error) if device.anchor != 1.0 else error)
     return ErrorBar(share=share, plan_share=math.expm1(between), count=count, like=key)
