@@ -66,6 +66,9 @@ class _Later:
     def __repr__(self) -> str:
         return repr(self._get())
 
+    def __str__(self) -> str:
+        return str(self._get())
+
     def __or__(self, other: Any) -> Any:
         return self._get() | other
 

@@ -376,7 +376,7 @@ def _show(
         console.print(
             _plans("front of time against memory, in steps", job.model, _thinned(result.front))
         )
-    console.print(DEGREES)
+    console.print(str(DEGREES))
     console.print(
         f"{result.num_plans:,} plans in {result.seconds:.1f} s: {result.num_evaluated:,} "
         f"evaluated, {result.num_bounded:,} ruled out by bounds"
