@@ -302,13 +302,3 @@ def test_each_row_is_served_exactly_once(stores, policy):
         with pytest.raises(ConfigurationError, match="ready for batch"):
             levels.gather_cached(store.record(0), out)
     levels.close()
-
-
-@pytest.mark.parametrize("policy", ["static", "belady"])
-def test_rows_copied_by_two_threads_are_the_same(stores, policy, monkeypatch):
-    _, features, store = stores(dim=12, policy=policy)
-    monkeypatch.setattr("fivefold.gnn.loading._feature_store._SHARED_COPY_BYTES", 1)
-    with DiskLoader(store) as loader:
-        for _ in range(2):
-            for batch in loader:
-                np.testing.assert_array_equal(batch.x.numpy(), features[batch.n_id.numpy()])

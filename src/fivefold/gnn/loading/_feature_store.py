@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,6 @@ Rows = npt.NDArray[Any]
 LEVELS = ("device", "host", "shared", "private")
 _CHUNK_BYTES = 32 << 20  # of a cache on its way to a device
 _SLOWEST_BYTES_PER_S = 10e6  # a disk below this is taken for one that hangs
-_SHARED_COPY_BYTES = 4 << 20  # less is copied before a second thread has begun
 _THREADS = 2  # enough for a disk's bandwidth with requests of a megabyte
 
 
@@ -79,41 +77,15 @@ class CacheLevel:
     def _open(self) -> RowReader:
         return RowReader(self._container, self._name, backend=self._backend, verify=self._verify)
 
-    def serve(self, slots: Ids, destinations: Ids, out: Rows, copier: Copier) -> None:
+    def serve(self, slots: Ids, destinations: Ids, out: Rows) -> None:
         """Copy the rows in ``slots`` to their places in ``out``."""
-        copier.copy(self.rows, slots, out, destinations)
+        if len(slots):
+            gather_rows(self.rows, slots, out, destinations=destinations)
 
-    def admit(self, local_rows: Ids, slots: Ids, out: Rows, copier: Copier) -> None:
+    def admit(self, local_rows: Ids, slots: Ids, out: Rows) -> None:
         """Take rows of ``out`` into ``slots``."""
-        copier.copy(out, local_rows, self.rows, slots)
-
-
-class Copier:
-    """Copy rows in two threads, where they are many.
-
-    Batches of a moving cache follow one another through one stage. With one thread its copies are
-    what an epoch waits for on a busy machine, although it reads less.
-    """
-
-    def __init__(self) -> None:
-        self._helper = ThreadPoolExecutor(1, "fivefold-copier")
-
-    def copy(self, source: Rows, rows: Ids, out: Rows, destinations: Ids) -> None:
-        """Copy rows of ``source`` to their places in ``out``."""
-        if len(rows) * source[:1].nbytes < _SHARED_COPY_BYTES:
-            if len(rows):
-                gather_rows(source, rows, out, destinations=destinations)
-            return
-        half = len(rows) // 2
-        other = self._helper.submit(
-            gather_rows, source, rows[half:], out, destinations=destinations[half:]
-        )
-        gather_rows(source, rows[:half], out, destinations=destinations[:half])
-        other.result()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._helper.shutdown(wait=False)
+        if len(slots):
+            gather_rows(out, local_rows, self.rows, destinations=slots)
 
 
 def _one_run(start: int, count: int) -> tuple[Ids, Ids, Ids]:
@@ -167,7 +139,6 @@ class FeatureStore:
         for disk in self._disks:
             self._idle.put(disk)
         self._lock = threading.Lock()
-        self._copier = Copier()
         self._device_rows: Tensor | None = None
         self._changes = plan.policy == "belady"
         self._filled, self._next = False, 0
@@ -247,15 +218,13 @@ class FeatureStore:
                 f"the cache is ready for batch {self._next}, got batch {record.number}",
                 hint="a Belady plan holds for the planned order: call start() to go elsewhere",
             )
-        self._on_host.serve(record.host_slots, record.host_destinations, out, self._copier)
+        self._on_host.serve(record.host_slots, record.host_destinations, out)
         if self._device_rows is None:
-            self._on_device.serve(
-                record.device_slots, record.device_destinations, out, self._copier
-            )
+            self._on_device.serve(record.device_slots, record.device_destinations, out)
         self.rows["host"] += len(record.host_slots)
         self.rows["device"] += len(record.device_slots)
         if self._changes:
-            self._on_host.admit(record.admitted_rows, record.admitted_slots, out, self._copier)
+            self._on_host.admit(record.admitted_rows, record.admitted_slots, out)
             self._next = record.number + 1
 
     def fill_device(self, record: BatchRecord, x: Tensor) -> None:
@@ -268,7 +237,6 @@ class FeatureStore:
 
     def close(self) -> None:
         """Close the reading engines; a second call does nothing."""
-        self._copier.close()
         for disk in self._disks:
             disk.close()
 
