@@ -88,7 +88,6 @@ def add_counts(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str
     return total
 
 
-_UNCOUNTED = {"batches", "fill_s", "buffer_bytes"}  # of a loader's statistics
 _SEED = 20_250  # of the sampled neighbours; apart from training's
 
 
