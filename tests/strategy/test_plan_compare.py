@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fivefold.cli._main import app
 from fivefold.cli._plan_compare import price_of, tokens_of
 from fivefold.errors import ConfigurationError
-from fivefold.strategy import load_cluster, load_job, search_plans
+from fivefold.strategy import error_bar, load_cluster, load_job, search_plans
 
 A = 'base = "h100-nemo"\ngpus = 16\n'
 B = 'base = "a100-megatron"\ngpus = 32\n'
@@ -126,3 +126,24 @@ def test_options_that_do_not_go_together_are_refused(files, words):
     assert found.exit_code == 1
     assert isinstance(found.exception, ConfigurationError)
     assert found.exception.exit_code == 2
+
+
+def test_a_plan_says_how_far_off_it_may_be(files):
+    job, a, _ = files
+    document = json.loads(call(job, "--cluster", a, "--json").stdout)
+    cluster, bar = load_cluster(a), document["error_bar"]
+    best = search_plans(
+        load_job(job, cluster=cluster).model, cluster.device, cluster.fabric,
+        space=load_job(job, cluster=cluster).space, top=1,
+    ).best[0]  # fmt: skip
+    model = load_job(job, cluster=cluster).model
+    wanted = error_bar(model, cluster.device, best.plan, time_s=best.time_s)
+    assert bar["count"] == wanted.count > 0
+    low_s, high_s = bar["interval_s"]
+    assert low_s < document["best"][0]["time_s"] < high_s
+    assert high_s / best.time_s == pytest.approx(1 + wanted.share)
+    equal = sum(one["time_s"] <= best.time_s * (1 + wanted.plan_share) for one in document["best"])
+    text = " ".join(call(job, "--cluster", a).stdout.split())
+    assert f"{wanted.count} published ones ({wanted.like})" in text
+    assert equal > 1
+    assert f"the first {equal} cannot be told apart" in text

@@ -32,9 +32,11 @@ with later():
     from fivefold.strategy import (
         TARGETS,
         Cluster,
+        ErrorBar,
         Job,
         PlanPrediction,
         PlanSearchResult,
+        error_bar,
         evaluate_plan,
         load_cluster,
         plan_to_toml,
@@ -336,9 +338,11 @@ def _judge(job: Job, cluster: Cluster, target: str | None) -> PlanPrediction:
 def _document(
     job: Job, cluster: Cluster, best: tuple[PlanPrediction, ...], result: PlanSearchResult | None
 ) -> dict[str, Any]:
+    bar = _bar(job, cluster, best[0])
     document: dict[str, Any] = {
         "model": job.model.name, "parameters": job.model.num_parameters, "cluster": cluster.name,
         "best": [_facts(job.model, one) for one in best],
+        "error_bar": dataclasses.asdict(bar) | {"interval_s": bar.interval_s(best[0].time_s)},
     }  # fmt: skip
     if result is not None:
         document |= {
@@ -369,6 +373,7 @@ def _show(
         f"{job.space.num_gpus} GPUs of {escape(cluster.name)}, batch {job.space.global_batch}"
     )
     console.print(_plans("fastest plans" if result else "the plan", job.model, best))
+    _show_error_bar(console, _bar(job, cluster, best[0]), best)
     console.print(_breakdown(best[0]))
     if result is None:
         return
@@ -387,6 +392,24 @@ def _show(
     if rest := sum(count for _, count in reasons[_MOST_REASONS:]):
         others = len(reasons) - _MOST_REASONS
         console.print(f"  {rest:>12,}  for {others} other reasons: --json", soft_wrap=True)
+
+
+def _bar(job: Job, cluster: Cluster, found: PlanPrediction) -> ErrorBar:
+    return error_bar(job.model, cluster.device, found.plan, time_s=found.time_s)
+
+
+def _show_error_bar(console: Any, bar: ErrorBar, best: tuple[PlanPrediction, ...]) -> None:
+    low_s, high_s = bar.interval_s(best[0].time_s)
+    console.print(
+        f"nine of ten runs like the first take {low_s:.3g} to {high_s:.3g} s, by the errors of "
+        f"{bar.count} published ones ({bar.like})", soft_wrap=True, markup=False,
+    )  # fmt: skip
+    equal = sum(bar.equal(best[0].time_s, one.time_s) for one in best)
+    if equal > 1:
+        console.print(
+            f"the first {equal} cannot be told apart: two plans of one job are compared to within "
+            f"{100 * bar.plan_share:.0f} %", soft_wrap=True, markup=False,
+        )  # fmt: skip
 
 
 def _plans(title: str, model: ModelSpec, found: tuple[PlanPrediction, ...]) -> Any:
