@@ -159,10 +159,10 @@ def test_simulate_names_jobs_that_share_ranks(jobs_file):
     assert "a and b share 1 rank (1): only the network is shared" in shown.stderr
 
 
-def test_simulate_of_a_gpus_name_says_where_it_belongs(jobs_file):
+def test_simulate_of_a_gpus_name_asks_how_many(jobs_file):
     shown = CliRunner().invoke(app, ["simulate", str(jobs_file), "--cluster", "h100-nemo"])
     assert isinstance(shown.exception, ConfigurationError)
-    assert 'devices = "h100-nemo"' in shown.exception.hint
+    assert "h100-nemo:16" in shown.exception.hint
 
 
 @pytest.mark.parametrize("option", ["--output", "--report", "--chakra"])

@@ -69,7 +69,7 @@ def typed_source(seed):
     kinds = {"paper": papers, "author": Store(num_nodes=9)}
     kinds["author", "writes", "paper"] = Store(edge_index=pairs)
     for store in kinds.values():
-        for name in ("x", "y", "edge_weight", "train_mask", "val_mask", "test_mask"):
+        for name in ("x", "y", "edge_weight", "edge_attr", "train_mask", "val_mask", "test_mask"):
             store.setdefault(name, None)
     return pyg_source(Typed(kinds), name="typed")
 

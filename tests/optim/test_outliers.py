@@ -42,7 +42,9 @@ def test_a_wild_step_of_one_rank_is_left_out_counted_and_named(rule, caplog):
     # All fragments go on from the anchor, so the second one's payload is usual again.
     assert {left_out for _, left_out in found} == {1}
     assert float(found[0][0].abs().max()) < 6.01  # 60 steps of 0.1
-    told = {record.getMessage() for record in caplog.records}
+    messages = {record.getMessage() for record in caplog.records}
+    # That all ranks have the same gradients here is told as well.
+    told = {message for message in messages if message.startswith("outlying")}
     assert len(told) == 1
     assert all("rank 1's is " in message for message in told)
     without = run_world(3, lambda t: train(t, rule, wild={(1, 45)}, steps=60))

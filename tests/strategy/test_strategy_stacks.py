@@ -6,7 +6,6 @@ import pytest
 
 from fivefold.errors import ConfigurationError
 from fivefold.strategy import (
-    ErrorBar,
     ParallelPlan,
     SearchSpace,
     anchored,
@@ -19,6 +18,7 @@ from fivefold.strategy import (
     named_stacks,
     search_plans,
 )
+from fivefold.strategy.intervals import ErrorBar
 
 BRIDGE = load_cluster("gb200-bridge")
 

@@ -27,6 +27,7 @@ _START_S = 90.0
 _COMPILE_S = 60.0  # more for each kernel that a step compiles first
 _MOST_COMPILES = 6
 _GRACE_S = 4.0  # for a child to say what its control words are
+_GOING_S = 5.0  # for a child that crashed to be gone
 _MOST_FAILED_STARTS = 2
 
 
@@ -90,6 +91,10 @@ class Child:
     def end(self) -> str:
         """Kill it with all its children, and say how it ended."""
         code = self._process.poll()
+        self._reader.join(timeout=0.1)
+        if code is None and not self._reader.is_alive():  # its output ended: it is going by itself
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(timeout=_GOING_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         try:

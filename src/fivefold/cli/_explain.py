@@ -22,13 +22,12 @@ from fivefold.units import format_duration_s
 with later():
     from fivefold.codesign import (
         ClusterPlan,
-        Explanation,
         explain_jobs,
         explain_plan,
         explain_run,
         load_jobs,
     )
-    from fivefold.codesign.explain import KINDS, LAYERS, Change
+    from fivefold.codesign.explain import KINDS, LAYERS, Change, Explanation
     from fivefold.strategy import load_cluster, load_job
 
 

@@ -21,6 +21,7 @@ _COMMANDS = {
     "train": ("_train", "train_command"),
     "plan": ("_plan", "plan_command"),
     "explain": ("_explain", "explain_command"),
+    "advise": ("_advise", "advise_command"),
     "simulate": ("_codesign", "simulate_command"),
     "execute": ("_execute", "execute_command"),
     "ablate": ("_codesign", "ablate_command"),

@@ -32,7 +32,6 @@ with later():
     from fivefold.strategy import (
         TARGETS,
         Cluster,
-        ErrorBar,
         Job,
         PlanPrediction,
         PlanSearchResult,
@@ -45,6 +44,7 @@ with later():
         target_problem,
     )
     from fivefold.strategy.compare import tokens_per_s
+    from fivefold.strategy.intervals import ErrorBar
     from fivefold.strategy.model import ModelSpec
     from fivefold.strategy.words import DEGREES, degrees_of, overlap_of, settings_of
     from fivefold.train.config import TrainConfig

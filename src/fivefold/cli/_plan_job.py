@@ -55,6 +55,9 @@ def read_job(path: Path, cluster: Cluster, sizes: JobSizes) -> PlannedJob:
         InfeasibleError: The cluster has fewer GPUs than are wanted.
     """
     given = {key: value for key, value in dataclasses.asdict(sizes).items() if value is not None}
+    if path.is_dir() and not (path / "config.json").exists():
+        message = f"'{path}' is a directory, and has no config.json of a model"
+        raise ArgumentError(message, hint="give a job file; fivefold plan --help says what it has")
     if path.is_dir() or path.suffix == ".json":
         table = {"model": str(path.resolve()), **given}
         if sizes.global_batch is None:

@@ -26,8 +26,8 @@ with later():
     from fivefold.runs import rank_process, write_text
     from fivefold.runs.ranks import close_ranks, open_ranks
     from fivefold.strategy import load_cluster, named_clusters
-    from fivefold.train import measure_device
     from fivefold.train.config import load_config
+    from fivefold.train.profile import measure_device
 
 # A part of the device's name, and the known stack that is nearest to the trainer's.
 _BASES = {

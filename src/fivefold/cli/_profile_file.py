@@ -19,8 +19,8 @@ with later():
     from fivefold.strategy import Cluster, ParallelPlan
     from fivefold.strategy.calibrate import calibrated_device, calibrated_fabric
     from fivefold.strategy.cluster import DeviceSpec, reached_tiers
-    from fivefold.train import DeviceRates, StepTimes, measure_all_reduce, measure_steps
     from fivefold.train.config import TrainConfig
+    from fivefold.train.profile import DeviceRates, StepTimes, measure_all_reduce, measure_steps
 
 _DEVICE_KEYS = (
     *("peak_flops", "gemm_efficiency", "attention_efficiency", "memory_efficiency"),

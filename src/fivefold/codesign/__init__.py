@@ -9,7 +9,7 @@ from fivefold.codesign._page import plan_page
 from fivefold.codesign.ablation import ablate, ablation_page
 from fivefold.codesign.arbiter import PlanningOptions
 from fivefold.codesign.coordinator import CoDesignResult, plan_cluster
-from fivefold.codesign.explain import Explanation, explain_plan
+from fivefold.codesign.explain import explain_plan
 from fivefold.codesign.explain_jobs import explain_jobs
 from fivefold.codesign.explain_run import explain_run
 from fivefold.codesign.exports import chakra_traces, msccl_programs
@@ -22,7 +22,6 @@ __all__ = [
     "ClusterPlan",
     "CoDesignResult",
     "CoDesigns",
-    "Explanation",
     "JobPlan",
     "JobSpec",
     "PlanningOptions",

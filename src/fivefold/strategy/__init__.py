@@ -14,7 +14,7 @@ from fivefold.strategy._search import PlanSearchResult, search_plans
 from fivefold.strategy._space import SearchSpace
 from fivefold.strategy.cluster import Cluster, load_cluster, named_clusters, named_stacks
 from fivefold.strategy.cost import PlanPrediction, anchored, evaluate_plan
-from fivefold.strategy.intervals import ErrorBar, error_bar
+from fivefold.strategy.intervals import error_bar
 from fivefold.strategy.job import Job, load_job, plan_to_toml
 from fivefold.strategy.model import LatentAttention, MixtureOfExperts, ModelSpec
 from fivefold.strategy.plan import ParallelPlan
@@ -23,7 +23,6 @@ from fivefold.strategy.presets import load_model, named_models
 __all__ = [
     "TARGETS",
     "Cluster",
-    "ErrorBar",
     "Job",
     "LatentAttention",
     "MixtureOfExperts",

@@ -17,21 +17,12 @@ if TYPE_CHECKING:
     from fivefold.train._loop import launch, train
     from fivefold.train._methods import RunResult
     from fivefold.train._model import Transformer
-    from fivefold.train._profile import (
-        DeviceRates,
-        StepTimes,
-        measure_all_reduce,
-        measure_device,
-        measure_steps,
-    )
     from fivefold.train._tokenizer import load_tokenizer
     from fivefold.train.sampler import ShardedSampler
 
 __all__ = [
-    "DeviceRates",
     "RunResult",
     "ShardedSampler",
-    "StepTimes",
     "TrainConfig",
     "Transformer",
     "config_to_toml",
@@ -39,17 +30,12 @@ __all__ = [
     "load_config",
     "load_corpus",
     "load_tokenizer",
-    "measure_all_reduce",
-    "measure_device",
-    "measure_steps",
     "train",
 ]
 
 _LOADING_TORCH = {
     "RunResult": "_methods", "ShardedSampler": "sampler", "Transformer": "_model",
     "launch": "_loop", "load_corpus": "_corpus", "load_tokenizer": "_tokenizer", "train": "_loop",
-    "DeviceRates": "_profile", "StepTimes": "_profile", "measure_all_reduce": "_profile",
-    "measure_device": "_profile", "measure_steps": "_profile",
 }  # fmt: skip
 
 

@@ -1,0 +1,164 @@
+"""``fivefold advise``: a few steps of a job of the user's own, and what would make it faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fivefold.cli._arguments import ArgumentError
+from fivefold.cli._later import later
+from fivefold.cli._options import JsonOption
+from fivefold.cli._outputs import write_json
+from fivefold.errors import FivefoldError
+from fivefold.files import read_json
+from fivefold.units import format_bytes, format_duration_s
+
+with later():
+    from fivefold.optim.advise import JobTimes, Option, options_for
+
+# Run by Python as it starts. Once torch is loaded it begins to watch; a sitecustomize of the
+# machine's own, which this one hides, is run as well.
+_SITE = """\
+import importlib.util, os, sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
+
+class Finder(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+        def load_and_watch(module):
+            load(module)
+            from pathlib import Path
+            from fivefold.optim.advise import watch
+            watch(Path(os.environ["FIVEFOLD_ADVISE_FILE"]),
+                  steps=int(os.environ["FIVEFOLD_ADVISE_STEPS"]))
+        spec.loader.exec_module = load_and_watch
+        return spec
+
+sys.meta_path.insert(0, Finder())
+here = os.path.dirname(os.path.abspath(__file__))
+others = [each for each in sys.path if os.path.abspath(each) != here]
+own = PathFinder.find_spec("sitecustomize", others)
+if own is not None and own.loader is not None:
+    own.loader.exec_module(importlib.util.module_from_spec(own))
+"""
+_WAITING = "of a step is waiting"
+
+
+def advise_command(
+    command: Annotated[
+        list[str], typer.Argument(help="How the job is started, after --.", show_default=False)
+    ],
+    *,
+    steps: Annotated[int, typer.Option(help="Steps to time, after three to warm up.", min=4)] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure some steps of your own job, and say what hiding its communication would bring.
+
+    The job runs as it is, then for a few steps without DDP's all-reduce, and is ended: it writes
+    no checkpoint at its end. It needs PyTorch, a process group and an optimizer, and no change.
+
+    Examples:
+        $ fivefold advise -- torchrun --nproc-per-node 2 train.py
+    """
+    if shutil.which(command[0]) is None:
+        message = f"the command {command[0]!r} was not found"
+        raise ArgumentError(message, hint="write it as you start the job, after --")
+    times = _measured(command, steps)
+    options = options_for(times)
+    if as_json:
+        write_json(
+            {"measured": dataclasses.asdict(times)}
+            | {"options": [dataclasses.asdict(one) for one in options]}
+        )
+    else:
+        _show(times, options)
+
+
+def _measured(command: list[str], steps: int) -> JobTimes:
+    with tempfile.TemporaryDirectory(prefix="fivefold-advise-") as name:
+        folder = Path(name)
+        (folder / "sitecustomize.py").write_text(_SITE, encoding="utf-8")
+        found = folder / "times.json"
+        path = os.pathsep.join(filter(None, (name, os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {
+            "PYTHONPATH": path, "FIVEFOLD_ADVISE_FILE": str(found),
+            "FIVEFOLD_ADVISE_STEPS": str(steps),
+        }  # fmt: skip
+        # Not to standard output, which is the advice's.
+        code = subprocess.run(command, env=environment, stdout=sys.stderr, check=False).returncode
+        if not found.exists():
+            raise FivefoldError(
+                f"the job ended with exit code {code} before {steps} steps were measured on rank 0",
+                hint="it must take steps with a torch.optim optimizer; on other machines than "
+                "rank 0's nothing is printed; fewer steps: --steps",
+            )
+        record = read_json(found)
+    if "error" in record:
+        raise FivefoldError(record["error"], hint=record["hint"])
+    sizes, all_reduce_s = tuple(record.pop("sizes_bytes")), tuple(record.pop("all_reduce_s"))
+    return JobTimes(**record, sizes_bytes=sizes, all_reduce_s=all_reduce_s)
+
+
+def _show(times: JobTimes, options: list[Option]) -> None:
+    console = Console(highlight=False)
+    console.print(_summary(times), soft_wrap=True, markup=False)
+    table = Table(
+        title="what a step would take (predicted but for the first)", title_justify="left"
+    )
+    for title in ("", "codec", "step", "times as fast"):
+        table.add_column(title, justify="left" if title in {"", "codec"} else "right")
+    for one in options:
+        name = one.rule or "as it is"
+        table.add_row(
+            f"{'-> ' if one.recommended else '   '}{name}", one.codec,
+            format_duration_s(one.step_s), f"{times.step_s / one.step_s:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    chosen = next(one for one in options if one.recommended)
+    for line in _words(chosen):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _summary(times: JobTimes) -> str:
+    sent, took = times.sizes_bytes[-1], times.all_reduce_s[-1]
+    step = f"{times.ranks} ranks, {format_duration_s(times.step_s)} a step"
+    if times.compute_s is not None:
+        waits = 1.0 - times.alone_s / times.step_s
+        step += (
+            f", {format_duration_s(times.alone_s)} without the all-reduce: {waits:.0%} {_WAITING}"
+        )
+    else:
+        step += " (no DDP was found: communication inside it counts as compute)"
+    return f"{step}\nan all-reduce of {format_bytes(sent)} takes {format_duration_s(took)}"
+
+
+def _words(chosen: Option) -> Any:
+    if not chosen.rule:
+        yield "stay with what you have: a rule that hides the rest would learn less per token"
+        return
+    yield "take DDP away and write:"
+    yield "    from fivefold.optim import DelayCorrected, OuterSync"
+    codec = "" if chosen.codec == "fp32" else f', codec="{chosen.codec}"'
+    yield f"    sync = OuterSync(model, optimizer, rule={chosen.rule}{codec})"
+    yield "    ...  # sync.step() after each optimizer.step(), sync.finalize() at the end"
+    yield (
+        "local steps learn less per token than DDP: docs/guides/which_rule_when.md has how much. "
+        "DelayedGradients is the closest to DDP with Muon, and the farthest with AdamW"
+    )

@@ -1,0 +1,265 @@
+"""Measure a training job as it is, and say what hiding its communication would bring.
+
+``watch`` counts the steps of a job's first optimizer. It times some as they are, some with DDP's
+all-reduce left out, then all-reduces of the gradients' size, and ends the process: what the job
+would write at its end is not written. The times of the slowest rank count.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from fivefold.errors import ConfigurationError
+from fivefold.files import write_atomically
+from fivefold.optim.auto_tau import AutoTau
+from fivefold.optim.codecs import named_codec
+
+WARM_UP_STEPS = 3
+_REPETITIONS = 5
+_SIZES = (64, 8, 1)  # all-reduces of the gradients' size over these
+_CODECS = ("fp32", "bf16", "int8", "int4")
+_MOST_FRAGMENTS = 8
+_LONG_ROUND = 16  # a longer one learns worse than smaller messages do
+_WORTH_HIDING = 0.1  # of a step; less waiting is not worth a rule that learns less per token
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobTimes:
+    """What a job was measured to take, on its slowest rank.
+
+    Args:
+        ranks: Ranks of the default process group.
+        step_s: One optimizer step as the job is.
+        compute_s: The same with DDP's all-reduce left out; None where the job has no DDP.
+        elements: Trainable parameters.
+        sizes_bytes: Payloads of the measured all-reduces, ascending.
+        all_reduce_s: What each took, alone on the network.
+
+    Raises:
+        ConfigurationError: A time is not positive, or sizes and times do not belong together.
+    """
+
+    ranks: int
+    step_s: float
+    compute_s: float | None
+    elements: int
+    sizes_bytes: tuple[int, ...]
+    all_reduce_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        times = (self.step_s, self.compute_s or self.step_s, *self.all_reduce_s)
+        alike = len(self.sizes_bytes) == len(self.all_reduce_s) >= 2
+        if not alike or not all(t > 0 and math.isfinite(t) for t in times):
+            message = f"times {times} of payloads {self.sizes_bytes} are no measurement"
+            raise ConfigurationError(message, hint="give positive seconds, one for each of sizes")
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds of a step that waits for nobody, as far as is known."""
+        return min(self.compute_s or self.step_s, self.step_s)
+
+    def communication_s(self, codec: str, *, messages: int = 1) -> float:
+        """Return the seconds of one all-reduce of all parameters, sent in so many messages."""
+        first, last = self.sizes_bytes[0], self.sizes_bytes[-1]
+        rise_s = max(self.all_reduce_s[-1] - self.all_reduce_s[0], 0.0)
+        fixed_s = max(self.all_reduce_s[0] - rise_s * first / (last - first), 0.0)
+        payload = named_codec(codec).encoded_bytes(self.elements)
+        return messages * fixed_s + rise_s * payload / (last - first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to run the job.
+
+    Args:
+        rule: As it is written in Python; empty for the job as it is.
+        codec: How payloads travel.
+        step_s: Predicted seconds of a step; measured for the job as it is.
+        wait_s: Of them waiting.
+        recommended: The one to begin with.
+    """
+
+    rule: str
+    codec: str
+    step_s: float
+    wait_s: float
+    recommended: bool = False
+
+
+def options_for(times: JobTimes) -> list[Option]:
+    """Return ways to run a measured job, the job as it is first, one of them recommended.
+
+    A round of ``tau`` steps must last ``AutoTau.margin`` times the communication, which is sent
+    in up to eight fragments. The shortest round is recommended, with the least compression that
+    keeps it under 17 steps; staying as it is where under a tenth of a step is waiting.
+
+    Args:
+        times: What was measured.
+
+    Examples:
+        >>> times = JobTimes(ranks=2, step_s=0.5, compute_s=0.1, elements=1000,
+        ...                  sizes_bytes=(400, 4000), all_reduce_s=(0.04, 0.4))
+        >>> [one.rule for one in options_for(times) if one.recommended]
+        ['DelayCorrected(tau=5, fragments=5)']
+    """
+    now = Option(rule="", codec="", step_s=times.step_s, wait_s=times.step_s - times.alone_s)
+    found, rounds = [now], [0]
+    for codec in _CODECS:
+        tau = _tau(times, codec)
+        if len(found) == 1 or tau < rounds[-1]:  # else compression buys nothing
+            found.append(_hidden(times, codec, tau))
+            rounds.append(tau)
+    short = [one for one, tau in zip(found, rounds, strict=True) if 0 < tau <= _LONG_ROUND]
+    stays = times.compute_s is not None and now.wait_s <= _WORTH_HIDING * now.step_s
+    chosen = now if stays else [*short, found[-1]][0]
+    late = [one for one in (_late(times, codec) for codec in _CODECS) if one.wait_s == 0.0]
+    return [replace(one, recommended=one is chosen) for one in [*found, *late[:1]]]
+
+
+def _tau(times: JobTimes, codec: str) -> int:
+    """Return the shortest round that hides its messages, one for each fragment."""
+    margin = AutoTau().margin
+    for tau in range(1, _MOST_FRAGMENTS):
+        if margin * times.communication_s(codec, messages=tau) <= tau * times.alone_s:
+            return tau
+    needed_s = margin * times.communication_s(codec, messages=_MOST_FRAGMENTS)
+    return max(_MOST_FRAGMENTS, math.ceil(needed_s / times.alone_s))
+
+
+def _hidden(times: JobTimes, codec: str, tau: int) -> Option:
+    rule = f"DelayCorrected(tau={tau}, fragments={min(tau, _MOST_FRAGMENTS)})"
+    return Option(rule=rule, codec=codec, step_s=times.alone_s, wait_s=0.0)
+
+
+def _late(times: JobTimes, codec: str) -> Option:
+    step_s = max(times.alone_s, AutoTau().margin * times.communication_s(codec))
+    rule = "DelayedGradients(extrapolation=1)"
+    return Option(rule=rule, codec=codec, step_s=step_s, wait_s=step_s - times.alone_s)
+
+
+def watch(path: Path, *, steps: int) -> None:
+    """Measure this process' job from now on; rank 0 writes what was found, and all ranks end.
+
+    Args:
+        path: JSON file: the fields of ``JobTimes``, or ``error`` and ``hint``.
+        steps: Steps to time, after three to warm up.
+    """
+    register_optimizer_step_post_hook(_Watch(path, steps))
+
+
+class _Watch:
+    def __init__(self, path: Path, steps: int) -> None:
+        self._path, self._steps = path, steps
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._first: Optimizer | None = None
+        self._ends_s: list[float] = []
+        self._alone_from: int | None = None
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        self._optimizers.add(optimizer)
+        self._first = self._first or optimizer
+        if optimizer is not self._first:
+            return
+        parameters = _trainable(self._optimizers)
+        if problem := _problem(parameters):
+            self._end({"error": problem[0], "hint": problem[1]})
+        _synchronize(parameters[0].device)
+        self._ends_s.append(time.perf_counter())
+        count, half = len(self._ends_s), max(self._steps // 2, 1)
+        if count == WARM_UP_STEPS + half + 1:
+            self._leave_out_all_reduces()
+        elif count > WARM_UP_STEPS + 2 * half + 1:
+            self._end(self._measured(parameters, half))
+
+    def _leave_out_all_reduces(self) -> None:
+        # Replicas part from here on; the process ends before anything is kept of them.
+        wrapped = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+        for one in wrapped:
+            one.require_backward_grad_sync = False
+        if wrapped:
+            self._alone_from = len(self._ends_s)
+
+    def _measured(self, parameters: list[torch.Tensor], half: int) -> dict[str, Any]:
+        ends_s = self._ends_s[WARM_UP_STEPS:]
+        times_s = [after - before for before, after in pairwise(ends_s)]
+        as_is_s = times_s[:half] if self._alone_from else times_s
+        alone_s = times_s[half + 1 :] if self._alone_from else []
+        elements = sum(p.numel() for p in parameters)
+        payloads = sorted({max(elements // share, 1) for share in _SIZES} | {elements + 1})
+        device = parameters[0].device
+        found = [median(as_is_s), median(alone_s) if alone_s else 0.0]
+        found += [_all_reduce_s(count, device) for count in payloads]
+        slowest = torch.tensor(found, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        step_s, compute_s, *all_reduce_s = slowest.tolist()
+        return {
+            "ranks": dist.get_world_size(), "step_s": step_s, "compute_s": compute_s or None,
+            "elements": elements, "sizes_bytes": [4 * count for count in payloads],
+            "all_reduce_s": all_reduce_s,
+        }  # fmt: skip
+
+    def _end(self, record: dict[str, Any]) -> None:
+        grouped = dist.is_initialized()
+        if not grouped or dist.get_rank() == 0:
+            write_atomically(self._path, json.dumps(record).encode())
+        if grouped and "error" not in record:
+            dist.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # and not an exception: a `finally` of the job may overwrite its checkpoint
+
+
+def _trainable(optimizers: WeakSet[Optimizer]) -> list[torch.Tensor]:
+    parameters: Iterator[torch.Tensor] = (
+        p for one in optimizers for group in one.param_groups for p in group["params"]
+    )
+    return list({id(p): p for p in parameters if p.requires_grad}.values())
+
+
+def _problem(parameters: list[torch.Tensor]) -> tuple[str, str] | None:
+    """Return why nothing can be measured, and what to do; the same on all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        return "the job has one rank", "start it with torchrun --nproc-per-node 2, or on two nodes"
+    if any(hasattr(p, "placements") for p in parameters):
+        return (
+            "the job's parameters are sharded, and what it sends is no all-reduce of them",
+            'see docs/guides/sharded.md: OuterSync(..., tau="auto") measures such a job',
+        )
+    if not parameters:
+        return "the job's optimizer trains no parameter", "give it the model's parameters"
+    return None
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _all_reduce_s(count: int, device: torch.device) -> float:
+    buffer = torch.zeros(count, device=device)
+    times_s = []
+    for _ in range(_REPETITIONS + 1):
+        dist.barrier()
+        started_s = time.perf_counter()
+        dist.all_reduce(buffer)
+        _synchronize(device)
+        times_s.append(time.perf_counter() - started_s)
+    return median(times_s[1:])
