@@ -157,3 +157,24 @@ def test_a_calibrated_fabric_gives_the_measured_times(name):
 def test_examples_are_planned():
     plan("examples/plan_job.toml", "--cluster", "examples/cluster_10g_ethernet.toml", "--for",
          "train", "--json")  # fmt: skip
+
+
+def test_codecs_send_their_bytes_and_what_is_hidden_fits(tmp_path):
+    """Two processors, 100 Mbit/s: the round that is chosen is as long as its exchange."""
+    cluster = write(
+        tmp_path, 'base = "cpu-lab"\ngpus = 2\ngpus_per_node = 1\nnic = "100 Mbit/s"\n', "lab.toml"
+    )
+    found = {}
+    for codec in ("fp32", "bf16", "int8", "int4", "topk"):
+        text = TRAINER.replace("tau = 8", 'tau = "auto"').replace("int8", codec)
+        job, out = write(tmp_path, text, f"{codec}.toml"), tmp_path / f"{codec}-out.toml"
+        plan(job, "--cluster", cluster, "--for", "train", "--output", out)
+        config = load_config(out)
+        found[codec] = config.prediction.all_reduce_s
+        tau, expected = config.sync.tau or 1, config.prediction
+        if tau > 1:
+            assert config.sync.fragments == min(tau, 8)
+        beside_s = expected.compute_s + expected.other_s
+        assert expected.exposed_communication_s >= expected.all_reduce_s / tau - beside_s
+    assert found["fp32"] > found["bf16"] > found["int8"] > found["int4"] > found["topk"]
+    assert found["fp32"] == pytest.approx(2 * found["bf16"], rel=0.1)

@@ -20,8 +20,8 @@ CONSTANTS = {
 }  # fmt: skip
 
 
-def planned(folder, **changes):
-    run = folder / "ddp"
+def planned(folder, *, name="ddp", **changes):
+    run = folder / name
     tables = [f"{key} = {value}" for key, value in (PREDICTION | changes).items()]
     constants = [f'"{key}" = {value}' for key, value in CONSTANTS.items()]
     text = (run / "config.toml").read_text()
@@ -91,6 +91,17 @@ def test_every_form_shows_both_columns(comparison):
         (section,) = [one for one in page.sections if one.heading == "Predicted and measured"]
         assert section.parts[0].rows[0][:3] == ("step", "750 ms", "750 ms")
     assert json.loads(report.to_json())["predicted"][0]["parts"]["step"]["predicted"] == 0.75
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+def test_an_exchange_in_fragments_is_that_of_all_of_them(comparison, fragments):
+    run = planned(comparison, name="co2")
+    values = json.loads((run / "result.json").read_text())
+    values["sync"] = {"rounds": 8 * fragments, "fragments": fragments}
+    (run / "result.json").write_text(json.dumps(values))
+    found = found_in(comparison)[0]["one exchange in flight"]
+    (summary,) = (s for s in build_report([comparison]).summaries if s.method == "co2")
+    assert found.measured == pytest.approx(summary.in_flight_s / 8)
 
 
 def test_loss_at_equal_time(comparison):

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fivefold.cli._later import later
 from fivefold.cli._plan_files import runnable
-from fivefold.cli._plan_job import JobSizes, read_job
+from fivefold.cli._plan_job import JobSizes, as_sent, read_job
 from fivefold.errors import ConfigurationError
 
 with later():
@@ -113,6 +113,7 @@ class _Demo:
         """Plan one method; its configuration then has what is expected of a step."""
         config = self.write(method, steps=self.steps)
         planned = read_job(config, cluster, JobSizes())
+        cluster = as_sent(cluster, planned.config)
         space = planned.job.space
         taus = (1,) if method == "ddp" else tuple(t for t in space.tau if 1 < t <= _MOST_TAU)
         found = search_plans(

@@ -21,7 +21,7 @@ from fivefold.cli._plan_check import check as check_folder
 from fivefold.cli._plan_compare import compare as compare_on
 from fivefold.cli._plan_compare import plan_record, write_csv
 from fivefold.cli._plan_files import runnable, write_plan_files
-from fivefold.cli._plan_job import CODEC_BYTES, JobSizes, read_job
+from fivefold.cli._plan_job import JobSizes, as_sent, read_job
 from fivefold.cli._plan_page import split_page
 from fivefold.cli._plan_words import PARTS
 from fivefold.errors import InfeasibleError
@@ -47,7 +47,6 @@ with later():
     from fivefold.strategy.intervals import ErrorBar
     from fivefold.strategy.model import ModelSpec
     from fivefold.strategy.words import DEGREES, degrees_of, overlap_of, settings_of
-    from fivefold.train.config import TrainConfig
 
 
 _MOST_REASONS = 8
@@ -178,7 +177,8 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     where = load_cluster(cluster)
     sizes = JobSizes(gpus=gpus, global_batch=global_batch, seq_len=seq_len)
     planned = read_job(job, where, sizes)
-    where = _as_sent(where, planned.config, target)
+    if planned.config is not None or target == "train":
+        where = as_sent(where, planned.config)
     what, result = planned.job, None
     if what.plan is None:
         result = _search(what, where, top=top, front=front or report is not None, target=target)
@@ -270,15 +270,6 @@ def _require_one_cluster(cluster: str | None, clusters: list[str] | None, **comp
         if value:
             message = f"--{name} is of --compare; got {value!r} without it"
             raise ArgumentError(message, hint="add --compare and the clusters")
-
-
-def _as_sent(cluster: Cluster, config: TrainConfig | None, target: str | None) -> Cluster:
-    """Return the cluster with gradients as wide as fivefold's trainer sends them."""
-    if config is None and target != "train":
-        return cluster
-    codec = "fp32" if config is None else config.sync.codec or "fp32"
-    device = dataclasses.replace(cluster.device, gradient_wire_bytes=CODEC_BYTES[codec])
-    return dataclasses.replace(cluster, device=device)
 
 
 def _without_front(result: PlanSearchResult) -> PlanSearchResult:

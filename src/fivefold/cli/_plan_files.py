@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from fivefold.cli._later import later
-from fivefold.cli._plan_job import CODEC_BYTES, PlannedJob
+from fivefold.cli._plan_job import CODEC_BYTES, PlannedJob, as_sent
 from fivefold.errors import DataError, UnsupportedError
 
 with later():
@@ -35,6 +35,7 @@ with later():
         settings_fingerprint,
     )
 
+_MOST_FRAGMENTS = 8  # more are more messages, each with its latency
 _OUTER_PASSES = 8  # over parameters, anchors and momenta in an outer update, 4 bytes each
 _FIRST_BUCKET, _BUCKET = 2.0**20, 25 * 2.0**20  # of DistributedDataParallel
 _WAITING = ("local_sgd", "slowmo", "diloco")
@@ -142,8 +143,8 @@ def _kept(planned: PlannedJob, best: PlanPrediction) -> dict[str, dict[str, Any]
         sync |= {"method": config.sync.method, "tau": plan.tau}
         sync.pop("auto_tau", None)
         if config.sync.method == "delay_corrected" and config.sync.tau == "auto":
-            # A part of the model per step hides as well as all of it per round, and is less late.
-            sync["fragments"] = plan.tau
+            # A part of the model at a time hides as well as all of it per round, and is less late.
+            sync["fragments"] = min(plan.tau, _MOST_FRAGMENTS)
     elif config.sync.method in {"ddp", "none"}:
         sync = {**given.get("sync", {}), "method": "ddp" if plan.data > 1 else "none"}
     optim = {
@@ -169,9 +170,9 @@ def predict_step(
         best: The plan and what it costs.
         cluster: Where it runs.
     """
-    plan, time, device = best.plan, best.time, cluster.device
+    plan, device = best.plan, as_sent(cluster, config).device
     width = CODEC_BYTES[config.sync.codec or "fp32"]
-    device = dataclasses.replace(device, gradient_wire_bytes=width)
+    time = evaluate_plan(planned.job.model, device, cluster.fabric, plan=plan).time
     alone = dataclasses.replace(plan, tau=1, data_overlap=False)
     if plan.zero == 3:  # one worker's share, between workers
         alone = dataclasses.replace(plan, tau=1)

@@ -19,7 +19,7 @@ _TRAINER_TABLES = {"run", "data", "optim", "sync", "tasks", "prediction"}
 _BYTES_VOCAB = 257  # of the trainer's tokenizer of bytes
 _TAUS = (2, 4, 8, 16, 32, 64)
 _LEAST_16_BIT_FLOPS = 1e12  # a processor has no fast products of 16 bits
-CODEC_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.02, "int4": 0.52}
+CODEC_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.02, "int4": 0.52, "topk": 0.021}
 """Bytes on the wire of one number of each codec, scales counted."""
 
 
@@ -38,6 +38,13 @@ class JobSizes:
     gpus: int | None = None
     global_batch: int | None = None
     seq_len: int | None = None
+
+
+def as_sent(cluster: Cluster, config: TrainConfig | None) -> Cluster:
+    """Return the cluster with gradients as wide as fivefold's trainer sends them."""
+    codec = "fp32" if config is None else config.sync.codec or "fp32"
+    device = dataclasses.replace(cluster.device, gradient_wire_bytes=CODEC_BYTES[codec])
+    return dataclasses.replace(cluster, device=device)
 
 
 def read_job(path: Path, cluster: Cluster, sizes: JobSizes) -> PlannedJob:

@@ -132,8 +132,9 @@ def _exchange_s(run: Run, summary: RunSummary) -> float | None:
         return None
     if run.manifest.method == "ddp":
         return summary.in_flight_s / summary.steps
-    rounds = (run.result.sync or {}).get("rounds") if run.result is not None else None
-    return summary.in_flight_s / rounds if rounds else None
+    sync = (run.result.sync or {}) if run.result is not None else {}
+    rounds = sync.get("rounds")  # of each fragment, one after another
+    return summary.in_flight_s / rounds * sync.get("fragments", 1) if rounds else None
 
 
 def _findings(
