@@ -83,7 +83,7 @@ def _property(text: str) -> str:
 
 def _show(found: Sequence[RecipeVerdict], cluster: str) -> None:
     console = Console(highlight=False)
-    table = Table(title=f"{len(found)} recipes on {escape(cluster)}", title_justify="left")
+    table = Table(title=f"recipes on {escape(cluster)}: {len(found)}", title_justify="left")
     table.add_column("recipe", overflow="fold")
     table.add_column("status", no_wrap=True)
     for name in ("memory", "tokens/s\n/GPU"):

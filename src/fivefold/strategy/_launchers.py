@@ -449,7 +449,7 @@ def _base(model: ModelSpec, base: str | None) -> tuple[str, str]:
         if found is None:
             raise UnsupportedError(
                 f"torchtitan has no configuration of {model.name!r} that is known here",
-                hint="name one of its own with base, such as llama3.llama3_8b",
+                hint="give base= (--torchtitan-base), one of its own such as llama3.llama3_8b",
             )
         base = found
     package, _, function = base.partition(".")
