@@ -20,7 +20,13 @@ ALONE = [
     "gnn_from_toml.py",
 ]
 ELASTIC = "elastic_co2.py"
-ON_TWO_RANKS = ["co2_plain_loop.py", "hf_style_loop.py", "hf_trainer.py", "lightning_trainer.py"]
+ON_TWO_RANKS = [
+    "co2_plain_loop.py",
+    "ddp.py",
+    "hf_style_loop.py",
+    "hf_trainer.py",
+    "lightning_trainer.py",
+]
 
 
 def run(command, cwd):
@@ -102,12 +108,19 @@ def test_lightning_resumes_to_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_ddp_learns(tmp_path):
+    output = torchrun(ROOT / "examples" / "ddp.py", tmp_path)
+    assert float(re.search(r"loss (\S+)", output)[1]) < 0.95  # a guess of 0 has 1
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_readme_example(tmp_path):
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     script = tmp_path / "train.py"
     script.write_text(code)
     output = torchrun(script, tmp_path)
-    assert output.count("64 steps, 8 rounds, 8 merged") == 2
+    assert output.count("64 steps, 9 rounds, 9 merged") == 2
 
 
 def test_links_in_the_documents_lead_somewhere():

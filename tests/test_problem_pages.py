@@ -13,7 +13,7 @@ from fivefold.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs" / "problems").glob("*.md"))
-LONG = {"lab", "train", "report"}  # these and what needs their runs: nightly
+LONG = {"advise", "lab", "train", "report"}  # these and what needs their runs: nightly
 
 
 def commands_of(page):
@@ -26,12 +26,12 @@ def is_long(words):
     return bool(LONG & {words[1], *words[2:3]}) or words[-1].startswith("runs/")
 
 
-def run(words, monkeypatch, capsys):
+def run(words, monkeypatch, capfd):
     assert words[0] == "fivefold"
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
         main()
-    seen = capsys.readouterr()
+    seen = capfd.readouterr()
     assert not ended.value.code, f"{' '.join(words)}: {seen.err}"
     return seen.out + seen.err
 
@@ -52,10 +52,10 @@ def test_there_are_five():
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_plans_of_a_page_run_as_printed(page, monkeypatch, capsys):
+def test_plans_of_a_page_run_as_printed(page, monkeypatch, capfd):
     for words in commands_of(page):
         if not is_long(words):
-            assert run(words, monkeypatch, capsys), words
+            assert run(words, monkeypatch, capfd), words
 
 
 @pytest.mark.nightly
@@ -63,6 +63,6 @@ def test_plans_of_a_page_run_as_printed(page, monkeypatch, capsys):
 @pytest.mark.lab
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_whole_pages_run_as_printed(page, monkeypatch, capsys):
+def test_whole_pages_run_as_printed(page, monkeypatch, capfd):
     for words in commands_of(page):
-        run(words, monkeypatch, capsys)
+        run(words, monkeypatch, capfd)

@@ -90,6 +90,8 @@ MISTAKES = [
     (None, "topology show nowhere:4", "'nowhere'|fat_tree"),
     (None, "topology show torus:4x", "got '4x'|whole number"),
     (None, "collectives synthesize all_reduc ring:4", "'all_reduc'|all_reduce"),
+    (None, "collectives synthesize broadcast ring:4 --root 9", "root is 9|from 0 to 3"),
+    (None, "collectives synthesize all_reduce ring:4 --method tacl", "'tacl'|taccl"),
     (None, "collectives synthesize all_reduce ring:4 --size 64", "'64' has no unit|'64 MB'"),
     (None, "doctor --jsn", "--jsn|--json"),
     (None, "gnn generate g --nodes -3", "--nodes|equal to 0|got '-3'"),

@@ -327,6 +327,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     Prints its time, the lower bound and the gap between the two.
     """
     network = topology_of(topology, bandwidth=bandwidth, latency=latency)
+    named_collective(collective, network.num_ranks, root=root)  # at once: kernels compile after
     if output is not None:
         require_ending(output)
     require_writable(output, report, cache)
