@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, NoReturn, Self, TypeVar
+from typing import Any, Generic, Literal, NoReturn, Self, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
 from fivefold.gnn.loading._pipeline import Pipeline, StallError
 from fivefold.gnn.sampling.batches import as_count
+from fivefold.gnn.storage.reader import Backend
 
 _LOG = logging.getLogger(__name__)
 _STATE_VERSION = 1
@@ -31,20 +32,40 @@ Ids = npt.NDArray[np.int64]
 Remainder = Literal["drop", "repeat"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoaderSettings:
-    """The arguments that loaders share, under the same names, checked."""
+class LoaderOptions(TypedDict, total=False):
+    """Options that all loaders take under the same names; ``DiskLoader`` explains them."""
 
-    device: torch.device
-    shuffle: bool | Literal["segments"]
-    seed: int
-    prefetch: int | None
+    device: torch.device | str
     rank: int
     world_size: int
     remainder: Remainder
+    backend: Backend
+    verify: bool
     timeout_s: float
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoaderSettings:
+    """The arguments that loaders share, checked, with their defaults."""
+
+    shuffle: bool | Literal["segments"]
+    seed: int
+    prefetch: int | None
+    device: Any = "cpu"  # a torch.device from here on
+    rank: int = 0
+    world_size: int = 1
+    remainder: Remainder = "drop"
+    backend: Backend = "auto"
+    verify: bool = True
+    timeout_s: float = 120.0
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Return what a reading engine is told."""
+        return {"backend": self.backend, "verify": self.verify}
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "device", _checked_device(self.device))
         if self.prefetch is not None:
             as_count(self.prefetch, "prefetch")
         as_count(self.seed, "seed", least=0)
@@ -86,7 +107,7 @@ class LoaderSettings:
         }
 
 
-def checked_device(device: torch.device | str) -> torch.device:
+def _checked_device(device: torch.device | str) -> torch.device:
     """Return the device, if torch can use it."""
     try:
         chosen = torch.device(device)

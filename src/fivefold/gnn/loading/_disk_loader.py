@@ -13,7 +13,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,10 @@ from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading._base import (
     BatchLoader,
     Ids,
+    LoaderOptions,
     LoaderSettings,
     LoaderStatistics,
-    Remainder,
     batch_order,
-    checked_device,
     checked_ids,
 )
 from fivefold.gnn.loading._feature_store import FeatureStore
@@ -42,7 +41,6 @@ from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.planning import Budgets
 from fivefold.gnn.sampling.batches import as_count, checked_fanouts
 from fivefold.gnn.storage.pages import aligned_empty, gather_rows
-from fivefold.gnn.storage.reader import Backend
 from fivefold.units import parse_bytes
 
 # Two batches are read side by side where a third one can be at work in memory: the disk does not
@@ -70,24 +68,22 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         edges: Packed store of the rows of edges (``from_dataset`` makes it); None without
             ``edge_attr``.
         labels: Label of every node; None for batches without ``y``.
-        device: Where the tensors are put.
         shuffle: New random order of the batches in every epoch; "segments" keeps the batches of
             a segment together; None shuffles where the plan allows it. A Belady plan holds for
             the planned order alone.
         seed: Seed of the order.
         prefetch: Batches that are prepared ahead; None for as many as are useful and fit.
-        backend: Reading engine of the storage.
-        threads: Its reading threads; None for its default.
-        verify: Check the checksum of every page that is read.
-        rank: Rank of this process.
-        world_size: Number of processes that share the epoch.
+        threads: Threads of the reading engine; None for its default.
         memory_bytes: What the buffers of this process may take for rows; None takes what the plan
             keeps for batches in flight, or what ``prefetch`` needs where that is given. Edges and
             ids of the batches, and a few megabytes of each reading engine, are not in it.
         form: "edge_index", or "blocks" for layered models.
-        remainder: What happens with batches that do not fill a step of all ranks: "drop" leaves
-            out the last ones of the epoch's order, "repeat" hands the first ones out again.
-        timeout_s: Longest wait for one batch before an error names the stage that hangs.
+        options: Those that all loaders take: ``device``, where the tensors are put; ``rank`` of
+            this process among ``world_size`` that share the epoch; ``remainder``, whether the
+            last batches that do not fill a step of all ranks are left out ("drop") or the first
+            ones handed out again ("repeat"); ``backend``, the reading engine; ``verify``, whether
+            the checksum of every page that is read is checked; ``timeout_s``, the longest wait
+            for one batch before an error names the stage that hangs.
 
     Raises:
         ConfigurationError: A setting is not allowed, or does not fit the plan of the store.
@@ -125,29 +121,19 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         *,
         edges: PackedStore | None = None,
         labels: npt.NDArray[Any] | torch.Tensor | None = None,
-        device: torch.device | str = "cpu",
         shuffle: bool | Literal["segments"] | None = None,
         seed: int = 0,
         prefetch: int | None = None,
-        backend: Backend = "auto",
         threads: int | None = None,
-        verify: bool = True,
-        rank: int = 0,
-        world_size: int = 1,
         memory_bytes: int | None = None,
         form: Literal["edge_index", "blocks"] = "edge_index",
-        remainder: Remainder = "drop",
-        timeout_s: float = 120.0,
+        **options: Unpack[LoaderOptions],
     ) -> None:
         settings = LoaderSettings(
-            device=checked_device(device),
             shuffle=store.plan.policy != "belady" if shuffle is None else shuffle,
             seed=seed,
             prefetch=prefetch,
-            rank=rank,
-            world_size=world_size,
-            remainder=remainder,
-            timeout_s=timeout_s,
+            **options,
         )
         self._store, self._form = store, checked_form(form)
         _check_policy(store, settings)
@@ -161,14 +147,13 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         self._features = FeatureStore(
             store,
             device=settings.device,
-            backend=backend,
             threads=threads,
-            verify=verify,
+            **settings.engine,
             readers=2 if self._buffers >= _BUFFERS_FOR_TWO_READERS else 1,
         )
         self._edges = None
         if edges is not None:
-            self._edges = FeatureStore(edges, backend=backend, threads=threads, verify=verify)
+            self._edges = FeatureStore(edges, threads=threads, **settings.engine)
         # Closed in this order: engines, then what from_dataset opened for them.
         self._closing = contextlib.ExitStack()
         for rows in (self._features, self._edges):

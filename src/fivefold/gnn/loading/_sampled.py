@@ -13,7 +13,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,9 @@ from fivefold.gnn.loading._base import (
     Batch,
     BatchLoader,
     Ids,
+    LoaderOptions,
     LoaderSettings,
     LoaderStatistics,
-    Remainder,
-    checked_device,
     checked_ids,
 )
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
@@ -287,15 +286,9 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         seed: Seed of order and samples.
         edge_ids: Whether batches have ``e_id``; with features of edges they always do.
         form: "edge_index", "blocks" for layered models, or "data" for PyG's ``Data``.
-        device: Where the tensors are put.
         prefetch: Batches that are prepared ahead.
-        rank: Rank of this process.
-        world_size: Number of processes that share the batches of an epoch.
-        remainder: "drop" leaves out the last batches of an epoch that do not fill a step of all
-            ranks, "repeat" hands the first ones out again.
-        backend: Reading engine for features on disk.
-        verify: Check the checksums of what is read.
-        timeout_s: Longest wait for one batch before an error names the stage that hangs.
+        options: Those that all loaders take, as for ``DiskLoader``: device, rank, world_size,
+            remainder, backend, verify, timeout_s.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -328,29 +321,12 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         seed: int = 0,
         edge_ids: bool = False,
         form: Literal["edge_index", "blocks", "data"] = "edge_index",
-        device: torch.device | str = "cpu",
         prefetch: int = 2,
-        rank: int = 0,
-        world_size: int = 1,
-        remainder: Remainder = "drop",
-        backend: Backend = "auto",
-        verify: bool = True,
-        timeout_s: float = 120.0,
+        **options: Unpack[LoaderOptions],
     ) -> None:
-        settings = LoaderSettings(
-            device=checked_device(device),
-            shuffle=shuffle,
-            seed=seed,
-            prefetch=prefetch,
-            rank=rank,
-            world_size=world_size,
-            remainder=remainder,
-            timeout_s=timeout_s,
-        )
-        self._form, self._resample = (
-            checked_form("edge_index" if form == "data" else form),
-            resample,
-        )
+        settings = LoaderSettings(shuffle=shuffle, seed=seed, prefetch=prefetch, **options)
+        self._form = checked_form("edge_index" if form == "data" else form)
+        self._resample = resample
         seeds = checked_ids(ids, dataset.num_nodes)
         self._seeds = SeedTable(seeds, dataset.labels if dataset.has_labels else None)
         self._sampler = NeighborSampler(
@@ -365,13 +341,16 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
                 f"{dataset.num_nodes}",
                 hint="give the topology of this data set, or None",
             )
-        engine: dict[str, Any] = {"backend": backend, "verify": verify}
         self._rows = open_rows(
-            dataset.features, features, cache_bytes=cache_bytes, cache_policy=cache_policy, **engine
+            dataset.features,
+            features,
+            cache_bytes=cache_bytes,
+            cache_policy=cache_policy,
+            **settings.engine,
         )
         self._edge_rows = None
         if dataset.edge_features is not None:
-            self._edge_rows = DiskRows(dataset.edge_features, **engine)
+            self._edge_rows = DiskRows(dataset.edge_features, **settings.engine)
         self._read = _Reading()
         self._links: LinkSeeds | None = None
         closing = contextlib.ExitStack()
@@ -459,15 +438,9 @@ class HeteroLoader(_SampledLoader[HeteroMiniBatch]):
         topology: Adjacency to sample from; None opens the dataset's.
         shuffle: Put the seeds in a new random order every epoch.
         seed: Seed of order and samples.
-        device: Where the tensors are put.
         prefetch: Batches that are prepared ahead.
-        rank: Rank of this process.
-        world_size: Number of processes that share the batches of an epoch.
-        remainder: "drop" leaves out the last batches of an epoch that do not fill a step of all
-            ranks, "repeat" hands the first ones out again.
-        backend: Reading engine.
-        verify: Check the checksums of what is read.
-        timeout_s: Longest wait for one batch before an error names the stage that hangs.
+        options: Those that all loaders take, as for ``DiskLoader``: device, rank, world_size,
+            remainder, backend, verify, timeout_s.
 
     Raises:
         ConfigurationError: A setting is out of range, or fan-outs do not fit the edge types.
@@ -496,25 +469,10 @@ class HeteroLoader(_SampledLoader[HeteroMiniBatch]):
         topology: HeteroAdjacency | None = None,
         shuffle: bool = False,
         seed: int = 0,
-        device: torch.device | str = "cpu",
         prefetch: int = 2,
-        rank: int = 0,
-        world_size: int = 1,
-        remainder: Remainder = "drop",
-        backend: Backend = "auto",
-        verify: bool = True,
-        timeout_s: float = 120.0,
+        **options: Unpack[LoaderOptions],
     ) -> None:
-        settings = LoaderSettings(
-            device=checked_device(device),
-            shuffle=shuffle,
-            seed=seed,
-            prefetch=prefetch,
-            rank=rank,
-            world_size=world_size,
-            remainder=remainder,
-            timeout_s=timeout_s,
-        )
+        settings = LoaderSettings(shuffle=shuffle, seed=seed, prefetch=prefetch, **options)
         chosen = dataset.split(input_type, "train") if ids is None else ids
         labels = dataset.labels(input_type) if dataset.has_labels(input_type) else None
         seeds = checked_ids(chosen, dataset.num_nodes.get(input_type, 0))
@@ -523,7 +481,7 @@ class HeteroLoader(_SampledLoader[HeteroMiniBatch]):
             dataset.topology() if topology is None else topology, fanouts, seed=seed
         )
         rows = {
-            name: DiskRows(dataset.features(name), backend=backend, verify=verify)
+            name: DiskRows(dataset.features(name), **settings.engine)
             for name in dataset.node_types
             if dataset.has_features(name)
         }
