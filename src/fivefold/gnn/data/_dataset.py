@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ from fivefold.gnn.data.parts import EdgePart, FeaturePart, Source
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container
+from fivefold.gnn.storage.files import Closing
 
 GRAPH_FILE = "graph.fvf"
 FEATURES_FILE = "features.fvf"
@@ -44,7 +45,7 @@ HETERO_FILE = "dataset.json"
 NAMES_FILE = "names.json"
 
 
-class Dataset:
+class Dataset(Closing):
     """A homogeneous graph with features and labels in a folder; made by ``Dataset.open``.
 
     Files stay open until ``close``. Labels and splits are read into memory when first asked for (8
@@ -242,12 +243,6 @@ class Dataset:
         while self._opened:
             self._opened.pop().close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @cached_property
     def _features(self) -> Container | None:
         return self._open_optional(FEATURES_FILE, "features")
@@ -321,7 +316,7 @@ class HeteroSource:
     edge_features: Mapping[EdgeType, FeaturePart] = field(default_factory=dict)
 
 
-class HeteroDataset:
+class HeteroDataset(Closing):
     """A graph of several node and edge types in a folder; made by ``HeteroDataset.open``.
 
     Args:
@@ -464,12 +459,6 @@ class HeteroDataset:
         """Close all files; arrays that were read stay."""
         while self._opened:
             self._opened.popitem()[1].close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def open_dataset(folder: str | Path) -> Dataset | HeteroDataset:

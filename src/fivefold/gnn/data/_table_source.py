@@ -263,8 +263,6 @@ def _usual(names: list[str], usual: Sequence[str]) -> str | None:
 
 
 class _TableEdges:
-    sorted_by_target = False
-
     def __init__(self, source: TableSource) -> None:
         self.tables, self.ends = source.tables, source.ends
         self.weighted = source.weighted

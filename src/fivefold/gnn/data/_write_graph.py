@@ -1,4 +1,4 @@
-"""Edges as compressed rows by target: streamed when sorted, else sorted without holding them.
+"""Edges as compressed rows by target, sorted without holding them.
 
 A counting sort in two passes. Edges are spilled to buckets, each a range of target ids; then each
 bucket is read and sorted by counting. Both passes are stable: the edges of a target stay in the
@@ -390,22 +390,6 @@ class EdgeRules:
     drop_duplicates: bool = False
 
 
-def write_graph(
-    path: Path,
-    part: EdgePart,
-    attributes: Mapping[str, Any],
-    *,
-    rules: EdgeRules,
-    memory_bytes: int,
-    progress: Progress,
-) -> None:
-    """Write graph.fvf."""
-    if part.sorted_by_target and part.num_edges is not None and rules == EdgeRules():
-        _write_sorted(path, part, attributes, memory_bytes, progress)
-    else:
-        _write_bucketed(path, part, attributes, rules, (memory_bytes, progress))
-
-
 def _value_types(*, weighted: bool, numbered: bool) -> dict[str, np.dtype[Any]]:
     """Return the types of what an edge has beside its ends."""
     types: dict[str, np.dtype[Any]] = {
@@ -438,78 +422,6 @@ def _sections(
     }
 
 
-class _SortedWriter:
-    """Turns edges in the order of their targets into compressed rows as they come."""
-
-    def __init__(self, writer: ContainerWriter, num_nodes: int, state: Mapping[str, int]) -> None:
-        self.writer = writer
-        self.num_nodes = num_nodes
-        self.edges = state["edges"]
-        self.node = state["node"]  # indptr is written up to and with this node
-        self.dtype = index_dtype(num_nodes)
-        if self.node == 0:
-            writer.write("indptr", 0, np.zeros(1, np.int64))
-
-    def add(self, block: EdgeBlock) -> None:
-        if block.targets.size == 0:
-            return
-        last = int(block.targets[-1])
-        if int(block.targets[0]) < self.node or np.any(np.diff(block.targets) < 0):
-            message = "the edges are not sorted by target"
-            raise DataError(message, hint="set sorted_by_target of the source to False")
-        self._close_nodes(block, last)
-        for name, values in block.values().items():
-            section, dtype = ("indices", self.dtype) if name == "sources" else (name, values.dtype)
-            self.writer.write(section, self.edges, values.astype(dtype, copy=False))
-        self.edges += block.sources.size
-
-    def _close_nodes(self, block: EdgeBlock, last: int) -> None:
-        """Write the ends of the nodes before ``last``, which may go on in the next block."""
-        nodes = np.arange(self.node, last, dtype=block.targets.dtype)
-        ends = np.searchsorted(block.targets, nodes, side="right")
-        self.writer.write("indptr", self.node + 1, ends.astype(np.int64) + self.edges)
-        self.node = last
-
-    def finish(self, max_rows: int) -> None:
-        while self.node < self.num_nodes:
-            rows = min(max_rows, self.num_nodes - self.node)
-            self.writer.write("indptr", self.node + 1, np.full(rows, self.edges, np.int64))
-            self.node += rows
-
-    def state(self, position: int) -> dict[str, int]:
-        return {"position": position, "edges": self.edges, "node": self.node}
-
-
-def _write_sorted(
-    path: Path,
-    part: EdgePart,
-    attributes: Mapping[str, Any],
-    memory_bytes: int,
-    progress: Progress,
-) -> None:
-    num_nodes = int(attributes["num_nodes"])
-    total = part.num_edges or 0
-    max_edges = max(1, min(memory_bytes // 128, 4 << 20))
-    with ContainerWriter(
-        path,
-        kind="graph",
-        sections=_sections(attributes, total, part),
-        attributes=attributes,
-        resume=True,
-    ) as writer:
-        start = writer.progress or {"position": 0, "edges": 0, "node": 0}
-        rows = _SortedWriter(writer, num_nodes, start)
-        marked = rows.edges
-        for block in part.blocks(start["position"], max_edges):
-            rows.add(block)
-            progress("edges", rows.edges, total)
-            if rows.edges - marked >= _MARK_EVERY_EDGES:
-                writer.mark(rows.state(block.position))
-                marked = rows.edges
-        rows.finish(max_edges)
-        writer.commit().close()
-
-
 def work_folder(path: Path) -> Path:
     """Return where edges are spilled while graph.fvf is made."""
     return path.with_name(path.name + ".work")
@@ -520,14 +432,16 @@ def num_sources(attributes: Mapping[str, Any]) -> int:
     return int(attributes.get("num_sources", attributes["num_nodes"]))
 
 
-def _write_bucketed(
+def write_graph(
     path: Path,
     part: EdgePart,
     attributes: Mapping[str, Any],
+    *,
     rules: EdgeRules,
-    run: tuple[int, Progress],
+    memory_bytes: int,
+    progress: Progress,
 ) -> None:
-    memory_bytes, progress = run
+    """Write graph.fvf."""
     copies = 2 if rules.add_reverse else 1
     expected = part.num_edges if part.num_edges is not None else part.expected_edges
     buckets = EdgeBuckets(
@@ -542,7 +456,7 @@ def _write_bucketed(
     )
     buckets.resume(_recipe_id(attributes, rules))
     if not buckets.complete:
-        _fill(buckets, part, attributes, rules, run)
+        _fill(buckets, part, attributes, rules, (memory_bytes, progress))
     _write_buckets(path, buckets, attributes, part, progress)
     buckets.remove()
 

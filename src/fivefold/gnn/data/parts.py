@@ -65,11 +65,6 @@ class EdgePart(Protocol):
         """Return whether blocks carry weights."""
         ...
 
-    @property
-    def sorted_by_target(self) -> bool:
-        """Return whether targets never fall from one edge to the next: nothing is sorted then."""
-        ...
-
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
         """Yield all edges from ``position`` on (0: the start), at most ``max_edges`` at a time."""
         ...

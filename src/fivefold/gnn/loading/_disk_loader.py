@@ -68,9 +68,8 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         edges: Packed store of the rows of edges (``from_dataset`` makes it); None without
             ``edge_attr``.
         labels: Label of every node; None for batches without ``y``.
-        shuffle: New random order of the batches in every epoch; "segments" keeps the batches of
-            a segment together; None shuffles where the plan allows it. A Belady plan holds for
-            the planned order alone.
+        shuffle: New random order of the batches in every epoch; None shuffles where the plan
+            allows it. A Belady plan holds for the planned order alone.
         seed: Seed of the order.
         prefetch: Batches that are prepared ahead; None for as many as are useful and fit.
         threads: Threads of the reading engine; None for its default.
@@ -121,7 +120,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         *,
         edges: PackedStore | None = None,
         labels: npt.NDArray[Any] | torch.Tensor | None = None,
-        shuffle: bool | Literal["segments"] | None = None,
+        shuffle: bool | None = None,
         seed: int = 0,
         prefetch: int | None = None,
         threads: int | None = None,
@@ -180,7 +179,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         form: Literal["data", "edge_index", "blocks"] = "data",
         sampled_epochs: int = 1,
         policy: Literal["static", "belady"] = "static",
-        shuffle: bool | Literal["segments"] | None = None,
+        shuffle: bool | None = None,
         seed: int = 0,
         edge_ids: bool = False,
         prefetch: int = 2,
@@ -332,17 +331,8 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         settings, batches = self._settings, self._store.epoch_batches(epoch)
         order = np.arange(len(batches), dtype=np.int64)
         if settings.shuffle:
-            segments = self._segments(batches) if settings.shuffle == "segments" else ()
-            order = batch_order(len(batches), seed=settings.seed, epoch=epoch, segments=segments)
+            order = batch_order(len(batches), seed=settings.seed, epoch=epoch)
         return settings.share(order) + batches.start
-
-    def _segments(self, batches: range) -> list[tuple[int, int]]:
-        """Return the plan's segments within an epoch, counted from its first batch."""
-        inside = (
-            (max(first, batches.start), min(stop, batches.stop))
-            for first, stop in self._store.plan.segments
-        )
-        return [(a - batches.start, b - batches.start) for a, b in inside if a < b]
 
     def _identity(self) -> dict[str, Any]:
         return {"store": self._store.plan.order_fingerprint, **self._settings.identity()}

@@ -2,8 +2,7 @@
 
 ``OnlineLoader`` is for validation and test ids, for training that fits in memory, and as the
 yardstick of packed training: the same batches, without any packing. ``HeteroLoader`` is for graphs
-with several node and edge types: offline sampling and packing know one node type
-(``HeteroAdjacency.merged`` makes one of a graph whose types have rows of one size).
+with several node and edge types: offline sampling and packing know one node type.
 """
 
 from __future__ import annotations
@@ -212,9 +211,6 @@ class _SampledLoader(BatchLoader[Batch]):
         release: Callable[[], None],
     ) -> None:
         super().__init__(settings, release)
-        if settings.shuffle == "segments":
-            message = 'shuffle is "segments", which packed batches alone lie in'
-            raise ConfigurationError(message, hint="use True or False")
         self._prefetch = as_count(settings.prefetch, "prefetch")
         self._ids, self._batch_size = ids, as_count(batch_size, "batch_size")
         self._length(0)  # an impossible rank is refused here and not in the first epoch

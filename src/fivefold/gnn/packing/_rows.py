@@ -23,11 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.packing._overlap import Progress, WriteBehind, read_ahead
+from fivefold.gnn.packing._overlap import Progress, WriteBehind
 from fivefold.gnn.planning.geometry import Geometry
 from fivefold.gnn.planning.layout import PAGE_BYTES
 from fivefold.gnn.storage import Container, ContainerWriter, RowReader
 from fivefold.gnn.storage.pages import aligned_empty, gather_rows
+from fivefold.gnn.storage.parallel import read_ahead
 
 KIND_ROWS = "packed-rows"
 _KIND_ROUTES = "packing-routes"

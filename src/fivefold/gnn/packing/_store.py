@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from fivefold.gnn.packing.record import BatchRecord, decode_record
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container
+from fivefold.gnn.storage.files import Closing
 
 _VERSION = 2
 _REPACK = "pack again with resume=False (`fivefold gnn pack --fresh`)"
@@ -41,7 +42,7 @@ class StoreFiles:
         self.layouts = self.scratch / "layouts.fvf"
 
 
-class PackedStore:
+class PackedStore(Closing):
     """Packed rows, cached rows and batch records, ready for training.
 
     Attributes:
@@ -197,12 +198,6 @@ class PackedStore:
         """Let go of the files."""
         self.rows.close()
         self.records.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_manifest(files: StoreFiles) -> dict[str, Any]:

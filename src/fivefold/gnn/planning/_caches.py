@@ -37,6 +37,7 @@ from fivefold.gnn.storage import DiskProfile
 from fivefold.units import format_bytes
 
 _MEMORY_BYTES = 128 << 20
+_COUNTED_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,32 +429,14 @@ def hottest_rows(counts: Array, num_rows: int) -> Ids:
     if num_rows <= 0 or not len(counts):
         return np.empty(0, np.int64)
     histogram = np.zeros(int(counts.max()) + 1, np.int64)
-    _histogram(counts, histogram)
+    for first in range(0, len(counts), _COUNTED_AT_ONCE):
+        part = counts[first : first + _COUNTED_AT_ONCE]
+        histogram += np.bincount(part, minlength=len(histogram))
     at_least = np.cumsum(histogram[::-1])[::-1]  # at_least[c]: rows of count c or more
-    # All rows of this count or more fit; those of the count just below fit in part or are unused.
+    # All rows of this count or more fit; those of the count just below it fit in part.
     threshold = max(1, int(np.count_nonzero(at_least > num_rows)))
-    num_taken = int(at_least[threshold]) if threshold < len(at_least) else 0
-    num_ties = num_rows - num_taken if threshold > 1 else 0
-    rows = np.empty(min(num_rows, num_taken + num_ties), np.int64)
-    return rows[: _take(counts, threshold, num_ties, rows)]
-
-
-@njit
-def _histogram(counts: Any, histogram: Any) -> Any:
-    for place in range(counts.shape[0]):
-        histogram[counts[place]] += 1
-
-
-@njit
-def _take(counts: Any, threshold: Any, num_ties: Any, rows: Any) -> Any:
-    """Take all rows of at least ``threshold`` and the first ties of the count just below it."""
-    number = 0
-    for node in range(counts.shape[0]):
-        take = counts[node] >= threshold
-        if not take and num_ties > 0 and counts[node] == threshold - 1:
-            take = True
-            num_ties -= 1
-        if take:
-            rows[number] = node
-            number += 1
-    return number
+    rows = np.flatnonzero(counts >= threshold)
+    if threshold == 1:  # a count of zero is never worth a slot
+        return rows
+    ties = np.flatnonzero(counts == threshold - 1)[: num_rows - len(rows)]
+    return np.sort(np.concatenate([rows, ties]))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +32,7 @@ from fivefold.gnn.sampling.kernels import (
     number_sources,
     refill_table,
 )
+from fivefold.gnn.storage.parallel import in_threads
 
 _FIRST_ROOM = 1 << 10
 
@@ -326,23 +325,14 @@ class NeighborSampler(_Sampler):
             ConfigurationError: As :meth:`sample`.
             DataError: As :meth:`sample`.
         """
-        numbered = zip(itertools.count(first), batches, strict=False)
+        calls = (
+            partial(self.sample, seeds, epoch=epoch, batch=number)
+            for number, seeds in enumerate(batches, start=first)
+        )
         if self.threads == 1:
-            for number, seeds in numbered:
-                yield self.sample(seeds, epoch=epoch, batch=number)
-            return
-        with ThreadPoolExecutor(self.threads, "fivefold-sampler") as pool:
-            waiting: deque[Future[SampledBatch]] = deque()
-            try:
-                for number, seeds in numbered:
-                    waiting.append(pool.submit(self.sample, seeds, epoch=epoch, batch=number))
-                    if len(waiting) > self.threads:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-            finally:
-                for future in waiting:
-                    future.cancel()
+            yield from (call() for call in calls)
+        else:
+            yield from in_threads(calls, threads=self.threads)
 
 
 def _fanouts_by_type(

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -31,6 +30,7 @@ from fivefold.gnn.sampling.batches import (
     epoch_batches,
 )
 from fivefold.gnn.storage import Container, ContainerWriter
+from fivefold.gnn.storage.files import Closing
 from fivefold.gnn.storage.pages import PAGE_BYTES
 
 KIND = "samples"
@@ -169,7 +169,7 @@ def _signed(count: int) -> np.dtype[Any]:
     return np.dtype(np.int32 if count <= 1 << 31 else np.int64)
 
 
-class SampleFile:
+class SampleFile(Closing):
     """The batches of one or more epochs; made by :func:`sample_epochs`.
 
     Every batch is one record on page boundaries, so that it takes one read. Batches of all epochs
@@ -236,11 +236,6 @@ class SampleFile:
     def has_edge_ids(self) -> bool:
         """Return whether the batches say which edges they have."""
         return self._form.edge_dtype is not None
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Return the number of batches of an epoch."""
-        return self.num_batches // self.num_epochs
 
     @property
     def fingerprint(self) -> str:
@@ -315,17 +310,6 @@ class SampleFile:
 
     def __len__(self) -> int:
         return self.num_batches
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _row(self, number: int) -> NDArray[np.int64]:
         if not 0 <= number < self.num_batches:
@@ -434,7 +418,7 @@ class _Sampling:
         if not isinstance(sampler, NeighborSampler):
             raise ConfigurationError(
                 f"the sampler is a {type(sampler).__name__}",
-                hint="use a NeighborSampler; HeteroAdjacency.merged() gives it one topology",
+                hint="use a NeighborSampler; graphs of several types go through HeteroLoader",
             )
         check_distinct(train_ids, sampler.topology.num_nodes)
         if train_ids.size == 0:

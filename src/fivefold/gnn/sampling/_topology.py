@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -327,38 +326,6 @@ class HeteroAdjacency:
         """Return the bytes of all arrays."""
         return sum(topology.nbytes for topology in self.edges.values())
 
-    def merged(self) -> MergedTopology:
-        """Return the same graph with one numbering of all nodes, and one type of edges.
-
-        So a heterogeneous graph goes through everything that knows one type only, such as offline
-        sampling and packing; a model that tells edge types apart looks them up by edge id. What is
-        lost are fan-outs by edge type. The features of the node types must have one row size.
-        """
-        sizes = np.array(list(self.num_nodes.values()), np.int64)
-        offsets = dict(zip(self.num_nodes, (np.cumsum(sizes) - sizes).tolist(), strict=True))
-        total = int(sizes.sum())
-        degrees = np.zeros(total + 1, np.int64)
-        for (_, _, target), topology in self.edges.items():
-            first = offsets[target]
-            degrees[first + 1 : first + topology.num_nodes + 1] += np.diff(topology.indptr)
-        indptr = np.cumsum(degrees)
-        indices = np.empty(self.num_edges, np.int32 if total <= 1 << 31 else np.int64)
-        kinds = np.empty(self.num_edges, np.min_scalar_type(max(len(self.edges) - 1, 0)))
-        weighted = any(topology.weights is not None for topology in self.edges.values())
-        weights = np.ones(self.num_edges if weighted else 0, np.float32)
-        begins = indptr[:-1].copy()
-        for number, ((source, _, target), topology) in enumerate(self.edges.items()):
-            rows = slice(offsets[target], offsets[target] + topology.num_nodes)
-            shift = np.repeat(begins[rows] - topology.indptr[:-1], np.diff(topology.indptr))
-            places = np.arange(topology.num_edges) + shift
-            indices[places] = topology.indices + offsets[source]
-            kinds[places] = number
-            if topology.weights is not None:
-                weights[places] = topology.weights
-            begins[rows] += np.diff(topology.indptr)
-        merged = Adjacency(indptr, indices, weights if weighted else None, check=False)
-        return MergedTopology(topology=merged, offsets=offsets, edge_kinds=kinds)
-
     @property
     def fingerprint(self) -> str:
         """Return a digest of the types and of the fingerprint of each topology."""
@@ -366,12 +333,3 @@ class HeteroAdjacency:
         for edge_type, topology in self.edges.items():
             digest.update(f"{edge_type} {topology.fingerprint}".encode())
         return digest.hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MergedTopology:
-    """A heterogeneous graph with one numbering; made by :meth:`HeteroAdjacency.merged`."""
-
-    topology: Adjacency
-    offsets: dict[str, int]
-    edge_kinds: NDArray[np.unsignedinteger[Any]]

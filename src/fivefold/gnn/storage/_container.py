@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -24,7 +24,7 @@ from fivefold.gnn.storage._format import (
     decode_manifest,
     make_section,
 )
-from fivefold.gnn.storage.files import closed_error, open_to_read, read_into
+from fivefold.gnn.storage.files import Closing, closed_error, open_to_read, read_into
 from fivefold.gnn.storage.pages import PAGE_BYTES, aligned, aligned_empty, hash_pages
 from fivefold.gnn.storage.reader import RowReader
 
@@ -37,7 +37,7 @@ _ADVICE = {
 }
 
 
-class Container:
+class Container(Closing):
     """An open container file; made by :meth:`open` or :meth:`ContainerWriter.commit`.
 
     Attributes:
@@ -327,17 +327,6 @@ class Container:
         with self._lock:
             self._descriptor = -1
             self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Container({str(self.path)!r}, kind={self.kind!r}, {len(self.sections)} sections)"

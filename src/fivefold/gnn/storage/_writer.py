@@ -16,8 +16,7 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -36,7 +35,7 @@ from fivefold.gnn.storage._format import (
     padded,
 )
 from fivefold.gnn.storage._partial import DIRTY, NEVER, PageLedger, PartialFile
-from fivefold.gnn.storage.files import closed_error
+from fivefold.gnn.storage.files import Closing, closed_error
 from fivefold.gnn.storage.pages import PAGE_BYTES, aligned, hash_pages
 
 _CHUNK_BYTES = 8 << 20
@@ -48,7 +47,7 @@ _SHORT = "it is shorter than its sections"
 Shape = tuple[int | None, ...]
 
 
-class ContainerWriter:
+class ContainerWriter(Closing):
     """Writes one container file; nothing stands under its name until :meth:`commit`.
 
     Args:
@@ -372,11 +371,8 @@ class ContainerWriter:
 
     # --- ending -----------------------------------------------------------------------------
 
-    def commit(self, attributes: Mapping[str, Any] | None = None) -> Container:
+    def commit(self) -> Container:
         """Complete the file, wait for the disk and put it in place.
-
-        Args:
-            attributes: More attributes, known only now.
 
         Returns:
             The file, opened.
@@ -386,8 +382,6 @@ class ContainerWriter:
             StorageError: The disk refused; what was written stays for resuming.
         """
         self._check_open()
-        self.attributes.update(attributes or {})
-        encode_json(self.attributes)
         self._place_grown()
         self._seal()
         try:
@@ -494,14 +488,3 @@ class ContainerWriter:
             self._lock.wait_for(lambda: self._under_way == 0)
             for file in self._files.values():
                 file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -6,7 +6,7 @@ import os
 import stat
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,20 @@ def move_bytes(writing: Any, direct: Any, plain: Any, address: Any, count: Any, 
             continue
         return done, number
     return done, 0
+
+
+class Closing:
+    """Something to ``close``, which leaving a ``with`` block does, too."""
+
+    def close(self) -> None:
+        """Let go of what is held."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Files(NamedTuple):

@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +31,7 @@ from fivefold.gnn.storage._requests import (
 )
 from fivefold.gnn.storage._threads import ThreadsBackend, Workers
 from fivefold.gnn.storage._uring import RingBackend
-from fivefold.gnn.storage.files import Files, closed_error, open_files, truncated_error
+from fivefold.gnn.storage.files import Closing, Files, closed_error, open_files, truncated_error
 from fivefold.gnn.storage.pages import PAGE_BYTES
 
 _logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class PagedFile(Protocol):
         """Return the error for a page whose checksum is wrong."""
 
 
-class RowReader:
+class RowReader(Closing):
     """Reads runs of consecutive rows of one section to where they are wanted.
 
     Requests are whole pages, past the page cache where the file system can do that. Runs that
@@ -354,17 +353,6 @@ class RowReader:
                 self._closed = True
                 self._workers.close()
                 self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _release(resources: list[ThreadsBackend | RingBackend | Files]) -> None:

@@ -85,10 +85,6 @@ class InferenceResult:
     Args:
         path: Container of kind "embeddings" with section "x", float32 [nodes, classes].
         layers: What each layer took.
-
-    Examples:
-        >>> InferenceResult(path=Path("out/output.fvf"), layers=()).explain()
-        ''
     """
 
     path: Path
@@ -396,10 +392,6 @@ class RunInference:
         outputs: Where the class scores of all nodes are, and what each layer took.
         accuracy: Accuracy per split, from all neighbours; splits without labels are left out.
         step: Optimizer step of the checkpoint.
-
-    Examples:
-        >>> RunInference.__dataclass_params__.frozen
-        True
     """
 
     outputs: InferenceResult
@@ -494,10 +486,6 @@ def load_model(config: GnnConfig, dataset: Dataset) -> tuple[LayeredModel, int]:
     Raises:
         CheckpointError: There is no checkpoint, or none is whole.
         DataError: The checkpoint was trained on another data set.
-
-    Examples:
-        >>> load_model.__name__
-        'load_model'
     """
     found = newest_checkpoint(config.run.output)
     if found is None:
