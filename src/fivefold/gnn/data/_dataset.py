@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 from fivefold.files import read_checked_json
@@ -35,6 +34,7 @@ from fivefold.gnn.data.parts import EdgePart, FeaturePart, Source
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container
+from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.files import Closing
 
 GRAPH_FILE = "graph.fvf"
@@ -194,22 +194,22 @@ class Dataset(Closing):
         return self.dim * self.dtype.itemsize
 
     @cached_property
-    def labels(self) -> NDArray[np.int64]:
+    def labels(self) -> Ids:
         """Return the class of every node, -1 where unknown."""
         return self._read_labels("y")
 
     @cached_property
-    def train(self) -> NDArray[np.int64]:
+    def train(self) -> Ids:
         """Return the ids of the training nodes."""
         return self._read_labels("train")
 
     @cached_property
-    def valid(self) -> NDArray[np.int64]:
+    def valid(self) -> Ids:
         """Return the ids of the validation nodes."""
         return self._read_labels("valid")
 
     @cached_property
-    def test(self) -> NDArray[np.int64]:
+    def test(self) -> Ids:
         """Return the ids of the test nodes."""
         return self._read_labels("test")
 
@@ -264,12 +264,12 @@ class Dataset(Closing):
         self._opened.append(container)
         return container
 
-    def _read_labels(self, section: str) -> NDArray[np.int64]:
+    def _read_labels(self, section: str) -> Ids:
         if self._labels is None:
             raise DataError(
                 f"{self.folder} has no labels: {LABELS_FILE} is missing", hint=_cause(self.folder)
             )
-        values: NDArray[np.int64] = self._labels.read(section)
+        values: Ids = self._labels.read(section)
         return values
 
 
@@ -411,17 +411,17 @@ class HeteroDataset(Closing):
         path = self._edges[edge_type] / EDGE_FEATURES_FILE
         return self._container(path, "features") if path in self._files else None
 
-    def labels(self, node_type: str) -> NDArray[np.int64]:
+    def labels(self, node_type: str) -> Ids:
         """Return the class of every node of a type, -1 where unknown."""
         return self._label_section(node_type, "y")
 
-    def split(self, node_type: str, name: str) -> NDArray[np.int64]:
+    def split(self, node_type: str, name: str) -> Ids:
         """Return the ids of a node type's split: ``train``, ``valid`` or ``test``."""
         return self._label_section(node_type, name)
 
-    def _label_section(self, node_type: str, name: str) -> NDArray[np.int64]:
+    def _label_section(self, node_type: str, name: str) -> Ids:
         file = self._container(self._node_folder(node_type) / LABELS_FILE, "labels")
-        values: NDArray[np.int64] = file.read(name)
+        values: Ids = file.read(name)
         return values
 
     @property

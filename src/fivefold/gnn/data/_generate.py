@@ -29,10 +29,11 @@ from numpy.typing import DTypeLike, NDArray
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.data._dataset import Dataset
-from fivefold.gnn.data._ingest import write_dataset
+from fivefold.gnn.data._ingest import ingest
 from fivefold.gnn.data._write_graph import both_ways
 from fivefold.gnn.data.parts import EdgeBlock, LabelPart, Progress, index_dtype
 from fivefold.gnn.sampling.kernels import mix_bits
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.storage.parallel import in_threads
 
 _PARETO = 1.1  # tail exponent of P(w > x); the density's is 2.1
@@ -134,7 +135,7 @@ def generate_graph(  # noqa: PLR0913 - the four that everyone gives, and how to 
     if threads < 1:
         raise ConfigurationError(f"threads is {threads}", hint="use 1 or more, or None")
     source = _Generator(recipe, threads)
-    return write_dataset(source, folder, memory_bytes=memory_bytes, progress=progress)
+    return ingest(source, folder, memory_bytes=memory_bytes, progress=progress)
 
 
 def _name_of(dtype: DTypeLike) -> str:
@@ -233,17 +234,17 @@ class _Generator:
         """Return the random numbers of a stream, or of one group in it."""
         return np.random.Generator(np.random.SFC64([self.options.seed, *stream]))
 
-    def permuted(self, stream: int, places: NDArray[np.int64], *, inverse: bool = False) -> Any:
+    def permuted(self, stream: int, places: Ids, *, inverse: bool = False) -> Any:
         """Return the images of places under the random permutation of a stream."""
         key = self.random(stream).integers(2**64, dtype=np.uint64)
         return permute(places, self.num_nodes, key, inverse)
 
-    def _positions(self, first: int, stop: int) -> NDArray[np.int64]:
+    def _positions(self, first: int, stop: int) -> Ids:
         nodes = np.arange(first, stop)
         shuffled = self.options.random_ids
         return self.permuted(_ORDER, nodes, inverse=True) if shuffled else nodes
 
-    def _classes_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _classes_at(self, positions: Ids) -> Ids:
         return np.searchsorted(self.class_starts, positions, side="right") - 1
 
     # --- edges --------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ class _Generator:
     def edges(self) -> _GeneratedEdges:
         return _GeneratedEdges(self)
 
-    def degrees(self, first: int, stop: int) -> NDArray[np.int64]:
+    def degrees(self, first: int, stop: int) -> Ids:
         """Return how many neighbours each node of a group draws."""
         positions = self._positions(first, stop)
         own = self._classes_at(positions)
@@ -267,7 +268,7 @@ class _Generator:
         """Return the number of edges of a group."""
         return int(self.degrees(first, stop).sum())
 
-    def drawn(self, first: int, stop: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def drawn(self, first: int, stop: int) -> tuple[Array, Array]:
         """Return the edges (drawing node, drawn node) of a group."""
         degrees = self.degrees(first, stop)
         num_edges = int(degrees.sum())
@@ -311,12 +312,12 @@ class _Generator:
             first += count
         return LabelPart(self._label_blocks, splits, options.classes)
 
-    def _label_blocks(self, first_row: int) -> Iterator[NDArray[np.int64]]:
+    def _label_blocks(self, first_row: int) -> Iterator[Ids]:
         parts = _ranges(first_row, self.num_nodes, _GROUP_NODES)
         calls = (partial(self._group_labels, *part) for part in parts)
         return in_threads(calls, threads=self.threads)
 
-    def _group_labels(self, first: int, stop: int) -> NDArray[np.int64]:
+    def _group_labels(self, first: int, stop: int) -> Ids:
         own = self._classes_at(self._positions(first, stop))
         random, classes = self.random(_LABEL, first), self.options.classes
         wrong = random.random(own.size) < self.options.label_noise
@@ -368,7 +369,7 @@ class _GeneratedFeatures:
         self.dim = generator.options.dim
         self.dtype = np.dtype(generator.options.dtype)
 
-    def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Array]:
         generator = self.generator
         group = generator.row_group
         step = max(1, max_rows // (2 * generator.threads) // group) * group
@@ -377,7 +378,7 @@ class _GeneratedFeatures:
             (partial(self._block, *part) for part in parts), threads=generator.threads
         )
 
-    def _block(self, first: int, stop: int) -> NDArray[Any]:
+    def _block(self, first: int, stop: int) -> Array:
         block = np.empty((stop - first, self.dim), self.dtype)
         for begin, end in _ranges(first, stop, self.generator.row_group):
             block[begin - first : end - first] = self.generator.rows(begin, end)

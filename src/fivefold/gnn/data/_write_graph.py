@@ -28,6 +28,7 @@ from fivefold.errors import DataError, InfeasibleError, StorageError
 from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.data.parts import EdgeBlock, EdgePart, Progress, index_dtype
 from fivefold.gnn.storage import ContainerWriter
+from fivefold.gnn.storage.arrays import Array, Ids
 
 _SORT_BYTES_PER_EDGE = 48  # ids twice, weights twice, places, and NumPy's temporaries
 _MOST_BUCKETS = 512
@@ -58,8 +59,8 @@ class CsrPiece:
     ``degrees`` may be empty: then the edges belong to a node that ends in a later piece.
     """
 
-    degrees: NDArray[np.int64]
-    values: Mapping[str, NDArray[Any]]  # of "sources", and of "weights" and "edge_ids" where asked
+    degrees: Ids
+    values: Mapping[str, Array]  # of "sources", and of "weights" and "edge_ids" where asked
 
 
 class EdgeBuckets:
@@ -188,7 +189,7 @@ class EdgeBuckets:
             self._append(name, ordered, starts)
         self.sizes += counts
 
-    def _append(self, name: str, ordered: NDArray[Any], starts: NDArray[np.int64]) -> None:
+    def _append(self, name: str, ordered: Array, starts: Ids) -> None:
         for bucket in np.flatnonzero(np.diff(starts)).tolist():
             path = self._path(bucket, name)
             data = ordered[starts[bucket] : starts[bucket + 1]].data.cast("B")
@@ -249,7 +250,7 @@ class EdgeBuckets:
 
     def _all_in_memory(self) -> Iterator[CsrPiece]:
         """Yield everything at once: there is so little."""
-        columns: dict[str, NDArray[Any]] = {
+        columns: dict[str, Array] = {
             "targets": _joined([block.targets for block in self._held], np.dtype(np.int64)),
         }
         for name in _values_of(self.columns):
@@ -288,7 +289,7 @@ class EdgeBuckets:
                     hint=f"remove {self.folder} and run the same command again",
                 )
 
-    def _chunks(self, bucket: int, name: str) -> Iterator[NDArray[Any]]:
+    def _chunks(self, bucket: int, name: str) -> Iterator[Array]:
         """Yield a column of a bucket, a part that surely fits at a time."""
         step = max(1, self.limit // 4)
         with self._path(bucket, name).open("rb") as file:
@@ -302,11 +303,11 @@ class EdgeBuckets:
                     )
                 yield chunk
 
-    def _load(self, bucket: int, first: int, stop: int) -> dict[str, NDArray[Any]]:
+    def _load(self, bucket: int, first: int, stop: int) -> dict[str, Array]:
         """Return the edges into targets first..stop-1 of a bucket; these become 0..stop-first-1."""
         if self.sizes[bucket] == 0:
             return {name: np.empty(0, dtype) for name, dtype in self.columns.items()}
-        chunks: dict[str, list[NDArray[Any]]] = {name: [] for name in self.columns}
+        chunks: dict[str, list[Array]] = {name: [] for name in self.columns}
         columns = (self._chunks(bucket, name) for name in self.columns)
         everything = first == 0 and stop == self.nodes_of(bucket)
         for parts in zip(*columns, strict=True):
@@ -339,7 +340,7 @@ class EdgeBuckets:
             np.array([degree]), {name: np.empty(0, self.columns[name]) for name in names}
         )
 
-    def _sorted(self, columns: dict[str, NDArray[Any]], num_nodes: int) -> CsrPiece:
+    def _sorted(self, columns: dict[str, Array], num_nodes: int) -> CsrPiece:
         if self.drop_duplicates:
             columns = _without_duplicates(columns)
         targets = columns["targets"]
@@ -360,13 +361,13 @@ def _values_of(columns: Mapping[str, Any]) -> list[str]:
     return [name for name in columns if name != "targets"]
 
 
-def _joined(parts: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+def _joined(parts: list[Array], dtype: np.dtype[Any]) -> Array:
     if not parts:
         return np.empty(0, dtype)
     return np.concatenate(parts).astype(dtype, copy=False)
 
 
-def _without_duplicates(columns: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+def _without_duplicates(columns: dict[str, Array]) -> dict[str, Array]:
     """Return the edges by target and source, the first of equal ones."""
     order = np.lexsort((columns["sources"], columns["targets"]))
     targets, sources = columns["targets"][order], columns["sources"][order]
@@ -524,7 +525,7 @@ def _ruled(block: EdgeBlock, rules: EdgeRules) -> EdgeBlock:
     return EdgeBlock(position=block.position, **values)
 
 
-def both_ways(these: NDArray[Any], others: NDArray[Any]) -> NDArray[Any]:
+def both_ways(these: Array, others: Array) -> Array:
     """Take turns, so that the order of edges does not depend on how they were cut into blocks."""
     merged = np.empty(2 * these.size, np.result_type(these, others))
     merged[0::2], merged[1::2] = these, others
@@ -569,9 +570,7 @@ def _write_buckets(
         writer.commit().close()
 
 
-def _put(
-    writer: ContainerWriter, name: str, row: int, values: NDArray[Any], known: int | None
-) -> None:
+def _put(writer: ContainerWriter, name: str, row: int, values: Array, known: int | None) -> None:
     if known is None:
         writer.append(name, values)
     else:

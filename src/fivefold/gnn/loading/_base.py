@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, NoReturn, Self, TypedDict, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.typing import ArrayLike
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
 from fivefold.gnn.loading._pipeline import Pipeline, StallError
 from fivefold.gnn.sampling.batches import as_count
+from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.files import Closing
 from fivefold.gnn.storage.reader import Backend
 
@@ -29,7 +29,6 @@ _LOG = logging.getLogger(__name__)
 _STATE_VERSION = 1
 
 Batch = TypeVar("Batch")
-Ids = npt.NDArray[np.int64]
 Remainder = Literal["drop", "repeat"]
 
 

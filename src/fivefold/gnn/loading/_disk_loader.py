@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.typing import ArrayLike
 
@@ -24,7 +23,6 @@ from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading._base import (
     BatchLoader,
-    Ids,
     LoaderOptions,
     LoaderSettings,
     LoaderStatistics,
@@ -40,6 +38,7 @@ from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.planning import Budgets
 from fivefold.gnn.sampling.batches import as_count, checked_fanouts
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.storage.pages import aligned_empty, gather_rows
 from fivefold.units import parse_bytes
 
@@ -88,30 +87,6 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         ConfigurationError: A setting is not allowed, or does not fit the plan of the store.
         InfeasibleError: The buffers do not fit ``memory_bytes``.
         UnsupportedError: torch has no dtype for the features.
-
-    Examples:
-        >>> import tempfile
-        >>> from fivefold.gnn.data import generate_graph
-        >>> from fivefold.gnn.packing import pack
-        >>> from fivefold.gnn.planning import Budgets, make_plan
-        >>> from fivefold.gnn.sampling import NeighborSampler, sample_epochs
-        >>> from fivefold.gnn.storage import probe_disk
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> dataset = generate_graph(f"{folder.name}/data", nodes=300, dim=4, seed=0)
-        >>> samples = sample_epochs(NeighborSampler(dataset.topology(), [3, 3]), dataset.train,
-        ...     f"{folder.name}/samples.fvf", batch_size=16, seed=0)
-        >>> budgets = Budgets(host_bytes=20_000, disk_bytes=10**8)
-        >>> plan = make_plan(samples, dataset.features, budgets,
-        ...     probe_disk(folder.name, seconds=0.05))
-        >>> store = pack(dataset.features, samples, plan, f"{folder.name}/store",
-        ...     memory_bytes=1 << 25)
-        >>> with DiskLoader(store, labels=dataset.labels) as loader:
-        ...     for batch in loader:
-        ...         _ = batch.x, batch.edge_index, batch.y  # the model's turn
-        ...     statistics = loader.statistics()
-        >>> statistics.batches == len(loader), round(sum(statistics.hit_rates.values()), 9)
-        (True, 1.0)
-        >>> store.close(); dataset.close(); folder.cleanup()
     """
 
     def __init__(  # noqa: PLR0913 - independent options, each with a default
@@ -119,7 +94,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         store: PackedStore,
         *,
         edges: PackedStore | None = None,
-        labels: npt.NDArray[Any] | torch.Tensor | None = None,
+        labels: Array | torch.Tensor | None = None,
         shuffle: bool | None = None,
         seed: int = 0,
         prefetch: int | None = None,
@@ -348,7 +323,7 @@ class _Source:
     has_edges: bool  # with attributes of their own, so that batches must name them
 
     @property
-    def labels(self) -> npt.NDArray[np.int64] | None:
+    def labels(self) -> Ids | None:
         return self.dataset.labels if self.dataset.has_labels else None
 
     def seeds(self, ids: ArrayLike | None) -> Ids:
@@ -416,9 +391,7 @@ def _check_policy(store: PackedStore, settings: LoaderSettings) -> None:
         )
 
 
-def _checked_labels(
-    labels: npt.NDArray[Any] | torch.Tensor | None, num_nodes: int
-) -> npt.NDArray[Any] | None:
+def _checked_labels(labels: Array | torch.Tensor | None, num_nodes: int) -> Array | None:
     if labels is None:
         return None
     array = labels.cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
@@ -445,8 +418,8 @@ class _Work:
     """A batch on its way, and the number of its buffer's loan."""
 
     record: BatchRecord
-    rows: npt.NDArray[Any] | None = None
-    edge_attr: npt.NDArray[Any] | None = None
+    rows: Array | None = None
+    edge_attr: Array | None = None
     batch: MiniBatch | None = None
     loan: int = 0
 
@@ -557,7 +530,7 @@ class BatchStages:
         return work
 
 
-def _rows_of(work: _Work) -> npt.NDArray[Any]:
+def _rows_of(work: _Work) -> Array:
     assert work.rows is not None, "a stage before lends the buffer"
     return work.rows
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Unpack
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.typing import ArrayLike
 
@@ -25,7 +24,6 @@ from fivefold.gnn.data.arrays import as_array
 from fivefold.gnn.loading._base import (
     Batch,
     BatchLoader,
-    Ids,
     LoaderOptions,
     LoaderSettings,
     LoaderStatistics,
@@ -50,6 +48,7 @@ from fivefold.gnn.sampling.batches import (
     epoch_batches,
 )
 from fivefold.gnn.storage import Container, RowReader
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.storage.pages import aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
@@ -59,13 +58,13 @@ _TABLE_BYTES_PER_NODE, _TABLE_BYTES_PER_SLOT = 4, 17  # of a cache that learns
 class MemoryRows:
     """Rows of an array [nodes, dim] in memory."""
 
-    def __init__(self, features: npt.NDArray[Any]) -> None:
+    def __init__(self, features: Array) -> None:
         self._features = features
         self.served = {"memory": 0}
         self.row_shape: tuple[int, ...] = features.shape[1:]
         self.dtype: np.dtype[Any] = features.dtype
 
-    def read(self, node_ids: Ids, out: npt.NDArray[Any]) -> ReadStatistics:
+    def read(self, node_ids: Ids, out: Array) -> ReadStatistics:
         """Put the rows of ``node_ids`` into ``out``, in their order."""
         gather_rows(self._features, node_ids, out)
         self.served["memory"] += len(node_ids)
@@ -88,9 +87,7 @@ class DiskRows:
         self.dtype: np.dtype[Any] = np.dtype(section.dtype)
         self.served = {"file": 0}
 
-    def read(
-        self, node_ids: Ids, out: npt.NDArray[Any], *, places: Ids | None = None
-    ) -> ReadStatistics:
+    def read(self, node_ids: Ids, out: Array, *, places: Ids | None = None) -> ReadStatistics:
         """Put the rows of distinct ``node_ids`` into ``out``, in their order or at ``places``."""
         order = np.argsort(node_ids, kind="stable")
         self.served["file"] += len(node_ids)
@@ -98,7 +95,7 @@ class DiskRows:
             node_ids[order], out, destinations=order if places is None else places[order]
         )
 
-    def read_any(self, ids: Ids) -> tuple[npt.NDArray[Any], ReadStatistics]:
+    def read_any(self, ids: Ids) -> tuple[Array, ReadStatistics]:
         """Return the rows of ids that may repeat, each read once, and what that cost."""
         distinct, inverse = np.unique(ids, return_inverse=True)
         repeated = len(distinct) < len(ids)
@@ -138,7 +135,7 @@ class CachedRows:
         """Return the rows that each level served."""
         return {"host": self._hits, **self._rows.served}
 
-    def read(self, node_ids: Ids, out: npt.NDArray[Any]) -> ReadStatistics:
+    def read(self, node_ids: Ids, out: Array) -> ReadStatistics:
         """Put the rows of distinct ``node_ids`` into ``out``, in their order."""
         slots = self._cache.lookup(node_ids)
         hits, missing = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
@@ -204,11 +201,7 @@ class _SampledLoader(BatchLoader[Batch]):
     """
 
     def __init__(
-        self,
-        ids: Ids,
-        batch_size: int,
-        settings: LoaderSettings,
-        release: Callable[[], None],
+        self, ids: Ids, batch_size: int, settings: LoaderSettings, release: Callable[[], None]
     ) -> None:
         super().__init__(settings, release)
         self._prefetch = as_count(settings.prefetch, "prefetch")
@@ -309,7 +302,7 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         fanouts: Sequence[int],
         batch_size: int,
         topology: Adjacency | None = None,
-        features: Literal["disk", "memory"] | npt.NDArray[Any] = "disk",
+        features: Literal["disk", "memory"] | Array = "disk",
         cache_bytes: int = 0,
         cache_policy: CachePolicy = "lru",
         shuffle: bool = False,
@@ -369,7 +362,7 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
                 chosen = links.nodes(chosen, epoch=drawn, batch=number)
             return sampler.sample(chosen, epoch=drawn, batch=number)
 
-        def read(ticket: Ticket) -> tuple[SampledBatch, npt.NDArray[Any]]:
+        def read(ticket: Ticket) -> tuple[SampledBatch, Array]:
             sampled: SampledBatch = ticket.value
             out = np.empty((len(sampled.node_ids), *rows.row_shape), rows.dtype)
             reading.total += rows.read(sampled.node_ids, out)
@@ -510,9 +503,7 @@ class HeteroLoader(_SampledLoader[HeteroMiniBatch]):
 class _HeteroReader:
     """From a sample to a batch with its rows; apart from the loader, as its threads use it."""
 
-    def __init__(
-        self, rows: dict[str, DiskRows], input_type: str, labels: npt.NDArray[np.int64] | None
-    ) -> None:
+    def __init__(self, rows: dict[str, DiskRows], input_type: str, labels: Ids | None) -> None:
         self._rows, self._input_type, self._labels = rows, input_type, labels
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.sampling.batches import SampledBatch
+from fivefold.gnn.storage.arrays import Array, Ids
 
 
 def import_geometric(name: str) -> Any:
@@ -279,7 +280,6 @@ def _changed(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
 
 
 Form = Literal["edge_index", "blocks"]
-Ids = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -314,7 +314,7 @@ def assemble(
     seeds: SeedTable,
     *,
     form: Form,
-    edge_attr: npt.NDArray[Any] | None = None,
+    edge_attr: Array | None = None,
 ) -> MiniBatch:
     """Return the mini-batch of a sample, whose rows stand in hop order, or of a record."""
     expanded = sampled.expanded if isinstance(sampled, BatchRecord) else None

@@ -14,12 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
+from fivefold.gnn.storage.arrays import Bytes
 
 _WRITERS = 2  # so that the disk has the next request when it is through with one
 
-Buffer = NDArray[np.uint8]
+Buffer = Bytes
 Progress = Callable[[str, int, int], None]  # stage, what is done, what there is in all
 Check = Callable[[], None]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.files import read_checked_json, write_checked_json
@@ -23,6 +22,7 @@ from fivefold.gnn.packing.record import BatchRecord, decode_record
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container
+from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.files import Closing
 
 _VERSION = 2
@@ -137,7 +137,7 @@ class PackedStore(Closing):
         return range(first, first + per_epoch)
 
     @cached_property
-    def train_ids(self) -> NDArray[np.int64]:
+    def train_ids(self) -> Ids:
         """Return the seeds of an epoch, in the order in which they were given to the sampler."""
         return self.records.read("train_ids")
 

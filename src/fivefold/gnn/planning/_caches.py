@@ -30,10 +30,11 @@ from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.errors import DataError, InfeasibleError, StorageError
-from fivefold.gnn.planning.id_sets import Array, Ids, IdSet, SortedIds, is_dense, sort_distinct
+from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense, sort_distinct
 from fivefold.gnn.planning.layout import read_costs
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import DiskProfile
+from fivefold.gnn.storage.arrays import Array, Bytes, Ids
 from fivefold.units import format_bytes
 
 _MEMORY_BYTES = 128 << 20
@@ -140,7 +141,7 @@ _ABSENT, _PINNED = -1, -2
 class CacheSchedule:
     """Which rows of each batch are misses, and which rows enter the cache after it."""
 
-    hit_bits: NDArray[np.uint8]  # a bit per node id of the samples, each batch from a new byte on
+    hit_bits: Bytes  # a bit per node id of the samples, each batch from a new byte on
     hit_starts: Ids  # [batches + 1], first byte of each batch
     admitted_rows: Ids  # node ids that enter after each batch, ascending per batch
     admitted_slots: NDArray[np.int32]  # the slots that they take

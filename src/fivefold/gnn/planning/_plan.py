@@ -21,9 +21,9 @@ from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import parse_json
 from fivefold.gnn.planning._caches import Caches, CacheSchedule, Policy
 from fivefold.gnn.planning.geometry import Geometry
-from fivefold.gnn.planning.id_sets import Array, Ids
 from fivefold.gnn.planning.layout import Layout, SegmentLayout, segment_layout
 from fivefold.gnn.storage import Container, ContainerWriter
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.units import format_bytes, format_duration_s
 
 

@@ -22,6 +22,7 @@ from fivefold.gnn.sampling.kernels import (
     check_indptr,
     check_weights,
 )
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.storage.files import WatchedFile
 
 if TYPE_CHECKING:
@@ -79,12 +80,12 @@ class Adjacency:
         edge_ids: ArrayLike | None,
         num_sources: int | None,
     ) -> None:
-        self.indptr: NDArray[np.int64] = _frozen(indptr, "indptr", np.int64)
-        self.indices: NDArray[Any] = _frozen(indices, "indices", _index_dtype(indices))
+        self.indptr: Ids = _frozen(indptr, "indptr", np.int64)
+        self.indices: Array = _frozen(indices, "indices", _index_dtype(indices))
         self.weights: NDArray[np.float32] | None = None
         if weights is not None:
             self.weights = _frozen(weights, "weights", np.float32)
-        self.edge_ids: NDArray[np.int64] | None = None
+        self.edge_ids: Ids | None = None
         if edge_ids is not None:
             self.edge_ids = _frozen(edge_ids, "edge_ids", np.int64)
             if self.edge_ids.size != self.indices.size:
@@ -146,7 +147,7 @@ class Adjacency:
         """Return the bytes of the arrays, in memory or mapped."""
         return sum(array.nbytes for array in self._arrays())
 
-    def _arrays(self) -> list[NDArray[Any]]:
+    def _arrays(self) -> list[Array]:
         arrays = (self.indptr, self.indices, self.weights, self.edge_ids)
         return [array for array in arrays if array is not None]
 
@@ -161,7 +162,7 @@ class Adjacency:
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 
-    def neighbors(self, node: int) -> NDArray[Any]:
+    def neighbors(self, node: int) -> Array:
         """Return the sources of the edges into ``node``.
 
         Raises:
@@ -169,7 +170,7 @@ class Adjacency:
         """
         if not 0 <= node < self.num_nodes:
             raise ConfigurationError(f"node {node} is out of range", hint=f"< {self.num_nodes}")
-        sources: NDArray[Any] = self.indices[self.indptr[node] : self.indptr[node + 1]]
+        sources: Array = self.indices[self.indptr[node] : self.indptr[node + 1]]
         return sources
 
     def check(self) -> None:
@@ -184,7 +185,7 @@ class Adjacency:
         if self.edge_ids is not None:
             self._check_values("edge_ids", [self.edge_ids])
 
-    def _check_values(self, name: str, blocks: Iterable[NDArray[Any]]) -> None:
+    def _check_values(self, name: str, blocks: Iterable[Array]) -> None:
         first = 0
         for block in blocks:
             if name == "weights":
@@ -222,7 +223,7 @@ class Adjacency:
         for array in self._arrays():
             array.flags.writeable = False  # which pickling forgets
 
-    def _check_rows(self, blocks: Iterable[NDArray[np.int64]]) -> int:
+    def _check_rows(self, blocks: Iterable[Ids]) -> int:
         if max(self.num_nodes, self.num_sources) > _MOST_NODES:
             raise DataError(f"{self.num_nodes} nodes", hint=f"at most {_MOST_NODES}")
         if self.weights is not None and self.weights.size != self.num_edges:
@@ -254,7 +255,7 @@ def _index_dtype(indices: ArrayLike) -> type[np.int32 | np.int64]:
     return np.int32 if getattr(indices, "dtype", None) == np.int32 else np.int64
 
 
-def _frozen(values: ArrayLike, name: str, dtype: Any) -> NDArray[Any]:
+def _frozen(values: ArrayLike, name: str, dtype: Any) -> Array:
     """Return a read-only, contiguous, plain array: one type, so one compiled version."""
     array = np.asarray(values)
     if array.ndim != 1:

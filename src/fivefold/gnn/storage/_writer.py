@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import read_checked_json, storage_error, sync_folder, write_checked_json
@@ -35,6 +35,7 @@ from fivefold.gnn.storage._format import (
     padded,
 )
 from fivefold.gnn.storage._partial import DIRTY, NEVER, PageLedger, PartialFile
+from fivefold.gnn.storage.arrays import Array, Bytes
 from fivefold.gnn.storage.files import Closing, closed_error
 from fivefold.gnn.storage.pages import PAGE_BYTES, aligned, hash_pages
 
@@ -197,7 +198,7 @@ class ContainerWriter(Closing):
 
     # --- writing ----------------------------------------------------------------------------
 
-    def write(self, name: str, start_row: int, array: NDArray[Any]) -> None:
+    def write(self, name: str, start_row: int, array: Array) -> None:
         """Put rows into a section of known length, in any order.
 
         Args:
@@ -219,7 +220,7 @@ class ContainerWriter(Closing):
             )
         self._put_rows(self._file, section.offset + start_row * section.row_bytes, rows)
 
-    def append(self, name: str, array: NDArray[Any]) -> None:
+    def append(self, name: str, array: Array) -> None:
         """Put rows at the end of a growing section.
 
         Args:
@@ -250,7 +251,7 @@ class ContainerWriter(Closing):
             )
         return section
 
-    def _checked(self, name: str, array: NDArray[Any]) -> tuple[Section, NDArray[Any]]:
+    def _checked(self, name: str, array: Array) -> tuple[Section, Array]:
         self._check_open()
         section = self._section(name)
         rows = np.asarray(array)
@@ -262,7 +263,7 @@ class ContainerWriter(Closing):
             )
         return section, rows
 
-    def _put_rows(self, file: PartialFile, offset: int, rows: NDArray[Any]) -> None:
+    def _put_rows(self, file: PartialFile, offset: int, rows: Array) -> None:
         if rows.size == 0:
             return
         ledger = self._ledger if file is self._file else None
@@ -278,7 +279,7 @@ class ContainerWriter(Closing):
             self._put_bytes(file, place, block.reshape(-1).view(np.uint8), ledger)
 
     def _put_bytes(
-        self, file: PartialFile, offset: int, data: NDArray[np.uint8], ledger: PageLedger | None
+        self, file: PartialFile, offset: int, data: Bytes, ledger: PageLedger | None
     ) -> None:
         with self._lock:
             self._check_open()
@@ -295,7 +296,7 @@ class ContainerWriter(Closing):
                 self._under_way -= 1
                 self._lock.notify_all()
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Array:
         """Return rows that have been written, before the file is committed; nothing is verified.
 
         Args:

@@ -31,6 +31,7 @@ from fivefold.gnn.storage._requests import (
 )
 from fivefold.gnn.storage._threads import ThreadsBackend, Workers
 from fivefold.gnn.storage._uring import RingBackend
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.storage.files import Closing, Files, closed_error, open_files, truncated_error
 from fivefold.gnn.storage.pages import PAGE_BYTES
 
@@ -192,11 +193,7 @@ class RowReader(Closing):
     # --- reading ----------------------------------------------------------------------------
 
     def read_runs(
-        self,
-        starts: Integers,
-        counts: Integers,
-        destinations: Integers,
-        out: NDArray[Any],
+        self, starts: Integers, counts: Integers, destinations: Integers, out: Array
     ) -> ReadStatistics:
         """Copy runs of consecutive rows into an array.
 
@@ -225,10 +222,7 @@ class RowReader(Closing):
         return self._read(runs, out)
 
     def read_rows(
-        self,
-        rows: Integers,
-        out: NDArray[Any],
-        destinations: Integers | None = None,
+        self, rows: Integers, out: Array, destinations: Integers | None = None
     ) -> ReadStatistics:
         """Copy single rows into an array.
 
@@ -254,7 +248,7 @@ class RowReader(Closing):
         count = join_rows(np.asarray(rows, np.int64), np.asarray(places, np.int64), runs)
         return self._read(np.ascontiguousarray(runs[:, :count]), out)
 
-    def _read(self, runs: NDArray[np.int64], out: NDArray[Any]) -> ReadStatistics:
+    def _read(self, runs: Ids, out: Array) -> ReadStatistics:
         begin = time.perf_counter()
         self._check_out(out)
         requests = plan_requests(
@@ -274,7 +268,7 @@ class RowReader(Closing):
         seconds = time.perf_counter() - begin
         return ReadStatistics(len(requests.first_pages), num_bytes, requests.bytes_used, seconds)
 
-    def _perform(self, requests: Requests, out: NDArray[Any], num_bytes: int) -> None:
+    def _perform(self, requests: Requests, out: Array, num_bytes: int) -> None:
         workers = self._active_workers(len(requests.first_pages), num_bytes)
         self._renew_after_fork()
         with self._lock:
@@ -315,7 +309,7 @@ class RowReader(Closing):
         if self._closing:
             raise closed_error(f"the reader of {self._container.path}")
 
-    def _check_out(self, out: NDArray[Any]) -> None:
+    def _check_out(self, out: Array) -> None:
         fits = out.dtype == self.section.dtype and out.shape[1:] == self.section.shape[1:]
         if not fits or out.ndim == 0 or not out.flags.c_contiguous or not out.flags.writeable:
             raise ConfigurationError(
@@ -324,7 +318,7 @@ class RowReader(Closing):
                 f"{self.section.shape[1:]}",
             )
 
-    def _raise_failures(self, status: NDArray[np.int64]) -> None:
+    def _raise_failures(self, status: Ids) -> None:
         """Raise for the failure at the smallest place, whichever worker met it."""
         failed = status[(status[:, 0] != DONE) & (status[:, 0] != STOPPED)]
         if len(failed):

@@ -25,6 +25,7 @@ from torch import Tensor
 from fivefold._compiler import njit
 from fivefold.errors import InfeasibleError, UnsupportedError
 from fivefold.gnn.storage import Container, DiskProfile, RowReader
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.storage.pages import aligned_empty
 from fivefold.gnn.storage.parallel import read_ahead
 from fivefold.gnn.storage.reader import ReadStatistics
@@ -33,7 +34,7 @@ from fivefold.gnn.training.models import GAT, GCN, GraphSAGE, LayeredModel
 from fivefold.units import format_bytes
 
 Pair = tuple[int, int]
-Int64 = npt.NDArray[np.int64]
+Int64 = Ids
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
@@ -228,7 +229,7 @@ class _Gat:
 @njit
 def fill_keys(
     indptr: Int64,
-    sources: npt.NDArray[Any],
+    sources: Array,
     targets: Pair,
     edges: Pair,
     *,
@@ -519,7 +520,7 @@ class RowStream:
             yield _Chunk(low=low, count=count, rows=rows, keys=keys[position:stop], sweeps=sweeps)
             position = stop
 
-    def _read(self, chunk: _Chunk, buffer: npt.NDArray[Any]) -> tuple[_Chunk, npt.NDArray[Any]]:
+    def _read(self, chunk: _Chunk, buffer: Array) -> tuple[_Chunk, Array]:
         out = buffer[: chunk.count]
         if chunk.sweeps:
             one = np.array([chunk.low]), np.array([chunk.count]), np.array([0])
@@ -540,5 +541,5 @@ class _Chunk:
     sweeps: bool = True
 
 
-def _float32(raw: npt.NDArray[Any]) -> Tensor:
+def _float32(raw: Array) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(raw, np.float32))
