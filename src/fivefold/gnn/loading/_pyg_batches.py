@@ -15,6 +15,7 @@ from fivefold.errors import DataError
 from fivefold.gnn.data import Dataset, array_source, ingest
 from fivefold.gnn.data.arrays import ArraySource
 from fivefold.gnn.loading.batch import MiniBatch, import_geometric
+from fivefold.gnn.loading.prepare import alone_in
 from fivefold.gnn.storage.arrays import Ids
 
 
@@ -44,7 +45,8 @@ def dataset_of(data: Any, cache: Path) -> Dataset:
     )
     text = json.dumps(dict(numbered.recipe), sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-    return ingest(numbered, cache / f"graph-{key}")
+    with alone_in(cache):  # the ranks of a run all come here
+        return ingest(numbered, cache / f"graph-{key}")
 
 
 class LabelledData:

@@ -114,7 +114,7 @@ def prepare(  # noqa: PLR0913 - all but the first three have defaults
     """Sample, plan and pack what is missing; ``accept`` is told the plan before packing."""
     tell = progress or (lambda _name, _done, _total: None)
     work = _Preparation(dataset, recipe, folder, ids, tell)
-    with _alone_in(folder):
+    with alone_in(folder):
         return work.run(
             lambda: NeighborSampler(
                 dataset.topology() if topology is None else topology,
@@ -315,7 +315,7 @@ class _Table:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path) -> Iterator[None]:
     """Keep other processes out; a lock of a process that died is free."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
