@@ -284,7 +284,7 @@ def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[n
             space.offload,
         )
         # Local steps need whole states, or workers that share theirs.
-        if not (tau > 1 and zero > 1) or (zero == 3 and shard in pattern.workers)
+        if not (tau > 1 and zero > 0) or (zero == 3 and shard in pattern.workers)
     ]
     names = (*LAYER_SWITCHES, "zero", "shard", "data_overlap", "pipeline_overlap",
              "offload_weights", "offload_activations", "offload_optimizer", "tau")  # fmt: skip
