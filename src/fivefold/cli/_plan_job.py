@@ -49,7 +49,7 @@ def as_sent(cluster: Cluster, config: TrainConfig | None) -> Cluster:
     method = "co2" if config is None else config.sync.method
     # A plan without local updates is DDP, which sends 32 bits if nothing else is asked of it.
     plain = codec if method in {"ddp", "delayed_gradients"} else "fp32"
-    changes: dict[str, float] = {
+    changes: dict[str, Any] = {
         "gradient_wire_bytes": CODEC_BYTES[plain], "outer_wire_bytes": CODEC_BYTES[codec],
     }  # fmt: skip
     if config is not None and method not in {"none", "ddp"}:
