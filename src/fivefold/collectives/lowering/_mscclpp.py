@@ -489,7 +489,9 @@ class _Runner:
         return self._actions, self._scratch
 
     def _require_nothing_left(self) -> None:
-        for (rank, peer, *_), left in (*self._pending.items(), *self._signalled.items()):
+        waiting: dict[tuple[Any, ...], Any] = {**self._pending}
+        waiting |= {(*key, "signalled"): puts for key, puts in self._signalled.items()}
+        for (rank, peer, *_), left in waiting.items():
             if any(left):
                 raise ProgramError(
                     f"rank {rank} puts data to rank {peer} that is never signalled and waited for"
