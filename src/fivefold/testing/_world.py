@@ -37,6 +37,7 @@ class _Board:
 
     def take(self, number: int, rank: int, *, what: str) -> list[Any]:
         """Return all ranks' values, once to each rank; what all have taken is forgotten."""
+
         def complete() -> bool:
             return self.failed or len(self._entries.get(number, {})) == self.world_size
 
