@@ -77,7 +77,8 @@ def _window(sync: SyncConfig) -> float:
 
 def _buffers(sync: SyncConfig) -> float:
     """Numbers per parameter that a rule keeps: anchor and payload, and what its merge needs."""
-    count = 2.0 + {"delay_corrected": 1, "eager_diloco": 2, "outer_optimizer": 1}.get(sync.method, 0)
+    merges = {"delay_corrected": 1, "eager_diloco": 2, "outer_optimizer": 1}
+    count = 2.0 + merges.get(sync.method, 0)
     momentum = bool(sync.outer_momentum or sync.extrapolation or sync.staleness == "gap-param")
     count += momentum * (2 if sync.method == "eager_diloco" else 1)
     if sync.optimizer is not None:

@@ -27,7 +27,7 @@ class MemoryUse:
         gradients_bytes: Gradients.
         optimizer_bytes: Master copy and moments.
         activations_bytes: Stored between forward and backward.
-        working_bytes: Buffers: a recomputed layer, gathered layers, the outer state of local updates.
+        working_bytes: Buffers: a recomputed layer, gathered layers, local updates' outer state.
         reserved_bytes: The stack's own, and fragments of all the rest.
         host_bytes: What was moved to host memory, per GPU.
     """

@@ -48,8 +48,8 @@ class StackSpec:
         bucket_parameters: Parameters whose gradients travel together, beside compute.
         bucket_parameters_per_rank: The same for each rank of the group, where that is more.
         optimizer_state_bytes: Bytes of optimizer states per parameter: master copy, moments.
-        outer_state_bytes: Bytes that local updates hold per parameter: anchor, payload in flight and
-            what else the rule needs; CO2 has a momentum.
+        outer_state_bytes: Bytes that local updates hold per parameter: anchor, payload, and what
+            else the rule needs; CO2 has a momentum.
         outer_owned_bytes: The same that the workers share among them: the residuals of the sums.
         outer_wire_bytes: Width of outer updates on the wire.
         outer_window: Share of local steps beside which outer updates travel; 0: all ranks wait.
