@@ -144,8 +144,7 @@ def layer_cost(
         kept = min(kept, stored)
         dropped = stored
     cost = _timed(device, fabric, key=key, operators=operators, causal=model.causal)
-    fields = {name: getattr(cost, name) for name in cost.__dataclass_fields__}
-    return LayerCost(**{**fields, "stored_bytes": kept, "working_bytes": dropped})
+    return dataclasses.replace(cost, stored_bytes=kept, working_bytes=dropped)
 
 
 def _stored_bytes(op: Operator, device: DeviceSpec, dtype: str) -> float:
@@ -200,10 +199,9 @@ def head_cost(
     operators = tuple(_loss_of(op, device) for op in head_operators(model, key.shape(device)))
     # Recipes of narrow types leave the head in 16 bits.
     dtype = "bf16" if key.dtype in NARROW else key.dtype
-    plain = LayerKey(**{**vars(key), "recompute": "none", "dtype": dtype})
+    plain = dataclasses.replace(key, recompute="none", dtype=dtype)
     cost = _timed(device, fabric, key=plain, operators=operators, causal=model.causal)
-    fields = {name: getattr(cost, name) for name in cost.__dataclass_fields__}
-    return LayerCost(**{**fields, "stored_bytes": sum(op.stored_bytes for op in operators)})
+    return dataclasses.replace(cost, stored_bytes=sum(op.stored_bytes for op in operators))
 
 
 def _loss_of(op: Operator, device: DeviceSpec) -> Operator:

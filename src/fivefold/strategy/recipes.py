@@ -112,18 +112,10 @@ def check_recipe(path: Path, cluster: Cluster) -> RecipeVerdict | None:
         prediction = evaluate_plan(recipe.model, cluster.device, cluster.fabric, plan=recipe.plan)
         cluster.require(recipe.plan.num_gpus)
         _ask_the_program(program, recipe)
-    except _UnknownError as error:
-        return RecipeVerdict(
-            **known,
-            status="unknown",
-            message=error.message,
-            hint=error.hint or "",
-            line=_line_of(text, error.message),
-        )
     except FivefoldError as error:
         return RecipeVerdict(
             **known,
-            status="invalid",
+            status="unknown" if isinstance(error, _UnknownError) else "invalid",
             message=error.message,
             hint=error.hint or "",
             line=_line_of(text, error.message),
@@ -165,7 +157,7 @@ def _recognised(path: Path, text: str) -> tuple[Program, dict[str, Any]] | None:
         return None if settings is None else ("torchtitan", settings)
     if path.suffix in {".sh", ".txt"}:
         settings = script_settings(text)
-        return ("megatron", settings) if _is_megatron(settings) else None
+        return ("megatron", settings) if {"num_layers", "hidden_size"} <= set(settings) else None
     if path.suffix == ".toml":
         if not any(word in text for word in ("global_batch", "parallelism", "flavor")):
             return None
@@ -190,10 +182,6 @@ def _recognised_yaml(path: Path, text: str) -> tuple[Program, dict[str, Any]] | 
         known = {str(k).lower(): v for k, v in table.items() if isinstance(v, int)}
         return "megatron", known | flags
     return "nemo", toml_settings(table)
-
-
-def _is_megatron(settings: Mapping[str, Any]) -> bool:
-    return "num_layers" in settings and "hidden_size" in settings
 
 
 def _whole(settings: Mapping[str, Any], *names: str, default: int | None = None) -> int:
@@ -386,7 +374,7 @@ def _titan_schedule(settings: Mapping[str, Any], model: ModelSpec, stages: int) 
 
 
 def _nemo(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Recipe:
-    if "hidden_size" in settings and "num_layers" in settings:
+    if {"num_layers", "hidden_size"} <= set(settings):
         return _megatron(settings, path, cluster)
     assumed: list[str] = []
     name = next(
