@@ -301,7 +301,7 @@ def _local_updates(asked: _Question) -> Iterator[Change]:
     found: list[Change] = []
     for tau in _TAUS:
         fields = {"tau": tau, "zero": min(asked.plan.zero, 1), "shard": None}
-        action = f"local updates: synchronise every {tau} iterations (CO2)"
+        action = f"local updates: synchronise every {tau} iterations"
         found += asked.setting("strategy", action, "convergence", **fields)
         if len(found) > 1 and found[-2].seconds - found[-1].seconds < _HIDDEN * asked.now.time_s:
             yield found[-2]

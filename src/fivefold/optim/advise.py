@@ -220,8 +220,8 @@ class _Watch:
         step_s, compute_s, *all_reduce_s = slowest.tolist()
         return {
             "ranks": dist.get_world_size(), "step_s": step_s, "compute_s": compute_s or None,
-            "elements": elements, "tensors": len(parameters), "sizes_bytes": [4 * count for count in payloads],
-            "all_reduce_s": all_reduce_s,
+            "elements": elements, "tensors": len(parameters),
+            "sizes_bytes": [4 * count for count in payloads], "all_reduce_s": all_reduce_s,
         }  # fmt: skip
 
     def _end(self, record: dict[str, Any]) -> None:
