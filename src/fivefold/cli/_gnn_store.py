@@ -165,10 +165,11 @@ def plan_command(  # noqa: PLR0913 - the command's options
     host_bytes, device_bytes = map(bytes_of, (host_memory, device_memory))
     budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=most)
     if estimated:
+        graph, hops = _graph_size(dataset), _numbers(fanouts)
         speed = _disk_speed(disk_speed)
         found = estimate(
-            _graph_size(dataset),
-            _numbers(fanouts),
+            graph,
+            hops,
             batch_size,
             budgets,
             read_bytes_per_s=speed[0],

@@ -200,6 +200,32 @@ def test_what_it_refuses(tmp_path):
         DiskLoader.from_dataset(Data(edge_index=graph.edge_index), [2], 16, cache=tmp_path)
     with pytest.raises(ConfigurationError, match="fanouts"):
         DiskLoader.from_dataset(graph, [-2], 16, cache=tmp_path)
+    with pytest.raises(ConfigurationError, match="budgets is 4000"):
+        DiskLoader.from_dataset(graph, [2], 16, cache=tmp_path, budgets=4000)
+
+
+def test_counts_may_be_those_of_numpy(tmp_path):
+    graph = make_graph()
+    fanouts, batch_size = np.array([3, 2]), np.int64(16)
+    with DiskLoader.from_dataset(graph, fanouts, batch_size, cache=tmp_path) as loader:
+        check(next(iter(loader)), graph)
+
+
+def test_wide_rows_of_edges_leave_narrow_ones_of_nodes_their_pages(tmp_path):
+    """A budget many times what both take is enough, however unlike their rows are."""
+    graph = make_graph(nodes=60)
+    graph.x = graph.x[:, :1].half()
+    graph.edge_attr = torch.rand(EDGES, 40)
+    budgets = Budgets(host_bytes=3_000_000, disk_bytes=8_000_000)
+    source = array_source(graph.edge_index, features=graph.x, edge_features=graph.edge_attr)
+    with (
+        ingest(source, tmp_path / "graph") as dataset,
+        DiskLoader.from_dataset(
+            dataset, [0, 2, 1], 3, input_nodes=range(45), budgets=budgets, policy="belady"
+        ) as loader,
+    ):
+        for batch in loader:
+            check(batch, graph)
 
 
 NEIGHBOR_LOADER = """

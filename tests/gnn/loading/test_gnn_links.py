@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import CheckpointError, ConfigurationError
 from fivefold.gnn.loading import LinkLoader
 
 
@@ -70,6 +70,21 @@ def test_triplets_and_labels(dataset):
         assert batch.links["edge_label"][:50].tolist() == expected.tolist()
 
 
+def test_a_position_holds_for_the_same_links_and_pairs_alone(dataset):
+    edges = edges_of(dataset)[:, :20]
+    options = {"fanouts": [2], "batch_size": 5, "negatives": "binary", "negatives_per_link": 1}
+    with LinkLoader(dataset, edges, **options) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+    for links, change in ((edges[::-1], {}), (edges, {"negatives_per_link": 2})):
+        with (
+            LinkLoader(dataset, links, **options | change) as other,
+            pytest.raises(CheckpointError, match="links="),
+        ):
+            other.load_state_dict(state)
+
+
 def test_ranks_share_the_links(dataset):
     found = []
     for rank in range(2):
@@ -85,9 +100,12 @@ def test_ranks_share_the_links(dataset):
         ([[0], [300]], {}, "300 nodes"),
         ([[0, 1]], {}, "edge_label_index"),
         ([[0], [1]], {"negatives": "some"}, "negatives"),
-        ([[0], [1]], {"edge_label": [1, 2]}, "labels"),
+        ([[0], [1]], {"edge_label": [1, 2]}, "for 1 links"),
         ([[0], [1]], {"edge_label": [1], "negatives": "triplet"}, "triplets"),
+        ([[0], [1]], {"edge_label": 1}, "edge_label has shape"),
+        ([[0], [1]], {"edge_label": ["a"]}, "dtype <U1"),
         ([[0], [1]], {"negatives_per_link": 0}, "negatives_per_link"),
+        ([[0], [1]], {"negatives_per_link": 1.5}, "negatives_per_link"),
     ],
 )
 def test_what_it_refuses(dataset, links, options, match):

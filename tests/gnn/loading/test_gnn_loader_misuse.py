@@ -9,6 +9,7 @@ import torch
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
 from fivefold.gnn.loading import OnlineLoader
+from fivefold.gnn.sampling import Adjacency
 
 
 @pytest.fixture(scope="module")
@@ -83,18 +84,36 @@ def test_a_mask_stands_for_its_ids(dataset):
     [
         ({"features": np.zeros((5, 4), np.float32)}, ConfigurationError, r"shape \[5, 4\]"),
         ({"features": "ram"}, ConfigurationError, "features is 'ram'"),
+        ({"features": [["a"]] * 200}, ConfigurationError, "features have dtype <U1"),
+        ({"features": "memory", "cache_bytes": 10**6}, ConfigurationError, "all rows are in mem"),
+        ({"cache_policy": "mru"}, ConfigurationError, "cache_policy is 'mru'"),
+        ({"cache_bytes": 1e6}, ConfigurationError, "cache_bytes is 1000000.0"),
+        ({"shuffle": "segments"}, ConfigurationError, "packed batches alone"),
+        ({"prefetch": None}, ConfigurationError, "prefetch is None"),
+        ({"seed": 1.5}, ConfigurationError, "seed is 1.5"),
+        ({"fanouts": 3}, ConfigurationError, "fanouts is 3"),
+        ({"batch_size": 2.5}, ConfigurationError, "batch_size is 2.5"),
+        ({"topology": Adjacency([0, 0], [])}, ConfigurationError, "1 nodes, the data set 200"),
         ({"device": "gpu"}, ConfigurationError, "no device 'gpu'"),
+        ({"device": "meta"}, UnsupportedError, "cannot copy to and from"),
     ],
 )
 def test_options_are_checked_when_the_loader_is_made(dataset, options, error, message):
     with pytest.raises(error, match=message):
-        OnlineLoader(dataset, dataset.train, fanouts=[2], batch_size=10, **options)
+        OnlineLoader(dataset, dataset.train, **{"fanouts": [2], "batch_size": 10} | options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there(dataset):
     with pytest.raises(UnsupportedError, match="torch sees no CUDA device"):
         OnlineLoader(dataset, dataset.train, fanouts=[2], batch_size=10, device="cuda")
+
+
+def test_features_may_be_any_array_of_rows(dataset):
+    columns = torch.arange(400.0).reshape(2, 200).requires_grad_()
+    with OnlineLoader(dataset, [3, 5], fanouts=[2], batch_size=2, features=columns.T) as loader:
+        batch = next(iter(loader))
+    torch.testing.assert_close(batch.x, columns.detach().T[batch.n_id])
 
 
 def test_a_batch_prints_shapes(dataset):

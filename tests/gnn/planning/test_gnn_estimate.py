@@ -81,6 +81,18 @@ def test_more_memory_or_disk_never_costs_more():
     assert [found.hit_rate for found in most] == sorted(found.hit_rate for found in most)
 
 
+def test_a_fan_out_beyond_all_degrees_takes_all_neighbours():
+    graph = GraphSize(nodes=100_000, edges=100_000_000, row_bytes=64, seeds=1000)
+    budgets = Budgets(host_bytes=10**9, disk_bytes=10**12)
+    every = estimate(graph, [-1], 100, budgets, **SPEED).edges_per_batch
+    for fanout in (10**7, 10**9):
+        found = estimate(graph, [fanout], 100, budgets, **SPEED).edges_per_batch
+        assert found == pytest.approx(every)
+    mean = every / 100  # degrees are more than half of it
+    half = estimate(graph, [int(mean) // 4], 100, budgets, **SPEED).edges_per_batch
+    assert half == pytest.approx(100 * (int(mean) // 4), rel=1e-6)
+
+
 def test_what_it_refuses():
     graph = KNOWN_GRAPHS["papers100M"]
     with pytest.raises(InfeasibleError, match="in flight"):
@@ -89,6 +101,9 @@ def test_what_it_refuses():
         estimate(graph, [10, 15, 20], 1024, Budgets(host_bytes=10**10, disk_bytes=10**9), **SPEED)
     with pytest.raises(ConfigurationError, match="fanouts"):
         estimate(graph, [], 1024, Budgets(host_bytes=10**10, disk_bytes=10**12), **SPEED)
+    no_disk = {"read_bytes_per_s": 0.0, "write_bytes_per_s": 0.0}
+    with pytest.raises(ConfigurationError, match="reads 0"):
+        estimate(graph, [10], 1024, Budgets(host_bytes=10**10, disk_bytes=10**12), **no_disk)
     with pytest.raises(ConfigurationError, match="seeds"):
         GraphSize(nodes=5, edges=9, row_bytes=4, seeds=6)
 

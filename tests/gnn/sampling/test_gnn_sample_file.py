@@ -235,8 +235,8 @@ def test_other_settings_are_refused(tmp_path, change, name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train_ids": []}, "0 training nodes"),
-        ({"epochs": 0}, "0 epochs"),
+        ({"train_ids": []}, "no training nodes"),
+        ({"epochs": 0}, "epochs is 0"),
         ({"batch_size": 0}, "batch_size"),
         ({"train_ids": [1, 1]}, "more than once"),
         ({"train_ids": [400]}, "out of range"),

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
 from fivefold.gnn.loading._pipeline import Pipeline, StallError
+from fivefold.gnn.sampling.batches import as_count
 
 _LOG = logging.getLogger(__name__)
 _STATE_VERSION = 1
@@ -44,12 +45,11 @@ class LoaderSettings:
     timeout_s: float
 
     def __post_init__(self) -> None:
-        if self.prefetch is not None and self.prefetch < 1:
-            raise ConfigurationError(f"prefetch must be at least 1; got {self.prefetch}")
+        if self.prefetch is not None:
+            as_count(self.prefetch, "prefetch")
+        as_count(self.seed, "seed", least=0)
         if not self.timeout_s > 0:
             raise ConfigurationError(f"timeout_s must be positive; got {self.timeout_s}")
-        if self.seed < 0:
-            raise ConfigurationError(f"seed must not be negative; got {self.seed}")
         if self.shuffle not in (True, False, "segments"):
             raise ConfigurationError(
                 f"shuffle is {self.shuffle!r}", hint='use True, False, None or "segments"'
@@ -97,6 +97,11 @@ def checked_device(device: torch.device | str) -> torch.device:
     if chosen.type == "cuda" and not torch.cuda.is_available():
         message = f"the batches were wanted on {chosen}, but torch sees no CUDA device"
         raise UnsupportedError(message, hint='use device="cpu"')
+    try:
+        torch.empty(1, device=chosen).cpu()
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        message = f"the batches were wanted on {chosen}, which this torch cannot copy to and from"
+        raise UnsupportedError(message, hint='use "cpu" or "cuda"') from error
     return chosen
 
 

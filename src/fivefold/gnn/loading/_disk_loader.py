@@ -40,6 +40,7 @@ from fivefold.gnn.loading.prepare import Progress, StoreRecipe, prepare
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.planning import Budgets
+from fivefold.gnn.sampling.batches import as_count, checked_fanouts
 from fivefold.gnn.storage.pages import aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import Backend
 from fivefold.units import parse_bytes
@@ -253,12 +254,12 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         with contextlib.ExitStack() as opened:
             source = _open_source(dataset, cache, form, opened)
             recipe = StoreRecipe(
-                fanouts=tuple(fanouts),
-                batch_size=batch_size,
-                epochs=sampled_epochs,
-                seed=seed,
+                fanouts=checked_fanouts(fanouts),
+                batch_size=as_count(batch_size, "batch_size"),
+                epochs=as_count(sampled_epochs, "sampled_epochs"),
+                seed=as_count(seed, "seed", least=0),
                 policy=policy,
-                buffer_batches=prefetch + 1,
+                buffer_batches=as_count(prefetch, "prefetch") + 1,
                 edge_ids=edge_ids or source.has_edges,
                 **_budget_fields(budgets),
             )
@@ -416,6 +417,10 @@ def _budget_fields(budgets: Budgets | str | None) -> dict[str, Any]:
         return {}
     if isinstance(budgets, str):
         return {"host_bytes": parse_bytes(budgets)}
+    if not isinstance(budgets, Budgets):
+        raise ConfigurationError(
+            f"budgets is {budgets!r}", hint='write a size such as "4 GB", or give Budgets'
+        )
     return dataclasses.asdict(budgets)
 
 

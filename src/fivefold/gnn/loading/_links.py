@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from typing import Any, Literal
 
 import numpy as np
@@ -12,9 +13,11 @@ from numpy.typing import ArrayLike
 
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.data import Dataset
+from fivefold.gnn.data.arrays import as_array
 from fivefold.gnn.loading._base import Ids
 from fivefold.gnn.loading._sampled import OnlineLoader
 from fivefold.gnn.loading.batch import MiniBatch
+from fivefold.gnn.sampling.batches import as_count
 
 Negatives = Literal["binary", "triplet"]
 
@@ -66,7 +69,7 @@ class LinkLoader(OnlineLoader):
     ) -> None:
         links = _Links(
             _checked_links(edge_label_index, dataset),
-            None if edge_label is None else np.asarray(edge_label),
+            None if edge_label is None else as_array(edge_label, "edge_label"),
             negatives=negatives,
             ratio=negatives_per_link,
             num_nodes=dataset.num_nodes,
@@ -83,7 +86,7 @@ def _checked_links(given: ArrayLike | torch.Tensor | None, dataset: Dataset) -> 
         topology = dataset.topology()
         targets = np.repeat(np.arange(topology.num_nodes), np.diff(topology.indptr))
         return np.stack([topology.indices.astype(np.int64), targets])
-    ends = np.asarray(given)
+    ends = as_array(given, "edge_label_index")
     if ends.ndim != 2 or len(ends) != 2 or (ends.size and ends.dtype.kind not in "iu"):
         raise ConfigurationError(
             f"edge_label_index has shape {list(ends.shape)} and dtype {ends.dtype}",
@@ -119,15 +122,18 @@ class _Links:
         num_nodes: int,
         seed: int,
     ) -> None:
-        if negatives not in ("binary", "triplet", None) or ratio < 1:
+        if negatives not in ("binary", "triplet", None):
             raise ConfigurationError(
-                f"negatives is {negatives!r}, negatives_per_link {ratio}",
-                hint='use "binary", "triplet" or None, and at least 1',
+                f"negatives is {negatives!r}", hint='use "binary", "triplet" or None'
             )
-        if labels is not None and len(labels) != ends.shape[1]:
+        as_count(ratio, "negatives_per_link")
+        if labels is not None and (
+            labels.shape[:1] != ends.shape[1:] or labels.dtype.kind not in "iufb"
+        ):
             raise ConfigurationError(
-                f"there are {len(labels)} labels and {ends.shape[1]} links",
-                hint="give one label per link",
+                f"edge_label has shape {list(labels.shape)} and dtype {labels.dtype} for "
+                f"{ends.shape[1]} links",
+                hint="give one number, or one row of numbers, per link",
             )
         if labels is not None and negatives == "triplet":
             message = "links of triplets have no labels, but edge_label was given"
@@ -136,6 +142,7 @@ class _Links:
             labels = labels + 1
         self.ends, self._labels, self._kind, self._ratio = ends, labels, negatives, ratio
         self._num_nodes, self._seed = num_nodes, seed
+        self.name = f"{zlib.crc32(np.ascontiguousarray(ends).data):08x} {negatives} {ratio}"
 
     def pairs(self, chosen: Ids, *, epoch: int, batch: int) -> _Pairs:
         """Return the pairs of a batch of links."""

@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike
 
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.data import Dataset, HeteroDataset
+from fivefold.gnn.data.arrays import as_array
 from fivefold.gnn.loading._base import (
     Batch,
     BatchLoader,
@@ -44,7 +45,12 @@ from fivefold.gnn.loading.batch import (
 )
 from fivefold.gnn.loading.online_cache import CachePolicy, OnlineCache
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency, HeteroNeighborSampler, NeighborSampler
-from fivefold.gnn.sampling.batches import HeteroSampledBatch, SampledBatch, epoch_batches
+from fivefold.gnn.sampling.batches import (
+    HeteroSampledBatch,
+    SampledBatch,
+    as_count,
+    epoch_batches,
+)
 from fivefold.gnn.storage import Container, RowReader
 from fivefold.gnn.storage.pages import aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
@@ -155,7 +161,7 @@ class CachedRows:
 
 def open_rows(
     container: Container,
-    features: str | npt.NDArray[Any],
+    features: Any,
     *,
     backend: Backend,
     verify: bool,
@@ -164,13 +170,33 @@ def open_rows(
 ) -> CachedRows | DiskRows | MemoryRows:
     """Return the rows named by ``features``: "disk", "memory" (read once) or an array."""
     if not isinstance(features, str):
-        return MemoryRows(features)
-    if features == "disk":
-        rows = DiskRows(container, backend=backend, verify=verify)
-        if not cache_bytes:
-            return rows
-        return CachedRows(rows, cache_bytes=cache_bytes, policy=cache_policy)
-    return MemoryRows(container.read("x"))
+        in_memory, num_nodes = as_array(features, "features"), container.section("x").num_rows
+        if in_memory.ndim != 2 or len(in_memory) != num_nodes or in_memory.dtype.kind not in "iufb":
+            raise ConfigurationError(
+                f"features have dtype {in_memory.dtype} and shape {list(in_memory.shape)} for "
+                f"{num_nodes} nodes",
+                hint="give one row of numbers per node, in the order of the node ids",
+            )
+        features, in_memory = "memory", np.ascontiguousarray(in_memory)
+    elif features == "memory":
+        in_memory = container.read("x")
+    elif features != "disk":
+        raise ConfigurationError(
+            f"features is {features!r}", hint='use "disk", "memory" or an array'
+        )
+    if cache_policy not in {"lru", "sieve"}:
+        raise ConfigurationError(f"cache_policy is {cache_policy!r}", hint='use "lru" or "sieve"')
+    if as_count(cache_bytes, "cache_bytes", least=0) and features == "memory":
+        raise ConfigurationError(
+            f"cache_bytes is {cache_bytes}, but all rows are in memory",
+            hint='leave it out, or take features="disk"',
+        )
+    if features == "memory":
+        return MemoryRows(in_memory)
+    on_disk = DiskRows(container, backend=backend, verify=verify)
+    if not cache_bytes:
+        return on_disk
+    return CachedRows(on_disk, cache_bytes=cache_bytes, policy=cache_policy)
 
 
 class _SampledLoader(BatchLoader[Batch]):
@@ -187,9 +213,11 @@ class _SampledLoader(BatchLoader[Batch]):
         release: Callable[[], None],
     ) -> None:
         super().__init__(settings, release)
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size must be positive; got {batch_size}")
-        self._ids, self._batch_size = ids, batch_size
+        if settings.shuffle == "segments":
+            message = 'shuffle is "segments", which packed batches alone lie in'
+            raise ConfigurationError(message, hint="use True or False")
+        self._prefetch = as_count(settings.prefetch, "prefetch")
+        self._ids, self._batch_size = ids, as_count(batch_size, "batch_size")
         self._length(0)  # an impossible rank is refused here and not in the first epoch
 
     def _length(self, epoch: int) -> int:
@@ -208,17 +236,18 @@ class _SampledLoader(BatchLoader[Batch]):
 
     def _pipeline_of(self, stages: Sequence[Stage], first: int) -> Pipeline:
         """Run the batches from place ``first`` on through the stages, a thread for each."""
-        assert self._settings.prefetch is not None, "these loaders have a number"
         return Pipeline(
             iter(self._numbers()[first:].tolist()),
             [[stage] for stage in stages],
-            capacity=self._settings.prefetch,
+            capacity=self._prefetch,
             timeout_s=self._settings.timeout_s,
         )
 
 
 class LinkSeeds(Protocol):
     """Seeds that are links: which nodes they need, and what they add to a batch."""
+
+    name: str  # of links and random pairs, for resuming
 
     def nodes(self, chosen: Ids, *, epoch: int, batch: int) -> Ids:
         """Return the nodes of a batch of links, each once."""
@@ -330,7 +359,12 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
             seed=seed,
             edge_ids=edge_ids or dataset.edge_features is not None,
         )
-        _check_features(features, dataset.num_nodes)
+        if self._sampler.topology.num_nodes != dataset.num_nodes:
+            raise ConfigurationError(
+                f"the topology has {self._sampler.topology.num_nodes} nodes, the data set "
+                f"{dataset.num_nodes}",
+                hint="give the topology of this data set, or None",
+            )
         engine: dict[str, Any] = {"backend": backend, "verify": verify}
         self._rows = open_rows(
             dataset.features, features, cache_bytes=cache_bytes, cache_policy=cache_policy, **engine
@@ -388,6 +422,7 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
             "ids": _name_of_ids(self._ids),
             "batch_size": self._batch_size,
             "resample": self._resample,
+            **({} if self._links is None else {"links": self._links.name}),
             **self._settings.identity(),
         }
 
@@ -408,19 +443,6 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
 
 def _name_of_ids(ids: Ids) -> str:
     return f"{len(ids)} {zlib.crc32(ids.tobytes()):08x}"
-
-
-def _check_features(features: str | npt.NDArray[Any], num_nodes: int) -> None:
-    if isinstance(features, str):
-        if features not in ("disk", "memory"):
-            raise ConfigurationError(
-                f"features is {features!r}", hint='use "disk", "memory" or an array'
-            )
-    elif features.ndim != 2 or len(features) != num_nodes:
-        raise ConfigurationError(
-            f"features have shape {list(features.shape)} for {num_nodes} nodes",
-            hint="give one row per node, in the order of the node ids",
-        )
 
 
 class HeteroLoader(_SampledLoader[HeteroMiniBatch]):

@@ -34,6 +34,7 @@ from fivefold.gnn.planning import Budgets, Plan, make_plan
 from fivefold.gnn.sampling import Adjacency, NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.sampling.edge_samples import EdgeSamples
 from fivefold.gnn.storage import Container, DiskProfile, probe_disk
+from fivefold.gnn.storage.pages import PAGE_BYTES
 from fivefold.units import format_bytes, format_duration_s
 
 _LOG = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class _Preparation:
         )
 
     def _tables(self, samples: SampleFile, folders: dict[str, Path]) -> list[_Table]:
-        """Return what is packed, and its share of the budgets: in proportion to its bytes."""
+        """Return what is packed, and its share of the budgets: in proportion to its pages."""
         recipe, nodes = self._recipe, self._dataset.features
         edges = self._dataset.edge_features
         nodes_only = _Table("store", folders["store"], samples, nodes, 1.0, recipe.policy)
@@ -182,9 +183,11 @@ class _Preparation:
             return [nodes_only]
         of_edges = EdgeSamples(samples, edges.section("x").num_rows)
         numbers = range(samples.num_batches)
+        # The records of a batch, beside its rows: what is narrow or small takes whole pages, too.
+        least = sum(map(samples.record_bytes_of, numbers)) + PAGE_BYTES * samples.num_batches
         node_bytes = nodes.section("x").row_bytes * sum(map(samples.num_nodes_of, numbers))
         edge_bytes = edges.section("x").row_bytes * sum(map(of_edges.num_nodes_of, numbers))
-        share = node_bytes / max(1, node_bytes + edge_bytes)
+        share = (least + node_bytes) / (2 * least + node_bytes + edge_bytes)
         return [
             dataclasses.replace(nodes_only, share=share),
             _Table("edges", folders["edges"], of_edges, edges, 1 - share, "static"),

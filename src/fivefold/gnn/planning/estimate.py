@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import pdtr, pdtrc
 
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.gnn.planning._plan import Budgets
@@ -222,6 +223,11 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
             f"batch_size={batch_size}, fanouts={list(fanouts)}, epochs={epochs}",
             hint="use positive numbers; a fan-out of -1 takes all neighbours",
         )
+    if not (read_bytes_per_s > 0 and write_bytes_per_s > 0):
+        raise ConfigurationError(
+            f"the disk reads {read_bytes_per_s} and writes {write_bytes_per_s} bytes/s",
+            hint="give the positive speed of a disk, or none to measure this one",
+        )
     size = min(batch_size, graph.seeds)
     model = _Popularity.of(graph)
     used, edges, expanded = model.batch(size, fanouts)
@@ -312,13 +318,12 @@ class _Popularity:
 
 
 def _mean_of_least(degrees: Floats, fanout: int) -> Floats:
-    """Return E[min(Poisson(degree), fanout)] for each degree."""
-    probability, below, mean = np.exp(-degrees), np.zeros_like(degrees), np.zeros_like(degrees)
-    for count in range(fanout):
-        mean += count * probability
-        below += probability
-        probability = probability * degrees / (count + 1)
-    return mean + fanout * (1 - below)
+    """Return E[min(Poisson(degree), fanout)] for each degree: k P(k) = degree P(k - 1)."""
+    if not fanout:
+        return np.zeros_like(degrees)
+    below = pdtr(fanout - 2, degrees) if fanout > 1 else 0.0
+    mean: Floats = degrees * below + fanout * pdtrc(fanout - 1, degrees)
+    return mean
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,9 @@ from fivefold.gnn.sampling.batches import (
     EdgeType,
     HeteroSampledBatch,
     SampledBatch,
+    as_count,
     as_ids,
+    checked_fanouts,
     stream_key,
 )
 from fivefold.gnn.sampling.kernels import (
@@ -145,20 +147,6 @@ def _number_edges(
             topology.check_unchanged()
             return sources
         table.enlarge()
-
-
-def _check_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
-    """Return the fan-outs."""
-    try:
-        checked = tuple(operator.index(fanout) for fanout in fanouts)
-    except TypeError:
-        checked = ()
-    if not checked or min(checked) < -1 or max(checked) >= 1 << 63:
-        raise ConfigurationError(
-            f"fanouts is {fanouts!r}",
-            hint="one number per hop: neighbours to sample, or -1 for all",
-        )
-    return checked
 
 
 class _Buffers(threading.local):
@@ -289,11 +277,11 @@ class NeighborSampler(_Sampler):
             message = "sources and targets are different nodes"
             raise ConfigurationError(message, hint="use HeteroNeighborSampler")
         self.topology = topology
-        self.fanouts = _check_fanouts(fanouts)
+        self.fanouts = checked_fanouts(fanouts)
         self.seed = operator.index(seed)
-        self.threads = len(os.sched_getaffinity(0)) if threads is None else threads
-        if self.threads < 1:
-            raise ConfigurationError(f"threads is {threads}", hint="use 1 or more, or None")
+        self.threads = (
+            len(os.sched_getaffinity(0)) if threads is None else as_count(threads, "threads")
+        )
         super().__init__(["node"], {_ONE_TYPE: self.fanouts}, edge_ids=edge_ids)
 
     def sample(self, seeds: ArrayLike, *, epoch: int, batch: int) -> SampledBatch:
@@ -362,13 +350,13 @@ def _fanouts_by_type(
 ) -> dict[EdgeType, tuple[int, ...]]:
     """Return the fan-outs of every edge type; one list serves all."""
     if not isinstance(fanouts, Mapping):
-        return dict.fromkeys(edge_types, _check_fanouts(fanouts))
+        return dict.fromkeys(edge_types, checked_fanouts(fanouts))
     if set(fanouts) != set(edge_types):
         odd = sorted(set(fanouts) ^ set(edge_types))
         raise ConfigurationError(
             f"fanouts and edge types differ in {odd}", hint="use [0, ...] to leave a type out"
         )
-    checked = {edge_type: _check_fanouts(fanouts[edge_type]) for edge_type in edge_types}
+    checked = {edge_type: checked_fanouts(fanouts[edge_type]) for edge_type in edge_types}
     if len({len(numbers) for numbers in checked.values()}) > 1:
         raise ConfigurationError(
             f"fanouts have different numbers of hops: {checked}", hint="fill up with 0"

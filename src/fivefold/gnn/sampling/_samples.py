@@ -23,7 +23,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling._sampler import NeighborSampler
-from fivefold.gnn.sampling.batches import SampledBatch, as_ids, check_distinct, epoch_batches
+from fivefold.gnn.sampling.batches import (
+    SampledBatch,
+    as_count,
+    as_ids,
+    check_distinct,
+    epoch_batches,
+)
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.gnn.storage.pages import PAGE_BYTES
 
@@ -387,8 +393,8 @@ def sample_epochs(  # noqa: PLR0913 - settings of one run, nearly all keyword-on
     ids = as_ids(train_ids, "train_ids")
     order_seed = operator.index(sampler.seed if seed is None else seed)
     first = operator.index(first_epoch)
-    numbers = range(first, first + operator.index(epochs))
-    work = _Sampling(sampler, ids, operator.index(batch_size), numbers, order_seed)
+    numbers = range(first, first + as_count(epochs, "epochs"))
+    work = _Sampling(sampler, ids, as_count(batch_size, "batch_size"), numbers, order_seed)
     finished = _finished(Path(path), work.attributes) if resume else None
     if finished is not None:
         return finished
@@ -431,12 +437,9 @@ class _Sampling:
                 hint="use a NeighborSampler; HeteroAdjacency.merged() gives it one topology",
             )
         check_distinct(train_ids, sampler.topology.num_nodes)
-        if train_ids.size == 0 or len(epochs) < 1:
-            raise ConfigurationError(
-                f"{train_ids.size} training nodes, {len(epochs)} epochs", hint="use at least one"
-            )
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size is {batch_size}", hint="use a positive integer")
+        if train_ids.size == 0:
+            message = "there are no training nodes"
+            raise ConfigurationError(message, hint="give at least one")
         self.sampler = sampler
         self.train_ids = train_ids
         self.batch_size = batch_size

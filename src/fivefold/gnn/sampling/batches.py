@@ -10,7 +10,9 @@ number of threads or the version of a library. ``kernels`` holds the draws.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -156,6 +158,32 @@ def as_ids(values: ArrayLike, name: str) -> NDArray[np.int64]:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
+def as_count(value: Any, name: str, *, least: int = 1) -> int:
+    """Return a whole number as ``int``, also one of NumPy's, if it is large enough."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if count < least or isinstance(value, bool):
+        wanted = "a positive integer" if least == 1 else f"an integer from {least} on"
+        raise ConfigurationError(f"{name} is {value!r}", hint=f"use {wanted}")
+    return count
+
+
+def checked_fanouts(fanouts: Iterable[int]) -> tuple[int, ...]:
+    """Return the fan-outs as a tuple of ``int``."""
+    try:
+        checked = tuple(operator.index(fanout) for fanout in fanouts)
+    except TypeError:
+        checked = ()
+    if not checked or min(checked) < -1 or max(checked) >= 1 << 63:
+        raise ConfigurationError(
+            f"fanouts is {fanouts!r}",
+            hint="one number per hop: neighbours to sample, or -1 for all",
+        )
+    return checked
+
+
 def check_distinct(ids: NDArray[np.int64], num_nodes: int | None = None) -> None:
     """Check training nodes; None for ``num_nodes`` allows all ids."""
     in_order = np.sort(ids)
@@ -194,8 +222,7 @@ def epoch_batches(
         >>> [len(batch) for batch in batches], sum(sum(batch.tolist()) for batch in batches)
         ([4, 4, 2], 45)
     """
-    if batch_size < 1:
-        raise ConfigurationError(f"batch_size is {batch_size}", hint="use a positive integer")
+    as_count(batch_size, "batch_size")
     ids = as_ids(train_ids, "train_ids")
     check_distinct(ids)
     key = stream_key(seed, epoch, _ORDER)
