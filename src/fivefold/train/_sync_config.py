@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -28,7 +28,7 @@ _ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16} 
 _HIDDEN_ROUNDS = _ROUNDS | {"auto_tau": None}
 _NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
-DEFAULT_METHOD = "delay_corrected"  # the rule that guides/which_rule_when.md recommends
+DEFAULT_METHOD: Final = "delay_corrected"  # the rule that guides/which_rule_when.md recommends
 # Keys of each method with their defaults; None where there is none. A test compares them with
 # the defaults of the rules.
 _METHODS: dict[str, dict[str, Any]] = {
