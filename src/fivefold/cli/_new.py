@@ -31,7 +31,7 @@ heads = 4
 batch_size = 8           # sequences of a rank in a step
 
 [sync]
-method = "co2"           # "ddp" for the usual all-reduce in every step
+method = "delay_corrected"   # "ddp" for the usual all-reduce in every step
 tau = 8                  # steps between synchronisations; "auto" for as few as hide the all-reduce
 codec = "fp32"           # or "bf16", "int8": smaller messages
 """

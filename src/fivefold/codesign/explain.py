@@ -301,7 +301,7 @@ def _local_updates(asked: _Question) -> Iterator[Change]:
         return
     found: list[Change] = []
     for tau in _TAUS:
-        action = f"local updates: synchronise every {tau} iterations (CO2)"
+        action = f"local updates: synchronise every {tau} iterations"
         for zero, shard in ((0, None), (3, _ranks_of_a_node(asked))):
             fields: dict[str, Any] = {"tau": tau, "zero": zero, "shard": shard}
             if one := list(asked.setting("strategy", action, "convergence", **fields)):

@@ -139,7 +139,7 @@ def _changes(step: MeasuredStep, method: str) -> Iterator[Change]:
         if method == "ddp":
             tau = max(2, math.ceil(_MARGIN * step.sent_s / step.rest_s))
             seconds = step.with_messages(step.sent_s / tau, beside_s=step.rest_s)
-            action = f'local updates: method = "co2", tau = {tau}'
+            action = f'local updates: method = "delay_corrected", tau = {tau}'
             yield change("strategy", action, seconds, "convergence")
         elif step.waits_s > 0 and method != "none":
             tau = max(step.tau + 1, math.ceil(_MARGIN * step.tau * step.sent_s / step.rest_s))

@@ -539,7 +539,7 @@ def trainer_config(
         >>> from fivefold.strategy import load_model
         >>> plan = ParallelPlan(global_batch=32, data=8, micro_batch=2, tau=4)
         >>> print(trainer_config(load_model("gpt3-1.3b"), plan).split("[sync]")[1].strip())
-        method = "co2"
+        method = "delay_corrected"
         tau = 4
     """
     _refuse(_trainer_problems(model, plan), "fivefold train cannot run this plan")
@@ -555,7 +555,7 @@ def trainer_config(
         }  # fmt: skip
     sync: dict[str, Any] = {"method": "ddp" if plan.data > 1 else "none"}
     if plan.tau > 1:
-        sync = {"method": "co2", "tau": plan.tau}
+        sync = {"method": "delay_corrected", "tau": plan.tau}
     if plan.zero == 3:
         sync["shard"] = plan.shards
     tables: dict[str, dict[str, Any]] = {
