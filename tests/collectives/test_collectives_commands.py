@@ -186,8 +186,8 @@ def test_sizes_cross_where_the_times_are_equal(size):
     assert not any(price.name == "direct" for price in prices.curves)  # it is the found one
     ranges = fastest_ranges(prices, "synthesized", "library")
     assert len({name for _, name in ranges}) == len(ranges)
-    line = Price("line", "library", tuple(3e-6 + s / 1e9 for s in prices.sizes_bytes), None)
-    steep = Price("steep", "library", tuple(1e-6 + s / 5e8 for s in prices.sizes_bytes), None)
+    line = Price("line", "library", tuple(3e-6 + s / 1e9 for s in prices.sizes_bytes))
+    steep = Price("steep", "library", tuple(1e-6 + s / 5e8 for s in prices.sizes_bytes))
     curves = (
         replace(line, at=lambda size: 3e-6 + size / 1e9),
         replace(steep, at=lambda size: 1e-6 + size / 5e8),

@@ -398,20 +398,16 @@ def _size_chart(
         if bound is not None and price is bound:
             continue
         least_s = (1.0,) * len(price.times_s) if bound is None else bound.times_s
-        points = [
-            (size, time_s / least, _point(size, time_s, time_s / least if bound else None))
+        known = [
+            (size, time_s, time_s / least)
             for size, time_s, least in zip(prices.sizes_bytes, price.times_s, least_s, strict=True)
             if time_s > 0
         ]
-        curves.append(
-            Curve(
-                name=price.name,
-                x=tuple(x for x, _, _ in points),
-                y=tuple(y for _, y, _ in points),
-                texts=tuple(text for _, _, text in points),
-                **_LOOKS.get(price.kind, {}),
-            )
+        texts = tuple(
+            _point(size, time_s, share if bound else None) for size, time_s, share in known
         )
+        points = [(size, share) for size, _, share in known]
+        curves.append(Curve.through(price.name, points, texts=texts, **_LOOKS.get(price.kind, {})))
     # What was synthesized is drawn last, on top.
     own = next((n for n, price in enumerate(prices.curves) if price.kind == "synthesized"), None)
     if own is not None and own < len(curves):

@@ -15,7 +15,7 @@ from fivefold.cli._arguments import ArgumentError, topology_of
 from fivefold.cli._later import later
 from fivefold.cli._options import JsonOption
 from fivefold.cli._outputs import write_json
-from fivefold.cli._plan_words import PARTS
+from fivefold.cli._plan_page import PARTS
 from fivefold.files import read_toml
 from fivefold.units import format_duration_s
 

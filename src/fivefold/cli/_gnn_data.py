@@ -227,9 +227,6 @@ def generate_command(  # noqa: PLR0913 - the command's options
 
     The result depends on these options, not on threads or memory. A run that was stopped goes on
     where it was.
-
-    Raises:
-        FivefoldError: Whatever writing met; the entry point prints it.
     """
     options = _graph_options(option)
     with ProgressBar() as show:

@@ -71,9 +71,6 @@ def sample_command(  # noqa: PLR0913 - the command's options
 
     The result depends on the data set and on these options, not on the number of threads. A run
     that was stopped goes on where it was.
-
-    Raises:
-        FivefoldError: Whatever sampling met; the entry point prints it.
     """
     with Dataset.open(dataset) as data, ProgressBar() as show:
         topology = data.topology(mapped=mapped)
@@ -103,11 +100,7 @@ def probe_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure how fast a disk reads and writes, by the size of the request.
-
-    Raises:
-        FivefoldError: Whatever the disk met; the entry point prints it.
-    """
+    """Measure how fast a disk reads and writes, by the size of the request."""
     size_bytes = None if size is None else bytes_of(size)
     profile = probe_disk(folder, seconds=seconds, size_bytes=size_bytes, fresh=True)
     if as_json:
@@ -220,9 +213,6 @@ def pack_command(  # noqa: PLR0913 - the command's options
     """Write the feature rows of every batch next to one another, as a plan says.
 
     Killed at any moment and started again, it goes on where it was.
-
-    Raises:
-        FivefoldError: Whatever packing met; the entry point prints it.
     """
     made = Plan.open(plan)
     memory_bytes = made.budgets.host_bytes if memory is None else bytes_of(memory)
