@@ -516,7 +516,6 @@ def _answer(found: Synthesis, network: Topology, timing: Timing) -> tuple[tuple[
 def _pictures(
     found: Synthesis, network: Topology, timing: Timing
 ) -> tuple[PageSection, PageSection]:
-
     links = draw_topology(
         network, link_loads=used_shares(network, timing), title=loads_title(network, timing)
     )

@@ -178,7 +178,6 @@ def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> d
 
 
 def _columns(values: list[str] | None, header: bool | None) -> TableColumns:  # noqa: FBT001
-
     roles = ("source", "target", "weight", "node", "label", "split", "features")
     pairs: dict[str, Any] = dict(_pairs(values, "column", roles))
     if "features" in pairs:
@@ -194,7 +193,6 @@ def _ingest_path(
     *,
     as_json: bool,
 ) -> None:
-
     rules, as_wanted, memory_bytes = run
     found, wants_reverse = find_source(source, options)
     if as_wanted:
@@ -291,7 +289,6 @@ def _with_totals(show: Callable[[str, int, int], None]) -> Callable[[str, int, i
 
 
 def _write_facts(dataset: Dataset | HeteroDataset, *, as_json: bool) -> None:
-
     facts = describe(dataset)
     if as_json:
         write_json(facts)

@@ -296,7 +296,6 @@ def _check_graph(data: Dataset, sampled: SampleFile) -> None:
 
 
 def _probe(folder: Path) -> DiskProfile:
-
     return probe_disk(folder.absolute())
 
 

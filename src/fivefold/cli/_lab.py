@@ -232,7 +232,6 @@ def _is_plan(command: list[str]) -> bool:
 
 
 def _run_plan(path: Path, spec: LabSpec, timeout: str | None) -> None:
-
     if spec != LabSpec(delay="0ms", jitter="0ms"):  # as the options' defaults are spelled
         raise ArgumentError(
             f"the plan {path} brings its own cluster; got options for {spec.describe()} besides",
@@ -265,7 +264,6 @@ def _host_classes(texts: list[str]) -> dict[int, int]:
 
 
 def _summarise(spec: LabSpec, result: LabResult) -> None:
-
     links = result.lab["means"] or "unshaped"
     took = format_duration_s(result.wall_s)
     count = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"

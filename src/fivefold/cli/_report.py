@@ -77,7 +77,6 @@ def _serve(runs: list[Path], *, host: str, port: int, open_page: bool) -> None:
 
 
 def _write(report: Report, page: Path) -> Path:
-
     for run in report.runs:
         timeline = write_timeline(run, run.path / "timeline.json")
         typer.echo(f"timeline: {timeline} (opens in ui.perfetto.dev)", err=True)

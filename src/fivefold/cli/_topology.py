@@ -201,7 +201,6 @@ def _least_out(topology: Topology) -> float:
 
 
 def _described(facts: dict[str, Any]) -> list[str]:
-
     kinds = ", ".join(f"{count} {kind}" for kind, count in facts["nodes"].items())
     lines = [
         facts["name"],
