@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError, seconds_of, topology_of, typed_arguments
-from fivefold.cli._execution import run_saved
+from fivefold.cli._execute import run_saved
 from fivefold.cli._help import help_text
 from fivefold.cli._later import later
 from fivefold.cli._options import JsonOption
@@ -175,7 +175,7 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
             host_classes=_host_classes(host_class or []),
             aggregators={node: {} for node in sum_at or []},
         )  # fmt: skip
-    if _is_plan(command):
+    if len(command) == 1 and command[0].endswith(".json"):  # a plan: no program is called so
         _run_plan(Path(command[0]), spec, timeout)
         return
     result = run_lab(
@@ -224,11 +224,6 @@ def _links_of(topology: str, rate: str | None) -> dict[str, Any]:
     """Hosts and links of a topology; ``--rate`` is that of a generated one's links."""
     described = topology_of(topology, bandwidth=rate)
     return {"hosts": described.num_ranks, "topology": described.to_toml()}
-
-
-def _is_plan(command: list[str]) -> bool:
-    """Return whether a plan is to be run; no program is called so."""
-    return len(command) == 1 and command[0].endswith(".json")
 
 
 def _run_plan(path: Path, spec: LabSpec, timeout: str | None) -> None:
