@@ -30,9 +30,6 @@ with later():
     from fivefold.gnn.data.statistics import describe, verify
     from fivefold.runs import ProgressBar
 
-
-__all__ = ["generate_command", "info_command", "ingest_command", "verify_command"]
-
 OutputArgument = Annotated[Path, typer.Argument(help="Folder to write; made if missing.")]
 MemoryOption = Annotated[str, typer.Option(help='What buffers may take, such as "1 GB".')]
 SourceArgument = Annotated[str, typer.Argument(help="File or folder to read.")]

@@ -26,8 +26,6 @@ with later():
     from fivefold.runs import ProgressBar
     from fivefold.units import parse_bytes_per_s
 
-__all__ = ["pack_command", "plan_command", "probe_command", "sample_command"]
-
 SamplesArgument = Annotated[
     Path, typer.Argument(help="File of sampled batches.", exists=True, dir_okay=False)
 ]

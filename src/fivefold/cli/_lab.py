@@ -15,7 +15,7 @@ from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError, seconds_of, topology_of, typed_arguments
 from fivefold.cli._execute import run_saved
-from fivefold.cli._help import help_text
+from fivefold.cli._help import command_group, help_text
 from fivefold.cli._later import later
 from fivefold.cli._options import JsonOption
 from fivefold.units import format_duration_s
@@ -25,12 +25,9 @@ with later():
     from fivefold.lab.capabilities import Capabilities
 
 
-app = typer.Typer(
-    name="lab",
+app = command_group(
+    "lab",
     help="Emulated cluster on this machine: hosts on slow links, made of network namespaces.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
 )
 
 _RUN_HELP = (
