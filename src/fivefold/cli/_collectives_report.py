@@ -388,10 +388,7 @@ def _size_charts(prices: Prices) -> tuple[CurveChart, ...]:
 
 
 def _size_chart(
-    prices: Prices,
-    bound: Price | None,
-    y_ticks: tuple[tuple[float, str], ...],
-    caption: str,
+    prices: Prices, bound: Price | None, y_ticks: tuple[tuple[float, str], ...], caption: str
 ) -> CurveChart:
     curves = []
     for price in prices.curves:

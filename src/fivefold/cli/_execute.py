@@ -11,13 +11,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli._arguments import seconds_of, topology_of
-from fivefold.cli._codesign import (
-    change_of,
-    flags_of,
-    say_shared_ranks,
-    typed_command,
-    write_page,
-)
+from fivefold.cli._codesign import change_of, flags_of, say_shared_ranks, typed_command, write_page
 from fivefold.cli._later import later
 from fivefold.cli._options import (
     ClusterOption,

@@ -20,13 +20,7 @@ from fivefold.files import read_toml
 from fivefold.units import format_duration_s
 
 with later():
-    from fivefold.codesign import (
-        ClusterPlan,
-        explain_jobs,
-        explain_plan,
-        explain_run,
-        load_jobs,
-    )
+    from fivefold.codesign import ClusterPlan, explain_jobs, explain_plan, explain_run, load_jobs
     from fivefold.codesign.explain import KINDS, LAYERS, Change, Explanation
     from fivefold.strategy import load_cluster, load_job
 

@@ -34,8 +34,7 @@ OutputArgument = Annotated[Path, typer.Argument(help="Folder to write; made if m
 MemoryOption = Annotated[str, typer.Option(help='What buffers may take, such as "1 GB".')]
 SourceArgument = Annotated[str, typer.Argument(help="File or folder to read.")]
 KindOption = Annotated[
-    str | None,
-    typer.Option(help="npy, ogb, mag240m, pyg or table; left out, found from the path."),
+    str | None, typer.Option(help="npy, ogb, mag240m, pyg or table; left out, found from the path.")
 ]
 ArrayOption = Annotated[
     list[str] | None,
@@ -53,12 +52,10 @@ ColumnOption = Annotated[
     ),
 ]
 NodesOption = Annotated[
-    Path | None,
-    typer.Option(help="Table with a row per node, beside edge tables.", exists=True),
+    Path | None, typer.Option(help="Table with a row per node, beside edge tables.", exists=True)
 ]
 HeaderOption = Annotated[
-    bool | None,
-    typer.Option("--header/--no-header", help="Whether CSV files begin with names."),
+    bool | None, typer.Option("--header/--no-header", help="Whether CSV files begin with names.")
 ]
 IdsOption = Annotated[str, typer.Option(help="Ids in tables: auto, number or text.")]
 NumNodesOption = Annotated[
@@ -71,8 +68,7 @@ SplitOption = Annotated[
 LeaveOutOption = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME",
-        help="Features of edges to leave out, such as edge_attr. May be repeated.",
+        metavar="NAME", help="Features of edges to leave out, such as edge_attr. May be repeated."
     ),
 ]
 ReverseOption = Annotated[
@@ -196,11 +192,7 @@ def _ingest_path(
         rules = replace(rules, add_reverse=wants_reverse)
     with ProgressBar() as show:
         written: Any = ingest(
-            found,
-            output,
-            rules=rules,
-            memory_bytes=memory_bytes,
-            progress=_with_totals(show),
+            found, output, rules=rules, memory_bytes=memory_bytes, progress=_with_totals(show)
         )
     with written:
         _write_facts(written, as_json=as_json)

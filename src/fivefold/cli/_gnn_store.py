@@ -159,12 +159,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
         graph, hops = _graph_size(dataset), _numbers(fanouts)
         speed = _disk_speed(disk_speed)
         found = estimate(
-            graph,
-            hops,
-            batch_size,
-            budgets,
-            read_bytes_per_s=speed[0],
-            write_bytes_per_s=speed[1],
+            graph, hops, batch_size, budgets, read_bytes_per_s=speed[0], write_bytes_per_s=speed[1]
         )
         facts = {**dataclasses.asdict(found), "memory_bytes": found.memory_bytes,
                  "disk_bytes": found.disk_bytes}  # fmt: skip
@@ -214,11 +209,7 @@ def pack_command(  # noqa: PLR0913 - the command's options
     """
     made = Plan.open(plan)
     memory_bytes = made.budgets.host_bytes if memory is None else bytes_of(memory)
-    with (
-        Dataset.open(dataset) as data,
-        SampleFile.open(samples) as sampled,
-        ProgressBar() as show,
-    ):
+    with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled, ProgressBar() as show:
         _check_graph(data, sampled)
         packed = pack(
             data.features,

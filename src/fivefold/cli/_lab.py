@@ -26,8 +26,7 @@ with later():
 
 
 app = command_group(
-    "lab",
-    help="Emulated cluster on this machine: hosts on slow links, made of network namespaces.",
+    "lab", help="Emulated cluster on this machine: hosts on slow links, made of network namespaces."
 )
 
 _RUN_HELP = (
@@ -112,8 +111,7 @@ _Timeout = Annotated[
 _Grace = Annotated[
     str,
     typer.Option(
-        help="Time to end alone after another rank failed, and after SIGTERM.",
-        rich_help_panel=_RUN,
+        help="Time to end alone after another rank failed, and after SIGTERM.", rich_help_panel=_RUN
     ),
 ]
 _LogFolder = Annotated[
@@ -187,10 +185,7 @@ def _seconds(text: str | None) -> Any:
     return None if text is None else seconds_of(text)
 
 
-def check(
-    *,
-    as_json: JsonOption = False,
-) -> None:
+def check(*, as_json: JsonOption = False) -> None:
     """Say what this machine can emulate, and what would add the rest.
 
     The exit code is 0 where links can be given at least a rate, else 1.

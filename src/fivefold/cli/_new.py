@@ -28,14 +28,8 @@ class Problem(StrEnum):
 
 
 _NEXT: dict[Problem, tuple[str, ...]] = {
-    Problem.NETWORK: (
-        "fivefold train {name}/train.toml --nproc 2",
-        "fivefold explain runs/{name}",
-    ),
-    Problem.EXPERTS: (
-        "fivefold train {name}/train.toml --nproc 2",
-        "fivefold report runs/{name}",
-    ),
+    Problem.NETWORK: ("fivefold train {name}/train.toml --nproc 2", "fivefold explain runs/{name}"),
+    Problem.EXPERTS: ("fivefold train {name}/train.toml --nproc 2", "fivefold report runs/{name}"),
     Problem.GRAPH: (
         "fivefold gnn generate graphs/{name} --nodes 20000 --dim 64",
         "fivefold gnn train {name}/gnn.toml",

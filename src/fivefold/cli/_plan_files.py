@@ -29,11 +29,7 @@ with later():
         trainer_config,
     )
     from fivefold.strategy.cluster import memory_time_s
-    from fivefold.train.config import (
-        PredictionConfig,
-        TrainConfig,
-        settings_fingerprint,
-    )
+    from fivefold.train.config import PredictionConfig, TrainConfig, settings_fingerprint
 
 _MOST_FRAGMENTS = 8  # more are more messages, each with its latency
 _OUTER_PASSES = 8  # over parameters, anchors and momenta in an outer update, 4 bytes each

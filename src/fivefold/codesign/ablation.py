@@ -132,10 +132,7 @@ _Sample = tuple[float, float, float, int, int, int]
 
 
 def _sample(
-    jobs: Sequence[JobSpec],
-    after: dict[str, float],
-    null: dict[str, float],
-    best: dict[str, float],
+    jobs: Sequence[JobSpec], after: dict[str, float], null: dict[str, float], best: dict[str, float]
 ) -> _Sample:
     ours = objective_s(jobs, after)
     return (

@@ -169,11 +169,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[GraphSummary], str]], ...] = (
         "Accuracy on test nodes at the best validation, from sampled neighbours.",
         lambda run: _accuracy(run.test_accuracy),
     ),
-    (
-        "best epoch",
-        "Epoch of the best validation.",
-        lambda run: format_count(run.best_epoch),
-    ),
+    ("best epoch", "Epoch of the best validation.", lambda run: format_count(run.best_epoch)),
     (
         "epoch time",
         "Mean of an epoch: computing and waiting for data.",
@@ -385,11 +381,7 @@ def _level_bars(summaries: Sequence[GraphSummary]) -> BarChart:
             label=run.label,
             total=_bytes(sum(run.data.rows.values()), run),
             segments=tuple(
-                (
-                    level,
-                    float(rows),
-                    f"{LEVEL_NAMES.get(level, level)}: {_bytes(rows, run)}",
-                )
+                (level, float(rows), f"{LEVEL_NAMES.get(level, level)}: {_bytes(rows, run)}")
                 for level, rows in run.data.rows.items()
                 if rows
             ),

@@ -438,9 +438,7 @@ def exchanging_layer(columns: Columns) -> dict[str, Floats]:
         return layer
     whole_s = layer["forward_s"] + layer["input_s"] + layer["weight_s"]
     left_s = exposed_s(
-        layer["expert_s"],
-        whole_s - layer["expert_s"],
-        slowdown=columns.device.overlap_slowdown,
+        layer["expert_s"], whole_s - layer["expert_s"], slowdown=columns.device.overlap_slowdown
     )
     hidden_s = np.minimum(layer["expert_s"] - left_s, np.maximum(whole_s - layer["host_s"], 0.0))
     hidden_s = np.where(dual, hidden_s, 0.0)

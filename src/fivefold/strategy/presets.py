@@ -14,12 +14,7 @@ from typing import Any
 from fivefold.errors import ConfigurationError, DataError, FivefoldError
 from fivefold.files import read_json
 from fivefold.strategy.cluster import check_keys, check_types, require_fields
-from fivefold.strategy.model import (
-    ConvolutionStage,
-    LatentAttention,
-    MixtureOfExperts,
-    ModelSpec,
-)
+from fivefold.strategy.model import ConvolutionStage, LatentAttention, MixtureOfExperts, ModelSpec
 
 _NESTED = {"experts": MixtureOfExperts, "latent": LatentAttention}
 
