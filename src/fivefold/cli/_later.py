@@ -43,13 +43,14 @@ def _on_what_it_stands_for(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Python looks these up on the class, so they have to stand there by name.
-for _name, _work in {
+_WORK: dict[str, Callable[..., Any]] = {
     "__call__": lambda found, *args, **named: found(*args, **named),
     "__instancecheck__": lambda found, value: isinstance(value, found),
     "__bool__": bool, "__iter__": iter, "__len__": len, "__hash__": hash, "__repr__": repr,
     "__str__": str, "__contains__": operator.contains, "__getitem__": operator.getitem,
     "__eq__": operator.eq, "__or__": operator.or_, "__ror__": lambda found, other: other | found,
-}.items():  # fmt: skip
+}  # fmt: skip
+for _name, _work in _WORK.items():
     setattr(_Later, _name, _on_what_it_stands_for(_work))
 
 
