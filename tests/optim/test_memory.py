@@ -1,6 +1,7 @@
 """Memory of the outer state, counted and measured, against the formula."""
 
 import ctypes
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim import CO2, DelayCorrected, EagerDiLoCo, LocalSGD, OuterSync, outer_state_bytes
-from fivefold.testing import run_processes
+from fivefold.testing import run_processes, run_world
 
 SIZE = 1600
 NUM_PARAMETERS = SIZE * SIZE
@@ -75,3 +76,20 @@ def test_numbers_must_be_positive():
 def test_residuals_are_shared_by_the_workers():
     """12 bytes of CO2, 4 of the rank's own residual and 4 of all workers' together."""
     assert outer_state_bytes(CO2(tau=1), 100, num_workers=4, codec="int8") == 1700
+
+
+def test_a_world_in_memory_forgets_what_all_have_taken():
+    """A long study in one process would otherwise keep every payload that was ever sent."""
+    size = 12_345
+
+    def work(transport):
+        for _ in range(20):
+            payload = torch.ones(size)
+            pending = transport.launch([payload], metadata=torch.zeros(1), fragment=0, what="sum")
+            pending.wait()
+            pending.wait()  # does nothing more
+            assert float(payload[0]) == 3.0
+        held = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        return sum(each.numel() == size for each in held)
+
+    assert max(run_world(3, work)) < 20

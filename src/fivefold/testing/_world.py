@@ -28,13 +28,16 @@ class _Board:
         self.failed = False
         self._changed = threading.Condition()
         self._entries: dict[int, dict[int, Any]] = {}
+        self._readers: dict[int, set[int]] = {}
 
     def put(self, number: int, rank: int, value: Any) -> None:
         with self._changed:
             self._entries.setdefault(number, {})[rank] = value
             self._changed.notify_all()
 
-    def all_of(self, number: int, *, what: str) -> list[Any]:
+    def take(self, number: int, rank: int, *, what: str) -> list[Any]:
+        """Return all ranks' values, once to each rank; what all have taken is forgotten."""
+
         def complete() -> bool:
             return self.failed or len(self._entries.get(number, {})) == self.world_size
 
@@ -43,7 +46,12 @@ class _Board:
                 here = sorted(self._entries.get(number, {}))
                 message = f"{what} failed: only ranks {here} of {self.world_size} took part"
                 raise CommunicationError(message, hint="a rank ended early or is stuck")
-            return [self._entries[number][rank] for rank in range(self.world_size)]
+            values = self._entries[number]
+            readers = self._readers.setdefault(number, set())
+            readers.add(rank)
+            if len(readers) == self.world_size:
+                del self._entries[number], self._readers[number]
+            return [values[each] for each in range(self.world_size)]
 
     def fail(self) -> None:
         with self._changed:
@@ -53,10 +61,11 @@ class _Board:
 
 class _InMemoryAllReduce:
     def __init__(
-        self, board: _Board, number: int, tensors: Sequence[torch.Tensor], *, what: str
+        self, board: _Board, number: int, rank: int, tensors: Sequence[torch.Tensor], *, what: str
     ) -> None:
         self._board = board
         self._number = number
+        self._rank = rank
         self._tensors = tensors
         self._what = what
         self.launched_at_s = time.perf_counter()
@@ -65,7 +74,9 @@ class _InMemoryAllReduce:
         self.sent_bytes = round(2 * (board.world_size - 1) * payload_bytes / board.world_size)
 
     def wait(self) -> bool:
-        contributions = self._board.all_of(self._number, what=self._what)
+        if self.completed_at_s is not None:
+            return True
+        contributions = self._board.take(self._number, self._rank, what=self._what)
         for index, tensor in enumerate(self._tensors):
             total = contributions[0][index].clone()
             for other in contributions[1:]:
@@ -109,7 +120,7 @@ class InMemoryTransport:
         if self._launch_delay_s is not None:
             time.sleep(self._launch_delay_s())
         number = self._put([tensor.detach().clone() for tensor in tensors])
-        return _InMemoryAllReduce(self._board, number, tensors, what=what)
+        return _InMemoryAllReduce(self._board, number, self.rank, tensors, what=what)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: nothing is kept between all-reduces."""
@@ -121,13 +132,13 @@ class InMemoryTransport:
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the tensors with rank 0's."""
         number = self._put([tensor.detach().clone() for tensor in tensors])
-        first = self._board.all_of(number, what="broadcast")[0]
+        first = self._board.take(number, self.rank, what="broadcast")[0]
         for tensor, value in zip(tensors, first, strict=True):
             tensor.copy_(value)
 
     def gather_objects(self, value: object) -> list[Any]:
         """Return every rank's value, in rank order."""
-        return self._board.all_of(self._put(value), what="gather")
+        return self._board.take(self._put(value), self.rank, what="gather")
 
     def _put(self, value: Any) -> int:
         number = self._next

@@ -82,7 +82,7 @@ def test_a_list_of_uneven_shares():
 
 
 def test_layouts_differ_from_rank_to_rank():
-    """An output with gaps on one rank only, one element with a stride, negated bits."""
+    """An output with gaps on one rank only, one element with a stride, negated bits; two types."""
 
     def work(rank):
         group = group_of()
@@ -99,6 +99,13 @@ def test_layouts_differ_from_rank_to_rank():
         received = torch.zeros(4)[::2] if rank else torch.zeros(2)
         dist.all_to_all_single(received, torch.full((2,), float(rank)), group=group)
         assert received.tolist() == [0.0, 1.0]
+        for call, *sizes in (
+            (dist.all_gather_single, 4, 2),
+            (dist.reduce_scatter_single, 2, 4),
+        ):
+            output, source = torch.zeros(sizes[0], dtype=torch.float64), torch.zeros(sizes[1])
+            with pytest.raises(RuntimeError, match=r"dtype|tensor type"):
+                call(output, source, group=group)
         negated = torch.tensor([1 + 2j]).conj().imag if rank else torch.tensor([5.0])
         dist.all_reduce(negated, group=group)
         return negated.tolist()

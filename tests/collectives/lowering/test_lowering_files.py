@@ -81,6 +81,32 @@ def test_plans_compute_the_same(name, algorithm, in_place):
     assert all(np.array_equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
+def test_a_plan_keeps_the_root_of_a_broadcast():
+    program = lower(build_algorithm("ring", broadcast(3, root=1)))
+    again = from_mscclpp_json(to_mscclpp_json(program))
+    assert again.collective == program.collective
+    check_program(again)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_plans_whose_blocks_have_channels_both_ways_to_one_peer(channels):
+    program = program_of("all_reduce", "binary_tree", 2, channels=channels, max_count=1)
+    check_program(from_mscclpp_json(to_mscclpp_json(program)))
+
+
+def test_a_plan_may_signal_in_another_block_than_it_puts():
+    plan = json.loads(to_mscclpp_json(program_of("all_gather", "ring", ranks=2)))
+    for gpu in plan["gpus"]:
+        sender = gpu["threadblocks"][0]
+        signal = sender["ops"].pop()
+        assert signal["name"] == "signal"
+        sender["ops"].append({"name": "sem_release", "semaphore_ids": [0]})
+        acquire = {"name": "sem_acquire", "semaphore_ids": [0]}
+        gpu["threadblocks"].append({**sender, "id": 3, "ops": [acquire, signal]})
+        gpu["semaphores"] = [{"init_value": 0}]
+    check_program(from_mscclpp_json(json.dumps(plan)))
+
+
 def test_xml_has_every_attribute_that_the_parser_asks_for():
     text = to_msccl_xml(program_of("reduce_scatter", "ring"))
     head = text.splitlines()[0]

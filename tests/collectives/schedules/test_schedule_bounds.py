@@ -1,6 +1,7 @@
 """Bounds against all cuts of small graphs, and against the published tables."""
 
 import itertools
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -392,3 +393,14 @@ def test_rooted_bounds_follow_the_direction_of_the_links():
     network = fast_out.with_links(slow_in)
     assert bandwidth_bound(broadcast(3), network, 4.0).seconds == pytest.approx(2.0)
     assert bandwidth_bound(reduce(3), network, 4.0).seconds == pytest.approx(8.0)
+
+
+def test_a_bound_counts_bytes_of_the_link_as_it_is():
+    """The cut is found on a grid of capacities; what must cross it is not rounded with them."""
+    network = ring(3, bandwidth=2.0**31)
+    links = [
+        replace(link, bandwidth_bytes_per_s=1.7) if link.target == "gpu0" else link
+        for link in network.links
+    ]
+    bound = lower_bound(all_gather(3), network.with_links(links), 3.0)
+    assert bound.seconds == pytest.approx(2 / 3.4)

@@ -209,6 +209,8 @@ def test_spellings(tmp_path):
         ("ring", "needs its num_ranks; write ring:8"),
         ("ring:8,9", "'9' in ring:8,9 has no key"),
         ("ring:eight", "got 'eight'"),
+        ("ring:4,num_ranks=5", "says its num_ranks twice"),
+        ("ring:4,latency=1us,latency = 2us", "says its latency twice"),
         ("ring:8,bandwith=1GB/s", "did you mean 'bandwidth'"),
         ("ring:8,bandwidth=1 parsec", "not a rate"),
         ("fat_tree:4,gpu=8", "did you mean 'gpus'"),

@@ -312,6 +312,8 @@ class Collectives:
             name = kind.name
             self.engine.say(f"{name} sparse", f"{name} of sparse tensors runs on the inner backend")
             return False
+        if len({tensor.dtype for tensor in tensors}) > 1:  # for the inner backend to refuse
+            return False
         if kind.operation is not None and not self.engine.can_combine(tensors[0], kind.operation):
             what = f"{kind.name} of {tensors[0].dtype} by {kind.operation}"
             self.engine.say(what, f"{what} runs on the inner backend")

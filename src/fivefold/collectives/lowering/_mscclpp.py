@@ -20,7 +20,7 @@ References: MSCCL++, arXiv 2504.09014; the fields are those that its ``execution
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,9 +87,12 @@ def to_mscclpp_json(
     gpus = [_Gpu(program, rank, layout).to_dict() for rank in range(program.num_ranks)]
     if check_limits:
         _require_limits(gpus)
+    # Ours: MSCCL++ does not read it, and its plans do not say it.
+    root = {} if collective.root is None else {"root": collective.root}
     plan = {
         "name": program.name,
         "collective": MSCCL_NAMES[collective.name],
+        **root,
         "protocol": "Simple",
         "inplace": program.in_place,
         "reuse_resources": False,
@@ -427,7 +430,7 @@ def _collective_of(plan: dict[str, Any], gpus: list[dict[str, Any]]) -> Collecti
         "reduce_scatter": max(inputs // len(gpus), 1),
         "all_to_all": max(inputs // len(gpus), 1),
     }
-    return named_collective(name, len(gpus), chunks=chunks[name])
+    return named_collective(name, len(gpus), chunks=chunks[name], root=int(plan.get("root", 0)))
 
 
 @dataclass
@@ -437,12 +440,7 @@ class _Put:
     count: int
 
 
-@dataclass
-class _Channel:
-    """One direction of a channel: what was put since the last signal, and signals not taken."""
-
-    pending: list[_Put] = field(default_factory=list)
-    signalled: list[list[_Put]] = field(default_factory=list)
+_Channel = tuple[int, int, str, int]  # rank, peer, kind, number among those between the two
 
 
 class _Runner:
@@ -451,7 +449,10 @@ class _Runner:
     def __init__(self, gpus: list[dict[str, Any]]) -> None:
         self._gpus = gpus
         self._ends = [_channel_ends(gpus, rank) for rank in range(len(gpus))]
-        self._channels: dict[tuple[int, int, str, int], _Channel] = defaultdict(_Channel)
+        # What was put since the last signal, by channel; a memory put, which names none, by its
+        # peer, and by its block where that signals the peer itself.
+        self._pending: dict[tuple[Any, ...], list[_Put]] = defaultdict(list)
+        self._signalled: dict[_Channel, deque[list[_Put]]] = defaultdict(deque)
         self._semaphores: dict[tuple[int, int], int] = {}
         self._barriers: dict[tuple[int, int], set[int]] = defaultdict(set)
         self._passed: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -488,8 +489,10 @@ class _Runner:
         return self._actions, self._scratch
 
     def _require_nothing_left(self) -> None:
-        for (rank, peer, _, _), channel in self._channels.items():
-            if channel.pending or any(channel.signalled):
+        waiting: dict[tuple[Any, ...], Any] = {**self._pending}
+        waiting |= {(*key, "signalled"): puts for key, puts in self._signalled.items()}
+        for (rank, peer, *_), left in waiting.items():
+            if any(left):
                 raise ProgramError(
                     f"rank {rank} puts data to rank {peer} that is never signalled and waited for"
                 )
@@ -542,7 +545,7 @@ class _Runner:
             buffer = self._remote(rank, block, target["buffer_id"], kind)
             slot = (Buffer(buffer["type"]), int(target["index"]))
             put = _Put((Buffer(source["type"]), int(source["index"])), slot, int(target["size"]))
-            self._channel_to(rank, int(buffer["rank"]), block, operation).pending.append(put)
+            self._pending[self._put_key(rank, int(buffer["rank"]), block, operation)].append(put)
 
     def _remote(self, rank: int, block: dict[str, Any], number: int, kind: str) -> dict[str, Any]:
         for group in block["remote_buffer_refs"]:
@@ -553,17 +556,27 @@ class _Runner:
                 return found
         raise DataError(f"rank {rank} block {block['id']} names no remote buffer {number}")
 
-    def _channel_to(
+    def _put_key(
         self, rank: int, peer: int, block: dict[str, Any], operation: dict[str, Any]
-    ) -> _Channel:
-        """Return the channel that a put's signal goes over: a memory put does not say it itself."""
-        for key in self._keys(rank, block, operation.get("channel_ids"), operation):
+    ) -> tuple[Any, ...]:
+        """Return where a put waits for its signal."""
+        numbers, kind = operation.get("channel_ids"), operation.get("channel_type", "memory")
+        for key in self._keys(rank, block, numbers, operation) if numbers else ():
             if key[1] == peer:
-                return self._channels[key]
-        for key in self._keys(rank, block, None, operation):
-            if key[1] == peer:
-                return self._channels[key]
+                return key
+        if any(key[1] == peer for key in self._keys(rank, block, None, operation)):
+            return rank, peer, kind, "block", self._signaller(rank, peer, block, kind)
         raise DataError(f"rank {rank} block {block['id']} has no channel to rank {peer}")
+
+    def _signaller(self, rank: int, peer: int, block: dict[str, Any], kind: str) -> int | None:
+        """Return the block where it signals the peer itself; None where another one does."""
+        for operation in _flattened(block["ops"]):
+            signals = operation["name"] in (*_SIGNALS, "pws", "pwsf")
+            if signals and operation.get("channel_type", "memory") == kind:
+                keys = self._keys(rank, block, operation["channel_ids"], operation)
+                if any(key[1] == peer for key in keys):
+                    return int(block["id"])
+        return None
 
     def _keys(
         self,
@@ -571,7 +584,7 @@ class _Runner:
         block: dict[str, Any],
         numbers: list[int] | None,
         operation: dict[str, Any],
-    ) -> list[tuple[int, int, str, int]]:
+    ) -> list[_Channel]:
         kind = operation.get("channel_type", "memory")
         if kind == "switch":
             raise UnsupportedError(
@@ -590,20 +603,20 @@ class _Runner:
 
     def _signal(self, rank: int, block: dict[str, Any], operation: dict[str, Any]) -> bool:
         for key in self._keys(rank, block, operation["channel_ids"], operation):
-            channel = self._channels[key]
-            for put in channel.pending:
+            places = key, (*key[:3], "block", int(block["id"])), (*key[:3], "block", None)
+            puts = [put for place in places for put in self._pending.pop(place, [])]
+            for put in puts:
                 self._act(rank, OpKind.SEND, put.source, None, put.count, key=("send", *key[1:]))
-            channel.signalled.append(channel.pending)
-            channel.pending = []
+            self._signalled[key].append(puts)
         return True
 
     def _wait(self, rank: int, block: dict[str, Any], operation: dict[str, Any]) -> bool:
         keys = self._keys(rank, block, operation["channel_ids"], operation)
-        incoming = [self._channels[peer, rank, kind, number] for _, peer, kind, number in keys]
-        if not all(channel.signalled for channel in incoming):
+        incoming = [self._signalled[peer, rank, kind, number] for _, peer, kind, number in keys]
+        if not all(incoming):
             return False
-        for key, channel in zip(keys, incoming, strict=True):
-            for put in channel.signalled.pop(0):
+        for key, signals in zip(keys, incoming, strict=True):
+            for put in signals.popleft():
                 way = ("receive", *key[1:])
                 self._act(rank, OpKind.RECEIVE, None, put.target, put.count, key=way)
         return True

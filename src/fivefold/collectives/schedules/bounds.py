@@ -365,14 +365,10 @@ def _exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats)
     inside[list(optimum.cut)] = True
     if name in ("reduce_scatter", "reduce", "gather"):
         inside = ~inside  # found on the reversed network
-    share = float(chunk_bytes.sum())
-    if name not in ("broadcast", "reduce"):
-        share /= collective.num_ranks
-    links = inside[topology.link_sources] & ~inside[topology.link_targets]
-    capacity = float(topology.capacities_bytes_per_s[links].sum())
-    # Whole shares cross; the optimum may be that of capacities rounded to a grid, a bound may not.
-    crossing = round(float(optimum.inverse_rate) * capacity)
-    yield _cut_bound(topology, inside, crossing * share, optimal=True)
+    # The optimum may be that of capacities rounded to a grid, the bytes of a bound may not.
+    sides = (~inside[topology.rank_nodes]).astype(np.int64)
+    _, leaving, *_ = _group_traffic(collective, chunk_bytes, sides, num_groups=2)
+    yield _cut_bound(topology, inside, float(leaving[0]), optimal=True)
 
 
 def _group_traffic(

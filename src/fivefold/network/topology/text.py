@@ -167,7 +167,7 @@ def _generate(name: str, rest: str, given: Mapping[str, str | float | None]) -> 
     accepted = _accepted(generator)
     values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     for position, part in enumerate(rest.split(",") if rest else ()):
-        key, equals, value = part.strip().partition("=")
+        key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:
             if position:
                 raise ConfigurationError(
@@ -180,8 +180,10 @@ def _generate(name: str, rest: str, given: Mapping[str, str | float | None]) -> 
             raise ConfigurationError(
                 f"{name} takes no {key!r}", hint=f"{hint}it takes {', '.join(accepted)}"
             )
+        if key in values:
+            raise ConfigurationError(f"{name}:{rest} says its {key} twice", hint="say it once")
         # Quantities stay text: a number would be taken as bytes per second, or seconds.
-        values[key] = value.strip() if key in _QUANTITIES else _value(value.strip())
+        values[key] = value if key in _QUANTITIES else _value(value)
     if generator.first not in values:
         raise ConfigurationError(
             f"{name} needs its {generator.first}", hint=f"write {generator.example}"
