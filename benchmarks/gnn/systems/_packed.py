@@ -185,7 +185,6 @@ class DiskGnnSystem(_Packed):
             policy="static",
             layout="minhash",
             segment_batches=segment,
-            minhash_functions=2,
             max_gap_bytes=0,
             buffer_batches=0,
         )

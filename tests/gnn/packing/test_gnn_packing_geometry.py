@@ -17,7 +17,7 @@ from fivefold.gnn.planning.geometry import (
     choose_geometry,
     reader_shape,
 )
-from fivefold.gnn.planning.layout import PAGE_BYTES
+from fivefold.gnn.storage.pages import PAGE_BYTES
 
 SPEEDS = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9}
 MB = 10**6

@@ -38,7 +38,6 @@ def question(make_batches, disk):
         return SegmentQuestion(
             cold=KeptArrays(iter(cold), limit=900),
             layout=layout,
-            minhash_functions=2,
             row_bytes=ROW_BYTES,
             disk=disk,
             gaps_bytes=gaps_bytes,

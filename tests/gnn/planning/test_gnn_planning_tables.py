@@ -65,9 +65,7 @@ def test_layouts_amplify_as_in_the_table(batches, disk, size):
     cold = KeptArrays((one[~hot[one]] for one in ids), limit=NODES)
     amplification = {}
     for layout in ("gray", "minhash"):
-        asked = SegmentQuestion(
-            cold=cold, layout=layout, minhash_functions=2, row_bytes=512, disk=disk, gaps_bytes=(0,)
-        )
+        asked = SegmentQuestion(cold=cold, layout=layout, row_bytes=512, disk=disk, gaps_bytes=(0,))
         reads = count_reads(asked, size)
         amplification[layout] = reads.read_bytes.sum() / (cold.sizes.sum() * 512)
         rows = int(reads.segment_rows[-1])

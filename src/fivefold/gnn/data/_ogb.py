@@ -26,10 +26,9 @@ from fivefold.gnn.data.arrays import (
     npz_members,
     npz_rows,
 )
-from fivefold.gnn.data.parts import Source
+from fivefold.gnn.data.parts import SPLITS, Source
 from fivefold.gnn.storage.arrays import Ids
 
-_SPLITS = ("train", "valid", "test")
 _UNDIRECTED = ("products", "proteins")  # those whose raw files hold one direction of each edge
 
 
@@ -90,8 +89,8 @@ def _read_splits(folder: Path) -> dict[str, Rows]:
             f"{folder / 'split'} holds {len(kinds)} kinds of splits", hint="leave one of them"
         )
     if (file := kinds[0] / "split_dict.pt").is_file():
-        return {name: ArrayRows(np.asarray(load_plain(file)[name])) for name in _SPLITS}
-    return {name: ArrayRows(_read_ids(kinds[0] / f"{name}.csv.gz")) for name in _SPLITS}
+        return {name: ArrayRows(np.asarray(load_plain(file)[name])) for name in SPLITS}
+    return {name: ArrayRows(_read_ids(kinds[0] / f"{name}.csv.gz")) for name in SPLITS}
 
 
 def _read_ids(path: Path) -> Ids:
@@ -176,7 +175,7 @@ def mag240m_source(folder: str | Path) -> Source:
         edge_rows=npy_rows(edges),
         feature_rows=npy_rows(features),
         label_rows=npy_rows(labels) if labels.is_file() else None,
-        split_rows={name: ArrayRows(np.asarray(splits.get(name, []), np.int64)) for name in _SPLITS}
+        split_rows={name: ArrayRows(np.asarray(splits.get(name, []), np.int64)) for name in SPLITS}
         if labels.is_file()
         else {},
         num_classes=meta.get("num_classes"),

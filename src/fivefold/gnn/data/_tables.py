@@ -7,14 +7,14 @@ import gzip
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from fivefold.errors import DataError, UnsupportedError
 from fivefold.gnn.data.arrays import as_labels
-from fivefold.gnn.data.parts import LabelPart
+from fivefold.gnn.data.parts import SPLITS, LabelPart
 from fivefold.gnn.storage.arrays import Array, Ids
 
 try:
@@ -31,22 +31,6 @@ _ROLES = {"source", "target", "src", "dst", "from", "to", "head", "tail", "u", "
 _ROLES |= {"id", "node", "label", "y", "split", "name"}
 _DELIMITERS = ("\t", ",", ";", "|", " ")
 _PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
-
-
-class TableReader(Protocol):
-    """A table that is read in blocks."""
-
-    path: Path
-    names: list[str]
-
-    @property
-    def types(self) -> list[Any]:
-        """Return the Arrow types of the columns."""
-        ...
-
-    def batches(self, columns: Sequence[str], types: Sequence[Any] | None = None) -> Iterator[Any]:
-        """Yield Arrow record batches of these columns, converted to these types where given."""
-        ...
 
 
 def open_table(path: str | Path, *, header: bool | None = None) -> TableReader:
@@ -226,12 +210,7 @@ class ParquetReader:
         schema = self._file.schema_arrow
         self.names: list[str] = list(schema.names)
         check_names(self.names, path)
-        self._types: list[Any] = list(schema.types)
-
-    @property
-    def types(self) -> list[Any]:
-        """Return the types of the columns."""
-        return self._types
+        self.types: list[Any] = list(schema.types)
 
     def batches(self, columns: Sequence[str], types: Sequence[Any] | None = None) -> Iterator[Any]:
         """Yield record batches."""
@@ -247,6 +226,8 @@ class ParquetReader:
                 f"{self.path} cannot be read: {str(error)[:300]}", hint="check the file"
             ) from error
 
+
+TableReader: TypeAlias = CsvReader | ParquetReader
 
 _SPLIT_NAMES = {
     "train": "train",
@@ -264,7 +245,6 @@ _MASKS = {
     "valid": ("val_mask", "valid_mask"),
     "test": ("test_mask",),
 }
-_SPLITS = ("train", "valid", "test")
 _MOST_CLASSES = 1 << 20
 
 
@@ -462,7 +442,7 @@ class NodeTable:
             yield as_labels(column.fill_null(-1).to_numpy(zero_copy_only=False))
 
     def _splits(self) -> dict[str, Ids]:
-        found: dict[str, list[Ids]] = {name: [] for name in _SPLITS}
+        found: dict[str, list[Ids]] = {name: [] for name in SPLITS}
         row = 0
         columns = [self.split] if self.split else list(self.masks.values())
         kinds = [pa.string() if self.split else pa.bool_()] * len(columns)
@@ -489,7 +469,7 @@ class NodeTable:
                 hint="it says train, valid or test, or nothing for nodes of no split",
             )
         splits = np.array([_SPLIT_NAMES[word] for word in words])
-        return {name: np.flatnonzero(splits == name) for name in _SPLITS}
+        return {name: np.flatnonzero(splits == name) for name in SPLITS}
 
 
 def _first_of(names: list[str], wanted: Sequence[str]) -> str | None:

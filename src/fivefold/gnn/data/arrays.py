@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.data.parts import EdgeBlock, EdgePart, LabelPart
+from fivefold.gnn.data.parts import SPLITS, EdgeBlock, EdgePart, LabelPart
 
 
 class Rows(Protocol):
@@ -179,7 +179,6 @@ def npz_rows(path: Path, name: str) -> FileRows:
 
 
 Array = ArrayLike | str | os.PathLike[str]
-_SPLITS = ("train", "valid", "test")
 
 
 def as_rows(value: Any, name: str = "an array") -> Rows:
@@ -254,7 +253,7 @@ def array_source(  # noqa: PLR0913 - the parts of a graph, all by name
         >>> source.num_nodes, source.features().dim
         (3, 4)
     """
-    unknown = sorted(set(splits or {}) - set(_SPLITS))
+    unknown = sorted(set(splits or {}) - set(SPLITS))
     if unknown:
         raise DataError(f"there is no split {unknown[0]!r}", hint="use train, valid and test")
     return ArraySource(
@@ -365,7 +364,7 @@ class ArraySource:
             return None
         rows = self.label_rows
         splits = {
-            name: as_split(self.split_rows.get(name), self.num_nodes, name) for name in _SPLITS
+            name: as_split(self.split_rows.get(name), self.num_nodes, name) for name in SPLITS
         }
         return LabelPart(
             lambda first: _label_blocks(rows, first), splits, self.num_classes, self.class_names

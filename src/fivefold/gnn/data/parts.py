@@ -20,7 +20,7 @@ Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total); total is 0 where it is not known before the end."""
 
 EDGE_FEATURES = ("edge_attr", "edge_feat", "edge_features")
-_SPLITS = ("train", "valid", "test")
+SPLITS = ("train", "valid", "test")
 _LAST_INT32 = 2**31 - 1
 
 
@@ -92,7 +92,7 @@ class LabelPart:
 
     blocks: Callable[[int], Iterator[Ids]]
     splits: Mapping[str, Ids] = field(
-        default_factory=lambda: {name: np.empty(0, np.int64) for name in _SPLITS}
+        default_factory=lambda: {name: np.empty(0, np.int64) for name in SPLITS}
     )
     num_classes: int | None = None
     class_names: list[str] | None = None

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.data import Dataset
+from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.loading._base import (
     BatchLoader,
     LoaderOptions,
@@ -33,7 +34,7 @@ from fivefold.gnn.loading._feature_store import FeatureStore
 from fivefold.gnn.loading._pipeline import BufferRing, Pipeline, Stage, Ticket, buffer_count
 from fivefold.gnn.loading._pyg_batches import LabelledData, SlicedData, cache_folder, dataset_of
 from fivefold.gnn.loading.batch import Form, MiniBatch, SeedTable, assemble, checked_form
-from fivefold.gnn.loading.prepare import Progress, StoreRecipe, prepare
+from fivefold.gnn.loading.prepare import StoreRecipe, prepare
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.planning import Budgets

@@ -363,7 +363,6 @@ def _incoming(source: Iterator[int] | Port) -> Iterator[Ticket]:
         yield from (Ticket(batch) for batch in source)
 
 
-_LOG = logging.getLogger(__name__)
 _DEFAULT_PREFETCH = 4
 _FEWEST_BUFFERS = 2  # one is with the training loop while the next is prepared
 

@@ -32,7 +32,6 @@ from fivefold.gnn.loading._base import (
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._pyg_batches import LabelledData
 from fivefold.gnn.loading.batch import (
-    EdgeType,
     HeteroMiniBatch,
     MiniBatch,
     SeedTable,
@@ -42,6 +41,7 @@ from fivefold.gnn.loading.batch import (
 from fivefold.gnn.loading.online_cache import CachePolicy, OnlineCache
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency, HeteroNeighborSampler, NeighborSampler
 from fivefold.gnn.sampling.batches import (
+    EdgeType,
     HeteroSampledBatch,
     SampledBatch,
     as_count,

@@ -21,7 +21,7 @@ from torch import Tensor
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.packing.record import BatchRecord
-from fivefold.gnn.sampling.batches import SampledBatch
+from fivefold.gnn.sampling.batches import EdgeType, SampledBatch
 from fivefold.gnn.storage.arrays import Array, Ids
 
 
@@ -199,7 +199,6 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-EdgeType = tuple[str, str, str]
 Value = TypeVar("Value")
 
 

@@ -28,6 +28,7 @@ import numpy as np
 from fivefold.errors import DataError, StorageError
 from fivefold.files import lock_file, read_checked_json, write_checked_json
 from fivefold.gnn.data import Dataset
+from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.planning import Budgets, Plan, make_plan
 from fivefold.gnn.sampling import Adjacency, NeighborSampler, SampleFile, sample_epochs
@@ -42,7 +43,6 @@ _SHARE_OF_FREE_DISK = 0.8
 _LEAST_PACKING_BYTES = 4 << 20  # less would be lost in what the interpreter takes
 _PROBE_BYTES = 1 << 30  # of features; for fewer, the disk is measured for a shorter time
 _PROBE_S = (0.2, 2.0)
-Progress = Callable[[str, int, int], None]
 Text = Callable[[str], None]
 _RECIPE = "recipe.json"
 _LESS = {"training_epochs"}  # of a recipe: no reason to pack again
@@ -67,7 +67,6 @@ class StoreRecipe:
     policy: Literal["static", "belady"] = "static"
     layout: Literal["gray", "minhash", "packed"] = "gray"
     segment_batches: int = 0
-    minhash_functions: int = 2
     buffer_batches: int = 3
     edge_ids: bool = False
     training_epochs: int = 50
@@ -270,7 +269,6 @@ class _Preparation:
                 policy=table.policy,
                 layout=recipe.layout,
                 segment_batches=recipe.segment_batches or None,
-                minhash_functions=recipe.minhash_functions,
                 buffer_batches=recipe.buffer_batches,
                 training_epochs=recipe.training_epochs,
                 scratch_folder=self._folder,

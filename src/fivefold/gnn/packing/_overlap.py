@@ -19,7 +19,6 @@ from fivefold.gnn.storage.arrays import Bytes
 _WRITERS = 2  # so that the disk has the next request when it is through with one
 
 Buffer = Bytes
-Progress = Callable[[str, int, int], None]  # stage, what is done, what there is in all
 Check = Callable[[], None]
 
 

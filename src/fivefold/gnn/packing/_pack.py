@@ -22,7 +22,8 @@ import numpy as np
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
 from fivefold.files import lock_file, read_checked_json, write_checked_json
-from fivefold.gnn.packing._overlap import Check, Progress, side_by_side
+from fivefold.gnn.data.parts import Progress
+from fivefold.gnn.packing._overlap import Check, side_by_side
 from fivefold.gnn.packing._records import KIND_LAYOUTS, KIND_RECORDS, Recorder, write_layouts
 from fivefold.gnn.packing._rows import KIND_ROWS, Mover, Order, write_rows
 from fivefold.gnn.packing._store import (
@@ -33,9 +34,9 @@ from fivefold.gnn.packing._store import (
 )
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.planning.geometry import STRATEGIES, Geometry, choose_geometry, reader_shape
-from fivefold.gnn.planning.layout import PAGE_BYTES
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, DiskProfile, RowReader
+from fivefold.gnn.storage.pages import PAGE_BYTES
 from fivefold.gnn.storage.reader import Backend
 from fivefold.units import format_bytes, format_duration_s
 

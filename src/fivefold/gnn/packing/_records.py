@@ -22,15 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError, InfeasibleError
-from fivefold.gnn.packing._overlap import Progress
+from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.packing.record import BatchRecord, build_record, encode_record
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense, sort_distinct
-from fivefold.gnn.planning.layout import PAGE_BYTES, SegmentLayout
+from fivefold.gnn.planning.layout import SegmentLayout
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.sampling.batches import SampledBatch
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.gnn.storage.arrays import Bytes, Ids
+from fivefold.gnn.storage.pages import PAGE_BYTES
 from fivefold.gnn.storage.parallel import in_threads
 from fivefold.units import format_bytes
 

@@ -22,12 +22,12 @@ from typing import Any, cast
 import numpy as np
 
 from fivefold.errors import DataError
-from fivefold.gnn.packing._overlap import Progress, WriteBehind
+from fivefold.gnn.data.parts import Progress
+from fivefold.gnn.packing._overlap import WriteBehind
 from fivefold.gnn.planning.geometry import Geometry
-from fivefold.gnn.planning.layout import PAGE_BYTES
 from fivefold.gnn.storage import Container, ContainerWriter, RowReader
 from fivefold.gnn.storage.arrays import Array, Bytes, Ids
-from fivefold.gnn.storage.pages import aligned_empty, gather_rows
+from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty, gather_rows
 from fivefold.gnn.storage.parallel import read_ahead
 
 KIND_ROWS = "packed-rows"

@@ -37,7 +37,6 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
     policy: Policy = "static",
     layout: Layout = "gray",
     segment_batches: int | None = None,
-    minhash_functions: int = 2,
     max_gap_bytes: int | None = None,
     buffer_batches: int = 3,
     training_epochs: int = 50,
@@ -58,7 +57,6 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
             will be needed soonest.
         layout: Order of the packed rows within a segment.
         segment_batches: Batches per segment; None: the size of least cost within the budget.
-        minhash_functions: Number of hash functions of the ``minhash`` layout.
         max_gap_bytes: Gaps up to this size are read through; None: what the disk makes cheapest.
         buffer_batches: Batches in flight whose rows are kept in host memory, and in device
             memory where there is some; the caches get the rest of the budgets.
@@ -88,7 +86,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
     _at_least("max_gap_bytes", max_gap_bytes, 0)
     _at_least("buffer_batches", buffer_batches, 0)
     _at_least("training_epochs", training_epochs, 0)
-    check_layout(layout, minhash_functions)
+    check_layout(layout)
     scratch = Scratch(
         folder=samples.path.parent if scratch_folder is None else Path(scratch_folder),
         most_bytes=budgets.disk_bytes,
@@ -105,7 +103,6 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         question = SegmentQuestion(
             cold=cold,
             layout=layout,
-            minhash_functions=minhash_functions,
             row_bytes=row_bytes,
             disk=profile,
             gaps_bytes=GAPS_BYTES if max_gap_bytes is None else (max_gap_bytes,),
@@ -119,7 +116,6 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
     return Plan(
         policy=policy,
         layout=layout,
-        minhash_functions=minhash_functions,
         max_gap_bytes=found.reads.max_gap_bytes,
         row_bytes=row_bytes,
         num_nodes=num_nodes,

@@ -145,7 +145,7 @@ class Prediction:
         return cls(**(values | {"packing": Geometry(**values["packing"])}))
 
 
-_VERSION = 1
+_VERSION = 2
 _KIND = "plan"
 
 
@@ -156,7 +156,6 @@ class Plan:
     Args:
         policy: ``"static"`` or ``"belady"``.
         layout: Order of the packed rows within a segment.
-        minhash_functions: Number of hash functions of the ``minhash`` layout.
         max_gap_bytes: Gaps up to this size are read through.
         row_bytes: Bytes of a row.
         num_nodes: Rows of the features.
@@ -179,7 +178,6 @@ class Plan:
 
     policy: Policy
     layout: Layout
-    minhash_functions: int
     max_gap_bytes: int
     row_bytes: int
     num_nodes: int
@@ -227,7 +225,7 @@ class Plan:
             "samples": self.samples_fingerprint,
             "policy": self.policy,
             "layout": self.layout,
-            "functions": self.minhash_functions if self.layout == "minhash" else 0,
+            "functions": 2 if self.layout == "minhash" else 0,
             "segments": [list(segment) for segment in self.segments],
             "slots": self.num_host_slots,
             "device": _hash(self.device_rows),
@@ -264,7 +262,6 @@ class Plan:
         return segment_layout(
             cold_ids,
             layout=self.layout,
-            minhash_functions=self.minhash_functions,
             first_batch=self.segments[segment][0],
             num_batches=self.num_batches,
         )

@@ -24,7 +24,6 @@ from fivefold.gnn.planning._plan import SegmentCost
 from fivefold.gnn.planning.geometry import Geometry
 from fivefold.gnn.planning.id_sets import IdSet, SortedIds, union_of
 from fivefold.gnn.planning.layout import (
-    PAGE_BYTES,
     SIZE_CLASSES,
     Layout,
     Refinement,
@@ -33,6 +32,7 @@ from fivefold.gnn.planning.layout import (
 )
 from fivefold.gnn.storage import DiskProfile
 from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import PAGE_BYTES
 from fivefold.units import format_bytes
 
 _WINDOW = 64
@@ -210,7 +210,6 @@ class SegmentQuestion:
 
     cold: KeptArrays
     layout: Layout
-    minhash_functions: int
     row_bytes: int
     disk: DiskProfile
     gaps_bytes: tuple[int, ...] = GAPS_BYTES
@@ -286,7 +285,6 @@ def _segment_runs(
     laid_out = segment_layout(
         batches,
         layout=question.layout,
-        minhash_functions=question.minhash_functions,
         first_batch=first,
         num_batches=len(question.cold),
     )

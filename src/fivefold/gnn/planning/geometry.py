@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fivefold.errors import InfeasibleError
-from fivefold.gnn.planning.layout import PAGE_BYTES
+from fivefold.gnn.storage.pages import PAGE_BYTES
 from fivefold.units import format_bytes
 
 STRATEGIES = ("resident", "passes", "spill")

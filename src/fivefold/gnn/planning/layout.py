@@ -24,8 +24,8 @@ from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.planning.id_sets import sort_distinct, union_of
 from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import PAGE_BYTES
 
-PAGE_BYTES = 4096
 BLOCK_BYTES = 1 << 20
 _BLOCK_PAGES = BLOCK_BYTES // PAGE_BYTES
 SIZE_CLASSES = _BLOCK_PAGES.bit_length()
@@ -90,7 +90,7 @@ def _add(costs: Any, pages: Any) -> Any:
 
 
 Layout = Literal["gray", "minhash", "packed"]
-_LARGEST_KEY = 2**62
+_MINHASH_FUNCTIONS = 2  # as DiskGNN has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,6 @@ def segment_layout(
     cold_ids: Sequence[Ids],
     *,
     layout: Layout,
-    minhash_functions: int = 2,
     first_batch: int = 0,
     num_batches: int | None = None,
 ) -> SegmentLayout:
@@ -121,7 +120,7 @@ def segment_layout(
 
     The permutations of ``minhash`` are over all ``num_batches`` batches; None: over these.
     """
-    check_layout(layout, minhash_functions)
+    check_layout(layout)
     batches = [np.ascontiguousarray(ids, np.int64) for ids in cold_ids]
     if layout == "packed":
         return SegmentLayout(
@@ -130,20 +129,15 @@ def segment_layout(
     if layout == "gray":
         return _by_membership(batches)
     total = first_batch + len(batches) if num_batches is None else num_batches
-    hashes = permutations(minhash_functions, total)[:, first_batch:]
+    hashes = permutations(_MINHASH_FUNCTIONS, total)[:, first_batch:]
     return _by_minhash(batches, hashes, total)
 
 
-def check_layout(layout: str, minhash_functions: int) -> None:
-    """Check the name of a layout and its parameter."""
+def check_layout(layout: str) -> None:
+    """Check the name of a layout."""
     if layout not in get_args(Layout):
         raise ConfigurationError(
             f"layout is {layout!r}", hint=f"use one of {', '.join(get_args(Layout))}"
-        )
-    if minhash_functions < 1:
-        raise ConfigurationError(
-            f"minhash_functions must be at least 1; got {minhash_functions}",
-            hint="DiskGNN uses 2",
         )
 
 
@@ -198,12 +192,10 @@ def permutations(number: int, num_batches: int) -> Ids:
 def _minhash_key(members: Sequence[Array], num_rows: int, hashes: Ids, num_batches: int) -> Array:
     """Return DiskGNN's key: the minima as the digits of a number in base ``num_batches``."""
     key = np.zeros(num_rows, np.int64)
-    for number, function in enumerate(hashes):
+    for function in hashes:
         least = np.full(num_rows, num_batches, np.int64)
         for member, value in zip(members, function, strict=False):
             _lower(least, member, value)
-        if (num_batches + 1) ** (number + 1) >= _LARGEST_KEY:
-            key = np.unique(key, return_inverse=True)[1].astype(np.int64)  # only order matters
         key = key * (num_batches + 1) + least
     return key
 

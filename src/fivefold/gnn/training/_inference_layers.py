@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from fivefold._compiler import njit
 from fivefold.errors import InfeasibleError, UnsupportedError
 from fivefold.gnn.storage import Container, DiskProfile, RowReader
 from fivefold.gnn.storage.arrays import Array, Ids
-from fivefold.gnn.storage.pages import aligned_empty
+from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty
 from fivefold.gnn.storage.parallel import read_ahead
 from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.gnn.training.config import Backend
@@ -67,37 +67,6 @@ class Aggregate:
         return 4 * parts.width + 8 * parts.extra
 
 
-class LayerParts(Protocol):
-    """One layer of a model, taken apart."""
-
-    in_dim: int
-    out_dim: int
-    width: int
-    extra: int
-    heads: int
-    drops_loops: bool
-    needs_own_at_start: bool
-    needs_own_at_finish: bool
-
-    def messages(self, rows: Tensor) -> tuple[Float32, Float32]:
-        """Return the values [S, width] and scores [S, heads] of source rows [S, in_dim]."""
-        ...
-
-    def begin(self, aggregate: Aggregate, start: int, own: Tensor) -> None:
-        """Put the targets' own rows [T, in_dim] into the aggregate from place start on."""
-        ...
-
-    def add(
-        self, aggregate: Aggregate, keys: Int64, shift: int, messages: tuple[Float32, Float32]
-    ) -> None:
-        """Add messages along sorted edges."""
-        ...
-
-    def finish(self, aggregate: Aggregate, places: slice, own: Tensor | None) -> Tensor:
-        """Return the outputs [T, out_dim] of the targets at some places of the aggregate."""
-        ...
-
-
 def take_apart(model: LayeredModel) -> list[LayerParts]:
     """Return the layers of a model."""
     kinds: dict[type[LayeredModel], type[Any]] = {GraphSAGE: _Sage, GCN: _Gcn, GAT: _Gat}
@@ -124,10 +93,12 @@ class _Mean:
         self.width = min(self.in_dim, self.out_dim)
 
     def messages(self, rows: Tensor) -> tuple[Float32, Float32]:
+        """Return the values [S, width] and scores [S, heads] of source rows [S, in_dim]."""
         values = rows @ self.weight.T if self.narrows else rows
         return values.numpy(), np.empty((len(rows), 0), np.float32)
 
     def begin(self, aggregate: Aggregate, start: int, own: Tensor) -> None:
+        """Put the targets' own rows [T, in_dim] into the aggregate from place start on."""
         values, _ = self.messages(own)
         aggregate.sums[start : start + len(own)] = values
         aggregate.norms[start : start + len(own)] = 1
@@ -135,9 +106,11 @@ class _Mean:
     def add(
         self, aggregate: Aggregate, keys: Int64, shift: int, messages: tuple[Float32, Float32]
     ) -> None:
+        """Add messages along sorted edges."""
         add_mean(keys, shift, messages[0], aggregate.sums, aggregate.norms[:, 0])
 
     def finish(self, aggregate: Aggregate, places: slice, own: Tensor | None) -> Tensor:
+        """Return the outputs [T, out_dim] of the targets at some places of the aggregate."""
         del own
         sums = torch.from_numpy(aggregate.sums[places])
         means = sums / torch.from_numpy(aggregate.norms[places]).clamp(min=1).float()
@@ -224,6 +197,10 @@ class _Gat:
     def _norms(self, aggregate: Aggregate) -> tuple[Float64, Float64, Float64]:
         heads, norms = self.heads, aggregate.norms
         return norms[:, :heads], norms[:, heads : 2 * heads], norms[:, 2 * heads :]
+
+
+LayerParts: TypeAlias = "_Mean | _Gat"
+"""One layer of a model, taken apart."""
 
 
 @njit
@@ -357,7 +334,6 @@ def add_attention(
                 sums[target, column] += weight * values[row, column]
 
 
-PAGE_BYTES = 4096
 _SWEEP_BYTES = 1 << 20
 _KEY_BYTES = 8
 _READER_SHARE = 4  # a quarter of a small budget goes to the engine's own buffers

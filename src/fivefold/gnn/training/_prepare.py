@@ -15,7 +15,8 @@ from pathlib import Path
 
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.loading.prepare import Prepared, Progress, StoreRecipe, prepare
+from fivefold.gnn.data.parts import Progress
+from fivefold.gnn.loading.prepare import Prepared, StoreRecipe, prepare
 from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.training.config import GnnConfig
 

@@ -113,8 +113,6 @@ class PlanConfig(Section):
     """order of the rows inside a segment"""
     segment_batches: Count = 0
     """batches that share rows on disk; 0 for the number that costs least"""
-    minhash_functions: Positive = 2
-    """hash functions of layout "minhash\""""
 
 
 class LoaderConfig(Section):
