@@ -308,3 +308,5 @@ def test_batches_sampled_online_have_the_rows_of_their_edges(tmp_path):
         for batch in loader:
             assert isinstance(batch, Data)
             check(batch, graph)
+        row_bytes = dataset.edge_features.section("x").row_bytes
+        assert loader.statistics().edge_bytes >= row_bytes * batch.num_edges

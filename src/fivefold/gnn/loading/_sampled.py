@@ -251,6 +251,7 @@ class _Reading:
     """What was read so far; apart from the loader, so that its threads need not hold it."""
 
     total: ReadStatistics = dataclasses.field(default_factory=ReadStatistics)
+    edges: ReadStatistics = dataclasses.field(default_factory=ReadStatistics)
 
 
 class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
@@ -372,7 +373,8 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
             sampled, out = ticket.value
             attr = None
             if edge_rows is not None and sampled.edge_ids is not None:
-                attr, _ = edge_rows.read_any(sampled.edge_ids)
+                attr, cost = edge_rows.read_any(sampled.edge_ids)
+                reading.edges += cost
             x = torch.from_numpy(out)
             if links is None:
                 return assemble(sampled, x, table, form=form, edge_attr=attr).to(device)
@@ -404,6 +406,7 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
             requests=total.requests,
             bytes_read=total.bytes_read,
             cold_bytes=total.bytes_used,
+            edge_bytes=self._read.edges.bytes_read,
             stage_s=self._stage_s(self._pipeline),
             wait_s=self._wait_s(self._pipeline),
         )
