@@ -29,31 +29,18 @@ from fivefold.optim._update import (
 
 @dataclass(frozen=True, kw_only=True)
 class MergeTask:
-    """What one pass has to do.
+    """What one pass has to do."""
 
-    Attributes:
-        coefficients: Scalars of the outer step; None where nothing arrived.
-        send: Whether a payload is to be sent.
-        settles: Whether all replicas are to be equal afterwards.
-        waits: Whether what is sent now is waited for and merged at the same boundary.
-        weight: Factor of the payload.
-        resend: Whether the all-reduce was lost: this rank's part of it goes out again.
-        local_share: s of the merge "pull".
-        own_share: Share of this rank's own part in the mean, for the merge "eager".
-        outer_lr: alpha, for the merge "eager".
-        outer_momentum: beta, for the merge "eager".
-    """
-
-    coefficients: OuterCoefficients | None
-    send: bool
-    settles: bool = False
-    waits: bool = False
-    weight: float = 1.0
-    resend: bool = False
-    local_share: float = 0.0
-    own_share: float = 0.0
-    outer_lr: float = 1.0
-    outer_momentum: float = 0.0
+    coefficients: OuterCoefficients | None  # scalars of the outer step; None where nothing arrived
+    send: bool  # whether a payload is to be sent
+    settles: bool = False  # whether all replicas are to be equal afterwards
+    waits: bool = False  # whether what is sent now is waited for and merged at the same boundary
+    weight: float = 1.0  # factor of the payload
+    resend: bool = False  # whether the all-reduce was lost: this rank's part of it goes out again
+    local_share: float = 0.0  # s of the merge "pull"
+    own_share: float = 0.0  # share of this rank's own part in the mean, for the merge "eager"
+    outer_lr: float = 1.0  # alpha, for the merge "eager"
+    outer_momentum: float = 0.0  # beta, for the merge "eager"
 
 
 Merge = Callable[[Piece, MergeTask, PieceStatistics], None]

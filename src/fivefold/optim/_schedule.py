@@ -16,21 +16,14 @@ from typing import TypedDict
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """What to do now, in this order.
+    """What to do now, in this order."""
 
-    Attributes:
-        arriving_round: Round whose all-reduce is waited for and merged first; None if none is.
-        launched_round: Round whose pseudo-gradient is launched then; None if none is.
-        wait_for_launched: Whether the launched one is waited for and merged at once.
-        drains: Whether nothing may stay open: all replicas are equal afterwards.
-        exact: Whether the anchor becomes the plain mean, whatever the rule is.
-    """
-
+    # Round whose all-reduce is waited for and merged first; None if none is.
     arriving_round: int | None
-    launched_round: int | None
-    wait_for_launched: bool = False
-    drains: bool = False
-    exact: bool = False
+    launched_round: int | None  # round whose pseudo-gradient is launched then; None if none is
+    wait_for_launched: bool = False  # whether the launched one is waited for and merged at once
+    drains: bool = False  # whether nothing may stay open: all replicas are equal afterwards
+    exact: bool = False  # whether the anchor becomes the plain mean, whatever the rule is
 
 
 class ScheduleState(TypedDict):
