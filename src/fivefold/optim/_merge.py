@@ -72,24 +72,33 @@ def _put(payload: torch.Tensor, pseudo_gradient: torch.Tensor, task: MergeTask) 
         torch.mul(pseudo_gradient, task.weight, out=payload)
 
 
+def _put_difference(piece: Piece, task: MergeTask) -> None:
+    torch.sub(piece.anchor, piece.local, out=piece.payload)
+    if task.weight != 1.0:
+        piece.payload.mul_(task.weight)
+
+
+def _keep_and_put(piece: Piece, fresh: torch.Tensor, task: MergeTask) -> None:
+    """Send a pseudo-gradient; where it may be lost it is kept, with what was lost before."""
+    if piece.sent is not None:
+        if task.resend:
+            fresh.add_(piece.sent)
+        piece.sent.copy_(fresh)
+    _put(piece.payload, fresh, task)
+
+
 def _replace(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     # The pseudo-gradient to send is taken against the anchor before the outer step, since the
     # local steps began there; then it takes the place of the sum that arrived.
     if task.waits and task.coefficients is None and piece.sent is None:
         # The second pass of this boundary writes the model, and nothing is in the payload's way.
-        torch.sub(piece.anchor, piece.local, out=piece.payload)
-        if task.weight != 1.0:
-            piece.payload.mul_(task.weight)
+        _put_difference(piece, task)
         return
     fresh = torch.sub(piece.anchor, piece.local, out=piece.scratch) if task.send else None
     if task.coefficients is not None:
         _outer_step(piece, task, statistics)
     if fresh is not None:
-        if piece.sent is not None:
-            if task.resend:
-                fresh.add_(piece.sent)
-            piece.sent.copy_(fresh)
-        _put(piece.payload, fresh, task)
+        _keep_and_put(piece, fresh, task)
     piece.local.copy_(piece.anchor)
 
 
@@ -105,9 +114,7 @@ def _pull(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     if task.settles:
         local.copy_(anchor)
     if task.send:
-        torch.sub(anchor, local, out=piece.payload)
-        if task.weight != 1.0:
-            piece.payload.mul_(task.weight)
+        _put_difference(piece, task)
 
 
 def _correct(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
@@ -168,11 +175,7 @@ def _hand_over(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> No
         statistics.elements += piece.payload.numel()
         torch.mul(piece.payload, task.coefficients.delta_scale, out=piece.gradient)
     if fresh is not None:
-        if piece.sent is not None:
-            if task.resend:
-                fresh.add_(piece.sent)
-            piece.sent.copy_(fresh)
-        _put(piece.payload, fresh, task)
+        _keep_and_put(piece, fresh, task)
 
 
 def _exact(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
@@ -186,9 +189,7 @@ def _exact(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
         if piece.start is not None:
             piece.start.copy_(piece.anchor)
     if task.send:
-        torch.sub(piece.anchor, piece.local, out=piece.payload)
-        if task.weight != 1.0:
-            piece.payload.mul_(task.weight)
+        _put_difference(piece, task)
 
 
 MERGES: dict[str, Merge] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -23,22 +23,6 @@ from fivefold.optim._shards import WorkerGroup
 from fivefold.optim._update import Number
 from fivefold.optim.statistics import StatisticsMeter
 from fivefold.optim.transport import PendingAllReduce, Transport
-
-_FIELDS = (
-    "weight",
-    "weighted",
-    "hash",
-    "move",
-    "delta",
-    "step_s",
-    "all_reduce_s",
-    "pending",
-    "non_finite",
-    "norm",
-    "outlying",
-    "work",
-)
-
 
 _NORM_MEMORY = 16  # rounds over which norms are averaged
 _ROUNDS_BEFORE_JUDGING = 8
@@ -96,12 +80,15 @@ class MetadataReading:
 
     def numbers(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint."""
-        return {name: list(getattr(self, name)) for name in _FIELDS}
+        return asdict(self)
 
     @classmethod
     def empty(cls, world_size: int) -> MetadataReading:
         """Return a reading in which nobody took part."""
         return cls(**{name: [0.0] * world_size for name in _FIELDS})
+
+
+_FIELDS = tuple(each.name for each in fields(MetadataReading))
 
 
 class Metadata:
