@@ -280,7 +280,7 @@ class ProcessGroupTransport:
             with named_errors(self.rank, what):
                 run()
         else:
-            self._thread.wait(self._thread.submit(run, tensors=tensors, what=what))
+            self._thread.submit(run, tensors=tensors, what=what).wait()
 
     def _buckets(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Views of a tensor that cover it once; a collective on nothing is left out."""

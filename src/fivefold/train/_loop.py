@@ -51,7 +51,6 @@ from fivefold.train._expert_ranks import ExpertRanks, require_shares, share_expe
 from fivefold.train._methods import (
     Method,
     RunResult,
-    make_result,
     method_label,
     require_peers,
     run_manifest,
@@ -203,6 +202,8 @@ def make_method(  # noqa: PLR0913 - independent parts, one call site
 
 
 _LOG = logging.getLogger(__name__)
+# Not training: a rate that counts them would depend on how often one looks.
+_ASIDE = ("checkpoint", "validation")
 
 
 def train(config: TrainConfig) -> RunResult:
@@ -435,23 +436,29 @@ class _Run:
 
     def _conclude(self, reason: str) -> RunResult:
         wall_s = self.wall_s()
-        result = make_result(
-            self.config,
-            method=self.method,
-            steps=self.step,
-            tokens=self.tokens(self.step),
-            wall_s=wall_s,
-            seconds=self.recorder.categories(wall_s),
-            waits=self.recorder.waits,
-            bits_per_byte=self.validation and self.validation[1].bits_per_byte,
-            link_bytes=self.link.record(),
+        tokens, seconds = self.tokens(self.step), self.recorder.categories(wall_s)
+        statistics = self.method.statistics()
+        training_s = wall_s - sum(seconds[name] for name in _ASIDE)
+        result = RunResult(
+            output=self.folder,
+            method=self.config.sync.method,
+            label=method_label(self.config.sync, self.config.tasks),
             reason=reason,
-            digest=parameters_sha256(self.model),
-            mixtures=self.mixtures,
+            steps=self.step,
+            tokens=tokens,
+            wall_s=wall_s,
+            tokens_per_s=tokens / max(training_s, 1e-9),
+            bits_per_byte=self.validation and self.validation[1].bits_per_byte,
+            seconds=seconds,
+            waits=self.recorder.waits,
+            communication=self.method.totals.record(),
+            link_bytes=self.link.record(),
+            sync=None if statistics is None else dataclasses.asdict(statistics),
+            parameters_sha256=parameters_sha256(self.model),
+            moe=None if self.mixtures is None else self.mixtures.record(),
             process=self.meter.record(),
         )
         if self.metrics is not None:
-            tokens = self.tokens(self.step)
             self.metrics.write("end", step=self.step, tokens=tokens, wall_s=wall_s, reason=reason)
             if reason == "finished":
                 write_json(self.folder / "result.json", result.record())
