@@ -64,10 +64,6 @@ class DelayedGradients(OuterRule):
 
     References:
         Pipe-SGD, arXiv 1811.03619; arXiv 2606.30634.
-
-    Examples:
-        >>> DelayedGradients(max_norm=1.0).delayed
-        True
     """
 
     merge: ClassVar[MergeKind] = "gradients"

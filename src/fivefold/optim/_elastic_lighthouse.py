@@ -66,12 +66,6 @@ def start_lighthouse(
         ConfigurationError: An argument is not allowed.
         UnsupportedError: torchft is not installed.
         CommunicationError: The address cannot be listened on.
-
-    Examples:
-        >>> start_lighthouse(min_workers=0)
-        Traceback (most recent call last):
-            ...
-        fivefold.errors.ConfigurationError: min_workers must be at least 1; got 0
     """
     if min_workers < 1:
         raise ConfigurationError(f"min_workers must be at least 1; got {min_workers}")

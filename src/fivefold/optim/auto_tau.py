@@ -82,10 +82,6 @@ class AutoTau:
 
     References:
         CO2, arXiv 2401.16265 (tau was tuned by hand there; reviewers asked for a rule).
-
-    Examples:
-        >>> AutoTau(maximum=64).initial
-        8
     """
 
     initial: int = 8

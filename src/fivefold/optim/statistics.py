@@ -40,11 +40,6 @@ class AllReduceRecord:
         fragment: Part of the model that it carried.
         sent_bytes: Bytes that this rank sent for it.
         lost: Whether it was lost; its work went out again with the next.
-
-    Examples:
-        >>> AllReduceRecord(round=0, payload_bytes=8, launched_at_s=0.0, completed_at_s=1.0,
-        ...              wait_started_at_s=2.0, wait_ended_at_s=2.0).round
-        0
     """
 
     round: int
@@ -87,10 +82,6 @@ class SyncStatistics:
         tensors: Trainable parameters of the model, which bound the fragments.
         step_s: Seconds of one local step, the median of the last rounds; None before the first.
         all_reduce_s: Seconds of one all-reduce as this rank saw it, the median of the last ones.
-
-    Examples:
-        >>> StatisticsMeter().snapshot(steps=0, rounds=0, tau=8).merged_rounds
-        0
     """
 
     steps: int
@@ -317,12 +308,7 @@ _FRAMES_TO_THE_CALLER_OF_STEP = 3
 
 
 class StabilityWarning(UserWarning):
-    """The outer learning rate is at or above the stability limit of a delayed rule.
-
-    Examples:
-        >>> issubclass(StabilityWarning, UserWarning)
-        True
-    """
+    """The outer learning rate is at or above the stability limit of a delayed rule."""
 
 
 class StabilityWatch:

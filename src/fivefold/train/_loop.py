@@ -638,12 +638,6 @@ def launch(
         FivefoldError: What the first rank to fail met.
         CommunicationError: A rank was killed.
         RuntimeError: A rank met an internal error.
-
-    Examples:
-        >>> launch("no such file.toml", nproc=2)
-        Traceback (most recent call last):
-            ...
-        fivefold.errors.ConfigurationError: ...
     """
     if nproc < 1 or max_restarts < 0:
         message = (

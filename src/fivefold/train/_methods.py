@@ -197,10 +197,6 @@ class RunResult:
         moe: Loads, drops and bytes of the mixtures of experts; None for a dense model.
         process: Processor seconds, the share of the time without a processor though ready, and
             the most memory held, as ``ProcessMeter`` counts them.
-
-    Examples:
-        >>> RunResult.__dataclass_params__.frozen
-        True
     """
 
     output: Path

@@ -114,13 +114,6 @@ class Transformer(nn.Module):
 
         Raises:
             ConfigurationError: The sequences are too long.
-
-        Examples:
-            >>> from fivefold.train.config import ModelConfig
-            >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
-            ...                     sequence_length=4)
-            >>> model(torch.zeros(2, 4, dtype=torch.int64)).shape
-            torch.Size([2, 4, 5])
         """
         length = tokens_BT.shape[1]
         if length > self.sequence_length:
@@ -147,14 +140,6 @@ class Transformer(nn.Module):
 
         Returns:
             Scalar in float32 or wider.
-
-        Examples:
-            >>> from fivefold.train.config import ModelConfig
-            >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
-            ...                     sequence_length=4)
-            >>> inputs_BT, targets_BT = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 2, 3]])
-            >>> abs(model.loss(inputs_BT, targets_BT).item() - math.log(5)) < 1  # at the start
-            True
         """
         loss = token_loss(self(inputs_BT), targets_BT)
         if self.mixtures is None or not self.training:

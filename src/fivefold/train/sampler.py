@@ -93,12 +93,6 @@ class ShardedSampler:
 
         Raises:
             ConfigurationError: The step is negative.
-
-        Examples:
-            >>> sampler = ShardedSampler(100, sequence_length=4, batch_size=2, rank=0,
-            ...                          world_size=1, seed=0)
-            >>> bool((sampler.batch_starts(7) == sampler.batch_starts(7)).all())
-            True
         """
         if step < 0:
             raise ConfigurationError(f"step must not be negative; got {step}", hint="count from 0")
