@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
-from fivefold.optim._lightning import lightning_strategy
+from fivefold.optim._lightning import lightning_strategy, require_own, write_own
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sync import OuterSync
 
@@ -123,7 +123,7 @@ class _Synchroniser:
                     raise CheckpointError(message, hint="leave resume_from_checkpoint out")
             if resume_from_checkpoint:
                 self._resume = Path(resume_from_checkpoint)
-                self._own_file(self._resume, must_exist=True)
+                self._require_own(self._resume)
             return train(resume_from_checkpoint, *args, **kwargs)
 
         return wrapped
@@ -145,7 +145,7 @@ class _Synchroniser:
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._sync = OuterSync(self._model, self._optimizer, rule=self._rule, **self._options)
         if self._resume is not None:
-            path = self._own_file(self._resume, must_exist=True)
+            path = self._require_own(self._resume)
             state = torch.load(path, map_location="cpu", weights_only=True)
             self._model.load_state_dict(state["model"])
             self._optimizer.load_state_dict(state["optimizer"])
@@ -158,31 +158,29 @@ class _Synchroniser:
     def save(self, step: int) -> None:
         assert self._sync is not None, "on_train_begin comes first"
         folder = Path(self._trainer.args.output_dir) / f"{_CHECKPOINT}-{step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = self._own_file(folder, must_exist=False)
         state = {
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "sync": self._sync.state_dict(),
         }
-        partial = path.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(path)
+        write_own(_own_file(folder), state)
 
     def end(self) -> None:
         assert self._sync is not None, "on_train_begin comes first"
         self._sync.finalize()
         self._sync = None
 
-    def _own_file(self, folder: Path, *, must_exist: bool) -> Path:
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        path = folder / f"outer_sync_rank{rank}_of_{size}.pt"
-        if must_exist and not path.exists():
-            found = sorted(other.name for other in folder.glob("outer_sync_rank*.pt"))
-            message = f"{folder} has no {path.name}, which rank {rank} resumes from; found {found}"
-            hint = "resume on as many ranks as saved it, or load its model into a new trainer"
-            raise CheckpointError(message, hint=hint)
-        return path
+    def _require_own(self, folder: Path) -> Path:
+        return require_own(_own_file(folder), rank=_place()[0])
+
+
+def _own_file(folder: Path) -> Path:
+    rank, size = _place()
+    return folder / f"outer_sync_rank{rank}_of_{size}.pt"
+
+
+def _place() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _callback_of(synchroniser: _Synchroniser) -> Any:

@@ -214,6 +214,12 @@ def _duration(seconds: float | None) -> str:
     return "not measured yet" if seconds is None else format_duration_s(seconds)
 
 
+_TOTALS = (
+    *("merged_rounds", "payload_bytes", "sent_bytes", "in_flight_s", "exposed_wait_s"),
+    *("boundary_s", "lost_all_reduces", "left_out_payloads"),
+)
+
+
 @dataclass(kw_only=True)
 class StatisticsMeter:
     """Running sums; the counters that a resume should keep are in ``state()``."""
@@ -273,20 +279,13 @@ class StatisticsMeter:
         return SyncStatistics(
             steps=steps,
             rounds=rounds,
-            merged_rounds=merged,
-            payload_bytes=self.payload_bytes,
-            sent_bytes=self.sent_bytes,
-            in_flight_s=self.in_flight_s,
-            exposed_wait_s=self.exposed_wait_s,
             overlap_fraction=overlap,
-            boundary_s=self.boundary_s,
             staleness_gap=self.gap_sum / merged if merged else None,
             last_staleness_gap=self.last_gap,
             clipped_fraction=self.clipped / self.elements if self.elements else 0.0,
             tau=tau,
             tau_changes=tau_changes,
-            lost_all_reduces=self.lost_all_reduces,
-            left_out_payloads=self.left_out_payloads,
+            **{name: getattr(self, name) for name in _TOTALS},
             step_s=median(self.step_times_s) if self.step_times_s else None,
             all_reduce_s=median(self.all_reduce_times_s) if self.all_reduce_times_s else None,
             **setting,

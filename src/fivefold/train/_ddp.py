@@ -178,10 +178,8 @@ class DataParallelMethod(Method):
     def _count(self, landed: Sequence[Span]) -> None:
         self.totals.in_flight_s += union_s(landed)
         for span in landed:
-            self.totals.payload_bytes += span.details["payload_bytes"]
-            self.totals.sent_bytes += span.details["sent_bytes"]
-            self.totals.collectives += 1
-            self._spans.append(span)
+            self.totals.add(in_flight_s=0.0, waited_s=0.0, **span.details)
+        self._spans += landed
 
     def _reduce_experts(self, experts: ExpertRanks) -> None:
         start_s = time.perf_counter()
@@ -198,11 +196,7 @@ class DataParallelMethod(Method):
         """Record a blocking exchange: all of it is a wait."""
         span = Span(lane="in_flight", name=name, start_s=start_s, end_s=end_s, details=size)
         self._spans += [Span(lane="wait", name=name, start_s=start_s, end_s=end_s), span]
-        self.totals.in_flight_s += end_s - start_s
-        self.totals.exposed_wait_s += end_s - start_s
-        self.totals.payload_bytes += size["payload_bytes"]
-        self.totals.sent_bytes += size["sent_bytes"]
-        self.totals.collectives += 1
+        self.totals.add(in_flight_s=end_s - start_s, waited_s=end_s - start_s, **size)
 
     def _ring_bytes(self, num_bytes: int) -> int:
         """Return what a ring all-reduce sends per rank; DDP's backend does not say."""

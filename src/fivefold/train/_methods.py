@@ -63,6 +63,16 @@ class CommunicationTotals:
         self.sent_bytes = 0
         self.collectives = 0
 
+    def add(
+        self, *, in_flight_s: float, waited_s: float, payload_bytes: int, sent_bytes: int
+    ) -> None:
+        """Count one collective."""
+        self.in_flight_s += in_flight_s
+        self.exposed_wait_s += waited_s
+        self.payload_bytes += payload_bytes
+        self.sent_bytes += sent_bytes
+        self.collectives += 1
+
     def state_dict(self) -> dict[str, Any]:
         """Return the sums, for a checkpoint."""
         return dict(vars(self))

@@ -173,24 +173,6 @@ class Transformer(nn.Module):
             for name in layer.expert_parameters
         ]
 
-    @property
-    def flops_per_token(self) -> int:
-        """FLOPs of forward and backward per token of a full sequence.
-
-        ``6 * (V * D + layers * (4 D^2 + 3 D F)) + 6 * layers * D * T``: two FLOPs per weight and
-        token in the forward pass and four in the backward pass, and half of attention's
-        ``12 * layers * D * T``, because the causal mask leaves out half of the pairs. Of a mixture
-        the router, the chosen and the shared experts count. Elementwise work and the lookup of the
-        input are not counted.
-        """
-        weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
-        for layer in () if self.mixtures is None else self.mixtures.layers.values():
-            one = layer.experts.w13[0].numel() + layer.experts.w2[0].numel()
-            weights += layer.config.router.top_k * one
-            if layer.shared is not None:
-                weights += layer.shared.w13.numel() + layer.shared.w2.numel()
-        return 6 * weights + 6 * self.config.layers * self.config.width * self.sequence_length
-
     def _initialise(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         inner_std = math.sqrt(2 / (5 * self.config.width))

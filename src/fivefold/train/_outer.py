@@ -59,12 +59,7 @@ _RULE_KEYS = (
     *("fragments", "delay_steps", "keep", "options", "hidden"),
     *("extrapolation", "ramp_steps", "synchronous_start", "synchronous_end"),
 )
-_DETAILS = (
-    "round",
-    "fragment",
-    "payload_bytes",
-    "sent_bytes",
-)  # of an all-reduce, for the timeline
+_DETAILS = ("round", "fragment", "payload_bytes", "sent_bytes")  # of an all-reduce, shown with it
 
 
 class OuterMethod(Method):
@@ -182,11 +177,12 @@ class OuterMethod(Method):
                     details={key: getattr(all_reduce, key) for key in _DETAILS},
                 )
             )
-            self.totals.in_flight_s += landed_s - all_reduce.launched_at_s
-            self.totals.exposed_wait_s += end_s - begin_s
-            self.totals.payload_bytes += all_reduce.payload_bytes
-            self.totals.sent_bytes += all_reduce.sent_bytes
-            self.totals.collectives += 1
+            self.totals.add(
+                in_flight_s=landed_s - all_reduce.launched_at_s,
+                waited_s=end_s - begin_s,
+                payload_bytes=all_reduce.payload_bytes,
+                sent_bytes=all_reduce.sent_bytes,
+            )
         self._spans += waits
         return waits
 

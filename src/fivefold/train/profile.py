@@ -148,7 +148,8 @@ def measure_steps(config: TrainConfig, ranks: Ranks, *, steps: int = 12) -> Step
         memory_bytes=float(meter.record()["memory_bytes"]),
         waited_for_cpu=waited,
     )
-    return _slowest(StepTimes, [asdict(own)], ranks)
+    found = ranks.gather(asdict(own), what="the times of a step")
+    return StepTimes(**{name: max(one[name] for one in found) for name in found[0]})
 
 
 def measure_device(ranks: Ranks, *, threads: int = 1) -> DeviceRates:
@@ -212,8 +213,3 @@ def measure_all_reduce(
         slow = ranks.gather(statistics.median(own[1:]), what="the times of an all-reduce")
         times_s.append(max(slow))
     return times_s
-
-
-def _slowest(kind: type[StepTimes], own: list[dict[str, Any]], ranks: Ranks) -> StepTimes:
-    found = ranks.gather(own[0], what="the times of a step")
-    return kind(**{name: max(one[name] for one in found) for name in own[0]})

@@ -137,8 +137,6 @@ def gather_batch(
     tokens: np.ndarray, starts: np.ndarray, sequence_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Read windows of tokens as inputs and next-token targets."""
-    import torch  # noqa: PLC0415 - the sampler itself is used where torch is not loaded
-
     places = starts[:, None] + np.arange(sequence_length + 1)
     windows = torch.from_numpy(tokens[places].astype(np.int64))
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
