@@ -320,7 +320,7 @@ class Fragment(FragmentState):
             send_unit=all_reduce.unit if in_lr_units else 1.0,
             step_unit=self._inner_lr() if in_lr_units else 1.0,
             elements=sum(group.anchor.numel() for group in self.groups),
-            shard_sum=_unchanged if shared.worker is None else shared.worker.sum,
+            shard_sum=list if shared.worker is None else shared.worker.sum,
         )
 
     # -- merge and launch -------------------------------------------------------------------------
@@ -514,7 +514,3 @@ class Fragment(FragmentState):
         if self._state.weight is not None:
             (self._state.weight,) = worker.sum([self._state.weight])
         worker.average([tensor for group in self.averaged for tensor in group.tensors])
-
-
-def _unchanged(values: list[float]) -> list[float]:
-    return values

@@ -80,7 +80,8 @@ def accumulate_momentum_(
     if coefficients.with_norms:
         statistics.delta_square += _square_norm(delta_sum)
     if momentum is not None and coefficients.element_gap is not None:
-        gap = _element_gap(momentum, coefficients.element_gap)
+        per_move = coefficients.element_gap.move_scale / coefficients.element_gap.reference
+        gap = momentum.abs().mul_(per_move).add_(1.0)
         statistics.gap_sum += _number(gap.sum(dtype=torch.float64))
         delta_sum.div_(gap)
     result = delta_sum.mul_(coefficients.delta_scale)
@@ -123,10 +124,6 @@ def correct_local_(
     """
     mean = torch.mul(delta_sum, coefficients.delta_scale, out=scratch)
     local.add_(sent.sub_(mean))
-
-
-def _element_gap(momentum: torch.Tensor, gap: ElementGap) -> torch.Tensor:
-    return momentum.abs().mul_(gap.move_scale / gap.reference).add_(1.0)
 
 
 def _clip_(momentum: torch.Tensor, bound: float) -> Number:

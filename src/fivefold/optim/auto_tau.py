@@ -345,30 +345,25 @@ TauReason = Literal["exposed", "margin", "slack", "balance"]
 class TauDecision:
     """One change of tau, or of the ranks' local steps ("balance"), for logs and timelines.
 
-    Attributes:
-        round: Round whose message brought the measurements; the round that begins when it has
-            arrived is the first with the new tau.
-        previous: tau before.
-        tau: tau from now on.
-        step_s: Compute seconds of one step of tau: of the slowest rank, or with ``balance`` of
-            the fastest.
-        all_reduce_s: Seconds that the network needs for one round's communication; with fragments
-            for the largest of them, which has tau / fragments steps to hide behind.
-        reason: "exposed": the communication took longer than the round. "margin": it fitted, but
-            without the margin. "slack": fewer steps hide it too. "balance": only the local steps
-            of some ranks changed.
-
     Examples:
         >>> print(TauDecision(round=5, previous=8, tau=18, step_s=0.1, all_reduce_s=1.6,
         ...                   reason="exposed"))
         round 5: tau 8 -> 18 (exposed: communication 1.6 s, step 0.1 s)
     """
 
+    # Round whose message brought the measurements; the round that begins when it has arrived is
+    # the first with the new tau.
     round: int
-    previous: int
-    tau: int
+    previous: int  # tau before
+    tau: int  # tau from now on
+    # Compute seconds of one step of tau: of the slowest rank, or with ``balance`` of the fastest.
     step_s: float
+    # Seconds that the network needs for one round's communication; with fragments for the largest
+    # of them, which has tau / fragments steps to hide behind.
     all_reduce_s: float
+    # "exposed": the communication took longer than the round. "margin": it fitted, but without
+    # the margin. "slack": fewer steps hide it too. "balance": only the local steps of some ranks
+    # changed.
     reason: TauReason
 
     def __str__(self) -> str:

@@ -28,29 +28,17 @@ _LEAST_MESSAGE_BYTES = 1 << 20  # of a smaller one the latency counts more than 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceRecord:
-    """One all-reduce, in ``time.perf_counter()`` seconds of this rank.
+    """One all-reduce, in ``time.perf_counter()`` seconds of this rank."""
 
-    Attributes:
-        round: Round whose work it carried.
-        payload_bytes: Bytes summed, per rank.
-        launched_at_s: When it was launched.
-        completed_at_s: When the backend finished it.
-        wait_started_at_s: When the training thread began to wait for it.
-        wait_ended_at_s: When the training thread went on.
-        fragment: Part of the model that it carried.
-        sent_bytes: Bytes that this rank sent for it.
-        lost: Whether it was lost; its work went out again with the next.
-    """
-
-    round: int
-    payload_bytes: int
-    launched_at_s: float
-    completed_at_s: float
-    wait_started_at_s: float
-    wait_ended_at_s: float
-    fragment: int = 0
-    sent_bytes: int = 0
-    lost: bool = False
+    round: int  # round whose work it carried
+    payload_bytes: int  # bytes summed, per rank
+    launched_at_s: float  # when it was launched
+    completed_at_s: float  # when the backend finished it
+    wait_started_at_s: float  # when the training thread began to wait for it
+    wait_ended_at_s: float  # when the training thread went on
+    fragment: int = 0  # part of the model that it carried
+    sent_bytes: int = 0  # bytes that this rank sent for it
+    lost: bool = False  # whether it was lost; its work went out again with the next
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,25 +33,16 @@ _REPETITIONS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Median seconds of one optimizer step's parts, of the slowest rank.
+    """Median seconds of one optimizer step's parts, of the slowest rank."""
 
-    Args:
-        model_s: Forward and backward passes.
-        optimizer_s: The optimizer's update.
-        rest_s: Reading the batch, clipping, setting the rate.
-        num_parameters: Of the model.
-        vocab: Tokens of its vocabulary.
-        memory_bytes: Most memory that a rank held.
-        waited_for_cpu: Share of the time in which the rank was ready and had no processor: more
-            than a few percent tells that other programs were running.
-    """
-
-    model_s: float
-    optimizer_s: float
-    rest_s: float
-    num_parameters: int
-    vocab: int
-    memory_bytes: float
+    model_s: float  # forward and backward passes
+    optimizer_s: float  # the optimizer's update
+    rest_s: float  # reading the batch, clipping, setting the rate
+    num_parameters: int  # of the model
+    vocab: int  # tokens of its vocabulary
+    memory_bytes: float  # most memory that a rank held
+    # Share of the time in which the rank was ready and had no processor: more than a few percent
+    # tells that other programs were running.
     waited_for_cpu: float
 
 
