@@ -310,7 +310,8 @@ def require_outlier_factor(factor: float | None) -> float | None:
 
 def require_usable(model: torch.nn.Module, timeout_s: float, every: int) -> None:
     """Refuse arguments of ``OuterSync`` that cannot work."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+    bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    if isinstance(bare, torch.nn.parallel.DistributedDataParallel):
         message = "the model is wrapped in DistributedDataParallel, which communicates every step"
         raise ConfigurationError(message, hint="pass the bare module: OuterSync(model.module, ...)")
     if timeout_s <= 0:

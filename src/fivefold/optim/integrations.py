@@ -90,15 +90,22 @@ def use_outer_sync(trainer: Any, rule: OuterRule, **options: Any) -> None:
     disable_ddp(trainer.accelerator)
     # Counting the tokens of all ranks is a collective of its own at every step.
     arguments.average_tokens_across_devices = False
-    synchroniser = _Synchroniser(trainer, rule, options)
-    trainer.add_callback(_callback_of(synchroniser))
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        message = "a Trainer needs transformers, which is not installed"
+        raise UnsupportedError(message, hint="pip install 'fivefold[hf]'") from error
+    # Trainer's own class has the events that nothing is done at.
+    kind = type("OuterSyncCallback", (_Synchroniser, transformers.TrainerCallback), {})
+    synchroniser: _Synchroniser = kind(trainer, rule, options)
+    trainer.add_callback(synchroniser)
     for name in ("evaluate", "predict", "save_model"):
         setattr(trainer, name, synchroniser.at_the_anchor(getattr(trainer, name)))
     trainer.train = synchroniser.noting_resume(trainer.train)
 
 
 class _Synchroniser:
-    """What one trainer's callback does."""
+    """One trainer's callback."""
 
     def __init__(self, trainer: Any, rule: OuterRule, options: dict[str, Any]) -> None:
         self._trainer, self._rule, self._options = trainer, rule, options
@@ -140,7 +147,7 @@ class _Synchroniser:
 
         return wrapped
 
-    def begin(self, model: torch.nn.Module, optimizer: Any) -> None:
+    def on_train_begin(self, *_: Any, model: torch.nn.Module, optimizer: Any, **__: Any) -> None:
         self._model = self._trainer.accelerator.unwrap_model(model)
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._sync = OuterSync(self._model, self._optimizer, rule=self._rule, **self._options)
@@ -151,13 +158,13 @@ class _Synchroniser:
             self._optimizer.load_state_dict(state["optimizer"])
             self._sync.load_state_dict(state["sync"])
 
-    def step(self) -> None:
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         assert self._sync is not None, "on_train_begin comes first"
         self._sync.step()
 
-    def save(self, step: int) -> None:
+    def on_save(self, _: Any, trained: Any, *__: Any, **___: Any) -> None:
         assert self._sync is not None, "on_train_begin comes first"
-        folder = Path(self._trainer.args.output_dir) / f"{_CHECKPOINT}-{step}"
+        folder = Path(self._trainer.args.output_dir) / f"{_CHECKPOINT}-{trained.global_step}"
         state = {
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -165,7 +172,7 @@ class _Synchroniser:
         }
         write_own(_own_file(folder), state)
 
-    def end(self) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         assert self._sync is not None, "on_train_begin comes first"
         self._sync.finalize()
         self._sync = None
@@ -181,26 +188,3 @@ def _own_file(folder: Path) -> Path:
 
 def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _callback_of(synchroniser: _Synchroniser) -> Any:
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        message = "a Trainer needs transformers, which is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[hf]'") from error
-
-    class OuterSyncCallback(transformers.TrainerCallback):  # type: ignore[name-defined]
-        def on_train_begin(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
-            synchroniser.begin(model, optimizer)
-
-        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-            synchroniser.step()
-
-        def on_save(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-            synchroniser.save(state.global_step)
-
-        def on_train_end(self, *_: Any, **__: Any) -> None:
-            synchroniser.end()
-
-    return OuterSyncCallback()
