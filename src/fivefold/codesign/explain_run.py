@@ -115,10 +115,7 @@ def explain_run(folder: Path | str) -> Explanation:
         seconds=step.seconds,
         parts_s={_PARTS[name]: value for name, value in parts.items() if value > 0},
         changes=tuple(sorted(changes, key=lambda one: -one.saves_s)),
-        notes=(
-            _HOW,
-            *report.caveats,
-        ),
+        notes=(_HOW, *report.caveats),
     )
 
 
