@@ -273,10 +273,7 @@ class _Run:
         """Return what came of the run."""
         if self._relay_died:
             msg = "the relay ended early, so the links were gone"
-            raise UnsupportedError(
-                msg,
-                hint=f"output is in {self._job.log_folder}; run again",
-            )
+            raise UnsupportedError(msg, hint=f"output is in {self._job.log_folder}; run again")
         if self._end is None:
             raise UnsupportedError(
                 f"the lab's supervisor ended early with {self._supervisor_code}",

@@ -20,12 +20,7 @@ from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coeffic
 from fivefold.optim._replica_hash import replica_hash, require_equal, require_equal_inside
 from fivefold.optim._schedule import Boundary
 from fivefold.optim._shards import local_tensor
-from fivefold.optim._state import (
-    EngineContext,
-    FragmentState,
-    InAllReduce,
-    MetadataReading,
-)
+from fivefold.optim._state import EngineContext, FragmentState, InAllReduce, MetadataReading
 from fivefold.optim._update import OuterCoefficients, PieceStatistics
 from fivefold.optim.statistics import AllReduceRecord
 

@@ -124,11 +124,7 @@ def _correct(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None
     if task.coefficients is not None:
         if not task.settles:
             correct_local_(
-                local,
-                sent,
-                piece.payload,
-                coefficients=task.coefficients,
-                scratch=piece.scratch,
+                local, sent, piece.payload, coefficients=task.coefficients, scratch=piece.scratch
             )
         _outer_step(piece, task, statistics)
     if task.settles:

@@ -48,13 +48,7 @@ from fivefold.runs.ranks import Ranks, StopAgreement, close_ranks, open_ranks, r
 from fivefold.train._corpus import Corpus, load_corpus, resolve_source
 from fivefold.train._ddp import DataParallelMethod, ScheduledDataParallelMethod
 from fivefold.train._expert_ranks import ExpertRanks, require_shares, share_experts
-from fivefold.train._methods import (
-    Method,
-    RunResult,
-    method_label,
-    require_peers,
-    run_manifest,
-)
+from fivefold.train._methods import Method, RunResult, method_label, require_peers, run_manifest
 from fivefold.train._model import Transformer
 from fivefold.train._outer import OuterMethod, make_rule
 from fivefold.train._shards import load_own_shards, own_shards, require_workers, share_states
@@ -307,10 +301,7 @@ class _Run:
         )
         self.agreement = StopAgreement(ranks, stop)
         parts = TrainedParts(
-            model=self.model,
-            optimizer=self.optimizer,
-            method=self.method,
-            mixtures=self.mixtures,
+            model=self.model, optimizer=self.optimizer, method=self.method, mixtures=self.mixtures
         )
         self.stepper = StepRunner(config, ranks, parts=parts, tokens=corpus.train)
         self.step = 0
@@ -614,11 +605,7 @@ class _Run:
 
 
 def launch(
-    config_file: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    nproc: int,
-    max_restarts: int = 0,
+    config_file: str | Path, overrides: Sequence[str] = (), *, nproc: int, max_restarts: int = 0
 ) -> int:
     """Train with several ranks on this host; returns when all have ended.
 

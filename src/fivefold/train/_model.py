@@ -24,12 +24,7 @@ from torch.autograd import Function
 
 from fivefold.errors import ConfigurationError
 from fivefold.moe import AllToAllGroup, MoE, OneSidedGroup
-from fivefold.train._mixture import (
-    Mixtures,
-    draw_experts,
-    make_mixture,
-    mixture_blocks,
-)
+from fivefold.train._mixture import Mixtures, draw_experts, make_mixture, mixture_blocks
 from fivefold.train.config import ModelConfig
 
 # ruff: noqa: N803, N806, N815 - tensor names end in their shape
