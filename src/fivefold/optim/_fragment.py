@@ -20,11 +20,9 @@ from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coeffic
 from fivefold.optim._replica_hash import replica_hash, require_equal, require_equal_inside
 from fivefold.optim._schedule import Boundary
 from fivefold.optim._shards import local_tensor
-from fivefold.optim._state import EngineContext, FragmentState, InAllReduce, MetadataReading
+from fivefold.optim._state import FragmentState, InAllReduce, MetadataReading
 from fivefold.optim._update import OuterCoefficients, PieceStatistics
 from fivefold.optim.statistics import AllReduceRecord
-
-__all__ = ["EngineContext", "Fragment"]
 
 _LOG = logging.getLogger(__name__)
 # An all-reduce that is waited for and gets lost goes out again, but not for ever.

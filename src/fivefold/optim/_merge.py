@@ -1,7 +1,7 @@
 """What the model goes on from at a boundary: one pass over the pieces of the outer state.
 
-The four merges of ``_rule`` and the one that prepares an outer optimizer's step. Each first applies
-what arrived, if anything did, then leaves in ``payload`` what is to be sent, if anything is.
+The four merges of ``_rules`` and the one that prepares an outer optimizer's step. Each first
+applies what arrived, if anything did, then leaves in ``payload`` what is to be sent, if anything.
 Pieces are independent, so each is read and written once while it is in the processor's cache.
 """
 

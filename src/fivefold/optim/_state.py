@@ -253,7 +253,7 @@ class EngineContext:
     check_every_rounds: int  # replica checks; 0 for none
     timeout_s: float  # longest wait for an all-reduce on CUDA, where the backend reports no failure
     worker: WorkerGroup | None  # the ranks that act as one worker; None where that is one rank
-    # What this rank would adopt, for the metadata; see ``_late_parameters``.
+    # What this rank would adopt, for the metadata; see ``LateParameters``.
     pending: Callable[[], float]
     name_of: Callable[[torch.Tensor], str]  # the name of a tensor of the model
     on_non_finite: Callable[[], None]  # told that this worker's own numbers are not finite
