@@ -135,7 +135,9 @@ class DataParallelMethod(Method):
         with self._ranks.guard("the all-reduce of the gradients"):
             loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         if self._last_launch_s is not None:
-            self._account(self._last_launch_s, time.perf_counter())
+            self._wait(self._last_launch_s, time.perf_counter())
+            landed, self._landed = self._landed, []
+            self._count(landed)
         if self._experts is not None and self._wrapped.require_backward_grad_sync:
             self._reduce_experts(self._experts)
 
@@ -169,11 +171,9 @@ class DataParallelMethod(Method):
             if self._experts is not None:
                 self._experts.take_calls()
 
-    def _account(self, start_s: float, end_s: float) -> None:
+    def _wait(self, start_s: float, end_s: float) -> None:
         self.totals.exposed_wait_s += end_s - start_s
         self._spans.append(Span(lane="wait", name="gradients", start_s=start_s, end_s=end_s))
-        landed, self._landed = self._landed, []
-        self._count(landed)
 
     def _count(self, landed: Sequence[Span]) -> None:
         self.totals.in_flight_s += union_s(landed)
@@ -369,10 +369,6 @@ class ScheduledDataParallelMethod(DataParallelMethod):
         for start_s, end_s in self._reduction.waited():
             self._wait(start_s, end_s)
         return super().take_spans()
-
-    def _wait(self, start_s: float, end_s: float) -> None:
-        self.totals.exposed_wait_s += end_s - start_s
-        self._spans.append(Span(lane="wait", name="gradients", start_s=start_s, end_s=end_s))
 
     def _finish(self, what: str) -> None:
         with self._ranks.guard(what):
