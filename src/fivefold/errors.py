@@ -3,10 +3,13 @@
 Every leaf is also a subclass of the nearest built-in, so that callers who know nothing of
 fivefold can still catch it. A message says what is wrong and the value got; the hint says what
 is allowed and what to do. The command line prints the two as ``error:`` and ``hint:`` and maps
-the class to an exit code. This module imports nothing.
+the class to an exit code. This module imports nothing else of fivefold.
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -104,3 +107,21 @@ class InfeasibleError(FivefoldError, ValueError):
     """
 
     exit_code = 3
+
+
+def optional_module(name: str, *, extra: str, use: str) -> Any:
+    """Return a module of a package that is installed with an extra; say which one where it is not.
+
+    Args:
+        name: The module, such as ``"matplotlib.figure"``.
+        extra: The extra of fivefold that brings the package.
+        use: What needs it, for the message.
+
+    Raises:
+        UnsupportedError: The package is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        message = f"{use} needs the package {name.partition('.')[0]}, which is not installed"
+        raise UnsupportedError(message, hint=f"pip install 'fivefold[{extra}]'") from error

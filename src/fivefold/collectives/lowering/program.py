@@ -90,61 +90,36 @@ _WRITES = (_RECEIVES - {OpKind.RECEIVE_REDUCE_SEND}) | {OpKind.COPY, OpKind.REDU
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One step of a thread block, over ``count`` adjacent chunk slots.
+    """One step of a thread block, over ``count`` adjacent chunk slots."""
 
-    Args:
-        kind: What it does.
-        source: Buffer that is read, where the kind reads one.
-        source_offset: First slot that is read.
-        target: Buffer that is written, where the kind writes one.
-        target_offset: First slot that is written.
-        count: Number of slots.
-        wait_block: Block of the same rank that is waited for; -1 none.
-        wait_step: Its operation that must have ended; -1 none.
-    """
-
-    kind: OpKind
-    source: Buffer = Buffer.INPUT
-    source_offset: int = 0
-    target: Buffer = Buffer.OUTPUT
-    target_offset: int = 0
-    count: int = 1
-    wait_block: int = -1
-    wait_step: int = -1
+    kind: OpKind  # what it does
+    source: Buffer = Buffer.INPUT  # buffer that is read, where the kind reads one
+    source_offset: int = 0  # first slot that is read
+    target: Buffer = Buffer.OUTPUT  # buffer that is written, where the kind writes one
+    target_offset: int = 0  # first slot that is written
+    count: int = 1  # number of slots
+    wait_block: int = -1  # block of the same rank that is waited for; -1 none
+    wait_step: int = -1  # its operation that must have ended; -1 none
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadBlock:
-    """A sequence of operations with at most one peer in each direction.
+    """A sequence of operations with at most one peer in each direction."""
 
-    Args:
-        operations: In order.
-        send_peer: Rank that it sends to; -1 none.
-        receive_peer: Rank that it receives from; -1 none.
-        channel: Separates the queues of blocks with the same peers.
-    """
-
-    operations: tuple[Operation, ...]
-    send_peer: int = -1
-    receive_peer: int = -1
-    channel: int = 0
+    operations: tuple[Operation, ...]  # in order
+    send_peer: int = -1  # rank that it sends to; -1 none
+    receive_peer: int = -1  # rank that it receives from; -1 none
+    channel: int = 0  # separates the queues of blocks with the same peers
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """What one rank runs.
+    """What one rank runs."""
 
-    Args:
-        blocks: Thread blocks; they run side by side.
-        input_slots: Number of chunk slots of the input buffer.
-        output_slots: Number of chunk slots of the output buffer.
-        scratch_slots: Number of chunk slots of the scratch buffer.
-    """
-
-    blocks: tuple[ThreadBlock, ...]
-    input_slots: int
-    output_slots: int
-    scratch_slots: int = 0
+    blocks: tuple[ThreadBlock, ...]  # thread blocks; they run side by side
+    input_slots: int  # number of chunk slots of the input buffer
+    output_slots: int  # number of chunk slots of the output buffer
+    scratch_slots: int = 0  # number of chunk slots of the scratch buffer
 
     @property
     def num_slots(self) -> int:
