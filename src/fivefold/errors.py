@@ -8,7 +8,9 @@ the class to an exit code. This module imports nothing else of fivefold.
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -125,3 +127,32 @@ def optional_module(name: str, *, extra: str, use: str) -> Any:
     except ImportError as error:
         message = f"{use} needs the package {name.partition('.')[0]}, which is not installed"
         raise UnsupportedError(message, hint=f"pip install 'fivefold[{extra}]'") from error
+
+
+def require_one_of(value: object, allowed: Iterable[str], message: str) -> None:
+    """Refuse a value that is none of those allowed; the hint names the nearest one and all.
+
+    Raises:
+        ConfigurationError: With the message.
+    """
+    known = list(allowed)
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigurationError(message, hint=f"{meant}choose one of {', '.join(known)}")
+
+
+def require_whole(
+    what: str, value: object, *, least: int = 1, most: int | None = None, hint: str | None = None
+) -> None:
+    """Refuse what is no whole number from ``least`` to ``most``; None has no end.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    too_large = whole and most is not None and value > most  # type: ignore[operator]
+    if not whole or too_large or value < least:  # type: ignore[operator]
+        end = f" to {most:,}" if too_large else ""
+        message = f"{what} must be a whole number from {least}{end}; got {value!r:.40}"
+        raise ConfigurationError(message, hint=hint)

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from fivefold.collectives.schedules import Collective
-from fivefold.errors import ConfigurationError, DataError, FivefoldError
+from fivefold.collectives.schedules.constructors import collective_from_data, collective_to_data
+from fivefold.errors import ConfigurationError, DataError, FivefoldError, require_one_of
 from fivefold.files import parse_json
 
 _IN_PLACE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
@@ -167,10 +168,7 @@ class Program:
                 f"the program has {len(self.ranks)} ranks; "
                 f"{self.collective.name} has {self.collective.num_ranks}"
             )
-        if self.protocol not in _PROTOCOLS:
-            raise ConfigurationError(
-                f"protocol must be one of {', '.join(_PROTOCOLS)}; got {self.protocol!r}"
-            )
+        require_one_of(self.protocol, _PROTOCOLS, f"the protocol is {self.protocol!r}")
         if self.in_place and self.collective.name not in _IN_PLACE:
             raise ConfigurationError(
                 f"{self.collective.name} cannot run in place",
@@ -228,9 +226,9 @@ class Program:
         """Return the program as JSON; :meth:`from_json` reads it back."""
         return json.dumps(
             {
-                "format": "fivefold-program/1",
+                "format": "fivefold-program/2",
                 "name": self.name,
-                "collective": _collective_to_json(self.collective),
+                "collective": collective_to_data(self.collective),
                 "in_place": self.in_place,
                 "protocol": self.protocol,
                 "min_bytes": self.min_bytes,
@@ -248,13 +246,13 @@ class Program:
         """
         try:
             data = parse_json(text, where="the program")
-            if data["format"] != "fivefold-program/1":
-                raise DataError(f"the format is {data['format']!r}, not 'fivefold-program/1'")
+            if data["format"] != "fivefold-program/2":
+                raise DataError(f"the format is {data['format']!r}, not 'fivefold-program/2'")
             for key in ("name", "protocol"):
                 if not isinstance(data[key], str):
                     raise DataError(f"{key} of the program is {data[key]!r:.60}, not text")
             return cls(
-                _collective_from_json(data["collective"]),
+                collective_from_data(data["collective"]),
                 tuple(_rank_from_json(rank) for rank in data["ranks"]),
                 name=data["name"],
                 in_place=data["in_place"],
@@ -311,21 +309,6 @@ def _check_slots(collective: Collective, rank: int, program: RankProgram) -> Non
                 f"rank {rank} has {have[buffer]} {buffer} slots; "
                 f"{collective.name} of {collective.num_chunks} chunks needs {count}"
             )
-
-
-def _collective_to_json(collective: Collective) -> dict[str, Any]:
-    arrays = ("pre_chunks", "pre_ranks", "post_chunks", "post_ranks", "chunk_weights")
-    data: dict[str, Any] = {name: getattr(collective, name).tolist() for name in arrays}
-    for name in ("name", "num_ranks", "num_chunks", "reducing", "root"):
-        data[name] = getattr(collective, name)
-    return data
-
-
-def _collective_from_json(data: dict[str, Any]) -> Collective:
-    arrays = ("pre_chunks", "pre_ranks", "post_chunks", "post_ranks")
-    pairs = {name: np.array(data[name], dtype=np.int32) for name in arrays}
-    weights = np.array(data["chunk_weights"], dtype=np.float64)
-    return Collective(**{**data, **pairs, "chunk_weights": weights})
 
 
 def _rank_to_json(rank: RankProgram) -> dict[str, Any]:

@@ -96,13 +96,7 @@ def new_model() -> Any:
     return _cp_model().CpModel()
 
 
-def solve(
-    model: Any,
-    *,
-    time_limit_s: float,
-    seed: int = 0,
-    gap: float = 0.0,
-) -> CpOutcome:
+def solve(model: Any, *, time_limit_s: float, seed: int = 0, gap: float = 0.0) -> CpOutcome:
     """Run CP-SAT on a model."""
     cp_model = _cp_model()
     solver = cp_model.CpSolver()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError, optional_module
+from fivefold.errors import ConfigurationError, optional_module, require_one_of
 from fivefold.network.topology._graph import FloatArray
 from fivefold.network.topology._topology import Topology
 from fivefold.units import format_bytes, format_bytes_per_s
@@ -552,10 +552,8 @@ def _label_nodes(
 
 
 def _save(figure: Figure, path: Path) -> None:
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise ConfigurationError(
-            f"a picture cannot be saved as {path.name!r}", hint="use .png, .svg or .pdf"
-        )
+    endings = (".png", ".svg", ".pdf")
+    require_one_of(path.suffix.lower(), endings, f"a picture cannot be saved as {path.name!r}")
     import matplotlib as mpl  # noqa: PLC0415 - as above
 
     path.parent.mkdir(parents=True, exist_ok=True)
