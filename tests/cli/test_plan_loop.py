@@ -63,7 +63,7 @@ def test_a_large_model_over_ethernet_runs_in_the_trainer(tmp_path, ethernet):
     out = tmp_path / "out.toml"
     plan(job, "--cluster", ethernet, "--for", "train", "--output", out)
     config = load_config(out)
-    assert (config.sync.method, config.sync.tau, config.sync.shard) == ("co2", 16, 8)
+    assert (config.sync.method, config.sync.tau, config.sync.shard) == ("delay_corrected", 16, 8)
     require_settings(config, world_size=16)
     assert model_of(config, vocab=32000).ffn_width == load_model("llama2-7b").ffn_width
     found = config.prediction

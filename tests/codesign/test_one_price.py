@@ -14,6 +14,7 @@ from fivefold.network.topology import HostSpec, leaf_spine
 from fivefold.strategy import (
     Cluster,
     Job,
+    MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
     SearchSpace,
@@ -158,3 +159,21 @@ def test_a_group_uneven_over_hosts_leaves_them_by_all_ports_that_each_has(
     data = number // pipeline
     plan = ParallelPlan(global_batch=4 * number, data=data, pipeline=pipeline, zero=zero)
     assert simulated_s(topology, plan) == pytest.approx(planned_s(topology, plan), rel=0.1)
+
+
+@pytest.mark.parametrize(("zero", "tau"), [(1, 1), (2, 1), (3, 1), (3, 4)])
+def test_experts_whose_states_a_part_of_the_ranks_shares_have_one_price(zero, tau):
+    """Their gradients are summed over the ranks that hold them, and over the parts that share."""
+    experts = MixtureOfExperts(num_experts=8, top_k=2, expert_ffn=4096)
+    model = dataclasses.replace(MODEL, experts=experts)
+    plan = ParallelPlan(global_batch=16, data=16, expert=2, shard=4, zero=zero, tau=tau)
+    fast, slow = (network(4, 4, rate) for rate in (50e9, 5e9))
+    for topology in (fast, slow):
+        wanted = planned_s(topology, plan, model)
+        found = simulated_s(topology, plan, model)
+        if tau == 1:
+            assert found == pytest.approx(wanted, rel=0.05)
+        assert found >= 0.97 * wanted  # outer updates are in the way of others' messages
+    apart = dataclasses.replace(plan, shard=2)  # experts are shared by nobody, and summed by eight
+    sent = 2 * model.num_expert_layers * model.routed_parameters / 2 / tau
+    assert planned_s(slow, apart, model) > sent / 5e9

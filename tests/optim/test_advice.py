@@ -9,10 +9,11 @@ from fivefold.optim import DelayCorrected, DelayedGradients, OuterSync, SyncStat
 from fivefold.testing import run_world
 
 MEASURED = SyncStatistics(
-    steps=1000, rounds=125, merged_rounds=124, payload_bytes=10**9, sent_bytes=10**9,
+    steps=1000, rounds=125, merged_rounds=124, payload_bytes=2 * 10**9, sent_bytes=10**9,
     in_flight_s=1.0, exposed_wait_s=0.0, overlap_fraction=1.0, boundary_s=0.0, staleness_gap=1.0,
     last_staleness_gap=1.0, clipped_fraction=0.0, tau=8, tau_changes=0, lost_all_reduces=0,
-    left_out_payloads=0, rule="CO2", delay_steps=8, step_s=0.1, all_reduce_s=0.6,
+    left_out_payloads=0, rule="CO2", delay_steps=8, tensors=20,
+    step_s=0.1, all_reduce_s=0.6,
 )  # fmt: skip
 CASES = [
     ({}, []),  # 0.6 s fit into 8 steps of 0.1 s, with less than twice the room
@@ -67,9 +68,16 @@ CASES = [
     ),
     (
         {"rule": "Local SGD", "delay_steps": 0, "exposed_wait_s": 100.0, "all_reduce_s": 1.6},
-        ["50% of the time is waiting: DelayCorrected(tau=18, fragments=8) hides it"],
+        ["50% of the time is waiting: DelayCorrected(tau=18) hides it"],
     ),
     ({"rule": "Local SGD", "delay_steps": 0, "exposed_wait_s": 5.0}, []),
+    # What a model of few tensors or few bytes cannot do is not said.
+    ({"rule": "delay-corrected", "tensors": 1}, []),
+    ({"rule": "delay-corrected", "payload_bytes": 10**7}, []),
+    (
+        {"all_reduce_s": 1.1, "payload_bytes": 10**7},
+        ["an all-reduce takes 11.0 steps and has 8 to hide behind: use tau=13"],
+    ),
     (
         {"left_out_payloads": 2, "lost_all_reduces": 3},
         [

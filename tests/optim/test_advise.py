@@ -27,10 +27,11 @@ finally:
 """
 
 
-def times(step_s, compute_s, fixed_s, bytes_per_s, elements=1_000_000):
+def times(step_s, compute_s, fixed_s, bytes_per_s, *, elements=1_000_000, tensors=20):
     sizes = (4 * elements // 64, 4 * elements)
     return JobTimes(
-        ranks=4, step_s=step_s, compute_s=compute_s, elements=elements, sizes_bytes=sizes,
+        ranks=4, step_s=step_s, compute_s=compute_s, elements=elements, tensors=tensors,
+        sizes_bytes=sizes,
         all_reduce_s=tuple(fixed_s + size / bytes_per_s for size in sizes),
     )  # fmt: skip
 
@@ -50,6 +51,8 @@ def recommended(found):
         # 44 steps are a long round; 22 with half the bytes too; int8 is 11.3.
         (times(4.1, 0.1, 0.0, 1e6), "DelayCorrected(tau=12, fragments=8)", "int8"),
         (times(0.105, 0.1, 0.0, 1e9), "", ""),
+        # Of two tensors there are no five fragments.
+        (times(0.5, 0.1, 0.0, 10e6, tensors=2), "DelayCorrected(tau=5, fragments=2)", "fp32"),
     ],
 )
 def test_the_shortest_round_that_hides_it(found, rule, codec):
@@ -94,7 +97,7 @@ def test_a_job_is_measured_and_ended_before_it_writes(tmp_path):
     done = advise(tmp_path, "--json", "--steps", "8", "--", *launch)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["measured"]
-    assert (found["ranks"], found["elements"]) == (2, 200 * 300 + 300)
+    assert (found["ranks"], found["elements"], found["tensors"]) == (2, 200 * 300 + 300, 2)
     assert found["sizes_bytes"][0] < found["sizes_bytes"][-1]
     assert found["compute_s"] > 0
     assert all(seconds > 0 for seconds in found["all_reduce_s"])
@@ -115,3 +118,23 @@ def test_a_job_that_cannot_be_measured(tmp_path, words, text):
     assert error.startswith("error: ")
     assert text in error
     assert hint.startswith("hint: ")
+
+
+SHARDED_JOB = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+dist.init_process_group("gloo")
+model = FullyShardedDataParallel(torch.nn.Linear(20, 30), device_id=torch.device("cpu"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.randn(8, 20)).square().mean().backward()
+optimizer.step()
+"""
+
+
+def test_a_job_that_sends_something_else_gets_no_figures(tmp_path):
+    (tmp_path / "train.py").write_text(SHARDED_JOB)
+    launch = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py")
+    done = advise(tmp_path, "--", *launch)
+    assert done.returncode == 1
+    assert "are sharded" in done.stderr.splitlines()[-2]
+    assert done.stdout == ""

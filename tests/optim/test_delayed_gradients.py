@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, ReplicaMismatchError
 from fivefold.optim import DelayedGradients, OuterSync
 from fivefold.testing import run_processes, run_world
 
@@ -175,6 +175,25 @@ def test_a_closure_computes_its_gradient_before_the_swap():
     closed = run_world(2, lambda t: work(t, closed=True))
     assert torch.equal(plain[0], closed[0])
     assert torch.equal(plain[0], plain[1])
+
+
+def test_a_rank_whose_parameters_are_damaged_is_named():
+    def work(transport):
+        model = parameters()
+        optimizer = optimizer_of("sgd", model)
+        sync = OuterSync(
+            model, optimizer, rule=DelayedGradients(), transport=transport, check_every_rounds=2
+        )
+        for step in range(12):
+            for p in model:
+                p.grad = p.detach().clone()
+            if (transport.rank, step) == (1, 5):
+                optimizer.state[model[1]]["momentum_buffer"].fill_(float("nan"))
+            optimizer.step()
+            sync.step()
+
+    with pytest.raises(ReplicaMismatchError, match=r"rank\(s\) 1 differ"):
+        run_world(2, work)
 
 
 def test_misuse_is_refused():

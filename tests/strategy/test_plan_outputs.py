@@ -191,7 +191,7 @@ TINY = ModelSpec(name="tiny", num_layers=2, hidden=32, num_heads=4, seq_len=64, 
     ("plan", "method", "tau"),
     [
         (ParallelPlan(global_batch=16, data=4, micro_batch=2), "ddp", None),
-        (ParallelPlan(global_batch=16, data=4, tau=8), "co2", 8),
+        (ParallelPlan(global_batch=16, data=4, tau=8), "delay_corrected", 8),
         (ParallelPlan(global_batch=16), "none", None),
     ],
 )

@@ -66,14 +66,18 @@ def plans(draw, model):
     d, c = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from([1, 1, 2]))
     schedule = draw(st.sampled_from(SCHEDULES)) if p > 1 else "1f1b"
     tau = draw(st.sampled_from([1, 1, 4]))
+    again, moved = draw(st.sampled_from(["none", "selective", "full"])), draw(flag)
+    few = st.sampled_from([None, 1, 3])
     split = [e for e in (1, 2, 4) if d * c % e == 0 and (e == 1 or model.experts)]
     return ParallelPlan(
         global_batch=d * p * draw(st.sampled_from([1, 4])), data=d, tensor=t, pipeline=p,
         context=c, expert=draw(st.sampled_from(split)), schedule=schedule,
         virtual=2 if schedule in TWO_CHUNKS else 1, tau=tau,
-        zero=draw(st.integers(0, 3 if tau == 1 else 1)),
+        zero=draw(st.integers(0, 3)) if tau == 1 else 0,
         sequence_parallel=t > 1 and draw(flag), regather=draw(flag), data_overlap=draw(flag),
-        pipeline_overlap=draw(flag), recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        pipeline_overlap=draw(flag), recompute=again, offload_activations=moved,
+        recompute_layers=None if again == "none" else draw(few),
+        offload_layers=draw(few) if moved else None,
         tensor_overlap=draw(st.sampled_from(["none", "ring", "pipe"])),
         order=draw(st.sampled_from(["tcdp", "tcpd"])), offload_weights=draw(flag),
     )  # fmt: skip
@@ -104,6 +108,40 @@ def test_no_plan_gets_faster_when_a_link_gets_slower(case, place, factor):
     rate = fabric.tiers[place].bandwidth_bytes_per_s
     slower = changed(fabric, place, bandwidth_bytes_per_s=factor * rate)
     assert seconds(case, slower) >= seconds(case, fabric) * (1 - 1e-12)
+
+
+@given(cases())
+def test_parts_add_up_and_none_is_negative(case):
+    model, device, fabric, plan = case
+    found = evaluate_plan(model, device, fabric, plan=plan)
+    parts = {**dataclasses.asdict(found.time), **dataclasses.asdict(found.memory)}
+    assert min(parts.values()) >= -1e-9 * found.time_s, parts
+
+
+@given(cases())
+def test_more_layers_recomputed_take_longer_and_less_memory(case):
+    model, device, fabric, plan = case
+    plain = dataclasses.replace(plan, recompute="none", recompute_layers=None,
+                                offload_activations=False, offload_layers=None)  # fmt: skip
+    ways = [plain] + [
+        dataclasses.replace(plain, recompute="full", recompute_layers=n) for n in (1, 3, None)
+    ]
+    found = [evaluate_plan(model, device, fabric, plan=way) for way in ways]
+    for less, more in itertools.pairwise(found):
+        assert more.time_s >= less.time_s * (1 - 1e-9)
+        assert more.memory.activations_bytes <= less.memory.activations_bytes * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_1p", "zb_2p", "zb_v", "dualpipe"])
+def test_a_faster_gpu_is_not_slower_where_the_host_cannot_follow(schedule):
+    """Few micro-batches of small layers: the host issues both halves of backward late."""
+    model = ModelSpec(name="x", num_layers=16, hidden=512, num_heads=8, seq_len=256, vocab=1000)
+    plan = ParallelPlan(global_batch=8, pipeline=8, schedule=schedule,
+                        virtual=2 if schedule in TWO_CHUNKS else 1)  # fmt: skip
+    base = load_cluster("a100-bigscience-bf16")
+    fast = dataclasses.replace(base.device, peak_flops=2 * base.device.peak_flops)
+    times = [evaluate_plan(model, d, base.fabric, plan=plan).time_s for d in (base.device, fast)]
+    assert times[1] <= times[0] * (1 + 1e-9)
 
 
 def crosses(plan, axis, fabric, place):

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import random
 import re
 
 import pytest
@@ -16,8 +17,11 @@ from fivefold.strategy import (
     load_cluster,
     load_model,
     megatron_flags,
+    megatron_script,
+    target_problem,
     torchtitan_config,
 )
+from fivefold.strategy.plan import plan_problem
 from fivefold.strategy.recipes import check_recipe, check_recipes
 
 CLUSTER = load_cluster("h100-nemo")
@@ -239,3 +243,49 @@ def test_the_command_in_all_forms(tmp_path):
     assert good.startswith("::notice file=")
     (tmp_path / "bad, one.toml").unlink()
     assert call().exit_code == 0
+
+
+def random_plan(draw, model):
+    """A plan that may or may not be possible; None where it says so itself."""
+    stages, tensor = draw.choice([1, 2, 4, 8]), draw.choice([1, 2, 4, 8])
+    schedule = draw.choice(["1f1b", "interleaved", "interleaved", "zb_v"]) if stages > 1 else "1f1b"
+    recompute = draw.choice(["none", "selective", "full"])
+    data, micro = draw.choice([2, 4, 8]), draw.choice([1, 2])
+    try:
+        return ParallelPlan(
+            global_batch=data * micro * stages * draw.choice([1, 2]), micro_batch=micro, data=data,
+            tensor=tensor, pipeline=stages, context=draw.choice([1, 1, 2]), schedule=schedule,
+            virtual={"interleaved": draw.choice([2, 3, 5]), "zb_v": 2}.get(schedule, 1),
+            expert=draw.choice([1, 2]) if model.experts else 1,
+            expert_tensor=draw.choice([None, 1]) if model.experts and tensor > 1 else None,
+            zero=draw.choice([0, 1, 2, 3]), shard=draw.choice([None, 2, 4]), recompute=recompute,
+            recompute_layers=draw.choice([None, 1, 2]) if recompute != "none" else None,
+            sequence_parallel=tensor > 1, embedding_layers=draw.random() < 0.4, data_overlap=True,
+            pipeline_overlap=schedule != "1f1b", order=draw.choice(["tcdp", "tcpd"]),
+            dtype=draw.choice(["bf16", "bf16", "fp8", "mxfp8"]),
+        )  # fmt: skip
+    except ConfigurationError:
+        return None
+
+
+@pytest.mark.parametrize("target", ["megatron", "torchtitan"])
+def test_what_is_written_is_read_back_and_priced_alike(tmp_path, target):
+    draw, checked, file = random.Random(7), 0, tmp_path / "recipe"  # noqa: S311 - no secret
+    while checked < 40:
+        model = load_model(draw.choice(["llama3-8b", "llama3-70b", "llama3-405b", "mixtral-8x7b"]))
+        plan = random_plan(draw, model)
+        if plan is None or plan_problem(model, plan) or target_problem(model, plan, target):
+            continue
+        if target == "megatron":
+            text = f"VOCAB_SIZE={model.vocab}\n" + megatron_script(model, plan, gpus_per_node=8)
+            file = file.with_suffix(".sh")
+        elif model.experts is None:
+            text, file = torchtitan_config(model, plan), file.with_suffix(".py")
+        else:
+            continue
+        file.write_text(text)
+        found = check_recipe(file, CLUSTER).prediction
+        asked = evaluate_plan(model, CLUSTER.device, CLUSTER.fabric, plan=plan)
+        assert found.time_s == pytest.approx(asked.time_s, rel=0.05), plan
+        assert found.memory.total_bytes == pytest.approx(asked.memory.total_bytes, rel=0.08), plan
+        checked += 1

@@ -242,7 +242,8 @@ def test_hybrid_sharding_lies_between_copies_and_full_sharding():
         ({"sequence_parallel": True}, "needs tensor"),
         ({"expert": 3}, "does not divide"),
         ({"data": 4, "shard": 3}, "does not divide"),
-        ({"tau": 4, "zero": 3}, "whole gradients"),
+        ({"tau": 4, "zero": 3}, "whole states"),
+        ({"tau": 4, "zero": 1, "data": 2}, "whole states"),
         ({"zero": 4}, "unknown"),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_fifo_as_tokenizer_is_not_waited_for(refused, tmp_path):
 )
 def test_every_penalty_of_the_rule_can_be_configured(tmp_path, name):
     path = tmp_path / "config.toml"
-    path.write_text(f'[sync]\nstaleness = "{name}"\n')
+    path.write_text(f'[sync]\nmethod = "co2"\nstaleness = "{name}"\n')
     CO2(tau=4, staleness=name)
     assert load_config(path).sync.staleness == name
 

@@ -208,7 +208,7 @@ def test_local_updates_train_mixtures_too(moe_config, run_ranks):
             '"top2_sum" needs two experts in each group; got 8 experts in 8 groups',
         ),
         (["model.moe.expert_parallel=3"], "multiple of model.moe.expert_parallel"),
-        (["model.moe.expert_parallel=2"], 'needs sync.method "ddp"; got "co2"'),
+        (["model.moe.expert_parallel=2"], 'needs sync.method "ddp"; got "delay_corrected"'),
         (["model.moe.bias_rate=0.1"], 'bias_rate needs sync.method "ddp" or "none"'),
         (["model.moe.expert=3"], "model.moe.expert"),
         (["model.moe.capacity_factor=0"], "capacity_factor must be greater than 0"),

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError, bytes_of, seconds_of, topology_of
 from fivefold.cli._collectives_report import Asked, collective_page, loads_title, used_shares
-from fivefold.cli._help import help_text
+from fivefold.cli._help import command_group
 from fivefold.cli._later import later
 from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption
 from fivefold.cli._outputs import require_writable, write_json
@@ -235,14 +235,6 @@ def value_text(name: str, value: Any) -> str:
 
 _GAP = "1%"
 _ROUNDING = 1e-9
-
-app = typer.Typer(
-    name="collectives",
-    help="Make, prove, draw, run and price the algorithms of collectives.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-)
 
 _File = Annotated[
     Path, typer.Argument(help="A schedule or program (.json), MSCCL XML or an MSCCL++ plan.")
@@ -519,11 +511,11 @@ def _run(
     show_facts(facts | {"verdict": "right", "interpreted_s": took_s}, as_json=as_json)
 
 
-for _name, _command in (
-    ("synthesize", _synthesize),
-    ("verify", _verify),
-    ("draw", _draw),
-    ("run", _run),
-    ("bench", bench_algorithms),
-):
-    app.command(_name, help=help_text(_command))(_command)
+app = command_group(
+    "collectives",
+    help="Make, prove, draw, run and price the algorithms of collectives.",
+    commands={
+        "synthesize": _synthesize, "verify": _verify, "draw": _draw, "run": _run,
+        "bench": bench_algorithms,
+    },
+)  # fmt: skip

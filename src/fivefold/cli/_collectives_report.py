@@ -6,7 +6,6 @@ import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,6 @@ with later():
 
 _LEAST_BYTES, _MOST_BYTES = 1e3, 1e9
 _POINTS, _FEW_POINTS = 25, 9
-_HALVINGS = 12
 _MANY = 300_000  # transfers of all algorithms together beyond which there are few points
 _TOO_MANY = 3_000_000  # transfers of all algorithms together; no more are compared
 _EQUAL = 1e-6  # relative: closer than that is a draw
@@ -54,12 +52,11 @@ _EQUAL = 1e-6  # relative: closer than that is a draw
 
 @dataclass(frozen=True)
 class Price:
-    """Times of one algorithm, and how to ask for more of them."""
+    """Times of one algorithm."""
 
     name: str
     kind: str
     times_s: tuple[float, ...]
-    at: Callable[[float], float]
 
 
 @dataclass(frozen=True)
@@ -78,15 +75,14 @@ def price_sizes(
     work = found.num_transfers + sum(schedule.num_transfers for schedule in rivals.values())
     sizes = _sizes(size_bytes, _POINTS if work <= _MANY else _FEW_POINTS)
     named = {name.replace("_", " "): schedule for name, schedule in rivals.items()}
-    curves = [
-        _price(name, "library", _timer(schedule, network, model), sizes)
-        for name, schedule in named.items()
-    ]
+
+    def priced(name: str, kind: str, schedule: Schedule) -> Price:
+        times = (evaluate(schedule, network, size_bytes=size, model=model) for size in sizes)
+        return Price(name, kind, tuple(float(timing.total_s) for timing in times))
+
     label = f"{found.name.replace('_', ' ')}, chosen for {format_bytes(size_bytes)}"
-    curves.append(_price(label, "synthesized", _timer(found, network, model), sizes))
-    bound = _bound_timer(found, network)
-    if bound is not None:
-        curves.append(_price("lower bound", "bound", bound, sizes))
+    curves = [priced(name, "library", schedule) for name, schedule in named.items()]
+    curves += [priced(label, "synthesized", found), *_bound(found, network, sizes)]
     return Prices(sizes, tuple(curves))
 
 
@@ -100,8 +96,7 @@ def fastest_ranges(prices: Prices, *kinds: str) -> tuple[tuple[str, str], ...]:
     limits: list[tuple[float, Price]] = [(prices.sizes_bytes[0], winners[0])]
     for place, winner in enumerate(winners[1:], start=1):
         if winner is not winners[place - 1]:
-            span = prices.sizes_bytes[place - 1], prices.sizes_bytes[place]
-            limits.append((_crossing(winners[place - 1], winner, span), winner))
+            limits.append((_crossing(prices, winners[place - 1], winner, place), winner))
     ends = [limit for limit, _ in limits[1:]] + [prices.sizes_bytes[-1]]
     return tuple(
         (f"{format_bytes(start)} to {format_bytes(end)}", winner.name)
@@ -115,16 +110,11 @@ def _fastest(rivals: list[Price], place: int) -> Price:
     return next(price for price in rivals if price.times_s[place] <= least_s)
 
 
-def _crossing(before: Price, after: Price, span: tuple[float, float]) -> float:
-    """Return the size at which the second becomes as fast as the first."""
-    low, high = span
-    for _ in range(_HALVINGS):
-        middle = math.sqrt(low * high)
-        if after.at(middle) < before.at(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+def _crossing(prices: Prices, before: Price, after: Price, place: int) -> float:
+    """Return the size at which the second becomes as fast as the first, times being powers."""
+    low, high = prices.sizes_bytes[place - 1 : place + 1]
+    ahead, behind = (math.log(after.times_s[i] / before.times_s[i]) for i in (place - 1, place))
+    return float(low * (high / low) ** (ahead / (ahead - behind)))
 
 
 def _sizes(size_bytes: float, points: int) -> tuple[float, ...]:
@@ -158,34 +148,14 @@ def _rivals(found: Schedule, network: Topology) -> dict[str, Schedule]:
     return rivals
 
 
-def _timer(schedule: Schedule, network: Topology, model: CostModel) -> Callable[[float], float]:
-
-    @cache
-    def time_s(size_bytes: float) -> float:
-        return float(evaluate(schedule, network, size_bytes=size_bytes, model=model).total_s)
-
-    return time_s
-
-
-def _bound_timer(schedule: Schedule, network: Topology) -> Callable[[float], float] | None:
-
+def _bound(found: Schedule, network: Topology, sizes: tuple[float, ...]) -> list[Price]:
     # Exact cuts at so many sizes would take longer than all else on a large network.
     exact = None if network.num_ranks <= 32 else False
-
-    def bound_s(size_bytes: float) -> float:
-        return float(lower_bound(schedule.collective, network, size_bytes, exact=exact).seconds)
-
     try:
-        bound_s(_LEAST_BYTES)
+        bounds = [lower_bound(found.collective, network, size, exact=exact) for size in sizes]
     except FivefoldError:  # connected one way only: there is no bound
-        return None
-    return bound_s
-
-
-def _price(
-    name: str, kind: str, timer: Callable[[float], float], sizes: tuple[float, ...]
-) -> Price:
-    return Price(name, kind, tuple(timer(size) for size in sizes), timer)
+        return []
+    return [Price("lower bound", "bound", tuple(float(bound.seconds) for bound in bounds))]
 
 
 _PROVED = 1e-9  # relative: so close to the bound is on it
@@ -418,30 +388,23 @@ def _size_charts(prices: Prices) -> tuple[CurveChart, ...]:
 
 
 def _size_chart(
-    prices: Prices,
-    bound: Price | None,
-    y_ticks: tuple[tuple[float, str], ...],
-    caption: str,
+    prices: Prices, bound: Price | None, y_ticks: tuple[tuple[float, str], ...], caption: str
 ) -> CurveChart:
     curves = []
     for price in prices.curves:
         if bound is not None and price is bound:
             continue
         least_s = (1.0,) * len(price.times_s) if bound is None else bound.times_s
-        points = [
-            (size, time_s / least, _point(size, time_s, time_s / least if bound else None))
+        known = [
+            (size, time_s, time_s / least)
             for size, time_s, least in zip(prices.sizes_bytes, price.times_s, least_s, strict=True)
             if time_s > 0
         ]
-        curves.append(
-            Curve(
-                name=price.name,
-                x=tuple(x for x, _, _ in points),
-                y=tuple(y for _, y, _ in points),
-                texts=tuple(text for _, _, text in points),
-                **_LOOKS.get(price.kind, {}),
-            )
+        texts = tuple(
+            _point(size, time_s, share if bound else None) for size, time_s, share in known
         )
+        points = [(size, share) for size, _, share in known]
+        curves.append(Curve.through(price.name, points, texts=texts, **_LOOKS.get(price.kind, {})))
     # What was synthesized is drawn last, on top.
     own = next((n for n, price in enumerate(prices.curves) if price.kind == "synthesized"), None)
     if own is not None and own < len(curves):
@@ -550,7 +513,6 @@ def _answer(found: Synthesis, network: Topology, timing: Timing) -> tuple[tuple[
 def _pictures(
     found: Synthesis, network: Topology, timing: Timing
 ) -> tuple[PageSection, PageSection]:
-
     links = draw_topology(
         network, link_loads=used_shares(network, timing), title=loads_title(network, timing)
     )

@@ -12,25 +12,11 @@ from typing import Annotated
 import typer
 
 from fivefold.cli._arguments import seconds_of
-from fivefold.cli._help import help_text
+from fivefold.cli._help import command_group
 from fivefold.cli._later import later
 
 with later():
     from fivefold.optim import start_lighthouse
-
-
-app = typer.Typer(
-    name="elastic",
-    help="Training whose workers may leave and join while it goes on.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-)
-
-
-@app.callback()
-def _group() -> None:
-    """Keep ``lighthouse`` a subcommand although it is the only one."""
 
 
 def lighthouse(
@@ -88,4 +74,8 @@ def lighthouse(
     server.close()
 
 
-app.command("lighthouse", help=help_text(lighthouse))(lighthouse)
+app = command_group(
+    "elastic",
+    help="Training whose workers may leave and join while it goes on.",
+    commands={"lighthouse": lighthouse},
+)

@@ -15,18 +15,12 @@ from fivefold.cli._arguments import ArgumentError, topology_of
 from fivefold.cli._later import later
 from fivefold.cli._options import JsonOption
 from fivefold.cli._outputs import write_json
-from fivefold.cli._plan_words import PARTS
+from fivefold.cli._plan_page import PARTS
 from fivefold.files import read_toml
 from fivefold.units import format_duration_s
 
 with later():
-    from fivefold.codesign import (
-        ClusterPlan,
-        explain_jobs,
-        explain_plan,
-        explain_run,
-        load_jobs,
-    )
+    from fivefold.codesign import ClusterPlan, explain_jobs, explain_plan, explain_run, load_jobs
     from fivefold.codesign.explain import KINDS, LAYERS, Change, Explanation
     from fivefold.strategy import load_cluster, load_job
 

@@ -30,15 +30,11 @@ with later():
     from fivefold.gnn.data.statistics import describe, verify
     from fivefold.runs import ProgressBar
 
-
-__all__ = ["generate_command", "info_command", "ingest_command", "verify_command"]
-
 OutputArgument = Annotated[Path, typer.Argument(help="Folder to write; made if missing.")]
 MemoryOption = Annotated[str, typer.Option(help='What buffers may take, such as "1 GB".')]
 SourceArgument = Annotated[str, typer.Argument(help="File or folder to read.")]
 KindOption = Annotated[
-    str | None,
-    typer.Option(help="npy, ogb, mag240m, pyg or table; left out, found from the path."),
+    str | None, typer.Option(help="npy, ogb, mag240m, pyg or table; left out, found from the path.")
 ]
 ArrayOption = Annotated[
     list[str] | None,
@@ -56,12 +52,10 @@ ColumnOption = Annotated[
     ),
 ]
 NodesOption = Annotated[
-    Path | None,
-    typer.Option(help="Table with a row per node, beside edge tables.", exists=True),
+    Path | None, typer.Option(help="Table with a row per node, beside edge tables.", exists=True)
 ]
 HeaderOption = Annotated[
-    bool | None,
-    typer.Option("--header/--no-header", help="Whether CSV files begin with names."),
+    bool | None, typer.Option("--header/--no-header", help="Whether CSV files begin with names.")
 ]
 IdsOption = Annotated[str, typer.Option(help="Ids in tables: auto, number or text.")]
 NumNodesOption = Annotated[
@@ -74,8 +68,7 @@ SplitOption = Annotated[
 LeaveOutOption = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME",
-        help="Features of edges to leave out, such as edge_attr. May be repeated.",
+        metavar="NAME", help="Features of edges to leave out, such as edge_attr. May be repeated."
     ),
 ]
 ReverseOption = Annotated[
@@ -178,7 +171,6 @@ def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> d
 
 
 def _columns(values: list[str] | None, header: bool | None) -> TableColumns:  # noqa: FBT001
-
     roles = ("source", "target", "weight", "node", "label", "split", "features")
     pairs: dict[str, Any] = dict(_pairs(values, "column", roles))
     if "features" in pairs:
@@ -194,18 +186,13 @@ def _ingest_path(
     *,
     as_json: bool,
 ) -> None:
-
     rules, as_wanted, memory_bytes = run
     found, wants_reverse = find_source(source, options)
     if as_wanted:
         rules = replace(rules, add_reverse=wants_reverse)
     with ProgressBar() as show:
         written: Any = ingest(
-            found,
-            output,
-            rules=rules,
-            memory_bytes=memory_bytes,
-            progress=_with_totals(show),
+            found, output, rules=rules, memory_bytes=memory_bytes, progress=_with_totals(show)
         )
     with written:
         _write_facts(written, as_json=as_json)
@@ -227,9 +214,6 @@ def generate_command(  # noqa: PLR0913 - the command's options
 
     The result depends on these options, not on threads or memory. A run that was stopped goes on
     where it was.
-
-    Raises:
-        FivefoldError: Whatever writing met; the entry point prints it.
     """
     options = _graph_options(option)
     with ProgressBar() as show:
@@ -294,7 +278,6 @@ def _with_totals(show: Callable[[str, int, int], None]) -> Callable[[str, int, i
 
 
 def _write_facts(dataset: Dataset | HeteroDataset, *, as_json: bool) -> None:
-
     facts = describe(dataset)
     if as_json:
         write_json(facts)

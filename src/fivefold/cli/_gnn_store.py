@@ -26,8 +26,6 @@ with later():
     from fivefold.runs import ProgressBar
     from fivefold.units import parse_bytes_per_s
 
-__all__ = ["pack_command", "plan_command", "probe_command", "sample_command"]
-
 SamplesArgument = Annotated[
     Path, typer.Argument(help="File of sampled batches.", exists=True, dir_okay=False)
 ]
@@ -71,9 +69,6 @@ def sample_command(  # noqa: PLR0913 - the command's options
 
     The result depends on the data set and on these options, not on the number of threads. A run
     that was stopped goes on where it was.
-
-    Raises:
-        FivefoldError: Whatever sampling met; the entry point prints it.
     """
     with Dataset.open(dataset) as data, ProgressBar() as show:
         topology = data.topology(mapped=mapped)
@@ -103,11 +98,7 @@ def probe_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure how fast a disk reads and writes, by the size of the request.
-
-    Raises:
-        FivefoldError: Whatever the disk met; the entry point prints it.
-    """
+    """Measure how fast a disk reads and writes, by the size of the request."""
     size_bytes = None if size is None else bytes_of(size)
     profile = probe_disk(folder, seconds=seconds, size_bytes=size_bytes, fresh=True)
     if as_json:
@@ -168,12 +159,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
         graph, hops = _graph_size(dataset), _numbers(fanouts)
         speed = _disk_speed(disk_speed)
         found = estimate(
-            graph,
-            hops,
-            batch_size,
-            budgets,
-            read_bytes_per_s=speed[0],
-            write_bytes_per_s=speed[1],
+            graph, hops, batch_size, budgets, read_bytes_per_s=speed[0], write_bytes_per_s=speed[1]
         )
         facts = {**dataclasses.asdict(found), "memory_bytes": found.memory_bytes,
                  "disk_bytes": found.disk_bytes}  # fmt: skip
@@ -220,17 +206,10 @@ def pack_command(  # noqa: PLR0913 - the command's options
     """Write the feature rows of every batch next to one another, as a plan says.
 
     Killed at any moment and started again, it goes on where it was.
-
-    Raises:
-        FivefoldError: Whatever packing met; the entry point prints it.
     """
     made = Plan.open(plan)
     memory_bytes = made.budgets.host_bytes if memory is None else bytes_of(memory)
-    with (
-        Dataset.open(dataset) as data,
-        SampleFile.open(samples) as sampled,
-        ProgressBar() as show,
-    ):
+    with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled, ProgressBar() as show:
         _check_graph(data, sampled)
         packed = pack(
             data.features,
@@ -306,7 +285,6 @@ def _check_graph(data: Dataset, sampled: SampleFile) -> None:
 
 
 def _probe(folder: Path) -> DiskProfile:
-
     return probe_disk(folder.absolute())
 
 

@@ -17,9 +17,6 @@ with later():
     from fivefold.runs import ProgressBar, rank_process
 
 
-__all__ = ["infer_command", "train_command"]
-
-
 def train_command(
     config: Annotated[Path, typer.Argument(help="TOML file; only data.path has no default.")],
     *,

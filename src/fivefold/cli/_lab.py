@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fivefold.cli._arguments import ArgumentError, seconds_of, topology_of, typed_arguments
-from fivefold.cli._execution import run_saved
-from fivefold.cli._help import help_text
+from fivefold.cli._execute import run_saved
+from fivefold.cli._help import command_group, help_text
 from fivefold.cli._later import later
 from fivefold.cli._options import JsonOption
 from fivefold.units import format_duration_s
@@ -25,12 +25,8 @@ with later():
     from fivefold.lab.capabilities import Capabilities
 
 
-app = typer.Typer(
-    name="lab",
-    help="Emulated cluster on this machine: hosts on slow links, made of network namespaces.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
+app = command_group(
+    "lab", help="Emulated cluster on this machine: hosts on slow links, made of network namespaces."
 )
 
 _RUN_HELP = (
@@ -115,8 +111,7 @@ _Timeout = Annotated[
 _Grace = Annotated[
     str,
     typer.Option(
-        help="Time to end alone after another rank failed, and after SIGTERM.",
-        rich_help_panel=_RUN,
+        help="Time to end alone after another rank failed, and after SIGTERM.", rich_help_panel=_RUN
     ),
 ]
 _LogFolder = Annotated[
@@ -175,7 +170,7 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
             host_classes=_host_classes(host_class or []),
             aggregators={node: {} for node in sum_at or []},
         )  # fmt: skip
-    if _is_plan(command):
+    if len(command) == 1 and command[0].endswith(".json"):  # a plan: no program is called so
         _run_plan(Path(command[0]), spec, timeout)
         return
     result = run_lab(
@@ -190,10 +185,7 @@ def _seconds(text: str | None) -> Any:
     return None if text is None else seconds_of(text)
 
 
-def check(
-    *,
-    as_json: JsonOption = False,
-) -> None:
+def check(*, as_json: JsonOption = False) -> None:
     """Say what this machine can emulate, and what would add the rest.
 
     The exit code is 0 where links can be given at least a rate, else 1.
@@ -226,13 +218,7 @@ def _links_of(topology: str, rate: str | None) -> dict[str, Any]:
     return {"hosts": described.num_ranks, "topology": described.to_toml()}
 
 
-def _is_plan(command: list[str]) -> bool:
-    """Return whether a plan is to be run; no program is called so."""
-    return len(command) == 1 and command[0].endswith(".json")
-
-
 def _run_plan(path: Path, spec: LabSpec, timeout: str | None) -> None:
-
     if spec != LabSpec(delay="0ms", jitter="0ms"):  # as the options' defaults are spelled
         raise ArgumentError(
             f"the plan {path} brings its own cluster; got options for {spec.describe()} besides",
@@ -265,7 +251,6 @@ def _host_classes(texts: list[str]) -> dict[int, int]:
 
 
 def _summarise(spec: LabSpec, result: LabResult) -> None:
-
     links = result.lab["means"] or "unshaped"
     took = format_duration_s(result.wall_s)
     count = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import builtins
 import importlib
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,44 +37,21 @@ class _Later:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._get(), name)
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._get()(*args, **named)
 
-    def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, self._get())
+def _on_what_it_stands_for(work: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **named: work(self._get(), *args, **named)
 
-    def __bool__(self) -> bool:
-        return bool(self._get())
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._get())
-
-    def __len__(self) -> int:
-        return len(self._get())
-
-    def __contains__(self, value: Any) -> bool:
-        return value in self._get()
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._get()[key]
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self._get() == other)
-
-    def __hash__(self) -> int:
-        return hash(self._get())
-
-    def __repr__(self) -> str:
-        return repr(self._get())
-
-    def __str__(self) -> str:
-        return str(self._get())
-
-    def __or__(self, other: Any) -> Any:
-        return self._get() | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | self._get()
+# Python looks these up on the class, so they have to stand there by name.
+_WORK: dict[str, Callable[..., Any]] = {
+    "__call__": lambda found, *args, **named: found(*args, **named),
+    "__instancecheck__": lambda found, value: isinstance(value, found),
+    "__bool__": bool, "__iter__": iter, "__len__": len, "__hash__": hash, "__repr__": repr,
+    "__str__": str, "__contains__": operator.contains, "__getitem__": operator.getitem,
+    "__eq__": operator.eq, "__or__": operator.or_, "__ror__": lambda found, other: other | found,
+}  # fmt: skip
+for _name, _work in _WORK.items():
+    setattr(_Later, _name, _on_what_it_stands_for(_work))
 
 
 class _Module:

@@ -29,17 +29,9 @@ _CLUSTER_HELP = (
     "Machines and what joins them: a TOML file (fivefold profile writes one), a known GPU with its "
     "software such as h100-nemo:16, or where links are enough fat_tree:4,gpus=2."
 )
-ClusterOption = Annotated[
-    str,
-    typer.Option(
-        "--cluster",
-        metavar="FILE|NAME",
-        help=_CLUSTER_HELP,
-    ),
-]
+ClusterOption = Annotated[str, typer.Option("--cluster", metavar="FILE|NAME", help=_CLUSTER_HELP)]
 OptionalClusterOption = Annotated[
-    str | None,
-    typer.Option("--cluster", metavar="FILE|NAME", help=_CLUSTER_HELP),
+    str | None, typer.Option("--cluster", metavar="FILE|NAME", help=_CLUSTER_HELP)
 ]
 PathSeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of hashed paths.")]
 PageOption = Annotated[

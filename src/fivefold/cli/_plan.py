@@ -22,8 +22,7 @@ from fivefold.cli._plan_compare import compare as compare_on
 from fivefold.cli._plan_compare import plan_record, write_csv
 from fivefold.cli._plan_files import runnable, write_plan_files
 from fivefold.cli._plan_job import JobSizes, as_sent, read_job
-from fivefold.cli._plan_page import split_page
-from fivefold.cli._plan_words import PARTS
+from fivefold.cli._plan_page import PARTS, split_page
 from fivefold.errors import InfeasibleError
 from fivefold.units import format_bytes
 
@@ -156,9 +155,6 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     Examples:
         $ fivefold plan job.toml --cluster h100-torchtitan:16 --for torchtitan -o planned.py
         $ fivefold plan job.toml --compare a.toml h100-nemo --price "2.5 USD/GPU h"
-
-    Raises:
-        FivefoldError: Whatever planning met; the entry point prints it.
     """
     forms = _forms(json=as_json, csv=as_csv, github=as_github)
     if check is not None:
@@ -191,7 +187,8 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     if write is not None:
         write_plan_files(write, planned, best[0], where, base=torchtitan_base)
     if report is not None:
-        _write_page(report, what, where, best, result)
+        page = split_page(what, where, best, result=result, command=typed_command())
+        write_page(page, report)
     _put_out(_form(forms), what, where, best, result, front=front)
     if output is not None:
         typer.echo(f"written: {output}", err=True)
@@ -211,7 +208,7 @@ def _put_out(
     elif form == "json":
         typer.echo(json.dumps(_document(job, cluster, best, result), indent=2))
     else:
-        _show(job, cluster, best, result if front or result is None else _without_front(result))
+        _show(job, cluster, best, result, front=front)
 
 
 def _form(forms: dict[str, bool]) -> Any:
@@ -272,22 +269,6 @@ def _require_one_cluster(cluster: str | None, clusters: list[str] | None, **comp
             raise ArgumentError(message, hint="add --compare and the clusters")
 
 
-def _without_front(result: PlanSearchResult) -> PlanSearchResult:
-    """What was found but for the front, which the page wanted and nobody asked to be printed."""
-    return dataclasses.replace(result, front=())
-
-
-def _write_page(
-    path: Path,
-    job: Job,
-    cluster: Cluster,
-    best: tuple[PlanPrediction, ...],
-    result: PlanSearchResult | None,
-) -> None:
-    page = split_page(job, cluster, best, result=result, parts=PARTS, command=typed_command())
-    write_page(page, path)
-
-
 def _search(
     job: Job, cluster: Cluster, *, top: int, front: bool, target: str | None
 ) -> PlanSearchResult:
@@ -310,7 +291,6 @@ def _search(
 
 
 def _judge(job: Job, cluster: Cluster, target: str | None) -> PlanPrediction:
-
     assert job.plan is not None, "only called with a plan"
     if target is not None and (problem := target_problem(job.model, job.plan, target)) is not None:
         message = f"{target} cannot run the [plan] of the job file: {problem}"
@@ -354,9 +334,13 @@ def _facts(model: ModelSpec, found: PlanPrediction) -> dict[str, Any]:
 
 
 def _show(
-    job: Job, cluster: Cluster, best: tuple[PlanPrediction, ...], result: PlanSearchResult | None
+    job: Job,
+    cluster: Cluster,
+    best: tuple[PlanPrediction, ...],
+    result: PlanSearchResult | None,
+    *,
+    front: bool,
 ) -> None:
-
     console = Console(highlight=False)
     billions = job.model.num_parameters / 1e9
     console.print(
@@ -368,7 +352,7 @@ def _show(
     console.print(_breakdown(best[0]))
     if result is None:
         return
-    if result.front:
+    if front and result.front:
         console.print(
             _plans("front of time against memory, in steps", job.model, _thinned(result.front))
         )
@@ -431,7 +415,6 @@ def _thinned(front: tuple[PlanPrediction, ...]) -> tuple[PlanPrediction, ...]:
 
 
 def _breakdown(found: PlanPrediction) -> Any:
-
     table = Table(title="where the time of the first goes", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)

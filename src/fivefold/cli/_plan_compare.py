@@ -24,7 +24,7 @@ from fivefold.errors import InfeasibleError
 from fivefold.units import format_duration_s
 
 with later():
-    from fivefold.strategy import Cluster, Job, PlanPrediction, load_cluster, load_job
+    from fivefold.strategy import PlanPrediction, load_cluster, load_job
     from fivefold.strategy.compare import ClusterOutcome, compare_clusters, tokens_per_s
     from fivefold.strategy.model import ModelSpec
     from fivefold.strategy.words import degrees_of, overlap_of, settings_of
@@ -95,7 +95,7 @@ def compare(names: Sequence[str], *, prices: Sequence[str], tokens: str | None, 
     costs = costs * len(clusters) if len(costs) == 1 else costs
     budget = None if tokens is None else tokens_of(tokens)
     wheres = [load_cluster(name) for name in clusters]
-    outcomes = compare_clusters([(_job(job, where), where) for where in wheres])
+    outcomes = compare_clusters([(load_job(job, cluster=where), where) for where in wheres])
     if all(outcome.best is None for outcome in outcomes):
         reasons = "; ".join(f"{one.cluster.name}: {one.problem}" for one in outcomes)
         raise InfeasibleError(
@@ -133,10 +133,6 @@ def _is_job(path: Path) -> bool:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return False
     return "model" in table or "global_batch" in table
-
-
-def _job(path: Path, where: Cluster) -> Job:
-    return load_job(path, cluster=where)
 
 
 def plan_record(model: ModelSpec, found: PlanPrediction) -> dict[str, Any]:

@@ -29,16 +29,11 @@ with later():
         trainer_config,
     )
     from fivefold.strategy.cluster import memory_time_s
-    from fivefold.train.config import (
-        PredictionConfig,
-        TrainConfig,
-        settings_fingerprint,
-    )
+    from fivefold.train.config import PredictionConfig, TrainConfig, settings_fingerprint
 
 _MOST_FRAGMENTS = 8  # more are more messages, each with its latency
 _OUTER_PASSES = 8  # over parameters, anchors and momenta in an outer update, 4 bytes each
 _FIRST_BUCKET, _BUCKET = 2.0**20, 25 * 2.0**20  # of DistributedDataParallel
-_WAITING = ("local_sgd", "slowmo", "diloco")
 
 
 def write_plan_files(
@@ -142,11 +137,18 @@ def _kept(planned: PlannedJob, best: PlanPrediction) -> dict[str, dict[str, Any]
     if plan.tau > 1:
         sync |= {"method": config.sync.method, "tau": plan.tau}
         sync.pop("auto_tau", None)
-        if config.sync.method == "delay_corrected" and config.sync.tau == "auto":
-            # A part of the model at a time hides as well as all of it per round, and is less late.
-            sync["fragments"] = min(plan.tau, _MOST_FRAGMENTS)
+        sync.pop("shard", None)  # the plan says which ranks share states
+        if config.sync.tau == "auto":
+            parts = config.sync.fragments
+            if config.sync.method == "delay_corrected" and parts is None:
+                # A part at a time hides as well as all of it per round, and is less late.
+                parts = _MOST_FRAGMENTS
+            if parts is not None:
+                sync["fragments"] = min(plan.tau, parts)
     elif config.sync.method in {"ddp", "none"}:
         sync = {**given.get("sync", {}), "method": "ddp" if plan.data > 1 else "none"}
+    elif config.sync.method == "delayed_gradients" and plan.data > 1:
+        sync = dict(given["sync"])
     optim = {
         "batch_size": plan.micro_batch,
         "accumulation": plan.num_micro_batches,
@@ -176,15 +178,19 @@ def predict_step(
     alone = dataclasses.replace(plan, tau=1, data_overlap=False)
     if plan.zero == 3:  # one worker's share, between workers
         alone = dataclasses.replace(plan, tau=1)
-    whole = evaluate_plan(planned.job.model, device, cluster.fabric, plan=alone).time
+    sends = device
+    if plan.tau > 1:
+        sends = dataclasses.replace(device, gradient_wire_bytes=device.outer_wire_bytes)
+    whole = evaluate_plan(planned.job.model, sends, cluster.fabric, plan=alone).time
     exposed_s = time.data_s + time.tensor_s + time.context_s + time.expert_s + time.pipeline_p2p_s
     if config.sync.method == "ddp":
         # The last bucket is full when the backward pass is over: nothing is left to hide it.
         total = max(width * planned.job.model.num_parameters, 1.0)
         last = (total - _FIRST_BUCKET) % _BUCKET if total > _FIRST_BUCKET else total
         exposed_s += max(whole.data_s * last / total - time.data_s, 0.0)
-    if config.sync.method in _WAITING:
-        exposed_s += whole.data_s / plan.tau - time.data_s
+    if config.sync.method == "delayed_gradients":  # behind the whole of the next step
+        rest_s = time.total_s - time.data_s
+        exposed_s += max(whole.data_s - rest_s, 0.0) - time.data_s
     outer_s = 0.0
     if plan.tau > 1:
         states = 4.0 * planned.job.model.num_parameters / (plan.shards if plan.zero == 3 else 1)

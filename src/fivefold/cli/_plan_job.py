@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._later import later
@@ -13,11 +15,12 @@ from fivefold.files import read_toml
 with later():
     from fivefold.strategy import Cluster, Job, MixtureOfExperts, ModelSpec, SearchSpace
     from fivefold.strategy.job import job_from_table
-    from fivefold.train.config import TrainConfig, load_config
+    from fivefold.train.config import SyncConfig, TrainConfig, load_config
 
 _TRAINER_TABLES = {"run", "data", "optim", "sync", "tasks", "prediction"}
 _BYTES_VOCAB = 257  # of the trainer's tokenizer of bytes
 _TAUS = (2, 4, 8, 16, 32, 64)
+_WAITING = ("local_sgd", "slowmo", "diloco")
 _LEAST_16_BIT_FLOPS = 1e12  # a processor has no fast products of 16 bits
 CODEC_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.02, "int4": 0.52, "topk": 0.021}
 """Bytes on the wire of one number of each codec, scales counted."""
@@ -41,10 +44,62 @@ class JobSizes:
 
 
 def as_sent(cluster: Cluster, config: TrainConfig | None) -> Cluster:
-    """Return the cluster with gradients as wide as fivefold's trainer sends them."""
+    """Return the cluster with what fivefold's trainer sends, and what it keeps to send it."""
     codec = "fp32" if config is None else config.sync.codec or "fp32"
-    device = dataclasses.replace(cluster.device, gradient_wire_bytes=CODEC_BYTES[codec])
-    return dataclasses.replace(cluster, device=device)
+    method = "co2" if config is None else config.sync.method
+    # A plan without local updates is DDP, which sends 32 bits if nothing else is asked of it.
+    plain = codec if method in {"ddp", "delayed_gradients"} else "fp32"
+    changes: dict[str, Any] = {
+        "gradient_wire_bytes": CODEC_BYTES[plain], "outer_wire_bytes": CODEC_BYTES[codec],
+    }  # fmt: skip
+    if config is not None and method not in {"none", "ddp"}:
+        averaged = len(config.sync.average_states or {})  # anchor, payload and what was sent
+        residual = 0.0 if codec == "fp32" else 4.0 * (1 + averaged)
+        changes |= {
+            "outer_state_bytes": 4.0 * (_buffers(config.sync) + 3 * averaged) + residual,
+            "outer_owned_bytes": residual,
+            "outer_window": _window(config.sync),
+        }
+        if method == "delayed_gradients":  # at every step: no plan has tau > 1
+            states = cluster.device.optimizer_state_bytes + 4.0 * _buffers(config.sync)
+            changes["optimizer_state_bytes"] = states + 1.5 * residual  # of two ranks or more
+    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, **changes))
+
+
+def _window(sync: SyncConfig) -> float:
+    """Share of a round behind which its outer updates travel; 0 where all ranks wait for them."""
+    if sync.method in _WAITING or (sync.method == "outer_optimizer" and not sync.hidden):
+        return 0.0
+    if sync.delay_steps is None or not isinstance(sync.tau, int):
+        return 1.0
+    return min(1.0, sync.delay_steps * (sync.fragments or 1) / sync.tau)
+
+
+def _buffers(sync: SyncConfig) -> float:
+    """Numbers per parameter that a rule keeps: anchor and payload, and what its merge needs."""
+    merges = {"delay_corrected": 1, "eager_diloco": 2, "outer_optimizer": 1}
+    count = 2.0 + merges.get(sync.method, 0)
+    momentum = bool(sync.outer_momentum or sync.extrapolation or sync.staleness == "gap-param")
+    count += momentum * (2 if sync.method == "eager_diloco" else 1)
+    if sync.optimizer is not None:
+        count += _numbers_of_optimizer(sync.optimizer, sync.options or {})
+    return count
+
+
+def _numbers_of_optimizer(name: str, options: Mapping[str, Any]) -> float:
+    """State of one of torch's optimizers per parameter, found by one step of it."""
+    import torch  # noqa: PLC0415 - only this method needs it
+
+    parameter = torch.nn.Parameter(torch.zeros(64, 64))
+    parameter.grad = torch.zeros(64, 64)
+    try:
+        optimizer = getattr(torch.optim, name)([parameter], **options)
+        optimizer.step()
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        message = f"sync.optimizer {name!r} with options {dict(options)!r}: {error}"
+        raise ArgumentError(message, hint="a class of torch.optim and its arguments") from error
+    states = optimizer.state[parameter].values()
+    return sum(s.numel() for s in states if torch.is_tensor(s)) // 4096
 
 
 def read_job(path: Path, cluster: Cluster, sizes: JobSizes) -> PlannedJob:
@@ -110,7 +165,7 @@ def _of_trainer(path: Path, cluster: Cluster, sizes: JobSizes) -> PlannedJob:
 def _taus(config: TrainConfig) -> tuple[int, ...]:
     """Local steps to look at: what changes convergence is only searched where it is wanted."""
     tau = config.sync.tau
-    if config.sync.method in {"none", "ddp"}:
+    if config.sync.method in {"none", "ddp", "delayed_gradients"}:
         return (1,)
     return (1, *_TAUS) if tau == "auto" else tuple(sorted({1, int(tau or 1)}))
 

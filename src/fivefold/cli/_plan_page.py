@@ -35,6 +35,14 @@ _TIME_COLOURS = {
     "expert_s": "job3", "pipeline_p2p_s": "job4", "pipeline_bubble_s": "other", "data_s": "job6",
     "offload_s": "job7", "optimizer_s": "job5", "overhead_s": "least",
 }  # fmt: skip
+PARTS = {
+    "compute_s": "compute", "recompute_s": "recomputation", "tensor_s": "tensor communication",
+    "context_s": "context communication", "expert_s": "dispatch, combine",
+    "pipeline_p2p_s": "pipeline p2p", "pipeline_bubble_s": "pipeline bubble",
+    "data_s": "gradients, parameters", "offload_s": "host transfers",
+    "optimizer_s": "optimizer", "overhead_s": "overhead, lag",
+}  # fmt: skip
+"""What the parts of a predicted iteration are called."""
 _GIB = 2**30
 _PREDICTED = (
     "Predicted by a cost model; its errors on published measurements are in the guide of planning. "
@@ -48,7 +56,6 @@ def split_page(
     best: Sequence[PlanPrediction],
     *,
     result: PlanSearchResult | None,
-    parts: dict[str, str],
     command: str,
 ) -> Page:
     """Return the page of a search, or of one plan that was judged.
@@ -58,7 +65,6 @@ def split_page(
         cluster: Where it runs.
         best: The fastest plans.
         result: The search; None where a plan was given.
-        parts: Names of the parts of a time.
         command: How to make it again.
     """
     first = best[0]
@@ -71,9 +77,7 @@ def split_page(
             "MFU counts the model's FLOPs without recomputation.",
             parts=(_table(best, labels),),
         ),
-        PageSection(
-            heading="Where the time of an iteration goes", parts=(_times(best, labels, parts),)
-        ),
+        PageSection(heading="Where the time of an iteration goes", parts=(_times(best, labels),)),
         PageSection(
             heading="What fills the memory of the fullest GPU",
             how=f"Each has {cluster.device.memory_bytes / _GIB:.1f} GiB.",
@@ -121,23 +125,18 @@ def _table(best: Sequence[PlanPrediction], labels: Sequence[str]) -> DataTable:
     return DataTable(columns=columns, rows=rows, text_columns=(4,), marked=(0,))
 
 
-def _times(
-    best: Sequence[PlanPrediction], labels: Sequence[str], parts: dict[str, str]
-) -> BarChart:
+def _times(best: Sequence[PlanPrediction], labels: Sequence[str]) -> BarChart:
     rows, used = [], set()
     for label, one in zip(labels, best, strict=True):
-        segments = []
-        for name, text in parts.items():
-            seconds = getattr(one.time, name)
-            if seconds > 0:
-                used.add(name)
-                shown = f"{text} {format_duration_s(seconds)}"
-                segments.append((_TIME_COLOURS.get(name, "other"), seconds, shown))
+        taken = {name: seconds for name in PARTS if (seconds := getattr(one.time, name)) > 0}
+        used |= set(taken)
+        segments = tuple(
+            (_TIME_COLOURS[name], seconds, f"{PARTS[name]} {format_duration_s(seconds)}")
+            for name, seconds in taken.items()
+        )
         total = format_duration_s(one.time_s)
-        rows.append(BarRow(label=label, total=total, segments=tuple(segments)))
-    kinds = tuple(
-        (_TIME_COLOURS.get(name, "other"), text) for name, text in parts.items() if name in used
-    )
+        rows.append(BarRow(label=label, total=total, segments=segments))
+    kinds = tuple((_TIME_COLOURS[name], text) for name, text in PARTS.items() if name in used)
     return BarChart(rows=tuple(rows), kinds=kinds)
 
 
@@ -168,18 +167,12 @@ def _settings(plan: ParallelPlan) -> DataTable:
 
 
 def _search_sections(result: PlanSearchResult) -> list[PageSection]:
+    shown = (("others", result.front[1:], "#1f83c8"), ("fastest", result.front[:1], "#d55e00"))
     front = CurveChart(
         key="front",
         x_name="iteration in s",
         y_name="memory in GiB",
-        curves=tuple(
-            _points(name, found, colour)
-            for name, found, colour in (
-                ("others", result.front[1:], "#1f83c8"),
-                ("fastest", result.front[:1], "#d55e00"),
-            )
-            if found
-        ),
+        curves=tuple(_points(*one) for one in shown if one[1]),
     )
     reasons = sorted(result.ruled_out.items(), key=lambda item: -item[1])
     ruled = DataTable(
@@ -187,27 +180,16 @@ def _search_sections(result: PlanSearchResult) -> list[PageSection]:
         rows=tuple((f"{count:,}", reason) for reason, count in reasons),
         text_columns=(1,),
     )
-    found = [] if not result.front else [
-        PageSection(
-            heading="Time against memory",
-            how="Plans that no other beats in both; the fastest is marked. A pointer over one "
-            "names it.",
-            parts=(front,),
-        )
-    ]  # fmt: skip
-    return [
-        *found,
-        *([PageSection(heading="What was ruled out", parts=(ruled,))] if reasons else []),
-    ]
+    how = "Plans that no other beats in both; the fastest is marked. A pointer over one names it."
+    sections = []
+    if result.front:
+        sections.append(PageSection(heading="Time against memory", how=how, parts=(front,)))
+    if reasons:
+        sections.append(PageSection(heading="What was ruled out", parts=(ruled,)))
+    return sections
 
 
 def _points(name: str, found: Sequence[PlanPrediction], colour: str) -> Curve:
-    return Curve(
-        name=name,
-        x=tuple(one.time_s for one in found),
-        y=tuple(one.memory.total_bytes / _GIB for one in found),
-        texts=tuple(f"{degrees_of(one.plan)}: {one.time_s:.4g} s" for one in found),
-        colour=colour,
-        width=0.0,
-        marker="circle",
-    )
+    points = [(one.time_s, one.memory.total_bytes / _GIB) for one in found]
+    texts = tuple(f"{degrees_of(one.plan)}: {one.time_s:.4g} s" for one in found)
+    return Curve.through(name, points, texts=texts, colour=colour, width=0.0, marker="circle")

@@ -141,7 +141,6 @@ def _hand_on(found: MeasuredCluster, output: Path | None, *, as_json: bool) -> N
 
 
 def _show(profile: Profile) -> None:
-
     console = Console(file=sys.stdout, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("from", "to", "alpha", "bandwidth", "fit error, largest size", "all sizes"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -61,7 +62,9 @@ def report_command(  # noqa: PLR0913 - each option is a parameter
     else:
         print_page(report_text(report))
     if html:
-        page = _write(report, output or _common_folder(runs) / "report.html")
+        above = Path(os.path.commonpath([run.resolve() for run in runs]))
+        folder = runs[0] if len(runs) == 1 else above
+        page = _write(report, output or folder / "report.html")
         if open_page:
             webbrowser.open(page.resolve().as_uri())
 
@@ -77,22 +80,8 @@ def _serve(runs: list[Path], *, host: str, port: int, open_page: bool) -> None:
 
 
 def _write(report: Report, page: Path) -> Path:
-
     for run in report.runs:
         timeline = write_timeline(run, run.path / "timeline.json")
         typer.echo(f"timeline: {timeline} (opens in ui.perfetto.dev)", err=True)
     typer.echo(f"report: {write_html(report_page(report), page)}", err=True)
     return page
-
-
-def _common_folder(runs: list[Path]) -> Path:
-    """Return the given folder; for several, the deepest one above them all."""
-    if len(runs) == 1:
-        return runs[0]
-    resolved = [run.resolve().parts for run in runs]
-    common = [
-        level[0]
-        for level in zip(*resolved, strict=False)
-        if all(part == level[0] for part in level)
-    ]
-    return Path(*common)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fivefold.cli._arguments import topology_of
-from fivefold.cli._help import help_text
+from fivefold.cli._help import command_group
 from fivefold.cli._later import later
 from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption, TopologyArgument
 from fivefold.cli._outputs import require_picture, write_json
@@ -22,20 +22,6 @@ with later():
     from fivefold.network.topology import Topology, draw_topology
     from fivefold.network.topology.text import catalogue
     from fivefold.runs import write_text
-
-
-app = typer.Typer(
-    name="topology",
-    help="Show, draw and convert the networks that plans are made for.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-)
-
-
-@app.callback()
-def _group() -> None:
-    """Keep the commands subcommands, however many there are."""
 
 
 def list_command(*, as_json: JsonOption = False) -> None:
@@ -201,7 +187,6 @@ def _least_out(topology: Topology) -> float:
 
 
 def _described(facts: dict[str, Any]) -> list[str]:
-
     kinds = ", ".join(f"{count} {kind}" for kind, count in facts["nodes"].items())
     lines = [
         facts["name"],
@@ -227,10 +212,11 @@ def _described(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-for _name, _command in (
-    ("list", list_command),
-    ("show", show_command),
-    ("draw", draw_command),
-    ("convert", convert_command),
-):
-    app.command(_name, help=help_text(_command))(_command)
+app = command_group(
+    "topology",
+    help="Show, draw and convert the networks that plans are made for.",
+    commands={
+        "list": list_command, "show": show_command, "draw": draw_command,
+        "convert": convert_command,
+    },
+)  # fmt: skip

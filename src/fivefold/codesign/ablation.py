@@ -127,24 +127,15 @@ def _of_seed(
     return found
 
 
-@dataclass(frozen=True)
-class _Sample:
-    to_null: float
-    to_best: float
-    tail: float
-    worse: int
-    worse_than_best: int
-    jobs: int
+_Sample = tuple[float, float, float, int, int, int]
+"""Ratios to B0, to B1 and of the tails; jobs worse than under B0 and B1, and all."""
 
 
 def _sample(
-    jobs: Sequence[JobSpec],
-    after: dict[str, float],
-    null: dict[str, float],
-    best: dict[str, float],
+    jobs: Sequence[JobSpec], after: dict[str, float], null: dict[str, float], best: dict[str, float]
 ) -> _Sample:
     ours = objective_s(jobs, after)
-    return _Sample(
+    return (
         ours / objective_s(jobs, null),
         ours / objective_s(jobs, best),
         float(np.percentile([*after.values()], 95) / np.percentile([*null.values()], 95)),
@@ -155,20 +146,13 @@ def _sample(
 
 
 def _row(label: str, samples: Sequence[_Sample]) -> AblationRow:
-    to_null = np.array([sample.to_null for sample in samples])
-    to_best = np.array([sample.to_best for sample in samples])
+    to_null, to_best, tail, worse, worse_than_best, jobs = np.array(samples, dtype=np.float64).T
     return AblationRow(
-        label=label,
-        to_null=float(to_null.mean()),
-        to_null_interval=_bootstrap(to_null),
-        to_best=float(to_best.mean()),
-        to_best_interval=_bootstrap(to_best),
-        tail_to_null=float(np.mean([sample.tail for sample in samples])),
-        jobs_worse=sum(sample.worse for sample in samples),
-        jobs_worse_than_best=sum(sample.worse_than_best for sample in samples),
-        jobs=sum(sample.jobs for sample in samples),
-        seeds=len(samples),
-    )
+        label=label, to_null=float(to_null.mean()), to_null_interval=_bootstrap(to_null),
+        to_best=float(to_best.mean()), to_best_interval=_bootstrap(to_best),
+        tail_to_null=float(tail.mean()), jobs_worse=int(worse.sum()),
+        jobs_worse_than_best=int(worse_than_best.sum()), jobs=int(jobs.sum()), seeds=len(samples),
+    )  # fmt: skip
 
 
 def _bootstrap(values: FloatArray) -> tuple[float, float] | None:

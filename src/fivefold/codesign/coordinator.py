@@ -26,6 +26,7 @@ from fivefold.codesign.simulate import (
 from fivefold.codesign.trees import SwitchState, nearest_roots, spread_trees
 from fivefold.collectives.pricing.phases import host_groups
 from fivefold.network.topology import Topology
+from fivefold.tasks.iteration import STATE_AXES
 from fivefold.tasks.scheduler import Ordering
 
 _BUCKETS: tuple[int | None, ...] = (None, 25_000_000, 100_000_000, 0)
@@ -236,8 +237,9 @@ def _reducing_groups(job: JobSpec, plan: JobPlan) -> list[tuple[int, ...]]:
     """Groups that reduce gradients."""
     axes = [""]
     if job.mesh is not None:
-        state = ("data", "shard", "expert_data", "replica")
-        axes = [axis for axis in state if any(m.axis == axis for m in job.mesh.demand.messages)]
+        axes = [
+            axis for axis in STATE_AXES if any(m.axis == axis for m in job.mesh.demand.messages)
+        ]
     return [group for axis in axes for group in job_groups(job, plan, axis) if len(group) > 1]
 
 

@@ -8,20 +8,14 @@ that hide entirely) is asked too, as a bound, and marked so.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.strategy import (
-    Cluster,
-    Job,
-    ParallelPlan,
-    PlanPrediction,
-    SearchSpace,
-    evaluate_plan,
-)
+from fivefold.strategy import Cluster, Job, ParallelPlan, PlanPrediction, SearchSpace, evaluate_plan
 from fivefold.strategy import search_plans as search
 from fivefold.strategy.words import degrees_of, settings_of
 from fivefold.tasks.schedule import exposed_s
@@ -300,13 +294,22 @@ def _local_updates(asked: _Question) -> Iterator[Change]:
         return
     found: list[Change] = []
     for tau in _TAUS:
-        fields = {"tau": tau, "zero": min(asked.plan.zero, 1), "shard": None}
-        action = f"local updates: synchronise every {tau} iterations (CO2)"
-        found += asked.setting("strategy", action, "convergence", **fields)
+        action = f"local updates: synchronise every {tau} iterations"
+        for zero, shard in ((0, None), (3, _ranks_of_a_node(asked))):
+            fields: dict[str, Any] = {"tau": tau, "zero": zero, "shard": shard}
+            if one := list(asked.setting("strategy", action, "convergence", **fields)):
+                found += one
+                break
         if len(found) > 1 and found[-2].seconds - found[-1].seconds < _HIDDEN * asked.now.time_s:
             yield found[-2]
             return
     yield from found[-1:]
+
+
+def _ranks_of_a_node(asked: _Question) -> int:
+    """Data-parallel ranks of a node, which may share the states of one worker."""
+    plan, node = asked.plan, asked.cluster.fabric.gpus_per_node
+    return math.gcd(plan.data * plan.context, max(node // plan.group("data").stride, 1))
 
 
 def _tasks(asked: _Question) -> Iterator[Change]:
@@ -354,10 +357,12 @@ def _collectives(asked: _Question) -> Iterator[Change]:
                 "purchase", fabric=summed,
             )  # fmt: skip
     device = asked.cluster.device
-    narrow = dataclasses.replace(device, gradient_wire_bytes=device.gradient_wire_bytes / 2)
-    bits = round(4 * device.gradient_wire_bytes)
+    sent = "gradient_wire_bytes" if asked.plan.tau == 1 else "outer_wire_bytes"
+    width = getattr(device, sent)
+    narrow, bits = dataclasses.replace(device, **{sent: width / 2}), round(4 * width)
+    what = "gradients" if asked.plan.tau == 1 else "outer updates"
     yield asked.hardware(
-        "collectives", f"gradients sent in {bits} bits instead of {2 * bits}", "convergence",
+        "collectives", f"{what} sent in {bits} bits instead of {2 * bits}", "convergence",
         device=narrow,
     )  # fmt: skip
 

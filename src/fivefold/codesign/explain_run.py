@@ -115,10 +115,7 @@ def explain_run(folder: Path | str) -> Explanation:
         seconds=step.seconds,
         parts_s={_PARTS[name]: value for name, value in parts.items() if value > 0},
         changes=tuple(sorted(changes, key=lambda one: -one.saves_s)),
-        notes=(
-            _HOW,
-            *report.caveats,
-        ),
+        notes=(_HOW, *report.caveats),
     )
 
 
@@ -139,7 +136,7 @@ def _changes(step: MeasuredStep, method: str) -> Iterator[Change]:
         if method == "ddp":
             tau = max(2, math.ceil(_MARGIN * step.sent_s / step.rest_s))
             seconds = step.with_messages(step.sent_s / tau, beside_s=step.rest_s)
-            action = f'local updates: method = "co2", tau = {tau}'
+            action = f'local updates: method = "delay_corrected", tau = {tau}'
             yield change("strategy", action, seconds, "convergence")
         elif step.waits_s > 0 and method != "none":
             tau = max(step.tau + 1, math.ceil(_MARGIN * step.tau * step.sent_s / step.rest_s))

@@ -105,14 +105,10 @@ def _nodes(schema: Any, topology: Topology, job: JobSpec, plan: JobPlan, group: 
         else:
             node = schema.Node(id=numbers[name], name=name, type=schema.COMM_COLL_NODE)
             kind = schema.CollectiveCommType.Value(_KINDS[task.kind])
-            node.attr.extend(
-                [
-                    schema.AttributeProto(name="is_cpu_op", bool_val=False),
-                    schema.AttributeProto(name="comm_type", int64_val=kind),
-                    schema.AttributeProto(name="comm_size", int64_val=task.size_bytes),
-                    schema.AttributeProto(name="pg_name", string_val=group),
-                ]
-            )
+            node.attr.add(name="is_cpu_op", bool_val=False)
+            node.attr.add(name="comm_type", int64_val=kind)
+            node.attr.add(name="comm_size", int64_val=task.size_bytes)
+            node.attr.add(name="pg_name", string_val=group)
         awaited = [numbers[other] for other in (*task.depends_on, *before.get(name, ()))]
         if not awaited and begin_s > 0:
             awaited = [0]
@@ -136,13 +132,9 @@ def _before(schedule: TaskSchedule) -> Mapping[str, tuple[str, ...]]:
 def _compute(schema: Any, number: int, name: str, seconds: float) -> Any:
     node = schema.Node(id=number, name=name, type=schema.COMP_NODE)
     node.duration_micros = max(1, round(seconds * 1e6))
-    node.attr.extend(
-        [
-            schema.AttributeProto(name="is_cpu_op", bool_val=False),
-            schema.AttributeProto(name="num_ops", int64_val=0),
-            schema.AttributeProto(name="tensor_size", uint64_val=0),
-        ]
-    )
+    node.attr.add(name="is_cpu_op", bool_val=False)
+    node.attr.add(name="num_ops", int64_val=0)
+    node.attr.add(name="tensor_size", uint64_val=0)
     return node
 
 

@@ -153,11 +153,7 @@ class Outcome:
 
 
 def run_plan(
-    topology: Topology,
-    jobs: Sequence[JobSpec],
-    plan: ClusterPlan,
-    *,
-    iterations: int | None = None,
+    topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan, *, iterations: int | None = None
 ) -> Outcome:
     """Simulate jobs under a plan.
 

@@ -172,7 +172,9 @@ class Fragment(FragmentState):
             self._tell_outlying(reading, round_number=all_reduce.round)
             self._tell_same_work(reading)
             reading.require_weights_alike()
-            hashes = {slot: int(h) for slot, h in enumerate(reading.hash) if reading.weight[slot]}
+            # Those whose payload was left out too; empty slots and newcomers have neither.
+            there = zip(reading.hash, reading.weight, strict=True)
+            hashes = {slot: int(h) for slot, (h, weight) in enumerate(there) if h or weight}
             require_equal(hashes, round_number=all_reduce.round)
             flown = [time_s for time_s in reading.all_reduce_s if time_s > 0]
             self._state.link_s = min(flown, default=self._state.link_s)

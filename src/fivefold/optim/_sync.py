@@ -329,6 +329,7 @@ class OuterSync:
             fragments=self._rule.num_fragments,
             delay_steps=schedule.delay_steps,
             codec=self._codec,
+            tensors=sum(len(group.tensors) for f in self._fragments for group in f.groups),
         )
 
     def all_reduces(self) -> list[AllReduceRecord]:

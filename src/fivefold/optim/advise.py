@@ -48,7 +48,8 @@ class JobTimes:
         ranks: Ranks of the default process group.
         step_s: One optimizer step as the job is.
         compute_s: The same with DDP's all-reduce left out; None where the job has no DDP.
-        elements: Trainable parameters.
+        elements: Trainable parameters, counted by their numbers.
+        tensors: The same, counted as tensors.
         sizes_bytes: Payloads of the measured all-reduces, ascending.
         all_reduce_s: What each took, alone on the network.
 
@@ -60,6 +61,7 @@ class JobTimes:
     step_s: float
     compute_s: float | None
     elements: int
+    tensors: int
     sizes_bytes: tuple[int, ...]
     all_reduce_s: tuple[float, ...]
 
@@ -69,6 +71,11 @@ class JobTimes:
         if not alike or not all(t > 0 and math.isfinite(t) for t in times):
             message = f"times {times} of payloads {self.sizes_bytes} are no measurement"
             raise ConfigurationError(message, hint="give positive seconds, one for each of sizes")
+
+    @property
+    def most_fragments(self) -> int:
+        """Parts that the model can be sent in."""
+        return min(_MOST_FRAGMENTS, self.tensors)
 
     @property
     def alone_s(self) -> float:
@@ -115,7 +122,8 @@ def options_for(times: JobTimes) -> list[Option]:
 
     Examples:
         >>> times = JobTimes(ranks=2, step_s=0.5, compute_s=0.1, elements=1000,
-        ...                  sizes_bytes=(400, 4000), all_reduce_s=(0.04, 0.4))
+        ...                  tensors=9, sizes_bytes=(400, 4000),
+        ...                  all_reduce_s=(0.04, 0.4))
         >>> [one.rule for one in options_for(times) if one.recommended]
         ['DelayCorrected(tau=5, fragments=5)']
     """
@@ -135,16 +143,16 @@ def options_for(times: JobTimes) -> list[Option]:
 
 def _tau(times: JobTimes, codec: str) -> int:
     """Return the shortest round that hides its messages, one for each fragment."""
-    margin = AutoTau().margin
-    for tau in range(1, _MOST_FRAGMENTS):
+    margin, most = AutoTau().margin, times.most_fragments
+    for tau in range(1, most):
         if margin * times.communication_s(codec, messages=tau) <= tau * times.alone_s:
             return tau
-    needed_s = margin * times.communication_s(codec, messages=_MOST_FRAGMENTS)
-    return max(_MOST_FRAGMENTS, math.ceil(needed_s / times.alone_s))
+    needed_s = margin * times.communication_s(codec, messages=most)
+    return max(most, math.ceil(needed_s / times.alone_s))
 
 
 def _hidden(times: JobTimes, codec: str, tau: int) -> Option:
-    rule = f"DelayCorrected(tau={tau}, fragments={min(tau, _MOST_FRAGMENTS)})"
+    rule = f"DelayCorrected(tau={tau}, fragments={min(tau, times.most_fragments)})"
     return Option(rule=rule, codec=codec, step_s=times.alone_s, wait_s=0.0)
 
 
@@ -179,7 +187,7 @@ class _Watch:
         if optimizer is not self._first:
             return
         parameters = _trainable(self._optimizers)
-        if problem := _problem(parameters):
+        if not self._ends_s and (problem := _problem(parameters)):
             self._end({"error": problem[0], "hint": problem[1]})
         _synchronize(parameters[0].device)
         self._ends_s.append(time.perf_counter())
@@ -212,8 +220,8 @@ class _Watch:
         step_s, compute_s, *all_reduce_s = slowest.tolist()
         return {
             "ranks": dist.get_world_size(), "step_s": step_s, "compute_s": compute_s or None,
-            "elements": elements, "sizes_bytes": [4 * count for count in payloads],
-            "all_reduce_s": all_reduce_s,
+            "elements": elements, "tensors": len(parameters),
+            "sizes_bytes": [4 * count for count in payloads], "all_reduce_s": all_reduce_s,
         }  # fmt: skip
 
     def _end(self, record: dict[str, Any]) -> None:
@@ -234,18 +242,32 @@ def _trainable(optimizers: WeakSet[Optimizer]) -> list[torch.Tensor]:
     return list({id(p): p for p in parameters if p.requires_grad}.values())
 
 
+_SHARDED = (
+    "the job's parameters or their states are sharded: what it sends is no all-reduce of them",
+    'see docs/guides/sharded.md: OuterSync(..., tau="auto") measures such a job',
+)
+# Of a job that has one of these, by the name of its class, whose module need not be there.
+_OTHER_WAYS = {
+    "FullyShardedDataParallel": _SHARDED,
+    "ZeroRedundancyOptimizer": _SHARDED,
+    "DeepSpeedEngine": _SHARDED,
+    "OuterSync": (
+        "the job trains with OuterSync already",
+        "print(sync.statistics()) says what to change; DDP in its place can be measured here",
+    ),
+}
+
+
 def _problem(parameters: list[torch.Tensor]) -> tuple[str, str] | None:
     """Return why nothing can be measured, and what to do; the same on all ranks."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return "the job has one rank", "start it with torchrun --nproc-per-node 2, or on two nodes"
     if any(hasattr(p, "placements") for p in parameters):
-        return (
-            "the job's parameters are sharded, and what it sends is no all-reduce of them",
-            'see docs/guides/sharded.md: OuterSync(..., tau="auto") measures such a job',
-        )
+        return _SHARDED
     if not parameters:
         return "the job's optimizer trains no parameter", "give it the model's parameters"
-    return None
+    kinds = {type(one).__name__ for one in gc.get_objects()}
+    return next((why for name, why in _OTHER_WAYS.items() if name in kinds), None)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -23,6 +23,7 @@ _MARGIN = 1.1  # of what must be hidden: the default of AutoTau
 _SHARE_WORTH_HIDING = 0.1  # below, waiting learns better than hiding
 _SHARE_OF_STALLS = 0.02
 _MOST_FRAGMENTS = 8
+_LEAST_MESSAGE_BYTES = 1 << 20  # of a smaller one the latency counts more than the bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,7 @@ class SyncStatistics:
         fragments: Parts of the model with moments of their own.
         delay_steps: Local steps behind which an all-reduce is hidden; 0 where it is waited for.
         codec: How payloads travel.
+        tensors: Trainable parameters of the model, which bound the fragments.
         step_s: Seconds of one local step, the median of the last rounds; None before the first.
         all_reduce_s: Seconds of one all-reduce as this rank saw it, the median of the last ones.
 
@@ -111,6 +113,7 @@ class SyncStatistics:
     fragments: int = 1
     delay_steps: int = 0
     codec: str = "fp32"
+    tensors: int = 1
     step_s: float | None = None
     all_reduce_s: float | None = None
 
@@ -154,10 +157,7 @@ def _about_time(record: SyncStatistics) -> Iterator[str]:
     if not record.delay_steps:
         if waiting > _SHARE_WORTH_HIDING:
             tau = max(record.tau, _MOST_FRAGMENTS, math.ceil(_MARGIN * needed))
-            yield (
-                f"{waiting:.0%} of the time is waiting: "
-                f"DelayCorrected(tau={tau}, fragments={_MOST_FRAGMENTS}) hides it"
-            )
+            yield f"{waiting:.0%} of the time is waiting: DelayCorrected(tau={tau}) hides it"
         return
     part = "" if record.fragments == 1 else f" of one of {record.fragments} fragments"
     takes = f"an all-reduce{part} takes {needed:.1f} steps"
@@ -173,8 +173,9 @@ def _about_time(record: SyncStatistics) -> Iterator[str]:
 
 def _could_be_shorter(record: SyncStatistics, needed: float, takes: str) -> Iterator[str]:
     fits = record.fragments * max(1, math.ceil(_MARGIN * needed))
-    if record.rule == "delay-corrected" and record.fragments == 1 and record.tau >= 4:
-        fragments = min(_MOST_FRAGMENTS, record.tau)
+    parts = min(_MOST_FRAGMENTS, record.tau, record.tensors)
+    fragments = min(parts, int(_message_bytes(record) // _LEAST_MESSAGE_BYTES))
+    if record.rule == "delay-corrected" and record.fragments == 1 < fragments:
         yield (
             f"the whole model is merged {record.delay_steps} steps late: fragments={fragments} "
             "sends the same bytes, merged sooner, and learns better"
@@ -192,13 +193,18 @@ def _longer(record: SyncStatistics, needed: float) -> str:
 
 def _smaller(record: SyncStatistics, needed: float) -> str:
     """Return the first codec whose smaller messages would fit, or nothing."""
-    if record.codec not in _CODECS:
+    if record.codec not in _CODECS or _message_bytes(record) < _LEAST_MESSAGE_BYTES:
         return ""
     now = _wire_share(record.codec)
     for codec in _CODECS[_CODECS.index(record.codec) + 1 :]:
         if _MARGIN * needed * _wire_share(codec) / now <= record.delay_steps:
             return f'codec="{codec}"'
     return ""
+
+
+def _message_bytes(record: SyncStatistics) -> float:
+    """Return the bytes that one all-reduce sums."""
+    return record.payload_bytes / max(record.merged_rounds, 1)
 
 
 def _wire_share(codec: str) -> float:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import attrgetter
+from typing import Any
 
-from fivefold.report._records import RankTrace, Run, TrainPoint, ValidationPoint
+from fivefold.report._records import RankTrace, Run
 from fivefold.report._spans import RoundPoint, round_points
 from fivefold.report._styles import MARKERS, run_colours, thinned
 from fivefold.report.page import Curve, CurveChart
@@ -59,34 +61,17 @@ def _loss_curves(runs: Sequence[Run], axis: str) -> list[Curve]:
     for index, (run, colour) in enumerate(zip(runs, run_colours(runs), strict=True)):
         batches = [point for point in run.metrics.train if _drawable(point.bits_per_byte)]
         judged = [point for point in run.metrics.validation if _drawable(point.bits_per_byte)]
+        place = attrgetter("wall_s" if axis == "wall" else axis)
         if batches:
-            points = thinned(batches)
+            points = [(place(point), point.bits_per_byte) for point in thinned(batches)]
             curves.append(
-                Curve(
-                    name=run.label,
-                    x=tuple(_position(point, axis) for point in points),
-                    y=tuple(point.bits_per_byte for point in points),
-                    colour=colour,
-                    width=1.2,
-                    in_legend=False,
-                )
+                Curve.through(run.label, points, colour=colour, width=1.2, in_legend=False)
             )
         if judged or run.metrics.train:
-            curves.append(
-                Curve(
-                    name=run.label,
-                    x=tuple(_position(point, axis) for point in judged),
-                    y=tuple(point.bits_per_byte for point in judged),
-                    colour=colour,
-                    width=2.4,
-                    marker=MARKERS[index % len(MARKERS)],
-                )
-            )
+            points = [(place(point), point.bits_per_byte) for point in judged]
+            marker = MARKERS[index % len(MARKERS)]
+            curves.append(Curve.through(run.label, points, colour=colour, width=2.4, marker=marker))
     return curves
-
-
-def _position(point: TrainPoint | ValidationPoint, axis: str) -> float:
-    return {"wall": point.wall_s, "step": point.step, "tokens": point.tokens}[axis]
 
 
 def _drawable(value: float) -> bool:
@@ -105,48 +90,39 @@ def round_charts(runs: Sequence[Run]) -> list[CurveChart]:
     """Return the charts over rounds that have something to show."""
     pairs = list(zip(runs, run_colours(runs), strict=True))
     by_round = [pair for pair in pairs if pair[0].manifest.method not in _BASELINES]
+
+    def chart(
+        key: str, x_name: str, y_name: str, make: Any, of: Sequence[tuple[Run, str]],
+        *, caption: str, y_from_zero: bool = True,
+    ) -> CurveChart:  # fmt: skip
+        return CurveChart(
+            key=key, x_name=x_name, y_name=y_name, caption=caption, x_from_zero=True,
+            y_from_zero=y_from_zero, curves=tuple(curve for pair in of for curve in make(*pair)),
+        )  # fmt: skip
+
     charts = [
-        CurveChart(
-            key="messages",
-            x_name="wall time (s)",
-            y_name="seconds per message",
-            curves=tuple(curve for pair in by_round for curve in _messages_in_flight(*pair)),
-            x_from_zero=True,
-            y_from_zero=True,
+        chart(
+            "messages", "wall time (s)", "seconds per message", _messages_in_flight, by_round,
             caption="Time in flight, and the part that was waited for. One point per message of "
             "rank 0. Where the filled area is flat, the message was hidden; where it rises, the "
             "round was too short for it, or the run was at its end.",
         ),
-        CurveChart(
-            key="steps",
-            x_name="wall time (s)",
-            y_name="local steps",
-            curves=tuple(curve for pair in by_round for curve in _local_steps(*pair)),
-            x_from_zero=True,
-            y_from_zero=True,
+        chart(
+            "steps", "wall time (s)", "local steps", _local_steps, by_round,
             caption="Local steps per round. Counted between launches. Diamonds are decisions; "
             "hover over one for the times that led to it. Dashed lines are ranks that took other "
             "numbers of steps than rank 0.",
         ),
-        CurveChart(
-            key="gap",
-            x_name="optimizer step",
-            y_name="staleness gap",
-            curves=tuple(curve for pair in by_round for curve in _gap(*pair)),
-            x_from_zero=True,
+        chart(
+            "gap", "optimizer step", "staleness gap", _gap, by_round, y_from_zero=False,
             caption="Staleness gap. By how much a pseudo-gradient that arrives late was divided, "
             "at the last merge before each step shown.",
         ),
-        CurveChart(
-            key="sent",
-            x_name="optimizer step",
-            y_name="MB sent by rank 0",
-            curves=tuple(curve for pair in pairs for curve in _sent(*pair)),
-            x_from_zero=True,
-            y_from_zero=True,
+        chart(
+            "sent", "optimizer step", "MB sent by rank 0", _sent, pairs,
             caption="Bytes sent. By rank 0 for the method's messages, added up over the run.",
         ),
-    ]
+    ]  # fmt: skip
     return [chart for chart in charts if chart.curves]
 
 
@@ -155,30 +131,16 @@ def _messages_in_flight(run: Run, colour: str) -> list[Curve]:
     if not points:
         return []
     start_s = _start_s(run)
-    at_s = tuple(point.launched_s - start_s for point in points)
-    waited = Curve(
-        name=run.label,
-        x=at_s,
-        y=tuple(point.waited_s for point in points),
-        texts=tuple(f"waited {p.waited_s:.3g} s at {p.launched_s - start_s:.1f} s" for p in points),
-        colour=colour,
-        width=1.0,
-        dash="2 3",
-        filled=True,
-        in_legend=False,
-    )
-    flown = Curve(
-        name=run.label,
-        x=at_s,
-        y=tuple(point.in_flight_s for point in points),
-        texts=tuple(
-            f"in flight {p.in_flight_s:.3g} s at {p.launched_s - start_s:.1f} s" for p in points
-        ),
-        colour=colour,
-        width=1.6,
-        marker="circle",
-    )
-    return [waited, flown]
+    at_s = [point.launched_s - start_s for point in points]
+    waited = [(at, point.waited_s) for at, point in zip(at_s, points, strict=True)]
+    flown = [(at, point.in_flight_s) for at, point in zip(at_s, points, strict=True)]
+    below = tuple(f"waited {y:.3g} s at {x:.1f} s" for x, y in waited)
+    above = tuple(f"in flight {y:.3g} s at {x:.1f} s" for x, y in flown)
+    looks: dict[str, Any] = {"width": 1.0, "dash": "2 3", "filled": True, "in_legend": False}
+    return [
+        Curve.through(run.label, waited, colour=colour, texts=below, **looks),
+        Curve.through(run.label, flown, colour=colour, texts=above, width=1.6, marker="circle"),
+    ]
 
 
 def _local_steps(run: Run, colour: str) -> list[Curve]:
@@ -190,17 +152,11 @@ def _local_steps(run: Run, colour: str) -> list[Curve]:
     others = [points for points in by_rank[1:] if [p.local_steps for p in points] != first]
     curves = []
     for rank, points in enumerate([by_rank[0], *others[:_MOST_OTHER_RANKS]]):
-        thin = thinned(points)
+        steps = [(point.launched_s - start_s, point.local_steps) for point in thinned(points)]
+        looks = {"width": 1.1, "dash": "6 4"} if rank else {"width": 2.2}
         curves.append(
-            Curve(
-                name=run.label,
-                x=tuple(point.launched_s - start_s for point in thin),
-                y=tuple(point.local_steps for point in thin),
-                colour=colour,
-                width=1.1 if rank else 2.2,
-                dash="6 4" if rank else "",
-                stepped=True,
-                in_legend=rank == 0,
+            Curve.through(
+                run.label, steps, colour=colour, stepped=True, in_legend=rank == 0, **looks
             )
         )
     if run.metrics.tau:
@@ -209,19 +165,14 @@ def _local_steps(run: Run, colour: str) -> list[Curve]:
 
 
 def _decisions(run: Run, colour: str) -> Curve:
-    return Curve(
-        name=run.label,
-        x=tuple(decision.wall_s for decision in run.metrics.tau),
-        y=tuple(decision.tau for decision in run.metrics.tau),
-        texts=tuple(
-            f"round {d.round}: tau {d.previous} to {d.tau}, {d.reason}\n"
-            f"communication {d.all_reduce_s:.3g} s, step {d.step_s:.3g} s"
-            for d in run.metrics.tau
-        ),
-        colour=colour,
-        width=0.0,
-        marker="diamond",
-        in_legend=False,
+    points = [(decision.wall_s, decision.tau) for decision in run.metrics.tau]
+    texts = tuple(
+        f"round {d.round}: tau {d.previous} to {d.tau}, {d.reason}\n"
+        f"communication {d.all_reduce_s:.3g} s, step {d.step_s:.3g} s"
+        for d in run.metrics.tau
+    )
+    return Curve.through(
+        run.label, points, colour=colour, texts=texts, width=0.0, marker="diamond", in_legend=False
     )
 
 
@@ -231,7 +182,11 @@ def _gap(run: Run, colour: str) -> list[Curve]:
         for point in run.metrics.sync
         if (gap := point.last_staleness_gap) is not None and math.isfinite(gap)
     ]
-    return _line(run, colour, points) if any(gap != 1.0 for _, gap in points) else []
+    return (
+        [Curve.through(run.label, thinned(points), colour=colour)]
+        if any(gap != 1.0 for _, gap in points)
+        else []
+    )
 
 
 def _sent(run: Run, colour: str) -> list[Curve]:
@@ -241,7 +196,11 @@ def _sent(run: Run, colour: str) -> list[Curve]:
         if (sent := point.sent_bytes) is not None
     ]
     points = points or _sent_by_spans(run)
-    return _line(run, colour, points) if any(size > 0 for _, size in points) else []
+    return (
+        [Curve.through(run.label, thinned(points), colour=colour)]
+        if any(size > 0 for _, size in points)
+        else []
+    )
 
 
 def _sent_by_spans(run: Run) -> list[tuple[int, float]]:
@@ -249,14 +208,6 @@ def _sent_by_spans(run: Run) -> list[tuple[int, float]]:
     messages = round_points(run.ranks[0]) if run.ranks else []
     sent = accumulate(point.sent_bytes or 0 for point in messages)
     return [(point.step, total / 1e6) for point, total in zip(messages, sent, strict=True)]
-
-
-def _line(run: Run, colour: str, points: Sequence[tuple[int, float]]) -> list[Curve]:
-    thin = thinned(points)
-    curve = Curve(
-        name=run.label, x=tuple(x for x, _ in thin), y=tuple(y for _, y in thin), colour=colour
-    )
-    return [curve]
 
 
 def _messages(rank: RankTrace) -> list[RoundPoint]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt
 
-from fivefold.report._records import Record, StartedRun, Status
+from fivefold.report._records import LoggedPoint, Record, StartedRun, Status
 
 
 class GraphFacts(Record):
@@ -64,35 +64,30 @@ class DataCounts(Record):
         return self.bytes_read / self.cold_bytes if self.cold_bytes else None
 
 
-class GraphTrainPoint(Record):
+class _EpochPoint(LoggedPoint):
+    epoch: NonNegativeInt
+
+
+class GraphTrainPoint(_EpochPoint):
     """One line of the training curve: rank 0's own seeds."""
 
-    step: NonNegativeInt
-    wall_s: float
-    epoch: NonNegativeInt
     loss: float
     accuracy: float
     nodes: NonNegativeInt
 
 
-class EpochPoint(Record):
+class EpochPoint(_EpochPoint):
     """One whole epoch; data counts from the run's beginning."""
 
-    step: NonNegativeInt
-    wall_s: float
-    epoch: NonNegativeInt
     loss: float | None = None
     accuracy: float | None = None
     data: DataCounts = DataCounts()
     stages: dict[str, float] = Field(default_factory=dict)
 
 
-class GraphValidationPoint(Record):
+class GraphValidationPoint(_EpochPoint):
     """One validation."""
 
-    step: NonNegativeInt
-    wall_s: float
-    epoch: NonNegativeInt
     accuracy: float | None = None
     loss: float | None = None
     test_accuracy: float | None = None
@@ -106,12 +101,9 @@ class PreparePoint(Record):
     plan: dict[str, Any] = Field(default_factory=dict)
 
 
-class GraphEnd(Record):
+class GraphEnd(_EpochPoint):
     """The run ended in order."""
 
-    step: NonNegativeInt
-    wall_s: float
-    epoch: NonNegativeInt
     reason: str
     stages: dict[str, float] = Field(default_factory=dict)
 

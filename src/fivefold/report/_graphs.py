@@ -169,11 +169,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[GraphSummary], str]], ...] = (
         "Accuracy on test nodes at the best validation, from sampled neighbours.",
         lambda run: _accuracy(run.test_accuracy),
     ),
-    (
-        "best epoch",
-        "Epoch of the best validation.",
-        lambda run: format_count(run.best_epoch),
-    ),
+    ("best epoch", "Epoch of the best validation.", lambda run: format_count(run.best_epoch)),
     (
         "epoch time",
         "Mean of an epoch: computing and waiting for data.",
@@ -301,16 +297,8 @@ _SECONDS = "Where each second of rank 0 went"
 def _curves(runs: Sequence[GraphRun]) -> PageSection:
     losses = []
     for index, run in enumerate(runs):
-        points = thinned([point for point in run.train if math.isfinite(point.loss)])
-        losses.append(
-            Curve(
-                name=run.label,
-                x=tuple(point.step for point in points),
-                y=tuple(point.loss for point in points),
-                colour=_colour(index),
-                width=1.4,
-            )
-        )
+        points = [(point.step, point.loss) for point in run.train if math.isfinite(point.loss)]
+        losses.append(Curve.through(run.label, thinned(points), colour=_colour(index), width=1.4))
     loss = CurveChart(
         key="graph-loss",
         x_name="optimizer step",
@@ -338,17 +326,9 @@ def _accuracy_chart(runs: Sequence[GraphRun], field: str, x_name: str, caption: 
     curves = []
     for index, run in enumerate(runs):
         points = [(getattr(p, field), p.accuracy) for p in run.validation if p.accuracy is not None]
-        curves.append(
-            Curve(
-                name=run.label,
-                x=tuple(x for x, _ in points),
-                y=tuple(y for _, y in points),
-                texts=tuple(f"{y:.4f} at {x:g}" for x, y in points),
-                colour=_colour(index),
-                width=2.4,
-                marker=MARKERS[index % len(MARKERS)],
-            )
-        )
+        texts = tuple(f"{y:.4f} at {x:g}" for x, y in points)
+        looks = {"colour": _colour(index), "marker": MARKERS[index % len(MARKERS)]}
+        curves.append(Curve.through(run.label, points, texts=texts, width=2.4, **looks))
     return CurveChart(
         key="graph-accuracy-wall" if field == "wall_s" else "graph-accuracy-epoch",
         x_name=x_name,
@@ -401,11 +381,7 @@ def _level_bars(summaries: Sequence[GraphSummary]) -> BarChart:
             label=run.label,
             total=_bytes(sum(run.data.rows.values()), run),
             segments=tuple(
-                (
-                    level,
-                    float(rows),
-                    f"{LEVEL_NAMES.get(level, level)}: {_bytes(rows, run)}",
-                )
+                (level, float(rows), f"{LEVEL_NAMES.get(level, level)}: {_bytes(rows, run)}")
                 for level, rows in run.data.rows.items()
                 if rows
             ),

@@ -150,10 +150,9 @@ def _map(run: MixtureSummary) -> DataTable:
 
 def _curve(runs: Sequence[Run]) -> CurveChart:
     curves = [
-        Curve(
-            name=run.label,
-            x=tuple(point.step for point in run.metrics.mixtures),
-            y=tuple(_mean(list(map(imbalance, point.load))) for point in run.metrics.mixtures),
+        Curve.through(
+            run.label,
+            [(p.step, _mean(list(map(imbalance, p.load)))) for p in run.metrics.mixtures],
             colour=colour,
             marker=MARKERS[index % len(MARKERS)],
         )

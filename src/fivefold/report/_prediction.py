@@ -113,9 +113,7 @@ def _compared(run: Run, summary: RunSummary) -> PredictedRun | None:
     )
     process = (run.result.process if run.result is not None else None) or {}
     memory = PredictedPart(
-        name="memory",
-        predicted=float(said["memory_bytes"]),
-        measured=process.get("memory_bytes"),
+        name="memory", predicted=float(said["memory_bytes"]), measured=process.get("memory_bytes")
     )
     found = (step, *parts, exchange, memory)
     return PredictedRun(

@@ -82,12 +82,20 @@ class Manifest(StartedRun):
     planned_settings_kept: bool | None = None
 
 
-class TrainPoint(Record):
-    """One line of the training curve: rank 0's own batch, tokens of all ranks."""
+class LoggedPoint(Record):
+    """What every line of a log says: when."""
 
     step: NonNegativeInt
-    tokens: NonNegativeInt
     wall_s: _Seconds
+
+
+class _TokensPoint(LoggedPoint):
+    tokens: NonNegativeInt
+
+
+class TrainPoint(_TokensPoint):
+    """One line of the training curve: rank 0's own batch, tokens of all ranks."""
+
     loss: float
     bits_per_byte: float
     lr: float | None = None
@@ -95,41 +103,31 @@ class TrainPoint(Record):
     tokens_per_s: float | None = None
 
 
-class ValidationPoint(Record):
+class ValidationPoint(_TokensPoint):
     """One validation of the global parameters."""
 
-    step: NonNegativeInt
-    tokens: NonNegativeInt
-    wall_s: _Seconds
     bits_per_byte: float
     loss: float | None = None
 
 
-class EndPoint(Record):
+class EndPoint(_TokensPoint):
     """The run ended in order: it finished, or it was asked to stop."""
 
-    step: NonNegativeInt
-    tokens: NonNegativeInt
-    wall_s: _Seconds
     reason: str
 
 
-class SyncPoint(Record):
+class SyncPoint(LoggedPoint):
     """The outer engine's totals on rank 0 at one step."""
 
-    step: NonNegativeInt
-    wall_s: _Seconds
     tau: NonNegativeInt | None = None
     rounds: NonNegativeInt | None = None
     sent_bytes: NonNegativeInt | None = None
     last_staleness_gap: float | None = None
 
 
-class TauPoint(Record):
+class TauPoint(LoggedPoint):
     """One decision of ``tau="auto"``."""
 
-    step: NonNegativeInt
-    wall_s: _Seconds
     round: NonNegativeInt
     previous: PositiveInt
     tau: PositiveInt
@@ -140,11 +138,9 @@ class TauPoint(Record):
     reason: str
 
 
-class MixturePoint(Record):
+class MixturePoint(LoggedPoint):
     """Where the routers sent the tokens since the line before; lists are by block."""
 
-    step: NonNegativeInt
-    wall_s: _Seconds
     blocks: tuple[NonNegativeInt, ...]
     ranks: PositiveInt = 1
     load: tuple[tuple[NonNegativeInt, ...], ...]

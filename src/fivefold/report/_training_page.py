@@ -317,11 +317,7 @@ def _seconds(summaries: Sequence[RunSummary]) -> PageSection:
         how="The wall time of rank 0, split by what its training thread did. Orange is time in "
         "which training stood still because it waited for other ranks; a method that hides its "
         "communication has little of it. All bars of one figure have the same scale.",
-        parts=(
-            whole,
-            _step_bars(summaries),
-            Folded(title="The figures as a table", part=table),
-        ),
+        parts=(whole, _step_bars(summaries), Folded(title="The figures as a table", part=table)),
     )
 
 

@@ -152,8 +152,7 @@ def config_texts(runs: Sequence[Any]) -> list[PagePart]:
     """Return the runs' configurations, folded."""
     return [
         Folded(
-            title=f"config.toml of {run.label}",
-            part=TextBlock(text=run.config_text, verbatim=True),
+            title=f"config.toml of {run.label}", part=TextBlock(text=run.config_text, verbatim=True)
         )
         for run in runs
         if run.config_text

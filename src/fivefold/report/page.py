@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,6 +251,13 @@ class Curve:
             raise ConfigurationError(f"curve {self.name!r} has {sizes} positions and texts")
         if not all(map(math.isfinite, (*self.x, *self.y))):
             raise ConfigurationError(f"curve {self.name!r} has a point that lies nowhere")
+
+    @classmethod
+    def through(cls, name: str, points: Iterable[tuple[float, float]], **looks: Any) -> Curve:
+        """Return the curve through some points, in their order."""
+        listed = list(points)
+        x, y = zip(*listed, strict=True) if listed else ((), ())
+        return cls(name=name, x=x, y=y, **looks)
 
 
 @dataclass(frozen=True, kw_only=True)

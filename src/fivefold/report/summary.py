@@ -15,12 +15,7 @@ from itertools import pairwise
 from pydantic import BaseModel, ConfigDict
 
 from fivefold.report._records import LinkBytes, Run, Status
-from fivefold.report._spans import (
-    LANE_CATEGORIES,
-    RankOverlap,
-    measure_overlap,
-    overlap_of_ranks,
-)
+from fivefold.report._spans import LANE_CATEGORIES, RankOverlap, measure_overlap, overlap_of_ranks
 from fivefold.report.format import format_count, format_percent, format_ratio
 from fivefold.units import format_duration_s
 

@@ -59,7 +59,7 @@ class Columns:
         self.expert_split: Ints = np.where(self.own_experts, 1, t.tensor)
         self.expert_stride: Ints = np.where(self.own_experts, 1, self.data_stride)
         self.expert_replicas: Ints = np.maximum(self.replicas * widened // t.expert, 1)
-        self.expert_shards: Floats = np.maximum(self.shards * widened / t.expert, 1.0)
+        self.expert_shards: Ints = np.maximum(self.shards * widened // t.expert, 1)
         self._parameters: dict[int, tuple[Floats, Floats]] = {}
         self.counts = stage_layers(
             self.model.num_layers, t.pipeline, embedding_layers=t.embedding_layers == 1

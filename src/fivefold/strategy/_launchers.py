@@ -101,7 +101,7 @@ def target_problem(model: ModelSpec, plan: ParallelPlan, target: str) -> str | N
     """Return why a program cannot run a plan; None where it can."""
     problems = {
         "train": lambda: _trainer_problems(model, plan),
-        "torchtitan": lambda: _torchtitan_problems(plan),
+        "torchtitan": lambda: _torchtitan_problems(model, plan),
         "megatron": lambda: _megatron_problems(model, plan),
     }[target]()
     return next((problem for problem, holds in problems.items() if holds), None)
@@ -269,12 +269,18 @@ def _megatron_chunks(plan: ParallelPlan, model: ModelSpec) -> list[str]:
     each, rest = divmod(model.num_layers + ends, chunks)
     if not rest:
         return ["--num-layers-per-virtual-pipeline-stage", str(each)]
+    layout = chunk_layout(model.num_layers, chunks, embedding_layers=plan.embedding_layers)
+    return ["--pipeline-model-parallel-layout", layout]
+
+
+def chunk_layout(num_layers: int, chunks: int, *, embedding_layers: bool) -> str:
+    """Layers of uneven chunks in Megatron-LM's letters, such as ``Ett|ttt|ttL``."""
+    each, rest = divmod(num_layers + 2 * embedding_layers, chunks)
     # Chunks behind the first take what is left over, for the outer ones hold embedding and loss.
     sizes = [each + (1 <= chunk <= rest) for chunk in range(chunks)]
-    sizes[0] -= ends // 2
-    sizes[-1] -= ends // 2
-    parts = ["t" * size for size in sizes]
-    return ["--pipeline-model-parallel-layout", f"E{'|'.join(parts)}L"]
+    sizes[0] -= embedding_layers
+    sizes[-1] -= embedding_layers
+    return f"E{'|'.join('t' * size for size in sizes)}L"
 
 
 def _megatron_memory(plan: ParallelPlan, split: list[str]) -> list[str]:
@@ -378,7 +384,7 @@ def torchtitan_config(model: ModelSpec, plan: ParallelPlan, *, base: str | None 
         >>> "tensor_parallel_degree=8," in source
         True
     """
-    _refuse(_torchtitan_problems(plan), "torchtitan cannot run this plan")
+    _refuse(_torchtitan_problems(model, plan), "torchtitan cannot run this plan")
     package, function = _base(model, base)
     layout = "".join(
         f"        {name}={value!r},\n" for name, value in _degrees(model, plan).items()
@@ -411,9 +417,13 @@ def torchtitan_config(model: ModelSpec, plan: ParallelPlan, *, base: str | None 
     return "\n".join(lines) + "\n"
 
 
-def _torchtitan_problems(plan: ParallelPlan) -> dict[str, bool]:
+def _torchtitan_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
     moved = (plan.offload_weights, plan.offload_optimizer)
+    layers, chunks = model.num_layers + 2 * plan.embedding_layers, plan.pipeline * plan.virtual
     return {
+        f"{layers} layers in {chunks} chunks, which it cuts by the layers of a chunk": (
+            plan.schedule == "interleaved" and -(-layers // -(-layers // chunks)) != chunks
+        ),
         f"it has no pipeline schedule {plan.schedule}": plan.pipeline > 1
         and plan.schedule not in _SCHEDULES,
         "it shares gradients wherever it shares optimizer states (ZeRO-1)": plan.zero == 1,
@@ -423,6 +433,9 @@ def _torchtitan_problems(plan: ParallelPlan) -> dict[str, bool]:
         ),
         f"messages between stages beside compute under {plan.schedule}": (
             plan.pipeline > 1 and plan.pipeline_overlap and plan.schedule in WAITING_SCHEDULES
+        ),
+        "context parallelism without ZeRO (it shares states over context ranks)": (
+            plan.zero == 0 and plan.context > 1
         ),
         "activations in host memory": plan.offload_activations,
         "recomputation of some layers only": plan.recompute_layers is not None,
@@ -539,7 +552,7 @@ def trainer_config(
         >>> from fivefold.strategy import load_model
         >>> plan = ParallelPlan(global_batch=32, data=8, micro_batch=2, tau=4)
         >>> print(trainer_config(load_model("gpt3-1.3b"), plan).split("[sync]")[1].strip())
-        method = "co2"
+        method = "delay_corrected"
         tau = 4
     """
     _refuse(_trainer_problems(model, plan), "fivefold train cannot run this plan")
@@ -555,7 +568,7 @@ def trainer_config(
         }  # fmt: skip
     sync: dict[str, Any] = {"method": "ddp" if plan.data > 1 else "none"}
     if plan.tau > 1:
-        sync = {"method": "co2", "tau": plan.tau}
+        sync = {"method": "delay_corrected", "tau": plan.tau}
     if plan.zero == 3:
         sync["shard"] = plan.shards
     tables: dict[str, dict[str, Any]] = {

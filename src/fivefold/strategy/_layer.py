@@ -82,7 +82,8 @@ class LayerCost:
         tensor_s: Exposed tensor communication in the sum of the three.
         context_s: Exposed context communication in it.
         expert_s: Exposed exchange of tokens in it.
-        recompute_s: Recomputation in it.
+        recompute_s: Recomputation in it, without the communication that it repeats.
+        host_s: Least of the three together, at which the host can issue their kernels.
         stored_bytes: Kept between forward and backward.
         working_bytes: Needed in addition while one layer is recomputed.
     """
@@ -94,6 +95,7 @@ class LayerCost:
     context_s: float = 0.0
     expert_s: float = 0.0
     recompute_s: float = 0.0
+    host_s: float = 0.0
     stored_bytes: float = 0.0
     working_bytes: float = 0.0
 
@@ -139,10 +141,10 @@ def layer_cost(
         dropped = stored - kept
     if key.recompute == "full":
         kept = inputs / (key.tensor if key.sequence_parallel or device.splits_checkpoints else 1)
+        kept = min(kept, stored)
         dropped = stored
     cost = _timed(device, fabric, key=key, operators=operators, causal=model.causal)
-    fields = {name: getattr(cost, name) for name in cost.__dataclass_fields__}
-    return LayerCost(**{**fields, "stored_bytes": kept, "working_bytes": dropped})
+    return dataclasses.replace(cost, stored_bytes=kept, working_bytes=dropped)
 
 
 def _stored_bytes(op: Operator, device: DeviceSpec, dtype: str) -> float:
@@ -197,10 +199,9 @@ def head_cost(
     operators = tuple(_loss_of(op, device) for op in head_operators(model, key.shape(device)))
     # Recipes of narrow types leave the head in 16 bits.
     dtype = "bf16" if key.dtype in NARROW else key.dtype
-    plain = LayerKey(**{**vars(key), "recompute": "none", "dtype": dtype})
+    plain = dataclasses.replace(key, recompute="none", dtype=dtype)
     cost = _timed(device, fabric, key=plain, operators=operators, causal=model.causal)
-    fields = {name: getattr(cost, name) for name in cost.__dataclass_fields__}
-    return LayerCost(**{**fields, "stored_bytes": sum(op.stored_bytes for op in operators)})
+    return dataclasses.replace(cost, stored_bytes=sum(op.stored_bytes for op in operators))
 
 
 def _loss_of(op: Operator, device: DeviceSpec) -> Operator:
@@ -255,16 +256,20 @@ def _timed(
         # Nothing of fused attention's scores is stored, so nothing of them is computed again.
         recompute_s = again * (not device.fused_attention) + share * products.forward_s + remade_s
     repeated = 2.0 if key.recompute == "full" else 1.0
-    backward_s = total.input_s + total.weight_s + sent.input_s + sent.weight_s
-    waiting_s = max(floor_s - backward_s, 0.0)
+    sent_again_s = (repeated - 1.0) * sent.forward_s
+    input_s, weight_s = total.input_s + sent.input_s, total.weight_s + sent.weight_s
+    waiting_s = max(floor_s - input_s - weight_s, 0.0)
+    # What the host issues late is half of either kind of backward, as far as there is room.
+    late_s = min(max(floor_s / 2 - weight_s, 0.0), waiting_s)
     return LayerCost(
         forward_s=forward_s,
-        input_s=total.input_s + sent.input_s + recompute_s + waiting_s,
-        weight_s=total.weight_s + sent.weight_s,
+        input_s=input_s + recompute_s + waiting_s - late_s,
+        weight_s=weight_s + late_s,
         tensor_s=repeated * tensor.forward_s + tensor.input_s + tensor.weight_s,
         context_s=repeated * context.forward_s + context.input_s,
         expert_s=repeated * exchange.forward_s + exchange.input_s,
-        recompute_s=recompute_s,
+        recompute_s=max(recompute_s - sent_again_s, 0.0),
+        host_s=(1.0 + repeated) * floor_s,
     )
 
 

@@ -15,7 +15,6 @@ from fivefold.strategy._columns import Columns, Floats
 from fivefold.strategy.pipeline import stored_at
 
 WEIGHT_BYTES = 2.0
-_LOCAL_UPDATE_COPIES = 2.0
 _LAYERS_AT_WORK = 2.0
 
 
@@ -28,7 +27,7 @@ class MemoryUse:
         gradients_bytes: Gradients.
         optimizer_bytes: Master copy and moments.
         activations_bytes: Stored between forward and backward.
-        working_bytes: Buffers: a recomputed layer, gathered layers, copies of local updates.
+        working_bytes: Buffers: a recomputed layer, gathered layers, local updates' outer state.
         reserved_bytes: The stack's own, and fragments of all the rest.
         host_bytes: What was moved to host memory, per GPU.
     """
@@ -89,7 +88,10 @@ def stage_bytes(columns: Columns, stage: int) -> dict[str, Floats]:
     layers = np.maximum(columns.model.num_layers / t.pipeline, 1.0)
     gathered = device.gathered_layers * (WEIGHT_BYTES + device.gradient_bytes) * states / layers
     working = columns.layer["working_bytes"] + np.where(t.zero == 3, gathered, 0.0)
-    working = working + np.where(t.tau > 1, _LOCAL_UPDATE_COPIES * WEIGHT_BYTES * states, 0.0)
+    workers = np.where(t.zero >= 3, columns.replicas / columns.shards, columns.replicas)
+    outer = device.outer_state_bytes + device.outer_owned_bytes / workers
+    outer = outer * np.where(t.zero >= 3, shared, states)  # ranks that share states are one worker
+    working = working + np.where(t.tau > 1, outer, 0.0)
     host = np.zeros(len(t))
     if t.offload_weights.any() or t.offload_optimizer.any() or t.offload_activations.any():
         host = np.where(t.offload_weights == 1, weights, 0.0)

@@ -33,14 +33,14 @@ from fivefold.strategy.plan import (
 
 _TWO_CHUNKS = ("zb_v", "v_half", "v_min", "dualpipe_v")
 _BOTH = (False, True)
-_SWITCHES = (
-    "embedding_layers",
-    "sequence_parallel",
-    "regather",
-    "data_overlap",
-    "pipeline_overlap",
-    "offload",
-)
+_DEGREES = ("tensor", "pipeline", "context", "expert", "micro_batch", "virtual")
+_SWITCHES = ("embedding_layers", "sequence_parallel", "regather", "data_overlap",
+             "pipeline_overlap", "offload")  # fmt: skip
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    "schedules": get_args(PipelineSchedule), "recompute": get_args(Recompute),
+    "tensor_overlap": get_args(Overlap), "orders": get_args(Order), "dtypes": DTYPES,
+    "zero": (0, 1, 2, 3), **dict.fromkeys(_SWITCHES, _BOTH),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,37 +102,26 @@ class SearchSpace:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 message = f"{name} must be a positive integer; got {value!r}"
                 raise ConfigurationError(message, hint="a count of at least 1")
-        for name, allowed in (
-            ("tensor", self.tensor), ("pipeline", self.pipeline), ("context", self.context),
-            ("expert", self.expert), ("micro_batch", self.micro_batch), ("zero", self.zero),
-            ("schedules", self.schedules), ("recompute", self.recompute), ("tau", self.tau),
-        ):  # fmt: skip
-            if allowed is not None and not allowed:
+        for name, values in vars(self).items():
+            if values == ():
                 message = f"{name} of the search space is empty"
                 raise ConfigurationError(message, hint="give at least one value, or leave it out")
         _check_degrees(self)
-        _check_words(self)
+        for name, known in _KNOWN.items():
+            for value in getattr(self, name):
+                if not any(value is one or value == one for one in known):
+                    message = f"{name} of the search space has {value!r}"
+                    allowed = ", ".join(map(str, known))
+                    raise ConfigurationError(message, hint=f"use some of {allowed}")
 
 
 def _check_degrees(space: SearchSpace) -> None:
-    for name in ("tensor", "pipeline", "context", "expert", "micro_batch", "virtual", "tau"):
+    for name in (*_DEGREES, "tau", "shards"):
         for value in getattr(space, name) or ():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            counts = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not counts and not (name == "shards" and value is None):
                 message = f"{name} of the search space must be whole numbers; got {value!r}"
                 raise ConfigurationError(message, hint="a degree is at least 1")
-
-
-def _check_words(space: SearchSpace) -> None:
-    for name, known in (
-        ("schedules", get_args(PipelineSchedule)), ("recompute", get_args(Recompute)),
-        ("tensor_overlap", get_args(Overlap)), ("orders", get_args(Order)),
-        ("dtypes", DTYPES), ("zero", (0, 1, 2, 3)), *((name, _BOTH) for name in _SWITCHES),
-    ):  # fmt: skip
-        for value in getattr(space, name):
-            if not any(value is one or value == one for one in known):
-                message = f"{name} of the search space has {value!r}"
-                allowed_words = ", ".join(map(str, known))
-                raise ConfigurationError(message, hint=f"use some of {allowed_words}")
 
 
 @dataclass
@@ -284,7 +273,7 @@ def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[n
             space.offload,
         )
         # Local steps need whole states, or workers that share theirs.
-        if not (tau > 1 and zero > 1) or (zero == 3 and shard in pattern.workers)
+        if not (tau > 1 and zero > 0) or (zero == 3 and shard in pattern.workers)
     ]
     names = (*LAYER_SWITCHES, "zero", "shard", "data_overlap", "pipeline_overlap",
              "offload_weights", "offload_activations", "offload_optimizer", "tau")  # fmt: skip

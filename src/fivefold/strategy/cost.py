@@ -191,15 +191,6 @@ def _time_parts(columns: Columns) -> dict[str, Floats]:
         name: columns.device.anchor * m * (layers * layer[name] + np.where(one, head[name], 0.0))
         for name in ("recompute_s", "tensor_s", "context_s", "expert_s")
     }
-    # Full recomputation repeats communication, about a third of all: it is not counted twice.
-    repeated_s = (
-        columns.device.anchor
-        * m
-        * layers
-        * (layer["tensor_s"] + layer["context_s"] + layer["expert_s"])
-        / 3.0
-    )
-    parts["recompute_s"] -= np.where(table.is_word("recompute", "full"), repeated_s, 0.0)
     return {"compute_s": times.pop("busy_s") - sum(parts.values()), **parts, **times}
 
 
@@ -253,16 +244,19 @@ def _time_columns(columns: Columns, layer: dict[str, Floats]) -> dict[str, Float
     beside_s = exposed_s(p2p_s, slowest_s, slowdown=device.overlap_slowdown)
     sent_s = m * (p2p_s - share * (p2p_s - beside_s))
     kept, routed = columns.outer_parameters()
-    offload_s = _offload_s(columns, layer, slowest_s)
+    waits_s = _offload_waits_s(columns, layer, slow)
+    offload_s = m * sum(waits_s) + _offload_optimizer_s(columns)
     optimizer_s = _optimizer_s(columns, kept, routed)
     local_s = m * slowest_s + bubble_s + sent_s + offload_s + optimizer_s
-    data_s = _data_s(columns, kept, routed, slow)
+    tied_s = _tied_s(columns)
+    data_s = _data_s(columns, kept, routed, slow + waits_s)
     nodes = np.maximum(columns.num_gpus / columns.fabric.gpus_per_node, 1.0)
     lag = device.jitter * np.log2(nodes)
-    # Local updates synchronise once in tau iterations, hidden behind all of them.
+    # Local updates synchronise once in tau iterations, hidden behind as many as the rule gives.
     local = t.tau > 1
-    lag_s = lag * np.where(local, local_s, local_s + data_s) + device.step_overhead_s
-    data_s = np.where(local, exposed_s(data_s / t.tau, local_s + lag_s), data_s)
+    lag_s = lag * (local_s + tied_s + np.where(local, 0.0, data_s)) + device.step_overhead_s
+    behind_s = device.outer_window * (local_s + lag_s)
+    data_s = np.where(local, exposed_s(data_s / t.tau, behind_s), data_s) + tied_s
     parts = {
         "busy_s": m * slowest_s, "pipeline_p2p_s": sent_s, "pipeline_bubble_s": bubble_s,
         "data_s": data_s, "offload_s": offload_s, "optimizer_s": optimizer_s, "overhead_s": lag_s,
@@ -330,20 +324,27 @@ def _message_s(columns: Columns) -> tuple[Floats, Floats]:
     return gather_s + slowest_s, (t.pipeline - 1) * gather_s + through_s
 
 
-def _offload_s(columns: Columns, layer: dict[str, Floats], stage_s: Floats) -> Floats:
+def _offload_waits_s(columns: Columns, layer: dict[str, Floats], slow: Floats) -> Floats:
+    """What a micro-batch waits for the host in forward, and in each half of backward.
+
+    Weights come twice, activations go and come again, each time beside one of the passes.
+    """
     t, device = columns.table, columns.device
     kept, routed = columns.parameters(1)
-    states = kept + routed
-    stored = 2.0 * columns.model.num_layers / t.pipeline * layer["stored_bytes"]
+    stored = columns.model.num_layers / t.pipeline * layer["stored_bytes"]
     stored = stored * columns.share_of_layers("offload_layers")
-    moved = np.where(t.offload_weights == 1, 2.0 * WEIGHT_BYTES * states, 0.0)
+    moved = np.where(t.offload_weights == 1, WEIGHT_BYTES * (kept + routed), 0.0)
     moved = moved + np.where(t.offload_activations == 1, stored, 0.0)
-    waits_s = exposed_s(moved / device.host_bandwidth_bytes_per_s, stage_s)
-    shards = np.where(t.zero > 0, columns.shards, 1)
-    optimizer_s = 24.0 * states / shards / device.host_bandwidth_bytes_per_s
-    optimizer_s = np.where(t.offload_optimizer == 1, optimizer_s, 0.0)
-    total_s: Floats = columns.micro_batches * waits_s + optimizer_s
-    return total_s
+    moved_s = moved / device.host_bandwidth_bytes_per_s
+    half_s = exposed_s(moved_s, slow[1] + slow[2]) / 2
+    return np.array([exposed_s(moved_s, slow[0]), half_s, half_s])
+
+
+def _offload_optimizer_s(columns: Columns) -> Floats:
+    t, states = columns.table, sum(columns.parameters(1))
+    states = states / np.where(t.zero > 0, columns.shards, 1)
+    host_s = 24.0 * states / columns.device.host_bandwidth_bytes_per_s
+    return np.where(t.offload_optimizer == 1, host_s, 0.0)
 
 
 def _optimizer_s(columns: Columns, kept: Floats, routed: Floats) -> Floats:
@@ -360,17 +361,16 @@ def _data_s(columns: Columns, kept: Floats, routed: Floats, slow: Floats) -> Flo
     starts_s = _bucket_starts_s(columns, kept + routed)
     reduce_s = reduce_s + np.where(t.zero < 3, starts_s, 0.0)
     gather_s = gather_s + np.where((t.zero == 1) | (t.zero == 2), starts_s, 0.0)
-    tied_s = _tied_s(columns)
     rounds = np.maximum(1.0, np.minimum(t.pipeline, columns.micro_batches) * (1 - 1 / t.virtual))
     rounds = np.where(t.virtual > 1, rounds, 1.0)
     layers = np.maximum(columns.model.num_layers / t.pipeline, 1.0)
-    hidden_s = tied_s
+    hidden_s = np.zeros(len(t))
     for sent_s, window_s in ((reduce_s, slow[1] + slow[2]), (gather_s, slow[0])):
         hidden_s = hidden_s + exposed_s(
             sent_s, rounds * window_s, pieces=layers, slowdown=device.overlap_slowdown
         )
     plain = (t.data_overlap == 0) | (t.tau > 1)
-    return np.where(plain, reduce_s + gather_s + tied_s, hidden_s)
+    return np.where(plain, reduce_s + gather_s, hidden_s)
 
 
 def _bucket_starts_s(columns: Columns, parameters: Floats) -> Floats:
@@ -379,7 +379,7 @@ def _bucket_starts_s(columns: Columns, parameters: Floats) -> Floats:
     bucket = np.maximum(
         device.bucket_parameters, device.bucket_parameters_per_rank * columns.replicas
     )
-    buckets = np.where(t.data_overlap == 1, np.ceil(parameters / bucket), 1.0)
+    buckets = np.where((t.data_overlap == 1) & (t.tau == 1), np.ceil(parameters / bucket), 1.0)
     group = columns.group(columns.shards, columns.data_stride)
     nothing = np.full(len(t), 1.0)
     return np.maximum(buckets - 1.0, 0.0) * columns.time_s("all_gather", nothing, group)
@@ -398,7 +398,8 @@ def _tied_s(columns: Columns) -> Floats:
 def _state_messages_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
     """Gradients reduced and parameters gathered once an iteration."""
     t = columns.table
-    wide, parameters = columns.device.gradient_wire_bytes, columns.device.parameter_wire_bytes
+    device, parameters = columns.device, columns.device.parameter_wire_bytes
+    wide = np.where(t.tau > 1, device.outer_wire_bytes, device.gradient_wire_bytes)
     whole = columns.group(columns.replicas, columns.data_stride)
     experts = columns.group(columns.expert_replicas, columns.expert_stride * t.expert)
     plain_s = columns.time_s("all_reduce", wide * kept, whole)
@@ -406,6 +407,10 @@ def _state_messages_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[F
     copies = np.maximum(columns.replicas // columns.shards, 1)
     replica = columns.group(copies, columns.data_stride * columns.shards)
     across_s = columns.time_s("all_reduce", wide * kept / columns.shards, replica)
+    sharing = columns.expert_shards
+    copies = np.maximum(columns.expert_replicas // sharing, 1)
+    replica = columns.group(copies, columns.expert_stride * t.expert * sharing)
+    across_s = across_s + columns.time_s("all_reduce", wide * routed / sharing, replica)
     scatter_s = np.where(t.zero == 2, columns.micro_batches, 1) * _sharing_s(
         columns, wide * kept, wide * routed
     )
@@ -419,8 +424,7 @@ def _sharing_s(columns: Columns, kept_bytes: Floats, routed_bytes: Floats) -> Fl
     """Gather or scatter what ranks that share states hold, kept and routed parameters."""
     expert = columns.table.expert
     shard = columns.group(columns.shards, columns.data_stride)
-    sharing = columns.expert_shards.astype(np.int64)
-    experts = columns.group(sharing, columns.expert_stride * expert)
+    experts = columns.group(columns.expert_shards, columns.expert_stride * expert)
     kept_s = columns.time_s("all_gather", kept_bytes, shard)
     return kept_s + columns.time_s("all_gather", routed_bytes, experts)
 
@@ -434,11 +438,10 @@ def exchanging_layer(columns: Columns) -> dict[str, Floats]:
         return layer
     whole_s = layer["forward_s"] + layer["input_s"] + layer["weight_s"]
     left_s = exposed_s(
-        layer["expert_s"],
-        whole_s - layer["expert_s"],
-        slowdown=columns.device.overlap_slowdown,
+        layer["expert_s"], whole_s - layer["expert_s"], slowdown=columns.device.overlap_slowdown
     )
-    hidden_s = np.where(dual, layer["expert_s"] - left_s, 0.0)
+    hidden_s = np.minimum(layer["expert_s"] - left_s, np.maximum(whole_s - layer["host_s"], 0.0))
+    hidden_s = np.where(dual, hidden_s, 0.0)
     return {
         **layer,
         "forward_s": layer["forward_s"] - hidden_s / 2,

@@ -131,25 +131,25 @@ def _state_messages(columns: Columns, plan: ParallelPlan, *, segments: int) -> t
     device = columns.device
     kept, routed = (float(count[0]) for count in columns.outer_parameters())
     found: list[Message] = []
-    for count, whole, shards in (
-        (kept, "data", "shard"), (routed, "expert_data", "expert_data"),
-    ):  # fmt: skip
-        gradient = round(device.gradient_wire_bytes * count / segments / plan.tau)
-        parameter = round(device.parameter_wire_bytes * count / segments / plan.tau)
-        if not gradient or plan.group(whole).size == 1:
+    local = plan.tau > 1
+    wide = device.outer_wire_bytes / plan.tau if local else device.gradient_wire_bytes
+    for count, whole, shards, replica in (
+        (kept, "data", "shard", "replica"),
+        (routed, "expert_data", "expert_shard", "expert_replica"),
+    ):
+        summed = round(wide * count / segments)
+        if not summed or plan.group(whole).size == 1:
             continue
-        if plan.zero == 0:
+        over = whole
+        if plan.zero > 0:
+            gradient = round(device.gradient_wire_bytes * count / segments)
+            parameter = round(device.parameter_wire_bytes * count / segments)
+            found += _sharded(plan, shards, gradient=gradient, parameter=parameter)
+            over, summed = replica, summed // plan.group(shards).size
+        if plan.group(over).size > 1:
             found.append(
-                Message(axis=whole, kind="all_reduce", size_bytes=gradient, phase="reduce",
-                        hidden=plan.tau > 1)
-            )  # fmt: skip
-            continue
-        found += _sharded(plan, shards, gradient=gradient, parameter=parameter)
-        replicas = plan.group("replica").size
-        if shards == "shard" and replicas > 1:
-            found.append(
-                Message(axis="replica", kind="all_reduce", phase="reduce",
-                        size_bytes=gradient // plan.shards, hidden=plan.tau > 1)
+                Message(axis=over, kind="all_reduce", size_bytes=summed, phase="reduce",
+                        hidden=local)
             )  # fmt: skip
     return tuple(found)
 
@@ -158,9 +158,7 @@ def _sharded(plan: ParallelPlan, axis: str, *, gradient: int, parameter: int) ->
     """Return what ZeRO sends instead of an all-reduce: once, or for every micro-batch."""
     if plan.group(axis).size == 1:
         return []
-    scatter = Message(
-        axis=axis, kind="reduce_scatter", size_bytes=gradient, phase="reduce", hidden=plan.tau > 1
-    )
+    scatter = Message(axis=axis, kind="reduce_scatter", size_bytes=gradient, phase="reduce")
     gather = dataclasses.replace(scatter, kind="all_gather", size_bytes=parameter, phase="gather")
     if plan.zero == 1:
         return [scatter, gather]

@@ -12,18 +12,12 @@ from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.files import read_toml
 from fivefold.runs import format_toml
 from fivefold.strategy._space import SearchSpace
-from fivefold.strategy.cluster import Cluster, check_keys, check_types, require_fields
-from fivefold.strategy.model import (
-    ConvolutionStage,
-    LatentAttention,
-    MixtureOfExperts,
-    ModelSpec,
-)
+from fivefold.strategy.cluster import Cluster, check_keys, check_types
+from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
-from fivefold.strategy.presets import load_model
+from fivefold.strategy.presets import load_model, model_from_table
 
 _KEYS = {"model", "gpus", "global_batch", "seq_len", "search", "plan"}
-_NESTED = {"experts": MixtureOfExperts, "latent": LatentAttention}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,28 +122,10 @@ def _model(source: Any, *, seq_len: int | None, folder: Path) -> ModelSpec:
     if isinstance(source, str):
         beside = folder / source
         return load_model(str(beside) if beside.exists() else source, seq_len=seq_len)
-    check_keys(source, _names(ModelSpec), where="[model]")
-    values = dict(source)
-    for name, kind in _NESTED.items():
-        if name in values:
-            check_keys(values[name], _names(kind), where=f"[model.{name}]")
-            values[name] = _build(kind, values[name], where=f"[model.{name}]")
-    stages = tuple(
-        _build(ConvolutionStage, stage, where="[[model.stages]]")
-        for stage in values.get("stages", ())
-    )
     extra = {} if seq_len is None else {"seq_len": seq_len}
-    model: ModelSpec = _build(
-        ModelSpec, {"name": "model", **values, "stages": stages, **extra}, where="[model]"
-    )
-    return model
-
-
-def _build(kind: type, values: Mapping[str, Any], *, where: str) -> Any:
-    check_keys(values, _names(kind), where=where)
-    check_types(values, kind, where=where)
-    require_fields(kind, values, where=where)
-    return kind(**values)
+    if isinstance(source, Mapping):
+        source = {"name": "model", **source, **extra}
+    return model_from_table(source, where="[model]")
 
 
 def plan_to_toml(plan: ParallelPlan) -> str:

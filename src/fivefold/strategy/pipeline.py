@@ -32,11 +32,16 @@ def pipeline_shape(
     """Return the bubble and the memory of a schedule on uniform stages."""
     p, full = stages, (stages - 1) * (forward_s + input_s + weight_s)
 
+    def filled(idle_s: Any, weights: Any) -> Any:
+        # No more backward passes for weights can fill the idle time than there are.
+        return np.maximum(idle_s - np.minimum(weights, micro_batches) * weight_s, 0.0)
+
     def split(times: int) -> Any:
-        return (p - 1) * np.maximum(forward_s + input_s - times * weight_s, 0.0)
+        return filled((p - 1) * (forward_s + input_s), times * (p - 1))
 
     def dual(passes: Any) -> Any:
-        return np.maximum(passes, 0.0) * np.maximum(forward_s + 2 * input_s - weight_s, 0.0)
+        passes = np.maximum(passes, 0.0)
+        return filled(passes * (forward_s + 2 * input_s), passes)
 
     forms = {
         "gpipe": lambda: full,

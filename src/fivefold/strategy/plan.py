@@ -152,7 +152,8 @@ class ParallelPlan:
 
         Args:
             axis: ``"tensor"``, ``"context"``, ``"data"`` (with context), ``"expert"``,
-                ``"expert_data"``, ``"expert_shard"``, ``"pipeline"``, ``"shard"`` or ``"replica"``.
+                ``"expert_data"``, ``"expert_shard"``, ``"expert_replica"``, ``"pipeline"``,
+                ``"shard"`` or ``"replica"``.
 
         Raises:
             ConfigurationError: There is no such axis.
@@ -165,13 +166,16 @@ class ParallelPlan:
         if self.expert_tensor == 1:
             expert_stride, expert_ranks = 1, replicas * inner
             expert_shards = self.shards * inner
+        sharing = max(expert_shards // self.expert, 1)
+        holding = max(expert_ranks // self.expert, 1)
         sizes = {
             "tensor": (self.tensor, 1),
             "context": (self.context, data_stride),
             "data": (replicas, data_stride),
             "expert": (self.expert, expert_stride),
-            "expert_data": (max(expert_ranks // self.expert, 1), expert_stride * self.expert),
-            "expert_shard": (max(expert_shards // self.expert, 1), expert_stride * self.expert),
+            "expert_data": (holding, expert_stride * self.expert),
+            "expert_shard": (sharing, expert_stride * self.expert),
+            "expert_replica": (max(holding // sharing, 1), expert_stride * self.expert * sharing),
             "pipeline": (self.pipeline, pipe_stride),
             "shard": (self.shards, data_stride),
             "replica": (max(replicas // self.shards, 1), data_stride * self.shards),
@@ -251,9 +255,9 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
             "set offload_activations",
         ),
         (
-            plan.tau > 1 and plan.zero > 1 and not (plan.zero == 3 and plan.shards < replicas),
-            "tau > 1 needs whole gradients and parameters, or states shared inside a worker",
-            "use zero=0 or 1, or zero=3 with a shard of fewer ranks than replicas",
+            plan.tau > 1 and plan.zero > 0 and not (plan.zero == 3 and plan.shards < replicas),
+            "tau > 1 needs whole states, or states shared inside a worker",
+            "use zero=0, or zero=3 with a shard of fewer ranks than replicas",
         ),
     )
     return next(((message, hint) for broken, message, hint in rules if broken), None)

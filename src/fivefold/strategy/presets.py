@@ -1,135 +1,32 @@
-"""Known models by name, and models from any Hugging Face ``config.json``."""
+"""Known models by name (``models.toml``), and models from any Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import tomllib
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from fivefold.errors import ConfigurationError, DataError, FivefoldError
 from fivefold.files import read_json
-from fivefold.strategy.model import (
-    ConvolutionStage,
-    LatentAttention,
-    MixtureOfExperts,
-    ModelSpec,
-)
+from fivefold.strategy.cluster import check_keys, check_types, require_fields
+from fivefold.strategy.model import ConvolutionStage, LatentAttention, MixtureOfExperts, ModelSpec
 
-_PLAIN: dict[str, Any] = {
-    "tied": False, "learned_positions": False, "dropout": False, "biases": False, "gated": True,
-}  # fmt: skip
+_NESTED = {"experts": MixtureOfExperts, "latent": LatentAttention}
 
 
-def _gpt(name: str, num_layers: int, hidden: int, num_heads: int) -> ModelSpec:
-    return ModelSpec(
-        name=name, num_layers=num_layers, hidden=hidden, num_heads=num_heads, seq_len=2048,
-        vocab=51200,
-    )  # fmt: skip
-
-
-def _llama(name: str, sizes: tuple[int, int, int, int, int], *, vocab: int, seq: int) -> ModelSpec:
-    num_layers, hidden, num_heads, kv_heads, ffn = sizes
-    return ModelSpec(
-        name=name, num_layers=num_layers, hidden=hidden, num_heads=num_heads,
-        num_kv_heads=kv_heads, ffn=ffn, vocab=vocab, seq_len=seq, **_PLAIN,
-    )  # fmt: skip
-
-
-def _vit(name: str, num_layers: int, hidden: int, num_heads: int) -> ModelSpec:
-    return ModelSpec(
-        name=name, num_layers=num_layers, hidden=hidden, num_heads=num_heads, seq_len=197,
-        vocab=1000, tied=False, dropout=False, causal=False, embeds_tokens=False,
-    )  # fmt: skip
-
-
-def _resnet(name: str, blocks: tuple[int, int, int, int]) -> ModelSpec:
-    stages = tuple(
-        ConvolutionStage(
-            blocks=count, width=64 << i, outputs=256 << i, inputs=64 if i == 0 else 128 << i,
-            size=56 >> i,
-        )
-        for i, count in enumerate(blocks)
-    )  # fmt: skip
-    return ModelSpec(
-        name=name, num_layers=sum(blocks), hidden=2048, num_heads=1, seq_len=224 * 224, vocab=1000,
-        tied=False, dropout=False, causal=False, embeds_tokens=False, stages=stages,
-    )  # fmt: skip
-
-
-_MODELS = {
-    model.name: model
-    for model in (
-        # GPT-3, arXiv 2005.14165; vocabulary padded as Megatron-LM does.
-        _gpt("gpt3-1.3b", 24, 2048, 16),
-        _gpt("gpt3-6.7b", 32, 4096, 32),
-        _gpt("gpt3-13b", 40, 5120, 40),
-        _gpt("gpt3-175b", 96, 12288, 96),
-        # Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783.
-        _llama("llama2-7b", (32, 4096, 32, 32, 11008), vocab=32000, seq=4096),
-        _llama("llama2-13b", (40, 5120, 40, 40, 13824), vocab=32000, seq=4096),
-        _llama("llama2-70b", (80, 8192, 64, 8, 28672), vocab=32000, seq=4096),
-        _llama("llama3-8b", (32, 4096, 32, 8, 14336), vocab=128256, seq=8192),
-        _llama("llama3-70b", (80, 8192, 64, 8, 28672), vocab=128256, seq=8192),
-        _llama("llama3-405b", (126, 16384, 128, 8, 53248), vocab=128256, seq=8192),
-        # Mixtral, arXiv 2401.04088 and its configuration file.
-        ModelSpec(
-            name="mixtral-8x7b", num_layers=32, hidden=4096, num_heads=32, num_kv_heads=8,
-            ffn=14336, vocab=32000, seq_len=4096,
-            experts=MixtureOfExperts(num_experts=8, top_k=2, expert_ffn=14336), **_PLAIN,
-        ),
-        ModelSpec(
-            name="mixtral-8x22b", num_layers=56, hidden=6144, num_heads=48, num_kv_heads=8,
-            ffn=16384, vocab=32768, seq_len=4096,
-            experts=MixtureOfExperts(num_experts=8, top_k=2, expert_ffn=16384), **_PLAIN,
-        ),
-        # Qwen3, arXiv 2505.09388.
-        ModelSpec(
-            name="qwen3-30b-a3b", num_layers=48, hidden=2048, num_heads=32, num_kv_heads=4,
-            head_dim=128, ffn=6144, vocab=151936, seq_len=4096,
-            experts=MixtureOfExperts(num_experts=128, top_k=8, expert_ffn=768), **_PLAIN,
-        ),
-        ModelSpec(
-            name="qwen3-235b-a22b", num_layers=94, hidden=4096, num_heads=64, num_kv_heads=4,
-            head_dim=128, ffn=12288, vocab=151936, seq_len=4096,
-            experts=MixtureOfExperts(num_experts=128, top_k=8, expert_ffn=1536), **_PLAIN,
-        ),
-        # DeepSeek-V3, arXiv 2412.19437, section 4.2.
-        ModelSpec(
-            name="deepseek-v3", num_layers=61, hidden=7168, num_heads=128, head_dim=128, ffn=18432,
-            vocab=129280, seq_len=4096,
-            experts=MixtureOfExperts(
-                num_experts=256, top_k=8, expert_ffn=2048, shared_ffn=2048, dense_layers=3,
-                groups=8, top_groups=4,
-            ),
-            latent=LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128), **_PLAIN,
-        ),
-        # GPT-OSS, arXiv 2508.10925: every second layer has a window of 128 tokens.
-        ModelSpec(
-            name="gpt-oss-120b", num_layers=36, hidden=2880, num_heads=64, num_kv_heads=8,
-            head_dim=64, ffn=2880, vocab=201088, seq_len=4096, window=128, windowed_layers=18,
-            clamped=True,
-            experts=MixtureOfExperts(num_experts=128, top_k=4, expert_ffn=2880), **_PLAIN,
-        ),
-        # Kimi K2, arXiv 2507.20534.
-        ModelSpec(
-            name="kimi-k2", num_layers=61, hidden=7168, num_heads=64, head_dim=128, ffn=18432,
-            vocab=163840, seq_len=4096,
-            experts=MixtureOfExperts(
-                num_experts=384, top_k=8, expert_ffn=2048, shared_ffn=2048, dense_layers=1
-            ),
-            latent=LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128), **_PLAIN,
-        ),
-        # Vision transformers, arXiv 2010.11929; residual networks, arXiv 1512.03385.
-        _vit("vit-b16", 12, 768, 12),
-        _vit("vit-l16", 24, 1024, 16),
-        _vit("vit-h14", 32, 1280, 16),
-        _resnet("resnet50", (3, 4, 6, 3)),
-        _resnet("resnet101", (3, 4, 23, 3)),
-        _resnet("resnet152", (3, 8, 36, 3)),
-    )
-}  # fmt: skip
+@functools.cache
+def _models() -> dict[str, ModelSpec]:
+    text = (files("fivefold.strategy") / "models.toml").read_text(encoding="utf-8")
+    tables = tomllib.loads(text)
+    return {
+        name: model_from_table({"name": name, **table}, where=name)
+        for name, table in tables.items()
+    }
 
 
 def named_models() -> tuple[str, ...]:
@@ -139,7 +36,33 @@ def named_models() -> tuple[str, ...]:
         >>> "llama3-405b" in named_models()
         True
     """
-    return tuple(_MODELS)
+    return tuple(_models())
+
+
+def model_from_table(table: Any, *, where: str) -> ModelSpec:
+    """Return a model from a table of its sizes, as ``[model]`` of a job file has it.
+
+    Raises:
+        ConfigurationError: A key is missing, unknown or not allowed.
+    """
+    check_keys(table, {field.name for field in dataclasses.fields(ModelSpec)}, where=where)
+    values = dict(table)
+    for name, kind in _NESTED.items():
+        if name in values:
+            values[name] = _build(kind, values[name], where=f"[model.{name}]")
+    values["stages"] = tuple(
+        _build(ConvolutionStage, stage, where="[[model.stages]]")
+        for stage in values.get("stages", ())
+    )
+    model: ModelSpec = _build(ModelSpec, values, where=where)
+    return model
+
+
+def _build(kind: type, values: Any, *, where: str) -> Any:
+    check_keys(values, {field.name for field in dataclasses.fields(kind)}, where=where)
+    check_types(values, kind, where=where)
+    require_fields(kind, values, where=where)
+    return kind(**values)
 
 
 def model_from_hugging_face(
@@ -171,11 +94,8 @@ def model_from_hugging_face(
 
 
 def _windows(config: Mapping[str, Any], *, vision: bool) -> dict[str, Any]:
-    window = (
-        0
-        if vision or config.get("use_sliding_window") is False
-        else (config.get("sliding_window") or 0)
-    )
+    without = vision or config.get("use_sliding_window") is False
+    window = 0 if without else config.get("sliding_window") or 0
     kinds = config.get("layer_types")
     if not window or kinds is None:
         return {"window": int(window)}
@@ -204,14 +124,8 @@ def _dropout(config: Mapping[str, Any], *, gpt: bool) -> bool:
 
 
 def _experts(config: Mapping[str, Any]) -> MixtureOfExperts | None:
-    count = next(
-        (
-            config[n]
-            for n in ("num_local_experts", "n_routed_experts", "num_experts")
-            if n in config
-        ),
-        None,
-    )
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    count = next((config[name] for name in names if name in config), None)
     if not count:
         return None
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
@@ -252,11 +166,11 @@ def load_model(source: str, *, seq_len: int | None = None) -> ModelSpec:
     """
     path = Path(source)
     if path.suffix != ".json" and not path.is_dir():
-        if source not in _MODELS:
-            near = difflib.get_close_matches(source, _MODELS, n=1, cutoff=0.0)[0]
+        if source not in _models():
+            near = difflib.get_close_matches(source, _models(), n=1, cutoff=0.0)[0]
             message = f"model {source!r} is unknown"
             raise ConfigurationError(message, hint=f"did you mean {near!r}? Or give a file")
-        model = _MODELS[source]
+        model = _models()[source]
         return model if seq_len is None else dataclasses.replace(model, seq_len=seq_len)
     if path.is_dir():
         path = path / "config.json"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from fivefold.errors import ConfigurationError, FivefoldError, UnsupportedError
 from fivefold.files import parse_toml, read_text
-from fivefold.strategy._launchers import megatron_flags, torchtitan_config
+from fivefold.strategy._launchers import chunk_layout, megatron_flags, torchtitan_config
 from fivefold.strategy._recipe_texts import (
     parse_yaml,
     python_settings,
@@ -112,18 +112,10 @@ def check_recipe(path: Path, cluster: Cluster) -> RecipeVerdict | None:
         prediction = evaluate_plan(recipe.model, cluster.device, cluster.fabric, plan=recipe.plan)
         cluster.require(recipe.plan.num_gpus)
         _ask_the_program(program, recipe)
-    except _UnknownError as error:
-        return RecipeVerdict(
-            **known,
-            status="unknown",
-            message=error.message,
-            hint=error.hint or "",
-            line=_line_of(text, error.message),
-        )
     except FivefoldError as error:
         return RecipeVerdict(
             **known,
-            status="invalid",
+            status="unknown" if isinstance(error, _UnknownError) else "invalid",
             message=error.message,
             hint=error.hint or "",
             line=_line_of(text, error.message),
@@ -165,7 +157,7 @@ def _recognised(path: Path, text: str) -> tuple[Program, dict[str, Any]] | None:
         return None if settings is None else ("torchtitan", settings)
     if path.suffix in {".sh", ".txt"}:
         settings = script_settings(text)
-        return ("megatron", settings) if _is_megatron(settings) else None
+        return ("megatron", settings) if {"num_layers", "hidden_size"} <= set(settings) else None
     if path.suffix == ".toml":
         if not any(word in text for word in ("global_batch", "parallelism", "flavor")):
             return None
@@ -190,10 +182,6 @@ def _recognised_yaml(path: Path, text: str) -> tuple[Program, dict[str, Any]] | 
         known = {str(k).lower(): v for k, v in table.items() if isinstance(v, int)}
         return "megatron", known | flags
     return "nemo", toml_settings(table)
-
-
-def _is_megatron(settings: Mapping[str, Any]) -> bool:
-    return "num_layers" in settings and "hidden_size" in settings
 
 
 def _whole(settings: Mapping[str, Any], *names: str, default: int | None = None) -> int:
@@ -250,10 +238,7 @@ def _megatron(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Rec
     model = _megatron_model(settings, path, assumed)
     micro = _whole(settings, "micro_batch_size")
     whole = _whole(settings, "global_batch_size", default=micro * data)
-    a_chunk = _whole(settings, "num_layers_per_virtual_pipeline_stage", default=0)
-    virtual = _whole(settings, "virtual_pipeline_model_parallel_size", default=1)
-    if a_chunk:
-        virtual = max(1, model.num_layers // pipeline // a_chunk)
+    virtual, ends = _megatron_chunks(settings, model, pipeline, assumed)
     how = str(settings.get("recompute_granularity",
                            settings.get("activations_checkpoint_granularity", "")))  # fmt: skip
     kept = "selective" if _on(settings, "recompute_activations") else "none"
@@ -261,20 +246,59 @@ def _megatron(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Rec
         settings.get("optim.name", "")
     )
     interleaved = pipeline > 1 and virtual > 1
+    recompute = how if how in {"full", "selective"} else kept
+    some = _whole(settings, "recompute_num_layers", default=0) * virtual
+    split_experts = _whole(settings, "expert_tensor_parallel_size", default=tensor)
     plan = ParallelPlan(
         global_batch=whole, micro_batch=micro, data=data, tensor=tensor, pipeline=pipeline,
         context=context, expert=_whole(settings, "expert_model_parallel_size", default=1),
+        expert_tensor=1 if split_experts == 1 < tensor else None,
         virtual=virtual if interleaved else 1,
         schedule="interleaved" if interleaved else "1f1b",
-        zero=1 if distributed and data * context > 1 else 0,
-        recompute=how if how in {"full", "selective"} else kept,  # type: ignore[arg-type]
+        zero=1 if distributed else 0,
+        recompute=recompute,  # type: ignore[arg-type]
+        recompute_layers=some or None
+        if recompute == "full" and settings.get("recompute_method") == "block" else None,
+        embedding_layers=ends,
+        offload_optimizer=_on(settings, "optimizer_cpu_offload"),
+        order="tcpd" if _on(settings, "use_tp_pp_dp_mapping") else "tcdp",
         sequence_parallel=_on(settings, "sequence_parallel"),
         tensor_overlap="pipe" if _on(settings, "tp_comm_overlap") and tensor > 1 else "none",
         data_overlap=_on(settings, "overlap_grad_reduce"),
         pipeline_overlap=interleaved and not _on(settings, "no_overlap_p2p_communication"),
-        dtype="bf16",
+        dtype=_megatron_type(settings, assumed),
     )  # fmt: skip
     return _Recipe(model, plan, assumed)
+
+
+def _megatron_chunks(
+    settings: Mapping[str, Any], model: ModelSpec, stages: int, assumed: list[str]
+) -> tuple[int, bool]:
+    """Chunks of a stage, and whether embedding and head count as layers."""
+    ends = _on(settings, "account_for_embedding_in_pipeline_split")
+    if layout := str(settings.get("pipeline_model_parallel_layout", "")):
+        chunks = layout.count("|") + 1
+        for ends in (False, True):
+            if layout == chunk_layout(model.num_layers, chunks, embedding_layers=ends):
+                return max(1, chunks // stages), ends
+        assumed.append("layers dealt out evenly")
+        return max(1, chunks // stages), "t" not in layout.partition("|")[0]
+    if a_chunk := _whole(settings, "num_layers_per_virtual_pipeline_stage", default=0):
+        whole = model.num_layers // stages // a_chunk * a_chunk * stages == model.num_layers
+        ends = ends or not whole
+        return max(1, (model.num_layers + 2 * ends) // stages // a_chunk), ends
+    return _whole(settings, "virtual_pipeline_model_parallel_size", default=1), ends
+
+
+def _megatron_type(settings: Mapping[str, Any], assumed: list[str]) -> str:
+    """Return the type of matrix products."""
+    if settings.get("fp4_format", settings.get("fp4")):
+        return "nvfp4"
+    if settings.get("fp8_format", settings.get("fp8")):
+        return "mxfp8" if str(settings.get("fp8_recipe")) == "mxfp8" else "fp8"
+    if not _on(settings, "bf16", "fp16") and "16" not in str(settings.get("precision", "")):
+        assumed.append("products in 16 bits")
+    return "bf16"
 
 
 def _megatron_model(settings: Mapping[str, Any], path: Path, assumed: list[str]) -> ModelSpec:
@@ -331,11 +355,15 @@ def _torchtitan(settings: Mapping[str, Any], _: Path, cluster: Cluster) -> _Reci
     gathers_again = always == "always" or (always == "default" and not pipelined)
     mode = str(settings.get("activation_checkpoint.mode", settings.get("mode", "selective")))
     async_tensor = _on(settings, "enable_async_tensor_parallel")
-    micro = _whole(settings, "pipeline_parallel_microbatch_size", default=1 if pipelined else local)
+    in_parts = pipelined and "num_tokens_per_microbatch_per_dp_rank" not in settings
+    micro = _whole(settings, "pipeline_parallel_microbatch_size", default=1 if in_parts else local)
+    sharing = shards * degree["context"]
+    less = _whole(settings, "pipeline_parallel_first_stage_less_layers", default=1)
     plan = ParallelPlan(
         global_batch=whole, micro_batch=micro, data=data, **degree, schedule=schedule,  # type: ignore[arg-type]
-        virtual=virtual, zero=0 if shards * degree["context"] == 1 else 3 if gathers_again else 2,
-        shard=shards * degree["context"] if copies > 1 and shards > 1 else None,
+        virtual=virtual, zero=0 if sharing == 1 else 3 if gathers_again else 2,
+        shard=sharing if copies > 1 and sharing > 1 else None,
+        embedding_layers=pipelined and less > 0,
         recompute=mode if mode in {"none", "selective", "full"} else "selective",  # type: ignore[arg-type]
         sequence_parallel=degree["tensor"] > 1
         and str(settings.get("enable_sequence_parallel", True)).lower() != "false",
@@ -381,12 +409,17 @@ def _titan_schedule(settings: Mapping[str, Any], model: ModelSpec, stages: int) 
         return schedule, 2
     if schedule != "interleaved":
         return schedule, 1
-    layers = _whole(settings, "pipeline_parallel_layers_per_stage", default=0)
-    return schedule, max(2, math.ceil(model.num_layers / stages / layers)) if layers else 2
+    a_chunk = _whole(settings, "pipeline_parallel_layers_per_stage", default=0)
+    less = sum(
+        _whole(settings, f"pipeline_parallel_{end}_stage_less_layers", default=1)
+        for end in ("first", "last")
+    )
+    chunks = math.ceil((model.num_layers + less) / a_chunk) if a_chunk else 2 * stages
+    return schedule, max(2, chunks // stages)
 
 
 def _nemo(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Recipe:
-    if "hidden_size" in settings and "num_layers" in settings:
+    if {"num_layers", "hidden_size"} <= set(settings):
         return _megatron(settings, path, cluster)
     assumed: list[str] = []
     name = next(

@@ -16,6 +16,7 @@ __all__ = ["StackSpec"]
 _NOT_NEGATIVE = (
     "host_kernel_s", "expert_kernel_s", "step_overhead_s", "jitter", "reserved_bytes", "loss_bytes",
     "gradient_bytes", "bucket_parameters_per_rank", "optimizer_state_bytes", "gathered_layers",
+    "outer_state_bytes", "outer_owned_bytes", "outer_wire_bytes",
 )  # fmt: skip
 _DROPS = ("scores", "norm", "activation", "latent")
 
@@ -47,6 +48,11 @@ class StackSpec:
         bucket_parameters: Parameters whose gradients travel together, beside compute.
         bucket_parameters_per_rank: The same for each rank of the group, where that is more.
         optimizer_state_bytes: Bytes of optimizer states per parameter: master copy, moments.
+        outer_state_bytes: Bytes that local updates hold per parameter: anchor, payload, and what
+            else the rule needs; CO2 has a momentum.
+        outer_owned_bytes: The same that the workers share among them: the residuals of the sums.
+        outer_wire_bytes: Width of outer updates on the wire.
+        outer_window: Share of local steps beside which outer updates travel; 0: all ranks wait.
         optimizer_bytes_per_parameter: Memory traffic of one optimizer step per parameter.
         current_scaling: Scales of 8-bit products come from the tensor at hand, which is read once
             more for them, instead of from earlier iterations.
@@ -93,6 +99,10 @@ class StackSpec:
     bucket_parameters: float = 40e6
     bucket_parameters_per_rank: float = 1e6
     optimizer_state_bytes: float = 12.0
+    outer_state_bytes: float = 12.0
+    outer_owned_bytes: float = 0.0
+    outer_wire_bytes: float = 4.0
+    outer_window: float = 1.0
     optimizer_bytes_per_parameter: float = 34.0
     current_scaling: bool = False
     input_bytes_fp8: float = 1.0
@@ -114,7 +124,7 @@ class StackSpec:
     def __post_init__(self) -> None:
         for name in _NOT_NEGATIVE:
             check_range(self, name, low=0.0, high=math.inf)
-        for name in ("fragments", "overlap_slowdown", "selective_products"):
+        for name in ("fragments", "overlap_slowdown", "selective_products", "outer_window"):
             check_range(self, name, low=0.0, high=1.0)
         check_range(self, "bucket_parameters", low=1.0, high=math.inf)
         unknown = set(self.selective_drops.split()) - set(_DROPS)

@@ -192,7 +192,8 @@ class _Builder:
 
 
 Phase = Literal["forward", "backward", "reduce", "gather"]
-_STATE_AXES = {"data", "expert_data", "shard", "replica"}
+STATE_AXES = ("data", "shard", "replica", "expert_data", "expert_shard", "expert_replica")
+"""Axes over which gradients and parameters travel; they share a channel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,7 +413,7 @@ class _MeshBuilder:
 
     def _message(self, name: str, message: Message, times: int, after: Sequence[str]) -> str:
         kind, size = f"{message.kind} over {message.axis}", times * message.size_bytes
-        channel = "network" if message.axis in _STATE_AXES else f"network {message.axis}"
+        channel = "network" if message.axis in STATE_AXES else f"network {message.axis}"
         self._tasks.append(
             CommunicationTask(
                 task_id=name,

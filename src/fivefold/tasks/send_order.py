@@ -73,9 +73,7 @@ def _graph(
         before = (f"backward {number - 1}",) if number else ()
         tasks.append(
             ComputeTask(
-                task_id=f"backward {number}",
-                duration_s=bucket.ready_s - ready_s,
-                depends_on=before,
+                task_id=f"backward {number}", duration_s=bucket.ready_s - ready_s, depends_on=before
             )
         )
         ready_s = bucket.ready_s

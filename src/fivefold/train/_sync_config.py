@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -28,6 +28,7 @@ _ROUNDS: dict[str, Any] = {"tau": 8, "codec": "fp32", "check_every_rounds": 16} 
 _HIDDEN_ROUNDS = _ROUNDS | {"auto_tau": None}
 _NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
+DEFAULT_METHOD: Final = "delay_corrected"  # the rule that guides/which_rule_when.md recommends
 # Keys of each method with their defaults; None where there is none. A test compares them with
 # the defaults of the rules.
 _METHODS: dict[str, dict[str, Any]] = {
@@ -135,7 +136,7 @@ class SyncConfig(Section):
         "streaming_diloco",
         "outer_optimizer",
         "delayed_gradients",
-    ] = "co2"
+    ] = DEFAULT_METHOD
     """way in which the ranks synchronise"""
     tau: Annotated[int | Literal["auto"] | None, BeforeValidator(_tau)] = None
     """local steps per round, or "auto" for as few as hide the communication"""
@@ -191,7 +192,7 @@ class SyncConfig(Section):
     @classmethod
     def _keys_of_the_method(cls, given: Any) -> Any:
         """Refuse keys of other methods, and fill in the defaults of this one's."""
-        method = given.get("method", "co2") if isinstance(given, dict) else None
+        method = given.get("method", DEFAULT_METHOD) if isinstance(given, dict) else None
         if not isinstance(method, str) or method not in _METHODS:  # the type check says so
             return given
         takes = _METHODS[method]
