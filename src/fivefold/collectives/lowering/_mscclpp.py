@@ -433,7 +433,8 @@ def _collective_of(plan: dict[str, Any], gpus: list[dict[str, Any]]) -> Collecti
     return named_collective(name, len(gpus), chunks=chunks[name], root=int(plan.get("root", 0)))
 
 
-class _Put(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Put:
     source: Slot
     target: Slot
     count: int
