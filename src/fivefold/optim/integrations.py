@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
+from fivefold.errors import CheckpointError, ConfigurationError, optional_module
 from fivefold.optim._lightning import lightning_strategy, require_own, write_own
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sync import OuterSync
@@ -90,11 +90,7 @@ def use_outer_sync(trainer: Any, rule: OuterRule, **options: Any) -> None:
     disable_ddp(trainer.accelerator)
     # Counting the tokens of all ranks is a collective of its own at every step.
     arguments.average_tokens_across_devices = False
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        message = "a Trainer needs transformers, which is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[hf]'") from error
+    transformers = optional_module("transformers", extra="hf", use="a Trainer")
     # Trainer's own class has the events that nothing is done at.
     kind = type("OuterSyncCallback", (_Synchroniser, transformers.TrainerCallback), {})
     synchroniser: _Synchroniser = kind(trainer, rule, options)
