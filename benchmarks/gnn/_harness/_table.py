@@ -114,7 +114,10 @@ def _mapped(name: str, work: Workload, dataset: Dataset) -> System:
 
 
 def _packed(order: Order, work: Workload) -> System:
-    profile = DiskProfile.from_json(order.profile)
+    known = json.loads(order.profile)
+    speeds = known.pop("bytes_per_s_by_request_bytes").items()
+    table = {int(size): speed for size, speed in speeds}
+    profile = DiskProfile(**known, bytes_per_s_by_request_bytes=table)
     if order.name == "DiskGNN":
         return DiskGnnSystem(
             work, profile, disk_rows=order.disk_rows, packing_bytes=order.packing_bytes

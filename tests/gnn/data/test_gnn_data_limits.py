@@ -105,7 +105,7 @@ class FarSources:
     """Five edges from a type of three thousand million nodes."""
 
     num_edges = expected_edges = 5
-    weighted = sorted_by_target = False
+    weighted = False
 
     def blocks(self, position, max_edges):
         assert (position, max_edges) >= (0, 1)

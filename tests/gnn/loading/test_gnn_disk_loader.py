@@ -210,14 +210,6 @@ def test_ranks_share_the_epoch(stores, world_size, remainder):
             assert len(numbers) < store.num_batches + world_size
 
 
-def test_segments_stay_together_where_asked(stores):
-    dataset, features, store = stores(dim=3)
-    with DiskLoader(store, labels=dataset.labels, shuffle="segments", seed=1) as loader:
-        numbers = epoch_of(loader, features, dataset)
-    runs = [number // 3 for number in numbers]
-    assert len([1 for a, b in itertools.pairwise(runs) if a != b]) == len(set(runs)) - 1
-
-
 def test_batches_may_be_kept(stores):
     """A buffer is not used again while a tensor, a view or an array of it is alive."""
     dataset, features, store = stores(dim=100)

@@ -4,7 +4,10 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -188,6 +191,32 @@ def test_a_killed_preparation_goes_on(tmp_path, monkeypatch):
             found[name] = [(batch.n_id.tolist(), batch.x.tolist()) for batch in loader]
         assert bool(done) == (name == "other")
     assert found["cache"] == found["other"]
+
+
+def test_of_several_ranks_one_writes_the_graph(tmp_path, monkeypatch):
+    """A ``Data`` is written once; the ranks that come meanwhile wait, as for the packed rows."""
+    graph, inside, begun = make_graph(), [], threading.Barrier(2)
+
+    def watched(source, folder):
+        inside.append(folder)
+        time.sleep(0.2)
+        assert len(inside) == 1, "two ranks write at a time"
+        made = ingest(source, folder)
+        inside.pop()
+        return made
+
+    def rank_of(rank):
+        begun.wait()
+        with DiskLoader.from_dataset(
+            graph, [3], 16, cache=tmp_path, rank=rank, world_size=2
+        ) as own:
+            return [batch.n_id[: batch.batch_size].tolist() for batch in own]
+
+    monkeypatch.setattr("fivefold.gnn.loading._pyg_batches.ingest", watched)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(rank_of, range(2))
+    seeds = [node for batch in first + second for node in batch]
+    assert len(seeds) == len(set(seeds)) == NODES - NODES % 16 - 16 * (NODES // 16 % 2)
 
 
 def test_what_it_refuses(tmp_path):

@@ -88,7 +88,7 @@ def test_a_mask_stands_for_its_ids(dataset):
         ({"features": "memory", "cache_bytes": 10**6}, ConfigurationError, "all rows are in mem"),
         ({"cache_policy": "mru"}, ConfigurationError, "cache_policy is 'mru'"),
         ({"cache_bytes": 1e6}, ConfigurationError, "cache_bytes is 1000000.0"),
-        ({"shuffle": "segments"}, ConfigurationError, "packed batches alone"),
+        ({"shuffle": "yes"}, ConfigurationError, "shuffle is 'yes'"),
         ({"prefetch": None}, ConfigurationError, "prefetch is None"),
         ({"seed": 1.5}, ConfigurationError, "seed is 1.5"),
         ({"fanouts": 3}, ConfigurationError, "fanouts is 3"),

@@ -9,7 +9,7 @@ from fivefold.cli._gnn import app
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError
 from fivefold.gnn.data import generate_graph
 from fivefold.gnn.packing import PackedStore
-from fivefold.gnn.storage import DiskProfile, probe_disk
+from fivefold.gnn.storage import probe_disk
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_samples_of_another_graph_are_refused(run, tmp_path):
 
 def test_probe_writes_the_profile(run, tmp_path, profile):
     found = run("probe", str(tmp_path))
-    assert DiskProfile.from_json(json.dumps(found)) == profile
+    assert found == json.loads(profile.to_json())
     text = CliRunner().invoke(app, ["probe", str(tmp_path)]).output
     assert text == profile.explain() + "\n"
 

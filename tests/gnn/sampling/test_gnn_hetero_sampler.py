@@ -153,37 +153,6 @@ def test_fingerprint_and_sizes():
     assert graph.edge_types == [CITES, WRITES, WRITTEN, TOPIC]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_a_merged_graph_has_the_same_edges(weighted):
-    graph = random_graph(3)
-    if not weighted:
-        graph = HeteroAdjacency(
-            graph.num_nodes, {k: v for k, v in graph.edges.items() if v.weights is None}
-        )
-    merged = graph.merged()
-    topology = merged.topology
-    topology.check()
-    assert merged.offsets == {"paper": 0, "author": 60, "topic": 100}
-    assert topology.num_edges == graph.num_edges
-    assert (topology.weights is not None) == weighted
-    for number, ((source, _, target), edges) in enumerate(graph.edges.items()):
-        for node in range(edges.num_nodes):
-            row = slice(*topology.indptr[merged.offsets[target] + node :][:2])
-            mine = merged.edge_kinds[row] == number
-            np.testing.assert_array_equal(
-                topology.indices[row][mine] - merged.offsets[source], edges.neighbors(node)
-            )
-            if weighted:
-                own = slice(*edges.indptr[node : node + 2])
-                expected = 1.0 if edges.weights is None else edges.weights[own]
-                assert (topology.weights[row][mine] == expected).all()
-
-
-def test_merging_nothing_gives_nothing():
-    merged = HeteroAdjacency({"a": 2}, {}).merged()
-    assert (merged.topology.num_nodes, merged.topology.num_edges) == (2, 0)
-
-
 def test_ids_far_beyond_32_bits():
     big = 2**33 - 2
     ids = np.array([big - 1, 2**32, 2**31, 5, 2**32 + 5], np.int64)

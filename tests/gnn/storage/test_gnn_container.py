@@ -163,12 +163,12 @@ def test_rows_may_be_written_twice_and_the_last_counts(tmp_path):
             assert np.array_equal(container.read("x"), expected)
 
 
-def test_attributes_may_come_late_and_may_be_numpy_values(tmp_path):
+def test_attributes_may_be_numpy_values(tmp_path):
     schema = {"x": (np.int64, (None,))}
     first = {"n": np.int64(3), "list": np.arange(2)}
     writer = ContainerWriter(tmp_path / "a", kind="k", sections=schema, attributes=first)
-    with writer.commit({"late": np.float32(0.5)}) as container:
-        assert container.attributes == {"n": 3, "list": [0, 1], "late": 0.5}
+    with writer.commit() as container:
+        assert container.attributes == {"n": 3, "list": [0, 1]}
 
 
 def test_nothing_stands_under_the_name_before_commit_and_abort_leaves_nothing(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.errors import ConfigurationError, DataError, StorageError
+from fivefold.errors import ConfigurationError, StorageError
 from fivefold.gnn.storage import DiskProfile, probe_disk
 
 FIELDS = {
@@ -49,18 +49,6 @@ def test_longer_requests_never_cost_less_and_more_requests_cost_more(table, size
     low, high = sorted(sizes)
     assert made.request_seconds(low) <= made.request_seconds(high) * (1 + 1e-9)
     assert made.seconds(3, 3 * low) == pytest.approx(3 * made.request_seconds(low))
-
-
-@given(table=st.dictionaries(st.integers(1, 10**7), st.floats(1.0, 1e12), max_size=6))
-def test_json_keeps_everything(table):
-    made = profile(table)
-    assert DiskProfile.from_json(made.to_json()) == made
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"bytes_per_s_by_request_bytes": 3}'])
-def test_other_json_is_refused(text):
-    with pytest.raises(DataError, match="no disk profile"):
-        DiskProfile.from_json(text)
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])

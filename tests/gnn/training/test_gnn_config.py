@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.training import GnnConfig, load_gnn_config
-from fivefold.gnn.training.config import config_to_toml
+from fivefold.runs import format_toml
 
 DATA = '[data]\npath = "g"\n'
 
@@ -22,7 +22,7 @@ def load(tmp_path, text, overrides=()):
 def test_a_file_with_the_data_alone_is_whole_and_comes_back_equal(tmp_path):
     config = load(tmp_path, DATA)
     assert config.sampling.fanouts == (10, 10, 10)
-    assert load(tmp_path, config_to_toml(config)) == config
+    assert load(tmp_path, format_toml(config.model_dump())) == config
 
 
 def test_units_and_overrides(tmp_path):
@@ -35,7 +35,7 @@ def test_units_and_overrides(tmp_path):
     assert str(config.data.path) == "2024"
     assert config.run.epochs == 7
     assert math.isinf(config.optim.grad_clip)
-    assert load(tmp_path, config_to_toml(config)) == config
+    assert load(tmp_path, format_toml(config.model_dump())) == config
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fivefold.cli._gnn import app
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.training.config import config_to_toml
+from fivefold.runs import format_toml
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def run():
 def test_from_a_file_to_scores_of_all_nodes(make_config, tmp_path, run):
     config = make_config(epochs=2)
     file = tmp_path / "gnn.toml"
-    file.write_text(config_to_toml(config))
+    file.write_text(format_toml(config.model_dump()))
     trained = run("train", file, "--set", "run.epochs=1", "--json")
     assert trained.exit_code == 0
     record = json.loads(trained.stdout)

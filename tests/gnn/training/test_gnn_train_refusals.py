@@ -13,7 +13,7 @@ from training_graphs import Disk
 from fivefold.errors import CheckpointError, DataError, InfeasibleError
 from fivefold.gnn.data import array_source, ingest
 from fivefold.gnn.training import infer_run, train_graph
-from fivefold.gnn.training.config import config_to_toml
+from fivefold.runs import format_toml
 
 
 def test_another_run_in_the_folder_is_refused_before_sampling_and_packing(make_config, tmp_path):
@@ -93,7 +93,7 @@ def test_inference_says_where_a_relative_path_counts_from(make_config, tmp_path)
     config = make_config()
     data = config.data.model_copy(update={"path": Path("graphs/here")})
     config = config.model_copy(update={"data": data})
-    (tmp_path / "config.toml").write_text(config_to_toml(config))
+    (tmp_path / "config.toml").write_text(format_toml(config.model_dump()))
     with pytest.raises(DataError, match="not in the current folder") as refused:
         infer_run(tmp_path)
     assert "where the run was started" in refused.value.hint

@@ -24,10 +24,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 from fivefold.files import read_checked_json
@@ -35,6 +34,8 @@ from fivefold.gnn.data.parts import EdgePart, FeaturePart, Source
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container
+from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.files import Closing
 
 GRAPH_FILE = "graph.fvf"
 FEATURES_FILE = "features.fvf"
@@ -44,7 +45,7 @@ HETERO_FILE = "dataset.json"
 NAMES_FILE = "names.json"
 
 
-class Dataset:
+class Dataset(Closing):
     """A homogeneous graph with features and labels in a folder; made by ``Dataset.open``.
 
     Files stay open until ``close``. Labels and splits are read into memory when first asked for (8
@@ -193,22 +194,22 @@ class Dataset:
         return self.dim * self.dtype.itemsize
 
     @cached_property
-    def labels(self) -> NDArray[np.int64]:
+    def labels(self) -> Ids:
         """Return the class of every node, -1 where unknown."""
         return self._read_labels("y")
 
     @cached_property
-    def train(self) -> NDArray[np.int64]:
+    def train(self) -> Ids:
         """Return the ids of the training nodes."""
         return self._read_labels("train")
 
     @cached_property
-    def valid(self) -> NDArray[np.int64]:
+    def valid(self) -> Ids:
         """Return the ids of the validation nodes."""
         return self._read_labels("valid")
 
     @cached_property
-    def test(self) -> NDArray[np.int64]:
+    def test(self) -> Ids:
         """Return the ids of the test nodes."""
         return self._read_labels("test")
 
@@ -242,12 +243,6 @@ class Dataset:
         while self._opened:
             self._opened.pop().close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @cached_property
     def _features(self) -> Container | None:
         return self._open_optional(FEATURES_FILE, "features")
@@ -269,12 +264,12 @@ class Dataset:
         self._opened.append(container)
         return container
 
-    def _read_labels(self, section: str) -> NDArray[np.int64]:
+    def _read_labels(self, section: str) -> Ids:
         if self._labels is None:
             raise DataError(
                 f"{self.folder} has no labels: {LABELS_FILE} is missing", hint=_cause(self.folder)
             )
-        values: NDArray[np.int64] = self._labels.read(section)
+        values: Ids = self._labels.read(section)
         return values
 
 
@@ -321,7 +316,7 @@ class HeteroSource:
     edge_features: Mapping[EdgeType, FeaturePart] = field(default_factory=dict)
 
 
-class HeteroDataset:
+class HeteroDataset(Closing):
     """A graph of several node and edge types in a folder; made by ``HeteroDataset.open``.
 
     Args:
@@ -416,17 +411,17 @@ class HeteroDataset:
         path = self._edges[edge_type] / EDGE_FEATURES_FILE
         return self._container(path, "features") if path in self._files else None
 
-    def labels(self, node_type: str) -> NDArray[np.int64]:
+    def labels(self, node_type: str) -> Ids:
         """Return the class of every node of a type, -1 where unknown."""
         return self._label_section(node_type, "y")
 
-    def split(self, node_type: str, name: str) -> NDArray[np.int64]:
+    def split(self, node_type: str, name: str) -> Ids:
         """Return the ids of a node type's split: ``train``, ``valid`` or ``test``."""
         return self._label_section(node_type, name)
 
-    def _label_section(self, node_type: str, name: str) -> NDArray[np.int64]:
+    def _label_section(self, node_type: str, name: str) -> Ids:
         file = self._container(self._node_folder(node_type) / LABELS_FILE, "labels")
-        values: NDArray[np.int64] = file.read(name)
+        values: Ids = file.read(name)
         return values
 
     @property
@@ -464,12 +459,6 @@ class HeteroDataset:
         """Close all files; arrays that were read stay."""
         while self._opened:
             self._opened.popitem()[1].close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def open_dataset(folder: str | Path) -> Dataset | HeteroDataset:

@@ -17,13 +17,11 @@ needed.
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -31,10 +29,12 @@ from numpy.typing import DTypeLike, NDArray
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.data._dataset import Dataset
-from fivefold.gnn.data._ingest import write_dataset
+from fivefold.gnn.data._ingest import ingest
 from fivefold.gnn.data._write_graph import both_ways
 from fivefold.gnn.data.parts import EdgeBlock, LabelPart, Progress, index_dtype
 from fivefold.gnn.sampling.kernels import mix_bits
+from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.parallel import in_threads
 
 _PARETO = 1.1  # tail exponent of P(w > x); the density's is 2.1
 _BETA = 1.0 - 1.0 / _PARETO
@@ -48,7 +48,6 @@ _MOST_THREADS = 8  # beyond that the disk is slower
 _FLOATS = ("float16", "float32", "float64")
 _ORDER, _DEGREE, _EDGE, _FEATURE, _CENTER, _LABEL, _SPLIT = range(1, 8)  # streams of random numbers
 _ONE = np.uint64(1)
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +135,7 @@ def generate_graph(  # noqa: PLR0913 - the four that everyone gives, and how to 
     if threads < 1:
         raise ConfigurationError(f"threads is {threads}", hint="use 1 or more, or None")
     source = _Generator(recipe, threads)
-    return write_dataset(source, folder, memory_bytes=memory_bytes, progress=progress)
+    return ingest(source, folder, memory_bytes=memory_bytes, progress=progress)
 
 
 def _name_of(dtype: DTypeLike) -> str:
@@ -235,17 +234,17 @@ class _Generator:
         """Return the random numbers of a stream, or of one group in it."""
         return np.random.Generator(np.random.SFC64([self.options.seed, *stream]))
 
-    def permuted(self, stream: int, places: NDArray[np.int64], *, inverse: bool = False) -> Any:
+    def permuted(self, stream: int, places: Ids, *, inverse: bool = False) -> Any:
         """Return the images of places under the random permutation of a stream."""
         key = self.random(stream).integers(2**64, dtype=np.uint64)
         return permute(places, self.num_nodes, key, inverse)
 
-    def _positions(self, first: int, stop: int) -> NDArray[np.int64]:
+    def _positions(self, first: int, stop: int) -> Ids:
         nodes = np.arange(first, stop)
         shuffled = self.options.random_ids
         return self.permuted(_ORDER, nodes, inverse=True) if shuffled else nodes
 
-    def _classes_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _classes_at(self, positions: Ids) -> Ids:
         return np.searchsorted(self.class_starts, positions, side="right") - 1
 
     # --- edges --------------------------------------------------------------------------------
@@ -253,7 +252,7 @@ class _Generator:
     def edges(self) -> _GeneratedEdges:
         return _GeneratedEdges(self)
 
-    def degrees(self, first: int, stop: int) -> NDArray[np.int64]:
+    def degrees(self, first: int, stop: int) -> Ids:
         """Return how many neighbours each node of a group draws."""
         positions = self._positions(first, stop)
         own = self._classes_at(positions)
@@ -265,7 +264,11 @@ class _Generator:
         drawn = self.random(_DEGREE, first).poisson(means)
         return np.asarray(np.maximum(1, drawn), np.int64)
 
-    def drawn(self, first: int, stop: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def num_drawn(self, first: int, stop: int) -> int:
+        """Return the number of edges of a group."""
+        return int(self.degrees(first, stop).sum())
+
+    def drawn(self, first: int, stop: int) -> tuple[Array, Array]:
         """Return the edges (drawing node, drawn node) of a group."""
         degrees = self.degrees(first, stop)
         num_edges = int(degrees.sum())
@@ -309,11 +312,12 @@ class _Generator:
             first += count
         return LabelPart(self._label_blocks, splits, options.classes)
 
-    def _label_blocks(self, first_row: int) -> Iterator[NDArray[np.int64]]:
+    def _label_blocks(self, first_row: int) -> Iterator[Ids]:
         parts = _ranges(first_row, self.num_nodes, _GROUP_NODES)
-        return _in_order(self._group_labels, parts, threads=self.threads)
+        calls = (partial(self._group_labels, *part) for part in parts)
+        return in_threads(calls, threads=self.threads)
 
-    def _group_labels(self, first: int, stop: int) -> NDArray[np.int64]:
+    def _group_labels(self, first: int, stop: int) -> Ids:
         own = self._classes_at(self._positions(first, stop))
         random, classes = self.random(_LABEL, first), self.options.classes
         wrong = random.random(own.size) < self.options.label_noise
@@ -331,13 +335,10 @@ class _GeneratedEdges:
     def __init__(self, generator: _Generator) -> None:
         self.generator = generator
         options = generator.options
-        self.sorted_by_target = options.neighbors == "drawn"
-        sums = _in_order(
-            lambda first, stop: int(generator.degrees(first, stop).sum()),
-            _ranges(0, options.nodes, generator.edge_group),
-            threads=generator.threads,
-        )
-        self.expected_edges = sum(sums) * (2 if options.neighbors == "both" else 1)
+        groups = _ranges(0, options.nodes, generator.edge_group)
+        calls = (partial(generator.num_drawn, *part) for part in groups)
+        drawn = sum(in_threads(calls, threads=generator.threads))
+        self.expected_edges = drawn * (2 if options.neighbors == "both" else 1)
         self.num_edges: int | None = self.expected_edges
 
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
@@ -346,7 +347,9 @@ class _GeneratedEdges:
         nodes = min(_BLOCK_NODES, int(max_edges / max(1.0, 2 * generator.options.mean_degree)))
         step = max(1, nodes // generator.edge_group) * generator.edge_group
         parts = _ranges(position, generator.num_nodes, step)
-        return _in_order(self._block, parts, threads=generator.threads)
+        return in_threads(
+            (partial(self._block, *part) for part in parts), threads=generator.threads
+        )
 
     def _block(self, first: int, stop: int) -> EdgeBlock:
         generator = self.generator
@@ -366,14 +369,16 @@ class _GeneratedFeatures:
         self.dim = generator.options.dim
         self.dtype = np.dtype(generator.options.dtype)
 
-    def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Array]:
         generator = self.generator
         group = generator.row_group
         step = max(1, max_rows // (2 * generator.threads) // group) * group
         parts = _ranges(first_row, generator.num_nodes, step)
-        return _in_order(self._block, parts, threads=generator.threads)
+        return in_threads(
+            (partial(self._block, *part) for part in parts), threads=generator.threads
+        )
 
-    def _block(self, first: int, stop: int) -> NDArray[Any]:
+    def _block(self, first: int, stop: int) -> Array:
         block = np.empty((stop - first, self.dim), self.dtype)
         for begin, end in _ranges(first, stop, self.generator.row_group):
             block[begin - first : end - first] = self.generator.rows(begin, end)
@@ -384,21 +389,3 @@ def _ranges(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges (first, last + 1) of at most ``step`` from ``start`` to ``stop``."""
     for first in range(start, stop, step):
         yield first, min(first + step, stop)
-
-
-def _in_order(
-    function: Callable[[int, int], Result], parts: Iterator[tuple[int, int]], *, threads: int
-) -> Iterator[Result]:
-    """Yield ``function`` of every range in order, at most ``threads + 1`` results ahead."""
-    waiting: deque[Future[Result]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for first, stop in parts:
-                waiting.append(pool.submit(function, first, stop))
-                if len(waiting) > threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()

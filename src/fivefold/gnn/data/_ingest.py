@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import write_checked_json
@@ -37,6 +36,7 @@ from fivefold.gnn.data._write_graph import EdgeRules, work_folder, write_graph
 from fivefold.gnn.data.parts import FeaturePart, LabelPart, Progress, Source
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container, ContainerWriter
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.units import format_bytes
 
 MIN_MEMORY_BYTES = 16_000_000
@@ -55,35 +55,6 @@ def check_memory(memory_bytes: int) -> None:
 
 def no_progress(_stage: str, _done: int, _total: int) -> None:
     """Tell nobody."""
-
-
-def write_dataset(
-    source: Source,
-    folder: str | Path,
-    *,
-    rules: EdgeRules | None = None,
-    memory_bytes: int = 1 << 30,
-    progress: Progress | None = None,
-) -> Dataset:
-    """Write all parts of a source and open the result."""
-    folder = Path(folder)
-    attributes = {"name": source.name, "num_nodes": source.num_nodes}
-    rules = rules or EdgeRules()
-    write_parts(
-        folder,
-        attributes,
-        {**dict(source.recipe), **asdict(rules)},
-        parts=(
-            source.labels,
-            source.edges,
-            source.features,
-            getattr(source, "edge_features", _nothing),
-        ),
-        rules=rules,
-        memory_bytes=memory_bytes,
-        progress=progress or no_progress,
-    )
-    return Dataset.open(folder)
 
 
 def write_parts(
@@ -238,7 +209,7 @@ def _largest_label(part: LabelPart, num_nodes: int) -> int:
     return largest
 
 
-def _check_split(name: str, ids: NDArray[np.int64], num_nodes: int) -> None:
+def _check_split(name: str, ids: Ids, num_nodes: int) -> None:
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_nodes:
         raise DataError(
             f"the {name} split has ids from {ids.min()} to {ids.max()}, "
@@ -278,7 +249,7 @@ def _write_features(
 
 def _checked_blocks(
     part: FeaturePart, first_row: int, max_rows: int, *, count: int, what: str
-) -> Iterator[NDArray[Any]]:
+) -> Iterator[Array]:
     """Yield the part's blocks; too many or too few rows are an error."""
     rows = first_row
     for block in part.blocks(first_row, max_rows):
@@ -357,27 +328,28 @@ def ingest(
         ([0, 2], [[0.0, 0.0, 1.0]])
     """
     check_memory(memory_bytes)  # before hours of numbering names
+    folder, rules = Path(folder), rules or EdgeRules()
+    run: dict[str, Any] = {"memory_bytes": memory_bytes, "progress": progress or no_progress}
     if isinstance(source, HeteroSource):
-        run = {"memory_bytes": memory_bytes, "progress": progress or no_progress}
-        return _ingest_hetero(source, Path(folder), rules=rules or EdgeRules(), run=run)
-    prepare = getattr(source, "prepare", None)
-    if prepare is not None:
-        prepare(Path(folder), memory_bytes=memory_bytes, progress=progress)
-    dataset = write_dataset(
-        source, folder, rules=rules, memory_bytes=memory_bytes, progress=progress
+        return _ingest_hetero(source, folder, rules=rules, run=run)
+    if (prepare := getattr(source, "prepare", None)) is not None:
+        prepare(folder, **run)
+    edge_features = getattr(source, "edge_features", _nothing)
+    write_parts(
+        folder,
+        {"name": source.name, "num_nodes": source.num_nodes},
+        {**dict(source.recipe), **asdict(rules)},
+        parts=(source.labels, source.edges, source.features, edge_features),
+        rules=rules,
+        **run,
     )
-    finish = getattr(source, "finish", None)
-    if finish is not None:
-        finish(Path(folder))
-    return dataset
+    if (finish := getattr(source, "finish", None)) is not None:
+        finish(folder)
+    return Dataset.open(folder)
 
 
 def _ingest_hetero(
-    source: HeteroSource,
-    folder: Path,
-    *,
-    rules: EdgeRules,
-    run: dict[str, Any],
+    source: HeteroSource, folder: Path, *, rules: EdgeRules, run: dict[str, Any]
 ) -> HeteroDataset:
     listing = _listing(source)
     for name, entry in listing["nodes"].items():

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 from pyarrow import ipc, parquet
 
 from fivefold._compiler import njit
@@ -29,6 +28,7 @@ from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.data._dataset import NAMES_FILE
 from fivefold.gnn.data._write_graph import EdgeBuckets
 from fivefold.gnn.data.parts import EdgeBlock, Progress
+from fivefold.gnn.storage.arrays import Ids
 
 _BUCKET_BYTES = 16 << 20
 _CHUNK_BYTES = 4 << 20
@@ -65,7 +65,7 @@ class NameBuckets:
     def _path(self, bucket: int) -> Path:
         return self.folder / f"names_{bucket:04d}.arrow"
 
-    def add(self, names: Any, places: NDArray[np.int64]) -> None:
+    def add(self, names: Any, places: Ids) -> None:
         """Take an Arrow array of text, each with its place."""
         if len(names) == 0:
             return
@@ -90,7 +90,7 @@ class NameBuckets:
             writer.close()
         self._writers = []
 
-    def distinct(self, bucket: int) -> tuple[Any, NDArray[np.int64], NDArray[np.int64]]:
+    def distinct(self, bucket: int) -> tuple[Any, Ids, Ids]:
         """Return a bucket's distinct names, the code of every entry, and every entry's place."""
         with ipc.open_stream(str(self._path(bucket))) as reader:
             table = reader.read_all()
@@ -102,7 +102,7 @@ class NameBuckets:
 
 
 def number_names(
-    batches: Iterator[tuple[Any, NDArray[np.int64]]],
+    batches: Iterator[tuple[Any, Ids]],
     work: Path,
     names_file: Path,
     *,

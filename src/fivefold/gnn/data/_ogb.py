@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from fivefold.errors import DataError
 from fivefold.gnn.data._pyg import load_plain
@@ -27,6 +27,7 @@ from fivefold.gnn.data.arrays import (
     npz_rows,
 )
 from fivefold.gnn.data.parts import Source
+from fivefold.gnn.storage.arrays import Ids
 
 _SPLITS = ("train", "valid", "test")
 _UNDIRECTED = ("products", "proteins")  # those whose raw files hold one direction of each edge
@@ -93,7 +94,7 @@ def _read_splits(folder: Path) -> dict[str, Rows]:
     return {name: ArrayRows(_read_ids(kinds[0] / f"{name}.csv.gz")) for name in _SPLITS}
 
 
-def _read_ids(path: Path) -> NDArray[np.int64]:
+def _read_ids(path: Path) -> Ids:
     _existing(path)
     blocks = [block[:, 0] for block, _ in CsvReader(path, header=False).arrays(np.int64)]
     return np.concatenate(blocks) if blocks else np.empty(0, np.int64)

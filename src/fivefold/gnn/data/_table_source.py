@@ -28,6 +28,7 @@ from fivefold.gnn.data._tables import (
 )
 from fivefold.gnn.data.arrays import ArrayEdges, check_gaps, count_ids, file_stamp, npy_rows
 from fivefold.gnn.data.parts import EdgeBlock, LabelPart, Progress
+from fivefold.gnn.storage.arrays import Ids
 
 _LOG = logging.getLogger(__name__)
 _SOURCES = ("source", "src", "from", "head", "u")
@@ -192,7 +193,7 @@ class TableSource:
             progress=progress or no_progress,
         )
 
-    def _named(self, work: Path) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+    def _named(self, work: Path) -> Iterator[tuple[Any, Ids]]:
         """Yield all names with their places; weights go to a file of their own on the way."""
         first = 0
         if self.node_table is not None:
@@ -263,8 +264,6 @@ def _usual(names: list[str], usual: Sequence[str]) -> str | None:
 
 
 class _TableEdges:
-    sorted_by_target = False
-
     def __init__(self, source: TableSource) -> None:
         self.tables, self.ends = source.tables, source.ends
         self.weighted = source.weighted

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from fivefold.errors import DataError, UnsupportedError
 from fivefold.gnn.data.arrays import as_labels
 from fivefold.gnn.data.parts import LabelPart
+from fivefold.gnn.storage.arrays import Array, Ids
 
 try:
     import pyarrow as pa
@@ -153,7 +154,7 @@ class CsvReader:
 
     def arrays(
         self, dtype: DTypeLike, *, first_row: int = 0, max_rows: int = 1 << 62
-    ) -> Iterator[tuple[NDArray[Any], int]]:
+    ) -> Iterator[tuple[Array, int]]:
         """Yield all columns as blocks ``[rows, columns]``, each with the row after it."""
         kind = pa.from_numpy_dtype(np.dtype(dtype))
         batches = self.batches(self.names, [kind] * len(self.names))
@@ -406,12 +407,12 @@ class NodeTable:
             row += ids.size
         return True
 
-    def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Array]:
         batches = self.table.batches(self.feature_names, self._feature_types())
         for part, _ in rest_of(batches, first_row, max_rows):
             yield self._block(part)
 
-    def _block(self, batch: Any) -> NDArray[Any]:
+    def _block(self, batch: Any) -> Array:
         block, place = np.empty((batch.num_rows, self.dim), self.dtype), 0
         for name, column in zip(self.feature_names, batch.columns, strict=True):
             width = self.widths[name]
@@ -452,7 +453,7 @@ class NodeTable:
                 )
         return sorted(found)
 
-    def _label_blocks(self, names: list[str] | None) -> Iterator[NDArray[np.int64]]:
+    def _label_blocks(self, names: list[str] | None) -> Iterator[Ids]:
         kind = [pa.float64() if names is None else pa.string()]
         for batch in self.table.batches([str(self.label)], kind):
             column = batch.column(0)
@@ -460,8 +461,8 @@ class NodeTable:
                 column = compute.index_in(column, value_set=pa.array(names, pa.string()))
             yield as_labels(column.fill_null(-1).to_numpy(zero_copy_only=False))
 
-    def _splits(self) -> dict[str, NDArray[np.int64]]:
-        found: dict[str, list[NDArray[np.int64]]] = {name: [] for name in _SPLITS}
+    def _splits(self) -> dict[str, Ids]:
+        found: dict[str, list[Ids]] = {name: [] for name in _SPLITS}
         row = 0
         columns = [self.split] if self.split else list(self.masks.values())
         kinds = [pa.string() if self.split else pa.bool_()] * len(columns)
@@ -472,7 +473,7 @@ class NodeTable:
         nothing = [np.empty(0, np.int64)]
         return {name: np.concatenate(parts or nothing) for name, parts in found.items()}
 
-    def _members(self, batch: Any) -> dict[str, NDArray[np.int64]]:
+    def _members(self, batch: Any) -> dict[str, Ids]:
         """Return the rows of a batch that are in each split."""
         if not self.split:
             masks = zip(self.masks, batch.columns, strict=True)

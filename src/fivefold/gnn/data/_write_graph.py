@@ -1,4 +1,4 @@
-"""Edges as compressed rows by target: streamed when sorted, else sorted without holding them.
+"""Edges as compressed rows by target, sorted without holding them.
 
 A counting sort in two passes. Edges are spilled to buckets, each a range of target ids; then each
 bucket is read and sorted by counting. Both passes are stable: the edges of a target stay in the
@@ -28,6 +28,7 @@ from fivefold.errors import DataError, InfeasibleError, StorageError
 from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.data.parts import EdgeBlock, EdgePart, Progress, index_dtype
 from fivefold.gnn.storage import ContainerWriter
+from fivefold.gnn.storage.arrays import Array, Ids
 
 _SORT_BYTES_PER_EDGE = 48  # ids twice, weights twice, places, and NumPy's temporaries
 _MOST_BUCKETS = 512
@@ -58,8 +59,8 @@ class CsrPiece:
     ``degrees`` may be empty: then the edges belong to a node that ends in a later piece.
     """
 
-    degrees: NDArray[np.int64]
-    values: Mapping[str, NDArray[Any]]  # of "sources", and of "weights" and "edge_ids" where asked
+    degrees: Ids
+    values: Mapping[str, Array]  # of "sources", and of "weights" and "edge_ids" where asked
 
 
 class EdgeBuckets:
@@ -188,7 +189,7 @@ class EdgeBuckets:
             self._append(name, ordered, starts)
         self.sizes += counts
 
-    def _append(self, name: str, ordered: NDArray[Any], starts: NDArray[np.int64]) -> None:
+    def _append(self, name: str, ordered: Array, starts: Ids) -> None:
         for bucket in np.flatnonzero(np.diff(starts)).tolist():
             path = self._path(bucket, name)
             data = ordered[starts[bucket] : starts[bucket + 1]].data.cast("B")
@@ -249,7 +250,7 @@ class EdgeBuckets:
 
     def _all_in_memory(self) -> Iterator[CsrPiece]:
         """Yield everything at once: there is so little."""
-        columns: dict[str, NDArray[Any]] = {
+        columns: dict[str, Array] = {
             "targets": _joined([block.targets for block in self._held], np.dtype(np.int64)),
         }
         for name in _values_of(self.columns):
@@ -288,7 +289,7 @@ class EdgeBuckets:
                     hint=f"remove {self.folder} and run the same command again",
                 )
 
-    def _chunks(self, bucket: int, name: str) -> Iterator[NDArray[Any]]:
+    def _chunks(self, bucket: int, name: str) -> Iterator[Array]:
         """Yield a column of a bucket, a part that surely fits at a time."""
         step = max(1, self.limit // 4)
         with self._path(bucket, name).open("rb") as file:
@@ -302,11 +303,11 @@ class EdgeBuckets:
                     )
                 yield chunk
 
-    def _load(self, bucket: int, first: int, stop: int) -> dict[str, NDArray[Any]]:
+    def _load(self, bucket: int, first: int, stop: int) -> dict[str, Array]:
         """Return the edges into targets first..stop-1 of a bucket; these become 0..stop-first-1."""
         if self.sizes[bucket] == 0:
             return {name: np.empty(0, dtype) for name, dtype in self.columns.items()}
-        chunks: dict[str, list[NDArray[Any]]] = {name: [] for name in self.columns}
+        chunks: dict[str, list[Array]] = {name: [] for name in self.columns}
         columns = (self._chunks(bucket, name) for name in self.columns)
         everything = first == 0 and stop == self.nodes_of(bucket)
         for parts in zip(*columns, strict=True):
@@ -339,7 +340,7 @@ class EdgeBuckets:
             np.array([degree]), {name: np.empty(0, self.columns[name]) for name in names}
         )
 
-    def _sorted(self, columns: dict[str, NDArray[Any]], num_nodes: int) -> CsrPiece:
+    def _sorted(self, columns: dict[str, Array], num_nodes: int) -> CsrPiece:
         if self.drop_duplicates:
             columns = _without_duplicates(columns)
         targets = columns["targets"]
@@ -360,13 +361,13 @@ def _values_of(columns: Mapping[str, Any]) -> list[str]:
     return [name for name in columns if name != "targets"]
 
 
-def _joined(parts: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+def _joined(parts: list[Array], dtype: np.dtype[Any]) -> Array:
     if not parts:
         return np.empty(0, dtype)
     return np.concatenate(parts).astype(dtype, copy=False)
 
 
-def _without_duplicates(columns: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+def _without_duplicates(columns: dict[str, Array]) -> dict[str, Array]:
     """Return the edges by target and source, the first of equal ones."""
     order = np.lexsort((columns["sources"], columns["targets"]))
     targets, sources = columns["targets"][order], columns["sources"][order]
@@ -388,22 +389,6 @@ class EdgeRules:
     add_reverse: bool = False
     drop_self_loops: bool = False
     drop_duplicates: bool = False
-
-
-def write_graph(
-    path: Path,
-    part: EdgePart,
-    attributes: Mapping[str, Any],
-    *,
-    rules: EdgeRules,
-    memory_bytes: int,
-    progress: Progress,
-) -> None:
-    """Write graph.fvf."""
-    if part.sorted_by_target and part.num_edges is not None and rules == EdgeRules():
-        _write_sorted(path, part, attributes, memory_bytes, progress)
-    else:
-        _write_bucketed(path, part, attributes, rules, (memory_bytes, progress))
 
 
 def _value_types(*, weighted: bool, numbered: bool) -> dict[str, np.dtype[Any]]:
@@ -438,78 +423,6 @@ def _sections(
     }
 
 
-class _SortedWriter:
-    """Turns edges in the order of their targets into compressed rows as they come."""
-
-    def __init__(self, writer: ContainerWriter, num_nodes: int, state: Mapping[str, int]) -> None:
-        self.writer = writer
-        self.num_nodes = num_nodes
-        self.edges = state["edges"]
-        self.node = state["node"]  # indptr is written up to and with this node
-        self.dtype = index_dtype(num_nodes)
-        if self.node == 0:
-            writer.write("indptr", 0, np.zeros(1, np.int64))
-
-    def add(self, block: EdgeBlock) -> None:
-        if block.targets.size == 0:
-            return
-        last = int(block.targets[-1])
-        if int(block.targets[0]) < self.node or np.any(np.diff(block.targets) < 0):
-            message = "the edges are not sorted by target"
-            raise DataError(message, hint="set sorted_by_target of the source to False")
-        self._close_nodes(block, last)
-        for name, values in block.values().items():
-            section, dtype = ("indices", self.dtype) if name == "sources" else (name, values.dtype)
-            self.writer.write(section, self.edges, values.astype(dtype, copy=False))
-        self.edges += block.sources.size
-
-    def _close_nodes(self, block: EdgeBlock, last: int) -> None:
-        """Write the ends of the nodes before ``last``, which may go on in the next block."""
-        nodes = np.arange(self.node, last, dtype=block.targets.dtype)
-        ends = np.searchsorted(block.targets, nodes, side="right")
-        self.writer.write("indptr", self.node + 1, ends.astype(np.int64) + self.edges)
-        self.node = last
-
-    def finish(self, max_rows: int) -> None:
-        while self.node < self.num_nodes:
-            rows = min(max_rows, self.num_nodes - self.node)
-            self.writer.write("indptr", self.node + 1, np.full(rows, self.edges, np.int64))
-            self.node += rows
-
-    def state(self, position: int) -> dict[str, int]:
-        return {"position": position, "edges": self.edges, "node": self.node}
-
-
-def _write_sorted(
-    path: Path,
-    part: EdgePart,
-    attributes: Mapping[str, Any],
-    memory_bytes: int,
-    progress: Progress,
-) -> None:
-    num_nodes = int(attributes["num_nodes"])
-    total = part.num_edges or 0
-    max_edges = max(1, min(memory_bytes // 128, 4 << 20))
-    with ContainerWriter(
-        path,
-        kind="graph",
-        sections=_sections(attributes, total, part),
-        attributes=attributes,
-        resume=True,
-    ) as writer:
-        start = writer.progress or {"position": 0, "edges": 0, "node": 0}
-        rows = _SortedWriter(writer, num_nodes, start)
-        marked = rows.edges
-        for block in part.blocks(start["position"], max_edges):
-            rows.add(block)
-            progress("edges", rows.edges, total)
-            if rows.edges - marked >= _MARK_EVERY_EDGES:
-                writer.mark(rows.state(block.position))
-                marked = rows.edges
-        rows.finish(max_edges)
-        writer.commit().close()
-
-
 def work_folder(path: Path) -> Path:
     """Return where edges are spilled while graph.fvf is made."""
     return path.with_name(path.name + ".work")
@@ -520,14 +433,16 @@ def num_sources(attributes: Mapping[str, Any]) -> int:
     return int(attributes.get("num_sources", attributes["num_nodes"]))
 
 
-def _write_bucketed(
+def write_graph(
     path: Path,
     part: EdgePart,
     attributes: Mapping[str, Any],
+    *,
     rules: EdgeRules,
-    run: tuple[int, Progress],
+    memory_bytes: int,
+    progress: Progress,
 ) -> None:
-    memory_bytes, progress = run
+    """Write graph.fvf."""
     copies = 2 if rules.add_reverse else 1
     expected = part.num_edges if part.num_edges is not None else part.expected_edges
     buckets = EdgeBuckets(
@@ -542,7 +457,7 @@ def _write_bucketed(
     )
     buckets.resume(_recipe_id(attributes, rules))
     if not buckets.complete:
-        _fill(buckets, part, attributes, rules, run)
+        _fill(buckets, part, attributes, rules, (memory_bytes, progress))
     _write_buckets(path, buckets, attributes, part, progress)
     buckets.remove()
 
@@ -610,7 +525,7 @@ def _ruled(block: EdgeBlock, rules: EdgeRules) -> EdgeBlock:
     return EdgeBlock(position=block.position, **values)
 
 
-def both_ways(these: NDArray[Any], others: NDArray[Any]) -> NDArray[Any]:
+def both_ways(these: Array, others: Array) -> Array:
     """Take turns, so that the order of edges does not depend on how they were cut into blocks."""
     merged = np.empty(2 * these.size, np.result_type(these, others))
     merged[0::2], merged[1::2] = these, others
@@ -655,9 +570,7 @@ def _write_buckets(
         writer.commit().close()
 
 
-def _put(
-    writer: ContainerWriter, name: str, row: int, values: NDArray[Any], known: int | None
-) -> None:
+def _put(writer: ContainerWriter, name: str, row: int, values: Array, known: int | None) -> None:
     if known is None:
         writer.append(name, values)
     else:

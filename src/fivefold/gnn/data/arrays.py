@@ -488,8 +488,6 @@ class ArrayFeatures:
 class ArrayEdges:
     """Edges ``[2, E]`` or, with ``pairs``, ``[E, 2]``; by their shape where that is None."""
 
-    sorted_by_target = False
-
     def __init__(
         self,
         rows: Rows,

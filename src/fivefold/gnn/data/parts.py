@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.gnn.storage.arrays import Array, Ids
+
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total); total is 0 where it is not known before the end."""
 
@@ -31,13 +33,13 @@ def index_dtype(num_nodes: int) -> np.dtype[Any]:
 class EdgeBlock:
     """Edges ``sources[i] -> targets[i]``; ``position`` is where the source goes on after them."""
 
-    sources: NDArray[Any]
-    targets: NDArray[Any]
+    sources: Array
+    targets: Array
     position: int
     weights: NDArray[np.float32] | None = None
-    edge_ids: NDArray[np.int64] | None = None
+    edge_ids: Ids | None = None
 
-    def values(self) -> dict[str, NDArray[Any]]:
+    def values(self) -> dict[str, Array]:
         """Return what goes with each target: sources, and weights and edge ids where there are."""
         found = {"sources": self.sources, "weights": self.weights, "edge_ids": self.edge_ids}
         return {name: values for name, values in found.items() if values is not None}
@@ -65,11 +67,6 @@ class EdgePart(Protocol):
         """Return whether blocks carry weights."""
         ...
 
-    @property
-    def sorted_by_target(self) -> bool:
-        """Return whether targets never fall from one edge to the next: nothing is sorted then."""
-        ...
-
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
         """Yield all edges from ``position`` on (0: the start), at most ``max_edges`` at a time."""
         ...
@@ -81,7 +78,7 @@ class FeaturePart(Protocol):
     dtype: np.dtype[Any]
     dim: int
 
-    def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Array]:
         """Yield all rows from ``first_row`` on, at most ``max_rows`` at a time."""
         ...
 
@@ -93,8 +90,8 @@ class LabelPart:
     ``num_classes`` is one more than the largest label where it is None.
     """
 
-    blocks: Callable[[int], Iterator[NDArray[np.int64]]]
-    splits: Mapping[str, NDArray[np.int64]] = field(
+    blocks: Callable[[int], Iterator[Ids]]
+    splits: Mapping[str, Ids] = field(
         default_factory=lambda: {name: np.empty(0, np.int64) for name in _SPLITS}
     )
     num_classes: int | None = None

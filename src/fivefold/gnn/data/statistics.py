@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.errors import DataError
 from fivefold.gnn.data._dataset import NAMES_FILE, Dataset, HeteroDataset
@@ -15,6 +14,7 @@ from fivefold.gnn.data._write_graph import count_keys
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.storage import Container
+from fivefold.gnn.storage.arrays import Ids
 
 
 def describe(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _files(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
     return {"files": files, "fingerprint": dataset.fingerprint}
 
 
-def _degrees(graph: Container, num_nodes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _degrees(graph: Container, num_nodes: int) -> tuple[Ids, Ids]:
     ends = [np.diff(block) for block in graph.blocks("indptr", overlap=1)]
     out = np.zeros(num_nodes, np.int64)
     for sources in graph.blocks("indices"):
@@ -79,7 +79,7 @@ def _degrees(graph: Container, num_nodes: int) -> tuple[NDArray[np.int64], NDArr
     return np.concatenate(ends), out
 
 
-def _spread(degrees: NDArray[np.int64]) -> dict[str, Any]:
+def _spread(degrees: Ids) -> dict[str, Any]:
     """Return the mean, median, largest, and the share of the edges at the top 1 % of the nodes."""
     if degrees.size == 0:
         return {"mean": 0.0, "median": 0.0, "max": 0, "top_1_percent_share": 0.0}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,11 +15,10 @@ from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.loading._sampled import DiskRows
 from fivefold.gnn.loading.batch import import_geometric
 from fivefold.gnn.storage import Container
+from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
 _geometric = import_geometric("data")
-
-Ids = npt.NDArray[np.int64]
 
 
 class FeatureStoreAdapter(_geometric.FeatureStore):  # type: ignore[name-defined]  # untyped

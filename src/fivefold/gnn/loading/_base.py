@@ -11,49 +11,68 @@ import dataclasses
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, NoReturn, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Literal, NoReturn, Self, TypedDict, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.typing import ArrayLike
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
 from fivefold.gnn.loading._pipeline import Pipeline, StallError
 from fivefold.gnn.sampling.batches import as_count
+from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.files import Closing
+from fivefold.gnn.storage.reader import Backend
 
 _LOG = logging.getLogger(__name__)
 _STATE_VERSION = 1
 
 Batch = TypeVar("Batch")
-Ids = npt.NDArray[np.int64]
 Remainder = Literal["drop", "repeat"]
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Options that all loaders take under the same names; ``DiskLoader`` explains them."""
+
+    device: torch.device | str
+    rank: int
+    world_size: int
+    remainder: Remainder
+    backend: Backend
+    verify: bool
+    timeout_s: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """The arguments that loaders share, under the same names, checked."""
+    """The arguments that loaders share, checked, with their defaults."""
 
-    device: torch.device
-    shuffle: bool | Literal["segments"]
+    shuffle: bool
     seed: int
     prefetch: int | None
-    rank: int
-    world_size: int
-    remainder: Remainder
-    timeout_s: float
+    device: Any = "cpu"  # a torch.device from here on
+    rank: int = 0
+    world_size: int = 1
+    remainder: Remainder = "drop"
+    backend: Backend = "auto"
+    verify: bool = True
+    timeout_s: float = 120.0
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Return what a reading engine is told."""
+        return {"backend": self.backend, "verify": self.verify}
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "device", _checked_device(self.device))
         if self.prefetch is not None:
             as_count(self.prefetch, "prefetch")
         as_count(self.seed, "seed", least=0)
         if not self.timeout_s > 0:
             raise ConfigurationError(f"timeout_s must be positive; got {self.timeout_s}")
-        if self.shuffle not in (True, False, "segments"):
-            raise ConfigurationError(
-                f"shuffle is {self.shuffle!r}", hint='use True, False, None or "segments"'
-            )
+        if not isinstance(self.shuffle, bool):
+            raise ConfigurationError(f"shuffle is {self.shuffle!r}", hint="use True or False")
         if not 0 <= self.rank < self.world_size:
             raise ConfigurationError(
                 f"rank must be in 0..world_size-1; got rank={self.rank}, "
@@ -86,7 +105,7 @@ class LoaderSettings:
         }
 
 
-def checked_device(device: torch.device | str) -> torch.device:
+def _checked_device(device: torch.device | str) -> torch.device:
     """Return the device, if torch can use it."""
     try:
         chosen = torch.device(device)
@@ -131,22 +150,13 @@ def checked_ids(ids: ArrayLike, num_nodes: int) -> Ids:
     return np.ascontiguousarray(values, np.int64)
 
 
-def batch_order(
-    count: int, *, seed: int, epoch: int, segments: Sequence[tuple[int, int]] = ()
-) -> Ids:
-    """Return a random order of ``count`` batches, the same for the same seed and epoch.
-
-    Segments are (first, stop) of runs of batches that stay together: the runs are put in a random
-    order, and the batches inside each run.
-    """
+def batch_order(count: int, *, seed: int, epoch: int) -> Ids:
+    """Return a random order of ``count`` batches, the same for the same seed and epoch."""
     random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch))))
-    if not segments:
-        return random.permutation(count).astype(np.int64)
-    runs = [segments[i] for i in random.permutation(len(segments))]
-    return np.concatenate([random.permutation(np.arange(first, stop)) for first, stop in runs])
+    return random.permutation(count).astype(np.int64)
 
 
-class BatchLoader(abc.ABC, Generic[Batch]):
+class BatchLoader(Closing, abc.ABC, Generic[Batch]):
     """A loader of mini-batches, epoch by epoch, that can stop and go on at any batch.
 
     Iterating yields the batches of the current epoch; after a whole epoch the next one begins.
@@ -274,12 +284,6 @@ class BatchLoader(abc.ABC, Generic[Batch]):
         """Refuse: a loader has threads and open files, which a copy could not share."""
         message = "a loader cannot be copied, pickled or sent to another process"
         raise UnsupportedError(message, hint="open the store and make a loader where it is used")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _count_and_hand_over(self, value: Any) -> Batch:
         batch = self._hand_over(value)

@@ -13,10 +13,9 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.typing import ArrayLike
 
@@ -24,12 +23,10 @@ from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading._base import (
     BatchLoader,
-    Ids,
+    LoaderOptions,
     LoaderSettings,
     LoaderStatistics,
-    Remainder,
     batch_order,
-    checked_device,
     checked_ids,
 )
 from fivefold.gnn.loading._feature_store import FeatureStore
@@ -41,8 +38,8 @@ from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.planning import Budgets
 from fivefold.gnn.sampling.batches import as_count, checked_fanouts
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.storage.pages import aligned_empty, gather_rows
-from fivefold.gnn.storage.reader import Backend
 from fivefold.units import parse_bytes
 
 # Two batches are read side by side where a third one can be at work in memory: the disk does not
@@ -70,53 +67,26 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         edges: Packed store of the rows of edges (``from_dataset`` makes it); None without
             ``edge_attr``.
         labels: Label of every node; None for batches without ``y``.
-        device: Where the tensors are put.
-        shuffle: New random order of the batches in every epoch; "segments" keeps the batches of
-            a segment together; None shuffles where the plan allows it. A Belady plan holds for
-            the planned order alone.
+        shuffle: New random order of the batches in every epoch; None shuffles where the plan
+            allows it. A Belady plan holds for the planned order alone.
         seed: Seed of the order.
         prefetch: Batches that are prepared ahead; None for as many as are useful and fit.
-        backend: Reading engine of the storage.
-        threads: Its reading threads; None for its default.
-        verify: Check the checksum of every page that is read.
-        rank: Rank of this process.
-        world_size: Number of processes that share the epoch.
+        threads: Threads of the reading engine; None for its default.
         memory_bytes: What the buffers of this process may take for rows; None takes what the plan
             keeps for batches in flight, or what ``prefetch`` needs where that is given. Edges and
             ids of the batches, and a few megabytes of each reading engine, are not in it.
         form: "edge_index", or "blocks" for layered models.
-        remainder: What happens with batches that do not fill a step of all ranks: "drop" leaves
-            out the last ones of the epoch's order, "repeat" hands the first ones out again.
-        timeout_s: Longest wait for one batch before an error names the stage that hangs.
+        options: Those that all loaders take: ``device``, where the tensors are put; ``rank`` of
+            this process among ``world_size`` that share the epoch; ``remainder``, whether the
+            last batches that do not fill a step of all ranks are left out ("drop") or the first
+            ones handed out again ("repeat"); ``backend``, the reading engine; ``verify``, whether
+            the checksum of every page that is read is checked; ``timeout_s``, the longest wait
+            for one batch before an error names the stage that hangs.
 
     Raises:
         ConfigurationError: A setting is not allowed, or does not fit the plan of the store.
         InfeasibleError: The buffers do not fit ``memory_bytes``.
         UnsupportedError: torch has no dtype for the features.
-
-    Examples:
-        >>> import tempfile
-        >>> from fivefold.gnn.data import generate_graph
-        >>> from fivefold.gnn.packing import pack
-        >>> from fivefold.gnn.planning import Budgets, make_plan
-        >>> from fivefold.gnn.sampling import NeighborSampler, sample_epochs
-        >>> from fivefold.gnn.storage import probe_disk
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> dataset = generate_graph(f"{folder.name}/data", nodes=300, dim=4, seed=0)
-        >>> samples = sample_epochs(NeighborSampler(dataset.topology(), [3, 3]), dataset.train,
-        ...     f"{folder.name}/samples.fvf", batch_size=16, seed=0)
-        >>> budgets = Budgets(host_bytes=20_000, disk_bytes=10**8)
-        >>> plan = make_plan(samples, dataset.features, budgets,
-        ...     probe_disk(folder.name, seconds=0.05))
-        >>> store = pack(dataset.features, samples, plan, f"{folder.name}/store",
-        ...     memory_bytes=1 << 25)
-        >>> with DiskLoader(store, labels=dataset.labels) as loader:
-        ...     for batch in loader:
-        ...         _ = batch.x, batch.edge_index, batch.y  # the model's turn
-        ...     statistics = loader.statistics()
-        >>> statistics.batches == len(loader), round(sum(statistics.hit_rates.values()), 9)
-        (True, 1.0)
-        >>> store.close(); dataset.close(); folder.cleanup()
     """
 
     def __init__(  # noqa: PLR0913 - independent options, each with a default
@@ -124,30 +94,20 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         store: PackedStore,
         *,
         edges: PackedStore | None = None,
-        labels: npt.NDArray[Any] | torch.Tensor | None = None,
-        device: torch.device | str = "cpu",
-        shuffle: bool | Literal["segments"] | None = None,
+        labels: Array | torch.Tensor | None = None,
+        shuffle: bool | None = None,
         seed: int = 0,
         prefetch: int | None = None,
-        backend: Backend = "auto",
         threads: int | None = None,
-        verify: bool = True,
-        rank: int = 0,
-        world_size: int = 1,
         memory_bytes: int | None = None,
         form: Literal["edge_index", "blocks"] = "edge_index",
-        remainder: Remainder = "drop",
-        timeout_s: float = 120.0,
+        **options: Unpack[LoaderOptions],
     ) -> None:
         settings = LoaderSettings(
-            device=checked_device(device),
             shuffle=store.plan.policy != "belady" if shuffle is None else shuffle,
             seed=seed,
             prefetch=prefetch,
-            rank=rank,
-            world_size=world_size,
-            remainder=remainder,
-            timeout_s=timeout_s,
+            **options,
         )
         self._store, self._form = store, checked_form(form)
         _check_policy(store, settings)
@@ -161,14 +121,13 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         self._features = FeatureStore(
             store,
             device=settings.device,
-            backend=backend,
             threads=threads,
-            verify=verify,
+            **settings.engine,
             readers=2 if self._buffers >= _BUFFERS_FOR_TWO_READERS else 1,
         )
         self._edges = None
         if edges is not None:
-            self._edges = FeatureStore(edges, backend=backend, threads=threads, verify=verify)
+            self._edges = FeatureStore(edges, threads=threads, **settings.engine)
         # Closed in this order: engines, then what from_dataset opened for them.
         self._closing = contextlib.ExitStack()
         for rows in (self._features, self._edges):
@@ -195,7 +154,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         form: Literal["data", "edge_index", "blocks"] = "data",
         sampled_epochs: int = 1,
         policy: Literal["static", "belady"] = "static",
-        shuffle: bool | Literal["segments"] | None = None,
+        shuffle: bool | None = None,
         seed: int = 0,
         edge_ids: bool = False,
         prefetch: int = 2,
@@ -347,17 +306,8 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         settings, batches = self._settings, self._store.epoch_batches(epoch)
         order = np.arange(len(batches), dtype=np.int64)
         if settings.shuffle:
-            segments = self._segments(batches) if settings.shuffle == "segments" else ()
-            order = batch_order(len(batches), seed=settings.seed, epoch=epoch, segments=segments)
+            order = batch_order(len(batches), seed=settings.seed, epoch=epoch)
         return settings.share(order) + batches.start
-
-    def _segments(self, batches: range) -> list[tuple[int, int]]:
-        """Return the plan's segments within an epoch, counted from its first batch."""
-        inside = (
-            (max(first, batches.start), min(stop, batches.stop))
-            for first, stop in self._store.plan.segments
-        )
-        return [(a - batches.start, b - batches.start) for a, b in inside if a < b]
 
     def _identity(self) -> dict[str, Any]:
         return {"store": self._store.plan.order_fingerprint, **self._settings.identity()}
@@ -373,7 +323,7 @@ class _Source:
     has_edges: bool  # with attributes of their own, so that batches must name them
 
     @property
-    def labels(self) -> npt.NDArray[np.int64] | None:
+    def labels(self) -> Ids | None:
         return self.dataset.labels if self.dataset.has_labels else None
 
     def seeds(self, ids: ArrayLike | None) -> Ids:
@@ -441,9 +391,7 @@ def _check_policy(store: PackedStore, settings: LoaderSettings) -> None:
         )
 
 
-def _checked_labels(
-    labels: npt.NDArray[Any] | torch.Tensor | None, num_nodes: int
-) -> npt.NDArray[Any] | None:
+def _checked_labels(labels: Array | torch.Tensor | None, num_nodes: int) -> Array | None:
     if labels is None:
         return None
     array = labels.cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
@@ -470,8 +418,8 @@ class _Work:
     """A batch on its way, and the number of its buffer's loan."""
 
     record: BatchRecord
-    rows: npt.NDArray[Any] | None = None
-    edge_attr: npt.NDArray[Any] | None = None
+    rows: Array | None = None
+    edge_attr: Array | None = None
     batch: MiniBatch | None = None
     loan: int = 0
 
@@ -582,7 +530,7 @@ class BatchStages:
         return work
 
 
-def _rows_of(work: _Work) -> npt.NDArray[Any]:
+def _rows_of(work: _Work) -> Array:
     assert work.rows is not None, "a stage before lends the buffer"
     return work.rows
 

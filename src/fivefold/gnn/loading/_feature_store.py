@@ -15,7 +15,6 @@ import threading
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,11 +22,11 @@ from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.storage import Container, RowReader
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.storage.pages import aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
-Ids = npt.NDArray[np.int64]
-Rows = npt.NDArray[Any]
+Rows = Array
 
 LEVELS = ("device", "host", "shared", "private")
 _CHUNK_BYTES = 32 << 20  # of a cache on its way to a device

@@ -7,17 +7,16 @@ import zlib
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.typing import ArrayLike
 
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.data.arrays import as_array
-from fivefold.gnn.loading._base import Ids
 from fivefold.gnn.loading._sampled import OnlineLoader
 from fivefold.gnn.loading.batch import MiniBatch
 from fivefold.gnn.sampling.batches import as_count
+from fivefold.gnn.storage.arrays import Array, Ids
 
 Negatives = Literal["binary", "triplet"]
 
@@ -115,7 +114,7 @@ class _Links:
     def __init__(
         self,
         ends: Ids,
-        labels: npt.NDArray[Any] | None,
+        labels: Array | None,
         *,
         negatives: Negatives | None,
         ratio: int,

@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fivefold.errors import FivefoldError, InfeasibleError, StorageError, UnsupportedError
+from fivefold.gnn.storage.arrays import Array, Bytes
 from fivefold.gnn.storage.pages import aligned_empty
 from fivefold.units import format_bytes
 
@@ -367,7 +367,7 @@ _LOG = logging.getLogger(__name__)
 _DEFAULT_PREFETCH = 4
 _FEWEST_BUFFERS = 2  # one is with the training loop while the next is prepared
 
-Buffer = npt.NDArray[np.uint8]
+Buffer = Bytes
 
 
 def buffer_count(*, batch_bytes: int, memory_bytes: int | None, prefetch: int | None) -> int:
@@ -429,7 +429,7 @@ class BufferRing:
 
     def lend(
         self, shape: tuple[int, ...], dtype: np.dtype[Any], *, borrower: object = None
-    ) -> npt.NDArray[Any]:
+    ) -> Array:
         """Wait for a free buffer and lend its first bytes as an array.
 
         The lender must pass the array itself on, or a tensor made of it: NumPy's views of it
@@ -441,7 +441,7 @@ class BufferRing:
                 raise ClosedChannelError
         size_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         assert size_bytes <= self._size_bytes, "a batch is larger than the plan's largest"
-        array: npt.NDArray[Any] = buffer[:size_bytes].view(dtype).reshape(shape)
+        array: Array = buffer[:size_bytes].view(dtype).reshape(shape)
         number = id(array)
         weakref.finalize(array, _give_back, weakref.ref(self), buffer, number).atexit = False
         self._inside.add(number)

@@ -9,14 +9,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from fivefold.errors import DataError
 from fivefold.gnn.data import Dataset, array_source, ingest
 from fivefold.gnn.data.arrays import ArraySource
 from fivefold.gnn.loading.batch import MiniBatch, import_geometric
+from fivefold.gnn.loading.prepare import alone_in
+from fivefold.gnn.storage.arrays import Ids
 
 
 def cache_folder() -> Path:
@@ -45,13 +45,14 @@ def dataset_of(data: Any, cache: Path) -> Dataset:
     )
     text = json.dumps(dict(numbered.recipe), sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-    return ingest(numbered, cache / f"graph-{key}")
+    with alone_in(cache):  # the ranks of a run all come here
+        return ingest(numbered, cache / f"graph-{key}")
 
 
 class LabelledData:
     """Make ``Data`` of batches of a data set on disk: its labels are the only attribute."""
 
-    def __init__(self, labels: npt.NDArray[np.int64] | None) -> None:
+    def __init__(self, labels: Ids | None) -> None:
         self._labels = labels
         import_geometric("data")  # a missing package is told of now
 

@@ -2,8 +2,7 @@
 
 ``OnlineLoader`` is for validation and test ids, for training that fits in memory, and as the
 yardstick of packed training: the same batches, without any packing. ``HeteroLoader`` is for graphs
-with several node and edge types: offline sampling and packing know one node type
-(``HeteroAdjacency.merged`` makes one of a graph whose types have rows of one size).
+with several node and edge types: offline sampling and packing know one node type.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Unpack
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.typing import ArrayLike
 
@@ -26,11 +24,9 @@ from fivefold.gnn.data.arrays import as_array
 from fivefold.gnn.loading._base import (
     Batch,
     BatchLoader,
-    Ids,
+    LoaderOptions,
     LoaderSettings,
     LoaderStatistics,
-    Remainder,
-    checked_device,
     checked_ids,
 )
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
@@ -52,6 +48,7 @@ from fivefold.gnn.sampling.batches import (
     epoch_batches,
 )
 from fivefold.gnn.storage import Container, RowReader
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.storage.pages import aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
@@ -61,13 +58,13 @@ _TABLE_BYTES_PER_NODE, _TABLE_BYTES_PER_SLOT = 4, 17  # of a cache that learns
 class MemoryRows:
     """Rows of an array [nodes, dim] in memory."""
 
-    def __init__(self, features: npt.NDArray[Any]) -> None:
+    def __init__(self, features: Array) -> None:
         self._features = features
         self.served = {"memory": 0}
         self.row_shape: tuple[int, ...] = features.shape[1:]
         self.dtype: np.dtype[Any] = features.dtype
 
-    def read(self, node_ids: Ids, out: npt.NDArray[Any]) -> ReadStatistics:
+    def read(self, node_ids: Ids, out: Array) -> ReadStatistics:
         """Put the rows of ``node_ids`` into ``out``, in their order."""
         gather_rows(self._features, node_ids, out)
         self.served["memory"] += len(node_ids)
@@ -90,9 +87,7 @@ class DiskRows:
         self.dtype: np.dtype[Any] = np.dtype(section.dtype)
         self.served = {"file": 0}
 
-    def read(
-        self, node_ids: Ids, out: npt.NDArray[Any], *, places: Ids | None = None
-    ) -> ReadStatistics:
+    def read(self, node_ids: Ids, out: Array, *, places: Ids | None = None) -> ReadStatistics:
         """Put the rows of distinct ``node_ids`` into ``out``, in their order or at ``places``."""
         order = np.argsort(node_ids, kind="stable")
         self.served["file"] += len(node_ids)
@@ -100,7 +95,7 @@ class DiskRows:
             node_ids[order], out, destinations=order if places is None else places[order]
         )
 
-    def read_any(self, ids: Ids) -> tuple[npt.NDArray[Any], ReadStatistics]:
+    def read_any(self, ids: Ids) -> tuple[Array, ReadStatistics]:
         """Return the rows of ids that may repeat, each read once, and what that cost."""
         distinct, inverse = np.unique(ids, return_inverse=True)
         repeated = len(distinct) < len(ids)
@@ -140,7 +135,7 @@ class CachedRows:
         """Return the rows that each level served."""
         return {"host": self._hits, **self._rows.served}
 
-    def read(self, node_ids: Ids, out: npt.NDArray[Any]) -> ReadStatistics:
+    def read(self, node_ids: Ids, out: Array) -> ReadStatistics:
         """Put the rows of distinct ``node_ids`` into ``out``, in their order."""
         slots = self._cache.lookup(node_ids)
         hits, missing = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
@@ -206,16 +201,9 @@ class _SampledLoader(BatchLoader[Batch]):
     """
 
     def __init__(
-        self,
-        ids: Ids,
-        batch_size: int,
-        settings: LoaderSettings,
-        release: Callable[[], None],
+        self, ids: Ids, batch_size: int, settings: LoaderSettings, release: Callable[[], None]
     ) -> None:
         super().__init__(settings, release)
-        if settings.shuffle == "segments":
-            message = 'shuffle is "segments", which packed batches alone lie in'
-            raise ConfigurationError(message, hint="use True or False")
         self._prefetch = as_count(settings.prefetch, "prefetch")
         self._ids, self._batch_size = ids, as_count(batch_size, "batch_size")
         self._length(0)  # an impossible rank is refused here and not in the first epoch
@@ -287,15 +275,9 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         seed: Seed of order and samples.
         edge_ids: Whether batches have ``e_id``; with features of edges they always do.
         form: "edge_index", "blocks" for layered models, or "data" for PyG's ``Data``.
-        device: Where the tensors are put.
         prefetch: Batches that are prepared ahead.
-        rank: Rank of this process.
-        world_size: Number of processes that share the batches of an epoch.
-        remainder: "drop" leaves out the last batches of an epoch that do not fill a step of all
-            ranks, "repeat" hands the first ones out again.
-        backend: Reading engine for features on disk.
-        verify: Check the checksums of what is read.
-        timeout_s: Longest wait for one batch before an error names the stage that hangs.
+        options: Those that all loaders take, as for ``DiskLoader``: device, rank, world_size,
+            remainder, backend, verify, timeout_s.
 
     Raises:
         ConfigurationError: A setting is out of range.
@@ -320,7 +302,7 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         fanouts: Sequence[int],
         batch_size: int,
         topology: Adjacency | None = None,
-        features: Literal["disk", "memory"] | npt.NDArray[Any] = "disk",
+        features: Literal["disk", "memory"] | Array = "disk",
         cache_bytes: int = 0,
         cache_policy: CachePolicy = "lru",
         shuffle: bool = False,
@@ -328,29 +310,12 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         seed: int = 0,
         edge_ids: bool = False,
         form: Literal["edge_index", "blocks", "data"] = "edge_index",
-        device: torch.device | str = "cpu",
         prefetch: int = 2,
-        rank: int = 0,
-        world_size: int = 1,
-        remainder: Remainder = "drop",
-        backend: Backend = "auto",
-        verify: bool = True,
-        timeout_s: float = 120.0,
+        **options: Unpack[LoaderOptions],
     ) -> None:
-        settings = LoaderSettings(
-            device=checked_device(device),
-            shuffle=shuffle,
-            seed=seed,
-            prefetch=prefetch,
-            rank=rank,
-            world_size=world_size,
-            remainder=remainder,
-            timeout_s=timeout_s,
-        )
-        self._form, self._resample = (
-            checked_form("edge_index" if form == "data" else form),
-            resample,
-        )
+        settings = LoaderSettings(shuffle=shuffle, seed=seed, prefetch=prefetch, **options)
+        self._form = checked_form("edge_index" if form == "data" else form)
+        self._resample = resample
         seeds = checked_ids(ids, dataset.num_nodes)
         self._seeds = SeedTable(seeds, dataset.labels if dataset.has_labels else None)
         self._sampler = NeighborSampler(
@@ -365,13 +330,16 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
                 f"{dataset.num_nodes}",
                 hint="give the topology of this data set, or None",
             )
-        engine: dict[str, Any] = {"backend": backend, "verify": verify}
         self._rows = open_rows(
-            dataset.features, features, cache_bytes=cache_bytes, cache_policy=cache_policy, **engine
+            dataset.features,
+            features,
+            cache_bytes=cache_bytes,
+            cache_policy=cache_policy,
+            **settings.engine,
         )
         self._edge_rows = None
         if dataset.edge_features is not None:
-            self._edge_rows = DiskRows(dataset.edge_features, **engine)
+            self._edge_rows = DiskRows(dataset.edge_features, **settings.engine)
         self._read = _Reading()
         self._links: LinkSeeds | None = None
         closing = contextlib.ExitStack()
@@ -394,7 +362,7 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
                 chosen = links.nodes(chosen, epoch=drawn, batch=number)
             return sampler.sample(chosen, epoch=drawn, batch=number)
 
-        def read(ticket: Ticket) -> tuple[SampledBatch, npt.NDArray[Any]]:
+        def read(ticket: Ticket) -> tuple[SampledBatch, Array]:
             sampled: SampledBatch = ticket.value
             out = np.empty((len(sampled.node_ids), *rows.row_shape), rows.dtype)
             reading.total += rows.read(sampled.node_ids, out)
@@ -459,15 +427,9 @@ class HeteroLoader(_SampledLoader[HeteroMiniBatch]):
         topology: Adjacency to sample from; None opens the dataset's.
         shuffle: Put the seeds in a new random order every epoch.
         seed: Seed of order and samples.
-        device: Where the tensors are put.
         prefetch: Batches that are prepared ahead.
-        rank: Rank of this process.
-        world_size: Number of processes that share the batches of an epoch.
-        remainder: "drop" leaves out the last batches of an epoch that do not fill a step of all
-            ranks, "repeat" hands the first ones out again.
-        backend: Reading engine.
-        verify: Check the checksums of what is read.
-        timeout_s: Longest wait for one batch before an error names the stage that hangs.
+        options: Those that all loaders take, as for ``DiskLoader``: device, rank, world_size,
+            remainder, backend, verify, timeout_s.
 
     Raises:
         ConfigurationError: A setting is out of range, or fan-outs do not fit the edge types.
@@ -496,25 +458,10 @@ class HeteroLoader(_SampledLoader[HeteroMiniBatch]):
         topology: HeteroAdjacency | None = None,
         shuffle: bool = False,
         seed: int = 0,
-        device: torch.device | str = "cpu",
         prefetch: int = 2,
-        rank: int = 0,
-        world_size: int = 1,
-        remainder: Remainder = "drop",
-        backend: Backend = "auto",
-        verify: bool = True,
-        timeout_s: float = 120.0,
+        **options: Unpack[LoaderOptions],
     ) -> None:
-        settings = LoaderSettings(
-            device=checked_device(device),
-            shuffle=shuffle,
-            seed=seed,
-            prefetch=prefetch,
-            rank=rank,
-            world_size=world_size,
-            remainder=remainder,
-            timeout_s=timeout_s,
-        )
+        settings = LoaderSettings(shuffle=shuffle, seed=seed, prefetch=prefetch, **options)
         chosen = dataset.split(input_type, "train") if ids is None else ids
         labels = dataset.labels(input_type) if dataset.has_labels(input_type) else None
         seeds = checked_ids(chosen, dataset.num_nodes.get(input_type, 0))
@@ -523,7 +470,7 @@ class HeteroLoader(_SampledLoader[HeteroMiniBatch]):
             dataset.topology() if topology is None else topology, fanouts, seed=seed
         )
         rows = {
-            name: DiskRows(dataset.features(name), backend=backend, verify=verify)
+            name: DiskRows(dataset.features(name), **settings.engine)
             for name in dataset.node_types
             if dataset.has_features(name)
         }
@@ -556,9 +503,7 @@ class HeteroLoader(_SampledLoader[HeteroMiniBatch]):
 class _HeteroReader:
     """From a sample to a batch with its rows; apart from the loader, as its threads use it."""
 
-    def __init__(
-        self, rows: dict[str, DiskRows], input_type: str, labels: npt.NDArray[np.int64] | None
-    ) -> None:
+    def __init__(self, rows: dict[str, DiskRows], input_type: str, labels: Ids | None) -> None:
         self._rows, self._input_type, self._labels = rows, input_type, labels
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.sampling.batches import SampledBatch
+from fivefold.gnn.storage.arrays import Array, Ids
 
 
 def import_geometric(name: str) -> Any:
@@ -75,11 +76,6 @@ class Block:
     def size(self) -> tuple[int, int]:
         """``(num_sources, num_targets)``, what PyG calls the size of a bipartite graph."""
         return self.num_sources, self.num_targets
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Block:
-        return dataclasses.replace(
-            self, edge_index=change(self.edge_index), target_rows=change(self.target_rows)
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,24 +149,27 @@ class MiniBatch:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of this batch."""
-        found: list[Tensor | None] = [self.x, self.edge_index, self.n_id, self.y, self.input_id]
-        found += [self.e_id, self.edge_attr, *(self.links or {}).values()]
-        for block in self.blocks or ():
-            found += [block.edge_index, block.target_rows]
-        return [tensor for tensor in found if tensor is not None]
+        found: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        _changed(self, note)
+        return found
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MiniBatch:
         """Return this batch with all tensors on ``device``."""
         target = torch.device(device)
-        return self._map(lambda tensor: tensor.to(target, non_blocking=non_blocking))
+        return _changed(self, lambda tensor: tensor.to(target, non_blocking=non_blocking))
 
     def pin_memory(self) -> MiniBatch:
         """Return a copy in page-locked memory, for copies that overlap on a GPU."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return _changed(self, Tensor.pin_memory)
 
     def clone(self) -> MiniBatch:
         """Return a copy that shares no memory with the loader, to be kept for long."""
-        return self._map(lambda tensor: tensor.clone())
+        return _changed(self, Tensor.clone)
 
     def to_data(self) -> Any:
         """Return this batch as ``torch_geometric.data.Data`` with the same attribute names.
@@ -191,21 +190,6 @@ class MiniBatch:
             data.num_sampled_edges = list(self.num_sampled_edges or ())
         return data
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> MiniBatch:
-        blocks = self.blocks
-        return dataclasses.replace(
-            self,
-            x=change(self.x),
-            edge_index=None if self.edge_index is None else change(self.edge_index),
-            n_id=change(self.n_id),
-            y=None if self.y is None else change(self.y),
-            input_id=change(self.input_id),
-            e_id=None if self.e_id is None else change(self.e_id),
-            edge_attr=None if self.edge_attr is None else change(self.edge_attr),
-            links=None if self.links is None else _each(change, self.links),
-            blocks=None if blocks is None else tuple(block._map(change) for block in blocks),  # noqa: SLF001 - same module
-        )
-
 
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
@@ -216,7 +200,7 @@ def _shown(value: Any) -> str:
 
 
 EdgeType = tuple[str, str, str]
-Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,17 +241,7 @@ class HeteroMiniBatch:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> HeteroMiniBatch:
         """Return this batch with all tensors on ``device``."""
         target = torch.device(device)
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(target, non_blocking=non_blocking)
-
-        return dataclasses.replace(
-            self,
-            x_dict=_each(move, self.x_dict),
-            edge_index_dict=_each(move, self.edge_index_dict),
-            n_id_dict=_each(move, self.n_id_dict),
-            y=None if self.y is None else move(self.y),
-        )
+        return _changed(self, lambda tensor: tensor.to(target, non_blocking=non_blocking))
 
     def to_data(self) -> Any:
         """Return this batch as ``torch_geometric.data.HeteroData``, as PyG has it.
@@ -289,12 +263,23 @@ class HeteroMiniBatch:
         return data
 
 
-def _each(change: Callable[[Tensor], Tensor], tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    return {key: change(tensor) for key, tensor in tensors.items()}
+def _changed(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
+    """Return a batch, or a part of one, with every tensor in it changed."""
+    part: Any = value
+    if isinstance(part, Tensor):
+        part = change(part)
+    elif isinstance(part, Mapping):
+        part = {key: _changed(inner, change) for key, inner in part.items()}
+    elif isinstance(part, tuple):
+        part = tuple(_changed(inner, change) for inner in part)
+    elif isinstance(part, MiniBatch | HeteroMiniBatch | Block):
+        names = [field.name for field in dataclasses.fields(part)]
+        part = type(part)(**{name: _changed(getattr(part, name), change) for name in names})
+    changed: Value = part
+    return changed
 
 
 Form = Literal["edge_index", "blocks"]
-Ids = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -329,7 +314,7 @@ def assemble(
     seeds: SeedTable,
     *,
     form: Form,
-    edge_attr: npt.NDArray[Any] | None = None,
+    edge_attr: Array | None = None,
 ) -> MiniBatch:
     """Return the mini-batch of a sample, whose rows stand in hop order, or of a record."""
     expanded = sampled.expanded if isinstance(sampled, BatchRecord) else None

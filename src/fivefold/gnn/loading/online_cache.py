@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
+from fivefold.gnn.storage.arrays import Ids
 
 __all__ = ["CachePolicy", "OnlineCache"]
 
-Ids = NDArray[np.int64]
 Slots = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 CachePolicy = Literal["lru", "sieve"]
@@ -72,7 +72,7 @@ class OnlineCache:
         arrays = (self._slot_of, self._id_in, self._older, self._newer, self._visited)
         return sum(array.nbytes for array in arrays)
 
-    def lookup(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
+    def lookup(self, ids: Ids) -> NDArray[np.int32]:
         """Find ids and note that they were used.
 
         Args:
@@ -85,7 +85,7 @@ class OnlineCache:
         _lookup(ids, slots, self.policy == "lru", *self._lists())
         return slots
 
-    def admit(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
+    def admit(self, ids: Ids) -> NDArray[np.int32]:
         """Take in ids that are not there, one after another, each in the place of another.
 
         Args:
@@ -100,7 +100,7 @@ class OnlineCache:
             slots[:] = self._slot_of[ids]
         return slots
 
-    def held(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def held(self) -> tuple[Ids, Ids]:
         """Return the ids that are there and their slots."""
         slots = np.flatnonzero(self._id_in >= 0)
         return self._id_in[slots], slots

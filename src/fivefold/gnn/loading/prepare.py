@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from fivefold.errors import DataError, StorageError
 from fivefold.files import lock_file, read_checked_json, write_checked_json
@@ -34,6 +33,7 @@ from fivefold.gnn.planning import Budgets, Plan, make_plan
 from fivefold.gnn.sampling import Adjacency, NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.sampling.edge_samples import EdgeSamples
 from fivefold.gnn.storage import Container, DiskProfile, probe_disk
+from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.pages import PAGE_BYTES
 from fivefold.units import format_bytes, format_duration_s
 
@@ -104,7 +104,7 @@ def prepare(  # noqa: PLR0913 - all but the first three have defaults
     recipe: StoreRecipe,
     folder: Path,
     *,
-    ids: npt.NDArray[np.int64],
+    ids: Ids,
     topology: Adjacency | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -114,7 +114,7 @@ def prepare(  # noqa: PLR0913 - all but the first three have defaults
     """Sample, plan and pack what is missing; ``accept`` is told the plan before packing."""
     tell = progress or (lambda _name, _done, _total: None)
     work = _Preparation(dataset, recipe, folder, ids, tell)
-    with _alone_in(folder):
+    with alone_in(folder):
         return work.run(
             lambda: NeighborSampler(
                 dataset.topology() if topology is None else topology,
@@ -132,12 +132,7 @@ class _Preparation:
     """The three steps, with their times."""
 
     def __init__(
-        self,
-        dataset: Dataset,
-        recipe: StoreRecipe,
-        folder: Path,
-        ids: npt.NDArray[np.int64],
-        progress: Progress,
+        self, dataset: Dataset, recipe: StoreRecipe, folder: Path, ids: Ids, progress: Progress
     ) -> None:
         self._dataset, self._recipe, self._folder, self._ids = dataset, recipe, folder, ids
         self._progress = progress
@@ -320,7 +315,7 @@ class _Table:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path) -> Iterator[None]:
     """Keep other processes out; a lock of a process that died is free."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

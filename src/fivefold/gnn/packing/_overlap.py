@@ -1,62 +1,26 @@
-"""Reading ahead and writing behind: the disk works while rows are put in order.
+"""Writing behind: the disk works while rows are put in order.
 
-One thread reads the next window into a second buffer, two write finished chunks; the caller's
-thread gathers rows in between. All of them release the GIL while they work. An error of a thread
-comes out of the caller's next call, and all threads end with the ``with`` block.
+Two threads write finished chunks while the caller's thread gathers rows and another one reads ahead
+(``storage.parallel``). All of them release the GIL while they work. An error of a thread comes out
+of the caller's next call, and all threads end with the ``with`` block.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
+from fivefold.gnn.storage.arrays import Bytes
 
 _WRITERS = 2  # so that the disk has the next request when it is through with one
 
-Buffer = NDArray[np.uint8]
+Buffer = Bytes
 Progress = Callable[[str, int, int], None]  # stage, what is done, what there is in all
 Check = Callable[[], None]
-
-
-def read_ahead(
-    requests: Sequence[Any], read: Callable[[Any, Buffer], Any], buffers: tuple[Buffer, Buffer]
-) -> Iterator[tuple[Any, Buffer]]:
-    """Yield what ``read`` returns for each request, with the buffer that it has filled.
-
-    The next request is being read meanwhile. A buffer is overwritten when the one after the next
-    is asked for.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="fivefold-pack-read") as pool:
-        ahead: Future[Any] | None = None
-        for number, request in enumerate(requests):
-            current = ahead or pool.submit(read, request, buffers[number % 2])
-            result = current.result()
-            ahead = None
-            if number + 1 < len(requests):
-                ahead = pool.submit(read, requests[number + 1], buffers[(number + 1) % 2])
-            yield result, buffers[number % 2]
-
-
-def in_threads(calls: Iterable[Callable[[], Any]], *, threads: int) -> Iterator[Any]:
-    """Yield what the calls return, in order; one more than there are threads is under way."""
-    with ThreadPoolExecutor(threads, thread_name_prefix="fivefold-pack") as pool:
-        running: deque[Future[Any]] = deque()
-        try:
-            for call in calls:
-                running.append(pool.submit(call))
-                if len(running) > threads:
-                    yield running.popleft().result()
-            while running:
-                yield running.popleft().result()
-        finally:
-            for future in running:
-                future.cancel()
 
 
 class _DroppedError(Exception):

@@ -92,32 +92,6 @@ def pack(  # noqa: PLR0913 - independent options, each with a default
             of other inputs.
         InfeasibleError: Memory or disk space are short.
         StorageError: The disk refused, or another process packs into this folder.
-
-    Examples:
-        >>> import tempfile
-        >>> from fivefold.gnn.data import generate_graph
-        >>> from fivefold.gnn.planning import Budgets, make_plan
-        >>> from fivefold.gnn.sampling import NeighborSampler, sample_epochs
-        >>> class Disk:
-        ...     sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
-        ...     def seconds(self, requests, size_bytes):
-        ...         return requests * 1e-5 + size_bytes / 1e9
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> data = generate_graph(f"{folder.name}/data", nodes=300, dim=8, seed=1)
-        >>> sampler = NeighborSampler(data.topology(), [3, 3], seed=1)
-        >>> samples = sample_epochs(
-        ...     sampler, data.train, f"{folder.name}/samples.fvf", batch_size=16
-        ... )
-        >>> budgets = Budgets(host_bytes=100_000, disk_bytes=10**8)
-        >>> plan = make_plan(samples, data.features, budgets, Disk(), buffer_batches=0)
-        >>> with pack(
-        ...     data.features, samples, plan, f"{folder.name}/store", memory_bytes=10**6
-        ... ) as store:
-        ...     record = store.record(0)
-        ...     seeds = record.node_ids[: record.batch_size]
-        ...     bool((seeds == samples.batch(0).seeds).all())
-        True
-        >>> data.close(); samples.close(); folder.cleanup()
     """
     if memory_bytes <= 0:
         raise ConfigurationError(

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import DataError, InfeasibleError
-from fivefold.gnn.packing._overlap import Progress, in_threads
+from fivefold.gnn.packing._overlap import Progress
 from fivefold.gnn.packing.record import BatchRecord, build_record, encode_record
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense, sort_distinct
@@ -30,6 +30,8 @@ from fivefold.gnn.planning.layout import PAGE_BYTES, SegmentLayout
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.sampling.batches import SampledBatch
 from fivefold.gnn.storage import Container, ContainerWriter
+from fivefold.gnn.storage.arrays import Bytes, Ids
+from fivefold.gnn.storage.parallel import in_threads
 from fivefold.units import format_bytes
 
 KIND_LAYOUTS = "packing-layouts"
@@ -66,7 +68,7 @@ class SlotTracker:
         """Memory that the tables take."""
         return self._slot.nbytes + self._content.nbytes + self._ids.nbytes
 
-    def slots(self, node_ids: NDArray[np.int64]) -> NDArray[np.int32]:
+    def slots(self, node_ids: Ids) -> NDArray[np.int32]:
         """Return the slot of each node, -1 where it is in no cache; several threads may ask."""
         found: NDArray[np.int32] = self._slot[self._ids.locate(node_ids)]
         return found
@@ -76,7 +78,7 @@ class SlotTracker:
         if self._schedule is not None:
             self._admit(*self._schedule.admissions(batch))
 
-    def _admit(self, node_ids: NDArray[np.int64], host_slots: NDArray[np.integer]) -> None:
+    def _admit(self, node_ids: Ids, host_slots: NDArray[np.integer]) -> None:
         """Put nodes into host slots; what was there is cold from now on."""
         evicted = self._content[host_slots]
         self._slot[self._ids.locate(evicted[evicted >= 0])] = _COLD
@@ -113,7 +115,7 @@ def write_layouts(
         return writer.commit()
 
 
-def places_of(layouts: Container, batch: int) -> tuple[NDArray[np.int64], int]:
+def places_of(layouts: Container, batch: int) -> tuple[Ids, int]:
     """Return the segment's rows that a batch reads, ascending, and how many no other reads."""
     start, count, private = layouts.read("index", batch, batch + 1)[0].tolist()
     return layouts.read("places", start, start + count).astype(np.int64), private
@@ -169,9 +171,9 @@ class _Work:
             self._writer.write("index", batch, entry)
             self._places += len(rows)
 
-    def _cold_ids(self, first: int, stop: int) -> list[NDArray[np.int64]]:
+    def _cold_ids(self, first: int, stop: int) -> list[Ids]:
         """Return the cold ids of the segment's batches, each ascending."""
-        found: list[NDArray[np.int64]] = []
+        found: list[Ids] = []
         # What a batch finds in a cache that moves depends on the batch before it.
         threads = _THREADS if self._plan.cache_schedule is None else 1
         asking = [partial(self._ask, batch) for batch in range(first, stop)]
@@ -180,14 +182,14 @@ class _Work:
             self._check_memory(found, first, stop)
         return found
 
-    def _ask(self, batch: int) -> NDArray[np.int64]:
+    def _ask(self, batch: int) -> Ids:
         """Return a batch's cold ids in order, and let the cache move on."""
         node_ids = self._samples.node_ids(batch)
         cold = node_ids[self._tracker.slots(node_ids) < 0]
         self._tracker.advance(batch)
         return sort_distinct(cold, self._samples.num_nodes)
 
-    def _check_memory(self, cold_ids: list[NDArray[np.int64]], first: int, stop: int) -> None:
+    def _check_memory(self, cold_ids: list[Ids], first: int, stop: int) -> None:
         needed = _BYTES_PER_COLD_ENTRY[self._plan.layout] * sum(map(len, cold_ids))
         if needed > self._memory_bytes:
             total = format_bytes(needed * (stop - first) / len(cold_ids) + self._tracker.nbytes)
@@ -207,7 +209,7 @@ _WRITER_BYTES = 4 << 20  # through which a writer copies what is not aligned
 _MOST_THREADS = 2
 _NONE = np.empty(0, np.int64)
 
-_Call = Callable[[], tuple[NDArray[np.uint8], int, int]]
+_Call = Callable[[], tuple[Bytes, int, int]]
 
 
 class Recorder:
@@ -267,7 +269,7 @@ class Recorder:
                 progress("records", batch + 1, num_batches)
             return writer.commit()
 
-    def _made_from(self, first: int) -> Iterator[tuple[NDArray[np.uint8], int, int]]:
+    def _made_from(self, first: int) -> Iterator[tuple[Bytes, int, int]]:
         """Yield the records from batch ``first`` on: bytes, nodes and edges of each."""
         numbers = SimpleQueue[LocalNumbers]()  # a table for each thread
         for _ in range(self._threads):
@@ -303,7 +305,7 @@ class Recorder:
         *,
         stored: NDArray[np.integer],
         **known: Any,
-    ) -> tuple[NDArray[np.uint8], int, int]:
+    ) -> tuple[Bytes, int, int]:
         """Return the bytes of a batch's record, its nodes and its edges; in several threads."""
         table = numbers.get()
         try:
@@ -360,7 +362,7 @@ class LocalNumbers:
         """Memory that the set takes."""
         return 0 if self._bits is None else self._bits.nbytes
 
-    def begin(self, node_ids: NDArray[np.int64]) -> None:
+    def begin(self, node_ids: Ids) -> None:
         """Begin a batch of these nodes, all distinct."""
         if self._bits is not None and is_dense(len(node_ids), self._num_nodes):
             self._bits.clear()
@@ -371,11 +373,11 @@ class LocalNumbers:
         self._by_id = np.empty(len(node_ids), np.int64)
         self._by_id[self._members.locate(node_ids)] = np.arange(len(node_ids))
 
-    def of(self, node_ids: NDArray[np.integer]) -> NDArray[np.int64]:
+    def of(self, node_ids: NDArray[np.integer]) -> Ids:
         """Return the place of each node, int64; ``KeyError`` where one is not in the batch."""
         places = self._members.locate(node_ids)
         if len(places) and places.min() < 0:
             message = "a node is not in the batch"
             raise KeyError(message)
-        found: NDArray[np.int64] = self._by_id[places]
+        found: Ids = self._by_id[places]
         return found

@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.errors import DataError
-from fivefold.gnn.packing._overlap import Progress, WriteBehind, read_ahead
+from fivefold.gnn.packing._overlap import Progress, WriteBehind
 from fivefold.gnn.planning.geometry import Geometry
 from fivefold.gnn.planning.layout import PAGE_BYTES
 from fivefold.gnn.storage import Container, ContainerWriter, RowReader
+from fivefold.gnn.storage.arrays import Array, Bytes, Ids
 from fivefold.gnn.storage.pages import aligned_empty, gather_rows
+from fivefold.gnn.storage.parallel import read_ahead
 
 KIND_ROWS = "packed-rows"
 _KIND_ROUTES = "packing-routes"
@@ -75,12 +76,12 @@ class Order:
         caches: Ids of the caches' rows, device first.
     """
 
-    def __init__(self, layouts: Container, caches: NDArray[np.int64]) -> None:
+    def __init__(self, layouts: Container, caches: Ids) -> None:
         self._layouts = layouts
         self._num_packed = layouts.sections["order"].shape[0]
         self._caches = caches
 
-    def read(self, first: int, num_rows: int) -> NDArray[np.int64]:
+    def read(self, first: int, num_rows: int) -> Ids:
         """Return int64 [num_rows], the ids of the output rows from ``first`` on."""
         stop = first + num_rows
         parts = []
@@ -110,19 +111,17 @@ class Mover:
         """Return bytes of a row."""
         return self.dtype.itemsize * self.dim
 
-    def as_rows(self, buffer: NDArray[np.uint8], num_rows: int) -> NDArray[Any]:
+    def as_rows(self, buffer: Bytes, num_rows: int) -> Array:
         """Return the first rows of a buffer of bytes, in the features' type."""
         size = num_rows * self.row_bytes
         return buffer[:size].view(self.dtype).reshape(num_rows, self.dim)
 
-    def read_range(self, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+    def read_range(self, start: int, stop: int, out: Bytes) -> None:
         """Read feature rows ``start`` to ``stop`` to the beginning of ``out``."""
         one = np.array([start, stop - start, 0], np.int64)
         self.reader.read_runs(one[0:1], one[1:2], one[2:3], self.as_rows(out, stop - start))
 
-    def read_request(
-        self, request: tuple[int, int, int], out: NDArray[np.uint8]
-    ) -> tuple[int, int, int]:
+    def read_request(self, request: tuple[int, int, int], out: Bytes) -> tuple[int, int, int]:
         """Read a range, (start, stop, number), and return it: for ``read_ahead``."""
         self.read_range(request[0], request[1], out)
         return request
@@ -138,12 +137,12 @@ class Mover:
             queue_depth=self.reader.queue_depth,
         )
 
-    def buffers(self, num_rows: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    def buffers(self, num_rows: int) -> tuple[Bytes, Bytes]:
         """Return two aligned buffers of ``num_rows`` rows, to be filled in turn."""
         size = max(num_rows * self.row_bytes, 1)
         return aligned_empty((size,), np.uint8), aligned_empty((size,), np.uint8)
 
-    def chunks(self, extra_bytes: int = 0) -> list[NDArray[np.uint8]]:
+    def chunks(self, extra_bytes: int = 0) -> list[Bytes]:
         """Return aligned buffers for what is written behind."""
         size = self.geometry.chunk_rows * self.row_bytes + extra_bytes
         return [aligned_empty((max(size, 1),), np.uint8) for _ in range(Geometry.NUM_CHUNKS)]
@@ -308,7 +307,7 @@ class Cells:
     pieces, one per window, and a window is read as one extent.
     """
 
-    def __init__(self, counts: NDArray[np.int64], row_bytes: int, chunk_rows: int) -> None:
+    def __init__(self, counts: Ids, row_bytes: int, chunk_rows: int) -> None:
         self.counts = counts  # [w, g], rows in each cell
         self.row_bytes = row_bytes
         self.chunk_rows = chunk_rows
@@ -321,7 +320,7 @@ class Cells:
         self.rows = rows[:-1].reshape(counts.shape)  # in the list of routes
 
     @classmethod
-    def count(cls, mover: Mover) -> tuple[Cells, Iterator[NDArray[np.int64]]]:
+    def count(cls, mover: Mover) -> tuple[Cells, Iterator[Ids]]:
         """Return the cells of an order, and for each window the row ids sorted by range."""
         size = mover.geometry.source_rows
         num_ranges = -(-mover.num_nodes // size)
@@ -330,14 +329,14 @@ class Cells:
             ids = mover.order.read(window.first, window.num_rows)
             counts[number] = np.bincount(ids // size, minlength=num_ranges)
 
-        def routes() -> Iterator[NDArray[np.int64]]:
+        def routes() -> Iterator[Ids]:
             for window in mover.windows:
                 ids = mover.order.read(window.first, window.num_rows)
                 yield ids[_by_range(ids, size)[0]]
 
         return cls(counts, mover.row_bytes, mover.geometry.chunk_rows), routes()
 
-    def extents(self, window: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def extents(self, window: int) -> tuple[Ids, Ids]:
         """Return places and lengths in bytes of the pieces of a window's cells, by range."""
         counts = self.counts[window]
         pieces = -(-counts // self.chunk_rows)
@@ -388,7 +387,7 @@ def _order_windows(
     step = mover.geometry.chunk_rows
     largest = max((window.num_rows for window in mover.windows), default=0)
 
-    def read(number: int, out: NDArray[np.uint8]) -> tuple[int, NDArray[np.int64]]:
+    def read(number: int, out: Bytes) -> tuple[int, Ids]:
         """Fill ``out`` in order of arrival; return where each row of the window arrived."""
         places, lengths = cells.extents(number)
         size = int(lengths.sum())
@@ -412,7 +411,7 @@ def _order_windows(
             behind.then(partial(finished, number))
 
 
-def _by_range(ids: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _by_range(ids: Ids, size: int) -> tuple[Ids, Ids]:
     """Return positions sorted by range of ``size`` ids, stable, and where each range begins."""
     keys = (ids // size).astype(np.uint16)
     offsets = np.zeros(int(keys.max(initial=0)) + 2, np.int64)
@@ -425,8 +424,8 @@ def _chunks(num_rows: int, step: int) -> Iterator[tuple[int, int]]:
         yield start, min(step, num_rows - start)
 
 
-def _write_of(writer: ContainerWriter, window: Window, start: int, out: NDArray[Any]) -> Any:
-    def write(_buffer: NDArray[np.uint8]) -> None:
+def _write_of(writer: ContainerWriter, window: Window, start: int, out: Array) -> Any:
+    def write(_buffer: Bytes) -> None:
         writer.write(window.section, window.start + start, out)
 
     return write
@@ -463,7 +462,7 @@ def batches_of_cells(
 
 
 def _spill_pieces(
-    rows: NDArray[Any],
+    rows: Array,
     low: int,
     pieces: list[_Piece],
     routes: Container,
@@ -482,7 +481,7 @@ def _spill_pieces(
 
 
 def _write_pieces(
-    spill: ContainerWriter, pieces: list[_Piece], row_bytes: int, staging: NDArray[np.uint8]
+    spill: ContainerWriter, pieces: list[_Piece], row_bytes: int, staging: Bytes
 ) -> None:
     for piece in pieces:
         size = pages_of(piece.num_rows * row_bytes)

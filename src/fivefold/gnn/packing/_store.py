@@ -10,10 +10,9 @@ import os
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.files import read_checked_json, write_checked_json
@@ -23,6 +22,8 @@ from fivefold.gnn.packing.record import BatchRecord, decode_record
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container
+from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.files import Closing
 
 _VERSION = 2
 _REPACK = "pack again with resume=False (`fivefold gnn pack --fresh`)"
@@ -41,7 +42,7 @@ class StoreFiles:
         self.layouts = self.scratch / "layouts.fvf"
 
 
-class PackedStore:
+class PackedStore(Closing):
     """Packed rows, cached rows and batch records, ready for training.
 
     Attributes:
@@ -136,7 +137,7 @@ class PackedStore:
         return range(first, first + per_epoch)
 
     @cached_property
-    def train_ids(self) -> NDArray[np.int64]:
+    def train_ids(self) -> Ids:
         """Return the seeds of an epoch, in the order in which they were given to the sampler."""
         return self.records.read("train_ids")
 
@@ -197,12 +198,6 @@ class PackedStore:
         """Let go of the files."""
         self.rows.close()
         self.records.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_manifest(files: StoreFiles) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from fivefold.errors import DataError
 from fivefold.gnn.planning.id_sets import argsort_distinct
 from fivefold.gnn.planning.layout import runs_of
 from fivefold.gnn.sampling.batches import SampledBatch
+from fivefold.gnn.storage.arrays import Bytes, Ids
 
 _NONE = np.empty(0, np.int64)
 _NUM_FIELDS = 20
@@ -46,22 +47,22 @@ class BatchRecord:
     number: int
     batch_size: int
     num_private: int
-    node_ids: NDArray[np.int64]
-    nodes_per_hop: NDArray[np.int64]
-    edges_per_hop: NDArray[np.int64]
+    node_ids: Ids
+    nodes_per_hop: Ids
+    edges_per_hop: Ids
     expanded: NDArray[np.int32]
     degrees: NDArray[np.int32]
     sources: NDArray[np.int32]
-    edge_ids: NDArray[np.int64] | None
-    device_slots: NDArray[np.int64]
-    device_destinations: NDArray[np.int64]
-    host_slots: NDArray[np.int64]
-    host_destinations: NDArray[np.int64]
-    run_starts: NDArray[np.int64]
-    run_counts: NDArray[np.int64]
-    run_destinations: NDArray[np.int64]
-    admitted_rows: NDArray[np.int64]
-    admitted_slots: NDArray[np.int64]
+    edge_ids: Ids | None
+    device_slots: Ids
+    device_destinations: Ids
+    host_slots: Ids
+    host_destinations: Ids
+    run_starts: Ids
+    run_counts: Ids
+    run_destinations: Ids
+    admitted_rows: Ids
+    admitted_slots: Ids
 
     @property
     def num_cold(self) -> int:
@@ -69,16 +70,16 @@ class BatchRecord:
         return int(self.run_counts.sum())
 
     @cached_property
-    def cold_rows(self) -> NDArray[np.int64]:
+    def cold_rows(self) -> Ids:
         """int64[num_cold], ascending rows of the section of packed rows."""
         return _expand(self.run_starts, self.run_counts)
 
     @cached_property
-    def cold_destinations(self) -> NDArray[np.int64]:
+    def cold_destinations(self) -> Ids:
         """int64[num_cold], the local row that each cold row fills."""
         return _expand(self.run_destinations, self.run_counts)
 
-    def edge_index(self) -> NDArray[np.int64]:
+    def edge_index(self) -> Ids:
         """Return int64[2, e]: local source over local target of each edge."""
         edges = np.empty((2, len(self.sources)), np.int64)
         edges[0] = self.sources
@@ -91,10 +92,10 @@ def build_record(
     *,
     slots: NDArray[np.integer],
     num_device: int,
-    cold: NDArray[np.int64],
-    cold_rows: NDArray[np.int64],
+    cold: Ids,
+    cold_rows: Ids,
     num_private: int = 0,
-    admitted: tuple[NDArray[np.int64], NDArray[np.integer]] | None = None,
+    admitted: tuple[Ids, NDArray[np.integer]] | None = None,
 ) -> BatchRecord:
     """Renumber one sampled batch."""
     seeds, n = sampled.batch_size, len(sampled.node_ids)
@@ -132,7 +133,7 @@ def build_record(
     )
 
 
-def encode_record(record: BatchRecord) -> NDArray[np.uint8]:
+def encode_record(record: BatchRecord) -> Bytes:
     """Return the record's bytes; what follows from the order of the nodes is left out."""
     edge_ids = record.edge_ids
     facts = [record.number, record.batch_size, edge_ids is not None, record.num_private]
@@ -162,7 +163,7 @@ def encode_record(record: BatchRecord) -> NDArray[np.uint8]:
     return encode_arrays(fields, ascending=_ASCENDING)
 
 
-def decode_record(block: NDArray[np.uint8], *, number: int) -> BatchRecord:
+def decode_record(block: Bytes, *, number: int) -> BatchRecord:
     """Read a record and put back what was left out."""
     fields = decode_arrays(block)
     if len(fields) != _NUM_FIELDS or int(fields[0][0]) != number:
@@ -198,7 +199,7 @@ def decode_record(block: NDArray[np.uint8], *, number: int) -> BatchRecord:
     )
 
 
-def _expand(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _expand(starts: Ids, counts: Ids) -> Ids:
     """Return all numbers of the runs, one run after the other."""
     offsets = np.cumsum(counts) - counts
     numbers = np.arange(int(counts.sum()), dtype=np.int64)
@@ -206,42 +207,27 @@ def _expand(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.
     return numbers
 
 
-def _runs(
-    rows: NDArray[np.int64], destinations: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _runs(rows: Ids, destinations: Ids) -> tuple[Ids, Ids, Ids]:
     """Return the runs of ascending rows that are contiguous in the store and in the batch."""
     breaks = (np.diff(rows, prepend=-2) != 1) | (np.diff(destinations, prepend=-2) != 1)
     first = np.flatnonzero(breaks)
     return rows[first], np.diff(first, append=len(rows)), destinations[first]
 
 
-def _split_seeds(
-    slots: NDArray[np.int64], destinations: NDArray[np.int64], seeds: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _split_seeds(slots: Ids, destinations: Ids, seeds: int) -> tuple[Ids, Ids, Ids]:
     """Return slots and places of the seeds, and the slots of the others."""
     among = int(np.count_nonzero(destinations < seeds))
     return slots[:among], destinations[:among], slots[among:]
 
 
-def _join_seeds(
-    seed_slots: NDArray[np.int64],
-    seed_places: NDArray[np.int64],
-    slots: NDArray[np.int64],
-    *,
-    base: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _join_seeds(seed_slots: Ids, seed_places: Ids, slots: Ids, *, base: int) -> tuple[Ids, Ids]:
     places = np.arange(base, base + len(slots), dtype=np.int64)
     return np.concatenate([seed_slots, slots]), np.concatenate([seed_places, places])
 
 
 def _place_runs(
-    starts: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    seeds_at: NDArray[np.int64],
-    seed_places: NDArray[np.int64],
-    *,
-    base: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    starts: Ids, counts: Ids, seeds_at: Ids, seed_places: Ids, *, base: int
+) -> tuple[Ids, Ids, Ids]:
     """Cut the runs at the seeds among them and say where each piece goes."""
     total = int(counts.sum())
     offsets = np.cumsum(counts) - counts
@@ -257,10 +243,10 @@ def _place_runs(
 
 def encode_arrays(
     arrays: Sequence[NDArray[np.integer]], *, ascending: Collection[int] = ()
-) -> NDArray[np.uint8]:
+) -> Bytes:
     """Write arrays of non-negative integers into one block of bytes, a multiple of 8 long."""
     words = [_MAGIC, 0, len(arrays)]
-    parts: list[NDArray[np.uint8]] = []
+    parts: list[Bytes] = []
     for number, array in enumerate(arrays):
         field, payload = _encode(array, differences=number in ascending and array.size > 1)
         words.extend(field)
@@ -276,7 +262,7 @@ def encode_arrays(
     return block
 
 
-def decode_arrays(block: NDArray[np.uint8]) -> list[NDArray[np.integer]]:
+def decode_arrays(block: Bytes) -> list[NDArray[np.integer]]:
     """Read what ``encode_arrays`` wrote; bytes behind its end are ignored."""
     total, count = _check_header(block)
     fields = block[24 : 24 + 24 * count].view("<i8").reshape(count, _FIELD_WORDS)
@@ -293,7 +279,7 @@ def decode_arrays(block: NDArray[np.uint8]) -> list[NDArray[np.integer]]:
     return arrays
 
 
-def _check_header(block: NDArray[np.uint8]) -> tuple[int, int]:
+def _check_header(block: Bytes) -> tuple[int, int]:
     if block.size < 8 * _HEADER_WORDS:
         raise DataError(f"a batch record of {block.size} bytes is cut short", hint=_HINT)
     magic, total, count = block[:24].view("<i8").tolist()
@@ -303,9 +289,7 @@ def _check_header(block: NDArray[np.uint8]) -> tuple[int, int]:
     return total, count
 
 
-def _encode(
-    values: NDArray[np.integer], *, differences: bool
-) -> tuple[list[int], NDArray[np.uint8]]:
+def _encode(values: NDArray[np.integer], *, differences: bool) -> tuple[list[int], Bytes]:
     stored = np.diff(values) if differences else values
     assert stored.size == 0 or stored.min() >= 0, "records hold no negative numbers"
     width = _width(stored)
@@ -319,7 +303,7 @@ def _width(values: NDArray[np.integer]) -> int:
     return next(width for width in _WIDTHS if largest < 1 << (8 * width))
 
 
-def _running_sum(steps: NDArray[np.unsignedinteger], items: int, first: int) -> NDArray[np.int64]:
+def _running_sum(steps: NDArray[np.unsignedinteger], items: int, first: int) -> Ids:
     values = np.empty(items, np.int64)
     if items:
         values[0] = first

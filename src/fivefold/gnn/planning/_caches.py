@@ -30,13 +30,15 @@ from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.errors import DataError, InfeasibleError, StorageError
-from fivefold.gnn.planning.id_sets import Array, Ids, IdSet, SortedIds, is_dense, sort_distinct
+from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense, sort_distinct
 from fivefold.gnn.planning.layout import read_costs
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import DiskProfile
+from fivefold.gnn.storage.arrays import Array, Bytes, Ids
 from fivefold.units import format_bytes
 
 _MEMORY_BYTES = 128 << 20
+_COUNTED_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,7 @@ _ABSENT, _PINNED = -1, -2
 class CacheSchedule:
     """Which rows of each batch are misses, and which rows enter the cache after it."""
 
-    hit_bits: NDArray[np.uint8]  # a bit per node id of the samples, each batch from a new byte on
+    hit_bits: Bytes  # a bit per node id of the samples, each batch from a new byte on
     hit_starts: Ids  # [batches + 1], first byte of each batch
     admitted_rows: Ids  # node ids that enter after each batch, ascending per batch
     admitted_slots: NDArray[np.int32]  # the slots that they take
@@ -428,32 +430,14 @@ def hottest_rows(counts: Array, num_rows: int) -> Ids:
     if num_rows <= 0 or not len(counts):
         return np.empty(0, np.int64)
     histogram = np.zeros(int(counts.max()) + 1, np.int64)
-    _histogram(counts, histogram)
+    for first in range(0, len(counts), _COUNTED_AT_ONCE):
+        part = counts[first : first + _COUNTED_AT_ONCE]
+        histogram += np.bincount(part, minlength=len(histogram))
     at_least = np.cumsum(histogram[::-1])[::-1]  # at_least[c]: rows of count c or more
-    # All rows of this count or more fit; those of the count just below fit in part or are unused.
+    # All rows of this count or more fit; those of the count just below it fit in part.
     threshold = max(1, int(np.count_nonzero(at_least > num_rows)))
-    num_taken = int(at_least[threshold]) if threshold < len(at_least) else 0
-    num_ties = num_rows - num_taken if threshold > 1 else 0
-    rows = np.empty(min(num_rows, num_taken + num_ties), np.int64)
-    return rows[: _take(counts, threshold, num_ties, rows)]
-
-
-@njit
-def _histogram(counts: Any, histogram: Any) -> Any:
-    for place in range(counts.shape[0]):
-        histogram[counts[place]] += 1
-
-
-@njit
-def _take(counts: Any, threshold: Any, num_ties: Any, rows: Any) -> Any:
-    """Take all rows of at least ``threshold`` and the first ties of the count just below it."""
-    number = 0
-    for node in range(counts.shape[0]):
-        take = counts[node] >= threshold
-        if not take and num_ties > 0 and counts[node] == threshold - 1:
-            take = True
-            num_ties -= 1
-        if take:
-            rows[number] = node
-            number += 1
-    return number
+    rows = np.flatnonzero(counts >= threshold)
+    if threshold == 1:  # a count of zero is never worth a slot
+        return rows
+    ties = np.flatnonzero(counts == threshold - 1)[: num_rows - len(rows)]
+    return np.sort(np.concatenate([rows, ties]))

@@ -22,7 +22,7 @@ from fivefold.errors import InfeasibleError
 from fivefold.gnn.planning._caches import KeptArrays
 from fivefold.gnn.planning._plan import SegmentCost
 from fivefold.gnn.planning.geometry import Geometry
-from fivefold.gnn.planning.id_sets import Array, Ids, IdSet, SortedIds, union_of
+from fivefold.gnn.planning.id_sets import IdSet, SortedIds, union_of
 from fivefold.gnn.planning.layout import (
     PAGE_BYTES,
     SIZE_CLASSES,
@@ -32,6 +32,7 @@ from fivefold.gnn.planning.layout import (
     segment_layout,
 )
 from fivefold.gnn.storage import DiskProfile
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.units import format_bytes
 
 _WINDOW = 64
@@ -75,11 +76,7 @@ class Found:
 
 
 def search_segments(
-    question: SegmentQuestion,
-    space: Space,
-    *,
-    segment_batches: int | None,
-    num_passes: float,
+    question: SegmentQuestion, space: Space, *, segment_batches: int | None, num_passes: float
 ) -> Found:
     """Find the size of least cost, or check the one that was given."""
     search = _Search(question, space, num_passes)

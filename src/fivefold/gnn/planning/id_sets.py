@@ -14,13 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold._compiler import njit, numba
 from fivefold.errors import DataError
-
-Ids = NDArray[np.int64]
-Array = NDArray[Any]
+from fivefold.gnn.storage.arrays import Array, Ids
 
 _DENSE_IDS_PER_ID = 256  # four words of bits to walk over for each id that is found
 _WORD = 64

@@ -22,7 +22,8 @@ import numpy as np
 
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.planning.id_sets import Array, Ids, sort_distinct, union_of
+from fivefold.gnn.planning.id_sets import sort_distinct, union_of
+from fivefold.gnn.storage.arrays import Array, Ids
 
 PAGE_BYTES = 4096
 BLOCK_BYTES = 1 << 20

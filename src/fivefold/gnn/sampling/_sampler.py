@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +32,8 @@ from fivefold.gnn.sampling.kernels import (
     number_sources,
     refill_table,
 )
+from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.parallel import in_threads
 
 _FIRST_ROOM = 1 << 10
 
@@ -43,7 +43,7 @@ class _Hop(NamedTuple):
 
     degrees: NDArray[np.int32]
     sources: NDArray[np.int32]
-    edge_ids: NDArray[np.int64] | None
+    edge_ids: Ids | None
 
 
 class _NodeTable:
@@ -54,11 +54,11 @@ class _NodeTable:
     """
 
     def __init__(self) -> None:
-        self.slots: NDArray[np.int64] = np.zeros(2 * _FIRST_ROOM, np.int64)
-        self.nodes: NDArray[np.int64] = np.empty(_FIRST_ROOM, np.int64)
+        self.slots: Ids = np.zeros(2 * _FIRST_ROOM, np.int64)
+        self.nodes: Ids = np.empty(_FIRST_ROOM, np.int64)
         self.count = 0
 
-    def start(self, seeds: NDArray[np.int64], num_nodes: int) -> None:
+    def start(self, seeds: Ids, num_nodes: int) -> None:
         """Forget everything and enter the seeds."""
         self.count = 0
         while self.nodes.size < seeds.size:
@@ -91,9 +91,9 @@ class _Scratch:
     """Chosen edge positions of one hop; grows to the widest hop and stays."""
 
     def __init__(self) -> None:
-        self._positions: NDArray[np.int64] = np.empty(0, np.int64)
+        self._positions: Ids = np.empty(0, np.int64)
 
-    def positions(self, count: int) -> NDArray[np.int64]:
+    def positions(self, count: int) -> Ids:
         """Return room for ``count`` positions; what was there before is lost."""
         if self._positions.size < count:
             self._positions = np.empty(max(count, 2 * self._positions.size), np.int64)
@@ -101,13 +101,8 @@ class _Scratch:
 
 
 def _draw_edges(
-    topology: Adjacency,
-    nodes: NDArray[np.int64],
-    fanout: int,
-    *,
-    key: int,
-    scratch: _Scratch,
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    topology: Adjacency, nodes: Ids, fanout: int, *, key: int, scratch: _Scratch
+) -> tuple[Ids, NDArray[np.int32]]:
     """Return (positions of the sampled edges, in scratch memory; how many each node got)."""
     positions = scratch.positions(most_edges(topology.indptr, nodes, fanout))
     degrees = np.empty(nodes.size, np.int32)
@@ -119,9 +114,7 @@ def _draw_edges(
     return positions[:count], degrees
 
 
-def _number_edges(
-    topology: Adjacency, positions: NDArray[np.int64], table: _NodeTable
-) -> NDArray[np.int32]:
+def _number_edges(topology: Adjacency, positions: Ids, table: _NodeTable) -> NDArray[np.int32]:
     """Return the local number of each edge's source, entering new nodes in ``table``."""
     sources = np.empty(positions.size, np.int32)
     done = 0
@@ -206,7 +199,7 @@ class _Sampler:
                 bounds[name].append(table.count)
         return bounds, hops
 
-    def _ids_of(self, edges: Adjacency, positions: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    def _ids_of(self, edges: Adjacency, positions: Ids) -> Ids | None:
         if not self.edge_ids:
             return None
         return positions.copy() if edges.edge_ids is None else edges.edge_ids[positions]
@@ -326,23 +319,14 @@ class NeighborSampler(_Sampler):
             ConfigurationError: As :meth:`sample`.
             DataError: As :meth:`sample`.
         """
-        numbered = zip(itertools.count(first), batches, strict=False)
+        calls = (
+            partial(self.sample, seeds, epoch=epoch, batch=number)
+            for number, seeds in enumerate(batches, start=first)
+        )
         if self.threads == 1:
-            for number, seeds in numbered:
-                yield self.sample(seeds, epoch=epoch, batch=number)
-            return
-        with ThreadPoolExecutor(self.threads, "fivefold-sampler") as pool:
-            waiting: deque[Future[SampledBatch]] = deque()
-            try:
-                for number, seeds in numbered:
-                    waiting.append(pool.submit(self.sample, seeds, epoch=epoch, batch=number))
-                    if len(waiting) > self.threads:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-            finally:
-                for future in waiting:
-                    future.cancel()
+            yield from (call() for call in calls)
+        else:
+            yield from in_threads(calls, threads=self.threads)
 
 
 def _fanouts_by_type(

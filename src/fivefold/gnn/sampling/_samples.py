@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -31,6 +30,8 @@ from fivefold.gnn.sampling.batches import (
     epoch_batches,
 )
 from fivefold.gnn.storage import Container, ContainerWriter
+from fivefold.gnn.storage.arrays import Array, Bytes, Ids
+from fivefold.gnn.storage.files import Closing
 from fivefold.gnn.storage.pages import PAGE_BYTES
 
 KIND = "samples"
@@ -94,7 +95,7 @@ class RecordForm:
         """Return the number of columns of the index."""
         return 2 + 2 * self.num_hops + 1
 
-    def _parts(self, row: NDArray[np.int64]) -> dict[str, tuple[int, np.dtype[Any]]]:
+    def _parts(self, row: Ids) -> dict[str, tuple[int, np.dtype[Any]]]:
         """Return (elements, type) of each array of the record that an index row describes."""
         nodes, edges = self.counts(row)
         num_edges = int(edges.sum())
@@ -106,14 +107,12 @@ class RecordForm:
             parts["edge_ids"] = (num_edges, self.edge_dtype)
         return {**parts, "degrees": (int(nodes[:-1].sum()), self.degree_dtype)}
 
-    def counts(self, row: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def counts(self, row: Ids) -> tuple[Ids, Ids]:
         """Return the nodes and the edges per hop."""
         split = 2 + self.num_hops + 1
         return row[2:split], row[split:]
 
-    def encode(
-        self, batch: SampledBatch, *, first_page: int, epoch: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    def encode(self, batch: SampledBatch, *, first_page: int, epoch: int) -> tuple[Ids, Bytes]:
         """Return the row of the index and the record, ``[pages, 4096]``."""
         row = np.array([first_page, epoch, *batch.nodes_per_hop, *batch.edges_per_hop], np.int64)
         pages = np.zeros((self.num_pages(row), PAGE_BYTES), np.uint8)
@@ -124,27 +123,23 @@ class RecordForm:
             place += part.nbytes
         return row, pages
 
-    def num_pages(self, row: NDArray[np.int64]) -> int:
+    def num_pages(self, row: Ids) -> int:
         """Return the length of the record that an index row describes."""
         size = sum(count * dtype.itemsize for count, dtype in self._parts(row).values())
         return -(-size // PAGE_BYTES)
 
-    def num_node_pages(self, row: NDArray[np.int64]) -> int:
+    def num_node_pages(self, row: Ids) -> int:
         """Return how many pages of the record hold node ids."""
         return -(-int(self.counts(row)[0].sum()) * self.node_dtype.itemsize // PAGE_BYTES)
 
-    def decode_node_ids(
-        self, pages: NDArray[np.uint8], row: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def decode_node_ids(self, pages: Bytes, row: Ids) -> Ids:
         """Return the node ids from the front pages of a record."""
         count, dtype = self._parts(row)["node_ids"]
         return pages.reshape(-1)[: count * dtype.itemsize].view(dtype).astype(np.int64)
 
-    def decode(
-        self, pages: NDArray[np.uint8], row: NDArray[np.int64], *, number: int
-    ) -> SampledBatch:
+    def decode(self, pages: Bytes, row: Ids, *, number: int) -> SampledBatch:
         """Return the batch of a record."""
-        arrays: dict[str, NDArray[Any]] = {}
+        arrays: dict[str, Array] = {}
         flat, place = pages.reshape(-1), 0
         for name, (count, dtype) in self._parts(row).items():
             stop = place + count * dtype.itemsize
@@ -169,7 +164,7 @@ def _signed(count: int) -> np.dtype[Any]:
     return np.dtype(np.int32 if count <= 1 << 31 else np.int64)
 
 
-class SampleFile:
+class SampleFile(Closing):
     """The batches of one or more epochs; made by :func:`sample_epochs`.
 
     Every batch is one record on page boundaries, so that it takes one read. Batches of all epochs
@@ -202,7 +197,7 @@ class SampleFile:
             )
         attributes = container.attributes
         self._form = RecordForm.from_attributes(attributes)
-        self._index: NDArray[np.int64] = container.read("index")
+        self._index: Ids = container.read("index")
         self.num_batches: int = len(self._index)
         self.batch_size: int = attributes["batch_size"]
         self.num_epochs: int = attributes["epochs"]
@@ -238,11 +233,6 @@ class SampleFile:
         return self._form.edge_dtype is not None
 
     @property
-    def batches_per_epoch(self) -> int:
-        """Return the number of batches of an epoch."""
-        return self.num_batches // self.num_epochs
-
-    @property
     def fingerprint(self) -> str:
         """Return a hash over all contents."""
         return self.container.fingerprint
@@ -258,7 +248,7 @@ class SampleFile:
         return self.container.read("counts")
 
     @cached_property
-    def train_ids(self) -> NDArray[np.int64]:
+    def train_ids(self) -> Ids:
         """Return the seeds of an epoch, as they were given."""
         return self.container.read("train_ids")
 
@@ -274,7 +264,7 @@ class SampleFile:
         pages = self._pages(row, self._form.num_pages(row))
         return self._form.decode(pages, row, number=number)
 
-    def node_ids(self, number: int) -> NDArray[np.int64]:
+    def node_ids(self, number: int) -> Ids:
         """Read the node ids of one batch, and nothing else of it.
 
         Raises:
@@ -316,26 +306,15 @@ class SampleFile:
     def __len__(self) -> int:
         return self.num_batches
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _row(self, number: int) -> NDArray[np.int64]:
+    def _row(self, number: int) -> Ids:
         if not 0 <= number < self.num_batches:
             raise ConfigurationError(
                 f"there is no batch {number}", hint=f"batches are 0 to {self.num_batches - 1}"
             )
-        row: NDArray[np.int64] = self._index[number]
+        row: Ids = self._index[number]
         return row
 
-    def _pages(self, row: NDArray[np.int64], count: int) -> NDArray[np.uint8]:
+    def _pages(self, row: Ids, count: int) -> Bytes:
         first = int(row[0])
         return self.container.read("records", first, first + count)
 
@@ -424,17 +403,12 @@ class _Sampling:
     """What is to be sampled, and the running totals."""
 
     def __init__(
-        self,
-        sampler: NeighborSampler,
-        train_ids: NDArray[np.int64],
-        batch_size: int,
-        epochs: range,
-        seed: int,
+        self, sampler: NeighborSampler, train_ids: Ids, batch_size: int, epochs: range, seed: int
     ) -> None:
         if not isinstance(sampler, NeighborSampler):
             raise ConfigurationError(
                 f"the sampler is a {type(sampler).__name__}",
-                hint="use a NeighborSampler; HeteroAdjacency.merged() gives it one topology",
+                hint="use a NeighborSampler; graphs of several types go through HeteroLoader",
             )
         check_distinct(train_ids, sampler.topology.num_nodes)
         if train_ids.size == 0:

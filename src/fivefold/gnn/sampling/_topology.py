@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from fivefold.gnn.sampling.kernels import (
     check_indptr,
     check_weights,
 )
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.storage.files import WatchedFile
 
 if TYPE_CHECKING:
@@ -80,12 +80,12 @@ class Adjacency:
         edge_ids: ArrayLike | None,
         num_sources: int | None,
     ) -> None:
-        self.indptr: NDArray[np.int64] = _frozen(indptr, "indptr", np.int64)
-        self.indices: NDArray[Any] = _frozen(indices, "indices", _index_dtype(indices))
+        self.indptr: Ids = _frozen(indptr, "indptr", np.int64)
+        self.indices: Array = _frozen(indices, "indices", _index_dtype(indices))
         self.weights: NDArray[np.float32] | None = None
         if weights is not None:
             self.weights = _frozen(weights, "weights", np.float32)
-        self.edge_ids: NDArray[np.int64] | None = None
+        self.edge_ids: Ids | None = None
         if edge_ids is not None:
             self.edge_ids = _frozen(edge_ids, "edge_ids", np.int64)
             if self.edge_ids.size != self.indices.size:
@@ -147,7 +147,7 @@ class Adjacency:
         """Return the bytes of the arrays, in memory or mapped."""
         return sum(array.nbytes for array in self._arrays())
 
-    def _arrays(self) -> list[NDArray[Any]]:
+    def _arrays(self) -> list[Array]:
         arrays = (self.indptr, self.indices, self.weights, self.edge_ids)
         return [array for array in arrays if array is not None]
 
@@ -162,7 +162,7 @@ class Adjacency:
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 
-    def neighbors(self, node: int) -> NDArray[Any]:
+    def neighbors(self, node: int) -> Array:
         """Return the sources of the edges into ``node``.
 
         Raises:
@@ -170,7 +170,7 @@ class Adjacency:
         """
         if not 0 <= node < self.num_nodes:
             raise ConfigurationError(f"node {node} is out of range", hint=f"< {self.num_nodes}")
-        sources: NDArray[Any] = self.indices[self.indptr[node] : self.indptr[node + 1]]
+        sources: Array = self.indices[self.indptr[node] : self.indptr[node + 1]]
         return sources
 
     def check(self) -> None:
@@ -185,7 +185,7 @@ class Adjacency:
         if self.edge_ids is not None:
             self._check_values("edge_ids", [self.edge_ids])
 
-    def _check_values(self, name: str, blocks: Iterable[NDArray[Any]]) -> None:
+    def _check_values(self, name: str, blocks: Iterable[Array]) -> None:
         first = 0
         for block in blocks:
             if name == "weights":
@@ -223,7 +223,7 @@ class Adjacency:
         for array in self._arrays():
             array.flags.writeable = False  # which pickling forgets
 
-    def _check_rows(self, blocks: Iterable[NDArray[np.int64]]) -> int:
+    def _check_rows(self, blocks: Iterable[Ids]) -> int:
         if max(self.num_nodes, self.num_sources) > _MOST_NODES:
             raise DataError(f"{self.num_nodes} nodes", hint=f"at most {_MOST_NODES}")
         if self.weights is not None and self.weights.size != self.num_edges:
@@ -255,7 +255,7 @@ def _index_dtype(indices: ArrayLike) -> type[np.int32 | np.int64]:
     return np.int32 if getattr(indices, "dtype", None) == np.int32 else np.int64
 
 
-def _frozen(values: ArrayLike, name: str, dtype: Any) -> NDArray[Any]:
+def _frozen(values: ArrayLike, name: str, dtype: Any) -> Array:
     """Return a read-only, contiguous, plain array: one type, so one compiled version."""
     array = np.asarray(values)
     if array.ndim != 1:
@@ -327,38 +327,6 @@ class HeteroAdjacency:
         """Return the bytes of all arrays."""
         return sum(topology.nbytes for topology in self.edges.values())
 
-    def merged(self) -> MergedTopology:
-        """Return the same graph with one numbering of all nodes, and one type of edges.
-
-        So a heterogeneous graph goes through everything that knows one type only, such as offline
-        sampling and packing; a model that tells edge types apart looks them up by edge id. What is
-        lost are fan-outs by edge type. The features of the node types must have one row size.
-        """
-        sizes = np.array(list(self.num_nodes.values()), np.int64)
-        offsets = dict(zip(self.num_nodes, (np.cumsum(sizes) - sizes).tolist(), strict=True))
-        total = int(sizes.sum())
-        degrees = np.zeros(total + 1, np.int64)
-        for (_, _, target), topology in self.edges.items():
-            first = offsets[target]
-            degrees[first + 1 : first + topology.num_nodes + 1] += np.diff(topology.indptr)
-        indptr = np.cumsum(degrees)
-        indices = np.empty(self.num_edges, np.int32 if total <= 1 << 31 else np.int64)
-        kinds = np.empty(self.num_edges, np.min_scalar_type(max(len(self.edges) - 1, 0)))
-        weighted = any(topology.weights is not None for topology in self.edges.values())
-        weights = np.ones(self.num_edges if weighted else 0, np.float32)
-        begins = indptr[:-1].copy()
-        for number, ((source, _, target), topology) in enumerate(self.edges.items()):
-            rows = slice(offsets[target], offsets[target] + topology.num_nodes)
-            shift = np.repeat(begins[rows] - topology.indptr[:-1], np.diff(topology.indptr))
-            places = np.arange(topology.num_edges) + shift
-            indices[places] = topology.indices + offsets[source]
-            kinds[places] = number
-            if topology.weights is not None:
-                weights[places] = topology.weights
-            begins[rows] += np.diff(topology.indptr)
-        merged = Adjacency(indptr, indices, weights if weighted else None, check=False)
-        return MergedTopology(topology=merged, offsets=offsets, edge_kinds=kinds)
-
     @property
     def fingerprint(self) -> str:
         """Return a digest of the types and of the fingerprint of each topology."""
@@ -366,12 +334,3 @@ class HeteroAdjacency:
         for edge_type, topology in self.edges.items():
             digest.update(f"{edge_type} {topology.fingerprint}".encode())
         return digest.hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MergedTopology:
-    """A heterogeneous graph with one numbering; made by :meth:`HeteroAdjacency.merged`."""
-
-    topology: Adjacency
-    offsets: dict[str, int]
-    edge_kinds: NDArray[np.unsignedinteger[Any]]

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling.kernels import mix_bits
+from fivefold.gnn.storage.arrays import Ids
 
 EdgeType = tuple[str, str, str]
 GOLDEN = 0x9E3779B97F4A7C15
@@ -54,16 +55,16 @@ class SampledBatch:
     """
 
     number: int
-    node_ids: NDArray[np.int64]
+    node_ids: Ids
     batch_size: int
-    nodes_per_hop: NDArray[np.int64]
-    edges_per_hop: NDArray[np.int64]
+    nodes_per_hop: Ids
+    edges_per_hop: Ids
     degrees: NDArray[np.int32]
     sources: NDArray[np.int32]
-    edge_ids: NDArray[np.int64] | None = None
+    edge_ids: Ids | None = None
 
     @property
-    def seeds(self) -> NDArray[np.int64]:
+    def seeds(self) -> Ids:
         """Return the ids of the seeds."""
         return self.node_ids[: self.batch_size]
 
@@ -87,7 +88,7 @@ class SampledBatch:
         """Return the local number of each edge's target."""
         return np.repeat(np.arange(self.degrees.size, dtype=np.int32), self.degrees)
 
-    def edge_index(self) -> NDArray[np.int64]:
+    def edge_index(self) -> Ids:
         """Return ``[2, edges]``: row 0 sources, row 1 targets, local numbers."""
         return np.stack([self.sources, self.targets()]).astype(np.int64)
 
@@ -110,19 +111,19 @@ class HeteroSampledBatch:
     """
 
     number: int
-    node_ids: dict[str, NDArray[np.int64]]
+    node_ids: dict[str, Ids]
     batch_sizes: dict[str, int]
-    nodes_per_hop: dict[str, NDArray[np.int64]]
-    edges_per_hop: dict[EdgeType, NDArray[np.int64]]
+    nodes_per_hop: dict[str, Ids]
+    edges_per_hop: dict[EdgeType, Ids]
     degrees: dict[EdgeType, NDArray[np.int32]]
     sources: dict[EdgeType, NDArray[np.int32]]
-    edge_ids: dict[EdgeType, NDArray[np.int64]] = field(default_factory=dict)
+    edge_ids: dict[EdgeType, Ids] = field(default_factory=dict)
 
-    def seeds(self, node_type: str) -> NDArray[np.int64]:
+    def seeds(self, node_type: str) -> Ids:
         """Return the ids of the seeds of one type."""
         return self.node_ids[node_type][: self.batch_sizes[node_type]]
 
-    def edge_index(self, edge_type: EdgeType) -> NDArray[np.int64]:
+    def edge_index(self, edge_type: EdgeType) -> Ids:
         """Return ``[2, edges]`` of one type: row 0 sources, row 1 targets, local numbers.
 
         Raises:
@@ -148,7 +149,7 @@ def stream_key(*parts: int) -> int:
     return key
 
 
-def as_ids(values: ArrayLike, name: str) -> NDArray[np.int64]:
+def as_ids(values: ArrayLike, name: str) -> Ids:
     """Return node ids as int64."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -184,7 +185,7 @@ def checked_fanouts(fanouts: Iterable[int]) -> tuple[int, ...]:
     return checked
 
 
-def check_distinct(ids: NDArray[np.int64], num_nodes: int | None = None) -> None:
+def check_distinct(ids: Ids, num_nodes: int | None = None) -> None:
     """Check training nodes; None for ``num_nodes`` allows all ids."""
     in_order = np.sort(ids)
     twice = in_order[1:][in_order[1:] == in_order[:-1]]
@@ -200,9 +201,7 @@ def check_distinct(ids: NDArray[np.int64], num_nodes: int | None = None) -> None
         )
 
 
-def epoch_batches(
-    train_ids: ArrayLike, *, batch_size: int, seed: int, epoch: int
-) -> list[NDArray[np.int64]]:
+def epoch_batches(train_ids: ArrayLike, *, batch_size: int, seed: int, epoch: int) -> list[Ids]:
     """Return the training nodes in random order, cut into batches.
 
     The order is that of a hash of (seed, epoch, place), so it is the same with every version of

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling._samples import SampleFile
 from fivefold.gnn.sampling.batches import SampledBatch
+from fivefold.gnn.storage.arrays import Ids
 
 
 class EdgeSamples(SampleFile):
@@ -64,7 +65,7 @@ class EdgeSamples(SampleFile):
             sources=places.astype(np.int32),
         )
 
-    def node_ids(self, number: int) -> NDArray[np.int64]:
+    def node_ids(self, number: int) -> Ids:
         """Read the distinct edge ids of one batch, ascending."""
         return self.batch(number).node_ids
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fivefold._compiler import njit
+from fivefold.gnn.storage.arrays import Array, Ids
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -73,7 +74,7 @@ def _exponential(random: Any) -> float:
 
 
 @njit
-def check_indptr(indptr: NDArray[np.int64]) -> tuple[int, int]:
+def check_indptr(indptr: Ids) -> tuple[int, int]:
     """Return (first node whose edges end before they begin, or -1; greatest in-degree)."""
     greatest = 0
     for node in range(indptr.shape[0] - 1):
@@ -85,7 +86,7 @@ def check_indptr(indptr: NDArray[np.int64]) -> tuple[int, int]:
 
 
 @njit
-def check_indices(indices: NDArray[Any], num_sources: int) -> int:
+def check_indices(indices: Array, num_sources: int) -> int:
     """Return the first position whose source is out of range, or -1."""
     for position in range(indices.shape[0]):
         if indices[position] < 0 or indices[position] >= num_sources:
@@ -103,7 +104,7 @@ def check_weights(weights: NDArray[np.float32]) -> int:
 
 
 @njit
-def most_edges(indptr: NDArray[np.int64], nodes: NDArray[np.int64], fanout: int) -> int:
+def most_edges(indptr: Ids, nodes: Ids, fanout: int) -> int:
     """Return the most edges that the nodes of a frontier can give."""
     total = 0
     for place in range(nodes.shape[0]):
@@ -113,7 +114,7 @@ def most_edges(indptr: NDArray[np.int64], nodes: NDArray[np.int64], fanout: int)
 
 
 @njit
-def _floyd_small(stream: Any, degree: int, fanout: int, chosen: NDArray[np.int64]) -> None:
+def _floyd_small(stream: Any, degree: int, fanout: int, chosen: Ids) -> None:
     for count in range(fanout):
         limit = degree - fanout + count
         pick = _below(mix_bits(stream + np.uint64(count + 1) * _GOLDEN), np.uint64(limit + 1))
@@ -125,7 +126,7 @@ def _floyd_small(stream: Any, degree: int, fanout: int, chosen: NDArray[np.int64
 
 
 @njit
-def _floyd_large(stream: Any, degree: int, fanout: int, chosen: NDArray[np.int64]) -> None:
+def _floyd_large(stream: Any, degree: int, fanout: int, chosen: Ids) -> None:
     taken = np.zeros((degree >> 6) + 1, np.uint64)
     for count in range(fanout):
         limit = degree - fanout + count
@@ -138,12 +139,7 @@ def _floyd_large(stream: Any, degree: int, fanout: int, chosen: NDArray[np.int64
 
 @njit
 def draw(
-    indptr: NDArray[np.int64],
-    nodes: NDArray[np.int64],
-    fanout: int,
-    key: Any,
-    positions: NDArray[np.int64],
-    degrees: NDArray[np.int32],
+    indptr: Ids, nodes: Ids, fanout: int, key: Any, positions: Ids, degrees: NDArray[np.int32]
 ) -> int:
     """Choose up to ``fanout`` edges of each frontier node; return the number of edges.
 
@@ -173,7 +169,7 @@ def draw(
 
 
 @njit
-def _sift_down(keys: NDArray[np.float64], picks: NDArray[np.int64], size: int, hole: int) -> None:
+def _sift_down(keys: NDArray[np.float64], picks: Ids, size: int, hole: int) -> None:
     """Restore the heap (greatest (key, pick) on top) below ``hole``."""
     key, pick = keys[hole], picks[hole]
     while 2 * hole + 1 < size:
@@ -192,10 +188,7 @@ def _sift_down(keys: NDArray[np.float64], picks: NDArray[np.int64], size: int, h
 
 @njit
 def _least_keys(
-    stream: Any,
-    weights: NDArray[np.float32],
-    keys: NDArray[np.float64],
-    picks: NDArray[np.int64],
+    stream: Any, weights: NDArray[np.float32], keys: NDArray[np.float64], picks: Ids
 ) -> int:
     """Write the picks with the least exponential keys, ascending; return how many."""
     size = 0
@@ -226,12 +219,12 @@ def _least_keys(
 
 @njit
 def draw_weighted(
-    indptr: NDArray[np.int64],
+    indptr: Ids,
     weights: NDArray[np.float32],
-    nodes: NDArray[np.int64],
+    nodes: Ids,
     fanout: int,
     key: Any,
-    positions: NDArray[np.int64],
+    positions: Ids,
     degrees: NDArray[np.int32],
 ) -> int:
     """Choose as :func:`draw`, in proportion to the weights without replacement; never weight 0."""
@@ -257,7 +250,7 @@ def draw_weighted(
 
 
 @njit(inline="always")
-def _find(table: NDArray[np.int64], node: int) -> int:
+def _find(table: Ids, node: int) -> int:
     """Return the slot of a node, or the free one where it belongs."""
     mask = table.shape[0] - 1
     slot = np.int64(mix_bits(np.uint64(node)) & np.uint64(mask))
@@ -267,7 +260,7 @@ def _find(table: NDArray[np.int64], node: int) -> int:
 
 
 @njit
-def refill_table(table: NDArray[np.int64], nodes: NDArray[np.int64], count: int) -> None:
+def refill_table(table: Ids, nodes: Ids, count: int) -> None:
     """Empty the table and enter nodes 0 to ``count``."""
     table[:] = 0
     for local in range(count):
@@ -275,7 +268,7 @@ def refill_table(table: NDArray[np.int64], nodes: NDArray[np.int64], count: int)
 
 
 @njit
-def insert_seeds(table: NDArray[np.int64], nodes: NDArray[np.int64], num_nodes: int) -> int:
+def insert_seeds(table: Ids, nodes: Ids, num_nodes: int) -> int:
     """Enter the seeds in an empty table; return the place of one at fault, or -1."""
     for local in range(nodes.shape[0]):
         node = nodes[local]
@@ -290,12 +283,12 @@ def insert_seeds(table: NDArray[np.int64], nodes: NDArray[np.int64], num_nodes: 
 
 @njit
 def number_sources(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by one
-    indices: NDArray[Any],
-    positions: NDArray[np.int64],
+    indices: Array,
+    positions: Ids,
     begin: int,
     end: int,
-    table: NDArray[np.int64],
-    nodes: NDArray[np.int64],
+    table: Ids,
+    nodes: Ids,
     count: int,
     num_sources: int,
     sources: NDArray[np.int32],

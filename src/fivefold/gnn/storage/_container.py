@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -24,7 +24,8 @@ from fivefold.gnn.storage._format import (
     decode_manifest,
     make_section,
 )
-from fivefold.gnn.storage.files import closed_error, open_to_read, read_into
+from fivefold.gnn.storage.arrays import Array, Bytes
+from fivefold.gnn.storage.files import Closing, closed_error, open_to_read, read_into
 from fivefold.gnn.storage.pages import PAGE_BYTES, aligned, aligned_empty, hash_pages
 from fivefold.gnn.storage.reader import RowReader
 
@@ -37,7 +38,7 @@ _ADVICE = {
 }
 
 
-class Container:
+class Container(Closing):
     """An open container file; made by :meth:`open` or :meth:`ContainerWriter.commit`.
 
     Attributes:
@@ -179,7 +180,7 @@ class Container:
                 hint=f"it has {', '.join(self.sections)}",
             ) from None
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Array:
         """Return the rows of a section, their pages verified.
 
         Args:
@@ -210,7 +211,7 @@ class Container:
             reader.read_runs([start], [last - start], [0], rows)
         return rows
 
-    def blocks(self, name: str, rows: int = 1 << 20, *, overlap: int = 0) -> Iterator[NDArray[Any]]:
+    def blocks(self, name: str, rows: int = 1 << 20, *, overlap: int = 0) -> Iterator[Array]:
         """Yield a section in verified blocks of rows.
 
         Args:
@@ -222,7 +223,7 @@ class Container:
         for start in range(0, max(num_rows - overlap, 1), rows):
             yield self.read(name, start, min(start + rows + overlap, num_rows))
 
-    def _read_small(self, section: Section, start: int, stop: int) -> NDArray[Any]:
+    def _read_small(self, section: Section, start: int, stop: int) -> Array:
         """Return a few pages, through the page cache."""
         begin = section.offset + start * section.row_bytes
         count = (stop - start) * section.row_bytes
@@ -242,7 +243,7 @@ class Container:
         with self._lock:
             return RowReader(self, section)
 
-    def _check_pages(self, pages: NDArray[np.uint8], first_page: int) -> None:
+    def _check_pages(self, pages: Bytes, first_page: int) -> None:
         found = hash_pages(pages, self.file_id, first_page)
         wrong = np.flatnonzero(found != self.page_checksums[first_page : first_page + len(found)])
         if len(wrong):
@@ -261,7 +262,7 @@ class Container:
 
     def memory_map(
         self, name: str, advice: Literal["random", "normal", "sequential"] = "random"
-    ) -> NDArray[Any]:
+    ) -> Array:
         """Return a section as a read-only array that the system pages in; nothing is verified here.
 
         Verify the file before, and guard the map with a :class:`WatchedFile`, as
@@ -327,17 +328,6 @@ class Container:
         with self._lock:
             self._descriptor = -1
             self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Container({str(self.path)!r}, kind={self.kind!r}, {len(self.sections)} sections)"

@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError, DataError, StorageError
-from fivefold.files import free_bytes, parse_json, storage_error
+from fivefold.errors import ConfigurationError, StorageError
+from fivefold.files import free_bytes, storage_error
 from fivefold.gnn.storage._container import Container
 from fivefold.gnn.storage._writer import ContainerWriter
 from fivefold.gnn.storage.files import Files, open_files
@@ -70,8 +70,6 @@ class DiskProfile:
         ... )
         >>> round(profile.seconds(50_000, 50_000 * 4096), 6), profile.seconds(1, 1 << 20)
         (1.0, 0.001)
-        >>> DiskProfile.from_json(profile.to_json()) == profile
-        True
     """
 
     sequential_read_bytes_per_s: float
@@ -154,29 +152,6 @@ class DiskProfile:
     def to_json(self) -> str:
         """Return the profile as JSON text."""
         return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` gave.
-
-        Args:
-            text: JSON.
-
-        Returns:
-            The profile.
-
-        Raises:
-            DataError: It is something else.
-        """
-        try:
-            fields = parse_json(text, where="the profile")
-            table = fields["bytes_per_s_by_request_bytes"]
-            fields["bytes_per_s_by_request_bytes"] = {int(k): v for k, v in table.items()}
-            return cls(**fields)
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise DataError(
-                f"this is no disk profile: {error!r}", hint="probe the disk again"
-            ) from error
 
 
 def probe_disk(

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import parse_json
+from fivefold.gnn.storage.arrays import Bytes
 from fivefold.gnn.storage.pages import PAGE_BYTES, aligned
 
 MAGIC = b"\x89FVF\r\n\x1a\n"  # as PNG's: a transfer in text mode, or cut to 7 bits, is seen
@@ -40,7 +40,7 @@ _CHECKED = PAGE_BYTES - 8
 _KIND_BYTES = 32
 
 
-def padded(data: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
+def padded(data: bytes | Bytes) -> Bytes:
     """Return the bytes followed by zeros up to a page boundary."""
     pages = np.zeros(aligned(len(data)), np.uint8)
     pages[: len(data)] = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data

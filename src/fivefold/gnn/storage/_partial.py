@@ -25,6 +25,7 @@ from fivefold._compiler import njit
 from fivefold.errors import StorageError
 from fivefold.files import free_bytes, storage_error
 from fivefold.gnn.storage._machine import copy_bytes
+from fivefold.gnn.storage.arrays import Bytes, Ids
 from fivefold.gnn.storage.files import (
     check_written,
     move_bytes,
@@ -58,12 +59,7 @@ def _fill(bounce: Any, source: Any, count: Any, offset: Any, file_id: Any, check
 
 @njit
 def _write_pages(
-    descriptors: Any,
-    bounce: Any,
-    source: Any,
-    offset: Any,
-    file_id: Any,
-    checksums: Any,
+    descriptors: Any, bounce: Any, source: Any, offset: Any, file_id: Any, checksums: Any
 ) -> Any:
     """Write whole pages and hash them; returns (bytes done, error number).
 
@@ -93,7 +89,7 @@ class PageLedger:
     def __init__(self, file_id: int, num_pages: int) -> None:
         self.file_id = file_id
         self.checksums: NDArray[np.uint32] = np.zeros(num_pages, np.uint32)
-        self.states: NDArray[np.uint8] = np.zeros(num_pages, np.uint8)
+        self.states: Bytes = np.zeros(num_pages, np.uint8)
         self._changed: set[int] = set()
 
     def grow(self, num_pages: int) -> None:
@@ -109,7 +105,7 @@ class PageLedger:
         self.states[first_page:] = NEVER
         self.checksums[first_page:] = 0
 
-    def note(self, offset: int, data: NDArray[np.uint8]) -> None:
+    def note(self, offset: int, data: Bytes) -> None:
         """Note that these bytes are now in the file at this offset."""
         stop = offset + len(data)
         first, last = -(-offset // PAGE_BYTES), stop // PAGE_BYTES
@@ -130,7 +126,7 @@ class PageLedger:
         self.states[first:last] = CLEAN
         self._changed.update(range(first // _CHUNK_PAGES, (last - 1) // _CHUNK_PAGES + 1))
 
-    def pages_in(self, state: int, first: int, last: int) -> NDArray[np.int64]:
+    def pages_in(self, state: int, first: int, last: int) -> Ids:
         """Return the numbers of the pages of a range that are in this state."""
         return np.flatnonzero(self.states[first:last] == state) + first
 
@@ -221,14 +217,12 @@ class PartialFile:
         self._bounce = aligned_empty(_BOUNCE_BYTES)
         self.direct = True
 
-    def takes_pages(self, data: NDArray[np.uint8], offset: int) -> bool:
+    def takes_pages(self, data: Bytes, offset: int) -> bool:
         """Return whether ``put_pages`` takes these bytes."""
         aligned = (offset | len(data) | data.ctypes.data) % PAGE_BYTES == 0
         return self.direct and aligned and len(data) >= _LEAST_PAGES_BYTES
 
-    def put_pages(
-        self, pages: NDArray[np.uint8], offset: int, *, file_id: int
-    ) -> NDArray[np.uint32]:
+    def put_pages(self, pages: Bytes, offset: int, *, file_id: int) -> NDArray[np.uint32]:
         """Write whole pages from aligned memory, as several threads may at the same time."""
         checksums = np.empty(len(pages) // PAGE_BYTES, np.uint32)
         descriptors = np.array([self._direct_descriptor, self.descriptor], np.int32)
@@ -243,7 +237,7 @@ class PartialFile:
         check_written(done, number, len(pages), offset, self.path)
         return checksums
 
-    def put(self, data: NDArray[np.uint8], offset: int, ledger: PageLedger | None) -> None:
+    def put(self, data: Bytes, offset: int, ledger: PageLedger | None) -> None:
         """Write bytes at an offset and note them; one thread at a time."""
         first = -(-offset // PAGE_BYTES) * PAGE_BYTES
         last = (offset + len(data)) // PAGE_BYTES * PAGE_BYTES
@@ -261,7 +255,7 @@ class PartialFile:
         checksums = self.put_pages(pages, first, file_id=ledger.file_id)
         ledger.set_checksums(first // PAGE_BYTES, checksums)
 
-    def get(self, buffer: NDArray[np.uint8], offset: int) -> None:
+    def get(self, buffer: Bytes, offset: int) -> None:
         """Fill a buffer from an offset."""
         read_into(self.descriptor, buffer, offset, self.path)
 

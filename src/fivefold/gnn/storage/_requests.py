@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.storage._machine import atomic_add, copy_bytes
+from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.pages import PAGE_BYTES, hash_page
 
 #: Codes: all well; a system call failed; the file ended; a page is damaged; told to stop.
@@ -29,13 +30,13 @@ DONE, FAILED, ENDED, DAMAGED, STOPPED = 0, 1, 2, 3, 4
 class Requests(NamedTuple):
     """Requests of one call, in the order of the file, and the runs they serve, in bytes."""
 
-    first_pages: NDArray[np.int64]
-    num_pages: NDArray[np.int64]
-    first_runs: NDArray[np.int64]  # of which each request holds bytes
-    stop_runs: NDArray[np.int64]
-    run_begins: NDArray[np.int64]  # in the file
-    run_bytes: NDArray[np.int64]
-    run_places: NDArray[np.int64]  # in the output
+    first_pages: Ids
+    num_pages: Ids
+    first_runs: Ids  # of which each request holds bytes
+    stop_runs: Ids
+    run_begins: Ids  # in the file
+    run_bytes: Ids
+    run_places: Ids  # in the output
     bytes_used: int
 
 
@@ -119,7 +120,7 @@ def join_rows(rows: Any, places: Any, runs: Any) -> Any:
 
 
 def plan_requests(
-    runs: NDArray[np.int64],
+    runs: Ids,
     *,
     offset: int,
     row_bytes: int,

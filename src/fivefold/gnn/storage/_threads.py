@@ -15,11 +15,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fivefold._compiler import njit
 from fivefold.gnn.storage._requests import DONE, ENDED, FAILED, Work, deliver, halt, take
+from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.files import Files, move_bytes
 from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty
 
@@ -136,7 +134,7 @@ class ThreadsBackend:
         self._buffers = [aligned_empty(block_bytes) for _ in range(workers)]
         self.buffer_bytes = workers * block_bytes
 
-    def share(self, worker: int, work: Work, status: NDArray[np.int64]) -> None:
+    def share(self, worker: int, work: Work, status: Ids) -> None:
         """Do requests of a job until none is left; called by several workers at once."""
         buffer = self._buffers[worker].ctypes.data
         _read_share(self._files.direct, self._files.plain, buffer, work, status[worker])

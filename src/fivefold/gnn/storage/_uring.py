@@ -25,7 +25,6 @@ import struct
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.errors import StorageError, UnsupportedError
@@ -39,6 +38,7 @@ from fivefold.gnn.storage._machine import (
     syscall,
 )
 from fivefold.gnn.storage._requests import DONE, ENDED, FAILED, STOPPED, Work, deliver, halt, take
+from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.files import Files
 from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty
 
@@ -79,7 +79,7 @@ class Ring:
         self._sqes = self._map(_SQE_BYTES * sq_entries, _SQES_OFFSET)
         rings, sqes = (_address(memory) for memory in (self._rings, self._sqes))
         masks = np.frombuffer(self._rings, "<u4").copy()
-        self.numbers: NDArray[np.int64] = np.array(
+        self.numbers: Ids = np.array(
             [
                 self._descriptor,
                 rings + submission[0],
@@ -168,7 +168,7 @@ _LOW_32 = np.uint64(0xFFFFFFFF)
 class _Own(NamedTuple):
     """What one worker has to itself: ring, descriptors, arena."""
 
-    ring: NDArray[np.int64]
+    ring: Ids
     direct: int
     plain: int
     arena: int
@@ -320,7 +320,7 @@ class RingBackend:
                 hint='use backend="threads" or "auto"',
             )
 
-    def share(self, worker: int, work: Work, status: NDArray[np.int64]) -> None:
+    def share(self, worker: int, work: Work, status: Ids) -> None:
         """Do requests of a job until none is left."""
         own = _Own(
             ring=self._rings[worker].numbers,

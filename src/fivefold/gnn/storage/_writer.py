@@ -16,12 +16,11 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import read_checked_json, storage_error, sync_folder, write_checked_json
@@ -36,7 +35,8 @@ from fivefold.gnn.storage._format import (
     padded,
 )
 from fivefold.gnn.storage._partial import DIRTY, NEVER, PageLedger, PartialFile
-from fivefold.gnn.storage.files import closed_error
+from fivefold.gnn.storage.arrays import Array, Bytes
+from fivefold.gnn.storage.files import Closing, closed_error
 from fivefold.gnn.storage.pages import PAGE_BYTES, aligned, hash_pages
 
 _CHUNK_BYTES = 8 << 20
@@ -48,7 +48,7 @@ _SHORT = "it is shorter than its sections"
 Shape = tuple[int | None, ...]
 
 
-class ContainerWriter:
+class ContainerWriter(Closing):
     """Writes one container file; nothing stands under its name until :meth:`commit`.
 
     Args:
@@ -198,7 +198,7 @@ class ContainerWriter:
 
     # --- writing ----------------------------------------------------------------------------
 
-    def write(self, name: str, start_row: int, array: NDArray[Any]) -> None:
+    def write(self, name: str, start_row: int, array: Array) -> None:
         """Put rows into a section of known length, in any order.
 
         Args:
@@ -220,7 +220,7 @@ class ContainerWriter:
             )
         self._put_rows(self._file, section.offset + start_row * section.row_bytes, rows)
 
-    def append(self, name: str, array: NDArray[Any]) -> None:
+    def append(self, name: str, array: Array) -> None:
         """Put rows at the end of a growing section.
 
         Args:
@@ -251,7 +251,7 @@ class ContainerWriter:
             )
         return section
 
-    def _checked(self, name: str, array: NDArray[Any]) -> tuple[Section, NDArray[Any]]:
+    def _checked(self, name: str, array: Array) -> tuple[Section, Array]:
         self._check_open()
         section = self._section(name)
         rows = np.asarray(array)
@@ -263,7 +263,7 @@ class ContainerWriter:
             )
         return section, rows
 
-    def _put_rows(self, file: PartialFile, offset: int, rows: NDArray[Any]) -> None:
+    def _put_rows(self, file: PartialFile, offset: int, rows: Array) -> None:
         if rows.size == 0:
             return
         ledger = self._ledger if file is self._file else None
@@ -279,7 +279,7 @@ class ContainerWriter:
             self._put_bytes(file, place, block.reshape(-1).view(np.uint8), ledger)
 
     def _put_bytes(
-        self, file: PartialFile, offset: int, data: NDArray[np.uint8], ledger: PageLedger | None
+        self, file: PartialFile, offset: int, data: Bytes, ledger: PageLedger | None
     ) -> None:
         with self._lock:
             self._check_open()
@@ -296,7 +296,7 @@ class ContainerWriter:
                 self._under_way -= 1
                 self._lock.notify_all()
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Array:
         """Return rows that have been written, before the file is committed; nothing is verified.
 
         Args:
@@ -372,11 +372,8 @@ class ContainerWriter:
 
     # --- ending -----------------------------------------------------------------------------
 
-    def commit(self, attributes: Mapping[str, Any] | None = None) -> Container:
+    def commit(self) -> Container:
         """Complete the file, wait for the disk and put it in place.
-
-        Args:
-            attributes: More attributes, known only now.
 
         Returns:
             The file, opened.
@@ -386,8 +383,6 @@ class ContainerWriter:
             StorageError: The disk refused; what was written stays for resuming.
         """
         self._check_open()
-        self.attributes.update(attributes or {})
-        encode_json(self.attributes)
         self._place_grown()
         self._seal()
         try:
@@ -494,14 +489,3 @@ class ContainerWriter:
             self._lock.wait_for(lambda: self._under_way == 0)
             for file in self._files.values():
                 file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -6,15 +6,15 @@ import os
 import stat
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.errors import DataError, StorageError
 from fivefold.files import storage_error
 from fivefold.gnn.storage._machine import pread, pwrite, read_errno
+from fivefold.gnn.storage.arrays import Bytes
 from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty
 
 _EINTR = 4
@@ -43,6 +43,20 @@ def move_bytes(writing: Any, direct: Any, plain: Any, address: Any, count: Any, 
             continue
         return done, number
     return done, 0
+
+
+class Closing:
+    """Something to ``close``, which leaving a ``with`` block does, too."""
+
+    def close(self) -> None:
+        """Let go of what is held."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Files(NamedTuple):
@@ -100,7 +114,7 @@ def open_to_read(path: Path) -> int:
     return descriptor
 
 
-def write_all(descriptor: int, data: NDArray[np.uint8], offset: int, path: Path) -> None:
+def write_all(descriptor: int, data: Bytes, offset: int, path: Path) -> None:
     """Write bytes at an offset, all of them."""
     done, number = move_bytes(True, descriptor, descriptor, data.ctypes.data, len(data), offset)
     check_written(done, number, len(data), offset, path)
@@ -119,7 +133,7 @@ def check_written(done: int, number: int, count: int, offset: int, path: Path) -
     )
 
 
-def read_into(descriptor: int, buffer: NDArray[np.uint8], offset: int, path: str | Path) -> None:
+def read_into(descriptor: int, buffer: Bytes, offset: int, path: str | Path) -> None:
     """Fill a buffer from an offset of a file."""
     count = len(buffer)
     done, number = move_bytes(False, descriptor, descriptor, buffer.ctypes.data, count, offset)

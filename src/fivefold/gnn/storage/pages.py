@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.storage._machine import copy_bytes, load_u64, prefetch
+from fivefold.gnn.storage.arrays import Array, Bytes
 
 PAGE_BYTES = 4096
 
@@ -77,7 +78,7 @@ def hash_into(address: Any, first_page: Any, file_id: Any, checksums: Any) -> No
         checksums[index] = hash_page(address + index * PAGE_BYTES, seed)
 
 
-def hash_pages(pages: NDArray[np.uint8], file_id: int, first_page: int) -> NDArray[np.uint32]:
+def hash_pages(pages: Bytes, file_id: int, first_page: int) -> NDArray[np.uint32]:
     """Return the checksums of consecutive pages of a file, given as contiguous bytes."""
     checksums = np.empty(len(pages) // PAGE_BYTES, np.uint32)
     hash_into(pages.ctypes.data, first_page, np.uint64(file_id), checksums)
@@ -91,7 +92,7 @@ def aligned(count: int) -> int:
 
 def aligned_empty(
     shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8, *, pin: bool = False
-) -> NDArray[Any]:
+) -> Array:
     """Return an array whose first byte lies on a page boundary; its contents are not set."""
     kind = np.dtype(dtype)
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -102,11 +103,11 @@ def aligned_empty(
     start = -memory.ctypes.data % PAGE_BYTES
     if pin and padded:
         _pin(memory, start, padded)
-    array: NDArray[Any] = memory[start : start + count].view(kind).reshape(sizes)
+    array: Array = memory[start : start + count].view(kind).reshape(sizes)
     return array
 
 
-def _pin(memory: NDArray[np.uint8], start: int, count: int) -> None:
+def _pin(memory: Bytes, start: int, count: int) -> None:
     import torch  # noqa: PLC0415 - loading torch takes seconds, and most callers do not pin
 
     if not torch.cuda.is_available():
@@ -155,9 +156,9 @@ def _gather(  # noqa: PLR0913, PLR0917 - numba takes no keyword-only parameters
 
 
 def gather_rows(
-    source: NDArray[Any],
+    source: Array,
     rows: NDArray[np.integer[Any]],
-    out: NDArray[Any],
+    out: Array,
     destinations: NDArray[np.integer[Any]] | None = None,
 ) -> None:
     """Copy rows of an array in memory, or of a memory map, into another; without Python's lock."""

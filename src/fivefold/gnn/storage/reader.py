@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +31,8 @@ from fivefold.gnn.storage._requests import (
 )
 from fivefold.gnn.storage._threads import ThreadsBackend, Workers
 from fivefold.gnn.storage._uring import RingBackend
-from fivefold.gnn.storage.files import Files, closed_error, open_files, truncated_error
+from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.files import Closing, Files, closed_error, open_files, truncated_error
 from fivefold.gnn.storage.pages import PAGE_BYTES
 
 _logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class PagedFile(Protocol):
         """Return the error for a page whose checksum is wrong."""
 
 
-class RowReader:
+class RowReader(Closing):
     """Reads runs of consecutive rows of one section to where they are wanted.
 
     Requests are whole pages, past the page cache where the file system can do that. Runs that
@@ -193,11 +193,7 @@ class RowReader:
     # --- reading ----------------------------------------------------------------------------
 
     def read_runs(
-        self,
-        starts: Integers,
-        counts: Integers,
-        destinations: Integers,
-        out: NDArray[Any],
+        self, starts: Integers, counts: Integers, destinations: Integers, out: Array
     ) -> ReadStatistics:
         """Copy runs of consecutive rows into an array.
 
@@ -226,10 +222,7 @@ class RowReader:
         return self._read(runs, out)
 
     def read_rows(
-        self,
-        rows: Integers,
-        out: NDArray[Any],
-        destinations: Integers | None = None,
+        self, rows: Integers, out: Array, destinations: Integers | None = None
     ) -> ReadStatistics:
         """Copy single rows into an array.
 
@@ -255,7 +248,7 @@ class RowReader:
         count = join_rows(np.asarray(rows, np.int64), np.asarray(places, np.int64), runs)
         return self._read(np.ascontiguousarray(runs[:, :count]), out)
 
-    def _read(self, runs: NDArray[np.int64], out: NDArray[Any]) -> ReadStatistics:
+    def _read(self, runs: Ids, out: Array) -> ReadStatistics:
         begin = time.perf_counter()
         self._check_out(out)
         requests = plan_requests(
@@ -275,7 +268,7 @@ class RowReader:
         seconds = time.perf_counter() - begin
         return ReadStatistics(len(requests.first_pages), num_bytes, requests.bytes_used, seconds)
 
-    def _perform(self, requests: Requests, out: NDArray[Any], num_bytes: int) -> None:
+    def _perform(self, requests: Requests, out: Array, num_bytes: int) -> None:
         workers = self._active_workers(len(requests.first_pages), num_bytes)
         self._renew_after_fork()
         with self._lock:
@@ -316,7 +309,7 @@ class RowReader:
         if self._closing:
             raise closed_error(f"the reader of {self._container.path}")
 
-    def _check_out(self, out: NDArray[Any]) -> None:
+    def _check_out(self, out: Array) -> None:
         fits = out.dtype == self.section.dtype and out.shape[1:] == self.section.shape[1:]
         if not fits or out.ndim == 0 or not out.flags.c_contiguous or not out.flags.writeable:
             raise ConfigurationError(
@@ -325,7 +318,7 @@ class RowReader:
                 f"{self.section.shape[1:]}",
             )
 
-    def _raise_failures(self, status: NDArray[np.int64]) -> None:
+    def _raise_failures(self, status: Ids) -> None:
         """Raise for the failure at the smallest place, whichever worker met it."""
         failed = status[(status[:, 0] != DONE) & (status[:, 0] != STOPPED)]
         if len(failed):
@@ -354,17 +347,6 @@ class RowReader:
                 self._closed = True
                 self._workers.close()
                 self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _release(resources: list[ThreadsBackend | RingBackend | Files]) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from fivefold.errors import CheckpointError, ConfigurationError, DataError, Stor
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, probe_disk
+from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.gnn.training._inference_layers import (
     PAGE_BYTES,
@@ -48,7 +48,7 @@ from fivefold.units import format_bytes, format_duration_s
 
 _LOG = logging.getLogger(__name__)
 _KIND = "embeddings"
-Int64 = npt.NDArray[np.int64]
+Int64 = Ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,10 +85,6 @@ class InferenceResult:
     Args:
         path: Container of kind "embeddings" with section "x", float32 [nodes, classes].
         layers: What each layer took.
-
-    Examples:
-        >>> InferenceResult(path=Path("out/output.fvf"), layers=()).explain()
-        ''
     """
 
     path: Path
@@ -396,10 +392,6 @@ class RunInference:
         outputs: Where the class scores of all nodes are, and what each layer took.
         accuracy: Accuracy per split, from all neighbours; splits without labels are left out.
         step: Optimizer step of the checkpoint.
-
-    Examples:
-        >>> RunInference.__dataclass_params__.frozen
-        True
     """
 
     outputs: InferenceResult
@@ -447,12 +439,6 @@ def infer_run(
         DataError: The run or its data set is missing, or the data set is another one.
         InfeasibleError: The budget is too small.
         StorageError: The disk is full or refuses; the same call goes on afterwards.
-
-    Examples:
-        >>> infer_run("no such run")
-        Traceback (most recent call last):
-            ...
-        fivefold.errors.DataError: no such run holds no run of fivefold gnn train; ...
     """
     run = Path(run)
     if not (run / "config.toml").exists():
@@ -494,10 +480,6 @@ def load_model(config: GnnConfig, dataset: Dataset) -> tuple[LayeredModel, int]:
     Raises:
         CheckpointError: There is no checkpoint, or none is whole.
         DataError: The checkpoint was trained on another data set.
-
-    Examples:
-        >>> load_model.__name__
-        'load_model'
     """
     found = newest_checkpoint(config.run.output)
     if found is None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -26,14 +25,16 @@ from torch import Tensor
 from fivefold._compiler import njit
 from fivefold.errors import InfeasibleError, UnsupportedError
 from fivefold.gnn.storage import Container, DiskProfile, RowReader
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.storage.pages import aligned_empty
+from fivefold.gnn.storage.parallel import read_ahead
 from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.gnn.training.config import Backend
 from fivefold.gnn.training.models import GAT, GCN, GraphSAGE, LayeredModel
 from fivefold.units import format_bytes
 
 Pair = tuple[int, int]
-Int64 = npt.NDArray[np.int64]
+Int64 = Ids
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
@@ -228,7 +229,7 @@ class _Gat:
 @njit
 def fill_keys(
     indptr: Int64,
-    sources: npt.NDArray[Any],
+    sources: Array,
     targets: Pair,
     edges: Pair,
     *,
@@ -482,26 +483,28 @@ class RowStream:
             verify=verify,
         )
         shape = (shares.rows, *section.shape[1:])
-        self._buffers = [aligned_empty(shape, section.dtype) for _ in range(2)]
+        self._buffers = (
+            aligned_empty(shape, section.dtype),
+            aligned_empty(shape, section.dtype),
+        )
         self._num_rows = section.num_rows
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fivefold-rows")
         self.statistics = ReadStatistics()
 
     def close(self) -> None:
-        """Wait for a read that is under way and let go of the file."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        """Let go of the file."""
         self._reader.close()
 
     def sequence(self, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yield consecutive rows as (place of the first one, their float32 rows)."""
         size = len(self._buffers[0])
         chunks = (_Chunk(low=low, count=min(size, stop - low)) for low in range(first, stop, size))
-        for chunk, raw in self._ahead(chunks):
+        for (chunk, raw), _ in read_ahead(chunks, self._read, self._buffers):
             yield chunk.low, _float32(raw)
 
     def sources(self, keys: Int64, shift: int, way: str) -> Iterator[tuple[Int64, Tensor]]:
         """Yield the sources of sorted keys as (the keys of these sources, their float32 rows)."""
-        for chunk, raw in self._ahead(self._chunks(keys, shift, sweeps=way == "sweep")):
+        chunks = self._chunks(keys, shift, sweeps=way == "sweep")
+        for (chunk, raw), _ in read_ahead(chunks, self._read, self._buffers):
             picked = raw if chunk.count == len(chunk.rows) else raw[chunk.rows - chunk.low]
             yield chunk.keys, _float32(picked)
 
@@ -517,26 +520,14 @@ class RowStream:
             yield _Chunk(low=low, count=count, rows=rows, keys=keys[position:stop], sweeps=sweeps)
             position = stop
 
-    def _ahead(self, chunks: Iterator[_Chunk]) -> Iterator[tuple[_Chunk, npt.NDArray[Any]]]:
-        """Yield each chunk with its raw rows, while the next one is being read."""
-        waiting: tuple[_Chunk, Future[npt.NDArray[Any]]] | None = None
-        for number, chunk in enumerate(chunks):
-            # The buffer was handed out two chunks ago; whoever had it has asked for the next since.
-            future = self._worker.submit(self._read, chunk, self._buffers[number % 2])
-            if waiting is not None:
-                yield waiting[0], waiting[1].result()
-            waiting = chunk, future
-        if waiting is not None:
-            yield waiting[0], waiting[1].result()
-
-    def _read(self, chunk: _Chunk, buffer: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def _read(self, chunk: _Chunk, buffer: Array) -> tuple[_Chunk, Array]:
         out = buffer[: chunk.count]
         if chunk.sweeps:
             one = np.array([chunk.low]), np.array([chunk.count]), np.array([0])
             self.statistics += self._reader.read_runs(*one, out)
         else:
             self.statistics += self._reader.read_rows(chunk.rows, out)
-        return out
+        return chunk, out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -550,5 +541,5 @@ class _Chunk:
     sweeps: bool = True
 
 
-def _float32(raw: npt.NDArray[Any]) -> Tensor:
+def _float32(raw: Array) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(raw, np.float32))

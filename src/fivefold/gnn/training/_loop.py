@@ -38,13 +38,14 @@ from fivefold.gnn.training._result import (
     run_manifest,
 )
 from fivefold.gnn.training._source import Evaluator, add_counts, counts_of, make_loader
-from fivefold.gnn.training.config import GnnConfig, config_to_toml
+from fivefold.gnn.training.config import GnnConfig
 from fivefold.gnn.training.models import make_model
 from fivefold.runs import (
     FolderLock,
     MetricsWriter,
     ProgressBar,
     StopRequest,
+    format_toml,
     write_json,
     write_text,
 )
@@ -251,7 +252,7 @@ class _Run:
         manifest = run_manifest(
             self.config, self.dataset, self.model, world_size=self.ranks.world_size
         )
-        write_text(self.folder / "config.toml", config_to_toml(self.config))
+        write_text(self.folder / "config.toml", format_toml(self.config.model_dump()))
         write_json(self.folder / "manifest.json", manifest)
         step = None if resumed_from is None else self.step
         self.metrics = MetricsWriter(self.folder / "metrics.jsonl", resumed_step=step)

@@ -41,10 +41,6 @@ class GnnResult:
         best_epoch: That epoch, from 1.
         data: What the data path of rank 0 did: rows by level, bytes, requests, stage seconds.
         parameters_sha256: Digest of the parameters.
-
-    Examples:
-        >>> GnnResult.__dataclass_params__.frozen
-        True
     """
 
     output: Path

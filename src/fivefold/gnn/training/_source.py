@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -18,6 +17,7 @@ from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading import DiskLoader, LoaderStatistics, OnlineLoader
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.sampling import Adjacency
+from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.training.config import GnnConfig
 from fivefold.gnn.training.models import LayeredModel
 from fivefold.runs.ranks import Ranks
@@ -29,7 +29,7 @@ def make_loader(
     *,
     topology: Adjacency,
     ranks: Ranks,
-    features: npt.NDArray[Any] | None,
+    features: Array | None,
     store: PackedStore | None,
 ) -> DiskLoader | OnlineLoader:
     """Make the loader of a mode."""
@@ -52,7 +52,7 @@ def make_loader(
             threads=loader.threads or None,
             **place,
         )
-    rows: Literal["disk"] | npt.NDArray[Any] = "disk" if features is None else features
+    rows: Literal["disk"] | Array = "disk" if features is None else features
     return OnlineLoader(
         dataset,
         dataset.train,
@@ -110,10 +110,10 @@ class Evaluator:
         *,
         topology: Adjacency,
         ranks: Ranks,
-        features: npt.NDArray[Any] | None,
+        features: Array | None,
     ) -> None:
         self._ranks = ranks
-        rows: Literal["disk"] | npt.NDArray[Any] = "disk" if features is None else features
+        rows: Literal["disk"] | Array = "disk" if features is None else features
         self._loaders = {
             name: OnlineLoader(
                 dataset,
@@ -159,9 +159,7 @@ class Evaluator:
             loader.close()
 
 
-def _share(
-    dataset: Dataset, ids: npt.NDArray[np.int64], *, limit: int, ranks: Ranks
-) -> npt.NDArray[np.int64]:
+def _share(dataset: Dataset, ids: Ids, *, limit: int, ranks: Ranks) -> Ids:
     """Return a rank's share of at most limit labelled nodes, spread evenly over all of them."""
     known = ids[dataset.labels[ids] >= 0]
     if len(known) > limit:

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_toml
-from fivefold.runs import Section, apply_overrides, check_tables, format_toml
+from fivefold.runs import Section, apply_overrides, check_tables
 from fivefold.runs.config import Bytes, Count, FilePath, Positive, Rate, Seconds, Seed, Text
 
 
@@ -239,20 +239,3 @@ def load_gnn_config(path: str | Path, overrides: Sequence[str] = ()) -> GnnConfi
     """
     tables = apply_overrides(read_toml(Path(path)), overrides, schema=GnnConfig)
     return check_tables(tables, GnnConfig, source=path)
-
-
-def config_to_toml(config: GnnConfig) -> str:
-    """Write a configuration with all keys that have a value; ``load_gnn_config`` reads it back.
-
-    Args:
-        config: The configuration to write.
-
-    Returns:
-        TOML text that ends in a newline.
-
-    Examples:
-        >>> config = GnnConfig(data={"path": "graphs/debian"})
-        >>> "batch_size = 1024" in config_to_toml(config)
-        True
-    """
-    return format_toml(config.model_dump())
