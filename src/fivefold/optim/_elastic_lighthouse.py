@@ -11,7 +11,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
+from fivefold.errors import (
+    CommunicationError,
+    ConfigurationError,
+    optional_module,
+)
 
 _TICK_MS = 50
 
@@ -231,8 +235,4 @@ def _networks(entry: str) -> list[Network]:
 def require_torchft() -> None:
     """Make torchft ready, with its native log kept to errors unless RUST_LOG says otherwise."""
     os.environ.setdefault("RUST_LOG", "error")  # read once, when torchft is loaded
-    try:
-        import torchft.coordination  # noqa: F401, PLC0415 - optional and slow to load
-    except ImportError as error:
-        message = "elastic training needs torchft, which is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[elastic]'") from error
+    optional_module("torchft.coordination", extra="elastic", use="elastic training")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
+from fivefold.errors import CheckpointError, ConfigurationError, optional_module
 from fivefold.optim._lightning import lightning_strategy
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sync import OuterSync
@@ -186,11 +186,7 @@ class _Synchroniser:
 
 
 def _callback_of(synchroniser: _Synchroniser) -> Any:
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        message = "a Trainer needs transformers, which is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[hf]'") from error
+    transformers = optional_module("transformers", extra="hf", use="a Trainer")
 
     class OuterSyncCallback(transformers.TrainerCallback):  # type: ignore[name-defined]
         def on_train_begin(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.optim import (
     CO2,
     AutoTau,
@@ -216,11 +216,8 @@ def make_rule(config: SyncConfig, *, total_steps: int | None = None) -> OuterRul
 def _require_options(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
     taken = [name for name in inspect.signature(kind).parameters if name != "params"]
     for name in options:
-        if name not in taken:
-            close = difflib.get_close_matches(name, taken, n=1)
-            meant = f"did you mean {close[0]}? " if close else ""
-            message = f"sync.options.{name} is not an argument of torch.optim.{kind.__name__}"
-            raise ConfigurationError(message, hint=f"{meant}It takes {', '.join(taken)}")
+        message = f"sync.options.{name} is not an argument of torch.optim.{kind.__name__}"
+        require_one_of(name, taken, message)
 
 
 def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
