@@ -21,7 +21,7 @@ from benchmarks.results_file import BenchmarkRow
 from benchmarks.strategy._recent_rows import PublicRow, read_folder
 from benchmarks.strategy._rows import TABLES, read_table
 from fivefold.strategy import error_bar, load_cluster
-from fivefold.strategy.intervals import Likeness
+from fivefold.strategy.intervals import kinds_of
 
 __all__ = ["judge_rows", "main"]
 
@@ -167,9 +167,9 @@ def write_residuals(folder: Path, path: Path) -> None:
         predicted = one.predict()
         if predicted is None or one.measured_s is None or one.model is None:
             continue
-        likeness = Likeness.of(one.model, one.device(), one.plans[0], time_s=one.measured_s)
+        kinds = kinds_of(one.model, one.device(), one.plans[0], time_s=one.measured_s)
         error = math.log(predicted[0] / one.measured_s)
-        for key in likeness.wider():
+        for key in kinds:
             found.setdefault(key, []).append((f"{one.model.name} {one.cluster}", error))
     for name in COMMITTED:
         for row in read_table(name):
@@ -177,9 +177,9 @@ def write_residuals(folder: Path, path: Path) -> None:
                 continue
             cluster = load_cluster(row.cluster)
             error = math.log(row.predicted(cluster, row.plans[0]).time_s / row.measured_s)
-            likeness = Likeness.of(row.model, cluster.device, row.plans[0], time_s=row.measured_s)
+            kinds = kinds_of(row.model, cluster.device, row.plans[0], time_s=row.measured_s)
             pair = f"{row.model.hidden} {row.model.num_layers} {row.cluster}"
-            for key in likeness.wider():
+            for key in kinds:
                 found.setdefault(key, []).append((pair, error))
     groups = {key: _spread(errors) for key, errors in sorted(found.items())}
     said = "ln(predicted / measured), root mean square: all, and less each pair's mean"

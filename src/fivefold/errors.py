@@ -3,10 +3,15 @@
 Every leaf is also a subclass of the nearest built-in, so that callers who know nothing of
 fivefold can still catch it. A message says what is wrong and the value got; the hint says what
 is allowed and what to do. The command line prints the two as ``error:`` and ``hint:`` and maps
-the class to an exit code. This module imports nothing.
+the class to an exit code. This module imports nothing else of fivefold.
 """
 
 from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "CheckpointError",
@@ -104,3 +109,50 @@ class InfeasibleError(FivefoldError, ValueError):
     """
 
     exit_code = 3
+
+
+def optional_module(name: str, *, extra: str, use: str) -> Any:
+    """Return a module of a package that is installed with an extra; say which one where it is not.
+
+    Args:
+        name: The module, such as ``"matplotlib.figure"``.
+        extra: The extra of fivefold that brings the package.
+        use: What needs it, for the message.
+
+    Raises:
+        UnsupportedError: The package is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        message = f"{use} needs the package {name.partition('.')[0]}, which is not installed"
+        raise UnsupportedError(message, hint=f"pip install 'fivefold[{extra}]'") from error
+
+
+def require_one_of(value: object, allowed: Iterable[str], message: str) -> None:
+    """Refuse a value that is none of those allowed; the hint names the nearest one and all.
+
+    Raises:
+        ConfigurationError: With the message.
+    """
+    known = list(allowed)
+    if value not in known:
+        near = difflib.get_close_matches(str(value), known, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigurationError(message, hint=f"{meant}choose one of {', '.join(known)}")
+
+
+def require_whole(
+    what: str, value: object, *, least: int = 1, most: int | None = None, hint: str | None = None
+) -> None:
+    """Refuse what is no whole number from ``least`` to ``most``; None has no end.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    too_large = whole and most is not None and value > most  # type: ignore[operator]
+    if not whole or too_large or value < least:  # type: ignore[operator]
+        end = f" to {most:,}" if too_large else ""
+        message = f"{what} must be a whole number from {least}{end}; got {value!r:.40}"
+        raise ConfigurationError(message, hint=hint)

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 from fivefold.cli._main import app
 from fivefold.codesign import ClusterPlan, CoDesigns, JobPlan, JobSpec, plan_cluster, run_plan
 from fivefold.codesign.baselines import null_plan
-from fivefold.codesign.coordinator import alone_iteration_s, plan_single
+from fivefold.codesign.coordinator import plan_single
 from fivefold.codesign.described import ModelJob, job_from_plan
 from fivefold.codesign.jobs import Split, mesh_ranks
-from fivefold.codesign.simulate import iteration_of, phases_of
+from fivefold.codesign.simulate import alone_quote, iteration_of, phases_of, schedule_iteration
 from fivefold.codesign.workloads import load_jobs
 from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError, InfeasibleError
@@ -37,6 +37,11 @@ DEVICE = DeviceSpec(
     multiprocessors=108,
 )  # fmt: skip
 NODE, NET = 100e9, 10e9
+
+
+def alone_iteration_s(topology, job, plan):
+    """Return seconds of an iteration with the network to itself."""
+    return schedule_iteration(job, plan, alone_quote(topology, job, plan)).end_s
 
 
 def fabric(gpus=4, hosts=4):

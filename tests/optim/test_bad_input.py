@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim import (
@@ -174,3 +175,12 @@ def test_an_outer_optimizer_for_matrices_refuses_a_bias():
             OuterSync(model, optimizer, rule=rule, transport=transport)
 
     run_world(2, work)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_a_model_that_communicates_by_itself_is_refused_also_compiled():
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(wrapped)
+    for model in (wrapped, torch.compile(wrapped)):
+        with pytest.raises(ConfigurationError, match="wrapped in DistributedDataParallel"):
+            OuterSync(model, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), rule=CO2(tau=2))

@@ -44,14 +44,14 @@ def test_with_nccl_the_training_thread_issues_all_collectives(monkeypatch, at_on
     monkeypatch.setattr(CommunicationThread, "_handover", lambda *_: handover)
     thread = CommunicationThread(rank=0, issues_at_once=at_once)
     job = thread.submit(lambda: seen.append(threading.current_thread()), tensors=(), what="a sum")
-    thread.wait(job)
+    job.wait()
     assert (seen[0] is threading.current_thread()) == at_once
     assert handover.calls == ["entered", "left", "held"]
     assert job.completed_at_s is None  # the work is still under way
     handover.ended.set()
     done = threading.Event()
     monkeypatch.setattr(CommunicationThread, "_handover", lambda *_: None)
-    thread.wait(thread.submit(done.set, tensors=(), what="the next"))
+    thread.submit(done.set, tensors=(), what="the next").wait()
     assert done.is_set()
     assert job.completed_at_s is not None
 
@@ -66,9 +66,9 @@ def test_a_failed_job_that_was_issued_at_once_breaks_the_next(monkeypatch):
     monkeypatch.setattr(CommunicationThread, "_handover", lambda *_: handover)
     thread = CommunicationThread(rank=2, issues_at_once=True)
     with pytest.raises(CommunicationError, match="rank 2: a sum failed: peer closed"):
-        thread.wait(thread.submit(fail, tensors=(), what="a sum"))
+        thread.submit(fail, tensors=(), what="a sum").wait()
     with pytest.raises(CommunicationError, match="the next was not started: a sum had failed"):
-        thread.wait(thread.submit(lambda: None, tensors=(), what="the next"))
+        thread.submit(lambda: None, tensors=(), what="the next").wait()
 
 
 def test_the_communication_thread_uses_this_ranks_device(monkeypatch):
@@ -79,7 +79,7 @@ def test_the_communication_thread_uses_this_ranks_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     thread = CommunicationThread(rank=0)
-    thread.wait(thread.submit(lambda: chosen.append("run"), tensors=(), what="a comparison"))
+    thread.submit(lambda: chosen.append("run"), tensors=(), what="a comparison").wait()
     assert chosen == [3, "run"]
 
 

@@ -116,6 +116,7 @@ def test_token_budgets():
         ("--compare",),
         ("--compare", "--price", "1 USD/GPU h", "--price", "1 USD/GPU h", "--price", "3 USD/GPU h"),
         ("--compare", "--output", "x.toml"),
+        ("--compare", "--global-batch", "8"),
         ("--price", "1 USD/GPU h"),
         ("--compare", "--json", "--csv"),
     ],

@@ -260,3 +260,15 @@ def test_plans_that_a_model_cannot_run_are_refused():
                       plan=ParallelPlan(global_batch=2, data=2, expert=2))  # fmt: skip
     with pytest.raises(ConfigurationError, match="empty"):
         SearchSpace(num_gpus=1, global_batch=1, zero=())
+
+
+def test_a_large_model_does_local_updates_with_its_states_shared_inside_nodes():
+    """Whole states of seven billion parameters are 30 bytes each: no GPU of 80 GB has them."""
+    base = load_cluster("h100-nemo")
+    node, outer = base.fabric.tiers
+    slow = dataclasses.replace(outer, bandwidth_bytes_per_s=1.5e8)
+    fabric = dataclasses.replace(base.fabric, tiers=(node, slow))
+    space = SearchSpace(num_gpus=16, global_batch=64, tau=(1, 16))
+    found = search_plans(load_model("llama2-7b"), base.device, fabric, space=space).best[0]
+    assert (found.plan.tau, found.plan.zero) == (16, 3)
+    assert 1 < found.plan.shards <= 8

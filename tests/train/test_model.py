@@ -175,9 +175,6 @@ def test_counts_equal_their_closed_forms(layers, width, heads):
     hidden = math.ceil(8 * width / 3 / 16) * 16
     matrices = 257 * width + layers * (4 * width**2 + 3 * width * hidden)
     assert model.num_parameters == matrices + width * (2 * layers + 1)
-    # Scores and mixing: 2 products x 2 FLOPs x T/2 pairs x D, forward once and backward twice.
-    attention = layers * 2 * 2 * (32 / 2) * width * 3
-    assert model.flops_per_token == 6 * matrices + attention
 
 
 def test_the_seed_alone_decides_the_parameters():

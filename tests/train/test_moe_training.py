@@ -253,11 +253,3 @@ def test_every_so_many_th_block_is_a_mixture_and_the_last_one_always(layers, eve
     model = Transformer(config, vocab_size=7, sequence_length=4)
     assert set(model.mixtures.layers) == mixed
     assert model.num_parameters == sum(p.numel() for p in model.parameters())
-    # An expert of default width does half of the dense layer's work, and a token has two.
-    dense = Transformer(
-        ModelConfig(layers=layers, width=16, heads=2), vocab_size=7, sequence_length=4
-    )
-    extra = model.flops_per_token - dense.flops_per_token
-    dense_inner, expert_inner = 48, 32
-    per_layer = 6 * (8 * 16 + 3 * 16 * (2 * expert_inner - dense_inner))
-    assert extra == blocks * per_layer

@@ -169,7 +169,7 @@ def read_algorithm(file: Path) -> Schedule | Program:
         return from_msccl_xml(text)
     if '"threadblocks"' in text:
         return from_mscclpp_json(text)
-    if '"fivefold-program/1"' in text:
+    if '"fivefold-program/2"' in text:
         return Program.from_json(text)
     return Schedule.from_json(text)
 

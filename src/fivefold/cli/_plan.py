@@ -156,16 +156,21 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
         $ fivefold plan job.toml --cluster h100-torchtitan:16 --for torchtitan -o planned.py
         $ fivefold plan job.toml --compare a.toml h100-nemo --price "2.5 USD/GPU h"
     """
-    forms = _forms(json=as_json, csv=as_csv, github=as_github)
+    form = _form(json=as_json, csv=as_csv, github=as_github)
+    of_one = {
+        "--output": output, "--write": write, "--report": report, "--for": target, "--gpus": gpus,
+        "--global-batch": global_batch, "--seq-len": seq_len, "--front": front,
+        "--torchtitan-base": torchtitan_base,
+    }  # fmt: skip
     if check is not None:
-        _check(check, job, cluster, forms)
+        _refuse_beside("--check", **of_one, **{"--compare": compare, "--price": price})
+        _check(check, job, cluster, form)
         return
-    job = _require_job(job, github=as_github)
-    _require_target(target)
+    job = _require_job(job, target, github=as_github)
     if compare:
-        _refuse_beside_compare(output=output, write=write, report=report, target=target)
+        _refuse_beside("--compare", **of_one)
         names = [str(job), *(clusters or []), *([] if cluster is None else [cluster])]
-        compare_on(names, prices=price or [], tokens=tokens, form=_form(forms))
+        compare_on(names, prices=price or [], tokens=tokens, form=form)
         return
     _require_one_cluster(cluster, clusters, price=price, tokens=tokens)
     assert cluster is not None, "required above"
@@ -189,7 +194,7 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     if report is not None:
         page = split_page(what, where, best, result=result, command=typed_command())
         write_page(page, report)
-    _put_out(_form(forms), what, where, best, result, front=front)
+    _put_out(form, what, where, best, result, front=front)
     if output is not None:
         typer.echo(f"written: {output}", err=True)
 
@@ -211,49 +216,42 @@ def _put_out(
         _show(job, cluster, best, result, front=front)
 
 
-def _form(forms: dict[str, bool]) -> Any:
-    named = [name.removeprefix("--") for name, given in forms.items() if given]
+def _form(**given: bool) -> Any:
+    named = [name for name, value in given.items() if value]
+    if len(named) > 1:
+        message = f"--{named[0]} and --{named[1]} both write to standard output"
+        raise ArgumentError(message, hint="give one of them")
     return named[0] if named else "text"
 
 
-def _require_target(target: str | None) -> None:
-    if target is not None and target not in TARGETS:
-        message = f"--for {target!r} is no program that plans are written for"
-        raise ArgumentError(message, hint=f"use one of {', '.join(TARGETS)}")
-
-
-def _forms(**given: bool) -> dict[str, bool]:
-    named = [f"--{name}" for name, value in given.items() if value]
-    if len(named) > 1:
-        message = f"{named[0]} and {named[1]} both write to standard output"
-        raise ArgumentError(message, hint="give one of them")
-    return {f"--{name}": value for name, value in given.items()}
-
-
-def _require_job(job: Path | None, *, github: bool) -> Path:
+def _require_job(job: Path | None, target: str | None, *, github: bool) -> Path:
     if github:
         message = "--github is of --check; got it without"
         raise ArgumentError(message, hint="add --check DIR")
     if job is None:
         message = "missing argument 'JOB'"
         raise ArgumentError(message, hint="see fivefold plan --help")
+    if target is not None and target not in TARGETS:
+        message = f"--for {target!r} is no program that plans are written for"
+        raise ArgumentError(message, hint=f"use one of {', '.join(TARGETS)}")
     return job
 
 
-def _check(folder: Path, job: Path | None, cluster: str | None, forms: dict[str, bool]) -> None:
+def _check(folder: Path, job: Path | None, cluster: str | None, form: Any) -> None:
     if job is not None:
         message = f"{job} stands beside --check, which reads the recipes of {folder}"
         raise ArgumentError(message, hint="give --check DIR --cluster NAME alone")
     _require_one_cluster(cluster, None)
     assert cluster is not None, "required above"
-    check_folder(folder, cluster=cluster, form=_form(forms))
+    check_folder(folder, cluster=cluster, form=form)
 
 
-def _refuse_beside_compare(**given: Any) -> None:
+def _refuse_beside(option: str, **given: Any) -> None:
+    """Refuse options that another one would leave without effect."""
     for name, value in given.items():
         if value:
-            message = f"--{name} is of one cluster, and --compare looks at several"
-            raise ArgumentError(message, hint="plan the cluster that you choose by itself")
+            message = f"{name} is of a plan on one cluster, and {option} does not take it"
+            raise ArgumentError(message, hint="leave it out, or plan that cluster by itself")
 
 
 def _require_one_cluster(cluster: str | None, clusters: list[str] | None, **compared: Any) -> None:

@@ -179,11 +179,6 @@ def nominal_record(job: JobSpec) -> DecisionRecord:
     )
 
 
-def alone_iteration_s(topology: Topology, job: JobSpec, plan: JobPlan) -> float:
-    """Return seconds of an iteration with the network to itself."""
-    return schedule_iteration(job, plan, alone_quote(topology, job, plan)).end_s
-
-
 def collective_options(
     topology: Topology,
     job: JobSpec,

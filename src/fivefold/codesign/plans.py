@@ -68,11 +68,8 @@ class JobPlan:
     @property
     def key(self) -> tuple[Any, ...]:
         """Everything that was decided, hashable."""
-        return (
-            self.order, self.ordering, self.bucket_bytes, self.overlap_forward, self.algorithm,
-            self.split, self.root, self.roots, self.slots, tuple(sorted(self.paths.items())),
-            self.priority, self.shift_s,
-        )  # fmt: skip
+        values = (getattr(self, name) for name in self.__dataclass_fields__ if name != "paths")
+        return (*values, tuple(sorted(self.paths.items())))
 
     def root_of(self, tree: int) -> str:
         """Return the root of one of the job's trees."""

@@ -11,21 +11,13 @@ _Plan = TypeVar("_Plan")
 
 @dataclass(frozen=True)
 class Guarded(Generic[_Plan]):
-    """What the guard decided, and on which figures.
+    """What the guard decided, and on which figures."""
 
-    Attributes:
-        plan: The plan to use.
-        taken: Whether that is the candidate.
-        baseline_s: Seconds of each job under the baseline.
-        candidate_s: Seconds of each job under the candidate.
-        worse: Jobs that the candidate would have made slower.
-    """
-
-    plan: _Plan
-    taken: bool
-    baseline_s: Mapping[str, float]
-    candidate_s: Mapping[str, float]
-    worse: tuple[str, ...]
+    plan: _Plan  # the plan to use
+    taken: bool  # whether that is the candidate
+    baseline_s: Mapping[str, float]  # seconds of each job under the baseline
+    candidate_s: Mapping[str, float]  # seconds of each job under the candidate
+    worse: tuple[str, ...]  # jobs that the candidate would have made slower
 
 
 def never_worse(

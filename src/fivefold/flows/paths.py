@@ -50,9 +50,7 @@ def default_paths(topology: Topology, sources: npt.ArrayLike, targets: npt.Array
     return Routes(first.astype(np.int32), last.astype(np.int32), offsets, links)
 
 
-def _direct_links(
-    topology: Topology,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+def _direct_links(topology: Topology) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
     """Return the pairs of neighbouring ranks, sorted, and the widest link that joins each."""
     ranks = topology.rank_of_node
     first, last = ranks[topology.link_sources], ranks[topology.link_targets]

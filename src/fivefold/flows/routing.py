@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.flows.paths import equal_cost_paths
 from fivefold.network.topology import Topology
 
@@ -92,10 +92,7 @@ class Routing:
         return np.flatnonzero((self.link_bytes(job_a) > 0) & (self.link_bytes(job_b) > 0))
 
     def _known(self, job_id: str) -> str:
-        if job_id not in self.jobs:
-            raise ConfigurationError(
-                f"there is no job {job_id!r}", hint=f"there are {', '.join(self.jobs)}"
-            )
+        require_one_of(job_id, self.jobs, f"there is no job {job_id!r}")
         return job_id
 
 
@@ -132,9 +129,7 @@ def route_flows(
         >>> route_flows(switch(3), [job]).paths["a"]
         ((0, 3),)
     """
-    if policy not in get_args(RoutePolicy):
-        known = ", ".join(get_args(RoutePolicy))
-        raise ConfigurationError(f"there is no policy {policy!r}", hint=f"there are {known}")
+    require_one_of(policy, get_args(RoutePolicy), f"there is no policy {policy!r}")
     names = [job.job_id for job in traffic]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)

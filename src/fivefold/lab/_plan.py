@@ -159,10 +159,7 @@ def queue_bytes(spec: LabSpec, rate_bytes_per_s: float, *, mtu: int) -> int:
 
 def plan_bridge(spec: LabSpec, *, netem: bool = False) -> list[Step]:
     """Plan hosts on a bridge over veth pairs, shaped by ``tbf`` and, where asked, ``netem``."""
-    steps = [
-        Step.of(SWITCH, "ip link add br0 type bridge"),
-        Step.of(SWITCH, "ip link set br0 up"),
-    ]
+    steps = [Step.of(SWITCH, "ip link add br0 type bridge"), Step.of(SWITCH, "ip link set br0 up")]
     for host in range(spec.hosts):
         steps += _plan_cable(spec, host)
         steps += _plan_uplink(spec, host, netem=netem)

@@ -167,6 +167,7 @@ def run_lab(
     isolation = probe_capabilities().isolation
     # A cluster that asks for nothing of its links still gets hosts of its own.
     isolated = isolation is not None and (means is not None or not spec.shapes)
+    hosts = [(address_of(host), host_name(host)) for host in range(spec.hosts)]
     job = Job(
         spec=spec.to_dict(),
         facts=lab_facts(spec, means, reason),
@@ -175,10 +176,18 @@ def run_lab(
         timeout_s=timeout_s,
         grace_s=grace_s,
         log_folder=str(_make_log_folder(log_folder)),
-        run_folder=str(make_run_folder(_host_lines(spec))),
+        run_folder=str(make_run_folder(hosts)),
         stream=stream,
     )
-    return _carry_out(_Run(job, spec, isolation=isolation if isolated else None), job)
+    run = _Run(job, spec, isolation=isolation if isolated else None)
+    try:
+        run.follow()
+    finally:
+        remove_run_folder(Path(job.run_folder))
+    if run.signals:
+        _logger.warning("the lab is down; output is in %s", job.log_folder)
+        signal.raise_signal(run.signals[0])
+    return run.result()
 
 
 def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, str | None]:
@@ -221,17 +230,6 @@ def _refuse(missing: list[Capability], *, allow_unshaped: bool) -> tuple[None, s
     raise UnsupportedError(f"this machine cannot shape the links: {reason}", hint=hint)
 
 
-def _carry_out(run: _Run, job: Job) -> LabResult:
-    try:
-        run.follow()
-    finally:
-        remove_run_folder(Path(job.run_folder))
-    if run.signals:
-        _logger.warning("the lab is down; output is in %s", job.log_folder)
-        signal.raise_signal(run.signals[0])
-    return run.result()
-
-
 class _Run:
     """One run, seen from outside: what the supervisor reports."""
 
@@ -259,8 +257,9 @@ class _Run:
                 write_state(
                     Path(self._job.run_folder), self._job.command, supervisor_pid=process.pid
                 )
-                with suppress(BrokenPipeError):  # it ended at once: no event will say "end"
-                    _write_all(control_write, (json.dumps(asdict(self._job)) + "\n").encode())
+                control = os.fdopen(control_write, "w", encoding="utf-8", closefd=False)
+                with suppress(BrokenPipeError), control:  # it ended at once: none will say "end"
+                    control.write(json.dumps(asdict(self._job)) + "\n")
                 with os.fdopen(event_read, encoding="utf-8") as events:
                     for line in events:
                         self._take(json.loads(line))
@@ -273,10 +272,7 @@ class _Run:
         """Return what came of the run."""
         if self._relay_died:
             msg = "the relay ended early, so the links were gone"
-            raise UnsupportedError(
-                msg,
-                hint=f"output is in {self._job.log_folder}; run again",
-            )
+            raise UnsupportedError(msg, hint=f"output is in {self._job.log_folder}; run again")
         if self._end is None:
             raise UnsupportedError(
                 f"the lab's supervisor ended early with {self._supervisor_code}",
@@ -380,12 +376,6 @@ def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
 def _check_request(command: Sequence[str], *, timeout_s: float | None, grace_s: float) -> None:
     if isinstance(command, str) or not command:
         raise ConfigurationError(
@@ -415,10 +405,6 @@ def _make_log_folder(log_folder: str | Path | None) -> Path:
         ) from error
     (folder / "relay.json").unlink(missing_ok=True)  # an earlier run's counts
     return folder
-
-
-def _host_lines(spec: LabSpec) -> list[tuple[str, str]]:
-    return [(address_of(host), host_name(host)) for host in range(spec.hosts)]
 
 
 def _free_port() -> int:

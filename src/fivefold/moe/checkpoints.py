@@ -8,7 +8,6 @@ scales, as DeepSeek-V3 publishes it, which becomes bfloat16.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.errors import ConfigurationError, DataError, optional_module
 from fivefold.files import read_json
 
 _INDEX = "model.safetensors.index.json"
@@ -310,11 +309,7 @@ def open_checkpoint(path: str | Path) -> Mapping[str, torch.Tensor]:
         ...     {name: tuple(tensor.shape) for name, tensor in state.items()}
         {'gate.weight': (1, 2)}
     """
-    try:
-        module = importlib.import_module("safetensors")
-    except ImportError as error:
-        message = "reading checkpoints needs safetensors, which is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[hf]'") from error
+    module = optional_module("safetensors", extra="hf", use="reading checkpoints")
     return _Files(Path(path), module)
 
 

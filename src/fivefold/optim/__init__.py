@@ -1,9 +1,8 @@
 """Local-update data parallelism with communication hidden behind computation.
 
-Core: ``_rule`` and its presets, ``_staleness``, ``_schedule``, ``_auto_tau``, ``_codecs``,
-``_update``, ``_merge`` (pure). Adapters: ``_transport`` (torch.distributed), ``_elastic``
-(torchft). Public object: ``OuterSync``. Paper: CO2, arXiv 2401.16265. It knows nothing of trainers,
-labs or reports.
+Pure: ``_rules``, ``_staleness``, ``_schedule``, ``auto_tau``, ``codecs``, ``_update``, ``_merge``.
+Adapters: ``transport`` (torch.distributed), ``_elastic`` (torchft). Driven by ``OuterSync``.
+Paper: CO2, arXiv 2401.16265. It knows nothing of trainers, labs or reports.
 """
 
 from __future__ import annotations

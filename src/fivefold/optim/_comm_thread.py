@@ -45,12 +45,22 @@ def named_errors(rank: int, what: str) -> Iterator[None]:
 
 
 class Job:
-    """One job on its way; made by ``CommunicationThread.submit``."""
+    """One job on its way, an all-reduce among them; made by ``CommunicationThread.submit``."""
 
     def __init__(
-        self, run: Callable[[], None], *, rank: int, what: str, handover: _Handover | None
+        self,
+        run: Callable[[], None],
+        *,
+        rank: int,
+        what: str,
+        handover: _Handover | None,
+        thread_is_alive: Callable[[], bool],
+        sent_bytes: int = 0,
     ) -> None:
+        self.launched_at_s = time.perf_counter()
         self.completed_at_s: float | None = None
+        self.sent_bytes = sent_bytes
+        self._thread_is_alive = thread_is_alive
         self._run: Callable[[], None] | None = run
         self._rank = rank
         self._what = what
@@ -64,7 +74,7 @@ class Job:
         """Return whether it has been carried out; on CUDA its work may still be under way."""
         return self._issued.is_set()
 
-    def wait(self, thread_is_alive: Callable[[], bool]) -> None:
+    def wait(self) -> bool:
         """Block until the results are there; on CUDA, until the current stream will wait for them.
 
         Each collective within the job has the group's timeout, so this ends.
@@ -73,13 +83,14 @@ class Job:
             CommunicationError: A peer ended, the network failed, or a timeout passed.
         """
         while not self._issued.wait(1.0):
-            if not thread_is_alive() and not self._issued.is_set():
+            if not self._thread_is_alive() and not self._issued.is_set():
                 message = f"rank {self._rank}: {self._what} was given up: its thread has ended"
                 raise CommunicationError(message, hint="the interpreter is ending, or was forked")
         if self._error is not None:
             raise self._error
         if self._handover is not None:
             self._handover.hold_current_streams()
+        return True
 
     def carry_out(self, broken_by: str | None) -> str | None:
         """Run on this thread; return why no later job can succeed, or None."""
@@ -133,12 +144,26 @@ class CommunicationThread:
         # process. Jobs refer to this object, so while the program runs no job is cut off.
         weakref.finalize(self, _end_thread, self._jobs, self._thread)
 
-    def submit(self, run: Callable[[], None], *, tensors: Iterable[torch.Tensor], what: str) -> Job:
+    def submit(
+        self,
+        run: Callable[[], None],
+        *,
+        tensors: Iterable[torch.Tensor],
+        what: str,
+        sent_bytes: int = 0,
+    ) -> Job:
         """Queue a job."""
         if not self._thread.is_alive() and self._thread.ident is None:
             self._thread.start()
         handover = self._handover(tensors)
-        job = Job(run, rank=self._rank, what=what, handover=handover)
+        job = Job(
+            run,
+            rank=self._rank,
+            what=what,
+            handover=handover,
+            thread_is_alive=self._thread.is_alive,
+            sent_bytes=sent_bytes,
+        )
         if handover is not None and self._issues_at_once:
             self._broken_by = job.carry_out(self._broken_by)
         self._jobs.put(job)
@@ -147,10 +172,6 @@ class CommunicationThread:
     def _handover(self, tensors: Iterable[torch.Tensor]) -> _Handover | None:
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         return _Handover([self._stream(device) for device in devices]) if devices else None
-
-    def wait(self, job: Job) -> None:
-        """Wait for a job of this thread; see ``Job.wait``."""
-        job.wait(self._thread.is_alive)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

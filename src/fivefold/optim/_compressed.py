@@ -20,7 +20,6 @@ References:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -94,28 +93,6 @@ class _Feedback:
     owned: torch.Tensor
 
 
-class CompressedAllReduce:
-    """A compressed sum on its way; see ``fivefold.optim.PendingAllReduce``."""
-
-    def __init__(
-        self, job: Job, thread: CommunicationThread, *, launched_at_s: float, sent_bytes: int
-    ) -> None:
-        self._job = job
-        self._thread = thread
-        self.launched_at_s = launched_at_s
-        self.sent_bytes = sent_bytes
-
-    @property
-    def completed_at_s(self) -> float | None:
-        """``time.perf_counter()`` at completion; None while under way."""
-        return self._job.completed_at_s
-
-    def wait(self) -> bool:
-        """Block until the sums are in the payloads; see ``PendingAllReduce.wait``."""
-        self._thread.wait(self._job)
-        return True
-
-
 class CompressedExchange:
     """Compressed sums over one process group, with residuals for each fragment."""
 
@@ -151,23 +128,19 @@ class CompressedExchange:
 
     def launch(
         self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
-    ) -> CompressedAllReduce:
+    ) -> Job:
         """Queue the sum of a prepared fragment; see ``Transport.launch``."""
-        launched_at_s = time.perf_counter()
         if fragment not in self._feedback:
             message = f"fragment {fragment} was launched before prepare(payloads, fragment=...)"
             raise ConfigurationError(message, hint="prepare every fragment once, at the start")
         self.prepare(payloads, fragment=fragment)
         feedback = self._feedback[fragment]
-        job = self._thread.submit(
+        sent_bytes = ring_bytes(metadata.nbytes, world_size=self._world_size)
+        return self._thread.submit(
             lambda: self._sum(payloads, metadata, feedback),
             tensors=[*payloads, metadata],
             what=what,
-        )
-        sent_bytes = ring_bytes(metadata.nbytes, world_size=self._world_size)
-        sent_bytes += sum(bucket.sent_bytes for part in feedback for bucket in part.buckets)
-        return CompressedAllReduce(
-            job, self._thread, launched_at_s=launched_at_s, sent_bytes=sent_bytes
+            sent_bytes=sent_bytes + sum(b.sent_bytes for part in feedback for b in part.buckets),
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -64,10 +64,6 @@ class DelayedGradients(OuterRule):
 
     References:
         Pipe-SGD, arXiv 1811.03619; arXiv 2606.30634.
-
-    Examples:
-        >>> DelayedGradients(max_norm=1.0).delayed
-        True
     """
 
     merge: ClassVar[MergeKind] = "gradients"
@@ -236,7 +232,9 @@ class GradientHooks:
             return None if hooks is None else hooks.before_step(optimizer, args, kwargs)
 
         for optimizer in self._optimizers:
-            _require_usable(optimizer)
+            if isinstance(optimizer, torch.optim.LBFGS):
+                message = "LBFGS evaluates several gradients in a step, of which one would be sent"
+                raise ConfigurationError(message, hint="use another optimizer, or DelayCorrected")
             optimizer.register_step_pre_hook(before)
 
     def before_step(
@@ -328,9 +326,3 @@ def _only_makes_state(optimizer: torch.optim.Optimizer) -> bool:
         return False
     gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     return all(not bool(local_tensor(gradient).any()) for gradient in gradients)
-
-
-def _require_usable(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        message = "LBFGS evaluates several gradients in a step, of which one would be sent"
-        raise ConfigurationError(message, hint="use another optimizer, or DelayCorrected")

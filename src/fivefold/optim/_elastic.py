@@ -40,10 +40,6 @@ class LeftBehindError(CommunicationError):
 
     What it had not yet handed in is gone, as if it had ended; ``ElasticTransport.join`` brings it
     back with the state of a peer.
-
-    Examples:
-        >>> issubclass(LeftBehindError, CommunicationError)
-        True
     """
 
 
@@ -73,12 +69,6 @@ def elastic_transport(
         UnsupportedError: torchft is not installed.
         ConfigurationError: An argument is not allowed.
         CommunicationError: The lighthouse does not answer.
-
-    Examples:
-        >>> elastic_transport(lighthouse="10.0.0.1:29510", max_workers=0)
-        Traceback (most recent call last):
-            ...
-        fivefold.errors.ConfigurationError: max_workers must be at least 2; got 0
     """
     if max_workers < 2:
         raise ConfigurationError(f"max_workers must be at least 2; got {max_workers}")

@@ -11,7 +11,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
+from fivefold.errors import (
+    CommunicationError,
+    ConfigurationError,
+    optional_module,
+)
 
 _TICK_MS = 50
 
@@ -66,12 +70,6 @@ def start_lighthouse(
         ConfigurationError: An argument is not allowed.
         UnsupportedError: torchft is not installed.
         CommunicationError: The address cannot be listened on.
-
-    Examples:
-        >>> start_lighthouse(min_workers=0)
-        Traceback (most recent call last):
-            ...
-        fivefold.errors.ConfigurationError: min_workers must be at least 1; got 0
     """
     if min_workers < 1:
         raise ConfigurationError(f"min_workers must be at least 1; got {min_workers}")
@@ -231,8 +229,4 @@ def _networks(entry: str) -> list[Network]:
 def require_torchft() -> None:
     """Make torchft ready, with its native log kept to errors unless RUST_LOG says otherwise."""
     os.environ.setdefault("RUST_LOG", "error")  # read once, when torchft is loaded
-    try:
-        import torchft.coordination  # noqa: F401, PLC0415 - optional and slow to load
-    except ImportError as error:
-        message = "elastic training needs torchft, which is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[elastic]'") from error
+    optional_module("torchft.coordination", extra="elastic", use="elastic training")

@@ -21,36 +21,24 @@ JOINING = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Ballot:
-    """What a worker tells the lighthouse.
+    """What a worker tells the lighthouse."""
 
-    Attributes:
-        worker: Unique name of the process.
-        turn: Number of the all-reduce that is voted on; -1 for a worker that wants to join.
-        history: Digest of all decisions so far; while joining a name never used before, for
-            the case that this worker starts a job.
-        slot: The worker's slot; -1 while joining.
-        arrived: Whether the sums of the all-reduce arrived here.
-        steps: Local steps behind the state that the worker has, from a checkpoint for example.
-        capacity: Number of slots that the worker was started with.
-        settings: Fingerprint of model, rule and software; equal on all.
-        store: host:port of the worker's key-value store.
-        state: Address of the worker's state server.
-        members: Workers of the all-reduce that is voted on.
-        gone: Those of them that this worker knows to have ended.
-    """
-
-    worker: str
+    worker: str  # unique name of the process
+    # Number of the all-reduce that is voted on; -1 for a worker that wants to join.
     turn: int = JOINING
+    # Digest of all decisions so far; while joining a name never used before, for the case that
+    # this worker starts a job.
     history: str
-    slot: int = JOINING
-    arrived: bool = False
+    slot: int = JOINING  # the worker's slot; -1 while joining
+    arrived: bool = False  # whether the sums of the all-reduce arrived here
+    # Local steps behind the state that the worker has, from a checkpoint for example.
     steps: int = 0
-    capacity: int
-    settings: str = ""
-    store: str = ""
-    state: str = ""
-    members: Sequence[str] = ()
-    gone: Sequence[str] = ()
+    capacity: int  # number of slots that the worker was started with
+    settings: str = ""  # fingerprint of model, rule and software; equal on all
+    store: str = ""  # host:port of the worker's key-value store
+    state: str = ""  # address of the worker's state server
+    members: Sequence[str] = ()  # workers of the all-reduce that is voted on
+    gone: Sequence[str] = ()  # those of them that this worker knows to have ended
 
     @property
     def joining(self) -> bool:
@@ -64,43 +52,28 @@ class Ballot:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One worker of the next all-reduce.
+    """One worker of the next all-reduce."""
 
-    Attributes:
-        worker: Its name.
-        slot: Its slot, for as long as it stays.
-        store: host:port of its key-value store.
-    """
-
-    worker: str
-    slot: int
-    store: str
+    worker: str  # its name
+    slot: int  # its slot, for as long as it stays
+    store: str  # host:port of its key-value store
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What all who read the same ballots do next.
+    """What all who read the same ballots do next."""
 
-    Attributes:
-        turn: Number of the all-reduce that was voted on; -1 at the start of a job.
-        history: Digest of this decision and all before it.
-        committed: Whether that all-reduce counts.
-        members: Workers of the next all-reduce, by slot.
-        sources: For each worker that joins: name and state address of the worker to copy from.
-        refused: For each worker that cannot join: the reason.
-        left_behind: Workers that the others went on without; they have to join again.
-        missing: Workers of the last all-reduce that did not vote, and that some voter does not know
-            to have ended. While there are any the decision does not stand: all vote again. A
-            lighthouse that was started again has heard of some workers and not yet of others.
-    """
-
-    turn: int
-    history: str
-    committed: bool
-    members: tuple[Member, ...]
+    turn: int  # number of the all-reduce that was voted on; -1 at the start of a job
+    history: str  # digest of this decision and all before it
+    committed: bool  # whether that all-reduce counts
+    members: tuple[Member, ...]  # workers of the next all-reduce, by slot
+    # For each worker that joins: name and state address of the worker to copy from.
     sources: dict[str, tuple[str, str]]
-    refused: dict[str, str]
-    left_behind: tuple[str, ...]
+    refused: dict[str, str]  # for each worker that cannot join: the reason
+    left_behind: tuple[str, ...]  # workers that the others went on without; they have to join again
+    # Workers of the last all-reduce that did not vote, and that some voter does not know to have
+    # ended. While there are any the decision does not stand: all vote again. A lighthouse that
+    # was started again has heard of some workers and not yet of others.
     missing: tuple[str, ...] = ()
 
     def copiers_from(self, worker: str) -> list[str]:

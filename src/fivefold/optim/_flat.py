@@ -39,29 +39,19 @@ _STAGE_ALWAYS = False
 
 @dataclass(frozen=True)
 class Piece:
-    """Views of the same elements: outer state and live tensor.
+    """Views of the same elements: outer state and live tensor."""
 
-    Attributes:
-        anchor: x, shape as ``local``.
-        payload: Buffer for the pseudo-gradient and its sum over the ranks.
-        local: The live tensor, in its own data type.
-        scratch: Room for one temporary of this size, or None where the allocator is as good.
-        momentum: m.
-        sent: This rank's own pseudo-gradient in flight; of the eager merge its share of it.
-        start: Where this rank's round began, where that is not the anchor.
-        own_momentum: v of the eager merge.
-        gradient: D for an outer optimizer.
-    """
-
-    anchor: torch.Tensor
-    payload: torch.Tensor
-    local: torch.Tensor
+    anchor: torch.Tensor  # x, shape as ``local``
+    payload: torch.Tensor  # buffer for the pseudo-gradient and its sum over the ranks
+    local: torch.Tensor  # the live tensor, in its own data type
+    # Room for one temporary of this size, or None where the allocator is as good.
     scratch: torch.Tensor | None
-    momentum: torch.Tensor | None = None
+    momentum: torch.Tensor | None = None  # m
+    # This rank's own pseudo-gradient in flight; of the eager merge its share of it.
     sent: torch.Tensor | None = None
-    start: torch.Tensor | None = None
-    own_momentum: torch.Tensor | None = None
-    gradient: torch.Tensor | None = None
+    start: torch.Tensor | None = None  # where this rank's round began, where that is not the anchor
+    own_momentum: torch.Tensor | None = None  # v of the eager merge
+    gradient: torch.Tensor | None = None  # D for an outer optimizer
 
 
 class FlatGroup:

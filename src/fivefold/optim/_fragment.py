@@ -20,16 +20,9 @@ from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coeffic
 from fivefold.optim._replica_hash import replica_hash, require_equal, require_equal_inside
 from fivefold.optim._schedule import Boundary
 from fivefold.optim._shards import local_tensor
-from fivefold.optim._state import (
-    EngineContext,
-    FragmentState,
-    InAllReduce,
-    MetadataReading,
-)
+from fivefold.optim._state import FragmentState, InAllReduce, MetadataReading
 from fivefold.optim._update import OuterCoefficients, PieceStatistics
 from fivefold.optim.statistics import AllReduceRecord
-
-__all__ = ["EngineContext", "Fragment"]
 
 _LOG = logging.getLogger(__name__)
 # An all-reduce that is waited for and gets lost goes out again, but not for ever.
@@ -320,7 +313,7 @@ class Fragment(FragmentState):
             send_unit=all_reduce.unit if in_lr_units else 1.0,
             step_unit=self._inner_lr() if in_lr_units else 1.0,
             elements=sum(group.anchor.numel() for group in self.groups),
-            shard_sum=_unchanged if shared.worker is None else shared.worker.sum,
+            shard_sum=list if shared.worker is None else shared.worker.sum,
         )
 
     # -- merge and launch -------------------------------------------------------------------------
@@ -514,7 +507,3 @@ class Fragment(FragmentState):
         if self._state.weight is not None:
             (self._state.weight,) = worker.sum([self._state.weight])
         worker.average([tensor for group in self.averaged for tensor in group.tensors])
-
-
-def _unchanged(values: list[float]) -> list[float]:
-    return values

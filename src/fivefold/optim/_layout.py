@@ -62,28 +62,20 @@ def make_fragments(
     if not trainable:
         message = "the model has no parameter with requires_grad=True"
         raise ConfigurationError(message, hint="nothing would be synchronised; check the model")
-    worker = context.worker
-    share = RowShare() if worker is None else worker.share
-    device = context.outer_device
-    parts = _cut(trainable, rule.num_fragments)
-    buffers = averaged_buffers(model)
-    kind = GradientFragment if rule.merge == "gradients" else Fragment
+    buffers, tau = averaged_buffers(model), rule.first_tau
     return [
-        kind(
-            index,
-            flat_groups(part, extras=extras, share=share, device=device),
-            averaged=flat_groups(
-                buffers if index == 0 else [], extras=("sent",), share=share, device=device
-            ),
+        _fragment(
+            part,
+            context,
+            index=index,
+            extras=extras,
+            buffers=buffers if index == 0 else [],
             # Staggered evenly: the last fragment's first round is a whole one.
             schedule=_schedule(
-                rule,
-                tau=rule.first_tau,
-                first_round_steps=max(rule.first_tau * (index + 1) // rule.num_fragments, 1),
+                rule, tau=tau, first_round_steps=max(tau * (index + 1) // rule.num_fragments, 1)
             ),
-            context=context,
         )
-        for index, part in enumerate(parts)
+        for index, part in enumerate(_cut(trainable, rule.num_fragments))
     ]
 
 
@@ -96,26 +88,35 @@ def late_fragment(
     extras: Iterable[str],
 ) -> Fragment:
     """Make a fragment of parameters that joined late, whose rounds end with the first one's."""
-    rule, worker = context.rule, context.worker
-    share = RowShare() if worker is None else worker.share
-    left = first.steps_left
-    kind = GradientFragment if rule.merge == "gradients" else Fragment
-    schedule = _schedule(rule, tau=first.tau, first_round_steps=left)
+    schedule = _schedule(context.rule, tau=first.tau, first_round_steps=first.steps_left)
     schedule.merge_after = first.merge_after
     schedule.total_steps = first.total_steps
-    return kind(
-        index,
-        flat_groups(parameters, extras=extras, share=share, device=context.outer_device),
-        averaged=[],
-        schedule=schedule,
-        context=context,
+    return _fragment(parameters, context, index=index, extras=extras, schedule=schedule)
+
+
+def _fragment(
+    parameters: Iterable[torch.Tensor],
+    context: EngineContext,
+    *,
+    index: int,
+    extras: Iterable[str],
+    schedule: RoundSchedule,
+    buffers: Iterable[torch.Tensor] = (),
+) -> Fragment:
+    share = RowShare() if context.worker is None else context.worker.share
+    groups, averaged = (
+        flat_groups(tensors, extras=kept, share=share, device=context.outer_device)
+        for tensors, kept in ((parameters, extras), (buffers, ("sent",)))
     )
+    kind = GradientFragment if context.rule.merge == "gradients" else Fragment
+    return kind(index, groups, averaged=averaged, schedule=schedule, context=context)
 
 
 def _schedule(rule: OuterRule, *, tau: int, first_round_steps: int) -> RoundSchedule:
     # With uneven step counts one rank may have open steps at a drain where another has none, and
     # both must do the same.
     uneven = rule.auto_tau is not None and rule.auto_tau.balance
+    ends = rule.total_steps is not None and rule.synchronous_end > 0
     return RoundSchedule(
         tau=tau,
         delayed=rule.delayed,
@@ -124,15 +125,8 @@ def _schedule(rule: OuterRule, *, tau: int, first_round_steps: int) -> RoundSche
         first_round_synchronous=rule.bootstrap == "sync",
         always_sends=rule.keeps_local or uneven,
         synchronous_until=rule.synchronous_start,
-        synchronous_from=_first_of_the_end(rule),
+        synchronous_from=(rule.total_steps or 0) - rule.synchronous_end if ends else math.inf,
     )
-
-
-def _first_of_the_end(rule: OuterRule) -> float:
-    """Return the last step before the synchronous ones at the end."""
-    if rule.total_steps is None or not rule.synchronous_end:
-        return math.inf
-    return rule.total_steps - rule.synchronous_end
 
 
 def _cut(parameters: list[torch.nn.Parameter], number: int) -> list[list[torch.nn.Parameter]]:
@@ -316,7 +310,8 @@ def require_outlier_factor(factor: float | None) -> float | None:
 
 def require_usable(model: torch.nn.Module, timeout_s: float, every: int) -> None:
     """Refuse arguments of ``OuterSync`` that cannot work."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+    bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    if isinstance(bare, torch.nn.parallel.DistributedDataParallel):
         message = "the model is wrapped in DistributedDataParallel, which communicates every step"
         raise ConfigurationError(message, hint="pass the bare module: OuterSync(model.module, ...)")
     if timeout_s <= 0:

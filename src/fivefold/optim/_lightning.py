@@ -65,6 +65,25 @@ def _lightning() -> ModuleType:
     raise UnsupportedError(message, hint="pip install 'fivefold[lightning]'")
 
 
+def write_own(path: Path, state: dict[str, Any]) -> None:
+    """Write a rank's own file beside a checkpoint, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 may not have come to it yet
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)
+
+
+def require_own(path: Path, *, rank: int) -> Path:
+    """Return the path of a rank's own file, which must be there."""
+    if not path.exists():
+        pattern = f"{path.name.rpartition('outer_sync_rank')[0]}outer_sync_rank*"
+        found = sorted(other.name for other in path.parent.glob(pattern))
+        message = f"{path.parent} has no {path.name}, which rank {rank} resumes from; found {found}"
+        hint = "resume on as many ranks as saved it, or load its model alone"
+        raise CheckpointError(message, hint=hint)
+    return path
+
+
 class _OuterSyncHooks:
     """What differs from Lightning's ``DDPStrategy``, whose methods come after these."""
 
@@ -146,11 +165,7 @@ class _OuterSyncHooks:
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "sync": self._sync.state_dict(),
             }
-            path = self._own_file(Path(filepath))
-            path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 may not have come to it yet
-            partial = path.with_suffix(".partial")
-            torch.save(state, partial)
-            partial.replace(path)
+            write_own(self._own_file(Path(filepath)), state)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         super().remove_checkpoint(filepath)  # type: ignore[misc]
@@ -165,16 +180,7 @@ class _OuterSyncHooks:
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
         if self._sync is None or self._resume is None:
             return
-        path = self._own_file(self._resume)
-        if not path.exists():
-            found = sorted(
-                p.name for p in path.parent.glob(f"{self._resume.name}.outer_sync_rank*")
-            )
-            message = (
-                f"{path.parent} has no {path.name}, which rank {self.global_rank} resumes from"
-            )
-            hint = f"resume on as many ranks as saved it (found {found}), or load its model alone"
-            raise CheckpointError(message, hint=hint)
+        path = require_own(self._own_file(self._resume), rank=self.global_rank)
         state = torch.load(path, map_location="cpu", weights_only=True)
         self.lightning_module.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):

@@ -1,7 +1,7 @@
 """What the model goes on from at a boundary: one pass over the pieces of the outer state.
 
-The four merges of ``_rule`` and the one that prepares an outer optimizer's step. Each first applies
-what arrived, if anything did, then leaves in ``payload`` what is to be sent, if anything is.
+The four merges of ``_rules`` and the one that prepares an outer optimizer's step. Each first
+applies what arrived, if anything did, then leaves in ``payload`` what is to be sent, if anything.
 Pieces are independent, so each is read and written once while it is in the processor's cache.
 """
 
@@ -29,31 +29,18 @@ from fivefold.optim._update import (
 
 @dataclass(frozen=True, kw_only=True)
 class MergeTask:
-    """What one pass has to do.
+    """What one pass has to do."""
 
-    Attributes:
-        coefficients: Scalars of the outer step; None where nothing arrived.
-        send: Whether a payload is to be sent.
-        settles: Whether all replicas are to be equal afterwards.
-        waits: Whether what is sent now is waited for and merged at the same boundary.
-        weight: Factor of the payload.
-        resend: Whether the all-reduce was lost: this rank's part of it goes out again.
-        local_share: s of the merge "pull".
-        own_share: Share of this rank's own part in the mean, for the merge "eager".
-        outer_lr: alpha, for the merge "eager".
-        outer_momentum: beta, for the merge "eager".
-    """
-
-    coefficients: OuterCoefficients | None
-    send: bool
-    settles: bool = False
-    waits: bool = False
-    weight: float = 1.0
-    resend: bool = False
-    local_share: float = 0.0
-    own_share: float = 0.0
-    outer_lr: float = 1.0
-    outer_momentum: float = 0.0
+    coefficients: OuterCoefficients | None  # scalars of the outer step; None where nothing arrived
+    send: bool  # whether a payload is to be sent
+    settles: bool = False  # whether all replicas are to be equal afterwards
+    waits: bool = False  # whether what is sent now is waited for and merged at the same boundary
+    weight: float = 1.0  # factor of the payload
+    resend: bool = False  # whether the all-reduce was lost: this rank's part of it goes out again
+    local_share: float = 0.0  # s of the merge "pull"
+    own_share: float = 0.0  # share of this rank's own part in the mean, for the merge "eager"
+    outer_lr: float = 1.0  # alpha, for the merge "eager"
+    outer_momentum: float = 0.0  # beta, for the merge "eager"
 
 
 Merge = Callable[[Piece, MergeTask, PieceStatistics], None]
@@ -85,24 +72,33 @@ def _put(payload: torch.Tensor, pseudo_gradient: torch.Tensor, task: MergeTask) 
         torch.mul(pseudo_gradient, task.weight, out=payload)
 
 
+def _put_difference(piece: Piece, task: MergeTask) -> None:
+    torch.sub(piece.anchor, piece.local, out=piece.payload)
+    if task.weight != 1.0:
+        piece.payload.mul_(task.weight)
+
+
+def _keep_and_put(piece: Piece, fresh: torch.Tensor, task: MergeTask) -> None:
+    """Send a pseudo-gradient; where it may be lost it is kept, with what was lost before."""
+    if piece.sent is not None:
+        if task.resend:
+            fresh.add_(piece.sent)
+        piece.sent.copy_(fresh)
+    _put(piece.payload, fresh, task)
+
+
 def _replace(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     # The pseudo-gradient to send is taken against the anchor before the outer step, since the
     # local steps began there; then it takes the place of the sum that arrived.
     if task.waits and task.coefficients is None and piece.sent is None:
         # The second pass of this boundary writes the model, and nothing is in the payload's way.
-        torch.sub(piece.anchor, piece.local, out=piece.payload)
-        if task.weight != 1.0:
-            piece.payload.mul_(task.weight)
+        _put_difference(piece, task)
         return
     fresh = torch.sub(piece.anchor, piece.local, out=piece.scratch) if task.send else None
     if task.coefficients is not None:
         _outer_step(piece, task, statistics)
     if fresh is not None:
-        if piece.sent is not None:
-            if task.resend:
-                fresh.add_(piece.sent)
-            piece.sent.copy_(fresh)
-        _put(piece.payload, fresh, task)
+        _keep_and_put(piece, fresh, task)
     piece.local.copy_(piece.anchor)
 
 
@@ -118,9 +114,7 @@ def _pull(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     if task.settles:
         local.copy_(anchor)
     if task.send:
-        torch.sub(anchor, local, out=piece.payload)
-        if task.weight != 1.0:
-            piece.payload.mul_(task.weight)
+        _put_difference(piece, task)
 
 
 def _correct(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
@@ -130,11 +124,7 @@ def _correct(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None
     if task.coefficients is not None:
         if not task.settles:
             correct_local_(
-                local,
-                sent,
-                piece.payload,
-                coefficients=task.coefficients,
-                scratch=piece.scratch,
+                local, sent, piece.payload, coefficients=task.coefficients, scratch=piece.scratch
             )
         _outer_step(piece, task, statistics)
     if task.settles:
@@ -181,11 +171,7 @@ def _hand_over(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> No
         statistics.elements += piece.payload.numel()
         torch.mul(piece.payload, task.coefficients.delta_scale, out=piece.gradient)
     if fresh is not None:
-        if piece.sent is not None:
-            if task.resend:
-                fresh.add_(piece.sent)
-            piece.sent.copy_(fresh)
-        _put(piece.payload, fresh, task)
+        _keep_and_put(piece, fresh, task)
 
 
 def _exact(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
@@ -199,9 +185,7 @@ def _exact(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
         if piece.start is not None:
             piece.start.copy_(piece.anchor)
     if task.send:
-        torch.sub(piece.anchor, piece.local, out=piece.payload)
-        if task.weight != 1.0:
-            piece.payload.mul_(task.weight)
+        _put_difference(piece, task)
 
 
 MERGES: dict[str, Merge] = {

@@ -15,10 +15,7 @@ from torch import nn
 
 from fivefold.errors import ConfigurationError
 
-_KINDS: dict[str, Any] = {
-    "muon": torch.optim.Muon,
-    "adamw": torch.optim.AdamW,
-}
+_KINDS: dict[str, Any] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
 
 
 class MuonAdamW(torch.optim.Optimizer):

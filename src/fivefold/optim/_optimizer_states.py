@@ -231,10 +231,7 @@ def _schedule(tau: int, period: int, *, context: EngineContext) -> RoundSchedule
     if delay_steps is None and period > 1:
         delay_steps = tau  # the same time on the network as the parameters have
     return RoundSchedule(
-        tau=tau * period,
-        delayed=rule.delayed,
-        delay_steps=delay_steps,
-        always_sends=True,
+        tau=tau * period, delayed=rule.delayed, delay_steps=delay_steps, always_sends=True
     )
 
 

@@ -63,10 +63,6 @@ class OuterRule:
             before.
         total_steps: Local steps of the whole run, where it ends synchronously; later steps are
             synchronous too.
-
-    Examples:
-        >>> LocalSGD(tau=4).outer_lr
-        1.0
     """
 
     name: ClassVar[str] = "outer rule"
@@ -305,10 +301,6 @@ class CO2(OuterRule):
 
     References:
         Sun et al., ICLR 2024, arXiv 2401.16265.
-
-    Examples:
-        >>> CO2(tau=8).delayed
-        True
     """
 
     name: ClassVar[str] = "CO2"
@@ -386,10 +378,6 @@ class OverlapLocalSGD(OuterRule):
 
     References:
         Wang, Liang and Joshi, arXiv 2002.09539, equations 3 to 5 and section on momentum.
-
-    Examples:
-        >>> round(OverlapLocalSGD(tau=8).local_share, 2)
-        0.4
     """
 
     merge: ClassVar[MergeKind] = "pull"
@@ -445,10 +433,6 @@ class EagerDiLoCo(OuterRule):
 
     References:
         Kale, Douillard and Donchev, arXiv 2502.12996, section on eager updates.
-
-    Examples:
-        >>> EagerDiLoCo(tau=8).nesterov
-        True
     """
 
     nesterov: ClassVar[bool] = True
@@ -489,10 +473,6 @@ class StreamingDiLoCo(_InFragments):
 
     References:
         Douillard et al., arXiv 2501.18512, Algorithm 2.
-
-    Examples:
-        >>> StreamingDiLoCo(tau=8, fragments=4).num_fragments
-        4
     """
 
     nesterov: ClassVar[bool] = True
@@ -533,10 +513,6 @@ class LocalSGD(OuterRule):
 
     References:
         Stich, arXiv 1805.09767.
-
-    Examples:
-        >>> LocalSGD(tau=8).delayed
-        False
     """
 
     name: ClassVar[str] = "Local SGD"
@@ -564,10 +540,6 @@ class SlowMo(OuterRule):
 
     References:
         Wang et al., arXiv 1910.00643, Algorithm 1.
-
-    Examples:
-        >>> SlowMo(tau=8, outer_momentum=0.5).units
-        'lr'
     """
 
     name: ClassVar[str] = "SlowMo"
@@ -595,10 +567,6 @@ class DiLoCo(OuterRule):
 
     References:
         Douillard et al., arXiv 2311.08105, Algorithm 1.
-
-    Examples:
-        >>> DiLoCo(tau=100).outer_momentum
-        0.9
     """
 
     nesterov: ClassVar[bool] = True

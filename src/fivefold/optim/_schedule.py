@@ -11,41 +11,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypedDict
 
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """What to do now, in this order.
+    """What to do now, in this order."""
 
-    Attributes:
-        arriving_round: Round whose all-reduce is waited for and merged first; None if none is.
-        launched_round: Round whose pseudo-gradient is launched then; None if none is.
-        wait_for_launched: Whether the launched one is waited for and merged at once.
-        drains: Whether nothing may stay open: all replicas are equal afterwards.
-        exact: Whether the anchor becomes the plain mean, whatever the rule is.
-    """
-
+    # Round whose all-reduce is waited for and merged first; None if none is.
     arriving_round: int | None
-    launched_round: int | None
-    wait_for_launched: bool = False
-    drains: bool = False
-    exact: bool = False
+    launched_round: int | None  # round whose pseudo-gradient is launched then; None if none is
+    wait_for_launched: bool = False  # whether the launched one is waited for and merged at once
+    drains: bool = False  # whether nothing may stay open: all replicas are equal afterwards
+    exact: bool = False  # whether the anchor becomes the plain mean, whatever the rule is
 
 
-class ScheduleState(TypedDict):
-    """Plain numbers that restore a ``RoundSchedule``; -1 stands for nothing in flight."""
+ScheduleState = dict[str, int]
+"""Plain numbers that restore a ``RoundSchedule``; -1 stands for none."""
 
-    tau: int
-    round: int
-    steps_in_round: int
-    skipped_steps: int
-    filling: int
-    total_steps: int
-    in_flight_round: int
-    ends_at: int
-    delay_steps: int
-    steps_to_skip: int
+_SAVED = (
+    *("tau", "round", "steps_in_round", "skipped_steps", "filling", "total_steps"),
+    *("in_flight_round", "ends_at", "delay_steps", "steps_to_skip"),
+)
+_ATTRIBUTES = {
+    "skipped_steps": "_skipped_steps",
+    "filling": "_filling",
+    "ends_at": "_ends_at",
+    "delay_steps": "merge_after",
+    "steps_to_skip": "_steps_to_skip",
+}  # which are called something else
+_OPTIONAL = {"in_flight_round", "delay_steps"}
 
 
 class RoundSchedule:
@@ -163,30 +157,11 @@ class RoundSchedule:
 
     def state(self) -> ScheduleState:
         """Return the counters as plain numbers."""
-        in_flight = -1 if self.in_flight_round is None else self.in_flight_round
-        return ScheduleState(
-            tau=self.tau,
-            round=self.round,
-            steps_in_round=self.steps_in_round,
-            skipped_steps=self._skipped_steps,
-            filling=int(self._filling),
-            total_steps=self.total_steps,
-            in_flight_round=in_flight,
-            ends_at=self._ends_at,
-            delay_steps=-1 if self.merge_after is None else self.merge_after,
-            steps_to_skip=self._steps_to_skip,
-        )
+        found = {name: getattr(self, _ATTRIBUTES.get(name, name)) for name in _SAVED}
+        return {name: -1 if value is None else int(value) for name, value in found.items()}
 
     def restore(self, state: ScheduleState) -> None:
         """Set the counters from ``state()``."""
-        self.tau = state["tau"]
-        self.round = state["round"]
-        self.steps_in_round = state["steps_in_round"]
-        self._skipped_steps = state["skipped_steps"]
-        self._filling = bool(state["filling"])
-        self.total_steps = state["total_steps"]
-        in_flight = state["in_flight_round"]
-        self.in_flight_round = None if in_flight < 0 else in_flight
-        self._ends_at = state["ends_at"]
-        self.merge_after = None if state["delay_steps"] < 0 else state["delay_steps"]
-        self._steps_to_skip = state["steps_to_skip"]
+        for name in _SAVED:
+            none = name in _OPTIONAL and state[name] < 0
+            setattr(self, _ATTRIBUTES.get(name, name), None if none else state[name])

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._comm_thread import named_errors
+from fivefold.optim.transport import as_group
 
 # As much is gathered at once; the room for it is S times as large.
 _BUCKET_BYTES = 2**20
@@ -266,12 +267,7 @@ def worker_group_of(
 
 
 def _given_ranks(shard_group: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...]:
-    group = shard_group
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            message = f"shard_group must have one dimension; got a mesh of {group.ndim}"
-            raise ConfigurationError(message, hint='choose one: mesh["shard"]')
-        group = group.get_group()
+    group = as_group(shard_group, name="shard_group", dimension="shard")
     ranks = tuple(dist.get_process_group_ranks(group))
     if dist.get_rank() not in ranks:
         message = f"shard_group has ranks {ranks}, but not this rank, {dist.get_rank()}"

@@ -25,12 +25,7 @@ PENALTY_NAMES = ("gap", "gap-rms", "gap-param", "constant", "none")
 
 @dataclass(frozen=True)
 class NoPenalty:
-    """L_t = 1: the stale pseudo-gradient is used as it is (for ablations and synchronous rules).
-
-    Examples:
-        >>> NoPenalty()
-        NoPenalty()
-    """
+    """L_t = 1: the stale pseudo-gradient is used as it is (for ablations and synchronous rules)."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +37,6 @@ class ConstantPenalty:
 
     Raises:
         ConfigurationError: The value is not a positive finite number.
-
-    Examples:
-        >>> ConstantPenalty(2.0).value
-        2.0
     """
 
     value: float = 1.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -24,22 +24,6 @@ from fivefold.optim._update import Number
 from fivefold.optim.statistics import StatisticsMeter
 from fivefold.optim.transport import PendingAllReduce, Transport
 
-_FIELDS = (
-    "weight",
-    "weighted",
-    "hash",
-    "move",
-    "delta",
-    "step_s",
-    "all_reduce_s",
-    "pending",
-    "non_finite",
-    "norm",
-    "outlying",
-    "work",
-)
-
-
 _NORM_MEMORY = 16  # rounds over which norms are averaged
 _ROUNDS_BEFORE_JUDGING = 8
 
@@ -51,34 +35,24 @@ class MetadataReading:
     Each rank has a slot of its own, so a sum over the ranks is a table of what each rank wrote, the
     same bit for bit everywhere. All decisions of the engine (staleness gap, tau, replica check) are
     made from it, so all ranks decide alike, whatever each rank's hardware rounds to.
-
-    Attributes:
-        weight: Weight of each rank's payload; 0 where a slot is empty.
-        weighted: 1 where the user gave the weight, 0 where it stands for itself.
-        hash: Replica hash of each rank's anchor, 0 where it was not taken.
-        move: Norm of the anchor's last movement, as each rank computed it.
-        delta: Norm of the mean pseudo-gradient applied last, as each rank computed it.
-        step_s: Seconds per local step that an all-reduce can hide behind.
-        all_reduce_s: Seconds of each rank's last all-reduce.
-        pending: What of the model's parameters each rank would adopt; 0 for nothing.
-        non_finite: Number, from 1, of the first tensor in which each rank had a not-a-number or an
-            infinity: its payload is zeros of weight 0. 0 where all numbers are finite.
-        norm: Norm of each rank's payload per weight, where outlying ones are to be left out.
-        outlying: How many times the usual norm that is, where it was left out for this; else 0.
-        work: Hash of each rank's first payload, which differs where ranks train apart; else 0.
     """
 
-    weight: list[float]
-    weighted: list[float]
-    hash: list[float]
-    move: list[float]
-    delta: list[float]
-    step_s: list[float]
-    all_reduce_s: list[float]
-    pending: list[float]
+    weight: list[float]  # weight of each rank's payload; 0 where a slot is empty
+    weighted: list[float]  # 1 where the user gave the weight, 0 where it stands for itself
+    hash: list[float]  # replica hash of each rank's anchor, 0 where it was not taken
+    move: list[float]  # norm of the anchor's last movement, as each rank computed it
+    delta: list[float]  # norm of the mean pseudo-gradient applied last, as each rank computed it
+    step_s: list[float]  # seconds per local step that an all-reduce can hide behind
+    all_reduce_s: list[float]  # seconds of each rank's last all-reduce
+    pending: list[float]  # what of the model's parameters each rank would adopt; 0 for nothing
+    # Number, from 1, of the first tensor in which each rank had a not-a-number or an infinity:
+    # its payload is zeros of weight 0. 0 where all numbers are finite.
     non_finite: list[float]
+    # Norm of each rank's payload per weight, where outlying ones are to be left out.
     norm: list[float]
+    # How many times the usual norm that is, where it was left out for this; else 0.
     outlying: list[float]
+    # Hash of each rank's first payload, which differs where ranks train apart; else 0.
     work: list[float]
 
     @property
@@ -106,12 +80,15 @@ class MetadataReading:
 
     def numbers(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint."""
-        return {name: list(getattr(self, name)) for name in _FIELDS}
+        return asdict(self)
 
     @classmethod
     def empty(cls, world_size: int) -> MetadataReading:
         """Return a reading in which nobody took part."""
         return cls(**{name: [0.0] * world_size for name in _FIELDS})
+
+
+_FIELDS = tuple(each.name for each in fields(MetadataReading))
 
 
 class Metadata:
@@ -151,57 +128,37 @@ SHARED_BUFFERS = ("anchor", "momentum")
 
 @dataclass(kw_only=True)
 class InAllReduce:
-    """A launched round.
+    """A launched round."""
 
-    Attributes:
-        round: Its number.
-        unit: Inner learning rate when it was launched.
-        weight: Weight of this rank's payload.
-        handle: The transport's all-reduce; None once it has landed (the sum is in the payload).
-        arrived: Whether it landed whole; False where it was lost.
-        reading: What its metadata brought, once it has landed.
-        non_finite: What its metadata says of this rank's payload; see ``MetadataReading``.
-    """
-
-    round: int
-    unit: float
-    weight: float
+    round: int  # its number
+    unit: float  # inner learning rate when it was launched
+    weight: float  # weight of this rank's payload
+    # The transport's all-reduce; None once it has landed (the sum is in the payload).
     handle: PendingAllReduce | None
-    arrived: bool = True
-    reading: MetadataReading | None = None
-    non_finite: int = 0
+    arrived: bool = True  # whether it landed whole; False where it was lost
+    reading: MetadataReading | None = None  # what its metadata brought, once it has landed
+    non_finite: int = 0  # what its metadata says of this rank's payload; see ``MetadataReading``
 
 
 @dataclass(kw_only=True)
 class OuterState:
-    """Scalars that outlive a boundary; equal on all ranks up to the last bits of the norms.
+    """Scalars that outlive a boundary; equal on all ranks up to the last bits of the norms."""
 
-    Attributes:
-        gap_reference: C of the gap penalty; None before the first applied round.
-        gap: L of the last outer step.
-        last_step: Factor from the momentum to the anchor's movement at the last boundary; 0
-            where it did not move.
-        last_move: Norm of that movement.
-        last_delta: Norm of the mean pseudo-gradient applied last, until it has been sent.
-        last_all_reduce_s: Seconds of the last all-reduce.
-        own_share: This rank's share of the weights of the last all-reduce.
-        weight: Weight of the local steps since the last launch; None where none was given.
-        usual_norm: Moving average of the norms of all ranks' payloads.
-        norm_rounds: Rounds that are in it.
-        link_s: Shortest of the ranks' seconds for the last all-reduce that is known.
-    """
-
-    gap_reference: float | None = None
-    gap: float = 1.0
+    gap_reference: float | None = None  # C of the gap penalty; None before the first applied round
+    gap: float = 1.0  # L of the last outer step
+    # Factor from the momentum to the anchor's movement at the last boundary; 0 where it did not
+    # move.
     last_step: float = 0.0
-    last_move: Number = 0.0
+    last_move: Number = 0.0  # norm of that movement
+    # Norm of the mean pseudo-gradient applied last, until it has been sent.
     last_delta: Number = 0.0
-    last_all_reduce_s: float = 0.0
-    own_share: float = 0.0
+    last_all_reduce_s: float = 0.0  # seconds of the last all-reduce
+    own_share: float = 0.0  # this rank's share of the weights of the last all-reduce
+    # Weight of the local steps since the last launch; None where none was given.
     weight: float | None = None
-    usual_norm: float = 0.0
-    norm_rounds: int = 0
-    link_s: float = 0.0
+    usual_norm: float = 0.0  # moving average of the norms of all ranks' payloads
+    norm_rounds: int = 0  # rounds that are in it
+    link_s: float = 0.0  # shortest of the ranks' seconds for the last all-reduce that is known
 
     def follow_norms(self, norms: Sequence[float], *, most_times: float) -> None:
         """Take in what all ranks sent; an outlying norm counts as the largest that is not.
@@ -287,37 +244,24 @@ def _buffers(group: FlatGroup, only: Sequence[str] | None) -> dict[str, torch.Te
 
 @dataclass(kw_only=True)
 class EngineContext:
-    """What all fragments of one engine share.
+    """What all fragments of one engine share."""
 
-    Attributes:
-        rule: The outer rule.
-        transport: What moves the sums.
-        meter: Where all-reduces and merges are counted.
-        inner_lr: Reads the inner learning rate.
-        check_every_rounds: Replica checks; 0 for none.
-        timeout_s: Longest wait for an all-reduce on CUDA, where the backend reports no failure.
-        worker: The ranks that act as one worker; None where that is one rank.
-        pending: What this rank would adopt, for the metadata; see ``_late_parameters``.
-        outer_device: Where the outer state lives; None for beside the parameters.
-        name_of: The name of a tensor of the model.
-        on_non_finite: Told that this worker's own numbers are not finite.
-        outlier_factor: Payloads of more than so many times the usual norm are left out; None for
-            no such check.
-        on_reading: Told each metadata of the first fragment that arrived, with its round.
-    """
-
-    rule: OuterRule
-    transport: Transport
-    meter: StatisticsMeter
-    inner_lr: Callable[[], float]
-    check_every_rounds: int
-    timeout_s: float
-    worker: WorkerGroup | None
+    rule: OuterRule  # the outer rule
+    transport: Transport  # what moves the sums
+    meter: StatisticsMeter  # where all-reduces and merges are counted
+    inner_lr: Callable[[], float]  # reads the inner learning rate
+    check_every_rounds: int  # replica checks; 0 for none
+    timeout_s: float  # longest wait for an all-reduce on CUDA, where the backend reports no failure
+    worker: WorkerGroup | None  # the ranks that act as one worker; None where that is one rank
+    # What this rank would adopt, for the metadata; see ``LateParameters``.
     pending: Callable[[], float]
-    name_of: Callable[[torch.Tensor], str]
-    on_non_finite: Callable[[], None]
+    name_of: Callable[[torch.Tensor], str]  # the name of a tensor of the model
+    on_non_finite: Callable[[], None]  # told that this worker's own numbers are not finite
+    # Told each metadata of the first fragment that arrived, with its round.
     on_reading: Callable[[MetadataReading, int], None]
+    # Where the outer state lives; None for beside the parameters.
     outer_device: torch.device | None = None
+    # Payloads of more than so many times the usual norm are left out; None for no such check.
     outlier_factor: float | None = None
 
 

@@ -1,6 +1,6 @@
 """``OuterSync``: outer synchronisation of local training, behind compute.
 
-It sets the parts up and drives them: ``_fragment`` holds state and rounds, ``_transport`` moves,
+It sets the parts up and drives them: ``_fragment`` holds state and rounds, ``transport`` moves,
 ``_update`` computes. Nothing here knows a model's architecture or a trainer.
 
 References:

@@ -24,61 +24,38 @@ Number = float | torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class ElementGap:
-    """Per-element staleness gap 1 + |move_scale * m_prev| / reference.
+    """Per-element staleness gap 1 + |move_scale * m_prev| / reference."""
 
-    Attributes:
-        move_scale: Factor from the momentum to the last movement of the anchor.
-        reference: C, in parameter units per element.
-    """
-
-    move_scale: float
-    reference: float
+    move_scale: float  # factor from the momentum to the last movement of the anchor
+    reference: float  # C, in parameter units per element
 
 
 @dataclass(frozen=True, kw_only=True)
 class OuterCoefficients:
-    """Scalars of one outer step, equal on all ranks.
+    """Scalars of one outer step, equal on all ranks."""
 
-    Attributes:
-        momentum: beta.
-        delta_scale: Factor from the summed pseudo-gradients to D / L: 1 / (sum of the weights
-            * L * unit).
-        step: Factor from the momentum to the movement of the anchor: alpha * unit.
-        clip: phi, or None.
-        element_gap: Set where L differs by element; delta_scale then has L = 1.
-        with_norms: Whether to measure norms (costs two reads of each piece in cache).
-        nesterov: Whether the anchor moves along beta * m + D / L instead of m.
-        mean_scale: Factor from the summed pseudo-gradients to their mean.
-    """
-
-    momentum: float
+    momentum: float  # beta
+    # Factor from the summed pseudo-gradients to D / L: 1 / (sum of the weights * L * unit).
     delta_scale: float
-    step: float
-    clip: float | None
+    step: float  # factor from the momentum to the movement of the anchor: alpha * unit
+    clip: float | None  # phi, or None
+    # Set where L differs by element; delta_scale then has L = 1.
     element_gap: ElementGap | None = None
-    with_norms: bool = False
-    nesterov: bool = False
-    mean_scale: float = 1.0
+    with_norms: bool = False  # whether to measure norms (costs two reads of each piece in cache)
+    nesterov: bool = False  # whether the anchor moves along beta * m + D / L instead of m
+    mean_scale: float = 1.0  # factor from the summed pseudo-gradients to their mean
 
 
 @dataclass(kw_only=True)
 class PieceStatistics:
-    """Sums over the pieces of one outer step.
+    """Sums over the pieces of one outer step."""
 
-    Attributes:
-        delta_square: Sum of squares of the *summed* pseudo-gradients.
-        momentum_square: Sum of squares of the new momentum.
-        gap_sum: Sum of the per-element gaps; 0 where the gap is a scalar.
-        clipped: Elements that the clip changed.
-        elements: Elements seen.
-        extremes: Least and greatest element of each piece's payload, where one is to be sent.
-    """
-
-    delta_square: Number = 0.0
-    momentum_square: Number = 0.0
-    gap_sum: Number = 0.0
-    clipped: Number = 0
-    elements: int = 0
+    delta_square: Number = 0.0  # sum of squares of the *summed* pseudo-gradients
+    momentum_square: Number = 0.0  # sum of squares of the new momentum
+    gap_sum: Number = 0.0  # sum of the per-element gaps; 0 where the gap is a scalar
+    clipped: Number = 0  # elements that the clip changed
+    elements: int = 0  # elements seen
+    # Least and greatest element of each piece's payload, where one is to be sent.
     extremes: list[torch.Tensor] = field(default_factory=list)
 
     def look_at(self, payload: torch.Tensor) -> None:
@@ -103,7 +80,8 @@ def accumulate_momentum_(
     if coefficients.with_norms:
         statistics.delta_square += _square_norm(delta_sum)
     if momentum is not None and coefficients.element_gap is not None:
-        gap = _element_gap(momentum, coefficients.element_gap)
+        per_move = coefficients.element_gap.move_scale / coefficients.element_gap.reference
+        gap = momentum.abs().mul_(per_move).add_(1.0)
         statistics.gap_sum += _number(gap.sum(dtype=torch.float64))
         delta_sum.div_(gap)
     result = delta_sum.mul_(coefficients.delta_scale)
@@ -146,10 +124,6 @@ def correct_local_(
     """
     mean = torch.mul(delta_sum, coefficients.delta_scale, out=scratch)
     local.add_(sent.sub_(mean))
-
-
-def _element_gap(momentum: torch.Tensor, gap: ElementGap) -> torch.Tensor:
-    return momentum.abs().mul_(gap.move_scale / gap.reference).add_(1.0)
 
 
 def _clip_(momentum: torch.Tensor, bound: float) -> Number:

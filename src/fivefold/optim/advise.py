@@ -93,21 +93,13 @@ class JobTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way to run the job.
+    """One way to run the job."""
 
-    Args:
-        rule: As it is written in Python; empty for the job as it is.
-        codec: How payloads travel.
-        step_s: Predicted seconds of a step; measured for the job as it is.
-        wait_s: Of them waiting.
-        recommended: The one to begin with.
-    """
-
-    rule: str
-    codec: str
-    step_s: float
-    wait_s: float
-    recommended: bool = False
+    rule: str  # as it is written in Python; empty for the job as it is
+    codec: str  # how payloads travel
+    step_s: float  # predicted seconds of a step; measured for the job as it is
+    wait_s: float  # of them waiting
+    recommended: bool = False  # the one to begin with
 
 
 def options_for(times: JobTimes) -> list[Option]:
@@ -132,7 +124,8 @@ def options_for(times: JobTimes) -> list[Option]:
     for codec in _CODECS:
         tau = _tau(times, codec)
         if len(found) == 1 or tau < rounds[-1]:  # else compression buys nothing
-            found.append(_hidden(times, codec, tau))
+            rule = f"DelayCorrected(tau={tau}, fragments={min(tau, times.most_fragments)})"
+            found.append(Option(rule=rule, codec=codec, step_s=times.alone_s, wait_s=0.0))
             rounds.append(tau)
     short = [one for one, tau in zip(found, rounds, strict=True) if 0 < tau <= _LONG_ROUND]
     stays = times.compute_s is not None and now.wait_s <= _WORTH_HIDING * now.step_s
@@ -149,11 +142,6 @@ def _tau(times: JobTimes, codec: str) -> int:
             return tau
     needed_s = margin * times.communication_s(codec, messages=most)
     return max(most, math.ceil(needed_s / times.alone_s))
-
-
-def _hidden(times: JobTimes, codec: str, tau: int) -> Option:
-    rule = f"DelayCorrected(tau={tau}, fragments={min(tau, times.most_fragments)})"
-    return Option(rule=rule, codec=codec, step_s=times.alone_s, wait_s=0.0)
 
 
 def _late(times: JobTimes, codec: str) -> Option:

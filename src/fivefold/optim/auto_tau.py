@@ -36,7 +36,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypedDict
+from typing import Any, Literal
 
 from fivefold.errors import ConfigurationError
 
@@ -82,10 +82,6 @@ class AutoTau:
 
     References:
         CO2, arXiv 2401.16265 (tau was tuned by hand there; reviewers asked for a rule).
-
-    Examples:
-        >>> AutoTau(maximum=64).initial
-        8
     """
 
     initial: int = 8
@@ -125,26 +121,6 @@ def named_auto_tau(tau: str | AutoTau) -> AutoTau:
         message = f"tau {tau!r} is not known"
         raise ConfigurationError(message, hint='use a positive integer, "auto" or AutoTau(...)')
     return AutoTau()
-
-
-class TauState(TypedDict):
-    """Plain numbers and lists whose lengths depend on settings and world size alone."""
-
-    tau: int
-    changes: int
-    growths: int
-    last_was_down: int
-    above_rounds: int
-    above_most: int
-    above_least: int
-    below_rounds: int
-    below_most: int
-    below_least: int
-    all_reduce_window: list[float]
-    step_windows: list[float]
-    local_steps: list[int]
-    share_sums: list[float]
-    share_rounds: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,27 +218,23 @@ class TauController:
         self.changes += self.tau != previous
         return decision
 
-    def state(self) -> TauState:
-        """Return what a resumed run needs to go on deciding bit for bit alike."""
-        return TauState(
-            tau=self._tau,
-            changes=self.changes,
-            growths=self._growths,
-            last_was_down=int(self._last_was_down),
-            above_rounds=self._above.rounds,
-            above_most=self._above.most,
-            above_least=self._above.least,
-            below_rounds=self._below.rounds,
-            below_most=self._below.most,
-            below_least=self._below.least,
-            all_reduce_window=list(self._all_reduces),
-            step_windows=[time_s for window in self._steps for time_s in window],
-            local_steps=list(self._balance.steps),
-            share_sums=list(self._balance.sums),
-            share_rounds=self._balance.rounds,
-        )
+    def state(self) -> dict[str, Any]:
+        """Return plain numbers, from which a resumed run goes on deciding bit for bit alike."""
+        agreements = {"above": self._above, "below": self._below}
+        return {
+            "tau": self._tau,
+            "changes": self.changes,
+            "growths": self._growths,
+            "last_was_down": int(self._last_was_down),
+            **{f"{at}_{k}": v for at, found in agreements.items() for k, v in vars(found).items()},
+            "all_reduce_window": list(self._all_reduces),
+            "step_windows": [time_s for window in self._steps for time_s in window],
+            "local_steps": list(self._balance.steps),
+            "share_sums": list(self._balance.sums),
+            "share_rounds": self._balance.rounds,
+        }
 
-    def restore(self, state: TauState) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Go on from ``state()`` of a controller with the same settings and world size."""
         fresh = self.state()
         for name in ("all_reduce_window", "step_windows", "local_steps"):
@@ -273,14 +245,18 @@ class TauController:
         window = self.settings.window
         self._tau, self.changes = state["tau"], state["changes"]
         self._growths, self._last_was_down = state["growths"], bool(state["last_was_down"])
-        self._above = _Agreement(state["above_rounds"], state["above_most"], state["above_least"])
-        self._below = _Agreement(state["below_rounds"], state["below_most"], state["below_least"])
+        self._above, self._below = (
+            _Agreement(**{name: state[f"{at}_{name}"] for name in ("rounds", "most", "least")})
+            for at in ("above", "below")
+        )
         self._all_reduces.extend(state["all_reduce_window"])
         for rank, times in enumerate(self._steps):
             times.extend(state["step_windows"][rank * window : (rank + 1) * window])
-        self._balance.restore(
-            steps=state["local_steps"], sums=state["share_sums"], rounds=state["share_rounds"]
+        self._balance.steps, self._balance.sums = (
+            list(state["local_steps"]),
+            list(state["share_sums"]),
         )
+        self._balance.rounds = state["share_rounds"]
 
     # -- tau --------------------------------------------------------------------------------------
 
@@ -369,30 +345,25 @@ TauReason = Literal["exposed", "margin", "slack", "balance"]
 class TauDecision:
     """One change of tau, or of the ranks' local steps ("balance"), for logs and timelines.
 
-    Attributes:
-        round: Round whose message brought the measurements; the round that begins when it has
-            arrived is the first with the new tau.
-        previous: tau before.
-        tau: tau from now on.
-        step_s: Compute seconds of one step of tau: of the slowest rank, or with ``balance`` of
-            the fastest.
-        all_reduce_s: Seconds that the network needs for one round's communication; with fragments
-            for the largest of them, which has tau / fragments steps to hide behind.
-        reason: "exposed": the communication took longer than the round. "margin": it fitted, but
-            without the margin. "slack": fewer steps hide it too. "balance": only the local steps
-            of some ranks changed.
-
     Examples:
         >>> print(TauDecision(round=5, previous=8, tau=18, step_s=0.1, all_reduce_s=1.6,
         ...                   reason="exposed"))
         round 5: tau 8 -> 18 (exposed: communication 1.6 s, step 0.1 s)
     """
 
+    # Round whose message brought the measurements; the round that begins when it has arrived is
+    # the first with the new tau.
     round: int
-    previous: int
-    tau: int
+    previous: int  # tau before
+    tau: int  # tau from now on
+    # Compute seconds of one step of tau: of the slowest rank, or with ``balance`` of the fastest.
     step_s: float
+    # Seconds that the network needs for one round's communication; with fragments for the largest
+    # of them, which has tau / fragments steps to hide behind.
     all_reduce_s: float
+    # "exposed": the communication took longer than the round. "margin": it fitted, but without
+    # the margin. "slack": fewer steps hide it too. "balance": only the local steps of some ranks
+    # changed.
     reason: TauReason
 
     def __str__(self) -> str:
@@ -429,10 +400,6 @@ class StepBalance:
             return self._set(means)
         self._forget()
         return False
-
-    def restore(self, *, steps: Sequence[int], sums: Sequence[float], rounds: int) -> None:
-        """Go on from the three public attributes of another one."""
-        self.steps, self.sums, self.rounds = list(steps), list(sums), rounds
 
     def _is_far_off(self, shares: Sequence[float]) -> bool:
         """Return whether a rank is off by more than a step and more than a quarter of its steps."""

@@ -43,13 +43,7 @@ _WORD_BYTES = 2  # wires are whole words, so that joined wires keep bfloat16 sca
 
 
 class Codec(ABC):
-    """A way to write float32 numbers as bytes.
-
-    Examples:
-        >>> codec = named_codec("bf16")
-        >>> isinstance(codec, Codec), codec.encoded_bytes(3)
-        (True, 6)
-    """
+    """A way to write float32 numbers as bytes."""
 
     @property
     @abstractmethod

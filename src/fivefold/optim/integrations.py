@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
-from fivefold.optim._lightning import lightning_strategy
+from fivefold.errors import CheckpointError, ConfigurationError, optional_module
+from fivefold.optim._lightning import lightning_strategy, require_own, write_own
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sync import OuterSync
 
@@ -90,15 +90,18 @@ def use_outer_sync(trainer: Any, rule: OuterRule, **options: Any) -> None:
     disable_ddp(trainer.accelerator)
     # Counting the tokens of all ranks is a collective of its own at every step.
     arguments.average_tokens_across_devices = False
-    synchroniser = _Synchroniser(trainer, rule, options)
-    trainer.add_callback(_callback_of(synchroniser))
+    transformers = optional_module("transformers", extra="hf", use="a Trainer")
+    # Trainer's own class has the events that nothing is done at.
+    kind = type("OuterSyncCallback", (_Synchroniser, transformers.TrainerCallback), {})
+    synchroniser: _Synchroniser = kind(trainer, rule, options)
+    trainer.add_callback(synchroniser)
     for name in ("evaluate", "predict", "save_model"):
         setattr(trainer, name, synchroniser.at_the_anchor(getattr(trainer, name)))
     trainer.train = synchroniser.noting_resume(trainer.train)
 
 
 class _Synchroniser:
-    """What one trainer's callback does."""
+    """One trainer's callback."""
 
     def __init__(self, trainer: Any, rule: OuterRule, options: dict[str, Any]) -> None:
         self._trainer, self._rule, self._options = trainer, rule, options
@@ -123,7 +126,7 @@ class _Synchroniser:
                     raise CheckpointError(message, hint="leave resume_from_checkpoint out")
             if resume_from_checkpoint:
                 self._resume = Path(resume_from_checkpoint)
-                self._own_file(self._resume, must_exist=True)
+                self._require_own(self._resume)
             return train(resume_from_checkpoint, *args, **kwargs)
 
         return wrapped
@@ -140,69 +143,44 @@ class _Synchroniser:
 
         return wrapped
 
-    def begin(self, model: torch.nn.Module, optimizer: Any) -> None:
+    def on_train_begin(self, *_: Any, model: torch.nn.Module, optimizer: Any, **__: Any) -> None:
         self._model = self._trainer.accelerator.unwrap_model(model)
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._sync = OuterSync(self._model, self._optimizer, rule=self._rule, **self._options)
         if self._resume is not None:
-            path = self._own_file(self._resume, must_exist=True)
+            path = self._require_own(self._resume)
             state = torch.load(path, map_location="cpu", weights_only=True)
             self._model.load_state_dict(state["model"])
             self._optimizer.load_state_dict(state["optimizer"])
             self._sync.load_state_dict(state["sync"])
 
-    def step(self) -> None:
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         assert self._sync is not None, "on_train_begin comes first"
         self._sync.step()
 
-    def save(self, step: int) -> None:
+    def on_save(self, _: Any, trained: Any, *__: Any, **___: Any) -> None:
         assert self._sync is not None, "on_train_begin comes first"
-        folder = Path(self._trainer.args.output_dir) / f"{_CHECKPOINT}-{step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = self._own_file(folder, must_exist=False)
+        folder = Path(self._trainer.args.output_dir) / f"{_CHECKPOINT}-{trained.global_step}"
         state = {
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "sync": self._sync.state_dict(),
         }
-        partial = path.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(path)
+        write_own(_own_file(folder), state)
 
-    def end(self) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         assert self._sync is not None, "on_train_begin comes first"
         self._sync.finalize()
         self._sync = None
 
-    def _own_file(self, folder: Path, *, must_exist: bool) -> Path:
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        path = folder / f"outer_sync_rank{rank}_of_{size}.pt"
-        if must_exist and not path.exists():
-            found = sorted(other.name for other in folder.glob("outer_sync_rank*.pt"))
-            message = f"{folder} has no {path.name}, which rank {rank} resumes from; found {found}"
-            hint = "resume on as many ranks as saved it, or load its model into a new trainer"
-            raise CheckpointError(message, hint=hint)
-        return path
+    def _require_own(self, folder: Path) -> Path:
+        return require_own(_own_file(folder), rank=_place()[0])
 
 
-def _callback_of(synchroniser: _Synchroniser) -> Any:
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        message = "a Trainer needs transformers, which is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[hf]'") from error
+def _own_file(folder: Path) -> Path:
+    rank, size = _place()
+    return folder / f"outer_sync_rank{rank}_of_{size}.pt"
 
-    class OuterSyncCallback(transformers.TrainerCallback):  # type: ignore[name-defined]
-        def on_train_begin(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
-            synchroniser.begin(model, optimizer)
 
-        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-            synchroniser.step()
-
-        def on_save(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-            synchroniser.save(state.global_step)
-
-        def on_train_end(self, *_: Any, **__: Any) -> None:
-            synchroniser.end()
-
-    return OuterSyncCallback()
+def _place() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

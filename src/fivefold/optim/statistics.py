@@ -28,34 +28,17 @@ _LEAST_MESSAGE_BYTES = 1 << 20  # of a smaller one the latency counts more than 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceRecord:
-    """One all-reduce, in ``time.perf_counter()`` seconds of this rank.
+    """One all-reduce, in ``time.perf_counter()`` seconds of this rank."""
 
-    Attributes:
-        round: Round whose work it carried.
-        payload_bytes: Bytes summed, per rank.
-        launched_at_s: When it was launched.
-        completed_at_s: When the backend finished it.
-        wait_started_at_s: When the training thread began to wait for it.
-        wait_ended_at_s: When the training thread went on.
-        fragment: Part of the model that it carried.
-        sent_bytes: Bytes that this rank sent for it.
-        lost: Whether it was lost; its work went out again with the next.
-
-    Examples:
-        >>> AllReduceRecord(round=0, payload_bytes=8, launched_at_s=0.0, completed_at_s=1.0,
-        ...              wait_started_at_s=2.0, wait_ended_at_s=2.0).round
-        0
-    """
-
-    round: int
-    payload_bytes: int
-    launched_at_s: float
-    completed_at_s: float
-    wait_started_at_s: float
-    wait_ended_at_s: float
-    fragment: int = 0
-    sent_bytes: int = 0
-    lost: bool = False
+    round: int  # round whose work it carried
+    payload_bytes: int  # bytes summed, per rank
+    launched_at_s: float  # when it was launched
+    completed_at_s: float  # when the backend finished it
+    wait_started_at_s: float  # when the training thread began to wait for it
+    wait_ended_at_s: float  # when the training thread went on
+    fragment: int = 0  # part of the model that it carried
+    sent_bytes: int = 0  # bytes that this rank sent for it
+    lost: bool = False  # whether it was lost; its work went out again with the next
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +70,6 @@ class SyncStatistics:
         tensors: Trainable parameters of the model, which bound the fragments.
         step_s: Seconds of one local step, the median of the last rounds; None before the first.
         all_reduce_s: Seconds of one all-reduce as this rank saw it, the median of the last ones.
-
-    Examples:
-        >>> StatisticsMeter().snapshot(steps=0, rounds=0, tau=8).merged_rounds
-        0
     """
 
     steps: int
@@ -223,6 +202,12 @@ def _duration(seconds: float | None) -> str:
     return "not measured yet" if seconds is None else format_duration_s(seconds)
 
 
+_TOTALS = (
+    *("merged_rounds", "payload_bytes", "sent_bytes", "in_flight_s", "exposed_wait_s"),
+    *("boundary_s", "lost_all_reduces", "left_out_payloads"),
+)
+
+
 @dataclass(kw_only=True)
 class StatisticsMeter:
     """Running sums; the counters that a resume should keep are in ``state()``."""
@@ -282,20 +267,13 @@ class StatisticsMeter:
         return SyncStatistics(
             steps=steps,
             rounds=rounds,
-            merged_rounds=merged,
-            payload_bytes=self.payload_bytes,
-            sent_bytes=self.sent_bytes,
-            in_flight_s=self.in_flight_s,
-            exposed_wait_s=self.exposed_wait_s,
             overlap_fraction=overlap,
-            boundary_s=self.boundary_s,
             staleness_gap=self.gap_sum / merged if merged else None,
             last_staleness_gap=self.last_gap,
             clipped_fraction=self.clipped / self.elements if self.elements else 0.0,
             tau=tau,
             tau_changes=tau_changes,
-            lost_all_reduces=self.lost_all_reduces,
-            left_out_payloads=self.left_out_payloads,
+            **{name: getattr(self, name) for name in _TOTALS},
             step_s=median(self.step_times_s) if self.step_times_s else None,
             all_reduce_s=median(self.all_reduce_times_s) if self.all_reduce_times_s else None,
             **setting,
@@ -317,12 +295,7 @@ _FRAMES_TO_THE_CALLER_OF_STEP = 3
 
 
 class StabilityWarning(UserWarning):
-    """The outer learning rate is at or above the stability limit of a delayed rule.
-
-    Examples:
-        >>> issubclass(StabilityWarning, UserWarning)
-        True
-    """
+    """The outer learning rate is at or above the stability limit of a delayed rule."""
 
 
 class StabilityWatch:

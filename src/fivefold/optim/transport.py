@@ -150,8 +150,13 @@ class ProcessGroupTransport:
             hint = "call torch.distributed.init_process_group first, or start with torchrun"
             raise ConfigurationError(message, hint=hint)
         self.codec = resolve_codec(codec)
-        self._bucket_bytes = _checked_bucket_bytes(bucket_bytes)
-        members = dist.get_process_group_ranks(_as_group(process_group))
+        whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
+        if not whole or bucket_bytes < 1:
+            message = f"bucket_bytes must be a positive integer; got {bucket_bytes!r}"
+            raise ConfigurationError(message, hint="the default is 32 MiB")
+        self._bucket_bytes = bucket_bytes
+        group = as_group(process_group, name="process_group", dimension="replicate")
+        members = dist.get_process_group_ranks(group)
         with named_errors(dist.get_rank(), "the set-up of the engine's process group"):
             self._group = dist.new_group(
                 members,
@@ -280,7 +285,7 @@ class ProcessGroupTransport:
             with named_errors(self.rank, what):
                 run()
         else:
-            self._thread.wait(self._thread.submit(run, tensors=tensors, what=what))
+            self._thread.submit(run, tensors=tensors, what=what).wait()
 
     def _buckets(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Views of a tensor that cover it once; a collective on nothing is left out."""
@@ -292,23 +297,18 @@ class ProcessGroupTransport:
         return torch.split(tensor.view(-1), max(self._bucket_bytes // tensor.element_size(), 1))
 
 
-def _as_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    if isinstance(process_group, DeviceMesh):
-        if process_group.ndim != 1:
-            message = f"process_group must have one dimension; got a mesh of {process_group.ndim}"
-            raise ConfigurationError(message, hint='choose one: mesh["replicate"]')
-        return process_group.get_group()
-    group = process_group or dist.group.WORLD
+def as_group(
+    given: dist.ProcessGroup | DeviceMesh | None, *, name: str, dimension: str
+) -> dist.ProcessGroup:
+    """Return the group that an argument means; None is all ranks."""
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
+            message = f"{name} must have one dimension; got a mesh of {given.ndim}"
+            raise ConfigurationError(message, hint=f'choose one: mesh["{dimension}"]')
+        return given.get_group()
+    group = given or dist.group.WORLD
     assert group is not None, "torch.distributed is initialised"
     return group
-
-
-def _checked_bucket_bytes(bucket_bytes: int) -> int:
-    whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
-    if not whole or bucket_bytes < 1:
-        message = f"bucket_bytes must be a positive integer; got {bucket_bytes!r}"
-        raise ConfigurationError(message, hint="the default is 32 MiB")
-    return bucket_bytes
 
 
 def _wait_all(works: Sequence[dist.Work]) -> None:

@@ -13,8 +13,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from fivefold.errors import DataError
+from fivefold.files import write_atomically
 from fivefold.report._charts import Markup, curve_data, join, range_rows, tag, timeline_svg
-from fivefold.report._files import write_text_atomically
 from fivefold.report.format import format_seconds
 from fivefold.report.page import (
     BarChart,
@@ -52,6 +53,19 @@ def write_html(page: Page, path: Path | str) -> Path:
         DataError: The file cannot be written.
     """
     return write_text_atomically(Path(path), render_html(page))
+
+
+def write_text_atomically(path: Path, text: str) -> Path:
+    """Write text whole or not at all, with the folder where it is missing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be written: {error.strerror}",
+            hint="check the folder, its permissions and the free space of the disk",
+        ) from error
+    return path
 
 
 def render_html(page: Page) -> str:

@@ -45,22 +45,11 @@ from fivefold.report._records import (
     TrainPoint,
     ValidationPoint,
 )
+from fivefold.report._styles import METHOD_COLOURS
 
 _MANIFEST = "manifest.json"
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
-_METHOD_ORDER = (
-    "none",
-    "ddp",
-    "local_sgd",
-    "slowmo",
-    "diloco",
-    "co2",
-    "delay_corrected",
-    "overlap_local_sgd",
-    "eager_diloco",
-    "streaming_diloco",
-    "delayed_gradients",
-)
+_METHOD_ORDER = tuple(METHOD_COLOURS)
 _HEAD_BYTES = 1000  # in which a file says of what form it is
 _POINTS: dict[str, type[BaseModel]] = {  # by their event in metrics.jsonl
     "train": TrainPoint,

@@ -15,19 +15,20 @@ from fivefold.report._records import Run
 COLOURS = ("#1f83c8", "#109668", "#b45fa0", "#a3791b", "#6f78dd", "#5aa9a3", "#c2577a", "#8a7a5c")
 ORANGE, GREY = "#d55e00", "#7d858f"
 MARKERS = ("circle", "diamond", "square", "triangle")
-_METHODS = {
+METHOD_COLOURS = {
     "none": GREY,
     "ddp": ORANGE,
-    "co2": "#1f83c8",
-    "slowmo": "#109668",
     "local_sgd": "#b45fa0",
+    "slowmo": "#109668",
     "diloco": "#6f78dd",
+    "co2": "#1f83c8",
     "delay_corrected": "#a3791b",
     "overlap_local_sgd": "#8c6a56",
     "eager_diloco": "#4a9fb5",
     "streaming_diloco": "#9a58c9",
     "delayed_gradients": "#7a9a3c",
 }
+"""Colour of each method, in the order in which runs are listed."""
 _SPARE = ("#cf4a6b", "#2f9494", GREY)
 _MOST_POINTS = 600  # of a curve: more do not show, and make the page heavy
 
@@ -39,7 +40,7 @@ def run_colours(runs: Sequence[Run]) -> list[str]:
     colours: list[str] = []
     spare = 0
     for run in runs:
-        colour = _METHODS.get(run.manifest.method)
+        colour = METHOD_COLOURS.get(run.manifest.method)
         if colour is None or colour in colours:
             colour = _SPARE[spare % len(_SPARE)]
             spare += 1

@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from fivefold.report._files import write_text_atomically
+from fivefold.report._html import write_text_atomically
 from fivefold.report._records import RankTrace, Run, Span
 from fivefold.report._spans import round_points, separate_fragments
 
@@ -144,7 +144,8 @@ def _count(
 def _wait_so_far_ms(rank: RankTrace) -> list[tuple[float, float]]:
     total_s = 0.0
     values = []
-    for span in sorted((span for span in rank.spans if span.lane == "wait"), key=_start):
+    waits = [span for span in rank.spans if span.lane == "wait"]
+    for span in sorted(waits, key=lambda span: span.start_s):
         values.append((span.start_s, 1e3 * total_s))
         total_s += span.end_s - span.start_s
         values.append((span.end_s, 1e3 * total_s))
@@ -156,10 +157,6 @@ def _in_flight(rank: RankTrace) -> list[tuple[float, float]]:
     changes = sorted([(f.end_s, -1) for f in messages] + [(f.start_s, 1) for f in messages])
     numbers = accumulate(change for _, change in changes)
     return [(at_s, float(n)) for (at_s, _), n in zip(changes, numbers, strict=True)]
-
-
-def _start(span: Span) -> float:
-    return span.start_s
 
 
 def _tracks(lane: str, spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:

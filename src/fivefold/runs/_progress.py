@@ -21,10 +21,6 @@ class ProgressBar:
         line_every_s: Seconds between two lines where there is no terminal.
         shown: Whether anything is shown: False on all ranks but the first.
         unit: What is counted, such as "step"; empty shows percentages.
-
-    Examples:
-        >>> with ProgressBar() as progress:
-        ...     progress("sample", 1, 2)
     """
 
     def __init__(self, *, line_every_s: float = 10.0, shown: bool = True, unit: str = "") -> None:

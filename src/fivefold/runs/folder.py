@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
+from fivefold.errors import CheckpointError, ConfigurationError, optional_module
 from fivefold.files import lock_file, write_atomically
 
 
@@ -129,11 +129,9 @@ def _lines_until(path: Path, step: int) -> list[str]:
 
 
 def _open_board(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an optional extra
-    except ImportError as error:
-        message = "run.tensorboard is true, but tensorboard is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[tensorboard]'") from error
+    optional_module("tensorboard", extra="tensorboard", use="run.tensorboard")
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - needs the extra
+
     return SummaryWriter(str(folder))
 
 

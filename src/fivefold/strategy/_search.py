@@ -24,6 +24,7 @@ from fivefold.strategy._space import (
     Pattern,
     SearchSpace,
     block_table,
+    divisors,
     inner_table,
     layer_table,
     outer_choices,
@@ -171,6 +172,7 @@ def search_plans(
     if space.num_gpus > fabric.num_gpus:
         message = f"the job wants {space.num_gpus} GPUs, {fabric.name!r} has {fabric.num_gpus}"
         raise InfeasibleError(message, hint=f"use at most {fabric.num_gpus} GPUs")
+    space = _with_workers(space, fabric)
     outer = outer_choices(model, space, fabric=fabric)
     if not outer.plans:
         _raise_no_choice(outer, space)
@@ -191,6 +193,14 @@ def search_plans(
         num_bounded=num_bounded, ruled_out=dict(ruled_out),
         seconds=time.perf_counter() - started_s,
     )  # fmt: skip
+
+
+def _with_workers(space: SearchSpace, fabric: FabricSpec) -> SearchSpace:
+    """Let ranks of a node share states where local updates are asked for and nothing is said."""
+    if max(space.tau) == 1 or space.shards != (None,):
+        return space
+    inside = [size for size in divisors(fabric.gpus_per_node) if size > 1]
+    return dataclasses.replace(space, shards=(None, *inside))
 
 
 class _Walk:

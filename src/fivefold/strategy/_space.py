@@ -60,7 +60,8 @@ class SearchSpace:
         embedding_layers: Whether embedding and head may count as layers, which is looked at where
             only that deals layers out evenly (126 layers over 8 stages).
         zero: Stages of ZeRO.
-        shards: Ranks that share states; None in it: all of them.
+        shards: Ranks that share states; None in it: all of them. Where only that is said and
+            ``tau`` may be more than 1, the ranks of a node may share them as one worker, too.
         recompute: Kinds of recomputation.
         sequence_parallel: Whether norms may be split over the tensor group.
         regather: Whether its inputs are gathered again.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.collectives.pricing import FabricSpec, Tier, fabric_from_topology
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of
 from fivefold.files import read_toml
 from fivefold.network.topology import Link, Node, Topology, parse_topology
 from fivefold.network.topology.text import catalogue, describes_graph, topology_from_tables
@@ -469,11 +469,7 @@ def named_stacks() -> tuple[str, ...]:
 
 def _stack(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     """All constants of a known stack, defaults included, and where they come from."""
-    if name not in named_stacks():
-        near = difflib.get_close_matches(name, named_stacks(), n=1)
-        meant = f"did you mean {near[0]!r}? " if near else ""
-        message = f"stack {name!r} is unknown"
-        raise ConfigurationError(message, hint=f"{meant}use one of {', '.join(named_stacks())}")
+    require_one_of(name, named_stacks(), f"stack {name!r} is unknown")
     text = (files("fivefold.strategy") / "stacks" / f"{name}.toml").read_text()
     table = tomllib.loads(text)
     sources = dict(table.pop("sources", {}))

@@ -18,7 +18,7 @@ from fivefold.strategy.cluster import DeviceSpec
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
 
-__all__ = ["ErrorBar", "Likeness", "error_bar"]
+__all__ = ["ErrorBar", "error_bar", "kinds_of"]
 
 _GENERATIONS = {
     "v100": "Volta", "a100": "Ampere", "h100": "Hopper", "h200": "Hopper", "h800": "Hopper",
@@ -28,61 +28,29 @@ _NARROW = {"fp8", "mxfp8", "nvfp4"}
 _SMALL_STEP_S = 0.5
 _FEWEST_ROWS = 8
 # Student's t at 95 % on one side, by rows: 90 % of rows like these lie inside.
-_STUDENT = (
-    (8, 1.86),
-    (10, 1.81),
-    (15, 1.75),
-    (20, 1.72),
-    (30, 1.70),
-    (60, 1.67),
-    (math.inf, 1.645),
-)
+_STUDENT = ((8, 1.86), (10, 1.81), (15, 1.75), (20, 1.72), (30, 1.70), (60, 1.67),
+            (math.inf, 1.645))  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Likeness:
-    """What makes rows like one another.
+def kinds_of(
+    model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, time_s: float
+) -> tuple[str, ...]:
+    """Return keys of the table, from the rows most like a run to all of its kind.
 
     Args:
-        kind: ``"dense"`` or ``"experts"``.
-        generation: Of the GPU, such as ``"Hopper"``; ``"other"`` where there are no rows.
-        precision: ``"16 bits"`` or ``"narrow"``.
-        scale: ``"small steps"`` below half a second, or ``"steps"``.
+        model: What is trained: dense or with experts.
+        device: On which GPU and stack; its name begins with the GPU's.
+        plan: Split how; products in 16 bits or narrow.
+        time_s: Seconds of an iteration; small steps are below half a second.
     """
-
-    kind: str
-    generation: str
-    precision: str
-    scale: str
-
-    @classmethod
-    def of(
-        cls, model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, time_s: float
-    ) -> Likeness:
-        """Return what a run is like.
-
-        Args:
-            model: What is trained.
-            device: On which GPU and stack; its name begins with the GPU's.
-            plan: Split how.
-            time_s: Seconds of an iteration.
-        """
-        gpu = device.gpu or device.name.partition("-")[0]
-        return cls(
-            kind="dense" if model.experts is None else "experts",
-            generation=_GENERATIONS.get(gpu, "other"),
-            precision="narrow" if plan.dtype in _NARROW else "16 bits",
-            scale="small steps" if time_s < _SMALL_STEP_S else "steps",
-        )
-
-    def wider(self) -> tuple[str, ...]:
-        """Return keys of the table, from the rows most like it to all of its kind."""
-        return (
-            f"{self.kind}, {self.generation}, {self.precision}, {self.scale}",
-            f"{self.kind}, {self.generation}, {self.precision}",
-            f"{self.kind}, {self.generation}",
-            self.kind,
-        )
+    gpu = device.gpu or device.name.partition("-")[0]
+    parts = (
+        "dense" if model.experts is None else "experts",
+        _GENERATIONS.get(gpu, "other"),
+        "narrow" if plan.dtype in _NARROW else "16 bits",
+        "small steps" if time_s < _SMALL_STEP_S else "steps",
+    )
+    return tuple(", ".join(parts[:count]) for count in range(len(parts), 0, -1))
 
 
 @dataclass(frozen=True)
@@ -149,7 +117,7 @@ def error_bar(
         >>> 0.0 < bar.share < 0.5 and bar.count >= 8
         True
     """
-    keys = Likeness.of(model, device, plan, time_s=time_s).wider()
+    keys = kinds_of(model, device, plan, time_s=time_s)
     table = _table()
     key = next(
         (key for key in keys if table.get(key, {}).get("count", 0) >= _FEWEST_ROWS), keys[-1]

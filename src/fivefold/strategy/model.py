@@ -290,14 +290,6 @@ class ModelSpec:
         outside = self.embedding_parameters + self.head_parameters
         return self.num_layers * layer + dense + routed + outside
 
-    @property
-    def active_parameters(self) -> int:
-        """Parameters that one token meets, without the embedding's rows."""
-        if self.experts is None:
-            return self.num_parameters
-        idle = self.routed_parameters * (1 - self.experts.top_k / self.experts.num_experts)
-        return round(self.num_parameters - self.num_expert_layers * idle)
-
     def flops_per_sequence(self, *, recompute: bool = False, causal_half: bool = False) -> float:
         """FLOPs of forward and backward of one sample, as papers count them.
 

@@ -193,73 +193,39 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
     replicas = plan.data * plan.context
     expert_ranks = replicas * (plan.tensor if plan.expert_tensor == 1 else 1)
     rules = (
-        (
-            plan.global_batch % unit > 0,
-            f"global_batch={plan.global_batch} is not a multiple of data x micro_batch = {unit}",
-            "every rank runs equally many whole micro-batches",
-        ),
-        (
-            plan.virtual > 1 and plan.schedule not in {"interleaved", *_TWO_CHUNKS},
-            f"schedule {plan.schedule!r} has no virtual stages",
-            "use 'interleaved'",
-        ),
-        (
-            plan.schedule == "interleaved" and plan.virtual == 1,
-            "schedule 'interleaved' needs virtual > 1",
-            "use '1f1b' or give virtual stages",
-        ),
-        (
-            plan.schedule in _TWO_CHUNKS and plan.virtual != 2,
-            f"schedule {plan.schedule!r} has two chunks per stage",
-            "set virtual=2",
-        ),
-        (
-            plan.sequence_parallel and plan.tensor == 1,
-            "sequence_parallel needs tensor > 1",
-            "it splits over the tensor group",
-        ),
-        (
-            plan.expert_tensor not in {None, 1},
-            f"expert_tensor={plan.expert_tensor!r} is unknown",
-            "None splits experts by the tensor group, 1 does not split them",
-        ),
-        (
-            expert_ranks % plan.expert > 0,
-            f"expert={plan.expert} does not divide data x context"
+        (plan.global_batch % unit > 0,
+         f"global_batch={plan.global_batch} is not a multiple of data x micro_batch = {unit}",
+         "every rank runs equally many whole micro-batches"),
+        (plan.virtual > 1 and plan.schedule not in {"interleaved", *_TWO_CHUNKS},
+         f"schedule {plan.schedule!r} has no virtual stages", "use 'interleaved'"),
+        (plan.schedule == "interleaved" and plan.virtual == 1,
+         "schedule 'interleaved' needs virtual > 1", "use '1f1b' or give virtual stages"),
+        (plan.schedule in _TWO_CHUNKS and plan.virtual != 2,
+         f"schedule {plan.schedule!r} has two chunks per stage", "set virtual=2"),
+        (plan.sequence_parallel and plan.tensor == 1,
+         "sequence_parallel needs tensor > 1", "it splits over the tensor group"),
+        (plan.expert_tensor not in {None, 1},
+         f"expert_tensor={plan.expert_tensor!r} is unknown",
+         "None splits experts by the tensor group, 1 does not split them"),
+        (expert_ranks % plan.expert > 0,
+         f"expert={plan.expert} does not divide data x context"
             + (f" x tensor = {expert_ranks}" if plan.expert_tensor else f" = {replicas}"),
-            "experts are split over those ranks; expert_tensor = 1 takes tensor ranks too",
-        ),
-        (
-            plan.expert_tensor == 1 and plan.tensor > 1 and not plan.sequence_parallel,
-            "expert_tensor = 1 needs sequence_parallel",
-            "tensor ranks hold different tokens then",
-        ),
-        (
-            plan.expert_tensor == 1 and plan.tensor > 1 and plan.order != "tcdp",
-            "expert_tensor = 1 needs order 'tcdp'",
-            "expert groups are neighbours then",
-        ),
-        (
-            plan.shards < 1 or replicas % plan.shards > 0,
-            f"shard={plan.shard} does not divide data x context = {replicas}",
-            "give a divisor",
-        ),
-        (
-            plan.recompute_layers is not None and plan.recompute == "none",
-            "recompute_layers needs recompute other than 'none'",
-            "set recompute to 'full' or 'selective'",
-        ),
-        (
-            plan.offload_layers is not None and not plan.offload_activations,
-            "offload_layers needs offload_activations",
-            "set offload_activations",
-        ),
-        (
-            plan.tau > 1 and plan.zero > 0 and not (plan.zero == 3 and plan.shards < replicas),
-            "tau > 1 needs whole states, or states shared inside a worker",
-            "use zero=0, or zero=3 with a shard of fewer ranks than replicas",
-        ),
-    )
+         "experts are split over those ranks; expert_tensor = 1 takes tensor ranks too"),
+        (plan.expert_tensor == 1 and plan.tensor > 1 and not plan.sequence_parallel,
+         "expert_tensor = 1 needs sequence_parallel", "tensor ranks hold different tokens then"),
+        (plan.expert_tensor == 1 and plan.tensor > 1 and plan.order != "tcdp",
+         "expert_tensor = 1 needs order 'tcdp'", "expert groups are neighbours then"),
+        (plan.shards < 1 or replicas % plan.shards > 0,
+         f"shard={plan.shard} does not divide data x context = {replicas}", "give a divisor"),
+        (plan.recompute_layers is not None and plan.recompute == "none",
+         "recompute_layers needs recompute other than 'none'",
+         "set recompute to 'full' or 'selective'"),
+        (plan.offload_layers is not None and not plan.offload_activations,
+         "offload_layers needs offload_activations", "set offload_activations"),
+        (plan.tau > 1 and plan.zero > 0 and not (plan.zero == 3 and plan.shards < replicas),
+         "tau > 1 needs whole states, or states shared inside a worker",
+         "use zero=0, or zero=3 with a shard of fewer ranks than replicas"),
+    )  # fmt: skip
     return next(((message, hint) for broken, message, hint in rules if broken), None)
 
 

@@ -135,7 +135,9 @@ class DataParallelMethod(Method):
         with self._ranks.guard("the all-reduce of the gradients"):
             loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         if self._last_launch_s is not None:
-            self._account(self._last_launch_s, time.perf_counter())
+            self._wait(self._last_launch_s, time.perf_counter())
+            landed, self._landed = self._landed, []
+            self._count(landed)
         if self._experts is not None and self._wrapped.require_backward_grad_sync:
             self._reduce_experts(self._experts)
 
@@ -169,19 +171,15 @@ class DataParallelMethod(Method):
             if self._experts is not None:
                 self._experts.take_calls()
 
-    def _account(self, start_s: float, end_s: float) -> None:
+    def _wait(self, start_s: float, end_s: float) -> None:
         self.totals.exposed_wait_s += end_s - start_s
         self._spans.append(Span(lane="wait", name="gradients", start_s=start_s, end_s=end_s))
-        landed, self._landed = self._landed, []
-        self._count(landed)
 
     def _count(self, landed: Sequence[Span]) -> None:
         self.totals.in_flight_s += union_s(landed)
         for span in landed:
-            self.totals.payload_bytes += span.details["payload_bytes"]
-            self.totals.sent_bytes += span.details["sent_bytes"]
-            self.totals.collectives += 1
-            self._spans.append(span)
+            self.totals.add(in_flight_s=0.0, waited_s=0.0, **span.details)
+        self._spans += landed
 
     def _reduce_experts(self, experts: ExpertRanks) -> None:
         start_s = time.perf_counter()
@@ -198,11 +196,7 @@ class DataParallelMethod(Method):
         """Record a blocking exchange: all of it is a wait."""
         span = Span(lane="in_flight", name=name, start_s=start_s, end_s=end_s, details=size)
         self._spans += [Span(lane="wait", name=name, start_s=start_s, end_s=end_s), span]
-        self.totals.in_flight_s += end_s - start_s
-        self.totals.exposed_wait_s += end_s - start_s
-        self.totals.payload_bytes += size["payload_bytes"]
-        self.totals.sent_bytes += size["sent_bytes"]
-        self.totals.collectives += 1
+        self.totals.add(in_flight_s=end_s - start_s, waited_s=end_s - start_s, **size)
 
     def _ring_bytes(self, num_bytes: int) -> int:
         """Return what a ring all-reduce sends per rank; DDP's backend does not say."""
@@ -375,10 +369,6 @@ class ScheduledDataParallelMethod(DataParallelMethod):
         for start_s, end_s in self._reduction.waited():
             self._wait(start_s, end_s)
         return super().take_spans()
-
-    def _wait(self, start_s: float, end_s: float) -> None:
-        self.totals.exposed_wait_s += end_s - start_s
-        self._spans.append(Span(lane="wait", name="gradients", start_s=start_s, end_s=end_s))
 
     def _finish(self, what: str) -> None:
         with self._ranks.guard(what):

@@ -48,14 +48,7 @@ from fivefold.runs.ranks import Ranks, StopAgreement, close_ranks, open_ranks, r
 from fivefold.train._corpus import Corpus, load_corpus, resolve_source
 from fivefold.train._ddp import DataParallelMethod, ScheduledDataParallelMethod
 from fivefold.train._expert_ranks import ExpertRanks, require_shares, share_experts
-from fivefold.train._methods import (
-    Method,
-    RunResult,
-    make_result,
-    method_label,
-    require_peers,
-    run_manifest,
-)
+from fivefold.train._methods import Method, RunResult, method_label, require_peers, run_manifest
 from fivefold.train._model import Transformer
 from fivefold.train._outer import OuterMethod, make_rule
 from fivefold.train._shards import load_own_shards, own_shards, require_workers, share_states
@@ -203,6 +196,8 @@ def make_method(  # noqa: PLR0913 - independent parts, one call site
 
 
 _LOG = logging.getLogger(__name__)
+# Not training: a rate that counts them would depend on how often one looks.
+_ASIDE = ("checkpoint", "validation")
 
 
 def train(config: TrainConfig) -> RunResult:
@@ -306,10 +301,7 @@ class _Run:
         )
         self.agreement = StopAgreement(ranks, stop)
         parts = TrainedParts(
-            model=self.model,
-            optimizer=self.optimizer,
-            method=self.method,
-            mixtures=self.mixtures,
+            model=self.model, optimizer=self.optimizer, method=self.method, mixtures=self.mixtures
         )
         self.stepper = StepRunner(config, ranks, parts=parts, tokens=corpus.train)
         self.step = 0
@@ -435,23 +427,29 @@ class _Run:
 
     def _conclude(self, reason: str) -> RunResult:
         wall_s = self.wall_s()
-        result = make_result(
-            self.config,
-            method=self.method,
-            steps=self.step,
-            tokens=self.tokens(self.step),
-            wall_s=wall_s,
-            seconds=self.recorder.categories(wall_s),
-            waits=self.recorder.waits,
-            bits_per_byte=self.validation and self.validation[1].bits_per_byte,
-            link_bytes=self.link.record(),
+        tokens, seconds = self.tokens(self.step), self.recorder.categories(wall_s)
+        statistics = self.method.statistics()
+        training_s = wall_s - sum(seconds[name] for name in _ASIDE)
+        result = RunResult(
+            output=self.folder,
+            method=self.config.sync.method,
+            label=method_label(self.config.sync, self.config.tasks),
             reason=reason,
-            digest=parameters_sha256(self.model),
-            mixtures=self.mixtures,
+            steps=self.step,
+            tokens=tokens,
+            wall_s=wall_s,
+            tokens_per_s=tokens / max(training_s, 1e-9),
+            bits_per_byte=self.validation and self.validation[1].bits_per_byte,
+            seconds=seconds,
+            waits=self.recorder.waits,
+            communication=self.method.totals.record(),
+            link_bytes=self.link.record(),
+            sync=None if statistics is None else dataclasses.asdict(statistics),
+            parameters_sha256=parameters_sha256(self.model),
+            moe=None if self.mixtures is None else self.mixtures.record(),
             process=self.meter.record(),
         )
         if self.metrics is not None:
-            tokens = self.tokens(self.step)
             self.metrics.write("end", step=self.step, tokens=tokens, wall_s=wall_s, reason=reason)
             if reason == "finished":
                 write_json(self.folder / "result.json", result.record())
@@ -607,11 +605,7 @@ class _Run:
 
 
 def launch(
-    config_file: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    nproc: int,
-    max_restarts: int = 0,
+    config_file: str | Path, overrides: Sequence[str] = (), *, nproc: int, max_restarts: int = 0
 ) -> int:
     """Train with several ranks on this host; returns when all have ended.
 
@@ -631,12 +625,6 @@ def launch(
         FivefoldError: What the first rank to fail met.
         CommunicationError: A rank was killed.
         RuntimeError: A rank met an internal error.
-
-    Examples:
-        >>> launch("no such file.toml", nproc=2)
-        Traceback (most recent call last):
-            ...
-        fivefold.errors.ConfigurationError: ...
     """
     if nproc < 1 or max_restarts < 0:
         message = (

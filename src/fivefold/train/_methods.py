@@ -23,7 +23,6 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim import SyncStatistics
 from fivefold.optim.auto_tau import TauDecision
 from fivefold.runs.machine import run_facts
-from fivefold.train._mixture import Mixtures
 from fivefold.train._spans import Span
 from fivefold.train.config import SyncConfig, TasksConfig, TrainConfig, settings_fingerprint
 
@@ -63,6 +62,16 @@ class CommunicationTotals:
         self.payload_bytes = 0
         self.sent_bytes = 0
         self.collectives = 0
+
+    def add(
+        self, *, in_flight_s: float, waited_s: float, payload_bytes: int, sent_bytes: int
+    ) -> None:
+        """Count one collective."""
+        self.in_flight_s += in_flight_s
+        self.exposed_wait_s += waited_s
+        self.payload_bytes += payload_bytes
+        self.sent_bytes += sent_bytes
+        self.collectives += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums, for a checkpoint."""
@@ -171,8 +180,6 @@ def method_label(config: SyncConfig, tasks: TasksConfig | None = None) -> str:
     return f"{label} ({', '.join(details)})" if details else label
 
 
-# Not training: a rate that counts them would depend on how often one looks.
-_ASIDE = ("checkpoint", "validation")
 _LAB_VARIABLE = "FIVEFOLD_LAB"
 
 
@@ -200,10 +207,6 @@ class RunResult:
         moe: Loads, drops and bytes of the mixtures of experts; None for a dense model.
         process: Processor seconds, the share of the time without a processor though ready, and
             the most memory held, as ``ProcessMeter`` counts them.
-
-    Examples:
-        >>> RunResult.__dataclass_params__.frozen
-        True
     """
 
     output: Path
@@ -260,43 +263,3 @@ def run_manifest(
         "lab": lab,
         "planned_settings_kept": kept,
     }
-
-
-def make_result(  # noqa: PLR0913 - one argument per part of the record, one call site
-    config: TrainConfig,
-    *,
-    method: Method,
-    steps: int,
-    tokens: int,
-    wall_s: float,
-    seconds: dict[str, float],
-    waits: dict[str, float],
-    bits_per_byte: float | None,
-    link_bytes: dict[str, Any] | None,
-    reason: str,
-    digest: str,
-    mixtures: Mixtures | None,
-    process: dict[str, Any],
-) -> RunResult:
-    """Put the record together."""
-    statistics = method.statistics()
-    training_s = wall_s - sum(seconds[name] for name in _ASIDE)
-    return RunResult(
-        output=config.run.output,
-        method=config.sync.method,
-        label=method_label(config.sync, config.tasks),
-        reason=reason,
-        steps=steps,
-        tokens=tokens,
-        wall_s=wall_s,
-        tokens_per_s=tokens / max(training_s, 1e-9),
-        bits_per_byte=bits_per_byte,
-        seconds=seconds,
-        waits=waits,
-        communication=method.totals.record(),
-        link_bytes=link_bytes,
-        sync=None if statistics is None else dataclasses.asdict(statistics),
-        parameters_sha256=digest,
-        moe=None if mixtures is None else mixtures.record(),
-        process=process,
-    )

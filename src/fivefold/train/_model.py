@@ -24,12 +24,7 @@ from torch.autograd import Function
 
 from fivefold.errors import ConfigurationError
 from fivefold.moe import AllToAllGroup, MoE, OneSidedGroup
-from fivefold.train._mixture import (
-    Mixtures,
-    draw_experts,
-    make_mixture,
-    mixture_blocks,
-)
+from fivefold.train._mixture import Mixtures, draw_experts, make_mixture, mixture_blocks
 from fivefold.train.config import ModelConfig
 
 # ruff: noqa: N803, N806, N815 - tensor names end in their shape
@@ -114,13 +109,6 @@ class Transformer(nn.Module):
 
         Raises:
             ConfigurationError: The sequences are too long.
-
-        Examples:
-            >>> from fivefold.train.config import ModelConfig
-            >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
-            ...                     sequence_length=4)
-            >>> model(torch.zeros(2, 4, dtype=torch.int64)).shape
-            torch.Size([2, 4, 5])
         """
         length = tokens_BT.shape[1]
         if length > self.sequence_length:
@@ -147,14 +135,6 @@ class Transformer(nn.Module):
 
         Returns:
             Scalar in float32 or wider.
-
-        Examples:
-            >>> from fivefold.train.config import ModelConfig
-            >>> model = Transformer(ModelConfig(layers=1, width=8, heads=2), vocab_size=5,
-            ...                     sequence_length=4)
-            >>> inputs_BT, targets_BT = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 2, 3]])
-            >>> abs(model.loss(inputs_BT, targets_BT).item() - math.log(5)) < 1  # at the start
-            True
         """
         loss = token_loss(self(inputs_BT), targets_BT)
         if self.mixtures is None or not self.training:
@@ -187,24 +167,6 @@ class Transformer(nn.Module):
             if layer.group is not None
             for name in layer.expert_parameters
         ]
-
-    @property
-    def flops_per_token(self) -> int:
-        """FLOPs of forward and backward per token of a full sequence.
-
-        ``6 * (V * D + layers * (4 D^2 + 3 D F)) + 6 * layers * D * T``: two FLOPs per weight and
-        token in the forward pass and four in the backward pass, and half of attention's
-        ``12 * layers * D * T``, because the causal mask leaves out half of the pairs. Of a mixture
-        the router, the chosen and the shared experts count. Elementwise work and the lookup of the
-        input are not counted.
-        """
-        weights = sum(p.numel() for p in self.parameters() if p.dim() == 2)
-        for layer in () if self.mixtures is None else self.mixtures.layers.values():
-            one = layer.experts.w13[0].numel() + layer.experts.w2[0].numel()
-            weights += layer.config.router.top_k * one
-            if layer.shared is not None:
-                weights += layer.shared.w13.numel() + layer.shared.w2.numel()
-        return 6 * weights + 6 * self.config.layers * self.config.width * self.sequence_length
 
     def _initialise(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.optim import (
     CO2,
     AutoTau,
@@ -59,12 +59,7 @@ _RULE_KEYS = (
     *("fragments", "delay_steps", "keep", "options", "hidden"),
     *("extrapolation", "ramp_steps", "synchronous_start", "synchronous_end"),
 )
-_DETAILS = (
-    "round",
-    "fragment",
-    "payload_bytes",
-    "sent_bytes",
-)  # of an all-reduce, for the timeline
+_DETAILS = ("round", "fragment", "payload_bytes", "sent_bytes")  # of an all-reduce, shown with it
 
 
 class OuterMethod(Method):
@@ -182,11 +177,12 @@ class OuterMethod(Method):
                     details={key: getattr(all_reduce, key) for key in _DETAILS},
                 )
             )
-            self.totals.in_flight_s += landed_s - all_reduce.launched_at_s
-            self.totals.exposed_wait_s += end_s - begin_s
-            self.totals.payload_bytes += all_reduce.payload_bytes
-            self.totals.sent_bytes += all_reduce.sent_bytes
-            self.totals.collectives += 1
+            self.totals.add(
+                in_flight_s=landed_s - all_reduce.launched_at_s,
+                waited_s=end_s - begin_s,
+                payload_bytes=all_reduce.payload_bytes,
+                sent_bytes=all_reduce.sent_bytes,
+            )
         self._spans += waits
         return waits
 
@@ -216,11 +212,8 @@ def make_rule(config: SyncConfig, *, total_steps: int | None = None) -> OuterRul
 def _require_options(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
     taken = [name for name in inspect.signature(kind).parameters if name != "params"]
     for name in options:
-        if name not in taken:
-            close = difflib.get_close_matches(name, taken, n=1)
-            meant = f"did you mean {close[0]}? " if close else ""
-            message = f"sync.options.{name} is not an argument of torch.optim.{kind.__name__}"
-            raise ConfigurationError(message, hint=f"{meant}It takes {', '.join(taken)}")
+        message = f"sync.options.{name} is not an argument of torch.optim.{kind.__name__}"
+        require_one_of(name, taken, message)
 
 
 def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:

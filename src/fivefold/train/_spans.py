@@ -34,20 +34,13 @@ _MAX_SPANS_IN_FILE = 200_000
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One stretch of time on one lane.
+    """One stretch of time on one lane."""
 
-    Args:
-        lane: "compute", "wait", "boundary", "data", "checkpoint", "validation" or "in_flight".
-        name: What happened.
-        start_s: Begin, in seconds of ``time.perf_counter``.
-        end_s: End, on the same clock.
-        details: More numbers for the file, such as an all-reduce's round and bytes.
-    """
-
-    lane: str
-    name: str
-    start_s: float
-    end_s: float
+    lane: str  # "compute", "wait", "boundary", "data", "checkpoint", "validation" or "in_flight"
+    name: str  # what happened
+    start_s: float  # begin, in seconds of ``time.perf_counter``
+    end_s: float  # end, on the same clock
+    # More numbers for the file, such as an all-reduce's round and bytes.
     details: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -111,10 +111,6 @@ def load_tokenizer(spec: str) -> Tokenizer:
     Raises:
         ConfigurationError: The file is missing or is not a tokenizer.
         UnsupportedError: The ``tokenizers`` package is needed and not installed.
-
-    Examples:
-        >>> load_tokenizer("bytes").vocab_size
-        257
     """
     if spec == "bytes":
         return ByteTokenizer()

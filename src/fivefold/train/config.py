@@ -73,12 +73,7 @@ MUON_KEYS: dict[str, Any] = {"momentum": 0.95, "nesterov": True}
 
 
 class RunConfig(Section):
-    """Table ``[run]``: where, how long and how often.
-
-    Examples:
-        >>> RunConfig(steps=50).log_every_steps
-        10
-    """
+    """Table ``[run]``: where, how long and how often."""
 
     output: FilePath = Path("runs/train")
     """folder of the run, relative to the current folder"""
@@ -109,12 +104,7 @@ class RunConfig(Section):
 
 
 class DataConfig(Section):
-    """Table ``[data]``: the text, how it becomes tokens and how it is split.
-
-    Examples:
-        >>> DataConfig().path
-        'stdlib'
-    """
+    """Table ``[data]``: the text, how it becomes tokens and how it is split."""
 
     path: Text = "stdlib"
     """"stdlib" or a folder of text"""
@@ -231,10 +221,6 @@ class ModelConfig(Section):
     Raises:
         ConfigurationError: Through ``load_config``; the width is not a multiple of the heads, or
             a head is of odd width, which rotary embeddings cannot pair.
-
-    Examples:
-        >>> ModelConfig(width=256, heads=8).layers
-        4
     """
 
     layers: Annotated[int, Field(ge=1, le=10_000)] = 4
@@ -274,12 +260,7 @@ class ModelConfig(Section):
 
 
 class OptimConfig(Section):
-    """Table ``[optim]``: the optimizer of the local steps, its schedule, and the batch.
-
-    Examples:
-        >>> OptimConfig(lr=1e-3).betas
-        (0.9, 0.95)
-    """
+    """Table ``[optim]``: the optimizer of the local steps, its schedule, and the batch."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """"adamw" for all parameters, or "muon" for matrices and AdamW for the rest"""
@@ -399,10 +380,6 @@ class TrainConfig(Section):
 
     Raises:
         ConfigurationError: Through ``load_config``; a value or a combination is not allowed.
-
-    Examples:
-        >>> TrainConfig().sync.tau
-        8
     """
 
     run: RunConfig = Field(default_factory=RunConfig)
@@ -528,10 +505,6 @@ def config_to_toml(config: TrainConfig) -> str:
 
     Returns:
         TOML text that ends in a newline.
-
-    Examples:
-        >>> "tau = 8" in config_to_toml(TrainConfig())
-        True
     """
     return format_toml(config.model_dump())
 

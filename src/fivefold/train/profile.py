@@ -33,25 +33,16 @@ _REPETITIONS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Median seconds of one optimizer step's parts, of the slowest rank.
+    """Median seconds of one optimizer step's parts, of the slowest rank."""
 
-    Args:
-        model_s: Forward and backward passes.
-        optimizer_s: The optimizer's update.
-        rest_s: Reading the batch, clipping, setting the rate.
-        num_parameters: Of the model.
-        vocab: Tokens of its vocabulary.
-        memory_bytes: Most memory that a rank held.
-        waited_for_cpu: Share of the time in which the rank was ready and had no processor: more
-            than a few percent tells that other programs were running.
-    """
-
-    model_s: float
-    optimizer_s: float
-    rest_s: float
-    num_parameters: int
-    vocab: int
-    memory_bytes: float
+    model_s: float  # forward and backward passes
+    optimizer_s: float  # the optimizer's update
+    rest_s: float  # reading the batch, clipping, setting the rate
+    num_parameters: int  # of the model
+    vocab: int  # tokens of its vocabulary
+    memory_bytes: float  # most memory that a rank held
+    # Share of the time in which the rank was ready and had no processor: more than a few percent
+    # tells that other programs were running.
     waited_for_cpu: float
 
 
@@ -148,7 +139,8 @@ def measure_steps(config: TrainConfig, ranks: Ranks, *, steps: int = 12) -> Step
         memory_bytes=float(meter.record()["memory_bytes"]),
         waited_for_cpu=waited,
     )
-    return _slowest(StepTimes, [asdict(own)], ranks)
+    found = ranks.gather(asdict(own), what="the times of a step")
+    return StepTimes(**{name: max(one[name] for one in found) for name in found[0]})
 
 
 def measure_device(ranks: Ranks, *, threads: int = 1) -> DeviceRates:
@@ -212,8 +204,3 @@ def measure_all_reduce(
         slow = ranks.gather(statistics.median(own[1:]), what="the times of an all-reduce")
         times_s.append(max(slow))
     return times_s
-
-
-def _slowest(kind: type[StepTimes], own: list[dict[str, Any]], ranks: Ranks) -> StepTimes:
-    found = ranks.gather(own[0], what="the times of a step")
-    return kind(**{name: max(one[name] for one in found) for name in own[0]})

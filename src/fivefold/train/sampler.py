@@ -93,12 +93,6 @@ class ShardedSampler:
 
         Raises:
             ConfigurationError: The step is negative.
-
-        Examples:
-            >>> sampler = ShardedSampler(100, sequence_length=4, batch_size=2, rank=0,
-            ...                          world_size=1, seed=0)
-            >>> bool((sampler.batch_starts(7) == sampler.batch_starts(7)).all())
-            True
         """
         if step < 0:
             raise ConfigurationError(f"step must not be negative; got {step}", hint="count from 0")
@@ -143,8 +137,6 @@ def gather_batch(
     tokens: np.ndarray, starts: np.ndarray, sequence_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Read windows of tokens as inputs and next-token targets."""
-    import torch  # noqa: PLC0415 - the sampler itself is used where torch is not loaded
-
     places = starts[:, None] + np.arange(sequence_length + 1)
     windows = torch.from_numpy(tokens[places].astype(np.int64))
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -169,7 +169,7 @@ def test_what_a_source_does_not_hold_is_refused():
 
 @pytest.mark.parametrize("options", [{"channels": 0}, {"instances": True}, {"max_count": 1.5}])
 def test_options_must_be_positive_numbers(options):
-    with pytest.raises(ConfigurationError, match="positive whole number"):
+    with pytest.raises(ConfigurationError, match="whole number from 1"):
         lower(build_algorithm("ring", all_gather(2)), **options)
 
 

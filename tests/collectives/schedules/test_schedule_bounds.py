@@ -357,7 +357,7 @@ def test_large_weights_scale_and_too_fine_ones_are_refused():
 def test_nothing_to_move_needs_no_time():
     alone = Topology("alone", [Node("a", "gpu")], [])
     for name in COLLECTIVES:
-        bound = lower_bound(named_collective(name, 1), alone, 1e9, whole_chunks=True)
+        bound = lower_bound(named_collective(name, 1), alone, 1e9)
         assert (bound.seconds, bound.kind) == (0.0, "none")
     assert throughput_optimum(alone).inverse_rate == 0
     assert throughput_optimum(alone).algorithm_bandwidth_bytes_per_s == float("inf")

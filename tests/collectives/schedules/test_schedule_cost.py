@@ -20,6 +20,7 @@ from fivefold.collectives.schedules import (
     named_collective,
     verify_schedule,
 )
+from fivefold.collectives.schedules.bounds import discrete_ingress_bound
 from fivefold.collectives.schedules.constructors import COLLECTIVES
 from fivefold.collectives.schedules.timing import dependencies, with_times
 from fivefold.errors import ConfigurationError
@@ -136,7 +137,7 @@ def test_times_keep_to_the_links_and_to_the_bounds(case, model):
 def test_whole_chunks_bound_the_serial_model(case):
     schedule, size = case
     timing = evaluate(schedule, size_bytes=size)
-    bound = lower_bound(schedule.collective, schedule.topology, size, whole_chunks=True)
+    bound = discrete_ingress_bound(schedule.collective, schedule.topology, size)
     pruned = schedule.pruned()
     assert pruned.num_transfers == schedule.num_transfers
     assert timing.total_s >= bound.seconds * (1 - 1e-9)

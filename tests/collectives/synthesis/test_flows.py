@@ -1,5 +1,7 @@
 """All-to-all flows: the published optima, a plain linear program beside, verified schedules."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -177,6 +179,18 @@ def test_uneven_demands_break_the_symmetry():
     demands = np.ones((6, 6))
     demands[0, 1] = 2.0
     assert len(symmetry_of(ring(6), demands).representatives) > 1
+
+
+@pytest.mark.parametrize("slow", [1e3, 1.0, 1e-3])
+def test_a_link_far_slower_than_the_others_has_its_optimum(slow):
+    fast = ring(4, bandwidth=25e9)
+    links = [
+        replace(link, bandwidth_bytes_per_s=slow) if link.target == "gpu0" else link
+        for link in fast.links
+    ]
+    found = all_to_all_optimum(fast.with_links(links))
+    assert found.seconds == pytest.approx(3 / (2 * slow))
+    assert found.bound_s == pytest.approx(found.seconds)
 
 
 def test_nothing_to_send():

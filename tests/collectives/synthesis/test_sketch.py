@@ -227,8 +227,8 @@ def test_derived_sketches_follow_the_collective_and_the_size():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"boxes": 0}, "positive integer"),
-        ({"chunks": 1.5}, "positive integer"),
+        ({"boxes": 0}, "whole number from 1"),
+        ({"chunks": 1.5}, "whole number from 1"),
         ({"balance": "even"}, "balance"),
         ({"connections": "ring"}, "unknown"),
         ({"connections": {"a": [0]}}, "maps ranks"),

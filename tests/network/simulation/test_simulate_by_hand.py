@@ -156,7 +156,7 @@ def test_three_sums_at_once_through_a_switch_at_line_rate():
     topology = one_switch(6)
     pairs = [topology.ranks[2 * number : 2 * number + 2] for number in range(3)]
     requests = [request_of(pair, name, slots=8) for name, pair in enumerate(pairs)]
-    result = simulate(topology, [], aggregation=requests)
+    result = simulate(topology, requests)
     np.testing.assert_allclose(result.finish_s, 10.0)
 
 

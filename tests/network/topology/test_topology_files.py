@@ -128,7 +128,7 @@ def test_files_read_well():
         ("slots = 128, ", "", r"switches\[0\].aggregation has no slots"),
         ("aggregation = {", "aggregation = 3 # {", "aggregation must be a table; got 3"),
         ("slots = 128", "slot = 128", "unknown key 'slot'; did you mean 'slots'"),
-        ("slots = 128", "slots = 1.5", "slots = 1.5"),
+        ("slots = 128", "slots = 1.5", "slots of an .* got 1.5"),
         ('slot_size = "256 B"', "slot_size = 256", "slot_size must have a unit"),
         ('node = "s"', 'node = "a"', "a compute node"),
         ("nodes = [", "nodes = 3\nx = [", "unknown key|must be a list"),

@@ -47,7 +47,7 @@ def two(*links, **values):
         (lambda: link("a", "b", latency_s=float("nan")), "latency nan"),
         (lambda: link("a", "b", count=0), "count 0"),
         (lambda: link("a", "b", count=1.5), "count 1.5"),
-        (lambda: Aggregation(slots=0, slot_bytes=256), "slots = 0"),
+        (lambda: Aggregation(slots=0, slot_bytes=256), "slots of an .* got 0"),
         (lambda: Aggregation(slots=1, slot_bytes=256, rate_bytes_per_s=0), "rate 0"),
         (lambda: Aggregation(slots=1, slot_bytes=256, dtypes=("",)), "dtypes"),
         (lambda: two(link("a", "c")), "ends at 'c'.*'two'"),

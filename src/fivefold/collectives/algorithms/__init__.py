@@ -2,7 +2,4 @@
 
 from fivefold.collectives.algorithms._library import available_algorithms, build_algorithm
 
-__all__ = [
-    "available_algorithms",
-    "build_algorithm",
-]
+__all__ = ["available_algorithms", "build_algorithm"]

@@ -36,12 +36,7 @@ from fivefold.collectives.execution._calls import (
 )
 from fivefold.collectives.execution._plan import RankPlan, plan_rank
 from fivefold.collectives.execution._run import ReceiveThreads, RunContext, run_in_rounds, run_plan
-from fivefold.collectives.execution._settings import (
-    CHOOSABLE,
-    Settings,
-    runs_own,
-    topology_of,
-)
+from fivefold.collectives.execution._settings import CHOOSABLE, Settings, runs_own, topology_of
 from fivefold.collectives.execution.choose import Choice, choose, size_class
 from fivefold.collectives.pricing.messages import LinkClock
 from fivefold.errors import CommunicationError, ConfigurationError

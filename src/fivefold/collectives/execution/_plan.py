@@ -104,9 +104,7 @@ def plan_rank(program: Program, *, rank: int, arrival_s: Arrival | None = None) 
             sent = rounds[executed.taken] if executed.taken >= 0 else -1
             compiler.add(executed, level=rounds[place], sent_level=sent)
     return RankPlan(
-        tuple(compiler.tasks),
-        _layout(program, rank, tracer.chunks),
-        max(rounds, default=-1) + 1,
+        tuple(compiler.tasks), _layout(program, rank, tracer.chunks), max(rounds, default=-1) + 1
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fivefold.collectives.lowering import Program, check_program, from_msccl_xml, lower
 from fivefold.collectives.schedules import Schedule
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.network.aggregation import AggregationOptions
 from fivefold.network.aggregation.wire import parse_address
 from fivefold.network.topology import Link, Node, Topology, parse_topology, read_topology, switch
@@ -78,10 +78,7 @@ class Settings:
         if self.aggregation is not None:
             parse_address(self.aggregation)
         for name in self.algorithms:
-            if name not in CHOOSABLE:
-                raise ConfigurationError(
-                    f"algorithms names {name!r}", hint=f"it may name {', '.join(CHOOSABLE)}"
-                )
+            require_one_of(name, CHOOSABLE, f"algorithms names {name!r}")
         for what, least in (
             ("max_pieces", 1),
             ("min_piece_bytes", 1),
@@ -129,10 +126,8 @@ def configure(**changes: Any) -> Settings:
         >>> _ = configure(algorithms=before.algorithms)
     """
     global _current  # noqa: PLW0603 - torch makes the groups: there is no other way to tell them
-    unknown = sorted(set(changes) - set(Settings.__dataclass_fields__))
-    if unknown:
-        known = ", ".join(Settings.__dataclass_fields__)
-        raise ConfigurationError(f"there is no setting {unknown[0]!r}", hint=f"there are {known}")
+    for name in changes:
+        require_one_of(name, Settings.__dataclass_fields__, f"there is no setting {name!r}")
     if isinstance(changes.get("topology"), str | Path):
         changes["topology"] = parse_topology(str(changes["topology"]))
     _current = replace(_current, **changes)
@@ -269,11 +264,10 @@ def register_algorithm(
         program = source
     else:
         program = from_msccl_xml(source)
-    if program.collective.name not in CHOOSABLE:
-        raise ConfigurationError(
-            f"{name} computes {program.collective.name}",
-            hint=f"the backend runs {', '.join(CHOOSABLE)}",
-        )
+    computed = program.collective.name
+    require_one_of(
+        computed, CHOOSABLE, f"{name} computes {computed}, which the backend does not run"
+    )
     check_program(program)
     largest = max_bytes or program.max_bytes
     _registered[name] = (program, min_bytes or program.min_bytes, largest)

@@ -24,12 +24,7 @@ from fivefold.collectives.execution._settings import Settings, registered_algori
 from fivefold.collectives.lowering import Program, lower
 from fivefold.collectives.lowering.machine import run_order
 from fivefold.collectives.pricing.messages import LinkClock, load_bound_s, schedule_s, with_work_s
-from fivefold.collectives.schedules import (
-    Collective,
-    Schedule,
-    broadcast,
-    named_collective,
-)
+from fivefold.collectives.schedules import Collective, Schedule, broadcast, named_collective
 from fivefold.collectives.schedules.schedule import compose_all_reduce
 from fivefold.errors import ConfigurationError, FivefoldError
 from fivefold.network.topology import Topology

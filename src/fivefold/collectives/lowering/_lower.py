@@ -28,7 +28,7 @@ from fivefold.collectives.lowering.program import (
     ThreadBlock,
 )
 from fivefold.collectives.schedules import Schedule
-from fivefold.errors import ConfigurationError
+from fivefold.errors import require_whole
 
 _FUSED = {
     (OpKind.RECEIVE, False): OpKind.RECEIVE_COPY_SEND,
@@ -85,12 +85,11 @@ def lower(  # noqa: PLR0913 - independent options, each with a default
         >>> [op.kind.value for op in program.ranks[0].blocks[0].operations]
         ['s', 'rcs', 'r']
     """
-    numbers = {"channels": channels, "instances": instances, "max_count": max_count}
+    require_whole("channels", channels)
+    require_whole("instances", instances)
+    require_whole("max_count", max_count)
     if queue_slots is not None:
-        numbers["queue_slots"] = queue_slots
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{name} must be a positive whole number; got {value!r}")
+        require_whole("queue_slots", queue_slots)
     if instances > 1:
         schedule = schedule.replicated(instances)
     windows = [None] if queue_slots is None else [None, queue_slots, 1, 0]

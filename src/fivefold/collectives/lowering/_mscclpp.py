@@ -24,7 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering._lower import RankAction, blocks_of
@@ -433,7 +433,7 @@ def _collective_of(plan: dict[str, Any], gpus: list[dict[str, Any]]) -> Collecti
     return named_collective(name, len(gpus), chunks=chunks[name], root=int(plan.get("root", 0)))
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _Put:
     source: Slot
     target: Slot
@@ -441,6 +441,23 @@ class _Put:
 
 
 _Channel = tuple[int, int, str, int]  # rank, peer, kind, number among those between the two
+
+
+class _Step(NamedTuple):
+    """An operation of a plan, and where it stands."""
+
+    rank: int
+    block: dict[str, Any]
+    operation: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of channel that it uses."""
+        return str(self.operation.get("channel_type", "memory"))
+
+    @property
+    def where(self) -> str:
+        return f"rank {self.rank} block {self.block['id']}"
 
 
 class _Runner:
@@ -461,47 +478,7 @@ class _Runner:
         for rank, gpu in enumerate(gpus):
             for number, semaphore in enumerate(gpu.get("semaphores", ())):
                 self._semaphores[rank, number] = int(semaphore["init_value"])
-
-    def run(self) -> tuple[list[list[RankAction]], list[int]]:
-        blocks = [
-            (rank, block, _flattened(block["ops"]))
-            for rank, gpu in enumerate(self._gpus)
-            for block in gpu["threadblocks"]
-        ]
-        places = [0] * len(blocks)
-        moved = True
-        while moved:
-            moved = False
-            for at, (rank, block, operations) in enumerate(blocks):
-                while places[at] < len(operations):
-                    if not self._carry_out(rank, block, operations[places[at]]):
-                        break
-                    places[at] += 1
-                    moved = True
-        for at, (rank, block, operations) in enumerate(blocks):
-            if places[at] < len(operations):
-                name = operations[places[at]]["name"]
-                raise ProgramError(
-                    f"the plan deadlocks: rank {rank} block {block['id']} operation {places[at]} "
-                    f"({name}) waits for ever"
-                )
-        self._require_nothing_left()
-        return self._actions, self._scratch
-
-    def _require_nothing_left(self) -> None:
-        waiting: dict[tuple[Any, ...], Any] = {**self._pending}
-        waiting |= {(*key, "signalled"): puts for key, puts in self._signalled.items()}
-        for (rank, peer, *_), left in waiting.items():
-            if any(left):
-                raise ProgramError(
-                    f"rank {rank} puts data to rank {peer} that is never signalled and waited for"
-                )
-
-    def _carry_out(self, rank: int, block: dict[str, Any], operation: dict[str, Any]) -> bool:
-        name = operation["name"]
-        if name in _SKIPPED:
-            return True
-        handlers: dict[str, Callable[[int, dict[str, Any], dict[str, Any]], bool]] = {
+        self._handlers: dict[str, Callable[[_Step], bool]] = {
             "put": self._put,
             "pws": self._put_with_signal,
             "pwsf": self._put_with_signal,
@@ -511,179 +488,192 @@ class _Runner:
             "barrier": self._barrier,
             "sem_acquire": self._acquire,
             "sem_release": self._release,
+            **dict.fromkeys(_SKIPPED, lambda _: True),
             **dict.fromkeys(_SIGNALS, self._signal),
             **dict.fromkeys(_WAITS, self._wait),
         }
-        if name not in handlers:
+
+    def run(self) -> tuple[list[list[RankAction]], list[int]]:
+        blocks = [
+            deque(_Step(rank, block, operation) for operation in _flattened(block["ops"]))
+            for rank, gpu in enumerate(self._gpus)
+            for block in gpu["threadblocks"]
+        ]
+        moved = True
+        while moved:
+            moved = False
+            for steps in blocks:
+                while steps and self._carry_out(steps[0]):
+                    steps.popleft()
+                    moved = True
+        for step in (steps[0] for steps in blocks if steps):
+            raise ProgramError(
+                f"the plan deadlocks: {step.where} waits for ever at its operation "
+                f"{step.operation['name']}"
+            )
+        unread = {(*key, "signalled"): puts for key, puts in self._signalled.items() if any(puts)}
+        for rank, peer, *_ in (*(key for key, puts in self._pending.items() if puts), *unread):
+            raise ProgramError(
+                f"rank {rank} puts data to rank {peer} that is never signalled and waited for"
+            )
+        return self._actions, self._scratch
+
+    def _carry_out(self, step: _Step) -> bool:
+        name = step.operation["name"]
+        if name not in self._handlers:
             raise UnsupportedError(
-                f"the plan's operation {name!r} (rank {rank} block {block['id']}) has no "
-                "counterpart in a program",
+                f"the plan's operation {name!r} ({step.where}) has no counterpart in a program",
                 hint="plans of put, signal, wait, copy, re, res, barriers and semaphores are read",
             )
-        return handlers[name](rank, block, operation)
+        return self._handlers[name](step)
 
     # -- operations --------------------------------------------------------------------------
 
-    def _put(self, rank: int, block: dict[str, Any], operation: dict[str, Any]) -> bool:
-        self._put_chunks(rank, block, operation["src_buff"], operation["dst_buff"], operation)
+    def _put(self, step: _Step) -> bool:
+        self._put_chunks(step, step.operation["src_buff"], step.operation["dst_buff"])
         return True
 
-    def _put_with_signal(self, rank: int, block: dict[str, Any], operation: dict[str, Any]) -> bool:
-        self._put(rank, block, operation)
-        return self._signal(rank, block, operation)
+    def _put_with_signal(self, step: _Step) -> bool:
+        return self._put(step) and self._signal(step)
 
     def _put_chunks(
-        self,
-        rank: int,
-        block: dict[str, Any],
-        sources: list[dict[str, Any]],
-        targets: list[dict[str, Any]],
-        operation: dict[str, Any],
+        self, step: _Step, sources: list[dict[str, Any]], targets: list[dict[str, Any]]
     ) -> None:
-        kind = operation.get("channel_type", "memory")
         for source, target in zip(sources * len(targets), targets, strict=False):
-            buffer = self._remote(rank, block, target["buffer_id"], kind)
+            buffer = self._remote(step, target["buffer_id"])
             slot = (Buffer(buffer["type"]), int(target["index"]))
-            put = _Put((Buffer(source["type"]), int(source["index"])), slot, int(target["size"]))
-            self._pending[self._put_key(rank, int(buffer["rank"]), block, operation)].append(put)
+            put = _Put(_slot(source), slot, int(target["size"]))
+            self._pending[self._put_key(step, int(buffer["rank"]))].append(put)
 
-    def _remote(self, rank: int, block: dict[str, Any], number: int, kind: str) -> dict[str, Any]:
-        for group in block["remote_buffer_refs"]:
-            if group["access_channel_type"] == kind:
-                found: dict[str, Any] = self._gpus[rank]["remote_buffers"][
-                    group["remote_buffer_ids"][number]
-                ]
+    def _remote(self, step: _Step, number: int) -> dict[str, Any]:
+        for group in step.block["remote_buffer_refs"]:
+            if group["access_channel_type"] == step.kind:
+                listed = self._gpus[step.rank]["remote_buffers"]
+                found: dict[str, Any] = listed[group["remote_buffer_ids"][number]]
                 return found
-        raise DataError(f"rank {rank} block {block['id']} names no remote buffer {number}")
+        raise DataError(f"{step.where} names no remote buffer {number}")
 
-    def _put_key(
-        self, rank: int, peer: int, block: dict[str, Any], operation: dict[str, Any]
-    ) -> tuple[Any, ...]:
+    def _put_key(self, step: _Step, peer: int) -> tuple[Any, ...]:
         """Return where a put waits for its signal."""
-        numbers, kind = operation.get("channel_ids"), operation.get("channel_type", "memory")
-        for key in self._keys(rank, block, numbers, operation) if numbers else ():
+        numbers = step.operation.get("channel_ids")
+        for key in self._keys(step, numbers) if numbers else ():
             if key[1] == peer:
                 return key
-        if any(key[1] == peer for key in self._keys(rank, block, None, operation)):
-            return rank, peer, kind, "block", self._signaller(rank, peer, block, kind)
-        raise DataError(f"rank {rank} block {block['id']} has no channel to rank {peer}")
+        if any(key[1] == peer for key in self._keys(step, None)):
+            return step.rank, peer, step.kind, "block", self._signaller(step, peer)
+        raise DataError(f"{step.where} has no channel to rank {peer}")
 
-    def _signaller(self, rank: int, peer: int, block: dict[str, Any], kind: str) -> int | None:
+    def _signaller(self, step: _Step, peer: int) -> int | None:
         """Return the block where it signals the peer itself; None where another one does."""
-        for operation in _flattened(block["ops"]):
-            signals = operation["name"] in (*_SIGNALS, "pws", "pwsf")
-            if signals and operation.get("channel_type", "memory") == kind:
-                keys = self._keys(rank, block, operation["channel_ids"], operation)
-                if any(key[1] == peer for key in keys):
-                    return int(block["id"])
-        return None
+        others = [step._replace(operation=each) for each in _flattened(step.block["ops"])]
+        signals = any(
+            key[1] == peer
+            for other in others
+            if other.kind == step.kind and other.operation["name"] in (*_SIGNALS, "pws", "pwsf")
+            for key in self._keys(other, other.operation["channel_ids"])
+        )
+        return int(step.block["id"]) if signals else None
 
-    def _keys(
-        self,
-        rank: int,
-        block: dict[str, Any],
-        numbers: list[int] | None,
-        operation: dict[str, Any],
-    ) -> list[_Channel]:
-        kind = operation.get("channel_type", "memory")
-        if kind == "switch":
+    def _keys(self, step: _Step, numbers: list[int] | None) -> list[_Channel]:
+        if step.kind == "switch":
             raise UnsupportedError(
-                f"rank {rank} block {block['id']} uses a switch's multicast",
+                f"{step.where} uses a switch's multicast",
                 hint="a program has only memory and port channels",
             )
         keys = []
-        for group in block["channels"]:
-            if group["channel_type"] == kind:
+        for group in step.block["channels"]:
+            if group["channel_type"] == step.kind:
                 listed = group["channel_ids"]
-                chosen = listed if numbers is None else [listed[number] for number in numbers]
-                for identity in chosen:
-                    peer, ordinal = self._ends[rank][kind, identity]
-                    keys.append((rank, peer, kind, ordinal))
+                for identity in listed if numbers is None else [listed[at] for at in numbers]:
+                    peer, ordinal = self._ends[step.rank][step.kind, identity]
+                    keys.append((step.rank, peer, step.kind, ordinal))
         return keys
 
-    def _signal(self, rank: int, block: dict[str, Any], operation: dict[str, Any]) -> bool:
-        for key in self._keys(rank, block, operation["channel_ids"], operation):
-            places = key, (*key[:3], "block", int(block["id"])), (*key[:3], "block", None)
+    def _signal(self, step: _Step) -> bool:
+        for key in self._keys(step, step.operation["channel_ids"]):
+            by_block = (*key[:3], "block")
+            places = key, (*by_block, int(step.block["id"])), (*by_block, None)
             puts = [put for place in places for put in self._pending.pop(place, [])]
             for put in puts:
-                self._act(rank, OpKind.SEND, put.source, None, put.count, key=("send", *key[1:]))
+                self._act(step, OpKind.SEND, put.source, None, put.count, key=("send", *key[1:]))
             self._signalled[key].append(puts)
         return True
 
-    def _wait(self, rank: int, block: dict[str, Any], operation: dict[str, Any]) -> bool:
-        keys = self._keys(rank, block, operation["channel_ids"], operation)
-        incoming = [self._signalled[peer, rank, kind, number] for _, peer, kind, number in keys]
+    def _wait(self, step: _Step) -> bool:
+        keys = self._keys(step, step.operation["channel_ids"])
+        incoming = [self._signalled[peer, rank, kind, number] for rank, peer, kind, number in keys]
         if not all(incoming):
             return False
         for key, signals in zip(keys, incoming, strict=True):
             for put in signals.popleft():
                 way = ("receive", *key[1:])
-                self._act(rank, OpKind.RECEIVE, None, put.target, put.count, key=way)
+                self._act(step, OpKind.RECEIVE, None, put.target, put.count, key=way)
         return True
 
-    def _copy(self, rank: int, block: dict[str, Any], operation: dict[str, Any]) -> bool:
-        for source, target in zip(operation["src_buff"], operation["dst_buff"], strict=True):
-            read = (Buffer(source["type"]), int(source["index"]))
-            write = (Buffer(target["type"]), int(target["index"]))
-            key = ("copy", -1, "memory", int(block["id"]))
-            self._act(rank, OpKind.COPY, read, write, int(source["size"]), key=key)
+    def _copy(self, step: _Step) -> bool:
+        buffers = step.operation["src_buff"], step.operation["dst_buff"]
+        for source, target in zip(*buffers, strict=True):
+            self._act(step, OpKind.COPY, _slot(source), _slot(target), int(source["size"]))
         return True
 
-    def _reduce(self, rank: int, block: dict[str, Any], operation: dict[str, Any]) -> bool:
-        key = ("copy", -1, "memory", int(block["id"]))
-        target, *remote = operation["dst_buff"]
-        write, count = (Buffer(target["type"]), int(target["index"])), int(target["size"])
-        reads = [(Buffer(part["type"]), int(part["index"])) for part in operation["src_buff"]]
+    def _reduce(self, step: _Step) -> bool:
+        target, *remote = step.operation["dst_buff"]
+        write, count = _slot(target), int(target["size"])
+        reads = [_slot(part) for part in step.operation["src_buff"]]
         if write in reads:
             reads.remove(write)
         else:
-            self._act(rank, OpKind.COPY, reads.pop(0), write, count, key=key)
+            self._act(step, OpKind.COPY, reads.pop(0), write, count)
         for read in reads:
-            self._act(rank, OpKind.REDUCE, read, write, count, key=key)
+            self._act(step, OpKind.REDUCE, read, write, count)
         if remote:
-            self._put_chunks(rank, block, [target], remote, operation)
+            self._put_chunks(step, [target], remote)
         return True
 
-    def _barrier(self, rank: int, block: dict[str, Any], operation: dict[str, Any]) -> bool:
-        key, own = (rank, int(operation["barrier_id"])), int(block["id"])
+    def _barrier(self, step: _Step) -> bool:
+        key, own = (step.rank, int(step.operation["barrier_id"])), int(step.block["id"])
         if own in self._passed[key]:
             self._passed[key].discard(own)
             return True
         self._barriers[key].add(own)
-        if len(self._barriers[key]) < int(operation["num_threadblocks"]):
+        if len(self._barriers[key]) < int(step.operation["num_threadblocks"]):
             return False
         self._passed[key] = self._barriers.pop(key) - {own}
         return True
 
-    def _acquire(self, rank: int, _: dict[str, Any], operation: dict[str, Any]) -> bool:
-        numbers = [(rank, int(number)) for number in operation["semaphore_ids"]]
+    def _acquire(self, step: _Step) -> bool:
+        numbers = [(step.rank, int(number)) for number in step.operation["semaphore_ids"]]
         if any(self._semaphores[number] <= 0 for number in numbers):
             return False
         for number in numbers:
             self._semaphores[number] -= 1
         return True
 
-    def _release(self, rank: int, _: dict[str, Any], operation: dict[str, Any]) -> bool:
-        for number in operation["semaphore_ids"]:
-            self._semaphores[rank, int(number)] += 1
+    def _release(self, step: _Step) -> bool:
+        for number in step.operation["semaphore_ids"]:
+            self._semaphores[step.rank, int(number)] += 1
         return True
 
     def _act(
         self,
-        rank: int,
+        step: _Step,
         kind: OpKind,
         read: Slot | None,
         write: Slot | None,
         count: int,
         *,
-        key: tuple[str, int, str, int],
+        key: tuple[str, int, str, int] | None = None,
     ) -> None:
-        way, peer, channel_type, number = key
-        channel = 2 * number + (channel_type == "port")
-        self._actions[rank].append(RankAction(kind, (way, peer, channel), read, write, count))
+        way, peer, channel_type, number = key or ("copy", -1, "memory", int(step.block["id"]))
+        block = (way, peer, 2 * number + (channel_type == "port"))
+        self._actions[step.rank].append(RankAction(kind, block, read, write, count))
         for place in (read, write):
             if place is not None and place[0] is Buffer.SCRATCH:
-                self._scratch[rank] = max(self._scratch[rank], place[1] + count)
+                self._scratch[step.rank] = max(self._scratch[step.rank], place[1] + count)
+
+
+def _slot(chunk: dict[str, Any]) -> Slot:
+    return Buffer(chunk["type"]), int(chunk["index"])
 
 
 def _channel_ends(gpus: list[dict[str, Any]], rank: int) -> dict[tuple[str, int], tuple[int, int]]:

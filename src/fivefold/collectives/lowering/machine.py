@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from fivefold.collectives.lowering.program import Buffer, Operation, Program, ThreadBlock
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_one_of
 
 Arrival = Callable[[float, int, int, int], float]
 _SHOWN = 4
@@ -356,10 +356,7 @@ def interpret(
         >>> [out.tolist() for out in interpret(program, [np.array([1, 2]), np.array([10, 20])])]
         [[11, 22], [11, 22]]
     """
-    if reduction not in _REDUCTIONS:
-        raise ConfigurationError(
-            f"there is no reduction {reduction!r}", hint=f"choose from {', '.join(_REDUCTIONS)}"
-        )
+    require_one_of(reduction, _REDUCTIONS, f"there is no reduction {reduction!r}")
     machine = _Interpreter(program, inputs, _REDUCTIONS[reduction])
     machine.run(run_order(program))
     return [

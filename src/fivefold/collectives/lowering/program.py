@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from fivefold.collectives.schedules import Collective
-from fivefold.errors import ConfigurationError, DataError, FivefoldError
+from fivefold.collectives.schedules.constructors import collective_from_data, collective_to_data
+from fivefold.errors import ConfigurationError, DataError, FivefoldError, require_one_of
 from fivefold.files import parse_json
 
 _IN_PLACE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
@@ -90,61 +91,36 @@ _WRITES = (_RECEIVES - {OpKind.RECEIVE_REDUCE_SEND}) | {OpKind.COPY, OpKind.REDU
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One step of a thread block, over ``count`` adjacent chunk slots.
+    """One step of a thread block, over ``count`` adjacent chunk slots."""
 
-    Args:
-        kind: What it does.
-        source: Buffer that is read, where the kind reads one.
-        source_offset: First slot that is read.
-        target: Buffer that is written, where the kind writes one.
-        target_offset: First slot that is written.
-        count: Number of slots.
-        wait_block: Block of the same rank that is waited for; -1 none.
-        wait_step: Its operation that must have ended; -1 none.
-    """
-
-    kind: OpKind
-    source: Buffer = Buffer.INPUT
-    source_offset: int = 0
-    target: Buffer = Buffer.OUTPUT
-    target_offset: int = 0
-    count: int = 1
-    wait_block: int = -1
-    wait_step: int = -1
+    kind: OpKind  # what it does
+    source: Buffer = Buffer.INPUT  # buffer that is read, where the kind reads one
+    source_offset: int = 0  # first slot that is read
+    target: Buffer = Buffer.OUTPUT  # buffer that is written, where the kind writes one
+    target_offset: int = 0  # first slot that is written
+    count: int = 1  # number of slots
+    wait_block: int = -1  # block of the same rank that is waited for; -1 none
+    wait_step: int = -1  # its operation that must have ended; -1 none
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadBlock:
-    """A sequence of operations with at most one peer in each direction.
+    """A sequence of operations with at most one peer in each direction."""
 
-    Args:
-        operations: In order.
-        send_peer: Rank that it sends to; -1 none.
-        receive_peer: Rank that it receives from; -1 none.
-        channel: Separates the queues of blocks with the same peers.
-    """
-
-    operations: tuple[Operation, ...]
-    send_peer: int = -1
-    receive_peer: int = -1
-    channel: int = 0
+    operations: tuple[Operation, ...]  # in order
+    send_peer: int = -1  # rank that it sends to; -1 none
+    receive_peer: int = -1  # rank that it receives from; -1 none
+    channel: int = 0  # separates the queues of blocks with the same peers
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """What one rank runs.
+    """What one rank runs."""
 
-    Args:
-        blocks: Thread blocks; they run side by side.
-        input_slots: Number of chunk slots of the input buffer.
-        output_slots: Number of chunk slots of the output buffer.
-        scratch_slots: Number of chunk slots of the scratch buffer.
-    """
-
-    blocks: tuple[ThreadBlock, ...]
-    input_slots: int
-    output_slots: int
-    scratch_slots: int = 0
+    blocks: tuple[ThreadBlock, ...]  # thread blocks; they run side by side
+    input_slots: int  # number of chunk slots of the input buffer
+    output_slots: int  # number of chunk slots of the output buffer
+    scratch_slots: int = 0  # number of chunk slots of the scratch buffer
 
     @property
     def num_slots(self) -> int:
@@ -192,10 +168,7 @@ class Program:
                 f"the program has {len(self.ranks)} ranks; "
                 f"{self.collective.name} has {self.collective.num_ranks}"
             )
-        if self.protocol not in _PROTOCOLS:
-            raise ConfigurationError(
-                f"protocol must be one of {', '.join(_PROTOCOLS)}; got {self.protocol!r}"
-            )
+        require_one_of(self.protocol, _PROTOCOLS, f"the protocol is {self.protocol!r}")
         if self.in_place and self.collective.name not in _IN_PLACE:
             raise ConfigurationError(
                 f"{self.collective.name} cannot run in place",
@@ -253,9 +226,9 @@ class Program:
         """Return the program as JSON; :meth:`from_json` reads it back."""
         return json.dumps(
             {
-                "format": "fivefold-program/1",
+                "format": "fivefold-program/2",
                 "name": self.name,
-                "collective": _collective_to_json(self.collective),
+                "collective": collective_to_data(self.collective),
                 "in_place": self.in_place,
                 "protocol": self.protocol,
                 "min_bytes": self.min_bytes,
@@ -273,13 +246,13 @@ class Program:
         """
         try:
             data = parse_json(text, where="the program")
-            if data["format"] != "fivefold-program/1":
-                raise DataError(f"the format is {data['format']!r}, not 'fivefold-program/1'")
+            if data["format"] != "fivefold-program/2":
+                raise DataError(f"the format is {data['format']!r}, not 'fivefold-program/2'")
             for key in ("name", "protocol"):
                 if not isinstance(data[key], str):
                     raise DataError(f"{key} of the program is {data[key]!r:.60}, not text")
             return cls(
-                _collective_from_json(data["collective"]),
+                collective_from_data(data["collective"]),
                 tuple(_rank_from_json(rank) for rank in data["ranks"]),
                 name=data["name"],
                 in_place=data["in_place"],
@@ -336,21 +309,6 @@ def _check_slots(collective: Collective, rank: int, program: RankProgram) -> Non
                 f"rank {rank} has {have[buffer]} {buffer} slots; "
                 f"{collective.name} of {collective.num_chunks} chunks needs {count}"
             )
-
-
-def _collective_to_json(collective: Collective) -> dict[str, Any]:
-    arrays = ("pre_chunks", "pre_ranks", "post_chunks", "post_ranks", "chunk_weights")
-    data: dict[str, Any] = {name: getattr(collective, name).tolist() for name in arrays}
-    for name in ("name", "num_ranks", "num_chunks", "reducing", "root"):
-        data[name] = getattr(collective, name)
-    return data
-
-
-def _collective_from_json(data: dict[str, Any]) -> Collective:
-    arrays = ("pre_chunks", "pre_ranks", "post_chunks", "post_ranks")
-    pairs = {name: np.array(data[name], dtype=np.int32) for name in arrays}
-    weights = np.array(data["chunk_weights"], dtype=np.float64)
-    return Collective(**{**data, **pairs, "chunk_weights": weights})
 
 
 def _rank_to_json(rank: RankProgram) -> dict[str, Any]:

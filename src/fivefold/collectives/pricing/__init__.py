@@ -8,11 +8,4 @@ from fivefold.collectives.pricing._price import price_s
 from fivefold.collectives.pricing.closed_form import collective_time_s
 from fivefold.collectives.pricing.fabric import FabricSpec, Group, Tier, fabric_from_topology
 
-__all__ = [
-    "FabricSpec",
-    "Group",
-    "Tier",
-    "collective_time_s",
-    "fabric_from_topology",
-    "price_s",
-]
+__all__ = ["FabricSpec", "Group", "Tier", "collective_time_s", "fabric_from_topology", "price_s"]

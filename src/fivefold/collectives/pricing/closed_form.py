@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from fivefold.collectives.pricing.fabric import FabricSpec, Group, Groups
 from fivefold.collectives.schedules.arrays import Floats
-from fivefold.errors import ConfigurationError
+from fivefold.errors import require_one_of
 
 Ints = npt.NDArray[np.int64]
 _TREE_SHARE = 0.92  # of the bandwidth, as NCCL's tuner has it
@@ -263,9 +263,7 @@ def collective_time_s(
         >>> collective_time_s(net, "all_gather", size_bytes=8e9, group=Group(size=8))
         0.07
     """
-    if kind not in _KINDS:
-        message = f"collective {kind!r} is unknown"
-        raise ConfigurationError(message, hint=f"use one of {sorted(_KINDS)}")
+    require_one_of(kind, _KINDS, f"collective {kind!r} is unknown")
     if isinstance(group, Groups):
         some = (group.size > 1) & (np.asarray(size_bytes) > 0)
         return np.where(some, _KINDS[kind](fabric, size_bytes=size_bytes, groups=group), 0.0)

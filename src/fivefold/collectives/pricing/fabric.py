@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.collectives.pricing.phases import ranks_by_host
-from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.errors import ConfigurationError, optional_module
 from fivefold.network.topology import Topology
 
 Ints = npt.NDArray[np.int64]
@@ -284,18 +284,14 @@ class _Flows:
         """Return what a unit can send at once to the rest of the larger unit that joins it."""
         whole = next(group for group in joined if unit[0] in group)
         others = [rank for rank in whole if rank not in unit]
-        try:
-            from scipy.sparse.csgraph import maximum_flow  # noqa: PLC0415 - only this needs it
-        except ImportError as error:
-            message = "tiers of a topology need SciPy"
-            raise UnsupportedError(message, hint="pip install 'fivefold[network]'") from error
+        csgraph = optional_module("scipy.sparse.csgraph", extra="network", use="fabric of tiers")
         # Between GPUs of one host nothing leaves the host.
         single = len(unit) == 1 and self.topology.host_of(unit[0]) is not None
         within = single and all(
             self.topology.host_of(rank) == self.topology.host_of(unit[0]) for rank in others
         )
         graph, source, sink = self._graph(unit, others, within=within)
-        return float(maximum_flow(graph, source, sink).flow_value) * self.unit_bytes_per_s
+        return float(csgraph.maximum_flow(graph, source, sink).flow_value) * self.unit_bytes_per_s
 
     def _graph(
         self, unit: _Unit, others: Sequence[int], *, within: bool

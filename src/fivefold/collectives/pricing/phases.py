@@ -86,10 +86,9 @@ def _by_host(
             _tree_phase(topology, column, root, share)
             for column, root in zip(columns, roots, strict=True)
         ]
-    steps = {
-        "reduce_scatter": (inside, across),
-        "all_gather": (across, inside),
-    }.get(kind, (inside, across, inside))
+    steps = {"reduce_scatter": (inside, across), "all_gather": (across, inside)}.get(
+        kind, (inside, across, inside)
+    )
     return [step for step in steps if step]
 
 

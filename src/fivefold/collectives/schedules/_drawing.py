@@ -14,7 +14,7 @@ from fivefold.collectives.schedules.arrays import Array, Floats, Ints, Longs, ro
 from fivefold.collectives.schedules.routes import require_topology, route_table
 from fivefold.collectives.schedules.schedule import Schedule
 from fivefold.collectives.schedules.timing import Timing
-from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.errors import ConfigurationError, optional_module
 from fivefold.network.topology import Topology
 from fivefold.units import format_bytes, format_duration_s
 
@@ -107,12 +107,9 @@ def draw_schedule(
 
 
 def _empty_figure(num_rows: int) -> Figure:
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - heavy and optional
-    except ImportError as error:  # pragma: no cover - the development environment has it
-        message = "Matplotlib is not installed, and pictures need it"
-        raise UnsupportedError(message, hint="pip install 'fivefold[collectives]'") from error
-    return Figure(figsize=(9.5, 1.6 + 0.2 * num_rows), layout="constrained")
+    module = optional_module("matplotlib.figure", extra="collectives", use="a picture")
+    figure: Figure = module.Figure(figsize=(9.5, 1.6 + 0.2 * num_rows), layout="constrained")
+    return figure
 
 
 def _rows(timing: Timing, most_rows: int | None) -> Ints:

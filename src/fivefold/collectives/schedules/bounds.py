@@ -173,12 +173,7 @@ def _whole_chunks_s(lasts_s: Floats, count: int) -> float:
 
 
 def lower_bound(
-    collective: Collective,
-    topology: Topology,
-    size_bytes: float,
-    *,
-    whole_chunks: bool = False,
-    exact: bool | None = None,
+    collective: Collective, topology: Topology, size_bytes: float, *, exact: bool | None = None
 ) -> Bound:
     """Return the best of the bounds.
 
@@ -186,8 +181,6 @@ def lower_bound(
         collective: The collective.
         topology: The network.
         size_bytes: Size of the collective.
-        whole_chunks: Whether to count `discrete_ingress_bound`, which holds for schedules of this
-            very chunking under the serial model only.
         exact: As in `bandwidth_bound`.
 
     Returns:
@@ -208,8 +201,6 @@ def lower_bound(
         latency_bound(collective, topology),
         bandwidth_bound(collective, topology, size_bytes, exact=exact),
     ]
-    if whole_chunks:
-        found.append(discrete_ingress_bound(collective, topology, size_bytes))
     return max(found, key=lambda bound: bound.seconds)
 
 
@@ -356,11 +347,7 @@ def _exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats)
         return
     if collective.num_ranks < 2 or not collective.has_equal_chunks:
         return
-    optimum = throughput_optimum(
-        topology,
-        collective=name,
-        root=collective.root or 0,
-    )
+    optimum = throughput_optimum(topology, collective=name, root=collective.root or 0)
     inside = np.zeros(topology.num_nodes, dtype=np.bool_)
     inside[list(optimum.cut)] = True
     if name in ("reduce_scatter", "reduce", "gather"):

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from fivefold.collectives.schedules._collective import Collective
 from fivefold.collectives.schedules.arrays import Floats, Ints, require_count, require_pairs
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 
 Pairs = tuple[Ints, Ints]
 
@@ -336,10 +336,7 @@ def named_collective(
         8
     """
     plain = str(name).strip().lower().replace("-", "_").replace(" ", "_")
-    if plain not in _MAKERS:
-        raise ConfigurationError(
-            f"there is no collective {name!r}", hint=f"choose one of {', '.join(COLLECTIVES)}"
-        )
+    require_one_of(plain, _MAKERS, f"there is no collective {name!r}")
     sizes = () if chunks is None else (chunks,)
     return _MAKERS[plain](num_ranks, *sizes, **({"root": root} if plain in _ROOTED else {}))
 

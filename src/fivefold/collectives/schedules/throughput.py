@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.collectives.schedules.arrays import Array, Longs
-from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.errors import ConfigurationError, optional_module
 from fivefold.network.topology import Topology
 
 _FINEST = 2**31  # capacities that are no integers become multiples of the largest / this
@@ -141,12 +141,9 @@ class FlowSolver:
     """Maximum flows on arcs that stay while their capacities change."""
 
     def __init__(self) -> None:
-        try:
-            from ortools.graph.python import max_flow  # noqa: PLC0415 - optional
-        except ImportError as error:  # pragma: no cover - the development environment has it
-            message = "OR-Tools is not installed, and exact cuts and trees need its max-flow"
-            raise UnsupportedError(message, hint="pip install 'fivefold[collectives]'") from error
-        self._solver: Any = max_flow.SimpleMaxFlow()
+        use = "the max-flow of exact cuts and trees"
+        module = optional_module("ortools.graph.python.max_flow", extra="collectives", use=use)
+        self._solver: Any = module.SimpleMaxFlow()
         self.num_arcs = 0
 
     def add(

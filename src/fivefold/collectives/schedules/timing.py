@@ -27,7 +27,7 @@ from fivefold._compiler import njit
 from fivefold.collectives.schedules.arrays import Array, Floats, Longs, group_by_key, rows_of
 from fivefold.collectives.schedules.routes import RouteTable, require_topology, route_table
 from fivefold.collectives.schedules.schedule import Schedule, ScheduleError
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.network import simulation
 from fivefold.network.topology import Topology
 
@@ -101,10 +101,7 @@ def evaluate(
         >>> evaluate(schedule, line(3, bandwidth="1 GB/s", latency="1 s"), size_bytes=1e9).total_s
         4.0
     """
-    if model not in MODELS:
-        raise ConfigurationError(
-            f"there is no cost model {model!r}", hint=f"choose one of {', '.join(MODELS)}"
-        )
+    require_one_of(model, MODELS, f"there is no cost model {model!r}")
     network = require_topology(schedule, topology)
     routes = route_table(schedule, network)
     chunk_bytes = np.ascontiguousarray(schedule.collective.chunk_bytes(size_bytes))
@@ -136,12 +133,7 @@ Times = tuple[Floats, Floats, Floats]
 
 
 def _listed(
-    schedule: Schedule,
-    topology: Topology,
-    routes: RouteTable,
-    chunk_bytes: Floats,
-    *,
-    serial: bool,
+    schedule: Schedule, topology: Topology, routes: RouteTable, chunk_bytes: Floats, *, serial: bool
 ) -> Times:
     read, written, filled, order = schedule.slots()
     capacities = topology.capacities_bytes_per_s
@@ -191,8 +183,7 @@ def _synchronous(
     if schedule.num_transfers and not schedule.has_steps:
         message = "the synchronous model needs a step for each transfer"
         raise ConfigurationError(
-            message,
-            hint="choose the serial, slotted or fluid model, or give the schedule steps",
+            message, hint="choose the serial, slotted or fluid model, or give the schedule steps"
         )
     starts_s, ends_s = np.zeros(schedule.num_transfers), np.zeros(schedule.num_transfers)
     busy_s = np.zeros(topology.num_links)

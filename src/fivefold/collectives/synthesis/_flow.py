@@ -74,7 +74,9 @@ def all_to_all_optimum(
     _require_paths(topology, wanted)
     symmetry = symmetry_of(topology, wanted)
     _require_size(topology, symmetry)
-    unit, rate = float(wanted.max()), float(topology.capacities_bytes_per_s.max())
+    unit, rates = float(wanted.max()), topology.capacities_bytes_per_s
+    # In the middle of the rates: the solver takes what is below 1e-9 of its unit for nothing.
+    rate = float(np.sqrt(rates.min() * rates.max()))
     flows, prices = _solve(topology, wanted / unit, symmetry, rate)
     loads_s = unit * flows.sum(axis=0) / topology.capacities_bytes_per_s
     prices, bound_s = _proof(topology, wanted, symmetry, prices)

@@ -9,7 +9,7 @@ no solver.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -107,6 +107,22 @@ def reach(instance: Instance, times: Sequence[int] | NDArray[np.int64]) -> Reach
             message = f"chunk {chunk} of rank {holders} cannot reach rank {lost[0]}"
             raise InfeasibleError(message, hint="add links, or allow them in the sketch")
     return Reach(earliest, remaining)
+
+
+def reached(
+    instance: Instance, start: Iterable[int], *, links: Iterable[int] | None = None, avoid: int = -1
+) -> set[int]:
+    """Return the ranks that can be reached over some links, or all, without passing one rank."""
+    after: dict[int, list[int]] = {}
+    for link in range(instance.num_links) if links is None else links:
+        after.setdefault(int(instance.sources[link]), []).append(int(instance.targets[link]))
+    seen = set(start)
+    stack = list(seen)
+    while stack:
+        further = {rank for rank in after.get(stack.pop(), ()) if rank != avoid} - seen
+        seen |= further
+        stack += further
+    return seen
 
 
 def _least(distances: NDArray[np.int64], ranks: list[int]) -> NDArray[np.int64]:
@@ -350,9 +366,7 @@ def integer_capacities(topology: Topology) -> tuple[NDArray[np.int64], float]:
 
 
 def by_inversion(
-    collective: Collective,
-    topology: Topology,
-    find: Callable[[Collective, Topology], Schedule],
+    collective: Collective, topology: Topology, find: Callable[[Collective, Topology], Schedule]
 ) -> Schedule:
     """Solve a collective that may sum with a search that only copies."""
     if not collective.reducing:

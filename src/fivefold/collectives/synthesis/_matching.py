@@ -43,7 +43,7 @@ from fivefold.collectives.synthesis._solver import (
     off_the_clock,
     time_limit,
 )
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of
 from fivefold.network.topology import Topology
 
 _DOES = ("all_gather", "broadcast", "reduce_scatter", "reduce", "all_reduce")
@@ -105,10 +105,7 @@ def matching(
 
 
 def _check(collective: Collective, topology: Topology, seeds: int | None) -> None:
-    if collective.name not in _DOES:
-        raise ConfigurationError(
-            f"matching does no {collective.name}", hint=f"it does {', '.join(_DOES)}"
-        )
+    require_one_of(collective.name, _DOES, f"matching does no {collective.name}")
     require_match(collective, topology)
     if np.unique(collective.chunk_weights).size > 1:
         message = "the chunks have different sizes"
@@ -234,11 +231,7 @@ def _start(collective: Collective, near: Neighbourhoods) -> tuple[Holdings, Neig
 
 
 def _schedule(
-    collective: Collective,
-    topology: Topology,
-    fabric: Fabric,
-    found: Transfers,
-    size_bytes: float,
+    collective: Collective, topology: Topology, fabric: Fabric, found: Transfers, size_bytes: float
 ) -> Schedule:
     links = fabric.ports[found.ports]
     if len(found.route_offsets):

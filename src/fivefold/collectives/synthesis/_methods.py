@@ -41,7 +41,7 @@ from fivefold.collectives.synthesis._sketched import derive_sketch, rotation
 from fivefold.collectives.synthesis._slotted import SlotModel, slotted
 from fivefold.collectives.synthesis._taccl import taccl
 from fivefold.collectives.synthesis._trees import spanning_trees
-from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
+from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError, require_one_of
 from fivefold.network.topology import Topology
 
 _TREE_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
@@ -65,9 +65,8 @@ def _library(request: Request) -> Iterator[Schedule]:
 
 def _trees(request: Request) -> Iterator[Schedule]:
     collective = request.collective
-    if collective.name not in _TREE_COLLECTIVES:
-        message = f"spanning trees do not do {collective.name}"
-        raise ConfigurationError(message, hint=f"they do {', '.join(_TREE_COLLECTIVES)}")
+    message = f"spanning trees do not do {collective.name}"
+    require_one_of(collective.name, _TREE_COLLECTIVES, message)
     # A sum runs the trees of the reversed topology backwards; the packing knows that.
     packing = spanning_trees(request.topology, root=collective.root)
     asked = collective.name if request.free else collective

@@ -9,14 +9,13 @@ applies it to a topology.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_one_of, require_whole
 from fivefold.files import parse_json, parse_toml, read_json, read_toml
 
 Policy = Literal["uc-min", "uc-max", "any"]
@@ -69,9 +68,7 @@ class SwitchSketch:
         if len(set(self.ranks)) != len(self.ranks) or len(self.ranks) < 2 or min(self.ranks) < 0:
             message = f"a switch joins two or more different ranks; got {list(self.ranks)}"
             raise ConfigurationError(message, hint="write ranks = [0, 1, 2]")
-        if self.policy not in _POLICIES:
-            message = f"switch policy {self.policy!r} is unknown"
-            raise ConfigurationError(message, hint=f"use one of {', '.join(_POLICIES)}")
+        require_one_of(self.policy, _POLICIES, f"switch policy {self.policy!r} is unknown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +113,8 @@ class Sketch:
 
     def __post_init__(self) -> None:
         for key in ("boxes", "chunks"):
-            value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(
-                    f"{key} of a sketch must be a positive integer; got {value!r}",
-                    hint=f"write {key} = 2",
-                )
-        if self.balance not in _BALANCES:
-            message = f"balance {self.balance!r} is unknown"
-            raise ConfigurationError(message, hint=f"use one of {', '.join(_BALANCES)}")
+            require_whole(f"{key} of a sketch", getattr(self, key), hint=f"write {key} = 2")
+        require_one_of(self.balance, _BALANCES, f"balance {self.balance!r} is unknown")
         if isinstance(self.connections, str):
             if self.connections not in _NAMED_CONNECTIONS:
                 message = f"connections {self.connections!r} is unknown"
@@ -215,10 +205,7 @@ class Sketch:
             else parse_toml(str(source), where="the sketch")
         )
         for key in table:
-            if key not in _KEYS:
-                near = difflib.get_close_matches(key, _KEYS, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_KEYS)}"
-                raise ConfigurationError(f"a sketch has no key {key!r}", hint=hint)
+            require_one_of(key, _KEYS, f"a sketch has no key {key!r}")
         switches = table.pop("switches", [])
         if not isinstance(switches, list) or not all(isinstance(one, dict) for one in switches):
             message = f"switches of a sketch are tables; got {switches!r}"
@@ -289,11 +276,8 @@ def _taccl_switches(inside: Mapping[str, Any]) -> tuple[SwitchSketch, ...]:
 
 
 def _taccl_balance(strategy: str) -> Balance:
-    if strategy not in {"switch", *_BALANCES}:
-        raise ConfigurationError(
-            f"intranode strategy {strategy!r} is unknown",
-            hint=f"use one of switch, {', '.join(_BALANCES)}",
-        )
+    message = f"intranode strategy {strategy!r} is unknown"
+    require_one_of(strategy, ("switch", *_BALANCES), message)
     return "none" if strategy == "switch" else cast("Balance", strategy)
 
 
@@ -368,9 +352,7 @@ def published_sketch(name: str) -> Sketch:
         >>> sketch.boxes, sketch.connections, sketch.symmetry
         (2, {0: (1,)}, ((8, 16),))
     """
-    if name not in _PUBLISHED:
-        hint = f"they are {', '.join(_PUBLISHED)}"
-        raise ConfigurationError(f"there is no published sketch {name!r}", hint=hint)
+    require_one_of(name, _PUBLISHED, f"there is no published sketch {name!r}")
     return _PUBLISHED[name]
 
 

@@ -16,6 +16,7 @@ from fivefold.collectives.synthesis._instance import (
     logical_of,
     map_chunks,
     map_links,
+    reached,
 )
 from fivefold.collectives.synthesis._sketch import Connections, Policy, Sketch, SwitchSketch
 from fivefold.collectives.synthesis._solver import check_time
@@ -123,17 +124,8 @@ def _check_ways(logical: Logical, allowed: NDArray[np.bool_], sketch: Sketch) ->
     instance = logical
     for chunk in range(instance.num_chunks):
         check_time()
-        seen = set(instance.holders[chunk])
-        stack = list(seen)
-        links = np.flatnonzero(allowed[chunk])
-        after: dict[int, list[int]] = {}
-        for link in links.tolist():
-            after.setdefault(int(instance.sources[link]), []).append(int(instance.targets[link]))
-        while stack:
-            for target in after.get(stack.pop(), ()):
-                if target not in seen:
-                    seen.add(target)
-                    stack.append(target)
+        links = np.flatnonzero(allowed[chunk]).tolist()
+        seen = reached(instance, instance.holders[chunk], links=links)
         lost = sorted(instance.wanted[chunk] - seen)
         if lost:
             holders = sorted(instance.holders[chunk])
@@ -143,11 +135,7 @@ def _check_ways(logical: Logical, allowed: NDArray[np.bool_], sketch: Sketch) ->
 
 
 def derive_sketch(
-    topology: Topology,
-    collective: Collective,
-    *,
-    size_bytes: float = 1e6,
-    name: str = "derived",
+    topology: Topology, collective: Collective, *, size_bytes: float = 1e6, name: str = "derived"
 ) -> Sketch:
     """Return a sketch from what the topology itself shows.
 

@@ -34,6 +34,7 @@ from fivefold.collectives.synthesis._instance import (
     logical_of,
     prune,
     reach,
+    reached,
     schedule_of,
 )
 from fivefold.collectives.synthesis._solver import (
@@ -533,16 +534,7 @@ def _behind(
     behind = {}
     for chunk, ranks in sides.items():
         check_time()
-        seen = set(instance.holders[chunk])
-        stack = list(seen)
-        while stack:
-            here = stack.pop()
-            for source, target in zip(
-                instance.sources.tolist(), instance.targets.tolist(), strict=True
-            ):
-                if source == here and target not in seen and target != entry:
-                    seen.add(target)
-                    stack.append(target)
+        seen = reached(instance, instance.holders[chunk], avoid=entry)
         behind[chunk] = frozenset(rank for rank in ranks if rank not in seen)
     return behind
 

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fivefold.errors import InfeasibleError, UnsupportedError
+from fivefold.errors import InfeasibleError, optional_module
 
 SLACK_S = 2.0
 """Seconds past its limit in which a method may complete a first schedule, where it has none."""
@@ -87,12 +87,8 @@ class CpOutcome:
 
 
 def _cp_model() -> Any:
-    try:
-        from ortools.sat.python import cp_model  # noqa: PLC0415 - heavy, and optional
-    except ImportError as error:  # pragma: no cover - the development environment has it
-        message = "ortools is not installed, and the exact searches use its CP-SAT solver"
-        raise UnsupportedError(message, hint="pip install 'fivefold[collectives]'") from error
-    return cp_model
+    name = "ortools.sat.python.cp_model"
+    return optional_module(name, extra="collectives", use="the solver of exact searches")
 
 
 def new_model() -> Any:
@@ -100,13 +96,7 @@ def new_model() -> Any:
     return _cp_model().CpModel()
 
 
-def solve(
-    model: Any,
-    *,
-    time_limit_s: float,
-    seed: int = 0,
-    gap: float = 0.0,
-) -> CpOutcome:
+def solve(model: Any, *, time_limit_s: float, seed: int = 0, gap: float = 0.0) -> CpOutcome:
     """Run CP-SAT on a model."""
     cp_model = _cp_model()
     solver = cp_model.CpSolver()

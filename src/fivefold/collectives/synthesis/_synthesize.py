@@ -30,6 +30,7 @@ from fivefold.errors import (
     InfeasibleError,
     StorageError,
     UnsupportedError,
+    require_one_of,
 )
 from fivefold.files import read_json, write_atomically
 from fivefold.network.topology import Topology
@@ -68,9 +69,8 @@ class SynthesisOptions:
     progress: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS or self.model == "synchronous":
-            known = ", ".join(model for model in MODELS if model != "synchronous")
-            raise ConfigurationError(f"cost model {self.model!r} is unknown", hint=f"use {known}")
+        known = [model for model in MODELS if model != "synchronous"]
+        require_one_of(self.model, known, f"cost model {self.model!r} is unknown")
         if not self.gap >= 0:
             raise ConfigurationError(
                 f"gap must not be negative; got {self.gap}", hint="0.01 is 1 % above the bound"
@@ -192,9 +192,7 @@ def synthesize(
 
 
 def _check(method: str, size_bytes: float, time_limit_s: float) -> None:
-    if method not in METHODS and method != "auto":
-        hint = f"use auto, {', '.join(METHODS)}"
-        raise ConfigurationError(f"method {method!r} is unknown", hint=hint)
+    require_one_of(method, ("auto", *METHODS), f"method {method!r} is unknown")
     if not 0 <= size_bytes < float("inf"):
         raise ConfigurationError(
             f"size_bytes must be a size; got {size_bytes}", hint="a finite number, 0 or more"

@@ -391,12 +391,7 @@ class _Joining:
 
 
 def join_messages(
-    sketch: Sketched,
-    prices: Prices,
-    timed: Timed,
-    *,
-    time_limit_s: float = 10.0,
-    seed: int = 0,
+    sketch: Sketched, prices: Prices, timed: Timed, *, time_limit_s: float = 10.0, seed: int = 0
 ) -> Timed:
     """Let consecutive chunks between boxes travel together where that is shorter."""
     timed = timed.in_order()

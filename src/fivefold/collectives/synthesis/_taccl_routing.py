@@ -304,11 +304,7 @@ def greedy_routes(sketch: Sketched, prices: Prices) -> Routing:
 
 
 def _fastest_tree(
-    sketch: Sketched,
-    prices: Prices,
-    chunk: int,
-    loads: list[int],
-    out_of: list[list[int]],
+    sketch: Sketched, prices: Prices, chunk: int, loads: list[int], out_of: list[list[int]]
 ) -> list[int]:
     instance = sketch.logical
     targets, delays = instance.targets.tolist(), prices.delays.tolist()
@@ -341,13 +337,7 @@ def _fastest_tree(
 
 
 def route_and_order(
-    sketch: Sketched,
-    prices: Prices,
-    *,
-    below: int,
-    detour: int,
-    time_limit_s: float,
-    seed: int = 0,
+    sketch: Sketched, prices: Prices, *, below: int, detour: int, time_limit_s: float, seed: int = 0
 ) -> tuple[Timed | None, bool]:
     """Choose links and times of all chunks at once, where TACCL does one after the other."""
     instance = sketch.logical

@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,7 @@ from fivefold.collectives.synthesis._packing import (
     remove_switches,
 )
 from fivefold.collectives.synthesis._solver import OutOfTime, time_limit
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of
 from fivefold.network.topology import Topology
 
 Connections = Literal["auto", "many", "few"]
@@ -240,10 +240,7 @@ def _check_arguments(topology: Topology, k: int | None, root: int | None, connec
             f"root is {root}, but there are {topology.num_ranks} ranks",
             hint=f"choose a root from 0 to {topology.num_ranks - 1}",
         )
-    if connections not in {"auto", "many", "few"}:
-        raise ConfigurationError(
-            f"connections is {connections!r}", hint='use "auto", "many" or "few"'
-        )
+    require_one_of(connections, get_args(Connections), f"connections is {connections!r}")
 
 
 def _plan(network: Network, roots: list[int], optimum: Fraction, k: int | None) -> FixedRate:
@@ -368,11 +365,7 @@ def _counts(packing: TreePacking) -> list[int]:
 
 
 def _check_name(packing: TreePacking, name: str) -> None:
-    if name not in (*_EVERY_RANK, *_ONE_ROOT):
-        raise ConfigurationError(
-            f"spanning trees do no {name}",
-            hint=f"they do {', '.join((*_EVERY_RANK, *_ONE_ROOT))}",
-        )
+    require_one_of(name, (*_EVERY_RANK, *_ONE_ROOT), f"spanning trees do no {name}")
     if (name in _ONE_ROOT) != (packing.root is not None):
         wanted = "one root" if name in _ONE_ROOT else "a root at every rank"
         raise ConfigurationError(

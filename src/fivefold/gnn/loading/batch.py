@@ -8,7 +8,6 @@ layers need. Nothing here knows where the rows came from.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, cast
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fivefold._compiler import njit
-from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.errors import ConfigurationError, optional_module
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.sampling.batches import EdgeType, SampledBatch
 from fivefold.gnn.storage.arrays import Array, Ids
@@ -27,14 +26,10 @@ from fivefold.gnn.storage.arrays import Array, Ids
 
 def import_geometric(name: str) -> Any:
     """Return a package of torch_geometric, which takes seconds to load and is an optional extra."""
-    try:
-        with warnings.catch_warnings():
-            # On import it uses what newer torch deprecates.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return importlib.import_module(f"torch_geometric.{name}")
-    except ImportError as error:
-        message = "torch_geometric is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[gnn]'") from error
+    with warnings.catch_warnings():
+        # On import it uses what newer torch deprecates.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return optional_module(f"torch_geometric.{name}", extra="gnn", use="a PyG object")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,4 @@ from fivefold.network.aggregation.client import (
     read_switch_state,
 )
 
-__all__ = [
-    "AggregationClient",
-    "AggregationOptions",
-    "AggregationSwitch",
-    "read_switch_state",
-]
+__all__ = ["AggregationClient", "AggregationOptions", "AggregationSwitch", "read_switch_state"]

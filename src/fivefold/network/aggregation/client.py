@@ -27,13 +27,7 @@ import numpy as np
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
 from fivefold.network.aggregation.elements import dtype_name
 from fivefold.network.aggregation.pool import SwitchState
-from fivefold.network.aggregation.wire import (
-    Frame,
-    FrameReader,
-    FrameWriter,
-    Kind,
-    parse_address,
-)
+from fivefold.network.aggregation.wire import Frame, FrameReader, FrameWriter, Kind, parse_address
 
 _MOST_SLOT_BYTES = 1 << 26
 _OPEN, _SUMMED, _REFUSED = 0, 1, 2
@@ -472,11 +466,7 @@ class AggregationClient:
         self._trouble = None
         results = np.empty_like(flat)
         exchange = Exchange(
-            flat.data.cast("B"),
-            results.data.cast("B"),
-            connection.slot_bytes,
-            name,
-            self._sequence,
+            flat.data.cast("B"), results.data.cast("B"), connection.slot_bytes, name, self._sequence
         )
         whole = connection.run(exchange, timeout_s=self._options.timeout_s)
         if not whole:  # at once: the switch then tells the others not to wait

@@ -76,12 +76,7 @@ class SlotPool:
     """Slots shared by jobs."""
 
     def __init__(
-        self,
-        *,
-        slots: int,
-        slot_bytes: int,
-        sharing: Sharing = "dynamic",
-        expire_s: float = 30.0,
+        self, *, slots: int, slot_bytes: int, sharing: Sharing = "dynamic", expire_s: float = 30.0
     ) -> None:
         if slots < 0 or slot_bytes < 8 or slot_bytes % 8:
             raise ConfigurationError(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fivefold.errors import CommunicationError, ConfigurationError
+from fivefold.errors import CommunicationError, ConfigurationError, require_whole
 from fivefold.network.profiling.profile import Contention, Profile
 
 DEFAULT_SIZES_BYTES = (64, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)
@@ -92,10 +92,7 @@ def _check(sizes: tuple[int, ...], repetitions: int) -> None:
             f"sizes_bytes must be two or more different whole numbers from 1; got {sizes}",
             hint="for example (64, 65536, 4194304)",
         )
-    if isinstance(repetitions, bool) or not isinstance(repetitions, int) or repetitions < 1:
-        raise ConfigurationError(
-            f"repetitions must be a whole number from 1; got {repetitions!r}", hint="5 is usual"
-        )
+    require_whole("repetitions", repetitions, hint="5 is usual")
 
 
 def _contention(probe: _Probe, hosts: tuple[str, ...], repetitions: int) -> Contention:

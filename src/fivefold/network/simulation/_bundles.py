@@ -28,41 +28,24 @@ from fivefold.network.simulation._state import (
 
 
 class Incidence(NamedTuple):
-    """Which rows load which links: a sparse matrix by rows.
+    """Which rows load which links: a sparse matrix by rows."""
 
-    Attributes:
-        offsets: int64 [rows + 1].
-        links: int32 [entries].
-        amounts: Load of the link per unit of the row's rate; float64 [entries].
-    """
-
-    offsets: Any
-    links: Any
-    amounts: Any
+    offsets: Any  # int64 [rows + 1]
+    links: Any  # int32 [entries]
+    amounts: Any  # load of the link per unit of the row's rate; float64 [entries]
 
 
 class Bundles(NamedTuple):
-    """The bundle of each flow, and where its loads go.
+    """The bundle of each flow, and where its loads go."""
 
-    Attributes:
-        of_row: Bundle of each flow, -1 where nothing limits it; int64 [flows].
-        entries: Links of each bundle; amounts are unused.
-        row_offsets: Slice of ``row_entries`` of each flow; int64 [flows + 1].
-        row_entries: Entries that each flow loads; int64.
-        row_usages: Load per level: weight times amount; float64.
-        first_rows: A flow of each bundle; int64 [bundles].
-        member_offsets: Slice of ``members`` of each bundle; int64 [bundles + 1].
-        members: Flows by bundle; int64.
-    """
-
-    of_row: Any
-    entries: Incidence
-    row_offsets: Any
-    row_entries: Any
-    row_usages: Any
-    first_rows: Any
-    member_offsets: Any
-    members: Any
+    of_row: Any  # bundle of each flow, -1 where nothing limits it; int64 [flows]
+    entries: Incidence  # links of each bundle; amounts are unused
+    row_offsets: Any  # slice of ``row_entries`` of each flow; int64 [flows + 1]
+    row_entries: Any  # entries that each flow loads; int64
+    row_usages: Any  # load per level: weight times amount; float64
+    first_rows: Any  # A flow of each bundle; int64 [bundles]
+    member_offsets: Any  # slice of ``members`` of each bundle; int64 [bundles + 1]
+    members: Any  # flows by bundle; int64
 
 
 def form_bundles(

@@ -19,20 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tree:
-    """A request in terms of links and switches.
+    """A request in terms of links and switches."""
 
-    Attributes:
-        route: Every link of the tree, up and (for an all-reduce) down, then the adders as links
-            behind the real ones.
-        latency_s: From the last byte sent to the last received.
-        pool_rate_bytes_per_s: What the slots allow: pool over round trip; ``inf`` without latency.
-        slots: (switch ability, slots) of each aggregating switch.
-    """
-
+    # every link of the tree, up and (for an all-reduce) down, then the adders as links behind
+    # the real ones
     route: tuple[int, ...]
-    latency_s: float
+    latency_s: float  # from the last byte sent to the last received
+    # what the slots allow: pool over round trip; ``inf`` without latency
     pool_rate_bytes_per_s: float
-    slots: tuple[tuple[int, float], ...]
+    slots: tuple[tuple[int, float], ...]  # (switch ability, slots) of each aggregating switch
 
 
 def plan_tree(topology: Topology, request: AggregationRequest) -> Tree:

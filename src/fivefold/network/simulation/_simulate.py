@@ -47,7 +47,7 @@ from fivefold.network.simulation._state import (
     World,
     empty_queue,
 )
-from fivefold.network.simulation._tasks import AggregationRequest, FlowTable, Task
+from fivefold.network.simulation._tasks import FlowTable, Task
 from fivefold.network.simulation.rates import bundle_flows, check_links
 
 FloatArray = npt.NDArray[np.float64]
@@ -236,7 +236,6 @@ def simulate(
     flows: FlowTable | Sequence[Task],
     *,
     until_s: float | None = None,
-    aggregation: Sequence[AggregationRequest] = (),
     iterations: int | Mapping[Hashable, int] = 1,
     record_rates: bool = False,
     tolerance: float = 0.0,
@@ -251,7 +250,6 @@ def simulate(
         topology: Links and switches.
         flows: Tasks, by name or as arrays.
         until_s: When to stop; None runs to the end.
-        aggregation: In-network aggregations, for a call whose flows are all flows.
         iterations: How often each job repeats its tasks, by job or for all. The next iteration
             starts when the last task of this one has ended; release times only hold back the
             first. Times of tasks are then those of the last iteration. A job that shares no link,
@@ -282,12 +280,8 @@ def simulate(
         0.002001
     """
     if not isinstance(flows, FlowTable):
-        table, requests, jobs = compile_tasks(topology, [*flows, *aggregation])
+        table, requests, jobs = compile_tasks(topology, flows)
     else:
-        if aggregation:
-            table_hint = "give all tasks as a list, or flows as a table without aggregation"
-            msg = "aggregation needs tasks by name"
-            raise ConfigurationError(msg, hint=table_hint)
         check_links(flows.routes, topology.num_links)
         table, requests = flows, Requests.none(len(flows))
         jobs = tuple(range(int(flows.jobs.max(initial=-1)) + 1))
@@ -304,12 +298,7 @@ def simulate(
         _require_all_ended(world, table)
     stopped_s = end_s if stopped else None
     return _result(
-        world,
-        table,
-        jobs,
-        num_links=topology.num_links,
-        stopped_s=stopped_s,
-        records=records,
+        world, table, jobs, num_links=topology.num_links, stopped_s=stopped_s, records=records
     )
 
 

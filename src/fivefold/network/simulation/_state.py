@@ -135,72 +135,44 @@ LOG = np.dtype([("time_s", "f8"), ("level", "f8"), ("bundle", "i8")])
 
 
 class Loads(NamedTuple):
-    """What the solver of rates reads and writes.
+    """What the solver of rates reads and writes."""
 
-    Attributes:
-        bundles: BUNDLE [bundles + 1].
-        entries: ENTRY [entries].
-        links: LINK [links + 1].
-        link_entries: Entries by link; int64 [entries].
-        lists: Bundles in the region, dirty links, touched links, links being filled, requests in
-            line, processors to serve; int64 [LISTS, longest].
-        heaps: PAIR: first the solver's own heap of links and caps, then the members of each
-            bundle, then the queues of processors.
-        classes: LEVEL_CLASS [priorities].
-        counts: int64 [COUNTERS].
-        tolerance: Levels and loads that differ by less than this share count as equal.
-    """
-
-    bundles: Any
-    entries: Any
-    links: Any
-    link_entries: Any
+    bundles: Any  # BUNDLE [bundles + 1]
+    entries: Any  # ENTRY [entries]
+    links: Any  # LINK [links + 1]
+    link_entries: Any  # entries by link; int64 [entries]
+    # bundles in the region, dirty links, touched links, links being filled, requests in line,
+    # processors to serve; int64 [LISTS, longest]
     lists: Any
+    # PAIR: first the solver's own heap of links and caps, then the members of each bundle, then
+    # the queues of processors
     heaps: Any
-    classes: Any
-    counts: Any
-    tolerance: float
+    classes: Any  # LEVEL_CLASS [priorities]
+    counts: Any  # int64 [COUNTERS]
+    tolerance: float  # levels and loads that differ by less than this share count as equal
 
 
 class World(NamedTuple):
-    """The whole state.
+    """The whole state."""
 
-    Attributes:
-        loads: What the solver needs.
-        tasks: TASK [tasks + 1].
-        uses: LINK_USE of all routes.
-        rows: ROW of all flows.
-        others: Dependents and fallbacks of tasks, tasks of jobs; int32.
-        slots: SLOT_NEED of all requests.
-        events: EVENT [tasks + bundles].
-        jobs: JOB [jobs + 1].
-        iteration_finish_s: float64.
-        processors: PROCESSOR [processors + 1].
-        switches: SWITCH [switches].
-        book: What each link carried: flows under way, since when, busy time, demand, since when it
-            is above capacity, time above, bytes; float64 [links, 7].
-        log: LOG [room]; no room records nothing.
-        shares: SHARE of all jobs.
-        sharers: Unfinished jobs that use each link, processor and switch; int64.
-        horizon_s: Iterations that repeat are counted instead of run up to here; float64 [1].
-    """
-
-    loads: Loads
-    tasks: Any
-    uses: Any
-    rows: Any
-    others: Any
-    slots: Any
-    events: Any
-    jobs: Any
-    iteration_finish_s: Any
-    processors: Any
-    switches: Any
+    loads: Loads  # what the solver needs
+    tasks: Any  # TASK [tasks + 1]
+    uses: Any  # LINK_USE of all routes
+    rows: Any  # ROW of all flows
+    others: Any  # dependents and fallbacks of tasks, tasks of jobs; int32
+    slots: Any  # SLOT_NEED of all requests
+    events: Any  # EVENT [tasks + bundles]
+    jobs: Any  # JOB [jobs + 1]
+    iteration_finish_s: Any  # float64
+    processors: Any  # PROCESSOR [processors + 1]
+    switches: Any  # SWITCH [switches]
+    # what each link carried: flows under way, since when, busy time, demand, since when it is
+    # above capacity, time above, bytes; float64 [links, 7]
     book: Any
-    log: Any
-    shares: Any
-    sharers: Any
-    horizon_s: Any
+    log: Any  # LOG [room]; no room records nothing
+    shares: Any  # SHARE of all jobs
+    sharers: Any  # unfinished jobs that use each link, processor and switch; int64
+    horizon_s: Any  # iterations that repeat are counted instead of run up to here; float64 [1]
 
 
 def empty_queue(slots: int) -> Any:

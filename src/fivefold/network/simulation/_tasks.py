@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.network.simulation._bundles import Incidence
 from fivefold.network.simulation.rates import (
     RoutesLike,
@@ -184,10 +184,7 @@ class AggregationRequest(_Released):
         name = f"request {self.request_id!r}"
         self._check_release(name)
         _check_number(f"{name}: size_bytes", self.size_bytes, low=0.0)
-        if isinstance(self.slots, bool) or not isinstance(self.slots, int) or self.slots < 1:
-            raise ConfigurationError(
-                f"{name}: slots must be a whole number from 1; got {self.slots!r}"
-            )
+        require_whole(f"{name}: slots", self.slots)
         if len(set(self.leaves)) != len(self.leaves) or not self.leaves:
             raise ConfigurationError(
                 f"{name}: leaves must be one or more different nodes; got {list(self.leaves)!r}"
@@ -336,12 +333,8 @@ class FlowTable:
                 or the dependencies form a circle.
         """
         size = _at_least_zero("sizes", sizes, None)
-        unknown = set(columns) - set(_NEUTRAL)
-        if unknown:
-            raise ConfigurationError(
-                f"a flow table has no column {min(unknown)!r}",
-                hint=f"its columns are {', '.join(_NEUTRAL)}",
-            )
+        for column in columns:
+            require_one_of(column, _NEUTRAL, f"a flow table has no column {column!r}")
         given = {key: columns.get(key, neutral) for key, neutral in _NEUTRAL.items()}
         count = len(size)
         offsets, needed = _dependency_arrays(dependencies, count)
@@ -372,8 +365,7 @@ def _at_least_zero(name: str, values: npt.ArrayLike, size: int | None) -> FloatA
     wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if wrong.size:
         raise ConfigurationError(
-            f"{name} of task {wrong[0]} is {array[wrong[0]]}",
-            hint="use finite numbers from 0 up",
+            f"{name} of task {wrong[0]} is {array[wrong[0]]}", hint="use finite numbers from 0 up"
         )
     return np.array(array, np.float64, order="C")
 

@@ -23,10 +23,7 @@ from fivefold.network.topology._fabrics import (
     rail_only,
     rail_optimized,
 )
-from fivefold.network.topology._machines import (
-    load_lingjun,
-    named_topology,
-)
+from fivefold.network.topology._machines import load_lingjun, named_topology
 from fivefold.network.topology._taccl import TacclProfile
 from fivefold.network.topology._topology import Topology
 from fivefold.network.topology.text import parse_topology, read_topology

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fivefold.errors import ConfigurationError
-from fivefold.network.topology._elements import Link, Node, NodeKind, SwitchAbility
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
+from fivefold.network.topology._elements import COMPUTE_KINDS, Link, Node, NodeKind, SwitchAbility
 from fivefold.network.topology._topology import Topology
 from fivefold.units import parse_bytes_per_s, parse_duration_s
 
@@ -85,11 +85,7 @@ class Builder:
 
 def check_count(what: str, value: object, *, low: int = 1, hint: str | None = None) -> None:
     """Refuse what is not a whole number from ``low`` on."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _MOST_NODES:
-        allowed = f"a whole number from {low}" + (
-            f" to {_MOST_NODES:,}" if isinstance(value, int) and value > 0 else ""
-        )
-        raise ConfigurationError(f"{what} must be {allowed}; got {value!r:.40}", hint=hint)
+    require_whole(what, value, least=low, most=_MOST_NODES, hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +122,8 @@ class HostSpec:
         check_count("gpus of a host", self.gpus)
         if self.nics is not None:
             check_count("nics of a host", self.nics)
-        if self.kind not in ("gpu", "cpu"):
-            raise ConfigurationError(
-                f"the compute nodes of a host are of kind {self.kind!r}", hint="use gpu or cpu"
-            )
+        message = f"the compute nodes of a host are of kind {self.kind!r}"
+        require_one_of(self.kind, COMPUTE_KINDS, message)
 
     @property
     def ports(self) -> int:

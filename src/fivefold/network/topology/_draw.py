@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.errors import ConfigurationError, optional_module, require_one_of
 from fivefold.network.topology._graph import FloatArray
 from fivefold.network.topology._topology import Topology
 from fivefold.units import format_bytes, format_bytes_per_s
@@ -297,7 +297,7 @@ def draw_topology(
         >>> len(draw_topology(ring(4), link_loads=[1.0] * 4 + [0.0] * 4).axes)
         2
     """
-    figure_class = _figure_class()
+    figure_class = optional_module("matplotlib.figure", extra="network", use="a picture").Figure
     loads = _checked_loads(topology, link_loads)
     layout = lay_out(topology)
     size = size_inches or _size(layout)
@@ -312,15 +312,6 @@ def draw_topology(
     if path is not None:
         _save(figure, Path(path))
     return figure
-
-
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - optional, and slow to import
-    except ImportError:
-        message = "pictures need matplotlib, which is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[network]'") from None
-    return Figure
 
 
 def _checked_loads(topology: Topology, link_loads: npt.ArrayLike | None) -> FloatArray | None:
@@ -561,10 +552,8 @@ def _label_nodes(
 
 
 def _save(figure: Figure, path: Path) -> None:
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise ConfigurationError(
-            f"a picture cannot be saved as {path.name!r}", hint="use .png, .svg or .pdf"
-        )
+    endings = (".png", ".svg", ".pdf")
+    require_one_of(path.suffix.lower(), endings, f"a picture cannot be saved as {path.name!r}")
     import matplotlib as mpl  # noqa: PLC0415 - as above
 
     path.parent.mkdir(parents=True, exist_ok=True)

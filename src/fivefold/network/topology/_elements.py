@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Literal, get_args
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 
 NodeKind = Literal["gpu", "cpu", "pcie", "nvswitch", "nic", "tor", "agg", "core", "switch"]
 NODE_KINDS: tuple[str, ...] = get_args(NodeKind)
@@ -147,10 +147,7 @@ class Aggregation:
 
     def __post_init__(self) -> None:
         for key, value in (("slots", self.slots), ("slot_bytes", self.slot_bytes)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(
-                    f"aggregation has {key} = {value!r}", hint="use a whole number from 1"
-                )
+            require_whole(f"{key} of an aggregation unit", value)
         rate = self.rate_bytes_per_s
         if rate is not None and (not _is_number(rate) or rate <= 0):
             raise ConfigurationError(

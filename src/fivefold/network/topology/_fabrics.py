@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.network.topology._build import Builder, HostSpec, Wire, add_host, check_count
 from fivefold.network.topology._direct import DEFAULT_BANDWIDTH
 from fivefold.network.topology._elements import NodeKind
@@ -207,8 +207,7 @@ def add_clos(
     check_count("aggs", aggs)
     check_count("cores", cores)
     check_oversubscription(port.oversubscription)
-    if planes not in ("split", "full"):
-        raise ConfigurationError(f"planes is {planes!r}", hint="use split or full")
+    require_one_of(planes, ("split", "full"), f"planes is {planes!r}")
     if planes == "split" and cores % aggs:
         raise ConfigurationError(
             f"{cores} cores cannot be split evenly among {aggs} aggregation switches",

@@ -6,13 +6,12 @@ Each topology's ``source`` names what it was written down from.
 from __future__ import annotations
 
 import csv
-import difflib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.network.topology._build import Builder, HostSpec, Wire, check_count
 from fivefold.network.topology._elements import Aggregation, SwitchAbility
 from fivefold.network.topology._fabrics import Port, add_clos
@@ -73,7 +72,8 @@ def named_topology(name: str, *, boxes: int = 1) -> Topology:
         >>> machine.num_ranks, machine.ranks[9], machine.host_of(9)
         (16, 'box1/gpu1', 'box1')
     """
-    machine = _machine(name)
+    require_one_of(name, MACHINES, f"there is no machine named {name!r}")
+    machine = MACHINES[name]
     check_count("boxes", boxes)
     builder = Builder()
     insides = [_inside(box, boxes) for box in range(boxes)]
@@ -82,17 +82,6 @@ def named_topology(name: str, *, boxes: int = 1) -> Topology:
         machine.fabric(builder, devices)
     label = name if boxes == 1 else f"{name}:{boxes}"
     return builder.done(label, source=machine.source)
-
-
-def _machine(name: str) -> _Machine:
-    if name not in MACHINES:
-        near = difflib.get_close_matches(str(name), list(MACHINES), n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigurationError(
-            f"there is no machine named {name!r}",
-            hint=f"{hint}the machines are {', '.join(MACHINES)}",
-        )
-    return MACHINES[name]
 
 
 def _inside(box: int, boxes: int) -> tuple[str, str]:

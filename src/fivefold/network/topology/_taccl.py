@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.files import read_json
 from fivefold.network.topology._build import Builder, check_count
 from fivefold.network.topology._elements import Link
@@ -91,10 +91,8 @@ class TacclProfile:
         named = isinstance(source, str) and not source.endswith(".json")
         if named and (source in PUBLISHED or not Path(str(source)).exists()):
             if source not in PUBLISHED:
-                raise ConfigurationError(
-                    f"there is no published TACCL profile {source!r}",
-                    hint=f"they are {', '.join(PUBLISHED)}",
-                )
+                message = f"there is no published TACCL profile {source!r}"
+                raise ConfigurationError(message, hint=f"they are {', '.join(PUBLISHED)}")
             keys, own_bytes, time_scale = PUBLISHED[str(source)]
             table: Mapping[str, Any] = {"name": source, **keys}
             chunk_bytes = own_bytes if chunk_bytes is None else chunk_bytes
@@ -132,11 +130,7 @@ class TacclProfile:
         )
 
     def to_topology(
-        self,
-        *,
-        boxes: int = 1,
-        connections: Connections = "relay",
-        as_solved: bool = False,
+        self, *, boxes: int = 1, connections: Connections = "relay", as_solved: bool = False
     ) -> Topology:
         """Return the topology of one or several boxes.
 
@@ -217,10 +211,7 @@ class TacclProfile:
                 "direct-map": {gpu: [gpu] for gpu in gpus},
                 "fully-connected": {gpu: list(gpus) for gpu in gpus},
             }
-            if wanted not in known:
-                raise ConfigurationError(
-                    f"connections is {wanted!r}", hint=f"use a mapping or one of {', '.join(known)}"
-                )
+            require_one_of(wanted, known, f"connections is {wanted!r}, and no mapping")
             return known[wanted]
         table = {int(sender): [int(x) for x in receivers] for sender, receivers in wanted.items()}
         for gpu in [*table, *(one for receivers in table.values() for one in receivers)]:

@@ -18,12 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
-from fivefold.network.topology._elements import (
-    Aggregation,
-    Link,
-    Node,
-    SwitchAbility,
-)
+from fivefold.network.topology._elements import Aggregation, Link, Node, SwitchAbility
 from fivefold.network.topology._graph import (
     FloatArray,
     LinkGraph,
@@ -42,10 +37,7 @@ _TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
 def _check_topology(
-    name: str,
-    nodes: Sequence[Node],
-    links: Sequence[Link],
-    switches: Sequence[SwitchAbility],
+    name: str, nodes: Sequence[Node], links: Sequence[Link], switches: Sequence[SwitchAbility]
 ) -> None:
     """Check names, links' ends and switch abilities."""
     if not isinstance(name, str) or not name:

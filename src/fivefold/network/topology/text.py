@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fivefold.errors import ConfigurationError, FivefoldError
+from fivefold.errors import ConfigurationError, FivefoldError, require_one_of
 from fivefold.files import parse_toml, read_toml
 from fivefold.network.topology._build import HostSpec
 from fivefold.network.topology._direct import (
@@ -174,12 +174,7 @@ def _generate(name: str, rest: str, given: Mapping[str, str | float | None]) -> 
                     f"{part!r} in {name}:{rest} has no key", hint=f"write {generator.example}"
                 )
             key, value = generator.first, key
-        if key not in accepted:
-            near = difflib.get_close_matches(key, accepted, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigurationError(
-                f"{name} takes no {key!r}", hint=f"{hint}it takes {', '.join(accepted)}"
-            )
+        require_one_of(key, accepted, f"{name} takes no {key!r}")
         if key in values:
             raise ConfigurationError(f"{name}:{rest} says its {key} twice", hint="say it once")
         # Quantities stay text: a number would be taken as bytes per second, or seconds.
@@ -305,8 +300,7 @@ def topology_from_tables(tables: Mapping[str, Any], *, default_name: str) -> Top
             return parse_topology(_text(tables, "topology", "the file"))
         message = "the file describes GPUs and no links"
         raise ConfigurationError(
-            message,
-            hint='add topology = "..." (such as "fat_tree:4,gpus=2"), or nodes and links',
+            message, hint='add topology = "..." (such as "fat_tree:4,gpus=2"), or nodes and links'
         )
     base = _generated(tables)
     nodes = [
@@ -444,13 +438,7 @@ def _entries(
 
 def _check_keys(table: Mapping[str, Any], allowed: tuple[str, ...], place: str) -> None:
     for key in table:
-        if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigurationError(
-                f"{place} has the unknown key {key!r}",
-                hint=f"{hint}the keys are {', '.join(allowed)}",
-            )
+        require_one_of(key, allowed, f"{place} has the unknown key {key!r}")
 
 
 def _require(table: Mapping[str, Any], key: str, place: str) -> Any:
