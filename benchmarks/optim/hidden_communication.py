@@ -1,14 +1,17 @@
-"""How much of the communication CO2 hides: steps per second against the same step without any.
+"""How much of the communication is hidden: steps per second against the same step without any.
 
 Two hosts of the emulated cluster, one rank and one core each, train the trainer's transformer on
 real text. For every link rate the same processes run, in turn and several times over: the step
-with communication switched off, DDP, Local SGD and CO2 at several tau. Each sample is a window
-of whole rounds that begins and ends right after a boundary, with the pipeline full.
+with communication switched off, DDP, Local SGD, and what hides: CO2 at several tau, delay-corrected
+in 8 fragments, delayed gradients in int4. Each sample is a window of whole rounds that begins and
+ends right after a boundary, with the pipeline full.
 
 The overlap law predicts a step time of max(T_step, T_allreduce / tau), so the limit of the
-fraction is min(1, tau * T_step / T_allreduce) with both times measured here.
+fraction is min(1, tau * T_step / T_allreduce) with both times measured here, the all-reduce's in
+proportion to the codec's bytes.
 
     python -m benchmarks.optim.hidden_communication [--rates 50,200,1000] [--taus 1,4,8,16]
+        [--output FILE]
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.lab import LabSpec, run_lab
-from fivefold.optim import CO2, LocalSGD, OuterSync
+from fivefold.optim import CO2, DelayCorrected, DelayedGradients, LocalSGD, OuterRule, OuterSync
 from fivefold.train import ShardedSampler, Transformer, load_corpus, load_tokenizer
 from fivefold.train.config import DataConfig, ModelConfig
 from fivefold.train.sampler import gather_batch
@@ -52,21 +55,42 @@ RESULTS = Path(__file__).parents[1] / "results" / "optim" / "hidden_communicatio
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of keeping two replicas together (or not), with its window."""
+    """One way of keeping two replicas together (or not), with its window.
+
+    Attributes:
+        name: What rows call it.
+        warm_up_steps: Steps before the window.
+        steps: Steps of the window.
+        rule: What the outer synchronisation does; None for none.
+        codec: How its payloads travel.
+        hides: Whether it is one of those that hide their communication.
+    """
 
     name: str
-    tau: int
     warm_up_steps: int
     steps: int
+    rule: OuterRule | None = None
+    codec: str = "fp32"
+    hides: bool = True
+
+
+_SHARE_OF_BYTES = {"fp32": 1.0, "int4": 0.52 / 4}  # scales counted
 
 
 def variants(taus: list[int]) -> list[Variant]:
     """What is run in turn; windows of a few seconds each."""
-    found = [Variant("none", 0, 2, 14), Variant("ddp", 0, 1, 3)]
-    found.append(Variant("local_sgd", LOCAL_SGD_TAU, 0, 2 * LOCAL_SGD_TAU))
+    found = [Variant("none", 2, 14, hides=False), Variant("DDP", 1, 3, hides=False)]
+    local = LocalSGD(tau=LOCAL_SGD_TAU)
+    found.append(
+        Variant(f"Local SGD tau {local.tau}", 0, 2 * LOCAL_SGD_TAU, rule=local, hides=False)
+    )
     for tau in taus:
         rounds = {1: 4, 4: 3}.get(tau, 2)
-        found.append(Variant(f"co2 tau {tau}", tau, tau, rounds * tau))
+        found.append(Variant(f"CO2 tau {tau}", tau, rounds * tau, rule=CO2(tau=tau)))
+    late = DelayedGradients(extrapolation=1.0)
+    found.append(Variant("delayed gradients, int4", 4, 12, rule=late, codec="int4"))
+    parts = DelayCorrected(tau=8, fragments=8)
+    found.append(Variant("delay-corrected tau 8, 8 fragments", 16, 16, rule=parts))
     return found
 
 
@@ -117,8 +141,10 @@ class Bench:
         """Run one window and return its figures; the slower rank's time counts."""
         model = self.model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        replica = _data_parallel(model) if variant.name == "ddp" else None
-        sync = self._sync(variant, model, optimizer)
+        replica = _data_parallel(model) if variant.name == "DDP" else None
+        sync = None
+        if variant.rule is not None:
+            sync = OuterSync(model, optimizer, rule=variant.rule, codec=variant.codec)
         batches = self.batches()
 
         def run(steps: int) -> None:
@@ -148,15 +174,6 @@ class Bench:
             sync.finalize()
         return self._slowest(figures)
 
-    def _sync(
-        self, variant: Variant, model: Transformer, optimizer: torch.optim.Optimizer
-    ) -> OuterSync | None:
-        if variant.tau == 0:
-            return None
-        local = variant.name == "local_sgd"
-        rule = LocalSGD(tau=variant.tau) if local else CO2(tau=variant.tau)
-        return OuterSync(model, optimizer, rule=rule)
-
     def _slowest(self, figures: dict[str, float]) -> dict[str, float]:
         values = torch.tensor(list(figures.values()), dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
@@ -185,17 +202,17 @@ class _Loss(torch.nn.Module):
 def worker(output: Path, taus: list[int], repetitions: int) -> None:
     """Run all variants in turn; rank 0 writes one line per sample."""
     bench = Bench()
-    bench.sample(Variant("none", 0, 0, 10))  # warms the allocator and the caches
+    bench.sample(Variant("none", 0, 10))  # warms the allocator and the caches
     for repetition in range(1, repetitions + 1):
         for variant in variants(taus):
             figures = bench.sample(variant)
-            record = {"variant": variant.name, "tau": variant.tau, **figures}
+            record = {"variant": variant.name, **figures}
             record["allreduce_s"] = bench.allreduce_s() if variant.name == "none" else 0.0
             if bench.rank == 0:
                 with output.open("a") as file:
                     file.write(json.dumps(record) + "\n")
                 print(
-                    f"  {repetition}/{repetitions} {variant.name:12} {figures['step_s']:.3f} s/step"
+                    f"  {repetition}/{repetitions} {variant.name:34} {figures['step_s']:.3f} s/step"
                 )
     dist.destroy_process_group()
 
@@ -224,7 +241,9 @@ def measure(rate: str, taus: list[int], repetitions: int) -> list[dict[str, Any]
         return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-def rows_of(rate: str, samples: list[dict[str, Any]], payload_bytes: int) -> list[BenchmarkRow]:
+def rows_of(
+    rate: str, samples: list[dict[str, Any]], payload_bytes: int, taus: list[int]
+) -> list[BenchmarkRow]:
     """Rows of one rate: the times first, then each variant's fraction and exposed wait."""
 
     def figures(name: str, key: str) -> list[float]:
@@ -233,10 +252,11 @@ def rows_of(rate: str, samples: list[dict[str, Any]], payload_bytes: int) -> lis
     alone_s = figures("none", "step_s")
     step_s, step_spread = median_and_spread(alone_s)
     allreduce_s, allreduce_spread = median_and_spread(figures("none", "allreduce_s"))
-    ddp, ddp_spread = _fraction(alone_s, figures("ddp", "step_s"))
-    local, _ = _fraction(alone_s, figures("local_sgd", "step_s"))
+    ddp, ddp_spread = _fraction(alone_s, figures("DDP", "step_s"))
+    waiting = f"Local SGD tau {LOCAL_SGD_TAU}"
+    local, _ = _fraction(alone_s, figures(waiting, "step_s"))
     bandwidth_limit_s = payload_bytes * 8 / (float(rate.removesuffix("Mbit/s")) * 1e6)
-    peers = {"DDP": ddp, f"Local SGD tau {LOCAL_SGD_TAU}": local}
+    peers = {"DDP": ddp, waiting: local}
     rows = [
         BenchmarkRow(
             case=rate, metric="T_step without communication", unit="s", ours=step_s,
@@ -252,15 +272,18 @@ def rows_of(rate: str, samples: list[dict[str, Any]], payload_bytes: int) -> lis
             ours=ddp, spread=ddp_spread,
         ),
     ]  # fmt: skip
-    for name in dict.fromkeys(s["variant"] for s in samples if s["variant"].startswith("co2")):
-        tau = next(s["tau"] for s in samples if s["variant"] == name)
-        law = min(1.0, tau * step_s / allreduce_s)
-        hides = allreduce_s <= tau * step_s
+    for variant in variants(taus):
+        if variant.rule is None or not variant.hides:
+            continue
+        name, tau = variant.name, int(variant.rule.tau)
+        sent_s = allreduce_s * _SHARE_OF_BYTES[variant.codec]
+        law = min(1.0, tau * step_s / sent_s)
+        hides = sent_s <= tau * step_s
         fraction, spread = _fraction(alone_s, figures(name, "step_s"))
         wait, wait_spread = median_and_spread(figures(name, "wait_share"))
         all_reduce_s, all_reduce_spread = median_and_spread(figures(name, "all_reduce_s"))
         boundary_s, boundary_spread = median_and_spread(figures(name, "boundary_s"))
-        case = f"{rate}, CO2 tau {tau}"
+        case = f"{rate}, {name}"
         rows += [
             BenchmarkRow(
                 case=case, metric="fraction of the compute-only rate", unit="ratio",
@@ -310,7 +333,7 @@ def main() -> None:
     for rate in arguments.rates.split(","):
         name = f"{rate}Mbit/s"
         samples = measure(name, taus, arguments.repetitions)
-        rows += rows_of(name, samples, payload_bytes=4 * model.num_parameters)
+        rows += rows_of(name, samples, 4 * model.num_parameters, taus)
     write_results(arguments.output, topic="optim/hidden_communication", rows=rows)
     for row in rows:
         met = "" if row.met is None else (" met" if row.met else " NOT MET")
