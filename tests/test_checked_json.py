@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from fivefold.errors import DataError, StorageError
 from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.planning import Plan
-from fivefold.gnn.storage import Container, DiskProfile
+from fivefold.gnn.storage import Container, ContainerWriter
 
 VALUE = {"epochs": 3, "files": {"rows": "ab12", "records": None}, "sizes": [1, 2.5], "done": True}
 
@@ -88,9 +89,51 @@ def test_what_the_system_refuses_is_said(tmp_path):
     ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "{}", "7", '{"version": []}'],
     ids=["deep list", "deep", "long number", "empty", "number", "no version"],
 )
+def test_texts_of_nonsense_are_refused(tmp_path, text):
+    """Inside a file that is whole: its checksums are right."""
+    sections = {"rows": (np.int64, (1,))}
+    attributes = {"plan": text}
+    with ContainerWriter(
+        tmp_path / "a", kind="plan", sections=sections, attributes=attributes
+    ) as w:
+        w.write("rows", 0, np.zeros(1, np.int64))
+        w.commit().close()
+    with pytest.raises(DataError, match="make it again"):
+        read_checked_json(tmp_path / "a")
+
+
+def test_a_huge_file_is_not_read(tmp_path):
+    with (tmp_path / "a").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DataError, match="at most"):
+        read_checked_json(tmp_path / "a")
+
+
+@pytest.mark.parametrize("read", [read_checked_json, Container.open], ids=["json", "container"])
+def test_a_pipe_or_a_folder_is_refused_at_once(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", ""):
+        with pytest.raises(DataError, match="no regular file"):
+            read(tmp_path / name)
+
+
+def test_what_the_system_refuses_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_checked_json(tmp_path / "nothing")
+    with pytest.raises(StorageError, match="nowhere"):
+        write_checked_json(tmp_path / "nowhere" / "a", VALUE)
+
+
 @pytest.mark.parametrize(
-    "read", [DiskProfile.from_json, lambda text: Plan.from_json(text, {})], ids=["disk", "plan"]
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "{}", "7", '{"version": []}'],
+    ids=["deep list", "deep", "long number", "empty", "number", "no version"],
 )
-def test_texts_of_nonsense_are_refused(read, text):
-    with pytest.raises(DataError, match=r"probe the disk again|make it again"):
-        read(text)
+def test_texts_of_nonsense_are_refused(tmp_path, text):
+    """Inside a file that is whole: its checksums are right."""
+    with ContainerWriter(
+        tmp_path / "a", kind="plan", sections={}, attributes={"plan": text}
+    ) as writer:
+        writer.commit().close()
+    with pytest.raises(DataError, match="make it again"):
+        Plan.open(tmp_path / "a")

@@ -166,11 +166,6 @@ TACCL_PROFILE = json.dumps(
         "betas": [[0, 8], [8, 0]], "invbws": [[0, 9], [9, 0]],
     }
 )  # fmt: skip
-DISK = {
-    "sequential_read_bytes_per_s": 1e9, "sequential_write_bytes_per_s": 1e9, "random_read_iops": 1e4,
-    "request_latency_s": 1e-4, "bytes_per_s_by_request_bytes": {4096: 4e7, 1048576: 1e9},
-    "backend": "threads", "direct": False,
-}  # fmt: skip
 # A flag and its value, of a command that reads it.
 FLAGS = [
     ("collectives synthesize all_reduce ring:4 --method library --size", "16MB"),
@@ -357,7 +352,6 @@ def readers():
     from fivefold.codesign import ClusterPlan
     from fivefold.collectives.synthesis import Sketch
     from fivefold.gnn import training as gnn
-    from fivefold.gnn.storage import DiskProfile
     from fivefold.network.topology import TacclProfile
     from fivefold.strategy import load_model
     from fivefold.train import load_config
@@ -365,7 +359,6 @@ def readers():
     def text_of(read):
         return lambda path: read(path.read_bytes().decode(errors="replace"))
 
-    disk = DiskProfile(**DISK)
     return {
         "train": ((EXAMPLES / "train.toml").read_text(), "toml", lambda p: load_config(p, [])),
         "experts": ((EXAMPLES / "moe_train.toml").read_text(), "toml", lambda p: load_config(p, [])),
@@ -377,13 +370,12 @@ def readers():
         ),
         "hugging-face": (HUGGING_FACE, "json", lambda p: load_model(str(p))),
         "cluster-plan": (ClusterPlan({}).to_json(), "json", text_of(ClusterPlan.from_json)),
-        "disk": (disk.to_json(), "json", text_of(DiskProfile.from_json)),
     }  # fmt: skip
 
 
 READERS = (
     "train", "experts", "gnn", "sketch", "taccl-sketch", "taccl-profile", "hugging-face",
-    "cluster-plan", "disk",
+    "cluster-plan",
 )  # fmt: skip
 
 

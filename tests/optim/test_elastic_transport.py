@@ -415,5 +415,5 @@ def test_bad_input(options, message):
 
 def test_without_torchft(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchft.coordination", None)
-    with pytest.raises(UnsupportedError, match="needs torchft"):
+    with pytest.raises(UnsupportedError, match="needs the package torchft"):
         elastic_transport(lighthouse="127.0.0.1:1")

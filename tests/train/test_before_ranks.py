@@ -45,7 +45,7 @@ WRONG = {
     "option's name": (
         ["sync.method=outer_optimizer", "sync.options={momentun = 0.9}"],
         "sync.options.momentun is not an argument of torch.optim.SGD",
-        "did you mean momentum?",
+        "did you mean 'momentum'?",
     ),
     "option's value": (
         ["sync.method=outer_optimizer", "sync.options={lr = -1.0}"],
