@@ -275,7 +275,8 @@ def rows_of(
     for variant in variants(taus):
         if variant.rule is None or not variant.hides:
             continue
-        name, tau = variant.name, int(variant.rule.tau)
+        name, tau = variant.name, variant.rule.tau
+        assert isinstance(tau, int), variant
         sent_s = allreduce_s * _SHARE_OF_BYTES[variant.codec]
         law = min(1.0, tau * step_s / sent_s)
         hides = sent_s <= tau * step_s
