@@ -17,6 +17,17 @@ def frequent_agreements(monkeypatch):
     monkeypatch.setattr(ranks_module, "_PERIOD_S", 0.05)
 
 
+def _slow_every_step(seconds):
+    """Make the steps of this process take longer: ranks are forked, the test's own stay as fast."""
+    poll = StopAgreement.poll
+
+    def slow(self, step):
+        time.sleep(seconds)
+        return poll(self, step)
+
+    StopAgreement.poll = slow
+
+
 @pytest.mark.distributed
 @pytest.mark.usefixtures("frequent_agreements")
 @pytest.mark.parametrize(
@@ -36,7 +47,8 @@ def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(
     whole = make_config(method, output="whole", steps=steps, validate_every_steps=0)
     run_ranks(whole)
     config = make_config(method, steps=steps, validate_every_steps=0)
-    world = start_ranks(config)
+    # 370 steps of a few milliseconds may pass before the signal of a busy machine arrives.
+    world = start_ranks(config, before=lambda _rank: _slow_every_step(0.05))
     wait_for_step(world, config.run.output, 30)
     for rank in ranks:
         world.kill(rank, number=number)
