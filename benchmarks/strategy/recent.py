@@ -78,9 +78,9 @@ def halves(rows: list[PublicRow]) -> dict[str, list[PublicRow]]:
 def time_rows(found: list[Judged], half: str) -> list[BenchmarkRow]:
     """Mean and worst error and the bias of every group."""
     lines = []
-    for group in sorted({one.row.group for one in found}):
+    for group in sorted({one.row.title for one in found}):
         errors = [
-            e for one in found if one.row.group == group and (e := one.time_error) is not None
+            e for one in found if one.row.title == group and (e := one.time_error) is not None
         ]
         if not errors:
             continue

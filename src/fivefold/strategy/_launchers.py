@@ -97,6 +97,14 @@ def space_of_target(space: SearchSpace, target: str, *, gpus_per_node: int) -> S
     return dataclasses.replace(space, **changes)
 
 
+def _unwritten(model: ModelSpec) -> dict[str, bool]:
+    """What no program's words are written for."""
+    return {
+        "adapters beside frozen weights (LoRA)": model.adapters is not None,
+        "layers that follow a pattern (Mamba)": bool(model.pattern),
+    }
+
+
 def target_problem(model: ModelSpec, plan: ParallelPlan, target: str) -> str | None:
     """Return why a program cannot run a plan; None where it can."""
     problems = {
@@ -193,6 +201,7 @@ def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int)
 
 def _megatron_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
     return {
+        **_unwritten(model),
         "it trains language models only": bool(model.stages) or not model.embeds_tokens,
         f"schedule {plan.schedule}": plan.schedule not in {"1f1b", "interleaved"},
         f"ZeRO-{plan.zero}": plan.zero > 1,
@@ -421,6 +430,7 @@ def _torchtitan_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool
     moved = (plan.offload_weights, plan.offload_optimizer)
     layers, chunks = model.num_layers + 2 * plan.embedding_layers, plan.pipeline * plan.virtual
     return {
+        **_unwritten(model),
         f"{layers} layers in {chunks} chunks, which it cuts by the layers of a chunk": (
             plan.schedule == "interleaved" and -(-layers // -(-layers // chunks)) != chunks
         ),
@@ -590,6 +600,7 @@ def trainer_config(
 def _trainer_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
     experts = model.experts
     return {
+        **_unwritten(model),
         "it trains language models only": bool(model.stages) or not model.embeds_tokens,
         "tensor, pipeline or context parallelism": plan.num_gpus != plan.data,
         f"ZeRO-{plan.zero}": plan.zero in {1, 2},

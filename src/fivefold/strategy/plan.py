@@ -231,7 +231,7 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
 
 def plan_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
     """Why ``plan`` cannot run ``model``, whatever the memory; None where it can."""
-    for check in (_axis_problem, _pipeline_problem, _expert_problem):
+    for check in (_axis_problem, _mamba_problem, _pipeline_problem, _expert_problem):
         problem = check(model, plan)
         if problem is not None:
             return problem
@@ -243,8 +243,21 @@ def _axis_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
         return "a convolution network is not split by tensor or context"
     if model.num_heads % plan.tensor:
         return f"tensor={plan.tensor} does not divide num_heads={model.num_heads}"
+    if model.adapters is not None and model.adapters.rank % plan.tensor:
+        return f"tensor={plan.tensor} does not divide rank={model.adapters.rank} of the adapters"
     if model.seq_len % (plan.context * (plan.tensor if plan.sequence_parallel else 1)):
         return f"the sequence of {model.seq_len} is not split evenly"
+    return None
+
+
+def _mamba_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
+    if model.mamba is None:
+        return None
+    if plan.context > 1:
+        return "layers of Mamba are not split by context: their scan crosses the sequence"
+    groups = model.mamba.heads if model.mamba.step_rank else model.mamba.groups
+    if groups % plan.tensor:
+        return f"tensor={plan.tensor} does not divide groups={groups} of the Mamba layers"
     return None
 
 

@@ -26,7 +26,8 @@ from fivefold.strategy._search import search_plans
 from fivefold.strategy.cluster import Cluster
 from fivefold.strategy.cost import PlanPrediction, evaluate_plan
 from fivefold.strategy.job import job_from_table
-from fivefold.strategy.model import MixtureOfExperts, ModelSpec
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.strategy.plan import ParallelPlan
 from fivefold.strategy.presets import load_model, named_models
 from fivefold.units import format_bytes
