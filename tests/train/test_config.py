@@ -65,7 +65,7 @@ def test_keys_of_muon_are_for_muon(load):
     [
         ("optim.lr=1e-4", 1e-4),
         ("optim.lr = 1", 1.0),
-        ("run.tensorboard=true", True),
+        ("logging.tensorboard=true", True),
         ("optim.betas=[0.8, 0.9]", (0.8, 0.9)),
         ("sync.method=slowmo", "slowmo"),
         ('sync.method="ddp"', "ddp"),
@@ -111,7 +111,7 @@ BAD = [
     ("[run]\nsteps = 'ten'\n", "", "run.steps must be an integer; got 'ten' (a string)", "is 200"),
     ("[run]\nsteps = 1.5\n", "", "run.steps must be an integer; got 1.5 (a number)", "default"),
     ("[run]\nsteps = true\n", "", "run.steps must be an integer; got true (a boolean)", "default"),
-    ("[run]\ntensorboard = 1\n", "", "run.tensorboard must be true or false; got 1", "is false"),
+    ("[logging]\ntensorboard = 1\n", "", "logging.tensorboard must be true or false", "false"),
     ("[run]\noutput = 5\n", "", "run.output must be a path in quotes; got 5", "runs/train"),
     ("[run]\noutput = ''\n", "", "run.output", "folder"),
     ("[data]\npath = ['a']\n", "", "data.path must be a string; got ['a'] (a list)", "stdlib"),
@@ -258,7 +258,6 @@ SYNC = st.one_of(
         seed=st.integers(0, 2**63 - 1),
         timeout_s=st.floats(0, 30 * 24 * 3600, exclude_min=True),
         resume=texts,
-        tensorboard=st.booleans(),
     ),
     data=st.builds(DataConfig, path=texts, tokenizer=texts, cache=texts),
     optim=st.builds(

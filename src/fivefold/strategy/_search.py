@@ -297,7 +297,10 @@ def _least_states(columns: Columns, space: SearchSpace, pattern: Pattern) -> Flo
     most = max(levels)
     shards = columns.replicas
     shared = kept / shards + routed / np.maximum(shards / columns.table.expert, 1.0)
+    frozen = columns.frozen_bytes(0, width=WEIGHT_BYTES)
+    frozen_shared = frozen[0] / shards + frozen[1] / np.maximum(shards / columns.table.expert, 1.0)
     weights = WEIGHT_BYTES * (shared if most >= 3 else whole)
+    weights = weights + (frozen_shared if most >= 3 else sum(frozen))
     gradients = columns.device.gradient_bytes * (shared if most >= 2 else whole)
     optimizer = columns.device.optimizer_state_bytes * (shared if most >= 1 else whole)
     if True in space.offload:

@@ -35,7 +35,7 @@ _TWO_CHUNKS = ("zb_v", "v_half", "v_min", "dualpipe_v")
 _BOTH = (False, True)
 _DEGREES = ("tensor", "pipeline", "context", "expert", "micro_batch", "virtual")
 _SWITCHES = ("embedding_layers", "sequence_parallel", "regather", "data_overlap",
-             "pipeline_overlap", "offload")  # fmt: skip
+             "pipeline_overlap", "offload", "shared_overlap")  # fmt: skip
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "schedules": get_args(PipelineSchedule), "recompute": get_args(Recompute),
     "tensor_overlap": get_args(Overlap), "orders": get_args(Order), "dtypes": DTYPES,
@@ -66,6 +66,7 @@ class SearchSpace:
         sequence_parallel: Whether norms may be split over the tensor group.
         regather: Whether its inputs are gathered again.
         tensor_overlap: Kinds of tensor overlap.
+        shared_overlap: Whether shared experts may compute beside dispatch and combine.
         data_overlap: Whether gradients may travel beside compute.
         pipeline_overlap: Whether stages may send beside compute, where the schedule can.
         offload: Whether weights, activations and optimizer states may go to the host.
@@ -90,6 +91,7 @@ class SearchSpace:
     sequence_parallel: tuple[bool, ...] = _BOTH
     regather: tuple[bool, ...] = (True,)
     tensor_overlap: tuple[str, ...] = ("none",)
+    shared_overlap: tuple[bool, ...] = (False,)
     data_overlap: tuple[bool, ...] = (True,)
     pipeline_overlap: tuple[bool, ...] = (True,)
     offload: tuple[bool, ...] = (False,)
@@ -237,6 +239,7 @@ class Pattern:
     copies: bool
     overlaps: bool
     sequences: bool
+    shares: bool
     shards: tuple[int | None, ...]
     workers: tuple[int, ...]
 
@@ -249,9 +252,16 @@ class Pattern:
             copies=replicas > 1,
             overlaps=plan.pipeline > 1 and plan.schedule not in WAITING_SCHEDULES,
             sequences=plan.tensor > 1 and model.seq_len % (plan.context * plan.tensor) == 0,
+            shares=_shares(model, plan),
             shards=tuple(s for s in space.shards if s is None or replicas % s == 0),
             workers=tuple(s for s in space.shards if s and replicas % s == 0 and s < replicas),
         )
+
+
+def _shares(model: ModelSpec, plan: ParallelPlan) -> bool:
+    """Whether shared experts have an exchange to compute beside."""
+    shared = model.experts is not None and model.experts.shared_ffn > 0
+    return shared and plan.expert > 1 and plan.schedule not in {"dualpipe", "dualpipe_v"}
 
 
 def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[np.int64]]:
@@ -284,7 +294,9 @@ def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[n
     }
 
 
-LAYER_SWITCHES = ("recompute", "sequence_parallel", "regather", "tensor_overlap", "dtype")
+LAYER_SWITCHES = (
+    "recompute", "sequence_parallel", "regather", "tensor_overlap", "dtype", "shared_overlap",
+)  # fmt: skip
 
 
 def layer_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[np.int64]]:
@@ -298,12 +310,13 @@ def layer_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[n
 
 def _layer_switches(space: SearchSpace, pattern: Pattern) -> list[tuple[Any, ...]]:
     return [
-        (recompute, parallel, again, overlap, dtype)
+        (recompute, parallel, again, overlap, dtype, shared)
         for recompute in space.recompute
         for parallel in (space.sequence_parallel if pattern.sequences else (False,))
         for again in (space.regather if parallel else (True,))
         for overlap in (space.tensor_overlap if pattern.split else ("none",))
         for dtype in space.dtypes
+        for shared in (space.shared_overlap if pattern.shares else (False,))
     ]
 
 

@@ -15,9 +15,9 @@ from fivefold.strategy._space import SearchSpace
 from fivefold.strategy.cluster import Cluster, check_keys, check_types
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
-from fivefold.strategy.presets import load_model, model_from_table
+from fivefold.strategy.presets import load_model, model_from_table, with_adapters
 
-_KEYS = {"model", "gpus", "global_batch", "seq_len", "search", "plan"}
+_KEYS = {"model", "gpus", "global_batch", "seq_len", "search", "plan", "adapters"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,8 @@ def load_job(path: Path | str, *, cluster: Cluster | None = None) -> Job:
     Args:
         path: TOML with ``model`` (a preset, a ``config.json``, or a table of ``ModelSpec``),
             ``gpus``, ``global_batch``, and where wanted ``seq_len``, ``[search]`` (fields of
-            ``SearchSpace``) and ``[plan]`` (fields of ``ParallelPlan``).
+            ``SearchSpace``), ``[plan]`` (fields of ``ParallelPlan``) and ``[adapters]`` (fields of
+            ``LowRankAdapters``).
         cluster: Gives the number of GPUs where the file does not; a job cannot have more.
 
     Raises:
@@ -81,6 +82,7 @@ def job_from_table(
     if cluster is not None:
         cluster.require(gpus)
     model = _model(table["model"], seq_len=seq_len, folder=folder)
+    model = with_adapters(model, table.get("adapters"))
     search = _tuples(table.get("search", {}), SearchSpace, where="[search]")
     if "shards" in search:  # TOML has no None: 0 stands for all replicas
         search["shards"] = tuple(count or None for count in search["shards"])
