@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+CODECS_BY_SIZE = ("fp32", "bf16", "int8", "int4")
+"""Codecs that lose little, each with smaller messages than the one before."""
 CODECS_TO_CHOOSE = ("fp32", "int8", "int4")
 """What ``codec="auto"`` chooses from, each with smaller messages than the one before."""
 
@@ -51,6 +53,12 @@ class MessageTimes:
         return MessageTimes(
             fixed_s=dict(zip(codecs, numbers[:half], strict=True)),
             whole_s=dict(zip(codecs, numbers[half:], strict=True)),
+        )
+
+    def only(self, codec: str) -> MessageTimes:
+        """Return the times of one codec."""
+        return MessageTimes(
+            fixed_s={codec: self.fixed_s[codec]}, whole_s={codec: self.whole_s[codec]}
         )
 
     def worthwhile(self) -> list[str]:

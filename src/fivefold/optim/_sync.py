@@ -332,6 +332,7 @@ class OuterSync:
             fragments=self._rule.num_fragments if self._tau is None else self._tau.fragments,
             delay_steps=schedule.delay_steps,
             codec=(self._tau and self._tau.codec) or self._codec,
+            automatic=() if self._tau is None else self._tau.decides,
             tensors=sum(len(group.tensors) for f in self._fragments for group in f.groups),
         )
 

@@ -207,6 +207,11 @@ class TauController:
         return self._now.codec if self._chooses else None
 
     @property
+    def decides(self) -> tuple[str, ...]:
+        """Return what is decided here beside fragments and delay."""
+        return ("tau", "codec") if len(self._times.codecs) > 1 else ("tau",)
+
+    @property
     def delay_steps(self) -> int | None:
         """Local steps between launch and merge of a fragment; None for a whole round."""
         return self._now.delay if self.fragments > 1 else None
