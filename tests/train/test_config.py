@@ -125,6 +125,7 @@ BAD = [
     ("[sync]\nmethod = 'ddp'\ntau = 4\n", "", "sync.tau is not a setting of", "ddp takes codec"),
     ("", "sync.method=none\nsync.codec=fp32", "sync.method must be one of", "co2"),
     ("[sync]\nmethod = 'ddp'\ncodec = 'int8'\n", "", "is not for ddp", '"bf16" or "fp16"'),
+    ("[sync]\ntau = 8\ncodec = 'auto'\n", "", "is chosen with the round", 'sync.tau = "auto"'),
     ("[sync]\ncodec = 'int9'\n", "", "sync.codec must be one of 'fp32', 'bf16'", "on the wire"),
     ("[sync]\nmethod = 'CO2'\n", "", "got 'CO2'", 'did you mean "co2"?'),
     ("[run]\ndevice = 'cpuu'\n", "", "run.device must be one of", 'did you mean "cpu"?'),

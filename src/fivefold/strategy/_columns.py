@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 _COSTS = tuple(field.name for field in fields(LayerCost))
 _KEYED = ("micro_batch", "sequence_parallel", "regather", "recompute", "tensor_overlap", "dtype",
-          "expert_tensor")  # fmt: skip
+          "expert_tensor", "shared_overlap")  # fmt: skip
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Columns:
         _, place_id = np.unique(place, return_inverse=True)
         ranks, ranks_id = np.unique(self.num_gpus, return_inverse=True)
         key = place_id.astype(np.int64) * len(ranks) + ranks_id
-        for name, size in zip(_KEYED, (2**14, 2, 2, 4, 4, 8, 2), strict=True):
+        for name, size in zip(_KEYED, (2**14, 2, 2, 4, 4, 8, 2, 2), strict=True):
             key = key * size + t.columns[name]
         _, first, index = np.unique(key, return_index=True, return_inverse=True)
         costs, heads = [], []
@@ -145,6 +145,20 @@ class Columns:
         routed = model.share_of("E") * model.adapter_parameters("experts")
         count = self.counts[stage]
         return count * kept / t.tensor, count * routed / (self.expert_split * t.expert)
+
+    def matrix_parameters(self, stage: int) -> tuple[Floats, Floats]:
+        """Trained matrices of a stage's layers on one GPU, kept and routed."""
+        model, t, count = self.model, self.table, self.counts[stage]
+        if model.adapters is not None:
+            return self._of_adapters(stage)
+        kept = sum(
+            model.share_of(letter) * matrix.size
+            for letter, parts in BLOCKS.items()
+            for part in parts if part != "experts"
+            for matrix in model.matrices(part)
+        )  # fmt: skip
+        routed = count * model.share_of("E") * model.routed_parameters
+        return count * kept / t.tensor, routed / (self.expert_split * t.expert)
 
     def frozen_bytes(self, stage: int, *, width: float) -> tuple[Floats, Floats]:
         """Bytes of frozen parameters, kept and routed, of ``width`` where nothing is narrower."""

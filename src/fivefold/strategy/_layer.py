@@ -42,6 +42,7 @@ class LayerKey:
     tensor_overlap: str
     dtype: str
     expert_tensor: int | None
+    shared_overlap: bool = False
 
     @classmethod
     def of(cls, plan: ParallelPlan) -> LayerKey:
@@ -53,7 +54,7 @@ class LayerKey:
             ranks=plan.num_gpus,
             sequence_parallel=plan.sequence_parallel, regather=plan.regather,
             recompute=plan.recompute, tensor_overlap=plan.tensor_overlap, dtype=plan.dtype,
-            expert_tensor=plan.expert_tensor,
+            expert_tensor=plan.expert_tensor, shared_overlap=plan.shared_overlap,
         )  # fmt: skip
 
     def shape(self, device: DeviceSpec) -> LayerShape:
@@ -222,10 +223,12 @@ def _timed(
     causal: bool,
 ) -> LayerCost:  # fmt: skip
     total, again, remade_s = _Times(), 0.0, 0.0
-    products = _Times()
+    products, shared = _Times(), _Times()
     for op in operators:
         times = _operator_times(device, op, dtype=key.dtype, causal=causal)
         total = total.plus(times)
+        if op.name.startswith("shared expert"):
+            shared = shared.plus(times)
         if op.kind == "gemm":
             products = products.plus(times)
         if op.scores or op.kind == "attention":
@@ -237,6 +240,12 @@ def _timed(
     tensor = _tensor_times(device, fabric, key=key, operators=operators, products=products)
     context = _context_times(device, fabric, key=key, operators=operators, causal=causal)
     exchange = _exchange_times(device, fabric, key=key, operators=operators)
+    if key.shared_overlap:
+        beside = functools.partial(_exposed_s, slowdown=device.overlap_slowdown)
+        exchange = _Times(
+            forward_s=beside(exchange.forward_s, shared.forward_s),
+            input_s=beside(exchange.input_s, shared.input_s + shared.weight_s),
+        )
     floor_s = device.host_kernel_s * sum(op.kernels for op in operators if not op.grouped)
     floor_s += sum(_grouped_host_s(op, device, key.dtype) for op in operators if op.grouped)
     sent = tensor.plus(context).plus(exchange)

@@ -254,6 +254,8 @@ def _megatron(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Rec
         global_batch=whole, micro_batch=micro, data=data, tensor=tensor, pipeline=pipeline,
         context=context, expert=_whole(settings, "expert_model_parallel_size", default=1),
         expert_tensor=1 if split_experts == 1 < tensor else None,
+        shared_overlap=_on(settings, "moe_shared_expert_overlap")
+        and _whole(settings, "expert_model_parallel_size", default=1) > 1,
         virtual=virtual if interleaved else 1,
         schedule="interleaved" if interleaved else "1f1b",
         zero=1 if distributed else 0,
@@ -329,6 +331,7 @@ def _megatron_model(settings: Mapping[str, Any], path: Path, assumed: list[str])
         experts=None if not experts else MixtureOfExperts(
             num_experts=experts, top_k=_whole(settings, "moe_router_topk", default=2),
             expert_ffn=_whole(settings, "moe_ffn_hidden_size", default=inner),
+            shared_ffn=_whole(settings, "moe_shared_expert_intermediate_size", default=0),
         ),
     )  # fmt: skip
 
