@@ -299,6 +299,7 @@ def test_unknown_attribute_is_an_attribute_error():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # two whole collections, which took 280 s beside other work
 def test_every_process_collects_the_same_tests(tmp_path):
     """Workers that share the tests compare their names, which may not hold times or addresses."""
     (tmp_path / "next_year.py").write_text(
@@ -321,10 +322,15 @@ def test_every_process_collects_the_same_tests(tmp_path):
             ),
         )
     )
-    names = [
-        [line for line in process.communicate(timeout=280)[0].splitlines() if "::" in line]
-        for process in (here, later)
-    ]
+    try:
+        names = [
+            [line for line in process.communicate()[0].splitlines() if "::" in line]
+            for process in (here, later)
+        ]
+    finally:
+        for process in (here, later):
+            process.kill()
+            process.wait()
     assert here.returncode == later.returncode == 0
     assert len(names[0]) > 1000
     assert names[0] == names[1]

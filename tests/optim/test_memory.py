@@ -64,8 +64,9 @@ def test_measured_memory_is_the_formula(rule, codec, shards, per_parameter):
     assert expected == per_parameter * NUM_PARAMETERS
     for counted, grown in run_processes(2 * shards, work):
         assert counted == pytest.approx(expected, rel=0.01)
-        # Beside the state: buckets and wires of fixed sizes, and libraries at their first use.
-        assert 0.9 * expected < grown < expected + 25e6
+        # Beside the state: buckets and wires of fixed sizes, and libraries at their first use. It
+        # may grow by less: what the tests before have freed is used first.
+        assert grown < expected + 25e6
 
 
 def test_numbers_must_be_positive():
