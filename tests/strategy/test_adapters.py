@@ -13,6 +13,7 @@ from fivefold.strategy import (
     ModelSpec,
     ParallelPlan,
     SearchSpace,
+    error_bar,
     evaluate_plan,
     load_cluster,
     load_job,
@@ -132,6 +133,11 @@ def test_a_larger_rank_costs_more(rank, tensor, recomputed):
     less, more = (price(adapted(rank=tensor * r), plan) for r in (rank, 2 * rank))
     assert more.time_s >= less.time_s
     assert more.memory.total_bytes > less.memory.total_bytes
+
+
+def test_error_bars_say_that_no_row_has_adapters():
+    bars = [error_bar(model, CLUSTER.device, PLAN, time_s=5.0).like for model in (LLAMA, adapted())]
+    assert bars[1] == f"{bars[0]}; none with adapters"
 
 
 def test_bounds_of_the_search_lose_no_plan():
