@@ -90,6 +90,7 @@ def plans(draw, model):
         offload_layers=draw(few) if moved else None,
         tensor_overlap=draw(st.sampled_from(["none", "ring", "pipe"])),
         order=draw(st.sampled_from(["tcdp", "tcpd"])), offload_weights=draw(flag),
+        optimizer=draw(st.sampled_from(["adamw", "adamw", "muon"])),
     )  # fmt: skip
 
 

@@ -159,6 +159,7 @@ def _of_trainer(path: Path, cluster: Cluster, sizes: JobSizes) -> PlannedJob:
         micro_batch=(optim.batch_size,),
         tau=_taus(config),
         dtypes=(precision_of(config, cluster),),
+        optimizers=(optim.optimizer,),
         data_overlap=(True,),
     )
     return PlannedJob(job=Job(model=model_of(config), space=space), config=config)

@@ -146,6 +146,20 @@ class Columns:
         count = self.counts[stage]
         return count * kept / t.tensor, count * routed / (self.expert_split * t.expert)
 
+    def matrix_parameters(self, stage: int) -> tuple[Floats, Floats]:
+        """Trained matrices of a stage's layers on one GPU, kept and routed."""
+        model, t, count = self.model, self.table, self.counts[stage]
+        if model.adapters is not None:
+            return self._of_adapters(stage)
+        kept = sum(
+            model.share_of(letter) * matrix.size
+            for letter, parts in BLOCKS.items()
+            for part in parts if part != "experts"
+            for matrix in model.matrices(part)
+        )  # fmt: skip
+        routed = count * model.share_of("E") * model.routed_parameters
+        return count * kept / t.tensor, routed / (self.expert_split * t.expert)
+
     def frozen_bytes(self, stage: int, *, width: float) -> tuple[Floats, Floats]:
         """Bytes of frozen parameters, kept and routed, of ``width`` where nothing is narrower."""
         none = np.zeros(len(self.table))

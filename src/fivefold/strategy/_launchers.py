@@ -98,9 +98,12 @@ def space_of_target(space: SearchSpace, target: str, *, gpus_per_node: int) -> S
     return dataclasses.replace(space, **changes)
 
 
-def _unwritten(model: ModelSpec) -> dict[str, bool]:
-    """What no program's words are written for."""
+def _unwritten(model: ModelSpec, plan: ParallelPlan | None = None) -> dict[str, bool]:
+    """What no program's words are written for; a plan, where Muon is none of them."""
     return {
+        "Muon, whose words are younger than those written here": (
+            plan is not None and plan.optimizer == "muon"
+        ),
         "adapters beside frozen weights (LoRA)": model.adapters is not None,
         "layers that follow a pattern (Mamba)": bool(model.pattern),
     }
@@ -202,7 +205,7 @@ def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int)
 
 def _megatron_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
     return {
-        **_unwritten(model),
+        **_unwritten(model, plan),
         "it trains language models only": bool(model.stages) or not model.embeds_tokens,
         f"schedule {plan.schedule}": plan.schedule not in {"1f1b", "interleaved"},
         f"ZeRO-{plan.zero}": plan.zero > 1,
@@ -432,7 +435,7 @@ def _torchtitan_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool
     moved = (plan.offload_weights, plan.offload_optimizer)
     layers, chunks = model.num_layers + 2 * plan.embedding_layers, plan.pipeline * plan.virtual
     return {
-        **_unwritten(model),
+        **_unwritten(model, plan),
         f"{layers} layers in {chunks} chunks, which it cuts by the layers of a chunk": (
             plan.schedule == "interleaved" and -(-layers // -(-layers // chunks)) != chunks
         ),
@@ -593,6 +596,7 @@ def trainer_config(
             "batch_size": plan.micro_batch,
             "accumulation": plan.num_micro_batches,
             "precision": plan.dtype,
+            **({"optimizer": plan.optimizer} if plan.optimizer != "adamw" else {}),
         },
         "sync": sync,
     }

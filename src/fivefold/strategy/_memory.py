@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fivefold.strategy._columns import Columns, Floats
+from fivefold.strategy._muon import spared_bytes
 from fivefold.strategy.pipeline import stored_at
 
 WEIGHT_BYTES = 2.0
@@ -87,6 +88,7 @@ def stage_bytes(columns: Columns, stage: int) -> dict[str, Floats]:
     weights = weights + copies * np.where(t.zero >= 3, spread, held)
     gradients = copies * device.gradient_bytes * np.where(t.zero >= 2, shared, states)
     optimizer = device.optimizer_state_bytes * np.where(t.zero >= 1, shared, states)
+    optimizer = optimizer - spared_bytes(columns, stage)
     stored = stored_bytes(columns, stage)
     layers = np.maximum(columns.model.num_layers / t.pipeline, 1.0)
     gathered = device.gathered_layers * (WEIGHT_BYTES + device.gradient_bytes) * states / layers

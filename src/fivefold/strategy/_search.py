@@ -19,6 +19,7 @@ from fivefold.collectives.pricing import FabricSpec
 from fivefold.errors import InfeasibleError
 from fivefold.strategy._columns import Columns, Floats
 from fivefold.strategy._memory import WEIGHT_BYTES, stored_bytes
+from fivefold.strategy._muon import moment_bytes
 from fivefold.strategy._space import (
     Outer,
     Pattern,
@@ -302,7 +303,10 @@ def _least_states(columns: Columns, space: SearchSpace, pattern: Pattern) -> Flo
     weights = WEIGHT_BYTES * (shared if most >= 3 else whole)
     weights = weights + (frozen_shared if most >= 3 else sum(frozen))
     gradients = columns.device.gradient_bytes * (shared if most >= 2 else whole)
-    optimizer = columns.device.optimizer_state_bytes * (shared if most >= 1 else whole)
+    bytes_each = columns.device.optimizer_state_bytes
+    if "muon" in space.optimizers:
+        bytes_each -= moment_bytes(columns.device)
+    optimizer = bytes_each * (shared if most >= 1 else whole)
     if True in space.offload:
         layers = np.maximum(columns.model.num_layers / columns.table.pipeline, 1.0)
         return weights * np.minimum(2.0 / layers, 1.0) + gradients

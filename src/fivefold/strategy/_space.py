@@ -21,6 +21,7 @@ from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import (
     DTYPES,
     WAITING_SCHEDULES,
+    Optimizer,
     Order,
     Overlap,
     ParallelPlan,
@@ -39,6 +40,7 @@ _SWITCHES = ("embedding_layers", "sequence_parallel", "regather", "data_overlap"
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "schedules": get_args(PipelineSchedule), "recompute": get_args(Recompute),
     "tensor_overlap": get_args(Overlap), "orders": get_args(Order), "dtypes": DTYPES,
+    "optimizers": get_args(Optimizer),
     "zero": (0, 1, 2, 3), **dict.fromkeys(_SWITCHES, _BOTH),
 }  # fmt: skip
 
@@ -72,6 +74,7 @@ class SearchSpace:
         offload: Whether weights, activations and optimizer states may go to the host.
         orders: Of the axes.
         tau: Iterations between synchronisations; more than 1 changes convergence.
+        optimizers: Optimizers; "muon" changes convergence.
         dtypes: Of products.
     """
 
@@ -97,6 +100,7 @@ class SearchSpace:
     offload: tuple[bool, ...] = (False,)
     orders: tuple[str, ...] = ("tcdp",)
     tau: tuple[int, ...] = (1,)
+    optimizers: tuple[str, ...] = ("adamw",)
     dtypes: tuple[str, ...] = ("bf16",)
 
     def __post_init__(self) -> None:
@@ -272,10 +276,11 @@ def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[n
         for shard in (pattern.shards if zero else (None,))
     ]
     rows = [
-        (*layer, zero, shard, data, *rest, tau)
+        (*layer, zero, shard, data, *rest, tau, optimizer)
         for layer in _layer_switches(space, pattern)
-        for (zero, shard), data, tau, *rest in itertools.product(
+        for (zero, shard), optimizer, data, tau, *rest in itertools.product(
             zeros,
+            space.optimizers,
             space.data_overlap if pattern.copies else (False,),
             space.tau if pattern.copies else (1,),
             space.pipeline_overlap if pattern.overlaps else (False,),
@@ -285,9 +290,12 @@ def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[n
         )
         # Local steps need whole states, or workers that share theirs.
         if not (tau > 1 and zero > 0) or (zero == 3 and shard in pattern.workers)
+        # The last of what may be in host memory are optimizer states.
+        if not (optimizer == "muon" and rest[-1])
     ]
     names = (*LAYER_SWITCHES, "zero", "shard", "data_overlap", "pipeline_overlap",
-             "offload_weights", "offload_activations", "offload_optimizer", "tau")  # fmt: skip
+             "offload_weights", "offload_activations", "offload_optimizer", "tau",
+             "optimizer")  # fmt: skip
     return {
         name: np.array([encode(name, row[i]) for row in rows], np.int64)
         for i, name in enumerate(names)

@@ -19,6 +19,7 @@ from fivefold.collectives.pricing.closed_form import chain_time_s
 from fivefold.errors import ConfigurationError
 from fivefold.strategy._columns import Columns, Floats
 from fivefold.strategy._memory import WEIGHT_BYTES, MemoryUse, fullest_bytes, memory_use
+from fivefold.strategy._muon import muon_s
 from fivefold.strategy.cluster import Cluster, DeviceSpec
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.pipeline import pipeline_shape
@@ -356,7 +357,7 @@ def _optimizer_s(columns: Columns, kept: Floats, routed: Floats) -> Floats:
     shared = kept / columns.shards + routed / columns.expert_shards
     count = np.where(columns.table.zero > 0, shared, kept + routed)
     rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
-    return device.optimizer_bytes_per_parameter * count / rate
+    return device.optimizer_bytes_per_parameter * count / rate + muon_s(columns)
 
 
 def _data_s(columns: Columns, kept: Floats, routed: Floats, slow: Floats) -> Floats:

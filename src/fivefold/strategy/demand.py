@@ -13,6 +13,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.strategy._adapters import trained_head, trained_operators
 from fivefold.strategy._columns import Columns
 from fivefold.strategy._layer import LayerKey
+from fivefold.strategy._muon import whole_bytes
 from fivefold.strategy._operators import Operator
 from fivefold.strategy.cluster import DeviceSpec
 from fivefold.strategy.cost import evaluate_plan
@@ -150,6 +151,13 @@ def _state_messages(columns: Columns, plan: ParallelPlan, *, segments: int) -> t
                 Message(axis=over, kind="all_reduce", size_bytes=summed, phase="reduce",
                         hidden=local)
             )  # fmt: skip
+    if plan.zero == 3 and plan.optimizer == "muon":
+        wholes = [round(float(size[0]) / segments) for size in whole_bytes(columns)]
+        found += [
+            Message(axis=axis, kind="all_to_all", size_bytes=size, phase="reduce")
+            for axis, size in zip(("shard", "expert_shard"), wholes, strict=True)
+            if size and plan.group(axis).size > 1
+        ]
     return tuple(found)
 
 

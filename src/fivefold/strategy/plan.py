@@ -27,6 +27,7 @@ PipelineSchedule = Literal[
 Recompute = Literal["none", "selective", "full"]
 Overlap = Literal["none", "ring", "pipe"]
 Order = Literal["tcdp", "tcpd"]
+Optimizer = Literal["adamw", "muon"]
 DTYPES = ("bf16", "fp8", "fp32", "mxfp8", "nvfp4")
 WAITING_SCHEDULES = ("gpipe", "1f1b")
 """Schedules whose stages wait for their messages, whatever ``pipeline_overlap`` says."""
@@ -68,6 +69,8 @@ class ParallelPlan:
         tau: Iterations between synchronisations (CO2); 1 is plain data parallelism. More than 1
             changes convergence, so no search turns it on by itself. With ZeRO-3 the ranks that
             share states are one worker, and workers synchronise.
+        optimizer: "adamw", or "muon" for matrices of layers with AdamW for the rest, which changes
+            convergence, so no search turns it on by itself.
         embedding_layers: Embedding and head count as a layer each when layers are dealt out.
         order: Axes from the innermost rank outward.
         dtype: Of matrix products.
@@ -106,6 +109,7 @@ class ParallelPlan:
     offload_layers: int | None = None
     offload_optimizer: bool = False
     tau: int = 1
+    optimizer: Optimizer = "adamw"
     embedding_layers: bool = False
     order: Order = "tcdp"
     dtype: str = "bf16"
@@ -120,6 +124,7 @@ class ParallelPlan:
         for name, allowed in (
             ("schedule", get_args(PipelineSchedule)), ("recompute", get_args(Recompute)),
             ("tensor_overlap", get_args(Overlap)), ("order", get_args(Order)),
+            ("optimizer", get_args(Optimizer)),
             ("zero", (0, 1, 2, 3)), ("dtype", DTYPES),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
@@ -229,6 +234,9 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
          "set recompute to 'full' or 'selective'"),
         (plan.offload_layers is not None and not plan.offload_activations,
          "offload_layers needs offload_activations", "set offload_activations"),
+        (plan.optimizer == "muon" and plan.offload_optimizer,
+         "optimizer 'muon' cannot have its states in host memory",
+         "its products need them on the device: leave offload_optimizer out"),
         (plan.tau > 1 and plan.zero > 0 and not (plan.zero == 3 and plan.shards < replicas),
          "tau > 1 needs whole states, or states shared inside a worker",
          "use zero=0, or zero=3 with a shard of fewer ranks than replicas"),
@@ -238,6 +246,8 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
 
 def plan_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
     """Why ``plan`` cannot run ``model``, whatever the memory; None where it can."""
+    if model.stages and plan.optimizer == "muon":
+        return "optimizer 'muon' is priced for transformers only"
     for check in (_axis_problem, _mamba_problem, _pipeline_problem, _expert_problem):
         problem = check(model, plan)
         if problem is not None:
@@ -299,6 +309,7 @@ _WORDS: Mapping[str, tuple[Any, ...]] = {
     "recompute": get_args(Recompute),
     "tensor_overlap": get_args(Overlap),
     "order": get_args(Order),
+    "optimizer": get_args(Optimizer),
     "dtype": DTYPES,
 }
 _FLAGS = {

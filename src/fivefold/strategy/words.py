@@ -39,6 +39,8 @@ def settings_of(plan: ParallelPlan) -> str:
         words.append(f"recompute {plan.recompute}")
     if plan.tau > 1:
         words.append(f"tau {plan.tau}")
+    if plan.optimizer != "adamw":
+        words.append(plan.optimizer.capitalize())
     words += [
         f"offload {name}"
         for name in ("weights", "activations", "optimizer")
