@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.strategy import (
-    LowRankAdapters,
-    MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
     SearchSpace,
@@ -23,6 +21,7 @@ from fivefold.strategy import (
     target_problem,
 )
 from fivefold.strategy.demand import plan_demand
+from fivefold.strategy.parts import LowRankAdapters, MixtureOfExperts
 
 CLUSTER = load_cluster("h100-nemo")
 LLAMA = load_model("llama3-8b")
