@@ -38,7 +38,8 @@ _IMPOSSIBLE = {"26.02.01 L399", "26.02.01 L401"}
 _OFFLOADED = {
     ("llama3-70b", "GB300"): 20, ("llama3-70b", "GB200"): 40, ("llama3-405b", "GB200"): 92,
 }  # fmt: skip
-_NAMED = ("deepseek-v3", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "kimi-k2")
+_NAMED = ("deepseek-v3", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "kimi-k2",
+          "nemotron-3-nano")  # fmt: skip
 _PLAIN: dict[str, Any] = {
     "tied": False, "learned_positions": False, "dropout": False, "biases": False, "gated": True,
 }  # fmt: skip
@@ -56,6 +57,12 @@ class PublicRow:
     measured_s: float | None
     memory_bytes: float | None
     out_of_memory: bool
+
+    @property
+    def title(self) -> str:
+        """The group, with layers of Mamba apart: rows split by group, as when none had a plan."""
+        mamba = self.model is not None and self.model.mamba is not None
+        return "MoE with Mamba, 26.02.01" if mamba else self.group
 
     def device(self) -> DeviceSpec:
         """Where it ran."""
@@ -154,16 +161,11 @@ def _preset(table: str, entry: dict[str, str]) -> str:
 
 def _model(entry: dict[str, str]) -> ModelSpec | None:
     seq = int(entry["seq"])
-    if entry["model"] in {
-        "deepseek-v3",
-        "qwen3-30b-a3b",
-        "qwen3-235b-a22b",
-        "gpt-oss-120b",
-        "kimi-k2",
-    }:
-        model = load_model(entry["model"], seq_len=seq)
+    name = entry["model"].replace("_", "-")
+    if name in _NAMED:
+        model = load_model(name, seq_len=seq)
         # mtp_num_layers=1 in the recipe of DeepSeek-V3, but for rows that say otherwise.
-        further = entry["model"] == "deepseek-v3" and not any(
+        further = name == "deepseek-v3" and not any(
             words in entry["notes"] for words in ("w/o MTP", "tokendrop")
         )
         return dataclasses.replace(model, predicted_tokens=int(further))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.results_file import BenchmarkRow
+from benchmarks.strategy._orders import MeasuredPlan, order_rows
 from benchmarks.strategy._recent_rows import PublicRow, read_folder
 from benchmarks.strategy._rows import TABLES, read_table
 from fivefold.strategy import error_bar, load_cluster
@@ -78,9 +79,9 @@ def halves(rows: list[PublicRow]) -> dict[str, list[PublicRow]]:
 def time_rows(found: list[Judged], half: str) -> list[BenchmarkRow]:
     """Mean and worst error and the bias of every group."""
     lines = []
-    for group in sorted({one.row.group for one in found}):
+    for group in sorted({one.row.title for one in found}):
         errors = [
-            e for one in found if one.row.group == group and (e := one.time_error) is not None
+            e for one in found if one.row.title == group and (e := one.time_error) is not None
         ]
         if not errors:
             continue
@@ -236,6 +237,17 @@ def anchor_rows(rows: list[PublicRow], half: str) -> list[BenchmarkRow]:
     ]  # fmt: skip
 
 
+def recent_orders(rows: list[PublicRow]) -> list[BenchmarkRow]:
+    """Order of plans of one job, over both halves: a group is seldom in one of them alone."""
+    plans = [
+        MeasuredPlan(row.cluster, row.model, row.plans[0], row.measured_s, found[0])
+        for row in rows
+        if row.model is not None and row.measured_s is not None and len(row.plans) == 1
+        if (found := row.predict()) is not None
+    ]
+    return order_rows("plans of one job, public rows", plans)
+
+
 def judge_rows(folder: Path, *, half: str = "judge") -> list[BenchmarkRow]:
     """All figures of one half of a folder of public rows.
 
@@ -248,6 +260,7 @@ def judge_rows(folder: Path, *, half: str = "judge") -> list[BenchmarkRow]:
     left = len(rows) - len(found)
     lines = time_rows(found, half) + memory_rows(found, half)
     lines += interval_rows(rows, half) + anchor_rows(rows, half)
+    lines += recent_orders(read_folder(folder))
     lines.append(
         BenchmarkRow(case=f"{len(rows)} rows ({half})", metric="rows that no plan expresses",
                      unit="rows", ours=left)

@@ -160,9 +160,9 @@ def test_a_full_disk_behind_standard_output_is_told():
     assert [one.partition(":")[0] for one in ended.stderr.splitlines()] == ["error", "hint"]
 
 
-def test_ctrl_c_ends_with_130_and_says_nothing(shell, monkeypatch):
+def test_ctrl_c_ends_with_130_and_one_line(shell, monkeypatch):
     _raising(monkeypatch, KeyboardInterrupt())
-    assert shell() == (130, "", "")
+    assert shell() == (130, "", "interrupted\n")
 
 
 def test_debug_shows_where(shell, monkeypatch):

@@ -35,3 +35,13 @@ def test_plan_names_the_table_that_it_judges(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         entry.main()
     assert "[plan]" in capsys.readouterr().out
+
+
+def test_examples_stand_on_lines_of_their_own(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["fivefold", "plan", "--help"])
+    monkeypatch.setenv("TERMINAL_WIDTH", "120")
+    with pytest.raises(SystemExit):
+        entry.main()
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    examples = [line for line in lines if line.startswith("$ fivefold plan")]
+    assert len(examples) == 2

@@ -66,7 +66,7 @@ def test_a_file_that_is_no_order_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ConfigurationError, match="is no plan to be run") as caught:
         read_order(path)
-    assert "--save" in str(caught.value.hint)
+    assert "--output" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_plan_takes_about_as_long_as_predicted(tmp_path):
     result = CliRunner().invoke(
         app,
         ["execute", str(path), "--cluster", "switch:2,bandwidth=12.5MB/s", "--co-designs", "none",
-         "--json", "--save", str(tmp_path / "plan.json")],
+         "--json", "--output", str(tmp_path / "plan.json")],
     )  # fmt: skip
     if isinstance(result.exception, UnsupportedError):
         pytest.skip(f"this machine cannot make the links: {result.exception.message}")

@@ -214,8 +214,8 @@ def test_prices(run):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("verify", "none.json"), 1, "none.json does not exist"),
-        (("run", "none.xml"), 1, "none.xml does not exist"),
+        (("verify", "none.json"), 2, "'none.json' does not exist"),
+        (("run", "none.xml"), 2, "'none.xml' does not exist"),
         (("bench", "all_reduce"), 2, "neither a topology nor are there ranks"),
         (("synthesize", "all_gather", "nowhere:4"), 2, "nowhere"),
         (("draw", "program.xml"), 1, "holds a program"),

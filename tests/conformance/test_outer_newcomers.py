@@ -172,7 +172,7 @@ def test_newcomer_takes_over_the_automatic_tau():
     def work(transport):
         worker = Worker(transport, rule)
         if transport.rank == 0:
-            worker.sync._tau._tau = 6
+            worker.sync._tau.begin_at(worker.sync._tau.state() | {"delay": 6})
             return worker.sync.peer_state()
         return worker.sync
 

@@ -586,7 +586,7 @@ def test_automatic_tau_survives_another_number_of_workers():
 
     def first(transport):
         worker = Worker(transport, rule)
-        worker.sync._tau._tau = 5
+        worker.sync._tau.begin_at(worker.sync._tau.state() | {"delay": 5})
         worker.sync._fragments[0].schedule.retune(5, delay_steps=None)
         worker.train(range(5))
         return worker.state()

@@ -1,12 +1,23 @@
 """What the statistics say should be changed, from times that are known."""
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from fivefold.optim import DelayCorrected, DelayedGradients, OuterSync, SyncStatistics
+from fivefold.optim import (
+    DelayCorrected,
+    DelayedGradients,
+    OuterSync,
+    SyncStatistics,
+    _fragment,
+)
 from fivefold.testing import run_world
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+from outer_world import Clock, Timed
 
 MEASURED = SyncStatistics(
     steps=1000, rounds=125, merged_rounds=124, payload_bytes=2 * 10**9, sent_bytes=10**9,
@@ -86,6 +97,24 @@ CASES = [
         ],
     ),
     ({"step_s": None, "all_reduce_s": None}, []),
+    # A delay that was given is raised before the round.
+    (
+        {"all_reduce_s": 0.15, "fragments": 2, "delay_steps": 1, "rule": "delay-corrected"},
+        [
+            ("an all-reduce of one of 2 fragments takes 1.5 steps and has 1 to hide behind: "
+            'use delay_steps=2 or codec="bf16"')
+        ],
+    ),
+    # What is decided while training is not for the user to change.
+    (
+        {"all_reduce_s": 1.1, "automatic": ("tau",)},
+        ['an all-reduce takes 11.0 steps and has 8 to hide behind: use codec="auto"'],
+    ),
+    (
+        {"all_reduce_s": 1.1, "automatic": ("tau", "codec")},
+        ["an all-reduce takes 11.0 steps and has 8 to hide behind: tau follows"],
+    ),
+    ({"all_reduce_s": 0.11, "automatic": ("tau",)}, []),
 ]  # fmt: skip
 
 
@@ -117,3 +146,36 @@ def test_a_run_fills_the_table(rule):
     first, second, *_ = str(record).splitlines()
     assert first.startswith(f"{rule.name}: tau {rule.tau}")
     assert second.strip().startswith("12 steps, ")
+
+
+@pytest.mark.parametrize(
+    ("rule", "message_s"),
+    [
+        (DelayCorrected(tau=4, fragments=4), 0.25),
+        (DelayCorrected(tau=4, fragments=1), 0.25),
+        (DelayedGradients(), 0.25),
+    ],
+    ids=["fragments", "whole", "gradients"],
+)
+def test_times_of_a_known_link_and_of_known_steps(rule, message_s, monkeypatch):
+    """Rank 1 is slow: what rank 0 waits for it is neither the network's time nor a step's."""
+    clock = Clock()
+    monkeypatch.setattr(_fragment, "time", clock)
+
+    def work(transport):
+        model = torch.nn.ParameterList([torch.zeros(4) for _ in range(4)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        road = Timed(transport, clock, lambda _: message_s)
+        sync = OuterSync(model, optimizer, rule=rule, transport=road)
+        for _ in range(24):
+            clock.advance(0.5 if transport.rank == 0 else 1.0)
+            for parameter in model:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            sync.step()
+        return sync.statistics()
+
+    quick, slow = run_world(2, work)
+    assert quick.all_reduce_s == slow.all_reduce_s == pytest.approx(message_s)
+    assert (quick.step_s, slow.step_s) == (pytest.approx(0.5), pytest.approx(1.0))
+    assert slow.advice() == [] or "shorter round" in slow.advice()[0]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim import DelayCorrected
 from fivefold.optim.advise import JobTimes, options_for
 
 DDP_JOB = """
@@ -46,13 +47,13 @@ def recommended(found):
     [
         # 4 MB at 10 MB/s, 0.4 s: 4.4 steps of 0.1 s with a tenth to spare.
         (times(0.5, 0.1, 0.0, 10e6), "DelayCorrected(tau=5, fragments=5)", "fp32"),
-        # 0.5 steps of latency per message: eight of them take four steps more.
-        (times(0.5, 0.1, 0.05, 10e6), "DelayCorrected(tau=9, fragments=8)", "fp32"),
-        # 44 steps are a long round; 22 with half the bytes too; int8 is 11.3.
-        (times(4.1, 0.1, 0.0, 1e6), "DelayCorrected(tau=12, fragments=8)", "int8"),
+        # 0.5 steps of latency per message, half a fragment's time: one message, 4.95 steps long.
+        (times(0.5, 0.1, 0.05, 10e6), "DelayCorrected(tau=5, fragments=1)", "fp32"),
+        # 44 steps are a long round; 22 with half the bytes too; int8 is 11.1, in six of two each.
+        (times(4.1, 0.1, 0.0, 1e6), "DelayCorrected(tau=12, fragments=6)", "int8"),
         (times(0.105, 0.1, 0.0, 1e9), "", ""),
-        # Of two tensors there are no five fragments.
-        (times(0.5, 0.1, 0.0, 10e6, tensors=2), "DelayCorrected(tau=5, fragments=2)", "fp32"),
+        # Of two tensors there are no five fragments, and half the model takes 2.2 steps.
+        (times(0.5, 0.1, 0.0, 10e6, tensors=2), "DelayCorrected(tau=6, fragments=2)", "fp32"),
     ],
 )
 def test_the_shortest_round_that_hides_it(found, rule, codec):
@@ -72,6 +73,19 @@ def test_a_slower_link_never_shortens_the_round(compute_s, fixed_s, bytes_per_s,
 
     before, after = rounds(1.0), rounds(slower)
     assert all(after[codec] >= before[codec] for codec in before.keys() & after.keys())
+
+
+@given(st.floats(1e-3, 10), st.floats(1e-6, 1), st.floats(1e5, 1e10), st.integers(1, 20))
+def test_every_message_fits_behind_its_delay(compute_s, fixed_s, bytes_per_s, tensors):
+    job = times(10 * compute_s, compute_s, fixed_s, bytes_per_s, tensors=tensors)
+    widths = {"fp32": 4, "bf16": 2, "int8": 1.0078125, "int4": 0.515625}
+    for one in options_for(job)[1:]:
+        if not one.rule.startswith("DelayCorrected"):
+            continue
+        rule = eval(one.rule, {"DelayCorrected": DelayCorrected})  # noqa: S307 - as it is printed
+        assert rule.fragments <= tensors
+        message_s = fixed_s + widths[one.codec] * 1e6 / rule.fragments / bytes_per_s
+        assert (rule.delay_steps or rule.tau) * compute_s >= 1.1 * message_s * (1 - 1e-3)
 
 
 def test_a_job_without_ddp_is_never_told_to_stay():

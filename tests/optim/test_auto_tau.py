@@ -343,7 +343,8 @@ def test_after_a_steady_phase_tau_is_the_smallest_that_hides(chosen, history, st
     controller = TauController(chosen, world_size)
     for number, (some_step_s, some_all_reduce_s) in enumerate(rounds):
         controller.observe(some_step_s, some_all_reduce_s, round_number=number)
-    longest = chosen.window + controller.patience_rounds + chosen.patience * 4**3
+    # Until what the rounds before needed is forgotten, and then as patient as it may have become.
+    longest = 64 + chosen.window + controller.patience_rounds + chosen.patience * 4**3
     for number in range(longest):
         controller.observe([step_s] * world_size, [all_reduce_s] * world_size, round_number=number)
     tau = controller.tau

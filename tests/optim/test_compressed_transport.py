@@ -408,3 +408,59 @@ def test_bad_use_is_refused():
         return True
 
     assert run_processes(2, work) == [True, True]
+
+
+TURNS = ["fp32", "int8", "int4", "fp32", "int4", "int8", "fp32"]
+
+
+def switching(rank):
+    """Every turn in another codec; from turn 4 on also on a transport that resumed there."""
+    first = Stream("auto", [[4099, 7]])
+    results, expected = [], []
+    for turn, name in enumerate(TURNS):
+        if turn == 4:
+            state = copy.deepcopy(first.transport.state_dict())
+        first.transport.use_codec(name)
+        results.append(first.turn(turn)[:2])
+        expected.append([inputs(rank, turn, size) for size in (4099, 7)])
+    second = Stream("auto", [[4099, 7]])
+    second.transport.load_state_dict(state)
+    again = []
+    for turn, name in list(enumerate(TURNS))[4:]:
+        second.transport.use_codec(name)
+        again.append(second.turn(turn)[:2])
+    left = [float(p.abs().sum()) for part in first.transport.state_dict()["0"].values()
+            for p in part.values()]  # fmt: skip
+    return results, expected, again, left
+
+
+def test_a_codec_may_change_between_launches_and_nothing_is_lost():
+    found = run_processes(3, switching)
+    for results, _, again, left in found:
+        for turn, result in enumerate(results):
+            assert all(map(torch.equal, result, found[0][0][turn]))
+        for one, other in zip(results[4:], again, strict=True):
+            assert all(map(torch.equal, one, other))
+        assert left == [0.0] * 4  # the last turn is sent as it is, with all that was kept
+    for index in range(2):
+        arrived = sum(result[index].double() for result in found[0][0])
+        sent = sum(given[index].double() for _, expected, *_ in found for given in expected)
+        torch.testing.assert_close(arrived, sent, rtol=1e-5, atol=1e-4)
+
+
+def test_a_transport_of_one_codec_takes_no_other_and_measures_its_own():
+    def work(_):
+        transport = ProcessGroupTransport(None, timeout_s=30.0, codec="int8")
+        with pytest.raises(ConfigurationError, match="sends int8, and nothing else; got 'int4'"):
+            transport.use_codec("int4")
+        one = transport.measure_link(1 << 22, device=torch.device("cpu"))
+        all_ = ProcessGroupTransport(None, timeout_s=30.0, codec="auto").measure_link(
+            1 << 22, device=torch.device("cpu")
+        )
+        return one, all_
+
+    (one, all_), other = run_processes(2, work)
+    assert (one, all_) == other  # the same numbers on both ranks
+    assert one.codecs == ("int8",)
+    assert all_.codecs == ("fp32", "int8", "int4")
+    assert min(*one.numbers(), *all_.fixed_s.values()) > 0

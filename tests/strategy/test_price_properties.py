@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from fivefold.collectives.pricing import FabricSpec, Group, Tier, collective_time_s
 from fivefold.errors import InfeasibleError
 from fivefold.strategy import (
+    LowRankAdapters,
+    MambaMixer,
     MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
@@ -51,10 +53,17 @@ def fabrics(draw):
 @st.composite
 def models(draw):
     heads = draw(st.sampled_from([12, 24]))
-    experts = MixtureOfExperts(num_experts=8, top_k=2, expert_ffn=512)
+    experts = draw(
+        st.sampled_from([None, MixtureOfExperts(num_experts=8, top_k=2, expert_ffn=512)])
+    )
+    mamba = MambaMixer(state=64, heads=2 * heads, head_dim=64, groups=heads, chunk=128)
+    pattern = draw(st.sampled_from(["", "", "M-", "M- *-"]))
+    narrow = LowRankAdapters(rank=12, modules=("q_proj", "down_proj"), base="nf4")
+    adapters = [None, None, LowRankAdapters(rank=24)] + [narrow] * (pattern != "M-")
     return ModelSpec(
         name="drawn", num_layers=24, hidden=64 * heads, num_heads=heads, seq_len=1536, vocab=32000,
-        tied=draw(st.booleans()), experts=draw(st.sampled_from([None, experts])),
+        tied=draw(st.booleans()), experts=experts, adapters=draw(st.sampled_from(adapters)),
+        pattern=pattern.replace("-", "E") if experts else pattern, mamba=mamba if pattern else None,
     )  # fmt: skip
 
 
@@ -64,6 +73,7 @@ def plans(draw, model):
     flag = st.booleans()
     t, p = draw(st.sampled_from([1, 2, 3, 4, 6])), draw(st.sampled_from([1, 2, 3, 4, 6]))
     d, c = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from([1, 1, 2]))
+    c = 1 if model.mamba else c
     schedule = draw(st.sampled_from(SCHEDULES)) if p > 1 else "1f1b"
     tau = draw(st.sampled_from([1, 1, 4]))
     again, moved = draw(st.sampled_from(["none", "selective", "full"])), draw(flag)
@@ -80,6 +90,7 @@ def plans(draw, model):
         offload_layers=draw(few) if moved else None,
         tensor_overlap=draw(st.sampled_from(["none", "ring", "pipe"])),
         order=draw(st.sampled_from(["tcdp", "tcpd"])), offload_weights=draw(flag),
+        optimizer=draw(st.sampled_from(["adamw", "adamw", "muon"])),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from statistics import fmean, median
 
 import pytest
 from benchmarks.strategy._calibration import MeasuredRun, fit_constants, with_constants
+from benchmarks.strategy._orders import MeasuredPlan, order_rows
 
 from fivefold.strategy import (
     LatentAttention,
@@ -14,6 +15,7 @@ from fivefold.strategy import (
     ParallelPlan,
     evaluate_plan,
     load_cluster,
+    load_model,
 )
 from fivefold.strategy.plan import plan_problem
 
@@ -146,3 +148,25 @@ def test_every_fitted_row_is_marked_and_every_table_names_its_source():
         roles = [row["role"] for row in table["rows"]]
         assert set(roles) <= {"fit", "judge"}
         assert roles.count("judge") > roles.count("fit")
+
+
+def test_regret_and_order_by_hand():
+    """Four plans: the third is picked and 10 % slower than the best; one pair of six is wrong."""
+    model = load_model("gpt3-1.3b")
+    plans = [ParallelPlan(global_batch=64, data=8, micro_batch=size) for size in (1, 2, 4, 8)]
+    times = [(1.0, 1.0), (1.2, 1.3), (1.1, 0.9), (2.0, 1.9)]
+    rows = [
+        MeasuredPlan("a", model, plan, measured_s, predicted_s)
+        for plan, (measured_s, predicted_s) in zip(plans, times, strict=True)
+    ]
+    other = ParallelPlan(global_batch=128, data=8)  # another job, of one plan
+    found = order_rows("t", [*rows, MeasuredPlan("a", model, other, 9.0, 1.0)])
+    values = {line.metric: line.ours for line in found if "4 plans" in line.case}
+    assert values["regret of the predicted best plan"] == pytest.approx(10.0)
+    assert values["Kendall's tau of measured and predicted times"] == pytest.approx(4 / 6)
+    assert values["groups whose regret is within 2 %"] == 0.0
+    # A plan measured twice counts once, at its mean: it ties with the second, and nothing is wrong.
+    again = order_rows("t", [*rows, MeasuredPlan("a", model, plans[0], 1.4, 1.0)])
+    values = {line.metric: line.ours for line in again if "4 plans" in line.case}
+    assert values["Kendall's tau of measured and predicted times"] == pytest.approx(1.0)
+    assert values["regret of the predicted best plan"] == pytest.approx(0.0)

@@ -65,7 +65,7 @@ def test_keys_of_muon_are_for_muon(load):
     [
         ("optim.lr=1e-4", 1e-4),
         ("optim.lr = 1", 1.0),
-        ("run.tensorboard=true", True),
+        ("logging.tensorboard=true", True),
         ("optim.betas=[0.8, 0.9]", (0.8, 0.9)),
         ("sync.method=slowmo", "slowmo"),
         ('sync.method="ddp"', "ddp"),
@@ -111,7 +111,7 @@ BAD = [
     ("[run]\nsteps = 'ten'\n", "", "run.steps must be an integer; got 'ten' (a string)", "is 200"),
     ("[run]\nsteps = 1.5\n", "", "run.steps must be an integer; got 1.5 (a number)", "default"),
     ("[run]\nsteps = true\n", "", "run.steps must be an integer; got true (a boolean)", "default"),
-    ("[run]\ntensorboard = 1\n", "", "run.tensorboard must be true or false; got 1", "is false"),
+    ("[logging]\ntensorboard = 1\n", "", "logging.tensorboard must be true or false", "false"),
     ("[run]\noutput = 5\n", "", "run.output must be a path in quotes; got 5", "runs/train"),
     ("[run]\noutput = ''\n", "", "run.output", "folder"),
     ("[data]\npath = ['a']\n", "", "data.path must be a string; got ['a'] (a list)", "stdlib"),
@@ -125,6 +125,7 @@ BAD = [
     ("[sync]\nmethod = 'ddp'\ntau = 4\n", "", "sync.tau is not a setting of", "ddp takes codec"),
     ("", "sync.method=none\nsync.codec=fp32", "sync.method must be one of", "co2"),
     ("[sync]\nmethod = 'ddp'\ncodec = 'int8'\n", "", "is not for ddp", '"bf16" or "fp16"'),
+    ("[sync]\ntau = 8\ncodec = 'auto'\n", "", "is chosen with the round", 'sync.tau = "auto"'),
     ("[sync]\ncodec = 'int9'\n", "", "sync.codec must be one of 'fp32', 'bf16'", "on the wire"),
     ("[sync]\nmethod = 'CO2'\n", "", "got 'CO2'", 'did you mean "co2"?'),
     ("[run]\ndevice = 'cpuu'\n", "", "run.device must be one of", 'did you mean "cpu"?'),
@@ -257,7 +258,6 @@ SYNC = st.one_of(
         seed=st.integers(0, 2**63 - 1),
         timeout_s=st.floats(0, 30 * 24 * 3600, exclude_min=True),
         resume=texts,
-        tensorboard=st.booleans(),
     ),
     data=st.builds(DataConfig, path=texts, tokenizer=texts, cache=texts),
     optim=st.builds(

@@ -20,6 +20,7 @@ from fivefold.cli._options import (
     JsonOption,
     PageOption,
     PathSeedOption,
+    output_option,
 )
 from fivefold.cli._outputs import require_writable, write_json
 from fivefold.cli._plan_files import make_folder
@@ -59,9 +60,10 @@ CoDesignsOption = Annotated[
 ]
 OutputOption = Annotated[
     Path | None,
-    typer.Option(
-        help="Folder for plan.json, decisions.jsonl, timeline.json (Perfetto) and the jobs' "
-        "collectives as MSCCL XML."
+    output_option(
+        "plan.json, decisions.jsonl, timeline.json (Perfetto) and the jobs' collectives as MSCCL "
+        "XML.",
+        metavar="FOLDER",
     ),
 ]
 ChakraOption = Annotated[

@@ -19,7 +19,7 @@ from fivefold.cli._arguments import ArgumentError, bytes_of, seconds_of, topolog
 from fivefold.cli._collectives_report import Asked, collective_page, loads_title, used_shares
 from fivefold.cli._help import command_group
 from fivefold.cli._later import later
-from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption
+from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption, output_option
 from fivefold.cli._outputs import require_writable, write_json
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import read_text
@@ -237,7 +237,12 @@ _GAP = "1%"
 _ROUNDING = 1e-9
 
 _File = Annotated[
-    Path, typer.Argument(help="A schedule or program (.json), MSCCL XML or an MSCCL++ plan.")
+    Path,
+    typer.Argument(
+        help="A schedule or program (.json), MSCCL XML or an MSCCL++ plan.",
+        exists=True,
+        dir_okay=False,
+    ),
 ]
 _Network = Annotated[
     str, typer.Argument(help="A topology: a name such as dgx_a100:2 or torus:4x4, or a TOML file.")
@@ -305,7 +310,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="File to write: .json, .xml (MSCCL), .plan.json (MSCCL++).")
+        Path | None, output_option("The algorithm: .json, .xml (MSCCL) or .plan.json (MSCCL++).")
     ] = None,
     report: Annotated[
         Path | None, typer.Option(help="HTML page to write: pictures, methods, other sizes.")
@@ -453,7 +458,7 @@ def _draw(
     size: SizeOption = "16MB",
     topology: _Where = None,
     model: Annotated[str, typer.Option(help="serial, slotted or fluid.")] = "serial",
-    output: Annotated[Path, typer.Option(help="Picture of the schedule.")] = Path("schedule.png"),
+    output: Annotated[Path, output_option("Picture of the schedule.")] = Path("schedule.png"),
     loads: Annotated[
         Path | None, typer.Option(help="Picture of the topology with what its links carry.")
     ] = None,

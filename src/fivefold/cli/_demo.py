@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from fivefold.cli._later import later
+from fivefold.cli._options import output_option
 from fivefold.cli._plan_files import runnable
 from fivefold.cli._plan_job import JobSizes, as_sent, read_job
 from fivefold.errors import ConfigurationError
@@ -129,7 +130,7 @@ class _Demo:
 
 def demo_command(
     *,
-    output: Annotated[Path, typer.Option(help="Folder of the runs and the report.")] = Path(
+    output: Annotated[Path, output_option("The runs and the report.", metavar="FOLDER")] = Path(
         "runs/demo"
     ),
     rate: Annotated[str, typer.Option(help="Rate of each host's link.")] = "100Mbit/s",

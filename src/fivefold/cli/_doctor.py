@@ -38,6 +38,8 @@ _PACKAGES = (
     ("accelerate", "accelerate", "Accelerate loops, Hugging Face Trainer", "hf"),
     ("tokenizers", "tokenizers", "byte-pair tokenizers", "tokenizers"),
     ("tensorboard", "tensorboard", "metrics in TensorBoard", "tensorboard"),
+    ("wandb", "wandb", "metrics in Weights & Biases", "wandb"),
+    ("mlflow", "mlflow", "metrics in MLflow", "mlflow"),
     ("torchft", "torchft", "workers that come and go", "elastic"),
 )
 _CGROUP_LIMITS = (

@@ -81,6 +81,7 @@ def _in_two_lines(error: Exception) -> FivefoldError:
 
 def _of_usage(error: Exception) -> FivefoldError:
     message: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+    message = message.replace("Value error, ", "")  # typer's own word in front of the choices
     context = getattr(error, "ctx", None)
     command = "fivefold" if context is None else context.command_path
     hint = f"see {command} --help"

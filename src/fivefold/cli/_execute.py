@@ -19,6 +19,7 @@ from fivefold.cli._options import (
     JsonOption,
     PageOption,
     PathSeedOption,
+    output_option,
 )
 from fivefold.cli._outputs import require_writable, write_json
 from fivefold.errors import CommunicationError
@@ -63,8 +64,8 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
     ] = 8,
     seed: PathSeedOption = 0,
     timeout: Annotated[str, typer.Option(help="Longest run.")] = "300s",
-    save: Annotated[
-        Path | None, typer.Option(help='File for the plan, to be repeated by "fivefold lab run".')
+    output: Annotated[
+        Path | None, output_option('The plan, which "fivefold lab run" repeats.')
     ] = None,
     report: PageOption = None,
     as_json: JsonOption = False,
@@ -78,14 +79,14 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
     Examples:
         $ fivefold execute jobs.toml --cluster switch:4,bandwidth=25MB/s
     """
-    require_writable(save, report)
+    require_writable(output, report)
     topology = topology_of(cluster)
     specs = load_jobs(jobs, topology)
     say_shared_ranks(specs)
     options = PlanningOptions(classes=classes)
     found = plan_cluster(topology, specs, flags_of(co_designs), seed=seed, options=options)
-    if save is not None:
-        write_order(save, specs, found.plan, topology=topology)
+    if output is not None:
+        write_order(output, specs, found.plan, topology=topology)
     measured = run_in_the_lab(topology, specs, found.plan, timeout_s=seconds_of(timeout))
     if report is not None:
         page = plan_page(

@@ -12,8 +12,8 @@ import typer
 
 from fivefold.cli._arguments import ArgumentError, bytes_of, typed_arguments
 from fivefold.cli._later import later
-from fivefold.cli._options import DatasetArgument, JsonOption
-from fivefold.cli._outputs import write_json
+from fivefold.cli._options import DatasetArgument, JsonOption, output_option
+from fivefold.cli._outputs import require_writable, write_json
 from fivefold.errors import DataError
 
 with later():
@@ -125,9 +125,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
     policy: PolicyOption = "static",
     layout: LayoutOption = "gray",
     segment_batches: SegmentOption = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the plan to this file, for pack.")
-    ] = None,
+    output: Annotated[Path | None, output_option("The plan, for pack.")] = None,
     estimated: Annotated[
         bool,
         typer.Option(
@@ -152,6 +150,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
     if not estimated and (samples is None or disk is None):
         missing = "SAMPLES" if samples is None else "--disk"
         raise ArgumentError(f"{missing} is missing", hint="give it, or --estimate without samples")
+    require_writable(output)
     most = sys.maxsize if disk is None else bytes_of(disk)
     host_bytes, device_bytes = map(bytes_of, (host_memory, device_memory))
     budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=most)

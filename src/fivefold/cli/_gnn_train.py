@@ -11,6 +11,8 @@ import typer
 
 from fivefold.cli._arguments import bytes_of
 from fivefold.cli._later import later
+from fivefold.cli._options import ConfigArgument, output_option
+from fivefold.cli._outputs import require_writable
 
 with later():
     from fivefold.gnn.training import load_gnn_config, train_graph
@@ -18,7 +20,7 @@ with later():
 
 
 def train_command(
-    config: Annotated[Path, typer.Argument(help="TOML file; only data.path has no default.")],
+    config: ConfigArgument,
     *,
     overrides: Annotated[
         list[str] | None,
@@ -57,7 +59,7 @@ def infer_command(
     *,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder of the outputs; default: inference/step-N in the run's folder."),
+        output_option("The outputs; default: inference/step-N in the run.", metavar="FOLDER"),
     ] = None,
     memory: Annotated[
         str, typer.Option(help="Budget of rows, sums and buffers, such as '2 GB'.")
@@ -77,6 +79,7 @@ def infer_command(
     """
     from fivefold.gnn.training import infer_run  # noqa: PLC0415 - loads torch
 
+    require_writable(output)
     memory_bytes = bytes_of(memory)
     with ProgressBar() as progress:
         result = infer_run(

@@ -10,7 +10,8 @@ from types import MappingProxyType
 import typer
 from rich.markup import escape
 
-_LINE_BREAK_INSIDE_A_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
+# An indented line is an example, which stays a line of its own.
+_LINE_BREAK_INSIDE_A_PARAGRAPH = re.compile(r"(?<!\n)\n(?![\n ])")
 
 
 def help_text(command: Callable[..., None]) -> str:

@@ -34,8 +34,8 @@ _RUN_HELP = (
     "Rank 0's standard output goes to standard output; everything else to standard error, with "
     "the host's name before each line. The exit code is that of the first rank that failed, or "
     "124 after the time limit.\n\n"
-    'In place of a command, a plan that "fivefold execute --save" wrote: it brings its own cluster '
-    "and is run once more, measured beside predicted.\n\n"
+    'In place of a command, a plan that "fivefold execute --output" wrote: it brings its own '
+    "cluster and is run once more, measured beside predicted.\n\n"
     "Example: fivefold lab run --hosts 2 --rate 200Mbit/s --delay 5ms -- python train.py\n\n"
     "Example: fivefold lab run plan.json"
 )

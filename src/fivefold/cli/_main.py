@@ -67,6 +67,7 @@ def main() -> None:
         # Not standalone: typer would print errors in a form of its own.
         code = app(standalone_mode=False)
     except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
         sys.exit(_INTERRUPTED)
     except Exception as error:
         if "--debug" in sys.argv[1:] and not is_usage_error(error):

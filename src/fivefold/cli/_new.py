@@ -47,6 +47,27 @@ _NEXT: dict[Problem, tuple[str, ...]] = {
 }
 
 
+class Launcher(StrEnum):
+    """What starts the ranks of a run on several machines."""
+
+    SLURM = "slurm"
+    KUBERNETES = "kubernetes"
+
+
+_TEMPLATES = files("fivefold.cli") / "templates"
+_LAUNCHERS = {
+    Launcher.SLURM: ("run.sbatch", ("sbatch {name}/run.sbatch",)),
+    Launcher.KUBERNETES: (
+        "kubernetes.yaml",
+        (
+            "kubectl create configmap {label} --from-file={name}/{config}",
+            "kubectl apply -f {name}/kubernetes.yaml",
+        ),
+    ),
+}
+_COMMANDS = {"train.toml": "train", "gnn.toml": "gnn train"}
+
+
 def new_command(
     name: Annotated[str, typer.Argument(help="Folder to make, and name of the run.")],
     *,
@@ -58,30 +79,64 @@ def new_command(
             "jobs that share a topology, a cluster to choose.",
         ),
     ],
+    launcher: Annotated[
+        Launcher | None,
+        typer.Option(help="Also the file that runs it on several machines, by torchrun."),
+    ] = None,
 ) -> None:
     """Write a small commented configuration that runs, and say what to type next.
 
     Examples:
         $ fivefold new first --for network
+        $ fivefold new first --for experts --launcher slurm
 
     Raises:
-        ConfigurationError: The name is no plain word, or a file is there already.
+        ConfigurationError: The name is no plain word, a file is there already, or what is written
+            is no training run.
     """
     if not name.replace("-", "").replace("_", "").isalnum():
         message = f"the name must be letters, digits, - and _; got {name!r:.60}"
         raise ConfigurationError(message, hint="fivefold new first --for network")
     folder = Path(name)
     require_writable(folder)
-    templates = sorted((files("fivefold.cli") / "templates" / problem).iterdir(), key=str)
-    for file in templates:
-        if (folder / file.name).exists():
-            message = f"{folder / file.name} is there already"
+    texts = {
+        file.name: file.read_text(encoding="utf-8").replace("{name}", name)
+        for file in sorted((_TEMPLATES / problem).iterdir(), key=str)
+    }
+    lines = [line.format(name=name) for line in _NEXT[problem]]
+    if launcher is not None:
+        file, text, lines = _launched(launcher, problem, name=name, lines=lines)
+        texts[file] = text
+    for file in texts:
+        if (folder / file).exists():
+            message = f"{folder / file} is there already"
             raise ConfigurationError(message, hint="choose another name, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
-    for file in templates:
-        text = file.read_text(encoding="utf-8")
-        write_atomically(folder / file.name, text.replace("{name}", name))
-        typer.echo(f"written: {folder / file.name}", err=True)
+    for file, text in texts.items():
+        write_atomically(folder / file, text)
+        typer.echo(f"written: {folder / file}", err=True)
     typer.echo("next:", err=True)
-    for line in _NEXT[problem]:
-        typer.echo(line.format(name=name))
+    for line in lines:
+        typer.echo(line)
+
+
+def _launched(
+    launcher: Launcher, problem: Problem, *, name: str, lines: list[str]
+) -> tuple[str, str, list[str]]:
+    """Return the launcher's file, its text, and the lines to type with it."""
+    config = next((file for file in _COMMANDS if (_TEMPLATES / problem / file).is_file()), None)
+    if config is None:
+        message = f"--launcher starts the ranks of a training run, and --for {problem} is none"
+        raise ConfigurationError(message, hint="use --for network, experts or graph")
+    file, submit = _LAUNCHERS[launcher]
+    command = _COMMANDS[config]
+    shown = ", ".join(command.split()) if launcher is Launcher.KUBERNETES else command
+    label = name.lower().replace("_", "-").strip("-")
+    text = (_TEMPLATES / "launchers" / file).read_text(encoding="utf-8")
+    words = {"name": name, "label": label, "config": config, "command": shown}
+    for key, value in words.items():
+        text = text.replace(f"{{{key}}}", value)
+    started = [line.startswith(f"fivefold {command} ") for line in lines]
+    at = started.index(True)
+    sent = [line.format(**words) for line in submit]
+    return file, text, [*lines[:at], *sent, *lines[at + 1 :]]

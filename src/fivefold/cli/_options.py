@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,7 +23,13 @@ LatencyOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 JobsArgument = Annotated[
-    Path, typer.Argument(metavar="JOBS", help="TOML file with \\[\\[jobs]]; see the guide.")
+    Path,
+    typer.Argument(
+        metavar="JOBS",
+        help="TOML file with \\[\\[jobs]]; see the guide.",
+        exists=True,
+        dir_okay=False,
+    ),
 ]
 _CLUSTER_HELP = (
     "Machines and what joins them: a TOML file (fivefold profile writes one), a known GPU with its "
@@ -32,6 +38,17 @@ _CLUSTER_HELP = (
 ClusterOption = Annotated[str, typer.Option("--cluster", metavar="FILE|NAME", help=_CLUSTER_HELP)]
 OptionalClusterOption = Annotated[
     str | None, typer.Option("--cluster", metavar="FILE|NAME", help=_CLUSTER_HELP)
+]
+
+
+def output_option(what: str, *, metavar: str = "FILE") -> Any:
+    """Declare --output: the one file or folder that the command makes."""
+    return typer.Option("--output", "-o", metavar=metavar, help=what)
+
+
+ConfigArgument = Annotated[
+    Path,
+    typer.Argument(help="TOML file; the guide lists the keys.", exists=True, dir_okay=False),
 ]
 PathSeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of hashed paths.")]
 PageOption = Annotated[

@@ -15,7 +15,7 @@ from rich.table import Table
 from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._codesign import typed_command, write_page
 from fivefold.cli._later import later
-from fivefold.cli._options import JsonOption, OptionalClusterOption, PageOption
+from fivefold.cli._options import JsonOption, OptionalClusterOption, PageOption, output_option
 from fivefold.cli._outputs import require_writable
 from fivefold.cli._plan_check import check as check_folder
 from fivefold.cli._plan_compare import compare as compare_on
@@ -116,11 +116,8 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="File for the fastest plan: with --for one that the program runs, else a "
-            "\\[plan] table.",
+        output_option(
+            "The fastest plan: with --for a file that the program runs, else a \\[plan] table."
         ),
     ] = None,
     target: Annotated[

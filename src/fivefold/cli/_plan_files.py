@@ -137,6 +137,8 @@ def _kept(planned: PlannedJob, best: PlanPrediction) -> dict[str, dict[str, Any]
     if plan.tau > 1:
         sync |= {"method": config.sync.method, "tau": plan.tau}
         sync.pop("auto_tau", None)
+        if config.sync.codec == "auto":
+            sync["codec"] = "int4"
         sync.pop("shard", None)  # the plan says which ranks share states
         if config.sync.tau == "auto":
             parts = config.sync.fragments

@@ -22,8 +22,10 @@ _BYTES_VOCAB = 257  # of the trainer's tokenizer of bytes
 _TAUS = (2, 4, 8, 16, 32, 64)
 _WAITING = ("local_sgd", "slowmo", "diloco")
 _LEAST_16_BIT_FLOPS = 1e12  # a processor has no fast products of 16 bits
-CODEC_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.02, "int4": 0.52, "topk": 0.021}
-"""Bytes on the wire of one number of each codec, scales counted."""
+CODEC_BYTES = {
+    "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 1.02, "int4": 0.52, "topk": 0.021, "auto": 0.52,
+}  # fmt: skip
+"""Bytes on the wire of one number of each codec, scales counted; of "auto" the smallest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +159,7 @@ def _of_trainer(path: Path, cluster: Cluster, sizes: JobSizes) -> PlannedJob:
         micro_batch=(optim.batch_size,),
         tau=_taus(config),
         dtypes=(precision_of(config, cluster),),
+        optimizers=(optim.optimizer,),
         data_overlap=(True,),
     )
     return PlannedJob(job=Job(model=model_of(config), space=space), config=config)

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from fivefold.cli._arguments import bytes_of, seconds_of
 from fivefold.cli._later import later
-from fivefold.cli._outputs import write_json
+from fivefold.cli._options import output_option
+from fivefold.cli._outputs import require_writable, write_json
 from fivefold.cli._profile_file import MeasuredCluster, measure_job
 from fivefold.errors import ConfigurationError
 from fivefold.units import format_bytes_per_s, format_duration_s
@@ -41,7 +42,7 @@ def profile_command(  # noqa: PLR0913 - each option is a parameter
     *,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Cluster file to write (TOML), for --cluster."),
+        output_option("The cluster file (TOML), for --cluster."),
     ] = None,
     job: Annotated[
         Path | None,
@@ -92,6 +93,7 @@ def profile_command(  # noqa: PLR0913 - each option is a parameter
             hint="start it as ranks: fivefold lab run -- fivefold profile, or "
             "torchrun --nproc-per-node 4 --no-python fivefold profile",
         )
+    require_writable(output)
     sizes_bytes = [bytes_of(size.strip()) for size in sizes.split(",")]
     wait_s = seconds_of(timeout)
     on_gpu = (backend or ("nccl" if torch.cuda.is_available() else "gloo")) == "nccl"

@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 
 from fivefold.cli._later import later
+from fivefold.cli._options import output_option
+from fivefold.cli._outputs import require_writable
 
 with later():
     from fivefold.report import (
@@ -27,12 +29,13 @@ with later():
 
 def report_command(  # noqa: PLR0913 - each option is a parameter
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of runs.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run folders, or folders of runs.", exists=True),
     ],
     *,
     output: Annotated[
         Path | None,
-        typer.Option(help="The page to write; default: report.html in the (common) folder."),
+        output_option("The page; default: report.html in the (common) folder."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the figures as JSON instead of text.")
@@ -56,6 +59,7 @@ def report_command(  # noqa: PLR0913 - each option is a parameter
     if serve:
         _serve(runs, host=host, port=port, open_page=open_page)
         return
+    require_writable(output)
     report = build_report(runs)
     if as_json:
         typer.echo(report.to_json())

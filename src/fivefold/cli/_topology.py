@@ -10,8 +10,14 @@ import typer
 from fivefold.cli._arguments import topology_of
 from fivefold.cli._help import command_group
 from fivefold.cli._later import later
-from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption, TopologyArgument
-from fivefold.cli._outputs import require_picture, write_json
+from fivefold.cli._options import (
+    BandwidthOption,
+    JsonOption,
+    LatencyOption,
+    TopologyArgument,
+    output_option,
+)
+from fivefold.cli._outputs import require_picture, require_writable, write_json
 from fivefold.errors import DataError, InfeasibleError
 from fivefold.files import read_json
 from fivefold.units import format_bytes_per_s, format_duration_s
@@ -87,6 +93,7 @@ def draw_command(
 ) -> None:
     """Draw a topology as a picture."""
     require_picture(output)
+    require_writable(output)
     found = topology_of(topology, bandwidth=bandwidth, latency=latency)
     draw_topology(found, output, link_loads=_read_loads(loads), title=title)
     typer.echo(f"picture: {output}", err=True)
@@ -94,15 +101,16 @@ def draw_command(
 
 def convert_command(
     topology: TopologyArgument,
-    output: Annotated[
-        Path | None, typer.Argument(help="File to write; left out, standard output.")
-    ] = None,
     *,
+    output: Annotated[
+        Path | None, output_option("The TOML file; left out, standard output.")
+    ] = None,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
     name: Annotated[str | None, typer.Option(help="Name to give it.")] = None,
 ) -> None:
     """Write a topology as a TOML file that can be edited and given to every command."""
+    require_writable(output)
     found = topology_of(topology, bandwidth=bandwidth, latency=latency)
     text = (found.renamed(name) if name else found).to_toml()
     if output is None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fivefold.cli._later import later
+from fivefold.cli._options import ConfigArgument
 
 with later():
     from fivefold.runs import rank_process
@@ -16,7 +16,7 @@ with later():
 
 
 def train_command(
-    config: Annotated[Path, typer.Argument(help="TOML file; every key has a default.")],
+    config: ConfigArgument,
     *,
     nproc: Annotated[
         int | None,

@@ -26,7 +26,7 @@ from fivefold.runs import write_text
 from fivefold.tasks import LayerCost
 
 _SCHEMA = "fivefold.codesign.order/1"
-_WRITE = "write one with fivefold execute --save"
+_WRITE = "write one with fivefold execute --output"
 _LEAST_SLOT_BYTES = 4096  # below that the software switch is slower than any link worth shaping
 
 

@@ -20,6 +20,7 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -30,7 +31,7 @@ import torch.distributed as dist
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._comm_thread import CommunicationThread, Job
-from fivefold.optim.codecs import Codec
+from fivefold.optim.codecs import Codec, ExactCodec
 
 _STAGES = 3  # a bucket is being sent, summed or received; as many are under way at once
 # Ten buckets hide encoding behind sending and keep the links even: measured at 4 ranks and
@@ -88,13 +89,30 @@ class _Bucket:
 class _Feedback:
     """Residuals of one payload: e of all that is sent, f of the slices that this rank owns."""
 
-    buckets: list[_Bucket]
+    buckets: dict[str, list[_Bucket]]  # by codec, which decides the bytes; the slices are the same
     sent: torch.Tensor
     owned: torch.Tensor
+    kept: list[bool]  # whether there may be anything in them; one entry
+
+    @torch.no_grad()
+    def release_into(self, payload: torch.Tensor, buckets: Sequence[_Bucket]) -> None:
+        """Add what was kept to a payload that is sent as it is."""
+        if not self.kept[0]:
+            return
+        payload.add_(self.sent)
+        for bucket in buckets:
+            owned = self.owned[bucket.owned_start :][: bucket.own_elements]
+            bucket.slices(payload)[bucket.rank].add_(owned)
+        self.sent.zero_()
+        self.owned.zero_()
+        self.kept[0] = False
 
 
 class CompressedExchange:
-    """Compressed sums over one process group, with residuals for each fragment."""
+    """Compressed sums over one process group, with residuals for each fragment.
+
+    ``codec`` may be changed between launches, to one of ``others``.
+    """
 
     def __init__(
         self,
@@ -102,11 +120,14 @@ class CompressedExchange:
         thread: CommunicationThread,
         *,
         codec: Codec,
+        others: Sequence[Codec] = (),
         bucket_bytes: int,
     ) -> None:
         self._group = group
         self._thread = thread
-        self._codec = codec
+        self.codec = codec
+        self._codecs = [codec, *(other for other in others if other.name != codec.name)]
+        self._granule = math.lcm(*(each.granule for each in self._codecs))
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
         self._bucket_bytes = bucket_bytes
@@ -116,7 +137,7 @@ class CompressedExchange:
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
         """Make a fragment's residuals, all zero; a second call with the same sizes does nothing."""
         for payload in payloads:
-            _require_flat_float32(payload, codec=self._codec)
+            _require_flat_float32(payload, codec=self._codecs[-1])
         sizes = [payload.numel() for payload in payloads]
         known = self._feedback.get(fragment)
         if known is None:
@@ -134,13 +155,35 @@ class CompressedExchange:
             message = f"fragment {fragment} was launched before prepare(payloads, fragment=...)"
             raise ConfigurationError(message, hint="prepare every fragment once, at the start")
         self.prepare(payloads, fragment=fragment)
-        feedback = self._feedback[fragment]
-        sent_bytes = ring_bytes(metadata.nbytes, world_size=self._world_size)
+        return self._submit(self.codec, payloads, metadata, self._feedback[fragment], what=what)
+
+    def try_codec(self, codec: Codec, payload: torch.Tensor, *, what: str) -> Job:
+        """Queue the sum of a payload that belongs to no fragment."""
+        metadata = torch.zeros(1, dtype=torch.float64, device=payload.device)
+        return self._submit(codec, [payload], metadata, [self._new_feedback(payload)], what=what)
+
+    def _submit(
+        self,
+        codec: Codec,
+        payloads: Sequence[torch.Tensor],
+        metadata: torch.Tensor,
+        feedback: Sequence[_Feedback],
+        *,
+        what: str,
+    ) -> Job:
+        sent_bytes = metadata.nbytes
+        run = self._sum
+        if isinstance(codec, ExactCodec):
+            run = self._sum_as_they_are
+            sent_bytes += sum(payload.nbytes for payload in payloads)
+        sent_bytes = ring_bytes(sent_bytes, world_size=self._world_size)
+        if not isinstance(codec, ExactCodec):
+            sent_bytes += sum(b.sent_bytes for part in feedback for b in part.buckets[codec.name])
         return self._thread.submit(
-            lambda: self._sum(payloads, metadata, feedback),
+            lambda: run(codec, payloads, metadata, feedback),
             tensors=[*payloads, metadata],
             what=what,
-            sent_bytes=sent_bytes + sum(b.sent_bytes for part in feedback for b in part.buckets),
+            sent_bytes=sent_bytes,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,12 +210,32 @@ class CompressedExchange:
             for index, part in parts.items():
                 for name, residual in part.items():
                     residual.copy_(state[fragment][index][name])
+        for part in (part for parts in self._feedback.values() for part in parts):
+            part.kept[0] = True
 
     # -- on the communication thread --------------------------------------------------------------
 
     @torch.no_grad()
+    def _sum_as_they_are(
+        self,
+        codec: Codec,
+        payloads: Sequence[torch.Tensor],
+        metadata: torch.Tensor,
+        feedback: Sequence[_Feedback],
+    ) -> None:
+        tensors = [metadata]
+        for payload, part in zip(payloads, feedback, strict=True):
+            part.release_into(payload, part.buckets[codec.name])
+            size = max(self._bucket_bytes // 4, 1)
+            tensors += torch.split(payload, size) if payload.numel() else []
+        works = [dist.all_reduce(part, group=self._group, async_op=True) for part in tensors]
+        for work in works:
+            work.wait()
+
+    @torch.no_grad()
     def _sum(
         self,
+        codec: Codec,
         payloads: Sequence[torch.Tensor],
         metadata: torch.Tensor,
         feedback: Sequence[_Feedback],
@@ -181,10 +244,12 @@ class CompressedExchange:
         parts = [
             (payload, part, bucket)
             for payload, part in zip(payloads, feedback, strict=True)
-            for bucket in part.buckets
+            for bucket in part.buckets[codec.name]
         ]
+        for part in feedback:
+            part.kept[0] = True
         underway = [
-            self._bucket_stages(payload, part, bucket, slot=index % _STAGES)
+            self._bucket_stages(codec, payload, part, bucket, slot=index % _STAGES)
             for index, (payload, part, bucket) in enumerate(parts)
         ]
         # While one bucket is on the network the next is encoded. The order of the collectives
@@ -196,9 +261,15 @@ class CompressedExchange:
         metadata_work.wait()
 
     def _bucket_stages(
-        self, payload: torch.Tensor, feedback: _Feedback, bucket: _Bucket, *, slot: int
+        self,
+        codec: Codec,
+        payload: torch.Tensor,
+        feedback: _Feedback,
+        bucket: _Bucket,
+        *,
+        slot: int,
     ) -> Iterator[None]:
-        codec, world = self._codec, self._world_size
+        world = self._world_size
         outgoing, incoming = self._room(payload.device, slot, num_bytes=bucket.room_bytes)
         all_bytes, own_bytes = sum(bucket.wire_bytes), bucket.own_bytes
 
@@ -250,31 +321,32 @@ class CompressedExchange:
 
     def _bucket_elements(self, num_elements: int) -> int:
         wanted_bytes = max(4 * num_elements // _BUCKETS_PER_PAYLOAD, _SMALLEST_BUCKET_BYTES)
-        granule = self._codec.granule
+        granule = self._granule
         return max(min(wanted_bytes, self._bucket_bytes) // 4 // granule, 1) * granule
 
     def _new_feedback(self, payload: torch.Tensor) -> _Feedback:
-        buckets: list[_Bucket] = []
+        buckets: dict[str, list[_Bucket]] = {codec.name: [] for codec in self._codecs}
         owned = 0
         bucket_elements = self._bucket_elements(payload.numel())
         for start in range(0, payload.numel(), bucket_elements):
             size = min(bucket_elements, payload.numel() - start)
-            bounds = slice_bounds(size, world_size=self._world_size, granule=self._codec.granule)
+            bounds = slice_bounds(size, world_size=self._world_size, granule=self._granule)
             sizes = [b - a for a, b in pairwise(bounds)]
-            wire_bytes = [self._codec.encoded_bytes(size) for size in sizes]
-            bucket = _Bucket(
-                start=start,
-                bounds=bounds,
-                wire_bytes=wire_bytes,
-                owned_start=owned,
-                rank=self._rank,
-            )
-            buckets.append(bucket)
+            for codec in self._codecs:
+                bucket = _Bucket(
+                    start=start,
+                    bounds=bounds,
+                    wire_bytes=[codec.encoded_bytes(size) for size in sizes],
+                    owned_start=owned,
+                    rank=self._rank,
+                )
+                buckets[codec.name].append(bucket)
             owned += bucket.own_elements
         return _Feedback(
             buckets=buckets,
             sent=torch.zeros_like(payload),
             owned=torch.zeros(owned, dtype=payload.dtype, device=payload.device),
+            kept=[False],
         )
 
 

@@ -171,6 +171,9 @@ class Fragment(FragmentState):
             require_equal(hashes, round_number=all_reduce.round)
             flown = [time_s for time_s in reading.all_reduce_s if time_s > 0]
             self._state.link_s = min(flown, default=self._state.link_s)
+            if flown:
+                turn = self.schedule.total_steps
+                self._shared.meter.add_link_time(self._state.link_s, turn=turn)
             if self.index == 0:
                 self._shared.on_reading(reading, all_reduce.round)
         return all_reduce

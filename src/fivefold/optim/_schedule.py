@@ -99,6 +99,14 @@ class RoundSchedule:
         self._steps_to_skip = self._steps_to_skip * tau // self.tau
         self.tau, self.merge_after = tau, delay_steps
 
+    def take_turn(self, turn: int, *, delay_steps: int, turns: int) -> None:
+        """Begin rounds of ``turns`` launches by different fragments, this one's the turn-th."""
+        first = (turn + 1) * delay_steps
+        self.tau = turns * delay_steps
+        self.merge_after = delay_steps if turns > 1 else None
+        self._ends_at = self.steps_in_round + first
+        self._steps_to_skip = self.tau - first
+
     def step(self) -> Boundary | None:
         """Count one local step; return what is to be done after it, or None."""
         self.steps_in_round += 1

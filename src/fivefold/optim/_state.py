@@ -120,7 +120,7 @@ class Metadata:
         return MetadataReading(**columns)
 
 
-_FORMAT = 7
+_FORMAT = 8
 
 SHARED_BUFFERS = ("anchor", "momentum")
 """Buffers that are equal on all workers between boundaries."""

@@ -31,19 +31,22 @@ from fivefold.optim._layout import (
     may_lose,
     outer_device_of,
     parameter_shapes,
+    require_codec_for,
     require_equal_settings,
     require_outlier_factor,
     require_same_names,
     require_usable,
     rule_for,
     state_extras,
+    tau_controller,
+    turn_of,
 )
 from fivefold.optim._optimizer_states import state_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import local_tensor, reshard
 from fivefold.optim._state import EngineContext, MetadataReading, require_same, settings
-from fivefold.optim.auto_tau import TauController, TauDecision
+from fivefold.optim.auto_tau import TauDecision
 from fivefold.optim.codecs import Codec
 from fivefold.optim.statistics import (
     AllReduceRecord,
@@ -91,6 +94,7 @@ class OuterSync:
             is one rank, or where the parameters say it themselves.
         codec: How payloads travel: "fp32" (as they are), "bf16", "fp16", "int8", "int4", "topk",
             or a codec object; what a codec loses is sent with the next round (error feedback).
+            "auto" lets ``tau="auto"`` choose among fp32, int8 and int4, with the round.
         outer_device: "same" keeps the outer state beside the parameters, "cpu" in the host's memory
             (pinned), from where it is also sent: with parameters on a GPU the process group then
             needs a backend for CPU tensors, such as ``init_process_group("cpu:gloo,cuda:nccl")``.
@@ -156,16 +160,12 @@ class OuterSync:
         self._transport = transport or ProcessGroupTransport(
             process_group, timeout_s=timeout_s, codec=codec
         )
-        self._rule = rule = rule_for(rule, model, self._transport)
+        given, rule = rule, rule_for(rule, model, self._transport)
+        self._rule = rule
         self._codec = "fp32" if transport is not None else str(codec)
         self._check_every_rounds = check_every_rounds
         self._meter = StatisticsMeter()
         self._stability = StabilityWatch(rule)
-        self._tau: TauController | None = None
-        if rule.auto_tau is not None:
-            self._tau = TauController(
-                rule.auto_tau, self._transport.world_size, fragments=rule.num_fragments
-            )
         self._steps = 0
         self._weighted: bool | None = None
         self._worker = find_worker(
@@ -173,6 +173,7 @@ class OuterSync:
         )
         self._late = LateParameters(model)
         self._adopting = False
+        require_codec_for(rule, codec, transport)
         self._context = EngineContext(
             rule=rule,
             transport=self._transport,
@@ -190,6 +191,8 @@ class OuterSync:
         )
         self._extras = state_extras(rule, may_lose=may_lose(self._transport))
         self._fragments = make_fragments(model, self._context, extras=self._extras)
+        self._tau = tau_controller(given, self._fragments, context=self._context)
+        self._turns = rule.num_fragments  # in which the fragments are sent at present
         self._gradients: GradientHooks | None = None
         if isinstance(rule, DelayedGradients):
             self._gradients = GradientHooks(rule, self._optimizers, self._fragments)
@@ -326,9 +329,10 @@ class OuterSync:
             tau=schedule.tau,
             tau_changes=0 if self._tau is None else self._tau.changes,
             rule=self._rule.name,
-            fragments=self._rule.num_fragments,
+            fragments=self._rule.num_fragments if self._tau is None else self._tau.fragments,
             delay_steps=schedule.delay_steps,
-            codec=self._codec,
+            codec=(self._tau and self._tau.codec) or self._codec,
+            automatic=() if self._tau is None else self._tau.decides,
             tensors=sum(len(group.tensors) for f in self._fragments for group in f.groups),
         )
 
@@ -392,13 +396,14 @@ class OuterSync:
             for fragment in self._all_fragments():
                 fragment.load_shared(state["fragments"][str(fragment.index)])
             if self._tau is not None:
-                tau = state["tau"]["tau"]
-                local_steps = [tau] * self._transport.world_size
-                self._tau.restore({**self._tau.state(), "tau": tau, "local_steps": local_steps})
+                self._tau.begin_at(state["tau"])
+                self._turns = self._tau.fragments
                 self._follow_tau()
             return
         if self._tau is not None:
             self._tau.restore(state["tau"])
+            self._turns = self._tau.fragments
+            self._use_codec()
         for fragment in self._all_fragments():
             fragment.load_state_dict(state["fragments"][str(fragment.index)])
         self._transport.load_state_dict(state["transport"])
@@ -482,6 +487,7 @@ class OuterSync:
             fragment.load_shared(state["fragments"][str(fragment.index)])
         if self._tau is not None:
             self._tau.restore(state["tau"])
+            self._turns = self._tau.fragments
             self._follow_tau()
         if state["launching"] >= 0:
             self._fragments[0].take_part(state["launching"], unit=state["unit"])
@@ -541,10 +547,22 @@ class OuterSync:
 
     def _follow_tau(self) -> None:
         assert self._tau is not None, "callers looked"
-        tau = self._tau.local_tau(self._transport.rank)
-        for fragment in self._fragments:
-            if fragment.schedule.tau != tau:
-                fragment.schedule.retune(tau, delay_steps=self._tau.delay_steps)
+        self._use_codec()
+        tau, turns = self._tau.local_tau(self._transport.rank), self._tau.fragments
+        schedules = [fragment.schedule for fragment in self._fragments]
+        if turns != self._turns:
+            self._turns, parts = turns, self._rule.num_fragments
+            for index, schedule in enumerate(schedules):
+                turn = turn_of(index, parts=parts, turns=turns)
+                schedule.take_turn(turn, delay_steps=tau // turns, turns=turns)
+        for schedule in schedules:
+            if schedule.tau != tau:
+                schedule.retune(tau, delay_steps=self._tau.delay_steps)
+
+    def _use_codec(self) -> None:
+        codec = None if self._tau is None else self._tau.codec
+        if codec is not None:
+            self._transport.use_codec(codec)  # type: ignore[attr-defined]  # one that was measured
 
     @torch.no_grad()
     def _start_equal(self, model: torch.nn.Module) -> None:

@@ -28,14 +28,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import write_atomically
+from fivefold.optim._round_choice import CODECS_BY_SIZE, MessageTimes, choose_round
 from fivefold.optim.auto_tau import AutoTau
 from fivefold.optim.codecs import named_codec
 
 WARM_UP_STEPS = 3
 _REPETITIONS = 5
 _SIZES = (64, 8, 1)  # all-reduces of the gradients' size over these
-_CODECS = ("fp32", "bf16", "int8", "int4")
 _MOST_FRAGMENTS = 8
+_LONGEST_ROUND = 1 << 16
 _LONG_ROUND = 16  # a longer one learns worse than smaller messages do
 _WORTH_HIDING = 0.1  # of a step; less waiting is not worth a rule that learns less per token
 
@@ -82,13 +83,19 @@ class JobTimes:
         """Seconds of a step that waits for nobody, as far as is known."""
         return min(self.compute_s or self.step_s, self.step_s)
 
-    def communication_s(self, codec: str, *, messages: int = 1) -> float:
-        """Return the seconds of one all-reduce of all parameters, sent in so many messages."""
+    @property
+    def messages(self) -> MessageTimes:
+        """What messages take, by codec, from a line through the shortest and the longest."""
         first, last = self.sizes_bytes[0], self.sizes_bytes[-1]
-        rise_s = max(self.all_reduce_s[-1] - self.all_reduce_s[0], 0.0)
-        fixed_s = max(self.all_reduce_s[0] - rise_s * first / (last - first), 0.0)
-        payload = named_codec(codec).encoded_bytes(self.elements)
-        return messages * fixed_s + rise_s * payload / (last - first)
+        rise_s = max(self.all_reduce_s[-1] - self.all_reduce_s[0], 0.0) / (last - first)
+        fixed_s = max(self.all_reduce_s[0] - rise_s * first, 0.0)
+        return MessageTimes(
+            fixed_s=dict.fromkeys(CODECS_BY_SIZE, fixed_s),
+            whole_s={
+                codec: rise_s * named_codec(codec).encoded_bytes(self.elements)
+                for codec in CODECS_BY_SIZE
+            },
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,31 +128,28 @@ def options_for(times: JobTimes) -> list[Option]:
     """
     now = Option(rule="", codec="", step_s=times.step_s, wait_s=times.step_s - times.alone_s)
     found, rounds = [now], [0]
-    for codec in _CODECS:
-        tau = _tau(times, codec)
-        if len(found) == 1 or tau < rounds[-1]:  # else compression buys nothing
-            rule = f"DelayCorrected(tau={tau}, fragments={min(tau, times.most_fragments)})"
+    shares = {parts: 1 / parts for parts in range(1, times.most_fragments + 1)}
+    for codec in CODECS_BY_SIZE:
+        one = choose_round(
+            times.messages.only(codec),
+            step_s=times.alone_s,
+            shares=shares,
+            stretch=AutoTau().margin,
+            maximum=_LONGEST_ROUND,
+        )
+        if len(found) == 1 or one.tau < rounds[-1]:  # else compression buys nothing
+            rule = f"DelayCorrected(tau={one.tau}, fragments={one.fragments})"
             found.append(Option(rule=rule, codec=codec, step_s=times.alone_s, wait_s=0.0))
-            rounds.append(tau)
+            rounds.append(one.tau)
     short = [one for one, tau in zip(found, rounds, strict=True) if 0 < tau <= _LONG_ROUND]
     stays = times.compute_s is not None and now.wait_s <= _WORTH_HIDING * now.step_s
     chosen = now if stays else [*short, found[-1]][0]
-    late = [one for one in (_late(times, codec) for codec in _CODECS) if one.wait_s == 0.0]
+    late = [one for one in (_late(times, codec) for codec in CODECS_BY_SIZE) if one.wait_s == 0.0]
     return [replace(one, recommended=one is chosen) for one in [*found, *late[:1]]]
 
 
-def _tau(times: JobTimes, codec: str) -> int:
-    """Return the shortest round that hides its messages, one for each fragment."""
-    margin, most = AutoTau().margin, times.most_fragments
-    for tau in range(1, most):
-        if margin * times.communication_s(codec, messages=tau) <= tau * times.alone_s:
-            return tau
-    needed_s = margin * times.communication_s(codec, messages=most)
-    return max(most, math.ceil(needed_s / times.alone_s))
-
-
 def _late(times: JobTimes, codec: str) -> Option:
-    step_s = max(times.alone_s, AutoTau().margin * times.communication_s(codec))
+    step_s = max(times.alone_s, AutoTau().margin * times.messages.message_s(codec, 1.0))
     rule = "DelayedGradients(extrapolation=1)"
     return Option(rule=rule, codec=codec, step_s=step_s, wait_s=step_s - times.alone_s)
 

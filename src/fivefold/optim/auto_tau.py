@@ -1,5 +1,7 @@
 """How many local steps a round needs to hide its communication, decided while training.
 
+And in how many fragments the model is sent, and in which codec, where that is left open.
+
 The overlap law: with a delayed rule one round takes ``max(tau * T_step, T_allreduce)``, so the
 smallest tau that hides everything is the smallest integer with
 
@@ -15,6 +17,10 @@ all-reduce is longer than the network needs: the network's time is the *minimum*
 the same round. The slowest rank sets the pace and the others wait for it anyway: the compute to
 hide behind is that of the *slowest* rank, each rank's time being its median over the window first,
 so that hiccups which hit another rank each round do not look like slow compute.
+
+**Jitter.** What must fit is the message that nine of ten did not exceed, behind the steps that nine
+of ten were not faster than; and ``margin`` times the median at the least. Where times scatter, a
+mean would expose every second message.
 
 **Stability.** Medians over ``window`` rounds keep one stall from counting. Up at once when the
 round is too short for the communication; up or down by the margin only when ``patience`` rounds in
@@ -34,18 +40,24 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._round_choice import MessageTimes, RoundChoice, choose_round
 
 # Patience after each try that proved wrong, and how often it grows.
 _PATIENCE_GROWTH = 4
 _MOST_GROWTHS = 3
 _KEPT_DECISIONS = 64
-# A quotient that is an integer but for rounding (0.6 / 0.2) must not cost one more step.
 _ROUNDING = 1e-9
+_JITTER_ROUNDS = 64  # whose needs are remembered
+_FEWEST_FOR_JITTER = 10  # in fewer of them one stall would be a tenth
+_JITTER_SHARE = 0.9  # of the rounds whose messages must fit
+_NEW_LINK = 2.0  # times the usual need, at which what is remembered is of another link
+_ROUNDS_TO_TRAVEL = 3  # until measurements of a change of fragments or codec are back
+_MOST_DELAY = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +81,7 @@ class AutoTau:
         maximum: Largest tau. A network that makes no progress while this machine computes cannot
             be hidden by any tau; then tau ends here.
         margin: The round must last this many times the communication: 1.1 leaves 10 % to spare.
+            More where the measured times scatter: nine of ten messages are to fit.
         window: Rounds whose median counts; a link that hangs for less than half of it changes
             nothing, a link that stays slow changes tau within it.
         patience: Rounds in a row that must agree before tau goes down, or up although nothing is
@@ -125,49 +138,83 @@ def named_auto_tau(tau: str | AutoTau) -> AutoTau:
 
 @dataclass(frozen=True, kw_only=True)
 class _Need:
-    """What the last rounds ask for: ``steps`` with the margin, ``bare`` without it."""
+    """What the last rounds ask for; ``bare`` steps of delay are too few for this round as it is."""
 
-    steps: int
+    choice: RoundChoice
     bare: float
     step_s: float
     all_reduce_s: float
 
 
 class TauController:
-    """Turns measured step and all-reduce times into tau, in the same way on every rank."""
+    """Turns measured step and all-reduce times into tau, in the same way on every rank.
 
-    def __init__(self, settings: AutoTau, world_size: int, *, fragments: int = 1) -> None:
+    Args:
+        settings: Bounds and manners.
+        world_size: Number of ranks.
+        shares: Numbers of fragments that it may choose from, each with the largest fragment's share
+            of the bytes; None for the whole model at a time.
+        times: What messages take on this link, where that was measured; their ratios count, the
+            measured all-reduces say how long they are. None where fragments and codec stay.
+    """
+
+    def __init__(
+        self,
+        settings: AutoTau,
+        world_size: int,
+        *,
+        shares: Mapping[int, float] | None = None,
+        times: MessageTimes | None = None,
+    ) -> None:
         if world_size < 1:
             raise ConfigurationError(f"world_size must be positive; got {world_size!r}")
-        # With fragments it is the delay of one of them that is decided, a fraction of a round.
-        self.fragments = fragments
-        self.settings = settings = replace(
-            settings,
-            initial=max(1, settings.initial // fragments),
-            minimum=-(-settings.minimum // fragments),
-            maximum=max(1, settings.maximum // fragments),
-        )
+        self.settings = settings
         self.world_size = world_size
         self.changes = 0
-        self._tau = settings.initial
+        self._shares = dict(shares or {1: 1.0})
+        self._chooses = times is not None
+        # Unknown times are those of messages that all take one unit.
+        self._times = times or MessageTimes(fixed_s={"": 1.0}, whole_s={"": 0.0})
+        most = max(self._shares)
+        self._now = RoundChoice(
+            delay=max(1, settings.initial // most), fragments=most, codec=self._times.codecs[0]
+        )
         self._growths = 0
         self._last_was_down = False
+        self._skip = 0
         self._above = _Agreement()
         self._below = _Agreement()
         self._all_reduces: deque[float] = deque([0.0] * settings.window, maxlen=settings.window)
         self._steps: list[deque[float]] = [self._all_reduces.copy() for _ in range(world_size)]
-        self._balance = StepBalance(world_size, tau=settings.initial, patience=settings.patience)
+        self._loads: deque[float] = deque([0.0] * _JITTER_ROUNDS, maxlen=_JITTER_ROUNDS)
+        self._paces = self._loads.copy()
+        self._balance = StepBalance(world_size, tau=self.tau, patience=settings.patience)
         self._decisions: deque[TauDecision] = deque(maxlen=_KEPT_DECISIONS)
 
     @property
     def tau(self) -> int:
         """Local steps of the coming round; with ``balance`` those of the fastest rank."""
-        return self._tau * self.fragments
+        return self._now.tau
+
+    @property
+    def fragments(self) -> int:
+        """Parts in which the model is sent."""
+        return self._now.fragments
+
+    @property
+    def codec(self) -> str | None:
+        """How payloads travel; None where that is not decided here."""
+        return self._now.codec if self._chooses else None
+
+    @property
+    def decides(self) -> tuple[str, ...]:
+        """Return what is decided here beside fragments and delay."""
+        return ("tau", "codec") if len(self._times.codecs) > 1 else ("tau",)
 
     @property
     def delay_steps(self) -> int | None:
         """Local steps between launch and merge of a fragment; None for a whole round."""
-        return self._tau if self.fragments > 1 else None
+        return self._now.delay if self.fragments > 1 else None
 
     @property
     def decisions(self) -> tuple[TauDecision, ...]:
@@ -183,52 +230,71 @@ class TauController:
         """Local steps of this rank in the coming round; ``tau`` unless ``balance`` is on."""
         return self._balance.steps[rank] if self.settings.balance else self.tau
 
+    def begin_at(self, state: dict[str, Any]) -> None:
+        """Take over the round of ``state()``, and nothing that was measured."""
+        self._now = self._choice(state["delay"], state["fragments"], state["codec"])
+        self._balance.steps = [self.tau] * self.world_size
+
     def observe(
         self, step_s: Sequence[float], all_reduce_s: Sequence[float], *, round_number: int
     ) -> TauDecision | None:
         """Take in one boundary's measurements; call it once per boundary, with equal numbers."""
         self._require_times("step_s", step_s)
         self._require_times("all_reduce_s", all_reduce_s)
+        if self._skip:  # of messages before the last change
+            self._skip -= 1
+            return None
         flown = [time_s for time_s in all_reduce_s if time_s > 0]
         if flown:
-            self._all_reduces.append(min(flown))
+            self._all_reduces.append(min(flown) / self._unit_s)
         if any(step_s):
             for window, time_s in zip(self._steps, step_s, strict=True):
                 window.append(time_s)
         times = [_median(window) for window in self._steps]
+        if flown and any(step_s):
+            self._remember([time_s for time_s in step_s if time_s > 0], times)
         need = self._need(times)
         if need is None:
             return None
-        previous = self.tau
+        before = self._now
         reason = self._move(need)
         if self.settings.balance:
-            moved = self._balance.update(times, tau=self._tau, at_once=reason is not None)
+            moved = self._balance.update(times, tau=self.tau, at_once=reason is not None)
             reason = reason or ("balance" if moved else None)
         if reason is None:
             return None
         decision = TauDecision(
             round=round_number,
-            previous=previous,
+            previous=before.tau,
             tau=self.tau,
             step_s=need.step_s,
             all_reduce_s=need.all_reduce_s,
             reason=reason,
+            fragments=self.fragments,
+            codec=self.codec,
         )
         self._decisions.append(decision)
-        self.changes += self.tau != previous
+        self.changes += self._now != before
         return decision
 
     def state(self) -> dict[str, Any]:
         """Return plain numbers, from which a resumed run goes on deciding bit for bit alike."""
         agreements = {"above": self._above, "below": self._below}
         return {
-            "tau": self._tau,
+            "delay": self._now.delay,
+            "fragments": self.fragments,
+            "codec": self._times.codecs.index(self._now.codec),
+            "times": self._times.numbers(),
+            "shares": list(self._shares.values()),
+            "skip": self._skip,
             "changes": self.changes,
             "growths": self._growths,
             "last_was_down": int(self._last_was_down),
-            **{f"{at}_{k}": v for at, found in agreements.items() for k, v in vars(found).items()},
+            **{f"{at}_{k}": v for at, one in agreements.items() for k, v in one.state().items()},
             "all_reduce_window": list(self._all_reduces),
             "step_windows": [time_s for window in self._steps for time_s in window],
+            "loads": list(self._loads),
+            "paces": list(self._paces),
             "local_steps": list(self._balance.steps),
             "share_sums": list(self._balance.sums),
             "share_rounds": self._balance.rounds,
@@ -237,19 +303,24 @@ class TauController:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from ``state()`` of a controller with the same settings and world size."""
         fresh = self.state()
-        for name in ("all_reduce_window", "step_windows", "local_steps"):
+        for name in ("all_reduce_window", "step_windows", "local_steps", "times", "shares"):
             if len(state[name]) != len(fresh[name]):
                 message = f"the saved {name} has {len(state[name])} entries, not {len(fresh[name])}"
                 hint = "use the same world size and window, or start again with initial=<saved tau>"
                 raise ConfigurationError(message, hint=hint)
         window = self.settings.window
-        self._tau, self.changes = state["tau"], state["changes"]
+        self._times = self._times.with_numbers(state["times"])
+        self._shares = dict(zip(self._shares, state["shares"], strict=True))
+        self._now = self._choice(state["delay"], state["fragments"], state["codec"])
+        self._skip, self.changes = state["skip"], state["changes"]
         self._growths, self._last_was_down = state["growths"], bool(state["last_was_down"])
         self._above, self._below = (
-            _Agreement(**{name: state[f"{at}_{name}"] for name in ("rounds", "most", "least")})
+            _Agreement(**{name: state[f"{at}_{name}"] for name in _Agreement().state()})
             for at in ("above", "below")
         )
         self._all_reduces.extend(state["all_reduce_window"])
+        self._loads.extend(state["loads"])
+        self._paces.extend(state["paces"])
         for rank, times in enumerate(self._steps):
             times.extend(state["step_windows"][rank * window : (rank + 1) * window])
         self._balance.steps, self._balance.sums = (
@@ -260,43 +331,92 @@ class TauController:
 
     # -- tau --------------------------------------------------------------------------------------
 
+    @property
+    def _unit_s(self) -> float:
+        """Seconds of the present messages as the link's times have them."""
+        return self._times.message_s(self._now.codec, self._shares[self.fragments])
+
+    def _choice(self, delay: int, fragments: int, codec: int) -> RoundChoice:
+        return RoundChoice(delay=delay, fragments=fragments, codec=self._times.codecs[codec])
+
+    def _remember(self, present: Sequence[float], usual: Sequence[float]) -> None:
+        """Keep how far this round's message, and its steps, are from what is usual."""
+        load, size = self._all_reduces[-1], self.settings.window
+        recent = list(self._loads)[1 - size :] if size > 1 else []
+        before, now = _median(self._loads), _median([*recent, load])
+        if before and max(before, now) > _NEW_LINK * min(before, now):  # of another link
+            self._loads.extend([0.0] * _JITTER_ROUNDS)
+            self._loads.extend(recent)
+        self._loads.append(load)
+        pace = min if self.settings.balance else max
+        known = [time_s for time_s in usual if time_s > 0]
+        self._paces.append(pace(present) / pace(known))
+
+    def _stretch(self) -> float:
+        """Return how long a message may take, in units of the link's times."""
+        known = [load for load in self._loads if load > 0]
+        longest = 0.0
+        if len(known) >= _FEWEST_FOR_JITTER:
+            paces = [-pace for pace in self._paces if pace > 0]
+            longest = _high(known) / -_high(paces)
+        return max(self.settings.margin * _median(self._all_reduces), longest)
+
     def _need(self, times: Sequence[float]) -> _Need | None:
         """Return what the windows ask for; None until they are full."""
         present = [time_s for time_s in times if time_s > 0]
         if not present or not all(self._all_reduces):
             return None
-        all_reduce_s, slowest_s, fastest_s = _median(self._all_reduces), max(present), min(present)
-        step_s, to_fill_s, bare_s = slowest_s, self.settings.margin * all_reduce_s, all_reduce_s
-        if self.settings.balance:
-            # The slowest rank must get at least one step in.
-            step_s = fastest_s
-            to_fill_s, bare_s = max(to_fill_s, slowest_s), max(bare_s, slowest_s)
-        steps = math.ceil(to_fill_s / step_s * (1 - _ROUNDING))
-        steps = max(self.settings.minimum, min(steps, self.settings.maximum))
-        return _Need(steps=steps, bare=bare_s / step_s, step_s=step_s, all_reduce_s=all_reduce_s)
+        load, slowest_s, fastest_s = _median(self._all_reduces), max(present), min(present)
+        balance = self.settings.balance
+        step_s = fastest_s if balance else slowest_s
+        round_s = slowest_s if balance else 0.0  # the slowest rank must get at least one step in
+        choice = choose_round(
+            self._times,
+            step_s=step_s,
+            shares=self._shares,
+            stretch=self._stretch(),
+            minimum=self.settings.minimum,
+            maximum=self.settings.maximum,
+            round_s=round_s,
+        )
+        all_reduce_s = load * self._unit_s
+        bare = max(all_reduce_s, round_s) / step_s
+        return _Need(choice=choice, bare=bare, step_s=step_s, all_reduce_s=all_reduce_s)
+
+    def _score(self, choice: RoundChoice) -> int:
+        """Return the order of choices: rounds, then codecs, then delays, as one number."""
+        codecs = self._times.codecs
+        codec = choice.tau * len(codecs) + codecs.index(choice.codec)
+        return codec * _MOST_DELAY + choice.delay
 
     def _move(self, need: _Need) -> TauReason | None:
-        """Change tau where the rounds so far ask for it."""
-        tau = self._tau
-        self._above.count(need.steps, tau=tau, when=need.steps > tau)
-        self._below.count(need.steps, tau=tau, when=need.steps < tau)
-        exposed = need.bare * (1 - _ROUNDING) > tau
-        if exposed and need.steps > tau:
-            return self._set(need.steps, "exposed")
+        """Change the round where the rounds so far ask for it."""
+        now, asked = self._score(self._now), self._score(need.choice)
+        codec = self._times.codecs.index(need.choice.codec)
+        wished = need.choice.delay, need.choice.fragments, codec
+        self._above.count(asked, wished, now=now, when=asked > now)
+        self._below.count(asked, wished, now=now, when=asked < now)
+        exposed = need.bare * (1 - _ROUNDING) > self._now.delay
+        if exposed and asked != now and (asked > now or self._chooses):
+            return self._set(need.choice, "exposed")
         if self._above.rounds >= self.settings.patience:
-            return self._set(self._above.most, "margin")
-        if self._below.rounds >= self.patience_rounds:
-            return self._set(self._below.most, "slack")
+            return self._set(self._choice(*self._above.wished), "margin")
+        first = self._chooses and not self.changes  # what it began with is nobody's choice
+        if self._below.rounds >= (1 if first else self.patience_rounds):
+            return self._set(self._choice(*self._below.wished), "slack")
         return None
 
-    def _set(self, tau: int, reason: TauReason) -> TauReason:
-        down = tau < self._tau
-        if max(tau, self._tau) > 2 * min(tau, self._tau) + 1:
+    def _set(self, choice: RoundChoice, reason: TauReason) -> TauReason:
+        tau, before = choice.tau, self.tau
+        down = self._score(choice) < self._score(self._now)
+        if max(tau, before) > 2 * min(tau, before) + 1:
             self._growths = 0  # the link changed; what was learnt of its noise is void
         elif self._last_was_down and not down:
             self._growths = min(self._growths + 1, _MOST_GROWTHS)
+        if (choice.fragments, choice.codec) != (self.fragments, self._now.codec):
+            self._skip = _ROUNDS_TO_TRAVEL
         self._last_was_down = down
-        self._tau = tau
+        self._now = choice
         self._above, self._below = _Agreement(), _Agreement()
         return reason
 
@@ -317,8 +437,13 @@ class _Agreement:
     rounds: int = 0
     most: int = 0
     least: int = 0
+    wished: tuple[int, int, int] = (0, 0, 0)  # delay, fragments and codec of the most
 
-    def count(self, steps: int, *, tau: int, when: bool) -> None:
+    def state(self) -> dict[str, Any]:
+        """Return plain numbers."""
+        return vars(self) | {"wished": list(self.wished)}
+
+    def count(self, asked: int, wished: tuple[int, int, int], *, now: int, when: bool) -> None:
         """Count one round; begin anew where it asks for something else, or too differently.
 
         Rounds agree while they differ by less than what following them would gain.
@@ -326,10 +451,17 @@ class _Agreement:
         if not when:
             self.rounds = self.most = self.least = 0
             return
-        most, least = max(self.most, steps), min(self.least or steps, steps)
-        agrees = min(abs(tau - most), abs(tau - least)) > most - least
+        most, least = max(self.most, asked), min(self.least or asked, asked)
+        agrees = min(abs(now - most), abs(now - least)) > most - least
         self.rounds = self.rounds + 1 if agrees else 1
-        self.most, self.least = (most, least) if agrees else (steps, steps)
+        if asked == most or not agrees:
+            self.wished = wished
+        self.most, self.least = (most, least) if agrees else (asked, asked)
+
+
+def _high(values: Sequence[float]) -> float:
+    """Return what nine of ten do not exceed."""
+    return sorted(values)[math.ceil(_JITTER_SHARE * len(values)) - 1]
 
 
 def _median(times: Sequence[float] | deque[float]) -> float:
@@ -365,10 +497,15 @@ class TauDecision:
     # the margin. "slack": fewer steps hide it too. "balance": only the local steps of some ranks
     # changed.
     reason: TauReason
+    fragments: int = 1  # parts in which the model is sent from now on
+    codec: str | None = None  # how payloads travel from now on; None where nothing chooses it
 
     def __str__(self) -> str:
         times = f"communication {self.all_reduce_s:.3g} s, step {self.step_s:.3g} s"
-        return f"round {self.round}: tau {self.previous} -> {self.tau} ({self.reason}: {times})"
+        parts = "" if self.fragments == 1 else f", {self.fragments} fragments"
+        codec = "" if self.codec is None else f", {self.codec}"
+        moved = f"tau {self.previous} -> {self.tau}{parts}{codec}"
+        return f"round {self.round}: {moved} ({self.reason}: {times})"
 
 
 # Counts stay while no rank's mean share is off by more than this.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from fivefold.optim._round_choice import CODECS_BY_SIZE
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._update import Number
 from fivefold.optim.codecs import named_codec
@@ -18,7 +19,6 @@ from fivefold.units import format_bytes, format_duration_s
 _KEPT_RECORDS = 4096
 _KEPT_TIMES = 64
 _RUNNING_GAP_DECAY = 0.8
-_CODECS = ("fp32", "bf16", "int8", "int4")  # each smaller than the one before
 _MARGIN = 1.1  # of what must be hidden: the default of AutoTau
 _SHARE_WORTH_HIDING = 0.1  # below, waiting learns better than hiding
 _SHARE_OF_STALLS = 0.02
@@ -69,7 +69,9 @@ class SyncStatistics:
         codec: How payloads travel.
         tensors: Trainable parameters of the model, which bound the fragments.
         step_s: Seconds of one local step, the median of the last rounds; None before the first.
-        all_reduce_s: Seconds of one all-reduce as this rank saw it, the median of the last ones.
+        all_reduce_s: Seconds that the network needs for what is sent at one moment (a fragment, or
+            those that share a turn), without waits for slower ranks; the median of the last ones.
+        automatic: What is decided while training: "tau", or "tau" and "codec".
     """
 
     steps: int
@@ -95,6 +97,7 @@ class SyncStatistics:
     tensors: int = 1
     step_s: float | None = None
     all_reduce_s: float | None = None
+    automatic: tuple[str, ...] = ()
 
     def advice(self) -> list[str]:
         """Return what the measured times say should be changed, most urgent first."""
@@ -142,11 +145,12 @@ def _about_time(record: SyncStatistics) -> Iterator[str]:
     takes = f"an all-reduce{part} takes {needed:.1f} steps"
     if needed > record.delay_steps:
         ways = [way for way in (_longer(record, needed), _smaller(record, needed)) if way]
-        yield f"{takes} and has {record.delay_steps} to hide behind: use {' or '.join(ways)}"
-    elif waiting > _SHARE_OF_STALLS:
+        use = f"use {' or '.join(ways)}" if ways else "tau follows"
+        yield f"{takes} and has {record.delay_steps} to hide behind: {use}"
+    elif waiting > _SHARE_OF_STALLS and not record.automatic:
         how = "fewer fragments" if record.fragments > 1 else "a larger tau"
         yield f"{takes}, but {waiting:.0%} of the time is waiting: it stalls at times; use {how}"
-    else:
+    elif not record.automatic:
         yield from _could_be_shorter(record, needed, takes)
 
 
@@ -165,6 +169,10 @@ def _could_be_shorter(record: SyncStatistics, needed: float, takes: str) -> Iter
 
 def _longer(record: SyncStatistics, needed: float) -> str:
     steps = math.ceil(_MARGIN * needed)
+    if record.automatic:
+        return ""
+    if record.delay_steps < steps <= record.tau // record.fragments:
+        return f"delay_steps={steps}"
     if record.rule == "delayed gradients":
         return f"gradients accumulated over {steps} batches"
     return f"tau={record.fragments * steps}"
@@ -172,10 +180,12 @@ def _longer(record: SyncStatistics, needed: float) -> str:
 
 def _smaller(record: SyncStatistics, needed: float) -> str:
     """Return the first codec whose smaller messages would fit, or nothing."""
-    if record.codec not in _CODECS or _message_bytes(record) < _LEAST_MESSAGE_BYTES:
+    if record.automatic:
+        return "" if "codec" in record.automatic else 'codec="auto"'
+    if record.codec not in CODECS_BY_SIZE or _message_bytes(record) < _LEAST_MESSAGE_BYTES:
         return ""
     now = _wire_share(record.codec)
-    for codec in _CODECS[_CODECS.index(record.codec) + 1 :]:
+    for codec in CODECS_BY_SIZE[CODECS_BY_SIZE.index(record.codec) + 1 :]:
         if _MARGIN * needed * _wire_share(codec) / now <= record.delay_steps:
             return f'codec="{codec}"'
     return ""
@@ -228,6 +238,7 @@ class StatisticsMeter:
     all_reduces: deque[AllReduceRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
     all_reduce_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
+    _turn: int = -1
 
     def add_all_reduce(self, all_reduce: AllReduceRecord) -> None:
         """Count one waited-for all-reduce."""
@@ -235,9 +246,16 @@ class StatisticsMeter:
         self.payload_bytes += all_reduce.payload_bytes
         self.sent_bytes += all_reduce.sent_bytes
         self.lost_all_reduces += all_reduce.lost
-        self.all_reduce_times_s.append(all_reduce.completed_at_s - all_reduce.launched_at_s)
-        self.in_flight_s += self.all_reduce_times_s[-1]
+        self.in_flight_s += all_reduce.completed_at_s - all_reduce.launched_at_s
         self.exposed_wait_s += all_reduce.wait_ended_at_s - all_reduce.wait_started_at_s
+
+    def add_link_time(self, seconds: float, *, turn: int) -> None:
+        """Count what the network needed; of all-reduces of one turn the longest counts."""
+        if turn == self._turn and self.all_reduce_times_s:
+            self.all_reduce_times_s[-1] = max(self.all_reduce_times_s[-1], seconds)
+        else:
+            self.all_reduce_times_s.append(seconds)
+        self._turn = turn
 
     def add_merge(self, *, gap: float, clipped: Number, elements: int) -> None:
         """Count one outer step."""
@@ -282,7 +300,8 @@ class StatisticsMeter:
     def state(self) -> dict[str, float | int | None]:
         """Return the numbers that a resumed run continues from."""
         self.clipped = int(self.clipped)
-        return {name: value for name, value in vars(self).items() if not isinstance(value, deque)}
+        kept = {name: v for name, v in vars(self).items() if not name.startswith("_")}
+        return {name: value for name, value in kept.items() if not isinstance(value, deque)}
 
     def restore(self, state: dict[str, float | int | None]) -> None:
         """Set the numbers from ``state()``."""

@@ -28,10 +28,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from fivefold.errors import ConfigurationError
 from fivefold.optim._comm_thread import CommunicationThread, Job, named_errors
 from fivefold.optim._compressed import CompressedExchange, ring_bytes
-from fivefold.optim.codecs import Codec, ExactCodec, resolve_codec
+from fivefold.optim._round_choice import CODECS_TO_CHOOSE, MessageTimes
+from fivefold.optim.codecs import Codec, ExactCodec, named_codec, resolve_codec
 
 _CALLBACK_PATIENCE_S = 1.0
 _CALLBACK_GRACE_S = 0.05
+_PROBE_BYTES = 1 << 20
+_LEAST_PROBE = 1 << 14  # elements; the time of fewer is all latency
+_PROBES = 5
+_LEAST_RISE = 0.01
+_PROBE_PATIENCE_S = 1.0
 
 
 class PendingAllReduce(Protocol):
@@ -129,7 +135,8 @@ class ProcessGroupTransport:
             for all. Only its membership is used.
         timeout_s: Longest wait for a collective, in seconds.
         codec: How payloads are written on the wire: ``"fp32"`` (every data type as it is),
-            ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"topk"``, or a codec.
+            ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"topk"``, or a codec; ``"auto"`` for
+            fp32 until ``use_codec`` says otherwise.
         bucket_bytes: Payloads are sent in parts of at most this size.
 
     Raises:
@@ -149,7 +156,8 @@ class ProcessGroupTransport:
             message = "torch.distributed is not initialised"
             hint = "call torch.distributed.init_process_group first, or start with torchrun"
             raise ConfigurationError(message, hint=hint)
-        self.codec = resolve_codec(codec)
+        self.chooses_codec = codec == "auto"
+        self.codec = resolve_codec("fp32" if codec == "auto" else codec)
         whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
         if not whole or bucket_bytes < 1:
             message = f"bucket_bytes must be a positive integer; got {bucket_bytes!r}"
@@ -168,9 +176,14 @@ class ProcessGroupTransport:
             rank=self.rank, issues_at_once="nccl" in dist.get_backend_config(self._group)
         )
         self._exchange: CompressedExchange | None = None
-        if not isinstance(self.codec, ExactCodec):
+        if self.chooses_codec or not isinstance(self.codec, ExactCodec):
+            names = CODECS_TO_CHOOSE if self.chooses_codec else ()
             self._exchange = CompressedExchange(
-                self._group, self._thread, codec=self.codec, bucket_bytes=bucket_bytes
+                self._group,
+                self._thread,
+                codec=self.codec,
+                others=[named_codec(name) for name in names],
+                bucket_bytes=bucket_bytes,
             )
         self._open_works: list[dist.Work] = []
         # Also at the interpreter's exit: gloo aborts the process when a collective is cut off.
@@ -230,6 +243,63 @@ class ProcessGroupTransport:
             what=what,
             watch=watch,
         )
+
+    def use_codec(self, name: str) -> None:
+        """Send what is launched from now on in this codec; for a transport with ``codec="auto"``.
+
+        All ranks call it between the same launches. What a codec before has kept goes out with the
+        next message, whatever that one's codec.
+
+        Raises:
+            ConfigurationError: The transport has a codec of its own.
+        """
+        if self._exchange is None or not self.chooses_codec:
+            message = f"this transport sends {self.codec.name}, and nothing else; got {name!r}"
+            raise ConfigurationError(message, hint='make it with codec="auto"')
+        self.codec = self._exchange.codec = named_codec(name)
+
+    def measure_link(self, num_bytes: int, *, device: torch.device) -> MessageTimes:
+        """Time messages of nothing and of up to 1 MiB, in each codec that it could use; collective.
+
+        Args:
+            num_bytes: Size of a whole payload, to which the times are carried on.
+            device: Where payloads are.
+
+        Returns:
+            The same times on all ranks.
+
+        Raises:
+            CommunicationError: A peer ended or the network failed.
+        """
+        names = CODECS_TO_CHOOSE if self.chooses_codec else (self.codec.name,)
+        fixed_s, whole_s = {}, {}
+        elements = max(min(num_bytes, _PROBE_BYTES) // 4, _LEAST_PROBE)
+        for name in names:
+            codec = named_codec(name) if self.chooses_codec else self.codec
+            short_s, long_s = (self._message_s(codec, n, device) for n in (1, elements))
+            fixed_s[name] = min(short_s, long_s)
+            beside_s = max(long_s - short_s, _LEAST_RISE * long_s)  # noise can hide it
+            whole_s[name] = beside_s * num_bytes / (4 * elements)
+        return MessageTimes(fixed_s=fixed_s, whole_s=whole_s)
+
+    def _message_s(self, codec: Codec, elements: int, device: torch.device) -> float:
+        """Return the least seconds of a message, on the rank that waits for no other."""
+        payload = torch.zeros(elements, device=device)
+        times_s: list[float] = []
+        what = f"a message of {elements} elements to measure the link"
+        while len(times_s) < _PROBES and sum(times_s) < _PROBE_PATIENCE_S:
+            self.gather_objects(None)  # all begin together
+            started_s = time.perf_counter()
+            if self._exchange is None:
+                self._in_order(
+                    lambda: dist.all_reduce(payload, group=self._group), tensors=(), what=what
+                )
+            else:
+                self._exchange.try_codec(codec, payload, what=what).wait()
+            if payload.is_cuda:
+                torch.cuda.current_stream(device).synchronize()
+            times_s.append(min(self.gather_objects(time.perf_counter() - started_s)))
+        return min(times_s)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals of the codec, live; nothing where payloads travel as they are.

@@ -1,4 +1,4 @@
-"""A run's shared files, written by rank 0: manifest, metrics, result; TensorBoard by option.
+"""A run's shared files, written by rank 0: manifest, metrics, result.
 
 ``metrics.jsonl`` is only ever appended to, one line per event; a resumed run first drops the
 lines of steps that it will do again. The other files are written whole, under a temporary name,
@@ -17,8 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from fivefold.errors import CheckpointError, ConfigurationError, optional_module
+from fivefold.errors import CheckpointError, ConfigurationError
 from fivefold.files import lock_file, write_atomically
+from fivefold.runs._loggers import Loggers
 
 
 class MetricsWriter:
@@ -27,17 +28,16 @@ class MetricsWriter:
     Args:
         path: The file.
         resumed_step: Step that the run begins from; None empties the file.
-        tensorboard: Folder of TensorBoard event files; None for none.
+        loggers: Get the numbers of every event as well; None for none.
 
     Raises:
-        UnsupportedError: TensorBoard is asked for and not installed.
         CheckpointError: The folder cannot be written.
     """
 
     def __init__(
-        self, path: Path, *, resumed_step: int | None, tensorboard: Path | None = None
+        self, path: Path, *, resumed_step: int | None, loggers: Loggers | None = None
     ) -> None:
-        self._board = None if tensorboard is None else _open_board(tensorboard)
+        self._loggers = loggers
         kept = [] if resumed_step is None else _lines_until(path, resumed_step)
         write_text(path, "".join(kept))
         self._path = path
@@ -55,13 +55,11 @@ class MetricsWriter:
             self._file.flush()
         except OSError as error:
             raise cannot_write(self._path, error) from error
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{event}/{name}", value, step)
+        if self._loggers is not None:
+            self._loggers.write(event, step=step, values=values)
 
     def close(self) -> None:
-        """Close the files.
+        """Close the file and end the loggers.
 
         Raises:
             CheckpointError: The disk refused the last lines.
@@ -70,8 +68,9 @@ class MetricsWriter:
             self._file.close()
         except OSError as error:
             raise cannot_write(self._path, error) from error
-        if self._board is not None:
-            self._board.close()
+        finally:
+            if self._loggers is not None:
+                self._loggers.close()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -126,13 +125,6 @@ def _lines_until(path: Path, step: int) -> list[str]:
         if done:
             kept.append(text)
     return kept
-
-
-def _open_board(folder: Path) -> Any:
-    optional_module("tensorboard", extra="tensorboard", use="run.tensorboard")
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - needs the extra
-
-    return SummaryWriter(str(folder))
 
 
 _NAME = ".lock"

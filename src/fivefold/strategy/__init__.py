@@ -16,7 +16,13 @@ from fivefold.strategy.cluster import Cluster, load_cluster, named_clusters, nam
 from fivefold.strategy.cost import PlanPrediction, anchored, evaluate_plan
 from fivefold.strategy.intervals import error_bar
 from fivefold.strategy.job import Job, load_job, plan_to_toml
-from fivefold.strategy.model import LatentAttention, MixtureOfExperts, ModelSpec
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.parts import (
+    LatentAttention,
+    LowRankAdapters,
+    MambaMixer,
+    MixtureOfExperts,
+)
 from fivefold.strategy.plan import ParallelPlan
 from fivefold.strategy.presets import load_model, named_models
 
@@ -25,6 +31,8 @@ __all__ = [
     "Cluster",
     "Job",
     "LatentAttention",
+    "LowRankAdapters",
+    "MambaMixer",
     "MixtureOfExperts",
     "ModelSpec",
     "ParallelPlan",

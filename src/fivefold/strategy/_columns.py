@@ -17,7 +17,8 @@ from fivefold.collectives.pricing import FabricSpec, collective_time_s
 from fivefold.collectives.pricing.fabric import Groups
 from fivefold.strategy._layer import LayerCost, LayerKey, head_cost, mean_layer_cost
 from fivefold.strategy.cluster import DeviceSpec
-from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.model import BLOCKS, ModelSpec
+from fivefold.strategy.parts import BASE_BYTES
 from fivefold.strategy.pipeline import stage_layers
 from fivefold.strategy.plan import PlanTable, decode
 
@@ -25,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 _COSTS = tuple(field.name for field in fields(LayerCost))
 _KEYED = ("micro_batch", "sequence_parallel", "regather", "recompute", "tensor_overlap", "dtype",
-          "expert_tensor")  # fmt: skip
+          "expert_tensor", "shared_overlap")  # fmt: skip
 
 
 @dataclass
@@ -106,7 +107,7 @@ class Columns:
         _, place_id = np.unique(place, return_inverse=True)
         ranks, ranks_id = np.unique(self.num_gpus, return_inverse=True)
         key = place_id.astype(np.int64) * len(ranks) + ranks_id
-        for name, size in zip(_KEYED, (2**14, 2, 2, 4, 4, 8, 2), strict=True):
+        for name, size in zip(_KEYED, (2**14, 2, 2, 4, 4, 8, 2, 2), strict=True):
             key = key * size + t.columns[name]
         _, first, index = np.unique(key, return_index=True, return_inverse=True)
         costs, heads = [], []
@@ -119,7 +120,7 @@ class Columns:
         return _gather(costs, index), _gather(heads, index)
 
     def parameters(self, stage: int) -> tuple[Floats, Floats]:
-        """Parameters on one GPU of the first, middle or last stage, kept and routed."""
+        """Trained parameters on one GPU of the first, middle or last stage, kept and routed."""
         if stage not in self._parameters:
             self._parameters[stage] = self._count_parameters(stage)
         return self._parameters[stage]
@@ -128,22 +129,69 @@ class Columns:
         model, t = self.model, self.table
         if model.stages:
             return model.num_parameters / t.pipeline, np.zeros(len(t))
-        share = model.num_expert_layers / model.num_layers
+        if model.adapters is not None:
+            return self._of_adapters(stage)
+        split, norms, routed = self._of_layers(stage)
+        return split + norms + self._outside(stage), routed
+
+    def _of_adapters(self, stage: int) -> tuple[Floats, Floats]:
+        """Parameters of a stage's adapters, split by the tensor group as their matrices are."""
+        model, t = self.model, self.table
+        kept = sum(
+            model.share_of(letter)
+            * model.adapter_parameters(*(part for part in parts if part != "experts"))
+            for letter, parts in BLOCKS.items()
+        )
+        routed = model.share_of("E") * model.adapter_parameters("experts")
+        count = self.counts[stage]
+        return count * kept / t.tensor, count * routed / (self.expert_split * t.expert)
+
+    def matrix_parameters(self, stage: int) -> tuple[Floats, Floats]:
+        """Trained matrices of a stage's layers on one GPU, kept and routed."""
+        model, t, count = self.model, self.table, self.counts[stage]
+        if model.adapters is not None:
+            return self._of_adapters(stage)
+        kept = sum(
+            model.share_of(letter) * matrix.size
+            for letter, parts in BLOCKS.items()
+            for part in parts if part != "experts"
+            for matrix in model.matrices(part)
+        )  # fmt: skip
+        routed = count * model.share_of("E") * model.routed_parameters
+        return count * kept / t.tensor, routed / (self.expert_split * t.expert)
+
+    def frozen_bytes(self, stage: int, *, width: float) -> tuple[Floats, Floats]:
+        """Bytes of frozen parameters, kept and routed, of ``width`` where nothing is narrower."""
+        none = np.zeros(len(self.table))
+        if self.model.adapters is None:
+            return none, none
+        base = min(width, BASE_BYTES[self.model.adapters.base])
+        split, norms, routed = self._of_layers(stage)
+        return base * split + width * (norms + self._outside(stage)), base * routed
+
+    def _of_layers(self, stage: int) -> tuple[Floats, Floats, Floats]:
+        """Parameters of a stage's layers: split by the tensor group, norms, routed."""
+        model, t = self.model, self.table
         split = (
-            model.attention_parameters
-            + (1 - share) * model.dense_parameters
-            + share * model.unrouted_parameters
+            model.share_of("*") * model.attention_parameters
+            + model.share_of("-") * model.dense_parameters
+            + model.share_of("E") * model.unrouted_parameters
+            + model.share_of("M") * model.mamba_parameters
         )
-        kept = self.counts[stage] * (split / t.tensor + model.norm_parameters)
-        routed = (
-            self.counts[stage] * share * model.routed_parameters / (self.expert_split * t.expert)
-        )
+        norms = model.norms_per_layer * model.norm_parameters
+        count = self.counts[stage]
+        routed = count * model.share_of("E") * model.routed_parameters
+        return count * split / t.tensor, count * norms, routed / (self.expert_split * t.expert)
+
+    def _outside(self, stage: int) -> Floats:
+        """Parameters of embedding and head on a stage."""
+        model, t = self.model, self.table
         copy = np.where((t.pipeline > 1) & model.tied, model.vocab * model.hidden, 0)
         head = (model.head_parameters + copy) / t.tensor
         embedding = model.embedding_parameters / t.tensor
         one = t.pipeline == 1
-        kept = kept + np.where(one | (stage == 0), embedding, 0.0)
-        return kept + np.where(one | (stage == 2), head, 0.0), routed
+        kept = np.where(one | (stage == 0), embedding, 0.0)
+        return kept + np.where(one | (stage == 2), head, 0.0)
 
     def outer_parameters(self) -> tuple[Floats, Floats]:
         """Parameters of the first or the last stage, whichever keeps more."""

@@ -14,6 +14,7 @@ from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedErro
 from fivefold.runs import format_toml
 from fivefold.strategy._space import SearchSpace
 from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.strategy.plan import WAITING_SCHEDULES, ParallelPlan
 
 
@@ -95,6 +96,17 @@ def space_of_target(space: SearchSpace, target: str, *, gpus_per_node: int) -> S
     elif target == "train":
         changes["zero"] = (0,)
     return dataclasses.replace(space, **changes)
+
+
+def _unwritten(model: ModelSpec, plan: ParallelPlan | None = None) -> dict[str, bool]:
+    """What no program's words are written for; a plan, where Muon is none of them."""
+    return {
+        "Muon, whose words are younger than those written here": (
+            plan is not None and plan.optimizer == "muon"
+        ),
+        "adapters beside frozen weights (LoRA)": model.adapters is not None,
+        "layers that follow a pattern (Mamba)": bool(model.pattern),
+    }
 
 
 def target_problem(model: ModelSpec, plan: ParallelPlan, target: str) -> str | None:
@@ -193,6 +205,7 @@ def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int)
 
 def _megatron_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
     return {
+        **_unwritten(model, plan),
         "it trains language models only": bool(model.stages) or not model.embeds_tokens,
         f"schedule {plan.schedule}": plan.schedule not in {"1f1b", "interleaved"},
         f"ZeRO-{plan.zero}": plan.zero > 1,
@@ -259,7 +272,8 @@ def _megatron_split(plan: ParallelPlan, model: ModelSpec) -> list[str]:
         if plan.zero:
             flags.append("--overlap-param-gather")
     if model.experts is not None:
-        flags += ["--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall"]
+        shared = ["--moe-shared-expert-overlap"] * plan.shared_overlap
+        flags += ["--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall", *shared]
     return flags
 
 
@@ -421,6 +435,7 @@ def _torchtitan_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool
     moved = (plan.offload_weights, plan.offload_optimizer)
     layers, chunks = model.num_layers + 2 * plan.embedding_layers, plan.pipeline * plan.virtual
     return {
+        **_unwritten(model, plan),
         f"{layers} layers in {chunks} chunks, which it cuts by the layers of a chunk": (
             plan.schedule == "interleaved" and -(-layers // -(-layers // chunks)) != chunks
         ),
@@ -440,6 +455,7 @@ def _torchtitan_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool
         "activations in host memory": plan.offload_activations,
         "recomputation of some layers only": plan.recompute_layers is not None,
         "experts that the tensor group does not split": plan.expert_tensor is not None,
+        "shared experts beside dispatch and combine": plan.shared_overlap,
         "weights and optimizer states go to host memory together or not at all, with ZeRO": any(
             moved
         )
@@ -565,6 +581,7 @@ def trainer_config(
             "experts": model.experts.num_experts, "top_k": model.experts.top_k,
             "expert_width": model.experts.expert_ffn, "expert_parallel": plan.expert,
             "every": model.experts.every,
+            **({"shared": shared} if (shared := _shared_experts(model.experts)) else {}),
         }  # fmt: skip
     sync: dict[str, Any] = {"method": "ddp" if plan.data > 1 else "none"}
     if plan.tau > 1:
@@ -579,6 +596,7 @@ def trainer_config(
             "batch_size": plan.micro_batch,
             "accumulation": plan.num_micro_batches,
             "precision": plan.dtype,
+            **({"optimizer": plan.optimizer} if plan.optimizer != "adamw" else {}),
         },
         "sync": sync,
     }
@@ -587,9 +605,15 @@ def trainer_config(
     return format_toml(tables)
 
 
+def _shared_experts(experts: MixtureOfExperts) -> int:
+    """Experts that every token visits, each as wide as a routed one."""
+    return experts.shared_ffn // experts.expert_ffn
+
+
 def _trainer_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
     experts = model.experts
     return {
+        **_unwritten(model),
         "it trains language models only": bool(model.stages) or not model.embeds_tokens,
         "tensor, pipeline or context parallelism": plan.num_gpus != plan.data,
         f"ZeRO-{plan.zero}": plan.zero in {1, 2},
@@ -608,6 +632,9 @@ def _trainer_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
         "heads of an odd or their own width": model.hidden % (2 * model.num_heads) != 0
         or (model.head_dim is not None and model.head_dim * model.num_heads != model.hidden),
         "dense layers before the experts": experts is not None and experts.dense_layers > 0,
+        "shared experts that are no whole number of experts wide": (
+            experts is not None and experts.shared_ffn % experts.expert_ffn > 0
+        ),
         "experts beside local updates": plan.expert > 1 and plan.tau > 1,
         "local updates of one replica": plan.tau > 1 and plan.data <= max(1, _shard(plan)),
     }

@@ -11,14 +11,8 @@ import functools
 from dataclasses import dataclass
 
 from fivefold.collectives.pricing import FabricSpec, Group, collective_time_s
-from fivefold.strategy._operators import (
-    ELEMENT_BYTES,
-    LayerShape,
-    Operator,
-    head_operators,
-    layer_operators,
-    tokens_of,
-)
+from fivefold.strategy._adapters import trained_head, trained_operators, widened_bytes
+from fivefold.strategy._operators import ELEMENT_BYTES, LayerShape, Operator, tokens_of
 from fivefold.strategy.cluster import MATRIX_BYTES, DeviceSpec, gemm_time_s, memory_time_s
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
@@ -26,6 +20,8 @@ from fivefold.tasks.schedule import exposed_s
 
 _ALIGNED = 8
 _LOGIT_BYTES = 4.0
+# 32-bit vector units against 16-bit products: A100 19.5 of 312 TFLOP/s, H100 67 of 989.
+_VECTOR_SHARE = 1 / 16
 NARROW = ("fp8", "mxfp8", "nvfp4")
 """Types of products whose inputs are cast from 16 bits."""
 
@@ -46,6 +42,7 @@ class LayerKey:
     tensor_overlap: str
     dtype: str
     expert_tensor: int | None
+    shared_overlap: bool = False
 
     @classmethod
     def of(cls, plan: ParallelPlan) -> LayerKey:
@@ -57,7 +54,7 @@ class LayerKey:
             ranks=plan.num_gpus,
             sequence_parallel=plan.sequence_parallel, regather=plan.regather,
             recompute=plan.recompute, tensor_overlap=plan.tensor_overlap, dtype=plan.dtype,
-            expert_tensor=plan.expert_tensor,
+            expert_tensor=plan.expert_tensor, shared_overlap=plan.shared_overlap,
         )  # fmt: skip
 
     def shape(self, device: DeviceSpec) -> LayerShape:
@@ -118,11 +115,10 @@ class _Times:
 
 @functools.lru_cache(maxsize=100_000)
 def layer_cost(
-    model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey,
-    expert_layer: bool = False,
+    model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, kind: str
 ) -> LayerCost:  # fmt: skip
-    """Cost of one layer."""
-    operators = layer_operators(model, key.shape(device), expert_layer=expert_layer)
+    """Cost of one layer of a kind, in the letters of a pattern."""
+    operators = trained_operators(model, key.shape(device), kind)
     stored = sum(_stored_bytes(op, device, key.dtype) for op in operators)
     dropped = 0.0
     if key.recompute == "selective":
@@ -144,15 +140,18 @@ def layer_cost(
         kept = min(kept, stored)
         dropped = stored
     cost = _timed(device, fabric, key=key, operators=operators, causal=model.causal)
-    return dataclasses.replace(cost, stored_bytes=kept, working_bytes=dropped)
+    working = dropped + widened_bytes(model, operators)
+    return dataclasses.replace(cost, stored_bytes=kept, working_bytes=working)
 
 
 def _stored_bytes(op: Operator, device: DeviceSpec, dtype: str) -> float:
     """What an operator keeps for backward: inputs of narrow products are kept narrow.
 
+    Of a frozen product it is its adapter that keeps them, in 16 bits.
+
     Attention keeps its own result in 16 bits, beside the narrow copy that its projection keeps.
     """
-    if op.kind != "gemm" or op.name == "router" or dtype not in NARROW:
+    if op.kind != "gemm" or op.name == "router" or op.plain or op.frozen or dtype not in NARROW:
         return op.stored_bytes
     share = device.input_bytes_fp8 * MATRIX_BYTES[dtype] / ELEMENT_BYTES
     return op.stored_bytes * (share + (1.0 if op.name == "attention projection" else 0.0))
@@ -174,17 +173,15 @@ def _every_second_product(input_bytes: float, operators: tuple[Operator, ...]) -
 def mean_layer_cost(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey
 ) -> LayerCost:
-    """Cost of a layer, averaged over dense layers and those with experts."""
-    dense = expert = LayerCost()
-    if model.num_dense_layers:
-        dense = layer_cost(model, device, fabric, key=key)
-    if model.num_expert_layers:
-        expert = layer_cost(model, device, fabric, key=key, expert_layer=True)
-    share = model.num_expert_layers / model.num_layers
+    """Cost of a layer, averaged over the kinds of layers."""
+    costs = [
+        (share, layer_cost(model, device, fabric, key=key, kind=kind))
+        for share, kind in model.layer_kinds
+    ]
     return LayerCost(
         **{
-            name: (1 - share) * getattr(dense, name) + share * getattr(expert, name)
-            for name in dense.__dataclass_fields__
+            name: sum(share * getattr(cost, name) for share, cost in costs)
+            for name in LayerCost.__dataclass_fields__
         }
     )
 
@@ -196,7 +193,7 @@ def head_cost(
     """Cost of the last norm, the head and the loss; they are never recomputed."""
     if model.stages:
         return LayerCost()
-    operators = tuple(_loss_of(op, device) for op in head_operators(model, key.shape(device)))
+    operators = tuple(_loss_of(op, device) for op in trained_head(model, key.shape(device)))
     # Recipes of narrow types leave the head in 16 bits.
     dtype = "bf16" if key.dtype in NARROW else key.dtype
     plain = dataclasses.replace(key, recompute="none", dtype=dtype)
@@ -226,10 +223,12 @@ def _timed(
     causal: bool,
 ) -> LayerCost:  # fmt: skip
     total, again, remade_s = _Times(), 0.0, 0.0
-    products = _Times()
+    products, shared = _Times(), _Times()
     for op in operators:
         times = _operator_times(device, op, dtype=key.dtype, causal=causal)
         total = total.plus(times)
+        if op.name.startswith("shared expert"):
+            shared = shared.plus(times)
         if op.kind == "gemm":
             products = products.plus(times)
         if op.scores or op.kind == "attention":
@@ -241,6 +240,12 @@ def _timed(
     tensor = _tensor_times(device, fabric, key=key, operators=operators, products=products)
     context = _context_times(device, fabric, key=key, operators=operators, causal=causal)
     exchange = _exchange_times(device, fabric, key=key, operators=operators)
+    if key.shared_overlap:
+        beside = functools.partial(_exposed_s, slowdown=device.overlap_slowdown)
+        exchange = _Times(
+            forward_s=beside(exchange.forward_s, shared.forward_s),
+            input_s=beside(exchange.input_s, shared.input_s + shared.weight_s),
+        )
     floor_s = device.host_kernel_s * sum(op.kernels for op in operators if not op.grouped)
     floor_s += sum(_grouped_host_s(op, device, key.dtype) for op in operators if op.grouped)
     sent = tensor.plus(context).plus(exchange)
@@ -306,7 +311,10 @@ def _skipped_s(
 
 def _operator_times(device: DeviceSpec, op: Operator, *, dtype: str, causal: bool) -> _Times:
     if op.kind == "gemm":
-        return _product_times(device, op, dtype=dtype)
+        wide = op.plain and dtype in NARROW
+        return _product_times(device, op, dtype="bf16" if wide else dtype)
+    if op.kind == "scan":
+        return _scan_times(device, op)
     if op.kind == "attention":
         return _attention_times(device, op, causal=causal)
     if op.kind == "memory":
@@ -321,19 +329,35 @@ def _operator_times(device: DeviceSpec, op: Operator, *, dtype: str, causal: boo
 def _product_times(device: DeviceSpec, op: Operator, *, dtype: str) -> _Times:
     forward_s = gemm_time_s(device, m=op.m, n=op.n, k=op.k, batch=op.batch, dtype=dtype)
     input_s = gemm_time_s(device, m=op.m, n=op.k, k=op.n, batch=op.batch, dtype=dtype)
-    # Weight gradients add up over micro-batches: read and written at their own width.
-    weight_s = gemm_time_s(
-        device, m=op.k, n=op.n, k=op.m, batch=op.batch, dtype=dtype,
-        output_bytes=2.0 * device.gradient_bytes,
-    )  # fmt: skip
+    weight_s, copies = 0.0, 1
+    if not op.frozen:
+        # Weight gradients add up over micro-batches: read and written at their own width.
+        weight_s, copies = gemm_time_s(
+            device, m=op.k, n=op.n, k=op.m, batch=op.batch, dtype=dtype,
+            output_bytes=2.0 * device.gradient_bytes,
+        ), 2  # fmt: skip
     if dtype in NARROW:
-        # Inputs and their gradients are read at 16 bits and written twice, once transposed.
+        # Inputs and their gradients are read at 16 bits and written twice, once transposed for
+        # the weights' gradients.
         reads = 1 + (dtype == "nvfp4" or (dtype == "fp8" and device.current_scaling))
         reads += dtype == "nvfp4"  # and once for the Hadamard transform of weight gradients
-        cast = reads * ELEMENT_BYTES + 2 * MATRIX_BYTES[dtype]
+        cast = reads * ELEMENT_BYTES + copies * MATRIX_BYTES[dtype]
         forward_s += memory_time_s(device, cast * op.batch * op.m * op.k)
         input_s += memory_time_s(device, cast * op.batch * op.m * op.n)
     return _Times(forward_s=forward_s, input_s=input_s, weight_s=weight_s)
+
+
+def _scan_times(device: DeviceSpec, op: Operator) -> _Times:
+    """Products of chunks at the rate of fused attention, or token by token on vector units.
+
+    Backward is twice forward and what of it is repeated.
+    """
+    rate = device.peak_flops * (_VECTOR_SHARE if op.vector else device.attention_efficiency)
+    gap_s = device.kernel_gap_s * op.kernels
+    forward_s = max(op.flops / rate, memory_time_s(device, op.moved_bytes))
+    backward_flops = 2.0 * op.flops + op.flops_again
+    backward_s = max(backward_flops / rate, memory_time_s(device, op.backward_moved_bytes))
+    return _Times(forward_s=forward_s + gap_s, input_s=backward_s + 2 * gap_s)
 
 
 def _attention_times(device: DeviceSpec, op: Operator, *, causal: bool) -> _Times:

@@ -11,7 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from fivefold.strategy.model import MixtureOfExperts, ModelSpec
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.parts import MambaMixer, MixtureOfExperts
 
 ELEMENT_BYTES = 2.0
 _MASK_BYTES = 1.0
@@ -44,22 +45,28 @@ class Operator:
     """One forward operator of a layer on one GPU, and what its backward does.
 
     ``after`` names what its stored input is computed from, where recomputing that alone is known;
-    ``grouped`` products are those of several experts, one after the other.
+    ``grouped`` products are those of several experts, one after the other; ``frozen`` ones have no
+    backward for their weights; ``plain`` ones are in 16 bits where others are narrower. Backward of
+    a ``scan`` repeats ``flops_again`` of its forward; a ``vector`` one has no products of matrices.
     """
 
     name: str
-    kind: Literal["gemm", "attention", "memory", "message"]
+    kind: Literal["gemm", "attention", "scan", "memory", "message"]
     m: float = 0.0
     n: float = 0.0
     k: float = 0.0
     batch: float = 1.0
     flops: float = 0.0
+    flops_again: float = 0.0
+    vector: bool = False
     moved_bytes: float = 0.0
     backward_moved_bytes: float = 0.0
     stored_bytes: float = 0.0
     scores: bool = False
     after: str = ""
     grouped: bool = False
+    frozen: bool = False
+    plain: bool = False
     message: str = ""
     message_bytes: float = 0.0
     kernels: int = 1
@@ -71,21 +78,23 @@ class Operator:
         return min(self.experts.nodes_of_token(nodes) / self.experts.top_k, 1.0)
 
 
-def layer_operators(
-    model: ModelSpec, shape: LayerShape, *, expert_layer: bool = False
-) -> tuple[Operator, ...]:
-    """Forward operators of one layer on one GPU."""
+def layer_operators(model: ModelSpec, shape: LayerShape, kind: str) -> tuple[Operator, ...]:
+    """Forward operators of one layer of a kind, such as ``"*-"``, on one GPU."""
     if model.stages:
         return _convolution_operators(model, shape)
     attention = _latent_operators if model.latent is not None else _attention_operators
-    feed_forward = _expert_operators if expert_layer else _dense_operators
-    return (
-        *_norm_operators(model, shape, "attention"),
-        *attention(model, shape),
-        *_residual_operators(model, shape, "attention"),
-        *_norm_operators(model, shape, "feed-forward"),
-        *feed_forward(model, shape),
-        *_residual_operators(model, shape, "feed-forward"),
+    blocks = {
+        "*": ("attention", attention), "M": ("mamba", _mamba_operators),
+        "-": ("feed-forward", _dense_operators), "E": ("feed-forward", _expert_operators),
+    }  # fmt: skip
+    return tuple(
+        op
+        for name, operators_of in map(blocks.__getitem__, kind)
+        for op in (
+            *_norm_operators(model, shape, name),
+            *operators_of(model, shape),
+            *_residual_operators(model, shape, name),
+        )
     )
 
 
@@ -120,7 +129,12 @@ def _tensor_message(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Ope
     if shape.tensor == 1:
         return ()
     size = ELEMENT_BYTES * tokens_of(model, shape) * model.hidden
-    return (Operator(name=name, kind="message", message="tensor", message_bytes=size),)
+    return (tensor_message(name, size),)
+
+
+def tensor_message(name: str, size_bytes: float) -> Operator:
+    """A message of the tensor group, of whole tokens."""
+    return Operator(name=name, kind="message", message="tensor", message_bytes=size_bytes)
 
 
 def _input_bytes(model: ModelSpec, shape: LayerShape) -> float:
@@ -202,19 +216,18 @@ def _latent_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
     down = lat.q_rank + lat.kv_rank + lat.rope_dim
     value = heads * lat.value_dim
     query_in = lat.q_rank or h
-    up_stored = ELEMENT_BYTES * tokens * (query_in + lat.kv_rank)
     return (
         Operator(
             name="compression", kind="gemm", m=tokens, n=down, k=h, after="norm",
             stored_bytes=_input_bytes(model, shape),
         ),
         Operator(
-            name="queries", kind="gemm", m=tokens, n=query, k=query_in, stored_bytes=up_stored,
-            after="expands",
+            name="queries", kind="gemm", m=tokens, n=query, k=query_in, after="expands",
+            stored_bytes=ELEMENT_BYTES * tokens * query_in,
         ),
         Operator(
             name="keys, values", kind="gemm", m=tokens, n=heads * model.head_width + value,
-            k=lat.kv_rank, after="expands",
+            k=lat.kv_rank, after="expands", stored_bytes=ELEMENT_BYTES * tokens * lat.kv_rank,
         ),
         *_core_operators(model, shape, queries=query, keys=(query + value) / 2, values=value),
         Operator(
@@ -223,6 +236,67 @@ def _latent_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
         ),
         *_tensor_message(model, shape, "attention"),
     )  # fmt: skip
+
+
+def _mamba_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
+    """Projection in, convolution, scan, gate and projection out.
+
+    The fused kernel keeps what comes out of the first projection and the scan's result, and
+    computes the convolution again; a tensor group splits heads and groups.
+    """
+    ssm = model.mamba
+    assert ssm is not None, "only called for Mamba layers"
+    tokens, t, h = tokens_of(model, shape), shape.tensor, model.hidden
+    inner, convolved = ssm.inner / t, ssm.convolved / t
+    size = ELEMENT_BYTES * tokens * inner
+    steps: tuple[Operator, ...] = ()
+    kept = ELEMENT_BYTES * tokens * ssm.projected / t + size
+    if ssm.step_rank:
+        rank = ssm.step_rank
+        steps = (
+            Operator(name="mamba step, B, C", kind="gemm", m=tokens, n=rank + 2 * ssm.state,
+                     k=inner),
+            *((tensor_message("mamba", ELEMENT_BYTES * tokens * (rank + 2 * ssm.state)),)
+              if t > 1 else ()),
+            Operator(name="mamba step", kind="gemm", m=tokens, n=inner, k=rank,
+                     stored_bytes=ELEMENT_BYTES * tokens * (rank + 2 * ssm.state)),
+        )  # fmt: skip
+        kept += size  # the step sizes
+    moved, again = _scan_bytes(ssm)
+    return (
+        Operator(
+            name="mamba in", kind="gemm", m=tokens, n=ssm.projected / t, k=h, after="norm",
+            stored_bytes=_input_bytes(model, shape),
+        ),
+        Operator(
+            name="convolution", kind="memory", moved_bytes=2 * ELEMENT_BYTES * tokens * convolved,
+            backward_moved_bytes=5 * ELEMENT_BYTES * tokens * convolved,
+        ),
+        *steps,
+        Operator(
+            name="scan", kind="scan", flops=tokens * ssm.scan_flops / t, vector=ssm.step_rank > 0,
+            flops_again=tokens * again / t, moved_bytes=tokens * moved / t,
+            backward_moved_bytes=3 * tokens * moved / t, stored_bytes=kept,
+            kernels=1 if ssm.step_rank else 5,
+        ),
+        Operator(name="gate", kind="memory", moved_bytes=3 * size, backward_moved_bytes=6 * size),
+        Operator(name="mamba out", kind="gemm", m=tokens, n=h, k=inner, stored_bytes=size),
+        *_tensor_message(model, shape, "mamba"),
+    )  # fmt: skip
+
+
+def _scan_bytes(ssm: MambaMixer) -> tuple[float, float]:
+    """Bytes that a token's scan moves forward, and FLOPs that its backward repeats.
+
+    Mamba-2 is five kernels: step sizes, states of chunks (32 bits: written, passed on in a read and
+    a write, read), C with B of chunks (32 bits), and the result. The first two are repeated.
+    """
+    if ssm.step_rank:  # x, step, gate, result; B and C
+        return ELEMENT_BYTES * (4 * ssm.inner + 2 * ssm.state), ssm.scan_flops
+    channels, shared = ELEMENT_BYTES * ssm.inner, ELEMENT_BYTES * ssm.groups * ssm.state
+    states = 4 * 4.0 * ssm.state * ssm.inner / ssm.chunk
+    moved = 3 * channels + 4 * shared + states + 2 * 4.0 * ssm.groups * ssm.chunk
+    return moved, 2.0 * ssm.chunk * ssm.groups * ssm.state + 2.0 * ssm.state * ssm.inner
 
 
 def _feed_forward(

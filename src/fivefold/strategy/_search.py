@@ -19,6 +19,7 @@ from fivefold.collectives.pricing import FabricSpec
 from fivefold.errors import InfeasibleError
 from fivefold.strategy._columns import Columns, Floats
 from fivefold.strategy._memory import WEIGHT_BYTES, stored_bytes
+from fivefold.strategy._muon import moment_bytes
 from fivefold.strategy._space import (
     Outer,
     Pattern,
@@ -297,9 +298,15 @@ def _least_states(columns: Columns, space: SearchSpace, pattern: Pattern) -> Flo
     most = max(levels)
     shards = columns.replicas
     shared = kept / shards + routed / np.maximum(shards / columns.table.expert, 1.0)
+    frozen = columns.frozen_bytes(0, width=WEIGHT_BYTES)
+    frozen_shared = frozen[0] / shards + frozen[1] / np.maximum(shards / columns.table.expert, 1.0)
     weights = WEIGHT_BYTES * (shared if most >= 3 else whole)
+    weights = weights + (frozen_shared if most >= 3 else sum(frozen))
     gradients = columns.device.gradient_bytes * (shared if most >= 2 else whole)
-    optimizer = columns.device.optimizer_state_bytes * (shared if most >= 1 else whole)
+    bytes_each = columns.device.optimizer_state_bytes
+    if "muon" in space.optimizers:
+        bytes_each -= moment_bytes(columns.device)
+    optimizer = bytes_each * (shared if most >= 1 else whole)
     if True in space.offload:
         layers = np.maximum(columns.model.num_layers / columns.table.pipeline, 1.0)
         return weights * np.minimum(2.0 / layers, 1.0) + gradients

@@ -21,6 +21,7 @@ from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import (
     DTYPES,
     WAITING_SCHEDULES,
+    Optimizer,
     Order,
     Overlap,
     ParallelPlan,
@@ -35,10 +36,11 @@ _TWO_CHUNKS = ("zb_v", "v_half", "v_min", "dualpipe_v")
 _BOTH = (False, True)
 _DEGREES = ("tensor", "pipeline", "context", "expert", "micro_batch", "virtual")
 _SWITCHES = ("embedding_layers", "sequence_parallel", "regather", "data_overlap",
-             "pipeline_overlap", "offload")  # fmt: skip
+             "pipeline_overlap", "offload", "shared_overlap")  # fmt: skip
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "schedules": get_args(PipelineSchedule), "recompute": get_args(Recompute),
     "tensor_overlap": get_args(Overlap), "orders": get_args(Order), "dtypes": DTYPES,
+    "optimizers": get_args(Optimizer),
     "zero": (0, 1, 2, 3), **dict.fromkeys(_SWITCHES, _BOTH),
 }  # fmt: skip
 
@@ -66,11 +68,13 @@ class SearchSpace:
         sequence_parallel: Whether norms may be split over the tensor group.
         regather: Whether its inputs are gathered again.
         tensor_overlap: Kinds of tensor overlap.
+        shared_overlap: Whether shared experts may compute beside dispatch and combine.
         data_overlap: Whether gradients may travel beside compute.
         pipeline_overlap: Whether stages may send beside compute, where the schedule can.
         offload: Whether weights, activations and optimizer states may go to the host.
         orders: Of the axes.
         tau: Iterations between synchronisations; more than 1 changes convergence.
+        optimizers: Optimizers; "muon" changes convergence.
         dtypes: Of products.
     """
 
@@ -90,11 +94,13 @@ class SearchSpace:
     sequence_parallel: tuple[bool, ...] = _BOTH
     regather: tuple[bool, ...] = (True,)
     tensor_overlap: tuple[str, ...] = ("none",)
+    shared_overlap: tuple[bool, ...] = (False,)
     data_overlap: tuple[bool, ...] = (True,)
     pipeline_overlap: tuple[bool, ...] = (True,)
     offload: tuple[bool, ...] = (False,)
     orders: tuple[str, ...] = ("tcdp",)
     tau: tuple[int, ...] = (1,)
+    optimizers: tuple[str, ...] = ("adamw",)
     dtypes: tuple[str, ...] = ("bf16",)
 
     def __post_init__(self) -> None:
@@ -237,6 +243,7 @@ class Pattern:
     copies: bool
     overlaps: bool
     sequences: bool
+    shares: bool
     shards: tuple[int | None, ...]
     workers: tuple[int, ...]
 
@@ -249,9 +256,16 @@ class Pattern:
             copies=replicas > 1,
             overlaps=plan.pipeline > 1 and plan.schedule not in WAITING_SCHEDULES,
             sequences=plan.tensor > 1 and model.seq_len % (plan.context * plan.tensor) == 0,
+            shares=_shares(model, plan),
             shards=tuple(s for s in space.shards if s is None or replicas % s == 0),
             workers=tuple(s for s in space.shards if s and replicas % s == 0 and s < replicas),
         )
+
+
+def _shares(model: ModelSpec, plan: ParallelPlan) -> bool:
+    """Whether shared experts have an exchange to compute beside."""
+    shared = model.experts is not None and model.experts.shared_ffn > 0
+    return shared and plan.expert > 1 and plan.schedule not in {"dualpipe", "dualpipe_v"}
 
 
 def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[np.int64]]:
@@ -262,10 +276,11 @@ def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[n
         for shard in (pattern.shards if zero else (None,))
     ]
     rows = [
-        (*layer, zero, shard, data, *rest, tau)
+        (*layer, zero, shard, data, *rest, tau, optimizer)
         for layer in _layer_switches(space, pattern)
-        for (zero, shard), data, tau, *rest in itertools.product(
+        for (zero, shard), optimizer, data, tau, *rest in itertools.product(
             zeros,
+            space.optimizers,
             space.data_overlap if pattern.copies else (False,),
             space.tau if pattern.copies else (1,),
             space.pipeline_overlap if pattern.overlaps else (False,),
@@ -275,16 +290,21 @@ def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[n
         )
         # Local steps need whole states, or workers that share theirs.
         if not (tau > 1 and zero > 0) or (zero == 3 and shard in pattern.workers)
+        # The last of what may be in host memory are optimizer states.
+        if not (optimizer == "muon" and rest[-1])
     ]
     names = (*LAYER_SWITCHES, "zero", "shard", "data_overlap", "pipeline_overlap",
-             "offload_weights", "offload_activations", "offload_optimizer", "tau")  # fmt: skip
+             "offload_weights", "offload_activations", "offload_optimizer", "tau",
+             "optimizer")  # fmt: skip
     return {
         name: np.array([encode(name, row[i]) for row in rows], np.int64)
         for i, name in enumerate(names)
     }
 
 
-LAYER_SWITCHES = ("recompute", "sequence_parallel", "regather", "tensor_overlap", "dtype")
+LAYER_SWITCHES = (
+    "recompute", "sequence_parallel", "regather", "tensor_overlap", "dtype", "shared_overlap",
+)  # fmt: skip
 
 
 def layer_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[np.int64]]:
@@ -298,12 +318,13 @@ def layer_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[n
 
 def _layer_switches(space: SearchSpace, pattern: Pattern) -> list[tuple[Any, ...]]:
     return [
-        (recompute, parallel, again, overlap, dtype)
+        (recompute, parallel, again, overlap, dtype, shared)
         for recompute in space.recompute
         for parallel in (space.sequence_parallel if pattern.sequences else (False,))
         for again in (space.regather if parallel else (True,))
         for overlap in (space.tensor_overlap if pattern.split else ("none",))
         for dtype in space.dtypes
+        for shared in (space.shared_overlap if pattern.shares else (False,))
     ]
 
 

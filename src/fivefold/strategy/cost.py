@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from fivefold.collectives.pricing.closed_form import chain_time_s
 from fivefold.errors import ConfigurationError
 from fivefold.strategy._columns import Columns, Floats
 from fivefold.strategy._memory import WEIGHT_BYTES, MemoryUse, fullest_bytes, memory_use
+from fivefold.strategy._muon import muon_s
 from fivefold.strategy.cluster import Cluster, DeviceSpec
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.pipeline import pipeline_shape
@@ -207,7 +209,8 @@ def _stage_times(columns: Columns, layer: dict[str, Floats]) -> list[tuple[Float
         ]
         outside_s = _outside_s(columns, layer, number)
         parts[0], parts[1] = parts[0] + outside_s[0], parts[1] + outside_s[1]
-        stages.append((parts[0] + opening_s, parts[1], parts[2] + opening_s))
+        closing_s = opening_s if columns.model.adapters is None else 0.0  # nothing is learned
+        stages.append((parts[0] + opening_s, parts[1], parts[2] + closing_s))
     return stages
 
 
@@ -280,7 +283,8 @@ def _mean_stage(columns: Columns, layer: dict[str, Floats]) -> list[Floats]:
     for number in (0, 2):
         outside_s = _outside_s(columns, layer, number)
         forward_s, input_s = forward_s + outside_s[0] / p, input_s + outside_s[1] / p
-    return [forward_s + embedding_s, input_s, weight_s + embedding_s]
+    closing_s = embedding_s if columns.model.adapters is None else 0.0
+    return [forward_s + embedding_s, input_s, weight_s + closing_s]
 
 
 def _schedule_columns(columns: Columns, mean: list[Floats]) -> tuple[Floats, Floats]:
@@ -333,7 +337,8 @@ def _offload_waits_s(columns: Columns, layer: dict[str, Floats], slow: Floats) -
     kept, routed = columns.parameters(1)
     stored = columns.model.num_layers / t.pipeline * layer["stored_bytes"]
     stored = stored * columns.share_of_layers("offload_layers")
-    moved = np.where(t.offload_weights == 1, WEIGHT_BYTES * (kept + routed), 0.0)
+    weights = WEIGHT_BYTES * (kept + routed) + sum(columns.frozen_bytes(1, width=WEIGHT_BYTES))
+    moved = np.where(t.offload_weights == 1, weights, 0.0)
     moved = moved + np.where(t.offload_activations == 1, stored, 0.0)
     moved_s = moved / device.host_bandwidth_bytes_per_s
     half_s = exposed_s(moved_s, slow[1] + slow[2]) / 2
@@ -352,7 +357,7 @@ def _optimizer_s(columns: Columns, kept: Floats, routed: Floats) -> Floats:
     shared = kept / columns.shards + routed / columns.expert_shards
     count = np.where(columns.table.zero > 0, shared, kept + routed)
     rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
-    return device.optimizer_bytes_per_parameter * count / rate
+    return device.optimizer_bytes_per_parameter * count / rate + muon_s(columns)
 
 
 def _data_s(columns: Columns, kept: Floats, routed: Floats, slow: Floats) -> Floats:
@@ -387,7 +392,7 @@ def _bucket_starts_s(columns: Columns, parameters: Floats) -> Floats:
 
 def _tied_s(columns: Columns) -> Floats:
     t, model = columns.table, columns.model
-    if not model.tied or model.stages:
+    if not model.tied or model.stages or model.adapters is not None:
         return np.zeros(len(t))
     size = columns.device.gradient_wire_bytes * model.vocab * model.hidden / t.tensor
     return columns.time_s(
@@ -457,7 +462,8 @@ def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Fl
         return layer
     count = columns.counts[1]
     kept, routed = columns.parameters(1)
-    gather_s, scatter_s = _shared_s(columns, kept / count, routed / count)
+    frozen = [size / count for size in columns.frozen_bytes(1, width=_wire_bytes(columns))]
+    gather_s, scatter_s = _shared_s(columns, kept / count, routed / count, frozen=frozen)
     backward_s = layer["input_s"] + layer["weight_s"]
     forward_s = _beside(columns, layer["forward_s"], gather_s)
     both_s = _beside(columns, backward_s, gather_s + scatter_s)
@@ -470,15 +476,19 @@ def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Fl
     }
 
 
-def _shared_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
-    """Gather ZeRO-3's parameters; scatter their gradients."""
-    device = columns.device
-    gather, scatter = (
-        width / device.shard_gather_share
-        for width in (device.parameter_wire_bytes, device.gradient_wire_bytes)
-    )
+def _wire_bytes(columns: Columns) -> float:
+    """Width of a parameter that is gathered."""
+    return columns.device.parameter_wire_bytes
+
+
+def _shared_s(
+    columns: Columns, kept: Floats, routed: Floats, *, frozen: Sequence[Floats]
+) -> tuple[Floats, Floats]:
+    """Gather ZeRO-3's parameters, trained ones and bytes of frozen ones; scatter gradients."""
+    share = columns.device.shard_gather_share
+    gather, scatter = _wire_bytes(columns) / share, columns.device.gradient_wire_bytes / share
     return (
-        _sharing_s(columns, gather * kept, gather * routed),
+        _sharing_s(columns, gather * kept + frozen[0] / share, gather * routed + frozen[1] / share),
         _sharing_s(columns, scatter * kept, scatter * routed),
     )
 
@@ -491,11 +501,18 @@ def _outside_s(
     if "spare_forward_s" not in layer or number == 1:
         return 0.0, 0.0
     count = columns.counts[number]
-    outside = columns.parameters(number)[0] - count * columns.parameters(1)[0] / columns.counts[1]
+    each = count / columns.counts[1]
+    outside = columns.parameters(number)[0] - each * columns.parameters(1)[0]
+    frozen, layers = (
+        columns.frozen_bytes(place, width=_wire_bytes(columns))[0] for place in (number, 1)
+    )
+    frozen = frozen - each * layers
     # With one stage they are in the layers' share already.
-    waits = (t.zero == 3) & (t.pipeline > 1) & (outside > 0)
+    waits = (t.zero == 3) & (t.pipeline > 1) & (outside + frozen > 0)
     none = np.zeros(len(t))
-    gather_s, scatter_s = _shared_s(columns, np.where(waits, outside, 0.0), none)
+    gather_s, scatter_s = _shared_s(
+        columns, np.where(waits, outside, 0.0), none, frozen=(np.where(waits, frozen, 0.0), none)
+    )
     forward_s = _beside(columns, none, gather_s, spare_s=count * layer["spare_forward_s"])
     both_s = gather_s + scatter_s
     backward_s = _beside(columns, none, both_s, spare_s=count * layer["spare_backward_s"])

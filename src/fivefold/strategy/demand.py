@@ -10,9 +10,11 @@ import dataclasses
 
 from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError
+from fivefold.strategy._adapters import trained_head, trained_operators
 from fivefold.strategy._columns import Columns
 from fivefold.strategy._layer import LayerKey
-from fivefold.strategy._operators import Operator, head_operators, layer_operators
+from fivefold.strategy._muon import whole_bytes
+from fivefold.strategy._operators import Operator
 from fivefold.strategy.cluster import DeviceSpec
 from fivefold.strategy.cost import evaluate_plan
 from fivefold.strategy.model import ModelSpec
@@ -86,15 +88,9 @@ def _free_fabric(gpus: int, gpus_per_node: int) -> FabricSpec:
 def _operators(
     model: ModelSpec, device: DeviceSpec, plan: ParallelPlan
 ) -> list[tuple[float, tuple[Operator, ...]]]:
-    """Operators of a dense and of an expert layer, with their share of all layers."""
+    """Operators of each kind of layer, with its share of all layers."""
     shape = LayerKey.of(plan).shape(device)
-    experts = model.num_expert_layers / model.num_layers
-    found = []
-    if experts < 1:
-        found.append((1 - experts, layer_operators(model, shape)))
-    if experts > 0:
-        found.append((experts, layer_operators(model, shape, expert_layer=True)))
-    return found
+    return [(share, trained_operators(model, shape, kind)) for share, kind in model.layer_kinds]
 
 
 def _layer_messages(
@@ -107,7 +103,7 @@ def _layer_messages(
             if op.message:
                 sizes[op.message] = sizes.get(op.message, 0.0) + weight * share * op.message_bytes
     if plan.tensor > 1 and plan.pipeline == 1 and not model.stages:
-        head = head_operators(model, LayerKey.of(plan).shape(device))
+        head = trained_head(model, LayerKey.of(plan).shape(device))
         sizes["tensor"] += sum(op.message_bytes for op in head) / segments
     kinds = {"tensor": "all_reduce", "context": "all_gather", "expert": "all_to_all"}
     hidden = {"tensor": plan.tensor_overlap != "none", "context": True, "expert": False}
@@ -133,24 +129,35 @@ def _state_messages(columns: Columns, plan: ParallelPlan, *, segments: int) -> t
     found: list[Message] = []
     local = plan.tau > 1
     wide = device.outer_wire_bytes / plan.tau if local else device.gradient_wire_bytes
-    for count, whole, shards, replica in (
-        (kept, "data", "shard", "replica"),
-        (routed, "expert_data", "expert_shard", "expert_replica"),
+    frozen = (0.0, 0.0)
+    if plan.zero == 3:  # gathered, and never summed
+        sizes = columns.frozen_bytes(0, width=device.parameter_wire_bytes)
+        frozen = (float(sizes[0][0]), float(sizes[1][0]))
+    for count, fixed, whole, shards, replica in (
+        (kept, frozen[0], "data", "shard", "replica"),
+        (routed, frozen[1], "expert_data", "expert_shard", "expert_replica"),
     ):
         summed = round(wide * count / segments)
-        if not summed or plan.group(whole).size == 1:
+        if not (summed or fixed) or plan.group(whole).size == 1:
             continue
         over = whole
         if plan.zero > 0:
             gradient = round(device.gradient_wire_bytes * count / segments)
-            parameter = round(device.parameter_wire_bytes * count / segments)
+            parameter = round((device.parameter_wire_bytes * count + fixed) / segments)
             found += _sharded(plan, shards, gradient=gradient, parameter=parameter)
             over, summed = replica, summed // plan.group(shards).size
-        if plan.group(over).size > 1:
+        if summed and plan.group(over).size > 1:
             found.append(
                 Message(axis=over, kind="all_reduce", size_bytes=summed, phase="reduce",
                         hidden=local)
             )  # fmt: skip
+    if plan.zero == 3 and plan.optimizer == "muon":
+        wholes = [round(float(size[0]) / segments) for size in whole_bytes(columns)]
+        found += [
+            Message(axis=axis, kind="all_to_all", size_bytes=size, phase="reduce")
+            for axis, size in zip(("shard", "expert_shard"), wholes, strict=True)
+            if size and plan.group(axis).size > 1
+        ]
     return tuple(found)
 
 
@@ -166,7 +173,8 @@ def _sharded(plan: ParallelPlan, axis: str, *, gradient: int, parameter: int) ->
     if plan.zero == 2:
         return [each, gather]
     forward = dataclasses.replace(gather, phase="forward", hidden=plan.data_overlap)
-    return [forward, dataclasses.replace(forward, phase="backward"), each]
+    gathers = [forward, dataclasses.replace(forward, phase="backward")]
+    return [*gathers, each] if gradient else gathers  # frozen parameters have no gradients
 
 
 def _pipeline_messages(

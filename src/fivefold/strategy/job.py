@@ -15,9 +15,10 @@ from fivefold.strategy._space import SearchSpace
 from fivefold.strategy.cluster import Cluster, check_keys, check_types
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
-from fivefold.strategy.presets import load_model, model_from_table
+from fivefold.strategy.presets import load_model, model_from_table, with_adapters
 
-_KEYS = {"model", "gpus", "global_batch", "seq_len", "search", "plan"}
+_KEYS = {"model", "gpus", "global_batch", "seq_len", "search", "plan", "adapters",
+         "optimizer"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,9 @@ def load_job(path: Path | str, *, cluster: Cluster | None = None) -> Job:
 
     Args:
         path: TOML with ``model`` (a preset, a ``config.json``, or a table of ``ModelSpec``),
-            ``gpus``, ``global_batch``, and where wanted ``seq_len``, ``[search]`` (fields of
-            ``SearchSpace``) and ``[plan]`` (fields of ``ParallelPlan``).
+            ``gpus``, ``global_batch``, and where wanted ``seq_len``, ``optimizer``,
+            ``[search]`` (fields of ``SearchSpace``), ``[plan]`` (fields of ``ParallelPlan``) and
+            ``[adapters]`` (fields of ``LowRankAdapters``).
         cluster: Gives the number of GPUs where the file does not; a job cannot have more.
 
     Raises:
@@ -81,15 +83,15 @@ def job_from_table(
     if cluster is not None:
         cluster.require(gpus)
     model = _model(table["model"], seq_len=seq_len, folder=folder)
-    search = _tuples(table.get("search", {}), SearchSpace, where="[search]")
-    if "shards" in search:  # TOML has no None: 0 stands for all replicas
-        search["shards"] = tuple(count or None for count in search["shards"])
+    model = with_adapters(model, table.get("adapters"))
+    search = _search_of(table)
     space = SearchSpace(**{"num_gpus": gpus, "global_batch": table["global_batch"], **search})
     plan = None
     if "plan" in table:
         check_keys(table["plan"], _names(ParallelPlan), where="[plan]")
         check_types(table["plan"], ParallelPlan, where="[plan]")
-        plan = ParallelPlan(**{"global_batch": table["global_batch"], **table["plan"]})
+        given = {name: table[name] for name in ("global_batch", "optimizer") if name in table}
+        plan = ParallelPlan(**(given | table["plan"]))
         if plan.global_batch != space.global_batch:
             message = (
                 f"{where} says global_batch = {space.global_batch}, its [plan] {plan.global_batch}"
@@ -103,6 +105,16 @@ def job_from_table(
                 message, hint=f"data x tensor x pipeline x context = gpus; nearest: {near}"
             )
     return Job(model=model, space=space, plan=plan)
+
+
+def _search_of(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the search space that the file says."""
+    search = _tuples(table.get("search", {}), SearchSpace, where="[search]")
+    if "shards" in search:  # TOML has no None: 0 stands for all replicas
+        search["shards"] = tuple(count or None for count in search["shards"])
+    if "optimizer" in table:
+        search["optimizers"] = (table["optimizer"],)
+    return search
 
 
 def _names(kind: type) -> set[str]:

@@ -1,103 +1,29 @@
 """What is trained: the shape of a model, from which every operator's cost follows.
 
-One class for all transformers (GPT, Llama, mixtures of experts, multi-head latent attention,
-vision transformers) and one for residual convolution networks. This module counts parameters and
-FLOPs of the whole model; operators of one shard are in ``_operators``. It knows no device.
+One class for all transformers (GPT, Llama, mixtures of experts, multi-head latent attention, layers
+of Mamba, vision transformers) and for residual convolution networks. This module counts parameters
+and FLOPs of the whole model; operators of one shard are in ``_operators``. It knows no device.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import Counter
 from dataclasses import dataclass, field
 
 from fivefold.errors import ConfigurationError
-
-_LARGEST = 10**8  # of any size: products of two still are numbers of 64 bits
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixtureOfExperts:
-    """The expert part of a model.
-
-    Args:
-        num_experts: Routed experts in a layer.
-        top_k: Experts that each token visits.
-        expert_ffn: Inner width of one routed expert.
-        shared_ffn: Inner width of the experts that every token visits, in sum; 0 for none.
-        dense_layers: Leading layers that keep a dense feed-forward part.
-        groups: Groups into which experts are divided for routing.
-        top_groups: Groups that the experts of one token come from; None: any.
-        every: One layer in ``every`` has experts, of those that are not leading.
-
-    Raises:
-        ConfigurationError: A count is not positive, or ``top_k`` is more than the experts.
-    """
-
-    num_experts: int
-    top_k: int
-    expert_ffn: int
-    shared_ffn: int = 0
-    dense_layers: int = 0
-    every: int = 1
-    groups: int = 1
-    top_groups: int | None = None
-
-    def __post_init__(self) -> None:
-        _positive(self, "num_experts", "top_k", "expert_ffn", "every", "groups")
-        if self.top_groups is not None:
-            _positive(self, "top_groups")
-        _not_negative(self, "shared_ffn", "dense_layers")
-        if self.top_k > self.num_experts:
-            message = f"top_k={self.top_k} is more than num_experts={self.num_experts}"
-            raise ConfigurationError(message, hint="each token visits at most every expert once")
-
-    def nodes_of_token(self, nodes: float) -> float:
-        """Mean number of ``nodes`` that the experts of one token lie on, spread evenly.
-
-        N (1 - (1 - 1/N)^k) for k experts on N nodes, and no more than the routing's groups reach.
-        """
-        reached = nodes * (1.0 - (1.0 - 1.0 / nodes) ** self.top_k)
-        if self.top_groups is not None:
-            reached = min(reached, max(nodes * self.top_groups / self.groups, 1.0))
-        return reached
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentAttention:
-    """Multi-head latent attention: keys and values from one compressed vector per token.
-
-    Args:
-        q_rank: Width of the compressed query; 0 where queries are not compressed.
-        kv_rank: Width of the compressed keys and values.
-        rope_dim: Width of the rotary part of a head's key, shared by all heads.
-        value_dim: Width of a head's value; the query's non-rotary part is the model's head_dim.
-
-    References:
-        DeepSeek-V2, arXiv 2405.04434, section 2.1.
-    """
-
-    q_rank: int
-    kv_rank: int
-    rope_dim: int
-    value_dim: int
-
-    def __post_init__(self) -> None:
-        _positive(self, "kv_rank", "rope_dim", "value_dim")
-        _not_negative(self, "q_rank")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvolutionStage:
-    """Equal bottleneck blocks of a residual network (1x1, 3x3, 1x1 convolutions)."""
-
-    blocks: int
-    width: int
-    outputs: int
-    inputs: int
-    size: int
-
-    def __post_init__(self) -> None:
-        _positive(self, "blocks", "width", "outputs", "inputs", "size")
+from fivefold.strategy.parts import (
+    MODULES,
+    ConvolutionStage,
+    LatentAttention,
+    LowRankAdapters,
+    MambaMixer,
+    MixtureOfExperts,
+    WeightMatrix,
+    check_not_negative,
+    check_positive,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +54,13 @@ class ModelSpec:
         embeds_tokens: False for vision models, whose patches come from a projection.
         experts: The expert part, or None.
         latent: Latent attention, or None.
+        mamba: The layers' state space part, or None.
+        pattern: What each layer is made of, where layers differ: blocks of ``M`` (Mamba), ``*``
+            (attention), ``-`` (dense feed-forward part) and ``E`` (experts), each with a norm and
+            a residual. Either one letter a layer (``M-M*-``), or a word a layer (``M- ME *-``);
+            a pattern of fewer layers than ``num_layers`` repeats. Empty: attention and a
+            feed-forward part in every layer.
+        adapters: What is trained beside frozen weights; None: everything is trained.
         stages: Convolution stages; then the transformer's sizes are ignored.
 
     Raises:
@@ -162,16 +95,19 @@ class ModelSpec:
     predicted_tokens: int = 0
     experts: MixtureOfExperts | None = None
     latent: LatentAttention | None = None
+    mamba: MambaMixer | None = None
+    pattern: str = ""
+    adapters: LowRankAdapters | None = None
     stages: tuple[ConvolutionStage, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        _positive(self, "num_layers", "hidden", "num_heads", "seq_len", "vocab")
-        _not_negative(self, "window", "predicted_tokens")
+        check_positive(self, "num_layers", "hidden", "num_heads", "seq_len", "vocab")
+        check_not_negative(self, "window", "predicted_tokens")
         if self.windowed_layers is not None:
-            _not_negative(self, "windowed_layers")
+            check_not_negative(self, "windowed_layers")
         for name in ("ffn", "num_kv_heads", "head_dim"):
             if getattr(self, name) is not None:
-                _positive(self, name)
+                check_positive(self, name)
         if self.head_dim is None and self.hidden % self.num_heads:
             message = f"hidden={self.hidden} is not a multiple of num_heads={self.num_heads}"
             raise ConfigurationError(message, hint="give head_dim, or sizes that divide")
@@ -181,6 +117,30 @@ class ModelSpec:
         if self.stages and self.num_layers != sum(stage.blocks for stage in self.stages):
             message = f"num_layers={self.num_layers} is not the number of blocks in stages"
             raise ConfigurationError(message, hint="num_layers counts residual blocks")
+        problem = _pattern_problem(self) or _adapters_problem(self)
+        if problem is not None:
+            raise ConfigurationError(problem[0], hint=problem[1])
+
+    @functools.cached_property
+    def layer_kinds(self) -> tuple[tuple[float, str], ...]:
+        """Blocks of each kind of layer, in the letters of ``pattern``, and its share of layers."""
+        if self.pattern:
+            layers = _layers_of(self.pattern)
+            return tuple((n / len(layers), kind) for kind, n in sorted(Counter(layers).items()))
+        experts = 0
+        if self.experts is not None:
+            experts = max(0, self.num_layers - self.experts.dense_layers) // self.experts.every
+        share = experts / self.num_layers
+        return tuple((s, kind) for s, kind in ((1 - share, "*-"), (share, "*E")) if s)
+
+    def share_of(self, block: str) -> float:
+        """Blocks of a letter, over the number of layers."""
+        return sum(share * kind.count(block) for share, kind in self.layer_kinds)
+
+    @property
+    def norms_per_layer(self) -> float:
+        """Blocks of a mean layer, each with a norm of its own."""
+        return sum(share * len(kind) for share, kind in self.layer_kinds)
 
     @property
     def ffn_width(self) -> int:
@@ -202,65 +162,155 @@ class ModelSpec:
         """Share of a whole sequence's scores that a mean layer computes, causal mask apart."""
         if not self.window:
             return 1.0
-        layers = self.num_layers if self.windowed_layers is None else self.windowed_layers
+        attending = self.num_attention_layers
+        layers = attending if self.windowed_layers is None else self.windowed_layers
         seen = min(self.window / self.seq_len * (2 if self.causal else 1), 1.0)
-        return 1.0 - min(layers / self.num_layers, 1.0) * (1.0 - seen)
+        return 1.0 - min(layers / max(attending, 1), 1.0) * (1.0 - seen)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Blocks of attention."""
+        return self._blocks("*")
 
     @property
     def num_expert_layers(self) -> int:
         """Layers whose feed-forward part is a mixture of experts."""
-        if self.experts is None:
-            return 0
-        return max(0, self.num_layers - self.experts.dense_layers) // self.experts.every
+        return self._blocks("E")
 
     @property
     def num_dense_layers(self) -> int:
         """Layers with a dense feed-forward part."""
-        return self.num_layers - self.num_expert_layers
+        return self._blocks("-")
+
+    def _blocks(self, letter: str) -> int:
+        return round(self.num_layers * self.share_of(letter))
+
+    def matrices(self, part: str) -> tuple[WeightMatrix, ...]:
+        """Return the matrices of a block.
+
+        Args:
+            part: "attention", "mamba", "dense", "experts", "router" or "shared" (the experts that
+                every token visits).
+        """
+        if part == "attention":
+            return self._latent_matrices() if self.latent else self._attention_matrices()
+        if part == "mamba":
+            return self._mamba_matrices()
+        if part == "dense":
+            return self._feed_forward_matrices(self.ffn_width)
+        return self._expert_matrices(part)
+
+    def _expert_matrices(self, part: str) -> tuple[WeightMatrix, ...]:
+        moe = self.experts
+        if moe is None or (part == "shared" and not moe.shared_ffn):
+            return ()
+        if part == "router":
+            return (WeightMatrix("router", self.hidden, moe.num_experts, "none"),)
+        if part == "shared":
+            return self._feed_forward_matrices(moe.shared_ffn)
+        return self._feed_forward_matrices(moe.expert_ffn, count=moe.num_experts)
+
+    def _attention_matrices(self) -> tuple[WeightMatrix, ...]:
+        h, queries, keys = self.hidden, self.num_heads * self.head_width, self.kv_heads
+        keys *= self.head_width
+        return (
+            WeightMatrix("q_proj", h, queries, "columns"),
+            WeightMatrix("k_proj", h, keys, "columns"),
+            WeightMatrix("v_proj", h, keys, "columns"),
+            WeightMatrix("o_proj", queries, h, "rows"),
+        )
+
+    def _latent_matrices(self) -> tuple[WeightMatrix, ...]:
+        lat, h, a = self.latent, self.hidden, self.num_heads
+        assert lat is not None, "only called with latent attention"
+        query = a * (self.head_width + lat.rope_dim)
+        queries: tuple[WeightMatrix, ...] = (WeightMatrix("q_proj", h, query, "columns"),)
+        if lat.q_rank:
+            queries = (
+                WeightMatrix("q_a_proj", h, lat.q_rank, "none"),
+                WeightMatrix("q_b_proj", lat.q_rank, query, "columns"),
+            )
+        keys = a * (self.head_width + lat.value_dim)
+        return (
+            *queries,
+            WeightMatrix("kv_a_proj_with_mqa", h, lat.kv_rank + lat.rope_dim, "none"),
+            WeightMatrix("kv_b_proj", lat.kv_rank, keys, "columns"),
+            WeightMatrix("o_proj", a * lat.value_dim, h, "rows"),
+        )
+
+    def _mamba_matrices(self) -> tuple[WeightMatrix, ...]:
+        ssm, h = self.mamba, self.hidden
+        if ssm is None:
+            return ()
+        steps: tuple[WeightMatrix, ...] = ()
+        if ssm.step_rank:
+            steps = (
+                WeightMatrix("x_proj", ssm.inner, ssm.step_rank + 2 * ssm.state, "rows"),
+                WeightMatrix("dt_proj", ssm.step_rank, ssm.inner, "columns"),
+            )
+        return (
+            WeightMatrix("in_proj", h, ssm.projected, "columns"),
+            *steps,
+            WeightMatrix("out_proj", ssm.inner, h, "rows"),
+        )
+
+    def _feed_forward_matrices(self, inner: int, *, count: int = 1) -> tuple[WeightMatrix, ...]:
+        ups = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        return (
+            *(WeightMatrix(name, self.hidden, inner, "columns", count) for name in ups),
+            WeightMatrix("down_proj", inner, self.hidden, "rows", count),
+        )
 
     @property
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention, without norms."""
-        a, h, width = self.num_heads, self.hidden, self.head_width
-        if self.latent is not None:
-            lat = self.latent
-            query_in = a * (width + lat.rope_dim)
-            query = h * lat.q_rank + lat.q_rank * query_in if lat.q_rank else h * query_in
-            keys = h * (lat.kv_rank + lat.rope_dim) + lat.kv_rank * a * (width + lat.value_dim)
-            return query + keys + a * lat.value_dim * h
-        columns = (a + 2 * self.kv_heads) * width
-        biases = columns + h if self.biases else 0
-        return h * columns + a * width * h + biases
+        columns = (self.num_heads + 2 * self.kv_heads) * self.head_width
+        biases = columns + self.hidden if self.biases and self.latent is None else 0
+        return _size_of(self.matrices("attention")) + biases
+
+    @property
+    def mamba_parameters(self) -> int:
+        """Parameters of one Mamba block, without its norm."""
+        if self.mamba is None:
+            return 0
+        step_bias = self.mamba.inner if self.mamba.step_rank else 0
+        return _size_of(self.matrices("mamba")) + self.mamba.vector_parameters + step_bias
 
     @property
     def dense_parameters(self) -> int:
         """Parameters of one dense feed-forward part."""
-        inner = self.ffn_width
-        return (3 if self.gated else 2) * self.hidden * inner + (
-            (inner + self.hidden) if self.biases else 0
-        )
+        biases = (self.ffn_width + self.hidden) if self.biases else 0
+        return _size_of(self.matrices("dense")) + biases
 
     @property
     def routed_parameters(self) -> int:
         """Parameters of one layer's routed experts: what expert parallelism splits."""
-        if self.experts is None:
-            return 0
-        each = (3 if self.gated else 2) * self.hidden * self.experts.expert_ffn
-        return self.experts.num_experts * each
+        return _size_of(self.matrices("experts"))
 
     @property
     def unrouted_parameters(self) -> int:
         """Parameters of one expert layer's router and shared experts."""
-        if self.experts is None:
+        return _size_of(self.matrices("router") + self.matrices("shared"))
+
+    def is_adapted(self, matrix: WeightMatrix) -> bool:
+        """Return whether a matrix has an adapter."""
+        if self.adapters is None or matrix.module == "router":
+            return False
+        return not self.adapters.modules or matrix.module in self.adapters.modules
+
+    def adapter_parameters(self, *parts: str) -> int:
+        """Parameters of the adapters of a block's parts."""
+        if self.adapters is None:
             return 0
-        matrices = 3 if self.gated else 2
-        shared = matrices * self.hidden * self.experts.shared_ffn
-        return self.hidden * self.experts.num_experts + shared
+        matrices = (matrix for part in parts for matrix in self.matrices(part))
+        return self.adapters.rank * sum(
+            m.count * (m.inputs + m.outputs) for m in matrices if self.is_adapted(m)
+        )
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of one layer's two norms."""
-        return 2 * self.hidden * (2 if self.biases else 1)
+        """Parameters of one norm."""
+        return self.hidden * (2 if self.biases else 1)
 
     @property
     def embedding_parameters(self) -> int:
@@ -273,7 +323,7 @@ class ModelSpec:
     def head_parameters(self) -> int:
         """Parameters of the head that are not the embedding's, with the last norm."""
         own = 0 if self.tied else self.vocab * self.hidden
-        return own + self.norm_parameters // 2
+        return own + self.norm_parameters
 
     @property
     def num_parameters(self) -> int:
@@ -286,11 +336,25 @@ class ModelSpec:
             return sum(_stage_parameters(stage) for stage in self.stages) + (
                 3 * 49 * 64 + self.stages[-1].outputs * self.vocab
             )
-        layer = self.attention_parameters + self.norm_parameters
-        dense = self.num_dense_layers * self.dense_parameters
-        routed = self.num_expert_layers * (self.routed_parameters + self.unrouted_parameters)
-        outside = self.embedding_parameters + self.head_parameters
-        return self.num_layers * layer + dense + routed + outside
+        blocks = sum(self._blocks(letter) * self._block_parameters(letter) for letter in BLOCKS)
+        return blocks + self.embedding_parameters + self.head_parameters
+
+    @property
+    def trained_parameters(self) -> int:
+        """Parameters that have gradients: all of them, or the adapters'."""
+        if self.adapters is None:
+            return self.num_parameters
+        return sum(
+            self._blocks(letter) * self.adapter_parameters(*parts)
+            for letter, parts in BLOCKS.items()
+        )
+
+    def _block_parameters(self, letter: str) -> int:
+        own = {
+            "*": self.attention_parameters, "M": self.mamba_parameters, "-": self.dense_parameters,
+            "E": self.routed_parameters + self.unrouted_parameters,
+        }[letter]  # fmt: skip
+        return own + self.norm_parameters + self.adapter_parameters(*BLOCKS[letter])
 
     def flops_per_sequence(self, *, recompute: bool = False, causal_half: bool = False) -> float:
         """FLOPs of forward and backward of one sample, as papers count them.
@@ -307,29 +371,102 @@ class ModelSpec:
         """
         if self.stages:
             return 3.0 * sum(_stage_flops(stage) for stage in self.stages)
-        width = self.head_width if self.latent is None else self._latent_width()
-        scores = 4.0 * self.seq_len * self.num_heads * width * (0.5 if causal_half else 1.0)
-        scores *= self.attention_share
-        layers = self.num_layers * (2.0 * self._matrix_parameters(attention=True) + scores)
-        layers += self.num_dense_layers * 2.0 * self._matrix_parameters(attention=False)
-        if self.experts is not None:
-            active = self.experts.top_k * self.experts.expert_ffn + self.experts.shared_ffn
-            inner = (3 if self.gated else 2) * self.hidden * active
-            router = self.hidden * self.experts.num_experts
-            layers += self.num_expert_layers * 2.0 * (inner + router)
+        # Frozen weights have no gradient of their own: two products of theirs instead of three.
+        passes = 3.0 if self.adapters is None else 2.0
+        again = 1.0 if recompute else 0.0
+        layers = 0.0
+        for letter, parts in BLOCKS.items():
+            number = self.num_layers * self.share_of(letter)
+            layers += number * (passes + again) * 2.0 * self._active(parts)
+            layers += number * (3.0 + again) * 2.0 * self._active(parts, adapters=True)
+        scores = self._score_flops() * (0.5 if causal_half else 1.0)
+        scans = 0.0 if self.mamba is None else self.mamba.scan_flops
+        mixers = self.share_of("*") * scores + self.share_of("M") * scans
+        layers += self.num_layers * (3.0 + again) * mixers
         head = 2.0 * self.hidden * self.vocab
         if not self.embeds_tokens:
             head /= self.seq_len
-        return self.seq_len * (layers * (4.0 if recompute else 3.0) + 3.0 * head)
+        return self.seq_len * (layers + passes * head)
 
-    def _matrix_parameters(self, *, attention: bool) -> float:
-        plain = dataclasses.replace(self, biases=False)
-        return plain.attention_parameters if attention else plain.dense_parameters
+    def _active(self, parts: tuple[str, ...], *, adapters: bool = False) -> float:
+        """Parameters of products, or of their adapters, that a token meets in a block."""
+        active = 0.0
+        for part in parts:
+            for matrix in self.matrices(part):
+                visits = matrix.count
+                if part == "experts":
+                    assert self.experts is not None, "only experts are routed"
+                    visits = self.experts.top_k
+                size = matrix.inputs * matrix.outputs
+                if adapters:
+                    rank = self.adapters.rank if self.adapters and self.is_adapted(matrix) else 0
+                    size = rank * (matrix.inputs + matrix.outputs)
+                active += visits * size
+        return active
 
-    def _latent_width(self) -> float:
-        lat = self.latent
-        assert lat is not None, "only called with latent attention"
-        return (self.head_width + lat.rope_dim + lat.value_dim) / 2
+    def _score_flops(self) -> float:
+        """FLOPs of a token's scores and weighted values in a mean block of attention."""
+        width = float(self.head_width)
+        if self.latent is not None:
+            width = (self.head_width + self.latent.rope_dim + self.latent.value_dim) / 2
+        return 4.0 * self.seq_len * self.num_heads * width * self.attention_share
+
+
+BLOCKS = {
+    "*": ("attention",), "M": ("mamba",), "-": ("dense",), "E": ("experts", "router", "shared"),
+}  # fmt: skip
+"""Letters of a pattern, and the parts whose matrices such a block has."""
+
+
+def _layers_of(pattern: str) -> list[str]:
+    """Return the blocks of each layer: a word each, or a letter each where there is one word."""
+    words = pattern.split()
+    return words if len(words) > 1 else list(pattern.strip())
+
+
+def _pattern_problem(model: ModelSpec) -> tuple[str, str] | None:
+    layers = _layers_of(model.pattern)
+    unknown = sorted(set("".join(layers)) - set(BLOCKS))
+    used = set("".join(layers))
+    moe = model.experts
+    rules = (
+        (bool(unknown), f"pattern has {''.join(unknown)!r}", f"use {' '.join(BLOCKS)}"),
+        (bool(layers) and model.num_layers % max(len(layers), 1) > 0,
+         f"a pattern of {len(layers)} layers does not repeat to num_layers={model.num_layers}",
+         "a letter a layer, or a word a layer"),
+        ("M" in used and model.mamba is None, "pattern has Mamba blocks, and mamba is not given",
+         "give mamba = { state = 128, heads = 128, head_dim = 64 }"),
+        (model.mamba is not None and "M" not in used, "mamba is given, and pattern has no M",
+         "say which layers are of Mamba, such as pattern = 'M-M*-'"),
+        ("E" in used and moe is None, "pattern has experts, and experts is not given",
+         "give experts = { num_experts = 8, top_k = 2, expert_ffn = 1024 }"),
+        (bool(layers) and moe is not None and ("E" not in used or moe.dense_layers > 0
+                                               or moe.every > 1),
+         "pattern and experts differ on which layers have experts",
+         "leave dense_layers and every out; pattern says where experts are"),
+        (bool(layers) and bool(model.stages or model.predicted_tokens),
+         "pattern cannot be said beside stages or predicted_tokens", "leave one of them out"),
+    )  # fmt: skip
+    return next(((message, hint) for broken, message, hint in rules if broken), None)
+
+
+def _adapters_problem(model: ModelSpec) -> tuple[str, str] | None:
+    if model.adapters is None:
+        return None
+    if model.stages or model.predicted_tokens:
+        return "adapters cannot be said beside stages or predicted_tokens", "leave one of them out"
+    used = [letter for letter in BLOCKS if model.share_of(letter)]
+    has = {m.module for letter in used for part in BLOCKS[letter] for m in model.matrices(part)}
+    has.discard("router")
+    lacks = [name for name in model.adapters.modules if name not in has]
+    if lacks:
+        known = ", ".join(name for name in MODULES if name in has)
+        return f"the model has no {', '.join(lacks)} to adapt", f"it has {known}"
+    return None
+
+
+def _size_of(matrices: tuple[WeightMatrix, ...]) -> int:
+    return sum(matrix.size for matrix in matrices)
 
 
 def _stage_parameters(stage: ConvolutionStage) -> int:
@@ -340,19 +477,3 @@ def _stage_parameters(stage: ConvolutionStage) -> int:
 
 def _stage_flops(stage: ConvolutionStage) -> float:
     return 2.0 * stage.size**2 * _stage_parameters(stage)
-
-
-def _positive(spec: object, *names: str) -> None:
-    for name in names:
-        value = getattr(spec, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
-            message = f"{name} must be a positive integer; got {name}={value!r}"
-            raise ConfigurationError(message, hint=f"a count of at least 1, at most {_LARGEST:,}")
-
-
-def _not_negative(spec: object, *names: str) -> None:
-    for name in names:
-        value = getattr(spec, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            message = f"{name} must not be negative; got {name}={value!r}"
-            raise ConfigurationError(message, hint="an integer of at least 0")

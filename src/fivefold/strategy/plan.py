@@ -27,6 +27,7 @@ PipelineSchedule = Literal[
 Recompute = Literal["none", "selective", "full"]
 Overlap = Literal["none", "ring", "pipe"]
 Order = Literal["tcdp", "tcpd"]
+Optimizer = Literal["adamw", "muon"]
 DTYPES = ("bf16", "fp8", "fp32", "mxfp8", "nvfp4")
 WAITING_SCHEDULES = ("gpipe", "1f1b")
 """Schedules whose stages wait for their messages, whatever ``pipeline_overlap`` says."""
@@ -48,6 +49,7 @@ class ParallelPlan:
         expert_tensor: GPUs that split each expert: None for the tensor group, or 1, where the
             expert group takes GPUs of the tensor group too (``expert`` then divides data x context
             x tensor).
+        shared_overlap: Experts that every token visits compute beside dispatch and combine.
         virtual: Model chunks of each stage (interleaved schedules).
         schedule: Schedule of the pipeline.
         zero: What data-parallel ranks share instead of copy: 1 optimizer states, 2 gradients
@@ -67,6 +69,8 @@ class ParallelPlan:
         tau: Iterations between synchronisations (CO2); 1 is plain data parallelism. More than 1
             changes convergence, so no search turns it on by itself. With ZeRO-3 the ranks that
             share states are one worker, and workers synchronise.
+        optimizer: "adamw", or "muon" for matrices of layers with AdamW for the rest, which changes
+            convergence, so no search turns it on by itself.
         embedding_layers: Embedding and head count as a layer each when layers are dealt out.
         order: Axes from the innermost rank outward.
         dtype: Of matrix products.
@@ -88,6 +92,7 @@ class ParallelPlan:
     context: int = 1
     expert: int = 1
     expert_tensor: int | None = None
+    shared_overlap: bool = False
     virtual: int = 1
     schedule: PipelineSchedule = "1f1b"
     zero: int = 0
@@ -104,6 +109,7 @@ class ParallelPlan:
     offload_layers: int | None = None
     offload_optimizer: bool = False
     tau: int = 1
+    optimizer: Optimizer = "adamw"
     embedding_layers: bool = False
     order: Order = "tcdp"
     dtype: str = "bf16"
@@ -118,6 +124,7 @@ class ParallelPlan:
         for name, allowed in (
             ("schedule", get_args(PipelineSchedule)), ("recompute", get_args(Recompute)),
             ("tensor_overlap", get_args(Overlap)), ("order", get_args(Order)),
+            ("optimizer", get_args(Optimizer)),
             ("zero", (0, 1, 2, 3)), ("dtype", DTYPES),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
@@ -211,6 +218,11 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
          f"expert={plan.expert} does not divide data x context"
             + (f" x tensor = {expert_ranks}" if plan.expert_tensor else f" = {replicas}"),
          "experts are split over those ranks; expert_tensor = 1 takes tensor ranks too"),
+        (plan.shared_overlap and plan.expert == 1, "shared_overlap needs expert > 1",
+         "without expert parallelism nothing is sent"),
+        (plan.shared_overlap and plan.schedule in {"dualpipe", "dualpipe_v"},
+         f"schedule {plan.schedule!r} hides dispatch and combine by itself",
+         "leave shared_overlap out"),
         (plan.expert_tensor == 1 and plan.tensor > 1 and not plan.sequence_parallel,
          "expert_tensor = 1 needs sequence_parallel", "tensor ranks hold different tokens then"),
         (plan.expert_tensor == 1 and plan.tensor > 1 and plan.order != "tcdp",
@@ -222,6 +234,9 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
          "set recompute to 'full' or 'selective'"),
         (plan.offload_layers is not None and not plan.offload_activations,
          "offload_layers needs offload_activations", "set offload_activations"),
+        (plan.optimizer == "muon" and plan.offload_optimizer,
+         "optimizer 'muon' cannot have its states in host memory",
+         "its products need them on the device: leave offload_optimizer out"),
         (plan.tau > 1 and plan.zero > 0 and not (plan.zero == 3 and plan.shards < replicas),
          "tau > 1 needs whole states, or states shared inside a worker",
          "use zero=0, or zero=3 with a shard of fewer ranks than replicas"),
@@ -231,7 +246,9 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
 
 def plan_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
     """Why ``plan`` cannot run ``model``, whatever the memory; None where it can."""
-    for check in (_axis_problem, _pipeline_problem, _expert_problem):
+    if model.stages and plan.optimizer == "muon":
+        return "optimizer 'muon' is priced for transformers only"
+    for check in (_axis_problem, _mamba_problem, _pipeline_problem, _expert_problem):
         problem = check(model, plan)
         if problem is not None:
             return problem
@@ -243,8 +260,21 @@ def _axis_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
         return "a convolution network is not split by tensor or context"
     if model.num_heads % plan.tensor:
         return f"tensor={plan.tensor} does not divide num_heads={model.num_heads}"
+    if model.adapters is not None and model.adapters.rank % plan.tensor:
+        return f"tensor={plan.tensor} does not divide rank={model.adapters.rank} of the adapters"
     if model.seq_len % (plan.context * (plan.tensor if plan.sequence_parallel else 1)):
         return f"the sequence of {model.seq_len} is not split evenly"
+    return None
+
+
+def _mamba_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
+    if model.mamba is None:
+        return None
+    if plan.context > 1:
+        return "layers of Mamba are not split by context: their scan crosses the sequence"
+    groups = model.mamba.heads if model.mamba.step_rank else model.mamba.groups
+    if groups % plan.tensor:
+        return f"tensor={plan.tensor} does not divide groups={groups} of the Mamba layers"
     return None
 
 
@@ -268,6 +298,8 @@ def _expert_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
         return "expert > 1 needs a model with experts"
     if model.experts is not None and model.experts.num_experts % plan.expert:
         return f"expert={plan.expert} does not divide num_experts={model.experts.num_experts}"
+    if plan.shared_overlap and (model.experts is None or not model.experts.shared_ffn):
+        return "shared_overlap needs a model with shared experts"
     return None
 
 
@@ -277,11 +309,12 @@ _WORDS: Mapping[str, tuple[Any, ...]] = {
     "recompute": get_args(Recompute),
     "tensor_overlap": get_args(Overlap),
     "order": get_args(Order),
+    "optimizer": get_args(Optimizer),
     "dtype": DTYPES,
 }
 _FLAGS = {
     "sequence_parallel", "regather", "data_overlap", "pipeline_overlap", "offload_weights",
-    "offload_activations", "offload_optimizer", "embedding_layers",
+    "offload_activations", "offload_optimizer", "embedding_layers", "shared_overlap",
 }  # fmt: skip
 _OPTIONAL = {"shard", "expert_tensor", "recompute_layers", "offload_layers"}
 _NAMES = tuple(field.name for field in dataclasses.fields(ParallelPlan))

@@ -13,10 +13,21 @@ from typing import Any
 
 from fivefold.errors import ConfigurationError, DataError, FivefoldError
 from fivefold.files import read_json
+from fivefold.strategy._hybrid import hybrid_layers
 from fivefold.strategy.cluster import check_keys, check_types, require_fields
-from fivefold.strategy.model import ConvolutionStage, LatentAttention, MixtureOfExperts, ModelSpec
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.parts import (
+    ConvolutionStage,
+    LatentAttention,
+    LowRankAdapters,
+    MambaMixer,
+    MixtureOfExperts,
+)
 
-_NESTED = {"experts": MixtureOfExperts, "latent": LatentAttention}
+_NESTED = {
+    "experts": MixtureOfExperts, "latent": LatentAttention, "mamba": MambaMixer,
+    "adapters": LowRankAdapters,
+}  # fmt: skip
 
 
 @functools.cache
@@ -58,6 +69,18 @@ def model_from_table(table: Any, *, where: str) -> ModelSpec:
     return model
 
 
+def with_adapters(model: ModelSpec, table: Any) -> ModelSpec:
+    """Return the model with the adapters of a table, ``[adapters]`` of a job file; None for none.
+
+    Raises:
+        ConfigurationError: A key is missing, unknown or not allowed.
+    """
+    if table is None:
+        return model
+    adapters = _build(LowRankAdapters, table, where="[adapters]")
+    return dataclasses.replace(model, adapters=adapters)
+
+
 def _build(kind: type, values: Any, *, where: str) -> Any:
     check_keys(values, {field.name for field in dataclasses.fields(kind)}, where=where)
     check_types(values, kind, where=where)
@@ -72,25 +95,36 @@ def model_from_hugging_face(
     config = {**config.get("text_config", {}), **{k: v for k, v in config.items() if v is not None}}
     gpt = "n_embd" in config or config.get("model_type") in {"gpt2", "opt", "gpt_neox", "bloom"}
     hidden = _size(config, "hidden_size", "n_embd", "d_model")
-    heads = _size(config, "num_attention_heads", "n_head")
-    kind = str(config.get("hidden_act", config.get("activation_function", "silu")))
+    layers = hybrid_layers(config)
+    names = ("num_attention_heads", "n_head", *(("num_heads",) if layers else ()))
+    heads = 1 if set(layers.get("pattern", "")) == {"M"} else _size(config, *names)
+    kind = str(config.get("mlp_hidden_act") or config.get("hidden_act")
+               or config.get("activation_function") or "silu")  # fmt: skip
     vision = "patch_size" in config
     length = seq_len or _length(config, vision=vision)
     ffn = config.get("intermediate_size") or config.get("n_inner") or config.get("ffn_dim")
+    if not config.get("num_local_experts", 1):  # Granite's dense hybrids
+        ffn = config.get("shared_intermediate_size") or ffn
     head_dim = config.get("qk_nope_head_dim") or config.get("head_dim")
-    return ModelSpec(
-        name=name, num_layers=_size(config, "num_hidden_layers", "n_layer"), hidden=hidden,
-        num_heads=heads, seq_len=length, vocab=int(config.get("vocab_size", 1000)),
-        ffn=None if ffn is None else int(ffn),
-        num_kv_heads=None if _latent(config) else config.get("num_key_value_heads"),
-        head_dim=None if head_dim is None else int(head_dim),
-        clamped=bool(config.get("swiglu_limit")),
-        gated=not gpt and not vision and kind in {"silu", "swish", "swiglu"},
-        tied=bool(config.get("tie_word_embeddings", gpt)), learned_positions=gpt,
-        dropout=_dropout(config, gpt=gpt), biases=gpt or vision, causal=not vision,
-        embeds_tokens=not vision, experts=_experts(config), latent=_latent(config),
-        **_windows(config, vision=vision),
-    )  # fmt: skip
+    experts = _experts(config) if "E" in layers.get("pattern", "E") else None
+    if layers and experts is not None:  # the pattern says where experts are
+        experts = dataclasses.replace(experts, dense_layers=0, every=1)
+    sizes: dict[str, Any] = {
+        "hidden": hidden, "num_heads": heads, "seq_len": length,
+        "vocab": int(config.get("vocab_size", 1000)), "ffn": None if ffn is None else int(ffn),
+        "num_kv_heads": None if _latent(config) or heads == 1
+        else config.get("num_key_value_heads"),
+        "head_dim": None if head_dim is None or heads == 1 else int(head_dim),
+        "clamped": bool(config.get("swiglu_limit")),
+        "gated": not gpt and not vision and kind in {"silu", "swish", "swiglu"},
+        "tied": bool(config.get("tie_word_embeddings", gpt)), "learned_positions": gpt,
+        "dropout": _dropout(config, gpt=gpt), "biases": gpt or vision, "causal": not vision,
+        "embeds_tokens": not vision, "experts": experts, "latent": _latent(config),
+        **_windows(config, vision=vision), **layers,
+    }  # fmt: skip
+    if "num_layers" not in sizes:
+        sizes["num_layers"] = _size(config, "num_hidden_layers", "n_layer")
+    return ModelSpec(name=name, **sizes)
 
 
 def _windows(config: Mapping[str, Any], *, vision: bool) -> dict[str, Any]:
@@ -130,6 +164,8 @@ def _experts(config: Mapping[str, Any]) -> MixtureOfExperts | None:
         return None
     inner = config.get("moe_intermediate_size") or config["intermediate_size"]
     shared = int(config.get("n_shared_experts", 0)) * int(inner)
+    for key in ("shared_intermediate_size", "moe_shared_expert_intermediate_size"):
+        shared = int(config.get(key) or shared)
     return MixtureOfExperts(
         num_experts=int(count), top_k=_size(config, "num_experts_per_tok", "moe_topk"),
         expert_ffn=int(inner),

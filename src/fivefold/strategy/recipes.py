@@ -26,7 +26,8 @@ from fivefold.strategy._search import search_plans
 from fivefold.strategy.cluster import Cluster
 from fivefold.strategy.cost import PlanPrediction, evaluate_plan
 from fivefold.strategy.job import job_from_table
-from fivefold.strategy.model import MixtureOfExperts, ModelSpec
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.strategy.plan import ParallelPlan
 from fivefold.strategy.presets import load_model, named_models
 from fivefold.units import format_bytes
@@ -253,6 +254,8 @@ def _megatron(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Rec
         global_batch=whole, micro_batch=micro, data=data, tensor=tensor, pipeline=pipeline,
         context=context, expert=_whole(settings, "expert_model_parallel_size", default=1),
         expert_tensor=1 if split_experts == 1 < tensor else None,
+        shared_overlap=_on(settings, "moe_shared_expert_overlap")
+        and _whole(settings, "expert_model_parallel_size", default=1) > 1,
         virtual=virtual if interleaved else 1,
         schedule="interleaved" if interleaved else "1f1b",
         zero=1 if distributed else 0,
@@ -328,6 +331,7 @@ def _megatron_model(settings: Mapping[str, Any], path: Path, assumed: list[str])
         experts=None if not experts else MixtureOfExperts(
             num_experts=experts, top_k=_whole(settings, "moe_router_topk", default=2),
             expert_ffn=_whole(settings, "moe_ffn_hidden_size", default=inner),
+            shared_ffn=_whole(settings, "moe_shared_expert_intermediate_size", default=0),
         ),
     )  # fmt: skip
 

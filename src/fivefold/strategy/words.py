@@ -39,6 +39,8 @@ def settings_of(plan: ParallelPlan) -> str:
         words.append(f"recompute {plan.recompute}")
     if plan.tau > 1:
         words.append(f"tau {plan.tau}")
+    if plan.optimizer != "adamw":
+        words.append(plan.optimizer.capitalize())
     words += [
         f"offload {name}"
         for name in ("weights", "activations", "optimizer")
@@ -61,6 +63,8 @@ def overlap_of(plan: ParallelPlan) -> str:
         words.append("gradients" if plan.tau == 1 else "outer updates")
     if plan.pipeline > 1 and plan.pipeline_overlap and plan.schedule not in WAITING_SCHEDULES:
         words.append("stages")
+    if plan.shared_overlap:
+        words.append("shared experts")
     if plan.schedule.startswith("dualpipe") and plan.pipeline > 1 and plan.expert > 1:
         words.append("experts")
     return ", ".join(words) or "nothing"

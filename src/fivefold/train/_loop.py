@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import logging
 import math
@@ -22,14 +21,16 @@ from typing import Any, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.errors import ConfigurationError, DataError
 from fivefold.optim import MuonAdamW
 from fivefold.runs import (
     FolderLock,
+    Loggers,
     MetricsWriter,
     ProgressBar,
     StopRequest,
     format_toml,
+    require_loggers,
     write_json,
     write_text,
 )
@@ -86,9 +87,7 @@ def require_host(config: TrainConfig, *, nproc: int) -> None:
     """Check what this host must have for the ranks that are about to start on it."""
     resolve_source(config.data.path)
     load_tokenizer(config.data.tokenizer)
-    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        message = "run.tensorboard is true, but tensorboard is not installed"
-        raise UnsupportedError(message, hint="pip install 'fivefold[tensorboard]'")
+    require_loggers(config.logging)
     found = torch.cuda.device_count()
     if nproc > found and (config.run.device == "cuda" or (config.run.device == "auto" and found)):
         message = f"{nproc} ranks need as many CUDA devices; this host has {found}"
@@ -250,6 +249,7 @@ def train(config: TrainConfig) -> RunResult:
         ranks = open_ranks(place, device=config.run.device, timeout_s=config.run.timeout_s)
 
         def hold_folder() -> None:
+            require_loggers(config.logging)
             held.enter_context(FolderLock(config.run.output, "run.output"))
 
         ranks.on_main(hold_folder, what="whether the run's folder is free")
@@ -365,19 +365,18 @@ class _Run:
         self._last_log = (self.step, self.wall_s())
 
     def _open_shared_files(self) -> MetricsWriter:
-        board = self.folder / "tensorboard" if self.config.run.tensorboard else None
         manifest = run_manifest(
             self.config,
             world_size=self.ranks.world_size,
             num_parameters=self.model.num_parameters,
             precision=self.stepper.precision,
         )
-        write_text(self.folder / "config.toml", format_toml(self.config.model_dump()))
+        settings = self.config.model_dump()
+        write_text(self.folder / "config.toml", format_toml(settings))
         write_json(self.folder / "manifest.json", manifest)
         resumed = None if self.resumed_from is None else self.step
-        writer = MetricsWriter(
-            self.folder / "metrics.jsonl", resumed_step=resumed, tensorboard=board
-        )
+        loggers = Loggers(self.config.logging, self.folder, settings=settings, resumed_step=resumed)
+        writer = MetricsWriter(self.folder / "metrics.jsonl", resumed_step=resumed, loggers=loggers)
         if self.resumed_from is not None:
             name = self.resumed_from.name
             writer.write("resume", step=self.step, wall_s=self._wall_before_s, checkpoint=name)

@@ -142,8 +142,8 @@ class SyncConfig(Section):
     """local steps per round, or "auto" for as few as hide the communication"""
     auto_tau: AutoTauConfig | None = None
     """table of the bounds of tau = "auto\""""
-    codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"] | None = None
-    """form of the numbers on the wire"""
+    codec: Literal["fp32", "bf16", "fp16", "int8", "int4", "topk", "auto"] | None = None
+    """form of the numbers on the wire; "auto" lets tau = "auto" choose fp32, int8 or int4"""
     outer_lr: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     """learning rate of the outer step, at most 10; 1 takes the mean of the ranks"""
     outer_momentum: Momentum | None = None
@@ -212,6 +212,9 @@ class SyncConfig(Section):
             message = f'sync.tau "auto" needs a method that hides its rounds; got {self.method}'
             hint = f"use {', '.join(_AUTO)}, or give sync.tau as a number"
             raise ConfigurationError(message, hint=hint)
+        if self.codec == "auto" and self.tau != "auto":
+            message = f'sync.codec "auto" is chosen with the round; got sync.tau {self.tau}'
+            raise ConfigurationError(message, hint='set sync.tau = "auto", or name a codec')
         if self.average_states and self.tau == "auto":
             message = 'sync.average_states needs rounds of a known length; got sync.tau "auto"'
             raise ConfigurationError(message, hint="give sync.tau as a number")

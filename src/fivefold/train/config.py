@@ -23,7 +23,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_toml
-from fivefold.runs import Section, apply_overrides, check_tables, format_toml
+from fivefold.runs import LoggingConfig, Section, apply_overrides, check_tables, format_toml
 from fivefold.runs.config import (
     Bytes,
     Count,
@@ -97,8 +97,6 @@ class RunConfig(Section):
     """where the model is trained"""
     timeout_s: Annotated[Seconds, Field(le=_MONTH_S)] = 120.0
     """longest wait on another rank, in seconds; at most 30 days"""
-    tensorboard: bool = False
-    """also write TensorBoard event files"""
     line_every_s: Seconds = 10.0
     """seconds between two progress lines where there is no terminal"""
 
@@ -387,6 +385,7 @@ class TrainConfig(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     sync: SyncConfig = Field(default_factory=SyncConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
     tasks: TasksConfig | None = None
     """table of the order of DDP's gradients; left out, DDP's own"""
     prediction: PredictionConfig | None = None

@@ -61,7 +61,9 @@ def test_show_says_that_a_topology_is_cut(call, tmp_path):
 
 def test_convert_writes_what_can_be_read(call, tmp_path):
     path = tmp_path / "t.toml"
-    answer = call("convert", "torus:3x3", path, "--bandwidth", "10 GB/s", "--name", "mine")
+    answer = call(
+        "convert", "torus:3x3", "--output", path, "--bandwidth", "10 GB/s", "--name", "mine"
+    )
     assert answer.exit_code == 0
     assert answer.stdout == ""
     found = read_topology(path)

@@ -124,7 +124,7 @@ def _checked_device(device: torch.device | str) -> torch.device:
     return chosen
 
 
-def checked_ids(ids: ArrayLike, num_nodes: int) -> Ids:
+def checked_ids(ids: ArrayLike, num_nodes: int, *, distinct: bool = True) -> Ids:
     """Return seeds from ids or from a mask over all nodes."""
     values = np.asarray(ids)
     if values.dtype == bool and values.ndim == 1:
@@ -144,7 +144,7 @@ def checked_ids(ids: ArrayLike, num_nodes: int) -> Ids:
             f"ids go from {values.min()} to {values.max()}, the graph has {num_nodes} nodes",
             hint="ids of nodes count from 0",
         )
-    if np.unique(values).size != values.size:
+    if distinct and np.unique(values).size != values.size:
         message = "ids name a node twice"
         raise ConfigurationError(message, hint="name each node once")
     return np.ascontiguousarray(values, np.int64)

@@ -16,6 +16,7 @@ from fivefold.gnn.data.arrays import as_array
 from fivefold.gnn.loading._sampled import OnlineLoader
 from fivefold.gnn.loading.batch import MiniBatch
 from fivefold.gnn.sampling.batches import as_count
+from fivefold.gnn.sampling.temporal import TemporalSampler
 from fivefold.gnn.storage.arrays import Array, Ids
 
 Negatives = Literal["binary", "triplet"]
@@ -38,6 +39,8 @@ class LinkLoader(OnlineLoader):
         negatives: "binary" adds random pairs with label 0 to ``edge_label_index``; "triplet"
             gives ``src_index``, ``dst_pos_index`` and ``dst_neg_index``; None adds nothing.
         negatives_per_link: How many random pairs (or targets) for each link.
+        edge_label_time: ``[links]``, the latest time that each link and its random pairs may see,
+            with ``node_time`` or ``edge_time``; both ends of every pair have trees of their own.
         options: Those of ``OnlineLoader``: topology, cache_bytes, shuffle, seed, form, rank, ...
 
     Raises:
@@ -54,7 +57,7 @@ class LinkLoader(OnlineLoader):
         >>> dataset.close()
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - independent options, each with a default
         self,
         dataset: Dataset,
         edge_label_index: ArrayLike | torch.Tensor | None = None,
@@ -64,8 +67,12 @@ class LinkLoader(OnlineLoader):
         edge_label: ArrayLike | torch.Tensor | None = None,
         negatives: Negatives | None = "binary",
         negatives_per_link: int = 1,
+        edge_label_time: ArrayLike | None = None,
         **options: Any,
     ) -> None:
+        if "input_time" in options:
+            message = "links have edge_label_time in place of input_time"
+            raise ConfigurationError(message, hint="give one time for each link")
         links = _Links(
             _checked_links(edge_label_index, dataset),
             None if edge_label is None else as_array(edge_label, "edge_label"),
@@ -75,6 +82,15 @@ class LinkLoader(OnlineLoader):
             seed=options.get("seed", 0),
         )
         super().__init__(dataset, [], fanouts=fanouts, batch_size=batch_size, **options)
+        if isinstance(self._sampler, TemporalSampler):
+            if edge_label_time is None:
+                message = "nodes or edges have times, but edge_label_time is None"
+                raise ConfigurationError(message, hint="give one time for each link")
+            nobody = np.zeros(links.ends.shape[1], np.int64)
+            links.set_times(self._sampler.times_of(nobody, edge_label_time, "edge_label_time"))
+        elif edge_label_time is not None:
+            message = "edge_label_time needs times of nodes or edges"
+            raise ConfigurationError(message, hint="give node_time or edge_time too")
         self._links = links
         self._ids = np.arange(links.ends.shape[1])
         self._length(0)  # an impossible rank is refused here and not in the first epoch
@@ -141,28 +157,48 @@ class _Links:
             labels = labels + 1
         self.ends, self._labels, self._kind, self._ratio = ends, labels, negatives, ratio
         self._num_nodes, self._seed = num_nodes, seed
+        self._drawn_rows = {"binary": 2, "triplet": 1, None: 0}[negatives]
         self.name = f"{zlib.crc32(np.ascontiguousarray(ends).data):08x} {negatives} {ratio}"
+        self._times: Array | None = None
+
+    def set_times(self, times: Array) -> None:
+        """Give each link, and its random pairs, a time: every end is a seed of its own then."""
+        self._times = times
+        self.name += f" at {zlib.crc32(times.tobytes()):08x}"
+
+    def times(self, chosen: Ids) -> Array | None:
+        """Return the time of each of ``nodes``, or None."""
+        if self._times is None:
+            return None
+        own = self._times[chosen]
+        return np.concatenate([own, own, *[np.repeat(own, self._ratio)] * self._drawn_rows])
 
     def pairs(self, chosen: Ids, *, epoch: int, batch: int) -> _Pairs:
         """Return the pairs of a batch of links."""
         key = np.random.SeedSequence((self._seed, epoch, batch, 0x6C696E6B))
         random = np.random.Generator(np.random.Philox(key))
-        rows = {"binary": 2, "triplet": 1, None: 0}[self._kind]
-        drawn = random.integers(0, self._num_nodes, (rows, len(chosen) * self._ratio))
+        shape = (self._drawn_rows, len(chosen) * self._ratio)
+        drawn = random.integers(0, self._num_nodes, shape)
         return _Pairs(ends=self.ends[:, chosen], random=drawn)
 
     def nodes(self, chosen: Ids, *, epoch: int, batch: int) -> Ids:
-        """Return the ends of all pairs, each once."""
+        """Return the ends of all pairs: each once, or with times one after another."""
         pairs = self.pairs(chosen, epoch=epoch, batch=batch)
-        return np.unique(np.concatenate([pairs.ends.ravel(), pairs.random.ravel()]))
+        ends = np.concatenate([pairs.ends.ravel(), pairs.random.ravel()])
+        return np.unique(ends) if self._times is None else ends
 
     def add(self, made: MiniBatch, chosen: Ids, *, epoch: int, batch: int) -> MiniBatch:
         """Return the batch with its pairs, numbered as its rows: ``nodes`` come first, in order."""
         pairs = self.pairs(chosen, epoch=epoch, batch=batch)
         seeds = self.nodes(chosen, epoch=epoch, batch=batch)
-        ends, random = (
-            torch.from_numpy(np.searchsorted(seeds, part)) for part in (pairs.ends, pairs.random)
-        )
+        if self._times is None:
+            places = [np.searchsorted(seeds, part) for part in (pairs.ends, pairs.random)]
+        else:
+            cut, order = pairs.ends.size, np.arange(len(seeds))
+            places = [
+                order[:cut].reshape(pairs.ends.shape), order[cut:].reshape(pairs.random.shape)
+            ]  # fmt: skip
+        ends, random = (torch.from_numpy(part) for part in places)
         links: dict[str, torch.Tensor] = {}
         if self._kind == "triplet":
             links = {"src_index": ends[0], "dst_pos_index": ends[1], "dst_neg_index": random[0]}

@@ -1,8 +1,7 @@
 """Loaders that sample mini-batches when they are asked for, from features as they lie.
 
 ``OnlineLoader`` is for validation and test ids, for training that fits in memory, and as the
-yardstick of packed training: the same batches, without any packing. ``HeteroLoader`` is for graphs
-with several node and edge types: offline sampling and packing know one node type.
+yardstick of packed training: the same batches, without any packing.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, Unpack
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.data import Dataset, HeteroDataset
+from fivefold.gnn.data import Dataset
 from fivefold.gnn.data.arrays import as_array
 from fivefold.gnn.loading._base import (
     Batch,
@@ -32,21 +31,19 @@ from fivefold.gnn.loading._base import (
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._pyg_batches import LabelledData
 from fivefold.gnn.loading.batch import (
-    HeteroMiniBatch,
     MiniBatch,
     SeedTable,
     assemble,
     checked_form,
 )
 from fivefold.gnn.loading.online_cache import CachePolicy, OnlineCache
-from fivefold.gnn.sampling import Adjacency, HeteroAdjacency, HeteroNeighborSampler, NeighborSampler
+from fivefold.gnn.sampling import Adjacency, NeighborSampler
 from fivefold.gnn.sampling.batches import (
-    EdgeType,
-    HeteroSampledBatch,
     SampledBatch,
     as_count,
     epoch_batches,
 )
+from fivefold.gnn.sampling.temporal import TemporalSampler, TemporalStrategy
 from fivefold.gnn.storage import Container, RowReader
 from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.storage.pages import aligned_empty, gather_rows
@@ -194,7 +191,7 @@ def open_rows(
     return CachedRows(on_disk, cache_bytes=cache_bytes, policy=cache_policy)
 
 
-class _SampledLoader(BatchLoader[Batch]):
+class SampledLoader(BatchLoader[Batch]):
     """A loader of the batches that an epoch's seeds make, in order or shuffled.
 
     Threads hold the stages and what these need, not the loader, so that it can be collected.
@@ -232,18 +229,47 @@ class _SampledLoader(BatchLoader[Batch]):
         )
 
 
-class LinkSeeds(Protocol):
-    """Seeds that are links: which nodes they need, and what they add to a batch."""
+class Seeds(Protocol):
+    """Seeds that are links or have times: which nodes they need, what they add to a batch."""
 
-    name: str  # of links and random pairs, for resuming
+    name: str  # of links, times and random pairs, for resuming
 
     def nodes(self, chosen: Ids, *, epoch: int, batch: int) -> Ids:
-        """Return the nodes of a batch of links, each once."""
+        """Return the nodes of a batch of seeds; each once where they have no times."""
+        ...
+
+    def times(self, chosen: Ids) -> Array | None:
+        """Return the time of each of these nodes."""
         ...
 
     def add(self, made: MiniBatch, chosen: Ids, *, epoch: int, batch: int) -> MiniBatch:
-        """Return the batch with its links."""
+        """Return the batch with what belongs to its seeds."""
         ...
+
+
+class _TimedSeeds:
+    """Nodes, each with the latest time that its neighbourhood may show."""
+
+    def __init__(self, ids: Ids, times: Array, labels: Array | None) -> None:
+        self._ids, self._times, self._labels = ids, times, labels
+        self.name = f"{name_of_ids(ids)} at {zlib.crc32(times.tobytes()):08x}"
+
+    def nodes(self, chosen: Ids, *, epoch: int, batch: int) -> Ids:
+        """Return the ids."""
+        del epoch, batch  # nothing here is drawn
+        return self._ids[chosen]
+
+    def times(self, chosen: Ids) -> Array:
+        """Return their times."""
+        return self._times[chosen]
+
+    def add(self, made: MiniBatch, chosen: Ids, *, epoch: int, batch: int) -> MiniBatch:
+        """Return the batch with the labels and places of its seeds."""
+        del epoch, batch
+        y = None if self._labels is None else torch.from_numpy(self._labels[self._ids[chosen]])
+        device = made.x.device
+        places = torch.from_numpy(chosen).to(device)
+        return dataclasses.replace(made, input_id=places, y=None if y is None else y.to(device))
 
 
 @dataclasses.dataclass
@@ -254,7 +280,7 @@ class _Reading:
     edges: ReadStatistics = dataclasses.field(default_factory=ReadStatistics)
 
 
-class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
+class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
     """Sample and gather mini-batches on the fly, a few batches ahead of the training loop.
 
     Iterating yields the batches of the current epoch; after a whole epoch the next one begins,
@@ -277,6 +303,11 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         edge_ids: Whether batches have ``e_id``; with features of edges they always do.
         form: "edge_index", "blocks" for layered models, or "data" for PyG's ``Data``.
         prefetch: Batches that are prepared ahead.
+        node_time: ``[nodes]``, when each node came into being: then only what is not later than a
+            seed is sampled, each seed has a tree of its own, and seeds may stand several times.
+        edge_time: ``[edges]``, in place of it when each edge came into being, by ``e_id``.
+        input_time: ``[seeds]``, the latest time that each seed may see; None: its node's.
+        temporal_strategy: "uniform" draws among what is early enough, "last" takes the latest.
         options: Those that all loaders take, as for ``DiskLoader``: device, rank, world_size,
             remainder, backend, verify, timeout_s.
 
@@ -312,19 +343,43 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         edge_ids: bool = False,
         form: Literal["edge_index", "blocks", "data"] = "edge_index",
         prefetch: int = 2,
+        node_time: ArrayLike | None = None,
+        edge_time: ArrayLike | None = None,
+        input_time: ArrayLike | None = None,
+        temporal_strategy: TemporalStrategy = "uniform",
         **options: Unpack[LoaderOptions],
     ) -> None:
         settings = LoaderSettings(shuffle=shuffle, seed=seed, prefetch=prefetch, **options)
         self._form = checked_form("edge_index" if form == "data" else form)
         self._resample = resample
-        seeds = checked_ids(ids, dataset.num_nodes)
-        self._seeds = SeedTable(seeds, dataset.labels if dataset.has_labels else None)
-        self._sampler = NeighborSampler(
-            dataset.topology() if topology is None else topology,
-            fanouts,
-            seed=seed,
-            edge_ids=edge_ids or dataset.edge_features is not None,
-        )
+        timed = node_time is not None or edge_time is not None
+        labels = dataset.labels if dataset.has_labels else None
+        seeds = checked_ids(ids, dataset.num_nodes, distinct=not timed)
+        self._seeds = SeedTable(seeds, labels)
+        if topology is None:
+            topology = dataset.topology()
+        carried = edge_ids or dataset.edge_features is not None
+        self._links: Seeds | None = None
+        self._sampler: NeighborSampler | TemporalSampler
+        if timed:
+            self._sampler = TemporalSampler(
+                topology,
+                fanouts,
+                node_time=node_time,
+                edge_time=edge_time,
+                strategy=temporal_strategy,
+                seed=seed,
+                edge_ids=carried,
+            )
+            if len(seeds) or input_time is not None:  # a loader of links has no such seeds
+                times = self._sampler.times_of(seeds, input_time)
+                self._links = _TimedSeeds(seeds, times, labels)
+                seeds = np.arange(len(seeds))
+        elif input_time is not None or temporal_strategy != "uniform":
+            message = "input_time and temporal_strategy need times of nodes or edges"
+            raise ConfigurationError(message, hint="give node_time or edge_time too")
+        else:
+            self._sampler = NeighborSampler(topology, fanouts, seed=seed, edge_ids=carried)
         if self._sampler.topology.num_nodes != dataset.num_nodes:
             raise ConfigurationError(
                 f"the topology has {self._sampler.topology.num_nodes} nodes, the data set "
@@ -342,7 +397,6 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         if dataset.edge_features is not None:
             self._edge_rows = DiskRows(dataset.edge_features, **settings.engine)
         self._read = _Reading()
-        self._links: LinkSeeds | None = None
         closing = contextlib.ExitStack()
         for opened in (self._rows, self._edge_rows):
             if opened is not None:
@@ -359,15 +413,21 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
 
         def sample(ticket: Ticket) -> SampledBatch:
             number, chosen = ticket.batch, seeds[ticket.batch]
-            if links is not None:
-                chosen = links.nodes(chosen, epoch=drawn, batch=number)
-            return sampler.sample(chosen, epoch=drawn, batch=number)
+            nodes = chosen if links is None else links.nodes(chosen, epoch=drawn, batch=number)
+            if isinstance(sampler, NeighborSampler):
+                return sampler.sample(nodes, epoch=drawn, batch=number)
+            limits = None if links is None else links.times(chosen)
+            assert limits is not None, "whoever sets seeds gives their times"
+            return sampler.sample(nodes, limits, epoch=drawn, batch=number)
 
         def read(ticket: Ticket) -> tuple[SampledBatch, Array]:
             sampled: SampledBatch = ticket.value
-            out = np.empty((len(sampled.node_ids), *rows.row_shape), rows.dtype)
-            reading.total += rows.read(sampled.node_ids, out)
-            return sampled, out
+            ids, places = sampled.node_ids, None
+            if sampled.trees is not None:  # a node may be in several
+                ids, places = np.unique(ids, return_inverse=True)
+            out = np.empty((len(ids), *rows.row_shape), rows.dtype)
+            reading.total += rows.read(ids, out)
+            return sampled, out if places is None else out[places]
 
         def build(ticket: Ticket) -> MiniBatch:
             sampled, out = ticket.value
@@ -380,7 +440,16 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
                 return assemble(sampled, x, table, form=form, edge_attr=attr).to(device)
             ends = SeedTable(sampled.seeds, None)
             made = assemble(sampled, x, ends, form=form, edge_attr=attr).to(device)
-            return links.add(made, seeds[ticket.batch], epoch=drawn, batch=ticket.batch)
+            chosen = seeds[ticket.batch]
+            made = links.add(made, chosen, epoch=drawn, batch=ticket.batch)
+            limits = links.times(chosen)
+            if limits is None or sampled.trees is None:
+                return made
+            of_time = {
+                "seed_time": torch.from_numpy(limits),
+                "batch": torch.from_numpy(sampled.trees),
+            }
+            return dataclasses.replace(made, links={**(made.links or {}), **of_time}).to(device)
 
         stages = [Stage("sample", sample), Stage("read rows", read), Stage("build tensors", build)]
         return self._pipeline_of(stages, first)
@@ -389,7 +458,7 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         return {
             "topology": self._sampler.topology.fingerprint,
             "fanouts": list(self._sampler.fanouts),
-            "ids": _name_of_ids(self._ids),
+            "ids": name_of_ids(self._ids),
             "batch_size": self._batch_size,
             "resample": self._resample,
             **({} if self._links is None else {"links": self._links.name}),
@@ -412,128 +481,6 @@ class OnlineLoader(_SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         )
 
 
-def _name_of_ids(ids: Ids) -> str:
+def name_of_ids(ids: Ids) -> str:
+    """Return a short name of seeds, for resuming."""
     return f"{len(ids)} {zlib.crc32(ids.tobytes()):08x}"
-
-
-class HeteroLoader(_SampledLoader[HeteroMiniBatch]):
-    """Sample and read mini-batches of several types, a few batches ahead of the training loop.
-
-    Iterating yields the batches of the current epoch; after a whole epoch the next one begins.
-
-    Args:
-        dataset: Graph, features and labels.
-        input_type: Node type of the seeds.
-        ids: Seeds, distinct, or a mask; None for the training nodes of that type.
-        fanouts: Neighbours per hop, -1 for all; for all edge types alike or by edge type.
-        batch_size: Seeds per batch; the last batch of an epoch may be smaller.
-        topology: Adjacency to sample from; None opens the dataset's.
-        shuffle: Put the seeds in a new random order every epoch.
-        seed: Seed of order and samples.
-        prefetch: Batches that are prepared ahead.
-        options: Those that all loaders take, as for ``DiskLoader``: device, rank, world_size,
-            remainder, backend, verify, timeout_s.
-
-    Raises:
-        ConfigurationError: A setting is out of range, or fan-outs do not fit the edge types.
-        DataError: There is no such node type, or it has no labels to take the seeds from.
-
-    Examples:
-        >>> import tempfile
-        >>> from fivefold.gnn.data import HeteroSource, array_source, ingest
-        >>> one = array_source([[0, 1], [1, 0]], features=np.eye(2, dtype=np.float32))
-        >>> source = HeteroSource(
-        ...     name="pair", nodes={"a": one}, edges={("a", "to", "a"): one.edges()})
-        >>> with ingest(source, tempfile.mkdtemp()) as dataset:
-        ...     with HeteroLoader(dataset, "a", [0], fanouts=[2], batch_size=1) as loader:
-        ...         next(iter(loader)).x_dict["a"].tolist()
-        [[1.0, 0.0], [0.0, 1.0]]
-    """
-
-    def __init__(  # noqa: PLR0913 - independent options, each with a default
-        self,
-        dataset: HeteroDataset,
-        input_type: str,
-        ids: ArrayLike | None = None,
-        *,
-        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
-        batch_size: int,
-        topology: HeteroAdjacency | None = None,
-        shuffle: bool = False,
-        seed: int = 0,
-        prefetch: int = 2,
-        **options: Unpack[LoaderOptions],
-    ) -> None:
-        settings = LoaderSettings(shuffle=shuffle, seed=seed, prefetch=prefetch, **options)
-        chosen = dataset.split(input_type, "train") if ids is None else ids
-        labels = dataset.labels(input_type) if dataset.has_labels(input_type) else None
-        seeds = checked_ids(chosen, dataset.num_nodes.get(input_type, 0))
-        self._input_type = input_type
-        self._sampler = HeteroNeighborSampler(
-            dataset.topology() if topology is None else topology, fanouts, seed=seed
-        )
-        rows = {
-            name: DiskRows(dataset.features(name), **settings.engine)
-            for name in dataset.node_types
-            if dataset.has_features(name)
-        }
-        self._reader = _HeteroReader(rows, input_type, labels)
-        super().__init__(seeds, batch_size, settings, self._reader.close)
-
-    def _start(self, epoch: int, first: int) -> Pipeline:
-        sampler, reader, device = self._sampler, self._reader, self._settings.device
-        seeds, name = self._epoch_seeds(epoch), self._input_type
-
-        def sample(ticket: Ticket) -> HeteroSampledBatch:
-            return sampler.sample({name: seeds[ticket.batch]}, epoch=epoch, batch=ticket.batch)
-
-        def read(ticket: Ticket) -> HeteroMiniBatch:
-            return reader.read(ticket.value).to(device)
-
-        return self._pipeline_of([Stage("sample", sample), Stage("read rows", read)], first)
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "topology": self._sampler.topology.fingerprint,
-            "fanouts": [[list(kind), list(n)] for kind, n in self._sampler.fanouts.items()],
-            "input_type": self._input_type,
-            "ids": _name_of_ids(self._ids),
-            "batch_size": self._batch_size,
-            **self._settings.identity(),
-        }
-
-
-class _HeteroReader:
-    """From a sample to a batch with its rows; apart from the loader, as its threads use it."""
-
-    def __init__(self, rows: dict[str, DiskRows], input_type: str, labels: Ids | None) -> None:
-        self._rows, self._input_type, self._labels = rows, input_type, labels
-
-    def close(self) -> None:
-        for rows in self._rows.values():
-            rows.close()
-
-    def read(self, sample: HeteroSampledBatch) -> HeteroMiniBatch:
-        x = {name: self._features(name, sample.node_ids[name]) for name in self._rows}
-        seeds = sample.seeds(self._input_type)
-        y = None if self._labels is None else torch.from_numpy(self._labels[seeds])
-        return HeteroMiniBatch(
-            x_dict=x,
-            edge_index_dict={
-                kind: torch.from_numpy(sample.edge_index(kind)) for kind in sample.sources
-            },
-            n_id_dict={name: torch.from_numpy(ids) for name, ids in sample.node_ids.items()},
-            y=y,
-            input_type=self._input_type,
-            batch_size=len(seeds),
-            number=sample.number,
-            num_sampled_nodes_dict={n: c.tolist() for n, c in sample.nodes_per_hop.items()},
-            num_sampled_edges_dict={k: c.tolist() for k, c in sample.edges_per_hop.items()},
-        )
-
-    def _features(self, name: str, ids: Ids) -> torch.Tensor:
-        rows = self._rows[name]
-        out = np.empty((len(ids), *rows.row_shape), rows.dtype)
-        if len(ids):
-            rows.read(ids, out)
-        return torch.from_numpy(out)

@@ -98,7 +98,8 @@ class MiniBatch:
             ingested, or their places in the topology.
         edge_attr: Feature rows [edges, F] of the edges, where they have some; the edges of a
             block are the first ones.
-        links: What a ``LinkLoader`` predicts, under PyG's names.
+        links: What a ``LinkLoader`` predicts, under PyG's names; in temporal batches also
+            ``seed_time`` [seeds] and ``batch`` [nodes], the seed that each node was found from.
     """
 
     x: Tensor

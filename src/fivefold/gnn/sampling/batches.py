@@ -37,7 +37,7 @@ class SampledBatch:
 
     Attributes:
         number: Which batch this is.
-        node_ids: ``[nodes]``, the ids in the graph; int64, distinct.
+        node_ids: ``[nodes]``, the ids in the graph; int64, distinct (in each tree).
         batch_size: How many of them, at the front, are seeds.
         nodes_per_hop: ``[hops + 1]``, newly met nodes: seeds, hop 1, ...; int64.
         edges_per_hop: ``[hops]``, int64.
@@ -45,6 +45,8 @@ class SampledBatch:
         sources: ``[edges]``, local number of each edge's source; int32.
         edge_ids: ``[edges]``, id of each edge (``Adjacency.edge_ids``, or its position in
             ``indices``); int64, or None where it was not asked for.
+        trees: ``[nodes]``, the seed that a node was found from, where every seed has a tree of its
+            own and a node may be in several; int64. None where a node stands once.
 
     Examples:
         >>> from fivefold.gnn.sampling import NeighborSampler, Adjacency
@@ -62,6 +64,7 @@ class SampledBatch:
     degrees: NDArray[np.int32]
     sources: NDArray[np.int32]
     edge_ids: Ids | None = None
+    trees: Ids | None = None
 
     @property
     def seeds(self) -> Ids:

@@ -249,6 +249,57 @@ def draw_weighted(
     return written
 
 
+@njit
+def draw_in_time(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by one
+    indptr: Ids,
+    indices: Array,
+    times: Array,
+    of_nodes: bool,  # noqa: FBT001
+    nodes: Ids,
+    trees: Ids,
+    limits: Array,
+    fanout: int,
+    latest: bool,  # noqa: FBT001
+    key: Any,
+    positions: Ids,
+    degrees: NDArray[np.int32],
+) -> int:
+    """Choose as :func:`draw` among the edges whose time is at most the limit of the node's tree."""
+    written = 0
+    for place in range(nodes.shape[0]):
+        start, stop = indptr[nodes[place]], indptr[nodes[place] + 1]
+        limit = limits[trees[place]]
+        early = np.empty(stop - start, np.int64)
+        count = 0
+        for position in range(start, stop):
+            if times[indices[position] if of_nodes else position] <= limit:
+                early[count] = position
+                count += 1
+        taken = count
+        if fanout < 0 or count <= fanout:
+            positions[written : written + count] = early[:count]
+        else:
+            taken = fanout
+            chosen = positions[written : written + fanout]
+            if latest:
+                when = np.empty(count, times.dtype)
+                for offset in range(count):
+                    when[offset] = times[indices[early[offset]] if of_nodes else early[offset]]
+                chosen[:] = np.argsort(when, kind="mergesort")[count - fanout :]
+            else:
+                node_stream = mix_bits(key + np.uint64(nodes[place]) * _GOLDEN)
+                stream = mix_bits(node_stream + np.uint64(trees[place] + 1) * _GOLDEN)
+                if fanout <= _SMALL:
+                    _floyd_small(stream, count, fanout, chosen)
+                else:
+                    _floyd_large(stream, count, fanout, chosen)
+            for offset in range(fanout):
+                chosen[offset] = early[chosen[offset]]
+        degrees[place] = taken
+        written += taken
+    return written
+
+
 @njit(inline="always")
 def _find(table: Ids, node: int) -> int:
     """Return the slot of a node, or the free one where it belongs."""

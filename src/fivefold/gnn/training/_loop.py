@@ -42,10 +42,12 @@ from fivefold.gnn.training.config import GnnConfig
 from fivefold.gnn.training.models import make_model
 from fivefold.runs import (
     FolderLock,
+    Loggers,
     MetricsWriter,
     ProgressBar,
     StopRequest,
     format_toml,
+    require_loggers,
     write_json,
     write_text,
 )
@@ -100,6 +102,7 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         1
     """
     stop = StopRequest()
+    require_loggers(config.logging)
     with stop.handling_signals(), contextlib.ExitStack() as opened:
         torch.set_num_threads(config.run.threads)
         dataset = opened.enter_context(Dataset.open(config.data.path))
@@ -252,10 +255,13 @@ class _Run:
         manifest = run_manifest(
             self.config, self.dataset, self.model, world_size=self.ranks.world_size
         )
-        write_text(self.folder / "config.toml", format_toml(self.config.model_dump()))
+        settings = self.config.model_dump()
+        write_text(self.folder / "config.toml", format_toml(settings))
         write_json(self.folder / "manifest.json", manifest)
         step = None if resumed_from is None else self.step
-        self.metrics = MetricsWriter(self.folder / "metrics.jsonl", resumed_step=step)
+        loggers = Loggers(self.config.logging, self.folder, settings=settings, resumed_step=step)
+        path = self.folder / "metrics.jsonl"
+        self.metrics = MetricsWriter(path, resumed_step=step, loggers=loggers)
         self._note_plan()
         if resumed_from is not None:
             self._write("resume", checkpoint=resumed_from.name)

@@ -1,4 +1,4 @@
-"""The configuration of a training run on a graph: nine TOML tables, checked before anything starts.
+"""The configuration of a training run on a graph: ten TOML tables, checked before anything starts.
 
 Each table is a frozen model; only ``data.path`` has no default. The order of precedence is
 override, then file, then default. This module knows nothing of torch or of files of graphs.
@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_toml
-from fivefold.runs import Section, apply_overrides, check_tables
+from fivefold.runs import LoggingConfig, Section, apply_overrides, check_tables
 from fivefold.runs.config import Bytes, Count, FilePath, Positive, Rate, Seconds, Seed, Text
 
 
@@ -198,6 +198,7 @@ class GnnConfig(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
 
     @model_validator(mode="after")
     def _fits(self) -> GnnConfig:

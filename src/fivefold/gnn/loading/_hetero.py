@@ -1,0 +1,145 @@
+"""Mini-batches of graphs with several node and edge types, sampled when they are asked for.
+
+Offline sampling and packing know one node type: here rows come from the files of the features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from fivefold.gnn.data import HeteroDataset
+from fivefold.gnn.loading._base import LoaderOptions, LoaderSettings, checked_ids
+from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
+from fivefold.gnn.loading._sampled import DiskRows, SampledLoader, name_of_ids
+from fivefold.gnn.loading.batch import HeteroMiniBatch
+from fivefold.gnn.sampling import HeteroAdjacency, HeteroNeighborSampler
+from fivefold.gnn.sampling.batches import EdgeType, HeteroSampledBatch
+from fivefold.gnn.storage.arrays import Ids
+
+
+class HeteroLoader(SampledLoader[HeteroMiniBatch]):
+    """Sample and read mini-batches of several types, a few batches ahead of the training loop.
+
+    Iterating yields the batches of the current epoch; after a whole epoch the next one begins.
+
+    Args:
+        dataset: Graph, features and labels.
+        input_type: Node type of the seeds.
+        ids: Seeds, distinct, or a mask; None for the training nodes of that type.
+        fanouts: Neighbours per hop, -1 for all; for all edge types alike or by edge type.
+        batch_size: Seeds per batch; the last batch of an epoch may be smaller.
+        topology: Adjacency to sample from; None opens the dataset's.
+        shuffle: Put the seeds in a new random order every epoch.
+        seed: Seed of order and samples.
+        prefetch: Batches that are prepared ahead.
+        options: Those that all loaders take, as for ``DiskLoader``: device, rank, world_size,
+            remainder, backend, verify, timeout_s.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or fan-outs do not fit the edge types.
+        DataError: There is no such node type, or it has no labels to take the seeds from.
+
+    Examples:
+        >>> import tempfile
+        >>> from fivefold.gnn.data import HeteroSource, array_source, ingest
+        >>> one = array_source([[0, 1], [1, 0]], features=np.eye(2, dtype=np.float32))
+        >>> source = HeteroSource(
+        ...     name="pair", nodes={"a": one}, edges={("a", "to", "a"): one.edges()})
+        >>> with ingest(source, tempfile.mkdtemp()) as dataset:
+        ...     with HeteroLoader(dataset, "a", [0], fanouts=[2], batch_size=1) as loader:
+        ...         next(iter(loader)).x_dict["a"].tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
+
+    def __init__(  # noqa: PLR0913 - independent options, each with a default
+        self,
+        dataset: HeteroDataset,
+        input_type: str,
+        ids: ArrayLike | None = None,
+        *,
+        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
+        batch_size: int,
+        topology: HeteroAdjacency | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        prefetch: int = 2,
+        **options: Unpack[LoaderOptions],
+    ) -> None:
+        settings = LoaderSettings(shuffle=shuffle, seed=seed, prefetch=prefetch, **options)
+        chosen = dataset.split(input_type, "train") if ids is None else ids
+        labels = dataset.labels(input_type) if dataset.has_labels(input_type) else None
+        seeds = checked_ids(chosen, dataset.num_nodes.get(input_type, 0))
+        self._input_type = input_type
+        self._sampler = HeteroNeighborSampler(
+            dataset.topology() if topology is None else topology, fanouts, seed=seed
+        )
+        rows = {
+            name: DiskRows(dataset.features(name), **settings.engine)
+            for name in dataset.node_types
+            if dataset.has_features(name)
+        }
+        self._reader = _HeteroReader(rows, input_type, labels)
+        super().__init__(seeds, batch_size, settings, self._reader.close)
+
+    def _start(self, epoch: int, first: int) -> Pipeline:
+        sampler, reader, device = self._sampler, self._reader, self._settings.device
+        seeds, name = self._epoch_seeds(epoch), self._input_type
+
+        def sample(ticket: Ticket) -> HeteroSampledBatch:
+            return sampler.sample({name: seeds[ticket.batch]}, epoch=epoch, batch=ticket.batch)
+
+        def read(ticket: Ticket) -> HeteroMiniBatch:
+            return reader.read(ticket.value).to(device)
+
+        return self._pipeline_of([Stage("sample", sample), Stage("read rows", read)], first)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "topology": self._sampler.topology.fingerprint,
+            "fanouts": [[list(kind), list(n)] for kind, n in self._sampler.fanouts.items()],
+            "input_type": self._input_type,
+            "ids": name_of_ids(self._ids),
+            "batch_size": self._batch_size,
+            **self._settings.identity(),
+        }
+
+
+class _HeteroReader:
+    """From a sample to a batch with its rows; apart from the loader, as its threads use it."""
+
+    def __init__(self, rows: dict[str, DiskRows], input_type: str, labels: Ids | None) -> None:
+        self._rows, self._input_type, self._labels = rows, input_type, labels
+
+    def close(self) -> None:
+        for rows in self._rows.values():
+            rows.close()
+
+    def read(self, sample: HeteroSampledBatch) -> HeteroMiniBatch:
+        x = {name: self._features(name, sample.node_ids[name]) for name in self._rows}
+        seeds = sample.seeds(self._input_type)
+        y = None if self._labels is None else torch.from_numpy(self._labels[seeds])
+        return HeteroMiniBatch(
+            x_dict=x,
+            edge_index_dict={
+                kind: torch.from_numpy(sample.edge_index(kind)) for kind in sample.sources
+            },
+            n_id_dict={name: torch.from_numpy(ids) for name, ids in sample.node_ids.items()},
+            y=y,
+            input_type=self._input_type,
+            batch_size=len(seeds),
+            number=sample.number,
+            num_sampled_nodes_dict={n: c.tolist() for n, c in sample.nodes_per_hop.items()},
+            num_sampled_edges_dict={k: c.tolist() for k, c in sample.edges_per_hop.items()},
+        )
+
+    def _features(self, name: str, ids: Ids) -> torch.Tensor:
+        rows = self._rows[name]
+        out = np.empty((len(ids), *rows.row_shape), rows.dtype)
+        if len(ids):
+            rows.read(ids, out)
+        return torch.from_numpy(out)

@@ -1,0 +1,175 @@
+"""Which round, in how many fragments and in which codec, hides a link of known times.
+
+A pure function of numbers that all ranks have, so all ranks choose alike. Nothing here knows
+clocks, tensors or sockets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+CODECS_BY_SIZE = ("fp32", "bf16", "int8", "int4")
+"""Codecs that lose little, each with smaller messages than the one before."""
+CODECS_TO_CHOOSE = ("fp32", "int8", "int4")
+"""What ``codec="auto"`` chooses from, each with smaller messages than the one before."""
+
+_MOST_LATENCY = 0.1  # share of a message's time that may pass before its first byte
+_LEAST_SAVING = 0.1  # of a message's time, for which a codec is worth what it rounds
+# A quotient that is an integer but for rounding (0.6 / 0.2) must not cost one more step.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageTimes:
+    """How long messages take: of a part of the model with the share s, ``fixed + s * whole``.
+
+    Args:
+        fixed_s: For each codec the seconds of a message of nothing; the order of the codecs is
+            that of their losses, the least first.
+        whole_s: For each codec the seconds that all bytes of the model take beside that.
+    """
+
+    fixed_s: Mapping[str, float]
+    whole_s: Mapping[str, float]
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """Return the codecs, the one that loses least first."""
+        return tuple(self.fixed_s)
+
+    def message_s(self, codec: str, share: float) -> float:
+        """Return the seconds of one message that holds this share of the model."""
+        return self.fixed_s[codec] + share * self.whole_s[codec]
+
+    def numbers(self) -> list[float]:
+        """Return all times, for a checkpoint."""
+        return [*self.fixed_s.values(), *self.whole_s.values()]
+
+    def with_numbers(self, numbers: Sequence[float]) -> MessageTimes:
+        """Return other times of the same codecs, from ``numbers()``."""
+        codecs, half = self.codecs, len(numbers) // 2
+        return MessageTimes(
+            fixed_s=dict(zip(codecs, numbers[:half], strict=True)),
+            whole_s=dict(zip(codecs, numbers[half:], strict=True)),
+        )
+
+    def only(self, codec: str) -> MessageTimes:
+        """Return the times of one codec."""
+        return MessageTimes(
+            fixed_s={codec: self.fixed_s[codec]}, whole_s={codec: self.whole_s[codec]}
+        )
+
+    def worthwhile(self) -> list[str]:
+        """Return the codecs that shorten a message by a tenth or more, and the first."""
+        first, *more = self.codecs
+        kept = [first]
+        for codec in more:
+            least_s = (1 - _LEAST_SAVING) * self.message_s(kept[-1], 1.0)
+            if self.message_s(codec, 1.0) <= least_s:
+                kept.append(codec)
+        return kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundChoice:
+    """One way to send a model: every ``tau`` steps, in ``fragments``, each hidden by a delay."""
+
+    delay: int  # local steps between the launch and the merge of a fragment
+    fragments: int
+    codec: str
+    hides: bool = True  # whether every message fits; not where the largest tau is too small
+
+    @property
+    def tau(self) -> int:
+        """Return the local steps of a round."""
+        return self.delay * self.fragments
+
+
+def choose_round(
+    times: MessageTimes,
+    *,
+    step_s: float,
+    shares: Mapping[int, float],
+    stretch: float = 1.0,
+    minimum: int = 1,
+    maximum: int = 1024,
+    round_s: float = 0.0,
+) -> RoundChoice:
+    """Choose the round that hides its messages and loses least.
+
+    A codec before a longer round, since that is what loses less: the first codec with which the
+    shortest round there can be is long enough, or else the one of the smallest messages. Then the
+    least delay, in the fewest fragments that have it, which makes the shortest round. Fragments
+    whose messages would wait for more than a tenth of their time before the first byte are not
+    considered. On a link on which all messages take longer, a round is never shorter and no codec
+    has larger messages.
+
+    Args:
+        times: What messages take.
+        step_s: Seconds of a local step.
+        shares: For each number of fragments that is possible, the largest one's share of the bytes.
+        stretch: How much longer than ``times`` says a message may take, jitter and margin included.
+        minimum: Smallest tau.
+        maximum: Largest tau.
+        round_s: Seconds that a round must last, whatever is sent.
+    """
+    need = _Need(times, step_s, dict(shares), stretch, minimum, maximum, round_s)
+    floor = need.with_codec(None)
+    choices = [need.with_codec(codec) for codec in times.worthwhile()]
+    return next((one for one in choices if one.hides and one.tau <= floor.tau), choices[-1])
+
+
+@dataclass(frozen=True)
+class _Need:
+    times: MessageTimes
+    step_s: float
+    shares: dict[int, float]
+    stretch: float
+    minimum: int
+    maximum: int
+    round_s: float
+
+    def with_codec(self, codec: str | None) -> RoundChoice:
+        """Return the best round of one codec; of None, where messages take no time."""
+        numbers = self._useful(codec)
+        most = min(numbers, key=lambda number: (self.shares[number], number))
+        delay = self._delay(codec, most)
+        # Below that a slightly slower link could have a shorter round in fewer, later fragments.
+        enough = [n for n in sorted(numbers) if n * delay >= most * (delay - 1)]
+        number = next(n for n in enough if self._delay(codec, n) == delay)
+        if number * delay < self.minimum:
+            delays = {n: -(-self.minimum // n) for n in numbers}
+            longer = [n for n, steps in delays.items() if self._delay(codec, n) <= steps]
+            number = min(longer, key=lambda n: (n * delays[n], delays[n]))
+            delay = delays[number]
+        hides = number * delay <= max(self.maximum, number)
+        if not hides:  # as near to the largest tau as there is
+            number = max(numbers, key=lambda n: (n * (self.maximum // n), n))
+            delay = max(1, self.maximum // number)
+        chosen = codec or self.times.codecs[0]
+        return RoundChoice(delay=delay, fragments=number, codec=chosen, hides=hides)
+
+    def _useful(self, codec: str | None) -> list[int]:
+        """Return the numbers of fragments whose messages still use the link well."""
+        fewest = min(self.shares)
+        if codec is None:
+            return [fewest]
+        fixed_s = self.times.fixed_s[codec]
+        return [
+            number
+            for number, share in self.shares.items()
+            if number == fewest
+            or (
+                number <= self.maximum
+                and fixed_s <= _MOST_LATENCY * self.times.message_s(codec, share)
+            )
+        ]
+
+    def _delay(self, codec: str | None, number: int) -> int:
+        message_s = 0.0
+        if codec is not None:
+            message_s = self.stretch * self.times.message_s(codec, self.shares[number])
+        needed_s = max(message_s, self.round_s)
+        return max(1, math.ceil(needed_s / self.step_s * (1 - _ROUNDING)))

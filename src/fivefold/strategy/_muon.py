@@ -1,0 +1,130 @@
+"""What Muon costs: products that make each matrix's momentum orthogonal, on whole matrices.
+
+Matrices of layers have one moment instead of two; embedding, head, norms and vectors stay with
+AdamW. Ranks that share states deal out whole matrices; where parameters are shared too (ZeRO-3),
+momenta are sent to the rank that takes a matrix, and back. A tensor group's ranks each take their
+own slice for a matrix.
+
+References:
+    Jordan et al., Muon, 2024; Liu et al., arXiv 2502.16982 (sharing whole matrices).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fivefold.strategy._columns import Columns, Floats
+from fivefold.strategy.cluster import DeviceSpec, gemm_time_s
+from fivefold.strategy.model import BLOCKS, ModelSpec
+from fivefold.strategy.parts import WeightMatrix
+
+_STEPS = 5
+_MOMENTUM_BYTES = 2.0
+_MASTER_BYTES = 4.0
+
+
+def moment_bytes(device: DeviceSpec) -> float:
+    """Width of one of AdamW's moments: half of what the stack keeps beside the master copy."""
+    return min(max(device.optimizer_state_bytes - _MASTER_BYTES, 0.0) / 2, 4.0)
+
+
+def spared_bytes(columns: Columns, stage: int) -> Floats | float:
+    """Optimizer states that Muon does without on a GPU of a stage."""
+    muon = columns.table.is_word("optimizer", "muon")
+    if not muon.any():
+        return 0.0
+    kept, routed = columns.matrix_parameters(stage)
+    shared = kept / columns.shards + routed / columns.expert_shards
+    count = np.where(columns.table.zero >= 1, shared, kept + routed)
+    return np.where(muon, moment_bytes(columns.device) * count, 0.0)
+
+
+def muon_s(columns: Columns) -> Floats | float:
+    """Seconds that Muon adds to AdamW's step: products and messages, less a moment's bytes."""
+    t, device = columns.table, columns.device
+    muon = t.is_word("optimizer", "muon")
+    if not muon.any():
+        return 0.0
+    stage = 1  # as many layers as any
+    kept, routed = columns.matrix_parameters(stage)
+    shared = t.zero >= 1
+    kept_shards = np.where(shared, columns.shards, 1)
+    routed_shards = np.where(shared, columns.expert_shards, 1)
+    each = _layers_s(columns)
+    count = columns.counts[stage]
+    products_s = np.maximum(
+        count * (each[:, 0] / kept_shards + each[:, 1] / routed_shards), each[:, 2]
+    )
+    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    read = 2 * moment_bytes(device) * (kept / kept_shards + routed / routed_shards)
+    share, whole = (
+        columns.group(columns.shards, columns.data_stride),
+        columns.group(columns.expert_shards, columns.expert_stride * t.expert),
+    )
+    sent = whole_bytes(columns)
+    sent_s = columns.time_s("all_to_all", sent[0], share)
+    sent_s = sent_s + columns.time_s("all_to_all", sent[1], whole)
+    added_s = products_s - read / rate + np.where(t.zero == 3, sent_s, 0.0)
+    return np.where(muon, added_s, 0.0)
+
+
+def whole_bytes(columns: Columns) -> tuple[Floats, Floats]:
+    """Bytes of momenta, kept and routed, that a rank sends so that matrices are whole, and back."""
+    kept, routed = columns.matrix_parameters(1)
+    return (
+        2 * _MOMENTUM_BYTES * kept / columns.shards,
+        2 * _MOMENTUM_BYTES * routed / columns.expert_shards,
+    )
+
+
+def _layers_s(columns: Columns) -> Floats:
+    """Seconds of a mean layer's matrices, kept and routed, and of the largest, for each plan."""
+    t = columns.table
+    degrees = np.stack([t.tensor, t.expert, columns.expert_split], axis=1)
+    different, index = np.unique(degrees, axis=0, return_inverse=True)
+    found = np.array([_seconds(columns, *map(int, row)) for row in different])
+    seconds: Floats = found[index.reshape(-1)]
+    return seconds
+
+
+def _seconds(columns: Columns, tensor: int, expert: int, split: int) -> tuple[float, float, float]:
+    model, device = columns.model, columns.device
+    kept = routed = largest = 0.0
+    for letter, parts in BLOCKS.items():
+        share = model.share_of(letter)
+        for part in parts if share else ():
+            own = split if part == "experts" else tensor
+            for matrix in model.matrices(part):
+                each = sum(_matrix_s(device, *shape) for shape in _shapes(model, matrix, split=own))
+                largest = max(largest, each)
+                if part == "experts":
+                    routed += share * each * matrix.count / expert
+                else:
+                    kept += share * each
+    return kept, routed, largest
+
+
+def _shapes(model: ModelSpec, matrix: WeightMatrix, *, split: int) -> list[tuple[float, float]]:
+    """Sizes of what is trained of a matrix on one GPU: itself, or the two of its adapter."""
+    inputs = matrix.inputs / (split if matrix.split == "rows" else 1)
+    outputs = matrix.outputs / (split if matrix.split == "columns" else 1)
+    if model.adapters is None:
+        return [(inputs, outputs)]
+    if not model.is_adapted(matrix):
+        return []
+    rank = model.adapters.rank
+    return [(inputs, rank / (split if matrix.split == "columns" else 1)), (rank, outputs)]
+
+
+def _matrix_s(device: DeviceSpec, rows: float, columns: float) -> float:
+    """Five Newton-Schulz steps of a x b, a <= b: X X', its square, and that times X.
+
+    FLOPs of a step: 4 a a b + 2 a a a, in 16 bits.
+    """
+    a, b = min(rows, columns), max(rows, columns)
+    sizes: tuple[dict[str, Any], ...] = (
+        {"m": a, "n": a, "k": b}, {"m": a, "n": a, "k": a}, {"m": a, "n": b, "k": a},
+    )  # fmt: skip
+    return _STEPS * sum(gemm_time_s(device, **size) for size in sizes)

@@ -1,0 +1,99 @@
+"""Experts that every token visits, beside dispatch and combine."""
+
+import dataclasses
+import tomllib
+
+import pytest
+
+from fivefold.errors import ConfigurationError
+from fivefold.strategy import (
+    MixtureOfExperts,
+    ModelSpec,
+    ParallelPlan,
+    SearchSpace,
+    evaluate_plan,
+    load_cluster,
+    load_model,
+    megatron_flags,
+    search_plans,
+    target_problem,
+    trainer_config,
+)
+from fivefold.strategy.recipes import check_recipe
+
+CLUSTER = load_cluster("h100-bridge")
+PLAN = ParallelPlan(global_batch=256, data=64, expert=64, zero=1, data_overlap=True)
+EXPERTS = MixtureOfExperts(num_experts=64, top_k=6, expert_ffn=1024, shared_ffn=2048)
+MODEL = ModelSpec(
+    name="x", num_layers=8, hidden=4096, num_heads=32, seq_len=4096, vocab=32000, gated=True,
+    tied=False, learned_positions=False, dropout=False, biases=False, experts=EXPERTS,
+)  # fmt: skip
+
+
+def times(plan=PLAN, model=MODEL, **device):
+    changed = dataclasses.replace(CLUSTER.device, **device)
+    return evaluate_plan(model, changed, CLUSTER.fabric, plan=plan).time
+
+
+def shared(plan=PLAN):
+    return dataclasses.replace(plan, shared_overlap=True)
+
+
+def test_what_hides_is_the_shared_experts_compute_and_never_more():
+    """An exchange is hidden up to the shared experts' own time, which is what they add."""
+    without = dataclasses.replace(MODEL, experts=dataclasses.replace(EXPERTS, shared_ffn=0))
+    plain, hidden = times(), times(shared())
+    compute_s = plain.compute_s - times(model=without).compute_s
+    assert hidden.compute_s == pytest.approx(plain.compute_s)
+    saved_s = plain.expert_s - hidden.expert_s
+    assert 0 < saved_s < compute_s
+    slowdown = CLUSTER.device.overlap_slowdown
+    assert saved_s == pytest.approx((1 - slowdown) * compute_s, rel=0.05)
+
+
+def test_a_slow_gpu_hides_the_whole_exchange():
+    slow = {"peak_flops": CLUSTER.device.peak_flops / 200}
+    before, after = times(**slow), times(shared(), **slow)
+    # What stays is what compute loses while messages run beside it.
+    assert after.expert_s < 1.01 * CLUSTER.device.overlap_slowdown * before.expert_s
+
+
+def test_a_search_takes_it_where_asked():
+    base = {"num_gpus": 64, "global_batch": 256, "expert": (64,), "tensor": (1,), "pipeline": (1,)}
+    found = [
+        search_plans(MODEL, CLUSTER.device, CLUSTER.fabric, space=SearchSpace(**base, **more)).best
+        for more in ({}, {"shared_overlap": (False, True)})
+    ]
+    assert not found[0][0].plan.shared_overlap
+    assert found[1][0].plan.shared_overlap
+    assert found[1][0].time_s < found[0][0].time_s
+
+
+def test_programs_and_recipes(tmp_path):
+    flags = megatron_flags(MODEL, shared())
+    assert "--moe-shared-expert-overlap" in flags
+    assert "--moe-shared-expert-overlap" not in megatron_flags(MODEL, PLAN)
+    sharded = dataclasses.replace(PLAN, zero=3)
+    assert "shared experts" in str(target_problem(MODEL, shared(sharded), "torchtitan"))
+    path = tmp_path / "run.sh"
+    words = " ".join([*flags, "--vocab-size 32000 --nproc-per-node 8 --nnodes 8"])
+    path.write_text(f"torchrun pretrain_gpt.py {words}\n")
+    read = check_recipe(path, CLUSTER)
+    assert read.prediction.plan.shared_overlap
+    assert read.model.experts.shared_ffn == 2048
+    table = tomllib.loads(trainer_config(MODEL, ParallelPlan(global_batch=8, data=8)))
+    assert table["model"]["moe"]["shared"] == 2
+    odd = dataclasses.replace(MODEL, experts=dataclasses.replace(EXPERTS, shared_ffn=1500))
+    assert "shared experts" in str(
+        target_problem(odd, ParallelPlan(global_batch=8, data=8), "train")
+    )
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ConfigurationError, match="needs expert > 1"):
+        ParallelPlan(global_batch=8, data=8, shared_overlap=True)
+    with pytest.raises(ConfigurationError, match="hides dispatch and combine by itself"):
+        ParallelPlan(global_batch=32, data=4, pipeline=2, expert=4, schedule="dualpipe",
+                     shared_overlap=True)  # fmt: skip
+    with pytest.raises(ConfigurationError, match="needs a model with shared experts"):
+        times(shared(dataclasses.replace(PLAN, expert=8)), load_model("mixtral-8x7b"))
