@@ -4,15 +4,9 @@ import dataclasses
 
 import pytest
 
-from fivefold.strategy import (
-    MixtureOfExperts,
-    ModelSpec,
-    ParallelPlan,
-    evaluate_plan,
-    load_cluster,
-    load_model,
-)
+from fivefold.strategy import ModelSpec, ParallelPlan, evaluate_plan, load_cluster, load_model
 from fivefold.strategy._operators import LayerShape, layer_operators
+from fivefold.strategy.parts import MixtureOfExperts
 
 # Korthikanti et al., arXiv 2205.05198: model, tensor, pipeline, virtual, micro-batch.
 MODELS = {
@@ -43,14 +37,16 @@ def gpt(h, layers, a):
 def stored(model, *, tensor, micro_batch, sequence, selective):
     shape = LayerShape(micro_batch=micro_batch, tensor=tensor, sequence_parallel=sequence)
     return sum(
-        op.stored_bytes for op in layer_operators(model, shape) if not (selective and op.scores)
+        op.stored_bytes
+        for op in layer_operators(model, shape, "*-")
+        if not (selective and op.scores)
     )
 
 
 def test_a_norm_reads_and_writes_its_input_and_keeps_it():
     """Backward it reads the input and the gradient, and writes one."""
     size = 2 * 2048 * 1024  # two bytes an element
-    norms = [op for op in layer_operators(gpt(1024, 1, 8), LayerShape(micro_batch=1, tensor=1))
+    norms = [op for op in layer_operators(gpt(1024, 1, 8), LayerShape(micro_batch=1, tensor=1), "*-")
              if op.name.endswith("norm")]  # fmt: skip
     assert [(op.moved_bytes, op.backward_moved_bytes, op.stored_bytes) for op in norms] == [
         (2 * size, 3 * size, size)
