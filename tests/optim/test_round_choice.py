@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim import CO2, AutoTau, DelayCorrected, OuterSync, _fragment, _rules
@@ -365,3 +367,28 @@ def test_two_processes_hide_a_slow_link_and_resume_bit_for_bit():
         assert beginning_s > 0.05
     moved = first[0].view(4, -1)[:, :112].sum(0)  # residuals of the codec may be held back
     torch.testing.assert_close(moved, torch.full_like(moved, 1.5), rtol=0.2, atol=0.2)
+
+
+def sharded_life(_):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rule = DelayCorrected(tau=AutoTau(patience=1, window=1))
+    sync = OuterSync(model, optimizer, rule=rule, process_group=mesh["replicate"], codec="auto")
+    for _ in range(40):
+        model(torch.randn(2, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.step()
+    record, state = sync.statistics(), sync.state_dict()["tau"]
+    sync.finalize()
+    return (record.tau, record.fragments, record.codec), (state["times"], state["shares"])
+
+
+@pytest.mark.distributed
+def test_all_ranks_of_sharded_workers_decide_alike(monkeypatch):
+    monkeypatch.setattr(_rules, "_LEAST_FRAGMENT_BYTES", 1 << 8)
+    found = run_processes(4, sharded_life)
+    assert all(other == found[0] for other in found)
+    assert len(found[0][1][1]) > 1  # there were fragments to choose from
