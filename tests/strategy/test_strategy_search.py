@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.strategy import (
-    MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
     SearchSpace,
@@ -21,6 +20,7 @@ from fivefold.strategy import (
     search_plans,
 )
 from fivefold.strategy.cost import evaluate_table
+from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.strategy.plan import PipelineSchedule, PlanTable, plan_problem
 
 GPT = ModelSpec(name="gpt", num_layers=24, hidden=2048, num_heads=16, seq_len=2048, vocab=51200)
