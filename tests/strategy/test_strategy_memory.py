@@ -46,8 +46,9 @@ def stored(model, *, tensor, micro_batch, sequence, selective):
 def test_a_norm_reads_and_writes_its_input_and_keeps_it():
     """Backward it reads the input and the gradient, and writes one."""
     size = 2 * 2048 * 1024  # two bytes an element
-    norms = [op for op in layer_operators(gpt(1024, 1, 8), LayerShape(micro_batch=1, tensor=1), "*-")
-             if op.name.endswith("norm")]  # fmt: skip
+    shape = LayerShape(micro_batch=1, tensor=1)
+    operators = layer_operators(gpt(1024, 1, 8), shape, "*-")
+    norms = [op for op in operators if op.name.endswith("norm")]
     assert [(op.moved_bytes, op.backward_moved_bytes, op.stored_bytes) for op in norms] == [
         (2 * size, 3 * size, size)
     ] * 2
