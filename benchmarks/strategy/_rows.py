@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.strategy._calibration import MeasuredRun
-from fivefold.strategy import (
-    Cluster,
-    LatentAttention,
-    MixtureOfExperts,
-    ModelSpec,
-    ParallelPlan,
-    PlanPrediction,
-    evaluate_plan,
-)
+from fivefold.strategy import Cluster, ModelSpec, ParallelPlan, PlanPrediction, evaluate_plan
+from fivefold.strategy.parts import LatentAttention, MixtureOfExperts
 from fivefold.strategy.plan import plan_problem
 
 __all__ = ["Row", "predict", "read_table", "read_vtrain"]

@@ -165,6 +165,16 @@ def test_ctrl_c_ends_with_130_and_one_line(shell, monkeypatch):
     assert shell() == (130, "", "interrupted\n")
 
 
+def test_ctrl_c_within_a_command_does_the_same(shell, monkeypatch):
+    import fivefold.cli._topology as topology
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(topology, "catalogue", interrupted)
+    assert shell("topology", "list") == (130, "", "interrupted\n")
+
+
 def test_debug_shows_where(shell, monkeypatch):
     _raising(monkeypatch, ConfigurationError("tau is 0"))
     with pytest.raises(ConfigurationError):

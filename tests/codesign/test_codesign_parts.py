@@ -14,10 +14,11 @@ from fivefold.codesign import (
     plan_cluster,
     run_plan,
 )
-from fivefold.codesign.baselines import null_plan
+from fivefold.codesign.baselines import best_alone_plan, null_plan
 from fivefold.codesign.jobs import Split, check_jobs
 from fivefold.codesign.plans import decisions_to_json
 from fivefold.codesign.simulate import alone_quote, iteration_of, phases_of, schedule_iteration
+from fivefold.codesign.trees import slots_for, spread_trees
 from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.pricing.phases import aggregation_tree, host_groups
 from fivefold.collectives.schedules import all_reduce
@@ -125,6 +126,25 @@ def test_arrivals_count_from_the_arrival():
     assert found.completion_s["b"] == pytest.approx(2 * 2.5)
 
 
+def test_a_job_without_an_arrival_is_there_from_the_start():
+    topology, other = switch(2, bandwidth="1 GB/s"), job("b", arrival_s=0.0)
+    left_out, stated = (
+        run_plan(topology, [one, other], null_plan(topology, [one, other])).completion_s
+        for one in (job("a", size=3 * 10**9), job("a", size=3 * 10**9, arrival_s=0.0))
+    )
+    assert left_out == stated
+
+
+@pytest.mark.parametrize("arrival_s", [1e14, 9223372036854775807])
+def test_an_arrival_beside_which_a_jobs_own_times_are_lost_is_refused(arrival_s):
+    """1.5 s of compute are 96 roundings of 1e14, and none of 2^63."""
+    one = job("late", arrival_s=arrival_s)
+    with pytest.raises(ConfigurationError, match=r"'late' arrives at .* its own times are lost"):
+        plan_cluster(switch(2), [one], CoDesigns.all())
+    today = job("late", arrival_s=1.8e9)  # seconds since 1970 are well told apart
+    assert run_plan(switch(2), [today], null_plan(switch(2), [today])).completion_s["late"] > 1.5
+
+
 def test_fewer_iterations_are_extrapolated():
     topology, spec = switch(2, bandwidth="1 GB/s"), job(iterations=50)
     plan = null_plan(topology, [spec])
@@ -219,6 +239,55 @@ def test_slots_cover_a_round_trip_to_the_root(slots, expected):
     flags = CoDesigns(host_net=True)
     plan = plan_cluster(topology, [job(ranks=(0, 1, 2))], flags).plan.jobs["a"]
     assert (plan.algorithm, plan.slots) == ("in_network", expected)
+
+
+def shared_hosts(slots):
+    """Two hosts of two ranks, each on a leaf; both leaves and the spine add."""
+    return leaf_spine(
+        2, leaves=2, spines=1, host=HostSpec(gpus=2), bandwidth="1 GB/s", latency="1 ms"
+    ).with_aggregation(Aggregation(slots=slots, slot_bytes=1000), kinds=("tor", "core"))
+
+
+def test_slots_cover_the_longest_way_to_the_root():
+    """Rank, leaf, spine: two links of 1 ms there and two back, at the rate of the widest link."""
+    topology = leaf_spine(
+        4, leaves=2, spines=1, host=HostSpec(gpus=1), bandwidth="1 GB/s", latency="1 ms"
+    ).with_aggregation(Aggregation(slots=10**6, slot_bytes=1000), kinds=("tor", "core"))
+    spine = next(node.name for node in topology.nodes if node.kind == "core")
+    tree = aggregation_tree(topology, (0, 1, 2, 3), spine)
+    widest = max(topology.capacities_bytes_per_s)
+    assert slots_for(topology, tree) == pytest.approx(2 * 2 * 1e-3 * widest / 1000)
+
+
+def test_trees_of_one_job_share_the_slots_of_a_switch():
+    """Ranks of a host have a tree each; 100 slots of a switch that both pass are 50 for each."""
+    topology, one = shared_hosts(100), job(ranks=(0, 1, 2, 3))
+    choice = spread_trees(topology, one, null_plan(topology, [one]).jobs["a"])
+    assert choice.slots == 50
+
+
+def test_only_intra_inter_lets_jobs_reduce_inside_hosts_before_the_network():
+    topology, one = shared_hosts(10**5), job(ranks=(0, 1, 2, 3), size=10**10)
+    without, allowed = (
+        plan_cluster(topology, [one], flags).plan.jobs["a"].algorithm
+        for flags in (
+            CoDesigns(horizontal=True, host_net=True),
+            CoDesigns(horizontal=True, host_net=True, intra_inter=True),
+        )
+    )
+    assert (without, allowed) == ("ring", "in_network")
+
+
+@pytest.mark.parametrize("flags", [CoDesigns(), CoDesigns(horizontal=True)], ids=["alone", "H"])
+def test_a_plan_is_compared_with_the_baseline_that_was_asked_for(flags):
+    topology, both = leaf_spine(4, leaves=2, spines=1), [job("a", (0, 2)), job("b", (1, 3))]
+    baselines = {
+        start: plan_cluster(topology, both, flags, start=start, seed=3).baseline
+        for start in ("null", "best")
+    }
+    assert baselines["null"] == null_plan(topology, both, seed=3)
+    assert baselines["best"] == best_alone_plan(topology, both, seed=3)
+    assert baselines["null"] != baselines["best"]
 
 
 @pytest.mark.parametrize(

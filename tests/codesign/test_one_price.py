@@ -14,7 +14,6 @@ from fivefold.network.topology import HostSpec, leaf_spine
 from fivefold.strategy import (
     Cluster,
     Job,
-    MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
     SearchSpace,
@@ -22,6 +21,7 @@ from fivefold.strategy import (
     load_cluster,
 )
 from fivefold.strategy.cluster import reached_tiers
+from fivefold.strategy.parts import MixtureOfExperts
 
 BASE = load_cluster("h100-nemo")
 LARGE = dataclasses.replace(BASE.device, memory_bytes=1e15)

@@ -1,5 +1,6 @@
 """A rank that computes nonsense spoils nobody's model, is named, and ends the run only with all."""
 
+import dataclasses
 import logging
 import math
 import re
@@ -16,7 +17,7 @@ from fivefold.optim import CO2, OuterSync
 from fivefold.testing import run_processes, run_world
 
 sys.path.insert(0, str(Path(__file__).parent))
-from outer_world import RULES, Counter, Lossy, Worker, all_equal
+from outer_world import OF_GRADIENTS, RULES, Counter, Lossy, Worker, all_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::fivefold.optim.StabilityWarning")
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -132,6 +133,57 @@ def test_a_bad_start_of_a_late_parameter_is_left_out():
 
     for value in run_world(3, work):
         assert torch.equal(value, torch.tensor([2.0, 2.0]))
+
+
+ROUNDS_BEFORE = 10  # eight of them show what is usual
+
+
+def wild_life(worker, rule):
+    """One step of rank 1 goes astray, far but finite."""
+    last = ROUNDS_BEFORE * rule.first_tau
+    for step in range(last + 2 * rule.first_tau):
+        if step == last and worker.sync._transport.rank == 1:
+            with torch.no_grad():
+                worker.model.last.weight[1, 2] += 1e4
+        worker.train([step])
+    worker.sync.finalize()
+    return worker.flat(), worker.sync.statistics().left_out_payloads
+
+
+@pytest.mark.parametrize("name", sorted(RULES.keys() - OF_GRADIENTS))
+def test_an_outlying_step_on_one_rank_stays_there(name, caplog):
+    rule = dataclasses.replace(RULES[name], synchronous_start=0, synchronous_end=0)
+
+    def work(transport):
+        return wild_life(Worker(transport, rule, outlier_factor=20.0, check_every_rounds=1), rule)
+
+    with caplog.at_level(logging.WARNING, logger="fivefold.optim"):
+        results = run_world(3, work)
+    assert all_equal([flat for flat, _ in results])
+    assert float(results[0][0].abs().max()) < 100
+    assert {left_out for _, left_out in results} == {1}
+    told = {text for text in caplog.messages if text.startswith("outlying payload")}
+    assert len(told) == 1
+    assert "rank 1's is " in told.pop()
+
+
+@pytest.mark.distributed
+def test_codecs_leave_an_outlying_rank_out():
+    cases = [
+        (rule, codec)
+        for rule in ("co2", "delay-corrected-parts", "diloco")
+        for codec in ("bf16", "int8", "int4", "topk")
+    ]
+
+    def life(rank, rule, codec):
+        worker = Worker(None, rule, data=rank, codec=codec, outlier_factor=20.0)
+        return wild_life(worker, rule)
+
+    results = run_processes(2, lambda r: [life(r, RULES[n], c) for n, c in cases], timeout_s=120.0)
+    for case, ours, theirs in zip(cases, *results, strict=True):
+        assert torch.equal(ours[0], theirs[0]), case
+        assert float(ours[0].abs().max()) < 100, case
+        assert ours[1] == theirs[1] == 1, case
 
 
 @pytest.mark.distributed

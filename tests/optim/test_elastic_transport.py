@@ -326,6 +326,40 @@ def test_a_silent_worker_is_left_behind_and_comes_back(tmp_path):
         assert end["anchor"][2] <= end["done"] + 2
 
 
+def test_a_deadline_follows_what_arrived():
+    deadline = _elastic_services.ArrivalDeadline(120.0)
+    seen = []
+    for took_s in (3.0, 2.0, 2.0, 2.0, 2.0):
+        seen.append(deadline.seconds)
+        deadline.arrived(took_s)
+    assert seen == [120.0] * 5  # nothing is usual yet
+    assert deadline.seconds == 24.0  # eight times the longest
+    for _ in range(32):
+        deadline.arrived(0.5)
+    assert deadline.seconds == 10.0  # the 3 s are forgotten; no less than this
+    waits = []
+    for _ in range(6):
+        waits.append(deadline.seconds)
+        deadline.missed()
+    assert waits == [10.0, 20.0, 40.0, 80.0, 120.0, 120.0]
+    deadline.arrived(30.0)  # the link has become slow
+    assert deadline.seconds == 120.0
+
+
+def test_a_worker_that_vanished_is_noticed_long_before_the_timeout(tmp_path, monkeypatch):
+    monkeypatch.setattr(_elastic_services, "_SHORTEST_DEADLINE_S", 1.5)
+    with World(tmp_path, min_workers=2, join_timeout_s=2.0) as world:
+        for name in "abc":
+            world.start(name, train, rounds=60, timeout_s=100.0)
+        world.until_rounds("c", 8)
+        world.kill("c", signal.SIGSTOP)
+        world.join("a", "b", timeout_s=60)
+        require_equal_anchors(world, "a", "b")
+        require_all_work_of(world, "a", "b")
+        assert end_of(world, "a")["lost"] >= 1
+        world.kill("c", signal.SIGKILL)
+
+
 def other_settings(_, *, lighthouse, name):
     transport = elastic_transport(lighthouse=lighthouse, max_workers=SLOTS, timeout_s=4.0)
     mini = Miniature(transport, name, rounds=7)

@@ -171,6 +171,12 @@ def test_commands_are_shown_as_one_types_them(tmp_path, make_run, command, shown
     assert shown in page_of(tmp_path)
 
 
+def test_what_scrolls_is_reached_by_the_keyboard(page):
+    boxes = re.findall(r'<div class="wide"[^>]*>', page)
+    assert boxes
+    assert all('tabindex="0"' in box and 'aria-label="' in box for box in boxes)
+
+
 _BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 

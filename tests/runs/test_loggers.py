@@ -8,13 +8,14 @@ import types
 import pytest
 
 from fivefold.errors import UnsupportedError
-from fivefold.runs import Loggers, LoggingConfig, MetricsWriter, _loggers, require_loggers
+from fivefold.runs import MetricsWriter, loggers
+from fivefold.runs.loggers import Loggers, LoggingConfig, require_loggers
 
 
 def write_run(folder, config, *, resumed_step=None, steps=(2, 4), reason="finished"):
     settings = {"run": {"steps": 4}, "data": {"path": folder}}
-    loggers = Loggers(config, folder, settings=settings, resumed_step=resumed_step)
-    writer = MetricsWriter(folder / "metrics.jsonl", resumed_step=resumed_step, loggers=loggers)
+    told = Loggers(config, folder, settings=settings, resumed_step=resumed_step)
+    writer = MetricsWriter(folder / "metrics.jsonl", resumed_step=resumed_step, loggers=told)
     for step in steps:
         writer.write(
             "train", step=step, loss=1.0 / step, more={"x": step, "name": "a", "load": [1]}
@@ -84,8 +85,8 @@ def test_a_failure_is_said_once_and_the_run_goes_on(tmp_path, fake_wandb, caplog
 
 
 def test_a_logger_that_hangs_holds_up_nothing(tmp_path, fake_wandb, caplog, monkeypatch):
-    monkeypatch.setattr(_loggers, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(_loggers, "_MOST_WAITING", 3)
+    monkeypatch.setattr(loggers, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(loggers, "_MOST_WAITING", 3)
     release = threading.Event()
     fake_wandb.init = lambda **_options: release.wait()
     for steps, why in (((1,), "within 0.1 s"), (range(1, 9), "has not taken its last 3 records")):

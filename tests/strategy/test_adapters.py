@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.strategy import (
-    LowRankAdapters,
-    MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
     SearchSpace,
+    error_bar,
     evaluate_plan,
     load_cluster,
     load_job,
@@ -22,6 +21,7 @@ from fivefold.strategy import (
     target_problem,
 )
 from fivefold.strategy.demand import plan_demand
+from fivefold.strategy.parts import LowRankAdapters, MixtureOfExperts
 
 CLUSTER = load_cluster("h100-nemo")
 LLAMA = load_model("llama3-8b")
@@ -132,6 +132,11 @@ def test_a_larger_rank_costs_more(rank, tensor, recomputed):
     less, more = (price(adapted(rank=tensor * r), plan) for r in (rank, 2 * rank))
     assert more.time_s >= less.time_s
     assert more.memory.total_bytes > less.memory.total_bytes
+
+
+def test_error_bars_say_that_no_row_has_adapters():
+    bars = [error_bar(model, CLUSTER.device, PLAN, time_s=5.0).like for model in (LLAMA, adapted())]
+    assert bars[1] == f"{bars[0]}; none with adapters"
 
 
 def test_bounds_of_the_search_lose_no_plan():

@@ -6,7 +6,6 @@ import pytest
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.strategy import (
-    MambaMixer,
     ModelSpec,
     ParallelPlan,
     SearchSpace,
@@ -17,6 +16,7 @@ from fivefold.strategy import (
     target_problem,
 )
 from fivefold.strategy.demand import plan_demand
+from fivefold.strategy.parts import MambaMixer
 from fivefold.strategy.presets import model_from_hugging_face
 
 CLUSTER = load_cluster("h100-nemo")

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
 from fivefold.strategy import (
-    LowRankAdapters,
-    MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
     SearchSpace,
@@ -24,6 +22,7 @@ from fivefold.strategy import (
 )
 from fivefold.strategy.cost import evaluate_table
 from fivefold.strategy.demand import plan_demand
+from fivefold.strategy.parts import LowRankAdapters, MixtureOfExperts
 from fivefold.strategy.plan import PlanTable
 
 CLUSTER = load_cluster("h100-nemo")

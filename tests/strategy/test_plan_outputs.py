@@ -8,14 +8,8 @@ from typer.testing import CliRunner
 
 from fivefold.cli._main import app
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.strategy import (
-    MixtureOfExperts,
-    ModelSpec,
-    ParallelPlan,
-    load_model,
-    torchtitan_config,
-    trainer_config,
-)
+from fivefold.strategy import ModelSpec, ParallelPlan, load_model, torchtitan_config, trainer_config
+from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.train import load_config
 
 # Fields of torchtitan/config/configs.py at b5bcd76 (2026-08-21).

@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 from fivefold.collectives.pricing import FabricSpec, Group, Tier, collective_time_s
 from fivefold.errors import InfeasibleError
 from fivefold.strategy import (
-    LowRankAdapters,
-    MambaMixer,
-    MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
     SearchSpace,
@@ -22,6 +19,7 @@ from fivefold.strategy import (
 )
 from fivefold.strategy.cost import evaluate_table
 from fivefold.strategy.demand import plan_demand
+from fivefold.strategy.parts import LowRankAdapters, MambaMixer, MixtureOfExperts
 from fivefold.strategy.plan import PlanTable
 
 DEVICES = {name: load_cluster(name).device for name in ("h100-nemo", "a100-megatron")}

@@ -7,7 +7,6 @@ import pytest
 
 from fivefold.errors import ConfigurationError
 from fivefold.strategy import (
-    MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
     SearchSpace,
@@ -19,6 +18,7 @@ from fivefold.strategy import (
     target_problem,
     trainer_config,
 )
+from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.strategy.recipes import check_recipe
 
 CLUSTER = load_cluster("h100-bridge")

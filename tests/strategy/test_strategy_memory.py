@@ -6,6 +6,7 @@ import pytest
 
 from fivefold.strategy import ModelSpec, ParallelPlan, evaluate_plan, load_cluster, load_model
 from fivefold.strategy._operators import LayerShape, layer_operators
+from fivefold.strategy.parts import MixtureOfExperts
 
 # Korthikanti et al., arXiv 2205.05198: model, tensor, pipeline, virtual, micro-batch.
 MODELS = {
@@ -36,15 +37,18 @@ def gpt(h, layers, a):
 def stored(model, *, tensor, micro_batch, sequence, selective):
     shape = LayerShape(micro_batch=micro_batch, tensor=tensor, sequence_parallel=sequence)
     return sum(
-        op.stored_bytes for op in layer_operators(model, shape) if not (selective and op.scores)
+        op.stored_bytes
+        for op in layer_operators(model, shape, "*-")
+        if not (selective and op.scores)
     )
 
 
 def test_a_norm_reads_and_writes_its_input_and_keeps_it():
     """Backward it reads the input and the gradient, and writes one."""
     size = 2 * 2048 * 1024  # two bytes an element
-    norms = [op for op in layer_operators(gpt(1024, 1, 8), LayerShape(micro_batch=1, tensor=1))
-             if op.name.endswith("norm")]  # fmt: skip
+    shape = LayerShape(micro_batch=1, tensor=1)
+    operators = layer_operators(gpt(1024, 1, 8), shape, "*-")
+    norms = [op for op in operators if op.name.endswith("norm")]
     assert [(op.moved_bytes, op.backward_moved_bytes, op.stored_bytes) for op in norms] == [
         (2 * size, 3 * size, size)
     ] * 2
@@ -117,3 +121,72 @@ def test_local_updates_keep_anchor_payload_and_momentum(zero, shard, holders):
     expected = (12 + 4 * holders / 16) * model.num_parameters / holders
     assert extra == pytest.approx(expected)
     assert zero or local.time.data_s <= 2 * plain.time.data_s / 4  # twice as wide, too
+
+
+def memory_of(model, device, **plan):
+    fabric = load_cluster("h100-nemo").fabric
+    return evaluate_plan(model, device, fabric, plan=ParallelPlan(**plan)).memory
+
+
+def test_inputs_that_are_not_gathered_again_are_kept_whole():
+    """Two inputs of 2 bytes an element a layer, of which a tensor rank had its part already."""
+    model, device = gpt(1024, 4, 8), load_cluster("h100-nemo").device
+    for tensor in (2, 4):
+        again, kept = (
+            memory_of(model, device, global_batch=1, tensor=tensor, sequence_parallel=True,
+                      recompute="none", regather=regather).activations_bytes
+            for regather in (True, False)
+        )  # fmt: skip
+        wanted = 4 * 2 * (2 * 2048 * 1024) * (1 - 1 / tensor)
+        assert kept - again == pytest.approx(wanted, rel=1e-12)
+
+
+def test_one_stage_keeps_the_logits_of_its_micro_batch():
+    """Twice the vocabulary is twice the logits; they do not grow with the number of layers."""
+    device = load_cluster("h100-nemo").device
+
+    def added(layers):
+        small = gpt(1024, layers, 8)
+        large = dataclasses.replace(small, vocab=2 * small.vocab)
+        few, many = (memory_of(one, device, global_batch=1) for one in (small, large))
+        return many.activations_bytes - few.activations_bytes
+
+    assert added(4) == pytest.approx(added(8), rel=1e-12)
+    assert added(4) >= 2 * 2048 * 51200
+
+
+@pytest.mark.parametrize(("tensor", "own"), [(1, None), (2, None), (2, 1), (4, 1)])
+def test_shared_states_of_experts_add_up_to_one_copy(tensor, own):
+    """Whichever ranks hold which expert, ZeRO keeps one optimizer state of each of its weights."""
+    device = load_cluster("h100-nemo").device
+    narrow, wide = (
+        dataclasses.replace(
+            gpt(1024, 4, 8),
+            experts=MixtureOfExperts(num_experts=8, top_k=2, expert_ffn=width),
+        )
+        for width in (512, 1024)
+    )
+    few, many = (
+        memory_of(model, device, global_batch=8, data=8, tensor=tensor, expert=4,
+                  expert_tensor=own, zero=1, sequence_parallel=tensor > 1).optimizer_bytes
+        for model in (narrow, wide)
+    )  # fmt: skip
+    added = device.optimizer_state_bytes * (wide.num_parameters - narrow.num_parameters)
+    assert 8 * tensor * (many - few) == pytest.approx(added, rel=1e-9)
+
+
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (4, False), (4, True)])
+def test_the_embeddings_dropout_keeps_a_byte_an_element(tensor, sequence):
+    """Those of the layers double with the layers, this one does not."""
+    device = load_cluster("h100-nemo").device
+
+    def kept(layers):
+        model = gpt(1024, layers, 8)
+        with_marks, without = (
+            memory_of(one, device, global_batch=1, tensor=tensor, sequence_parallel=sequence)
+            for one in (model, dataclasses.replace(model, dropout=False))
+        )
+        return with_marks.activations_bytes - without.activations_bytes
+
+    split = tensor if sequence else 1
+    assert 2 * kept(4) - kept(8) == pytest.approx(2048 * 1024 / split, rel=1e-9)

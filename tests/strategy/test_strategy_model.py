@@ -1,11 +1,13 @@
 """Models: parameters and FLOPs of known ones, files, bad input."""
 
+import dataclasses
 import json
 
 import pytest
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.strategy import MixtureOfExperts, ModelSpec, load_model, named_models
+from fivefold.strategy import ModelSpec, load_model, named_models
+from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.strategy.presets import model_from_hugging_face
 
 # Billions, from each model's paper or card.
@@ -95,6 +97,22 @@ def test_hugging_face_deepseek_is_the_preset():
 @pytest.mark.parametrize("name", named_models())
 def test_every_preset_has_operators(name):
     assert load_model(name).flops_per_sequence() > 0
+
+
+def test_each_further_patch_has_one_learned_position():
+    base = load_model("vit-l16")
+    more = dataclasses.replace(base, seq_len=base.seq_len + 3)
+    assert more.num_parameters - base.num_parameters == 3 * base.hidden
+
+
+def test_sizes_whose_products_are_no_numbers_of_64_bits_are_refused():
+    sizes = {"num_layers": 2, "hidden": 64, "num_heads": 2, "seq_len": 8, "vocab": 100}
+    for name in sizes:
+        with pytest.raises(ConfigurationError, match=f"got {name}=") as caught:
+            ModelSpec(name="m", **{**sizes, name: 2**63 - 1})
+        assert "at most 100,000,000" in caught.value.hint
+    huge = ModelSpec(name="m", **{**sizes, "vocab": 10**8, "hidden": 10**8})
+    assert huge.num_parameters > 10**16
 
 
 def test_bad_input_is_explained(tmp_path):

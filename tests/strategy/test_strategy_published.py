@@ -8,15 +8,8 @@ import pytest
 from benchmarks.strategy._calibration import MeasuredRun, fit_constants, with_constants
 from benchmarks.strategy._orders import MeasuredPlan, order_rows
 
-from fivefold.strategy import (
-    LatentAttention,
-    MixtureOfExperts,
-    ModelSpec,
-    ParallelPlan,
-    evaluate_plan,
-    load_cluster,
-    load_model,
-)
+from fivefold.strategy import ModelSpec, ParallelPlan, evaluate_plan, load_cluster, load_model
+from fivefold.strategy.parts import LatentAttention, MixtureOfExperts
 from fivefold.strategy.plan import plan_problem
 
 TABLES = Path(__file__).parent / "tables"

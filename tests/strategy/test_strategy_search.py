@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.strategy import (
-    MixtureOfExperts,
     ModelSpec,
     ParallelPlan,
     SearchSpace,
@@ -21,6 +20,7 @@ from fivefold.strategy import (
     search_plans,
 )
 from fivefold.strategy.cost import evaluate_table
+from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.strategy.plan import PipelineSchedule, PlanTable, plan_problem
 
 GPT = ModelSpec(name="gpt", num_layers=24, hidden=2048, num_heads=16, seq_len=2048, vocab=51200)
@@ -112,6 +112,25 @@ def test_bounds_lose_nothing(model):
     assert [one.time_s for one in quick.best] == [one.time_s for one in whole.best]
     assert [one.time_s for one in quick.front] == [one.time_s for one in whole.front]
     assert [one.memory for one in quick.front] == [one.memory for one in whole.front]
+    # Without a front to keep, time alone rules out more.
+    fewer = search_plans(model, A100.device, A100.fabric, space=wide, top=3)
+    assert fewer.num_evaluated < quick.num_evaluated
+    assert [one.time_s for one in fewer.best] == [one.time_s for one in whole.best]
+
+
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["gpt", "moe"])
+@pytest.mark.parametrize("levels", [(0, 1), (0, 1, 2), (0, 1, 2, 3)], ids=len)
+def test_bounds_keep_the_best_plan_at_every_size_of_memory(model, levels):
+    """With as much memory as one plan of the front takes, no other bound may rule that one out."""
+    wide = SearchSpace(num_gpus=8, global_batch=32, micro_batch=(1, 4), zero=levels, virtual=(1,))
+    large = dataclasses.replace(A100.device, memory_bytes=1e15)
+    front = search_plans(model, large, A100.fabric, space=wide, front=True, bounds=False).front
+    assert len(front) > 2
+    for one in front:
+        tight = dataclasses.replace(large, memory_bytes=one.memory.total_bytes)
+        quick = search_plans(model, tight, A100.fabric, space=wide)
+        assert quick.best[0].time_s == one.time_s
+        assert quick.best[0].memory == one.memory
 
 
 def test_bounds_leave_plans_that_fit_only_with_activations_on_the_host():
@@ -255,6 +274,11 @@ def test_contradictory_plans_are_refused(changed, words):
 def test_plans_that_a_model_cannot_run_are_refused():
     with pytest.raises(ConfigurationError, match="does not divide num_heads"):
         evaluate_plan(GPT, A100.device, A100.fabric, plan=ParallelPlan(global_batch=1, tensor=3))
+    images = load_model("resnet50")
+    for degrees in ({"tensor": 2}, {"context": 2}):
+        with pytest.raises(ConfigurationError, match="is not split by tensor or context"):
+            evaluate_plan(images, A100.device, A100.fabric,
+                          plan=ParallelPlan(global_batch=2, **degrees))  # fmt: skip
     with pytest.raises(ConfigurationError, match="needs a model with experts"):
         evaluate_plan(GPT, A100.device, A100.fabric,
                       plan=ParallelPlan(global_batch=2, data=2, expert=2))  # fmt: skip

@@ -145,6 +145,21 @@ def test_a_stated_priority_goes_before_the_derived_one():
     assert sorted(("a", "b", "c"), key=lambda n: schedule.starts_s[n]) == ["b", "a", "c"]
 
 
+def test_the_critical_path_sends_first_what_most_work_waits_for():
+    tasks = (
+        compute("start", 0.0),
+        send("short", 2, ("start",)),
+        send("long", 2, ("start",)),
+        send("none", 2, ("start",)),
+        compute("little", 1.0, ("short",), resource="compute 2"),
+        compute("much", 9.0, ("long",)),
+    )
+    schedule = schedule_tasks(TaskGraph(tasks), ordering="critical_path")
+    order = sorted(("short", "long", "none"), key=lambda n: schedule.starts_s[n])
+    assert order == ["long", "short", "none"]
+    assert schedule.end_s == 11.0
+
+
 def test_latency_decides_the_chunk_size():
     """Small chunks let the first layer overtake; where each costs latency, they cost more."""
     costly, free = (

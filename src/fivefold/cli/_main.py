@@ -67,10 +67,11 @@ def main() -> None:
         # Not standalone: typer would print errors in a form of its own.
         code = app(standalone_mode=False)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        sys.exit(_INTERRUPTED)
+        code = _INTERRUPTED  # where typer has not made it the same code
     except Exception as error:
         if "--debug" in sys.argv[1:] and not is_usage_error(error):
             raise
         sys.exit(show_error(error))
+    if code == _INTERRUPTED:
+        sys.stderr.write("interrupted\n")
     sys.exit(code if isinstance(code, int) else 0)

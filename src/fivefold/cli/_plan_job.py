@@ -13,8 +13,9 @@ from fivefold.cli._later import later
 from fivefold.files import read_toml
 
 with later():
-    from fivefold.strategy import Cluster, Job, MixtureOfExperts, ModelSpec, SearchSpace
+    from fivefold.strategy import Cluster, Job, ModelSpec, SearchSpace
     from fivefold.strategy.job import job_from_table
+    from fivefold.strategy.parts import MixtureOfExperts
     from fivefold.train.config import SyncConfig, TrainConfig, load_config
 
 _TRAINER_TABLES = {"run", "data", "optim", "sync", "tasks", "prediction"}

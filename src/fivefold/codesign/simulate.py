@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from fivefold.collectives.pricing.phases import (
     phases_time_s,
     route_latency_s,
 )
+from fivefold.errors import ConfigurationError
 from fivefold.network.simulation import (
     AggregationRequest,
     Compute,
@@ -32,6 +34,7 @@ from fivefold.tasks import CommunicationTask, ComputeTask, TaskGraph, schedule_t
 from fivefold.tasks.iteration import mesh_iteration, rotated_iteration
 from fivefold.tasks.schedule import TaskSchedule
 
+_FEWEST_STEPS = 2**10  # of rounding at a job's arrival that it must last, for three digits
 _AGGREGATED_AXES = {"", "data"}  # the empty one stands for all ranks of a job
 
 
@@ -169,6 +172,7 @@ def run_plan(
 
     Raises:
         InfeasibleError: A plan is not possible on this cluster.
+        ConfigurationError: A job arrives so late that its own times are lost beside that number.
 
     Examples:
         >>> from fivefold.network.topology import switch
@@ -190,7 +194,12 @@ def run_plan(
     completion_s, iteration_s = {}, {}
     for job in jobs:
         begun_s = job.arrival_s + plan.jobs[job.job_id].shift_s
-        mean_s = (result.job_finish_s(job.job_id) - begun_s) / counts[job.job_id]
+        took_s = result.job_finish_s(job.job_id) - begun_s
+        if took_s < _FEWEST_STEPS * math.ulp(begun_s):
+            message = f"job {job.job_id!r} arrives at {job.arrival_s:g} s: its own times are lost"
+            hint = "count arrivals from the first job: numbers so large have too few digits left"
+            raise ConfigurationError(f"{message} in the rounding beside it", hint=hint)
+        mean_s = took_s / counts[job.job_id]
         left = job.iterations - counts[job.job_id]
         end_s = result.job_finish_s(job.job_id) + left * mean_s
         completion_s[job.job_id] = end_s - job.arrival_s

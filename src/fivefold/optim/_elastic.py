@@ -60,7 +60,9 @@ def elastic_transport(
     Args:
         lighthouse: host:port of the lighthouse.
         max_workers: Number of slots; equal on all workers.
-        timeout_s: Longest all-reduce, and longest wait for a slow worker in one, in seconds.
+        timeout_s: Longest all-reduce, and longest wait for a slow worker in one, in seconds. After
+            five all-reduces it is less: eight times the longest of the last 32, and 10 s at least;
+            after one that was given up twice as long.
         quorum_timeout_s: Longest wait for enough workers, and for a peer's state, in seconds.
         host: Address under which the others reach this worker; None for the one from which this
             machine reaches the lighthouse.

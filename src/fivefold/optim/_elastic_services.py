@@ -21,6 +21,7 @@ import urllib.error
 import urllib.request
 import uuid
 import warnings
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -42,6 +43,10 @@ _POLL_S = 0.05
 _CONNECT_S = 10.0
 _HEARTBEAT_S = 0.25
 _RETURN_S = 10.0  # how long a new lighthouse's workers wait for those that it does not know
+_REMEMBERED_ARRIVALS = 32
+_FEWEST_ARRIVALS = 5  # before which nothing is usual
+_TIMES_THE_LONGEST = 8.0
+_SHORTEST_DEADLINE_S = 10.0  # a pause of a worker, for a checkpoint, costs nobody a sum
 # One line of the lighthouse's page for each live worker; a dead one's has the class "old" too.
 _HEARD = re.compile(r'class="heartbeat[^"]*"\s*>\s*(\S+): seen ')
 _LIVE = re.compile(r'class="heartbeat\s*"\s*>\s*(\S+): seen ')
@@ -221,12 +226,48 @@ class ElasticServices:
         return CommunicationError(message, hint=hint)
 
 
+class ArrivalDeadline:
+    """How long to wait for a sum, from how long the last ones took.
+
+    A worker that vanished without a word is noticed after a few times the usual, with no constant
+    to guess. A deadline that was missed is doubled for the next try, up to the longest there is, so
+    a link that has become slow is waited for. Workers need not agree: where one gives up, the sum
+    is lost on all.
+
+    Args:
+        longest_s: Bound of every wait, and the wait until five sums have arrived.
+    """
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._arrivals_s: deque[float] = deque(maxlen=_REMEMBERED_ARRIVALS)
+        self._patience = 1
+
+    @property
+    def seconds(self) -> float:
+        """Return how long the next sum is waited for."""
+        if len(self._arrivals_s) < _FEWEST_ARRIVALS:
+            return self._longest_s
+        usual_s = max(_TIMES_THE_LONGEST * max(self._arrivals_s), _SHORTEST_DEADLINE_S)
+        return min(self._patience * usual_s, self._longest_s)
+
+    def arrived(self, seconds: float) -> None:
+        """Count a sum that arrived after so many seconds."""
+        self._arrivals_s.append(seconds)
+        self._patience = 1
+
+    def missed(self) -> None:
+        """Count a sum that did not."""
+        self._patience *= 2
+
+
 class ElasticGroup:
     """The process group of the current members, formed again when they change."""
 
     def __init__(self, worker: str, *, timeout_s: float) -> None:
         self._worker = worker
         self._timeout_s = timeout_s
+        self._deadline = ArrivalDeadline(timeout_s)
         self._members: tuple[Member, ...] = ()
         self._group: Any = None
 
@@ -245,13 +286,21 @@ class ElasticGroup:
         self._members = members
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum the tensors in place over the members; blocks."""
+        """Sum the tensors in place over the members; blocks, up to the deadline."""
         if self._group is None:  # alone
             return
+        began_s, deadline_s = time.monotonic(), self._deadline.seconds
         options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=deadline_s)  # of wait() alone would leave it under way
         works = [self._group.allreduce([tensor], options) for tensor in tensors]
-        for work in works:
-            work.wait()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError:
+            if time.monotonic() - began_s >= deadline_s:
+                self._deadline.missed()
+            raise
+        self._deadline.arrived(time.monotonic() - began_s)
 
     def abort(self) -> None:
         """Cut all connections, so that the others' collectives fail now and not at the timeout."""

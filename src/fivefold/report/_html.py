@@ -175,6 +175,11 @@ def _legend(kinds: Kinds) -> list[Markup]:
     return [tag("ul", *entries, cls="legend")] if entries else []
 
 
+def _wide(content: Markup, about: str) -> Markup:
+    # It scrolls where the screen is narrow: then the arrow keys must reach it.
+    return tag("div", content, cls="wide", tabindex="0", role="group", aria_label=about)
+
+
 def _table(table: DataTable) -> Markup:
     names = [
         tag(
@@ -189,7 +194,7 @@ def _table(table: DataTable) -> Markup:
     rows = [_table_row(table, number, row) for number, row in enumerate(table.rows)]
     caption = [tag("caption", table.caption)] if table.caption else []
     head = [tag("thead", tag("tr", *names))] if any(name for name, _ in table.columns) else []
-    whole = tag("div", tag("table", *caption, *head, tag("tbody", *rows)), cls="wide")
+    whole = _wide(tag("table", *caption, *head, tag("tbody", *rows)), table.caption or "table")
     if not table.explained:
         return whole
     terms = [
@@ -229,7 +234,7 @@ def _bars(chart: BarChart) -> Markup:
 
 def _timeline(timeline: Timeline) -> Markup:
     heading = [tag("h3", timeline.heading)] if timeline.heading else []
-    drawing = tag("div", timeline_svg(timeline), cls="wide")
+    drawing = _wide(timeline_svg(timeline), timeline.heading or "timeline")
     return join([*heading, *_how(timeline.caption), *_legend(timeline.kinds), drawing])
 
 
@@ -287,7 +292,7 @@ def _picture(picture: Picture) -> Markup:
     about = f"{picture.title}. {picture.caption}" if picture.caption else picture.title
     image = tag("img", alt=about, src=f"data:{picture.media_type};base64,{content}")
     caption = [tag("figcaption", picture.caption)] if picture.caption else []
-    return tag("figure", *caption, image, cls="picture")
+    return tag("figure", *caption, image, cls="picture", tabindex="0")  # scrolls as _wide
 
 
 def _ranges(chart: RangeChart) -> Markup:

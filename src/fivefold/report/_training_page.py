@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
 
@@ -182,7 +183,8 @@ def _comparison(summaries: Sequence[RunSummary], *, short: bool) -> DataTable:
         for name, terminal, meaning, write in _COLUMNS
         if terminal or not short
     ]
-    return figure_table(summaries, shown)
+    words = [number for number, (name, *_) in enumerate(shown, 1) if name == "waited for"]
+    return dataclasses.replace(figure_table(summaries, shown), text_columns=tuple(words))
 
 
 def _text_sections(report: Report) -> list[PageSection]:

@@ -6,7 +6,6 @@ checkpoint and end. Three modules load torch and are imported by their own names
 processes of a run), ``checkpoints`` and ``launch``. This package knows nothing of what is run.
 """
 
-from fivefold.runs._loggers import Loggers, LoggingConfig, require_loggers
 from fivefold.runs._progress import ProgressBar
 from fivefold.runs.config import Section, apply_overrides, check_tables, format_toml
 from fivefold.runs.ending import StopRequest, exit_code, rank_process
@@ -14,8 +13,6 @@ from fivefold.runs.folder import FolderLock, MetricsWriter, write_json, write_te
 
 __all__ = [
     "FolderLock",
-    "Loggers",
-    "LoggingConfig",
     "MetricsWriter",
     "ProgressBar",
     "Section",
@@ -25,7 +22,6 @@ __all__ = [
     "exit_code",
     "format_toml",
     "rank_process",
-    "require_loggers",
     "write_json",
     "write_text",
 ]

@@ -19,7 +19,7 @@ from typing import Any, Self, TextIO
 
 from fivefold.errors import CheckpointError, ConfigurationError
 from fivefold.files import lock_file, write_atomically
-from fivefold.runs._loggers import Loggers
+from fivefold.runs.loggers import Loggers
 
 
 class MetricsWriter:

@@ -17,12 +17,6 @@ from fivefold.strategy.cost import PlanPrediction, anchored, evaluate_plan
 from fivefold.strategy.intervals import error_bar
 from fivefold.strategy.job import Job, load_job, plan_to_toml
 from fivefold.strategy.model import ModelSpec
-from fivefold.strategy.parts import (
-    LatentAttention,
-    LowRankAdapters,
-    MambaMixer,
-    MixtureOfExperts,
-)
 from fivefold.strategy.plan import ParallelPlan
 from fivefold.strategy.presets import load_model, named_models
 
@@ -30,10 +24,6 @@ __all__ = [
     "TARGETS",
     "Cluster",
     "Job",
-    "LatentAttention",
-    "LowRankAdapters",
-    "MambaMixer",
-    "MixtureOfExperts",
     "ModelSpec",
     "ParallelPlan",
     "PlanPrediction",

@@ -78,7 +78,7 @@ class Operator:
         return min(self.experts.nodes_of_token(nodes) / self.experts.top_k, 1.0)
 
 
-def layer_operators(model: ModelSpec, shape: LayerShape, kind: str) -> tuple[Operator, ...]:
+def layer_operators(model: ModelSpec, shape: LayerShape, kind: str = "*-") -> tuple[Operator, ...]:
     """Forward operators of one layer of a kind, such as ``"*-"``, on one GPU."""
     if model.stages:
         return _convolution_operators(model, shape)

@@ -61,7 +61,7 @@ class ErrorBar:
         share: Measured lies between predicted / (1 + share) and predicted x (1 + share).
         plan_share: The same of the ratio of two plans of one job, whose common error cancels.
         count: Rows that say so.
-        like: What those rows have in common.
+        like: What those rows have in common, and what of the run none of them has.
     """
 
     share: float
@@ -136,4 +136,12 @@ def error_bar(
     # Two rows of one pair differ by both their errors, and never by more than strangers do.
     between = min(between, error) * math.sqrt(2.0)
     share = math.expm1(min(between, error) if device.anchor != 1.0 else error)
-    return ErrorBar(share=share, plan_share=math.expm1(between), count=count, like=key)
+    like = "; ".join([key, *(f"none with {what}" for what in _unseen(model, plan))])
+    return ErrorBar(share=share, plan_share=math.expm1(between), count=count, like=like)
+
+
+def _unseen(model: ModelSpec, plan: ParallelPlan) -> list[str]:
+    """What of a run none of the table's rows has."""
+    parts = (("adapters", model.adapters), ("layers of Mamba", model.mamba),
+             ("Muon", plan.optimizer == "muon"))  # fmt: skip
+    return [what for what, has in parts if has]

@@ -7,6 +7,8 @@ from typing import Literal
 
 from fivefold.errors import ConfigurationError
 
+_LARGEST = 10**8  # of any size: products of two still are numbers of 64 bits
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
@@ -233,9 +235,9 @@ def check_positive(spec: object, *names: str) -> None:
     """Refuse counts below 1."""
     for name in names:
         value = getattr(spec, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
             message = f"{name} must be a positive integer; got {name}={value!r}"
-            raise ConfigurationError(message, hint="a count of at least 1")
+            raise ConfigurationError(message, hint=f"a count of at least 1, at most {_LARGEST:,}")
 
 
 def check_not_negative(spec: object, *names: str) -> None:

@@ -25,12 +25,10 @@ from fivefold.errors import ConfigurationError, DataError
 from fivefold.optim import MuonAdamW
 from fivefold.runs import (
     FolderLock,
-    Loggers,
     MetricsWriter,
     ProgressBar,
     StopRequest,
     format_toml,
-    require_loggers,
     write_json,
     write_text,
 )
@@ -44,6 +42,7 @@ from fivefold.runs.checkpoints import (
     write_checkpoint,
 )
 from fivefold.runs.launch import launch_ranks
+from fivefold.runs.loggers import Loggers, require_loggers
 from fivefold.runs.machine import LinkMeter, ProcessMeter
 from fivefold.runs.ranks import Ranks, StopAgreement, close_ranks, open_ranks, read_place
 from fivefold.train._corpus import Corpus, load_corpus, resolve_source

@@ -23,7 +23,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_toml
-from fivefold.runs import LoggingConfig, Section, apply_overrides, check_tables, format_toml
+from fivefold.runs import Section, apply_overrides, check_tables, format_toml
 from fivefold.runs.config import (
     Bytes,
     Count,
@@ -35,6 +35,7 @@ from fivefold.runs.config import (
     Seconds,
     Text,
 )
+from fivefold.runs.loggers import LoggingConfig
 from fivefold.train._sync_config import AutoTauConfig, SyncConfig, keys_of_method
 
 __all__ = [

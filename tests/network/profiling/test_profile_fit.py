@@ -73,7 +73,13 @@ def test_a_token_bucket_shows_in_the_residuals_and_not_in_the_rate():
 
 @pytest.mark.parametrize(
     ("sizes", "times"),
-    [([1], [1.0]), ([5, 5], [1.0, 1.0]), ([1, 2], [1.0, np.nan]), ([1, 2], [0.0, 1.0])],
+    [
+        ([1], [1.0]),
+        ([5, 5], [1.0, 1.0]),
+        ([1, 2], [1.0, np.nan]),
+        ([1, 2], [0.0, 1.0]),
+        ([1, 2], [1.0, np.inf]),
+    ],
 )
 def test_times_that_cannot_be_fitted_are_refused(sizes, times):
     with pytest.raises(DataError):
@@ -119,6 +125,15 @@ def test_links_of_their_own_become_direct_links():
     assert topology.num_links == 12
     assert {node.kind for node in topology.nodes} == {"gpu"}
     assert topology.hosts == {"box": (0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize(("ranks", "measured"), [(2, True), (4, False)])
+def test_without_a_measurement_ranks_share_one_port(ranks, measured):
+    contention = crowded([90e9] * ranks, [90e9] * ranks) if measured else None
+    profile = profile_of(
+        np.full((ranks, ranks), 1e-6), np.full((ranks, ranks), 10e9), contention=contention
+    )
+    assert profile.shares_one_port()
 
 
 def test_several_ranks_on_several_hosts_share_a_card():

@@ -1,5 +1,7 @@
 """Cases solved by hand: closed forms, iterations, in-network sums, bad input."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -329,6 +331,18 @@ def test_bad_requests_are_named():
     request = request_of(star.ranks, fallback=[flow_of(star, "f", 0, 1, 1.0)])
     with pytest.raises(ConfigurationError, match="across a fallback"):
         simulate(star, [request, Compute("c", 1.0, depends_on=["f"])])
+    lost = dataclasses.replace(flow_of(star, "f", 0, 1, 1.0), depends_on=("nobody",))
+    with pytest.raises(ConfigurationError, match="'f' waits for 'nobody', which is no task"):
+        simulate(star, [request_of(star.ranks, fallback=[lost])])
+
+
+def test_sums_are_made_where_streams_meet_and_at_the_root():
+    """``on`` only passes on what ``meet`` added; ``own`` adds a leaf to what it has itself."""
+    tree = {"a": "meet", "b": "meet", "meet": "on", "on": "top", "c": "own", "own": "top"}
+    request = AggregationRequest("s", tree, ["a", "b", "c", "own"], 1.0, slots=1)
+    assert request.aggregators == ("meet", "own", "top")
+    chain = AggregationRequest("s", {"a": "top"}, ["a"], 1.0, slots=1)
+    assert chain.aggregators == ("top",)
 
 
 def test_routes_of_a_topology_are_taken_as_they_are():

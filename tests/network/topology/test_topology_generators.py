@@ -297,6 +297,12 @@ def test_lingjun_racks_are_named_inside_their_pod(tmp_path):
     assert {name.partition("/")[0] for name in only.ranks} == {"P10"}
 
 
+def test_a_path_that_cannot_be_a_lingjun_file_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "none.csv", "topo.\0csv"):
+        with pytest.raises(DataError, match="Lingjun topology"):
+            load_lingjun(path)
+
+
 @pytest.mark.parametrize(
     ("rows", "header", "words"),
     [
@@ -313,7 +319,7 @@ def test_damaged_lingjun_files(tmp_path, rows, header, words):
 
 
 def test_missing_lingjun_file_and_pod(tmp_path):
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="does not exist"):
         load_lingjun(tmp_path / "nothing.csv")
     path = lingjun_file(tmp_path, ["a,G6,P8,S1"])
     with pytest.raises(ConfigurationError, match=r"no pod P9.*P8"):

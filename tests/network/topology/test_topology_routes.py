@@ -153,6 +153,8 @@ def test_all_pairs_without_being_asked_for_any():
         ([0, 1], [1], "2.*1"),
         ([0], [4], "0 to 3"),
         ([-1], [2], "0 to 3"),
+        ([-1, 0], [2, 1], "0 to 3"),  # some are right
+        ([0, 1], [3, 4], "0 to 3"),
         ([0], None, "both"),
         ([[0]], [[1]], "one source"),
     ],

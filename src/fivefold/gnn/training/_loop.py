@@ -42,12 +42,10 @@ from fivefold.gnn.training.config import GnnConfig
 from fivefold.gnn.training.models import make_model
 from fivefold.runs import (
     FolderLock,
-    Loggers,
     MetricsWriter,
     ProgressBar,
     StopRequest,
     format_toml,
-    require_loggers,
     write_json,
     write_text,
 )
@@ -61,6 +59,7 @@ from fivefold.runs.checkpoints import (
     rng_state,
     write_checkpoint,
 )
+from fivefold.runs.loggers import Loggers, require_loggers
 from fivefold.runs.ranks import Ranks, StopAgreement, close_ranks, open_ranks, read_place
 
 _LOG = logging.getLogger(__name__)

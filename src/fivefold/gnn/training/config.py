@@ -14,8 +14,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import read_toml
-from fivefold.runs import LoggingConfig, Section, apply_overrides, check_tables
+from fivefold.runs import Section, apply_overrides, check_tables
 from fivefold.runs.config import Bytes, Count, FilePath, Positive, Rate, Seconds, Seed, Text
+from fivefold.runs.loggers import LoggingConfig
 
 
 def _fanouts(value: Any) -> Any:

@@ -6,12 +6,14 @@ Each topology's ``source`` names what it was written down from.
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.errors import ConfigurationError, DataError, require_one_of
+from fivefold.files import read_text
 from fivefold.network.topology._build import Builder, HostSpec, Wire, check_count
 from fivefold.network.topology._elements import Aggregation, SwitchAbility
 from fivefold.network.topology._fabrics import Port, add_clos
@@ -295,18 +297,18 @@ def load_lingjun(
 
 
 def _lingjun_rows(file: Path) -> list[dict[str, str]]:
+    text = read_text(file, what="Lingjun topology")
     try:
-        with file.open(newline="", encoding="utf-8") as stream:
-            reader = csv.DictReader(stream)
-            missing = [name for name in _LINGJUN_COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise DataError(
-                    f"{file} has no column {', '.join(missing)}",
-                    hint=f"a Lingjun topology file has the columns {', '.join(_LINGJUN_COLUMNS)}",
-                )
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        missing = [name for name in _LINGJUN_COLUMNS if name not in (reader.fieldnames or ())]
+        rows = list(reader)
+    except csv.Error as error:
         raise DataError(f"{file} cannot be read: {error}", hint="name a topo.csv file") from None
+    if missing:
+        raise DataError(
+            f"{file} has no column {', '.join(missing)}",
+            hint=f"a Lingjun topology file has the columns {', '.join(_LINGJUN_COLUMNS)}",
+        )
     for number, row in enumerate(rows, start=2):
         if not all((row[name] or "").strip() for name in _LINGJUN_COLUMNS):
             raise DataError(f"{file} has an incomplete row in line {number}")
