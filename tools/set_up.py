@@ -135,8 +135,14 @@ def dependencies() -> list[str]:
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
     found: list[str] = list(project["dependencies"])
-    for members in extras.values():
-        found += [member for member in members if not member.startswith("fivefold[")]
+    wanted = ["dev"]
+    for extra in wanted:  # which grows: an extra may name others
+        for member in extras[extra]:
+            named = re.fullmatch(r"fivefold\[(.*)\]", member)
+            if named:
+                wanted += [name for name in named[1].split(",") if name not in wanted]
+            else:
+                found.append(member)
     return found
 
 
