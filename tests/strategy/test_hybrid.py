@@ -1,6 +1,7 @@
 """Layers of Mamba: parameters as transformers counts them, FLOPs, bytes and limits by hand."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -194,3 +195,14 @@ def test_a_file_without_sizes_is_refused():
     with pytest.raises(DataError, match="none of ssm_state_size"):
         model_from_hugging_face({"model_type": "nemotron_h", "hidden_size": 512,
                                  "hybrid_override_pattern": "M-"}, seq_len=1024)  # fmt: skip
+
+
+def test_a_file_with_periods_of_nothing_is_refused(tmp_path):
+    periods = [
+        f"{kind}_layer_{what}" for kind in ("attn", "expert") for what in ("period", "offset")
+    ]
+    config = {"model_type": "jamba", "hidden_size": 512, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 8, **dict.fromkeys(periods, 0)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="ZeroDivisionError"):
+        load_model(str(tmp_path / "config.json"))

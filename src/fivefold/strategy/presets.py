@@ -218,6 +218,6 @@ def load_model(source: str, *, seq_len: int | None = None) -> ModelSpec:
         return model_from_hugging_face(config, name=path.parent.name or path.stem, seq_len=seq_len)
     except FivefoldError:
         raise
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         message = f"{path} has a wrong or missing entry: {error!r}"
         raise DataError(message, hint="is it the config.json of a transformer?") from error
