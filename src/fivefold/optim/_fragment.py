@@ -353,7 +353,7 @@ class Fragment(FragmentState):
                 piece.local.copy_(piece.anchor)
         averaged = self._average(task, reading)
         self._share_rows()
-        self._account(measured, coefficients)
+        self._account(measured, coefficients, arrived=landed is not None)
         self._finite = measured.all_finite() and averaged.all_finite()
 
     def _average(self, task: MergeTask, reading: MetadataReading | None) -> PieceStatistics:
@@ -367,12 +367,21 @@ class Fragment(FragmentState):
         )
         return merge_pieces(self._pieces(of=self.averaged), task, merge=MERGES["correct"])
 
-    def _account(self, measured: PieceStatistics, coefficients: OuterCoefficients | None) -> None:
-        state = self._state
-        if coefficients is None:  # nothing arrived: the anchor stayed where it was
-            state.last_step = 0.0
-            state.last_move = 0.0
+    def _account(
+        self,
+        measured: PieceStatistics,
+        coefficients: OuterCoefficients | None,
+        *,
+        arrived: bool,
+    ) -> None:
+        state, schedule = self._state, self.schedule
+        if coefficients is None:
+            # How far, in the mean over the steps that are sent now, the anchor has moved since.
+            share = 0.0 if arrived else state.steps_before_move / max(schedule.ended_steps, 1)
+            state.last_step *= share
+            state.last_move *= share
             return
+        state.steps_before_move = schedule.open_steps
         gap = state.gap
         if coefficients.element_gap is not None:
             gap = float(measured.gap_sum) / max(measured.elements, 1)

@@ -120,7 +120,7 @@ class Metadata:
         return MetadataReading(**columns)
 
 
-_FORMAT = 8
+_FORMAT = 9
 
 SHARED_BUFFERS = ("anchor", "momentum")
 """Buffers that are equal on all workers between boundaries."""
@@ -150,6 +150,7 @@ class OuterState:
     # move.
     last_step: float = 0.0
     last_move: Number = 0.0  # norm of that movement
+    steps_before_move: int = 0  # local steps of the round at that moment
     # Norm of the mean pseudo-gradient applied last, until it has been sent.
     last_delta: Number = 0.0
     last_all_reduce_s: float = 0.0  # seconds of the last all-reduce

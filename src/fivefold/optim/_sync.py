@@ -237,7 +237,8 @@ class OuterSync:
             self._look_for_late()
         for fragment, boundary in due:
             fragment.run(boundary)
-            self._stability.watch(self._meter)
+            first = self._fragments[0].schedule
+            self._stability.watch(self._meter, late=first.delay_steps / first.tau)
         if self._adopting:
             self.adopt_parameters()
 
