@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim import CO2, AutoTau, DelayCorrected, OuterSync, _fragment, _rules
+from fivefold.optim import CO2, AutoTau, DelayCorrected, OuterSync, _fragment, _round_choice
 from fivefold.optim._round_choice import MessageTimes, choose_round
 from fivefold.optim.auto_tau import TauController
 from fivefold.optim.transport import ProcessGroupTransport
@@ -213,7 +213,7 @@ def life(transport, clock, rule, steps, *, link, state=None, bytes_per_s=None):
 def clock(monkeypatch):
     virtual = Clock()
     monkeypatch.setattr(_fragment, "time", virtual)
-    monkeypatch.setattr(_rules, "_LEAST_FRAGMENT_BYTES", 1 << 12)  # so that tests are fast
+    monkeypatch.setattr(_round_choice, "LEAST_FRAGMENT_BYTES", 1 << 12)  # so that tests are fast
     return virtual
 
 
@@ -388,7 +388,7 @@ def sharded_life(_):
 
 @pytest.mark.distributed
 def test_all_ranks_of_sharded_workers_decide_alike(monkeypatch):
-    monkeypatch.setattr(_rules, "_LEAST_FRAGMENT_BYTES", 1 << 8)
+    monkeypatch.setattr(_round_choice, "LEAST_FRAGMENT_BYTES", 1 << 8)
     found = run_processes(4, sharded_life)
     assert all(other == found[0] for other in found)
     assert len(found[0][1][1]) > 1  # there were fragments to choose from

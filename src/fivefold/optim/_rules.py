@@ -29,11 +29,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, Self
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._staleness import GapPenalty, NoPenalty, StalenessPenalty, named_penalty
 from fivefold.optim.auto_tau import AutoTau, named_auto_tau
-
-_MOST_FRAGMENTS = 8
-_LEAST_FRAGMENT_BYTES = 1 << 20  # of smaller messages the latency counts more than the rate
 
 MergeKind = Literal["replace", "pull", "correct", "eager", "hand over", "gradients"]
 
@@ -259,8 +257,8 @@ class _InFragments(OuterRule):
         if self.fragments is not None:
             return self
         uneven = self.auto_tau is not None and self.auto_tau.balance
-        most = 1 if uneven else min(_MOST_FRAGMENTS, super().first_tau, tensors)
-        return replace(self, fragments=max(1, min(most, num_bytes // _LEAST_FRAGMENT_BYTES)))
+        most = most_fragments(tensors=tensors, num_bytes=num_bytes)
+        return replace(self, fragments=1 if uneven else min(most, super().first_tau))
 
 
 @dataclass(frozen=True, kw_only=True)
