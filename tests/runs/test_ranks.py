@@ -5,11 +5,11 @@ import threading
 import time
 
 import pytest
-from helpers.forked_ranks import ForkedRanks
 from torch.distributed import HashStore
 
 from fivefold.runs import StopRequest
 from fivefold.runs.ranks import StopAgreement, close_ranks, name_attempt, open_ranks
+from helpers.forked_ranks import ForkedRanks
 
 
 def meet(store, world_size, *, late_s=0.0):
