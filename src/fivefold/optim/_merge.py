@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.optim._flat import Piece
+from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty
-from fivefold.optim._state import MetadataReading, OuterState
+from fivefold.optim._state import OuterState
 from fivefold.optim._update import (
     ElementGap,
     OuterCoefficients,

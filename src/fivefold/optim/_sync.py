@@ -41,12 +41,13 @@ from fivefold.optim._layout import (
     tau_controller,
     turn_of,
 )
+from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._optimizer_states import state_fragments
 from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import local_tensor, reshard
-from fivefold.optim._state import EngineContext, MetadataReading, require_same, settings
+from fivefold.optim._state import EngineContext, require_same, settings
 from fivefold.optim.auto_tau import TauDecision
 from fivefold.optim.codecs import Codec
 from fivefold.optim.statistics import (
