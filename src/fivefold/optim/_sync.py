@@ -41,11 +41,13 @@ from fivefold.optim._layout import (
     tau_controller,
     turn_of,
 )
+from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._optimizer_states import state_fragments
+from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import local_tensor, reshard
-from fivefold.optim._state import EngineContext, MetadataReading, require_same, settings
+from fivefold.optim._state import EngineContext, require_same, settings
 from fivefold.optim.auto_tau import TauDecision
 from fivefold.optim.codecs import Codec
 from fivefold.optim.statistics import (
@@ -236,7 +238,8 @@ class OuterSync:
             self._look_for_late()
         for fragment, boundary in due:
             fragment.run(boundary)
-            self._stability.watch(self._meter)
+            first = self._fragments[0].schedule
+            self._stability.watch(self._meter, late=first.delay_steps / first.tau)
         if self._adopting:
             self.adopt_parameters()
 
@@ -333,7 +336,7 @@ class OuterSync:
             delay_steps=schedule.delay_steps,
             codec=(self._tau and self._tau.codec) or self._codec,
             automatic=() if self._tau is None else self._tau.decides,
-            tensors=sum(len(group.tensors) for f in self._fragments for group in f.groups),
+            most_fragments=self._most_fragments(),
         )
 
     def all_reduces(self) -> list[AllReduceRecord]:
@@ -493,6 +496,13 @@ class OuterSync:
             self._fragments[0].take_part(state["launching"], unit=state["unit"])
 
     # -- small helpers ----------------------------------------------------------------------------
+
+    def _most_fragments(self) -> int:
+        """Return the parts in which this model may be sent."""
+        if may_lose(self._transport):
+            return 1
+        tensors = [t for f in self._fragments for group in f.groups for t in group.tensors]
+        return most_fragments(tensors=len(tensors), num_bytes=sum(t.nbytes for t in tensors))
 
     def _all_fragments(self) -> list[Fragment]:
         """Return the parameters' fragments and then the optimizer states'."""

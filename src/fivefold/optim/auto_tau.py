@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._round_choice import MessageTimes, RoundChoice, choose_round
+from fivefold.optim._round_choice import MARGIN, MessageTimes, RoundChoice, choose_round
 
 # Patience after each try that proved wrong, and how often it grows.
 _PATIENCE_GROWTH = 4
@@ -100,7 +100,7 @@ class AutoTau:
     initial: int = 8
     minimum: int = 1
     maximum: int = 1024
-    margin: float = 1.1
+    margin: float = MARGIN
     window: int = 3
     patience: int = 12
     balance: bool = False
