@@ -109,6 +109,38 @@ def test_nobody_is_worse_off_whatever_the_cluster(case, flags, seed):
 
 
 @FEW
+@given(cases(), st.integers(1, 9))
+def test_the_budget_is_kept_and_a_second_look_has_one_more(case, budget):
+    """Only jobs longer than the iterations that are simulated are looked at a second time."""
+    topology, jobs = case
+    longest = max(one.iterations for one in jobs)
+    for iterations in (longest, 1):
+        options = PlanningOptions(budget=budget, iterations=iterations)
+        found = plan_cluster(topology, jobs, options=options)
+        assert found.simulations <= budget * (1 if iterations >= longest else 2)
+
+
+def test_a_gain_that_one_iteration_does_not_show_is_found_by_looking_at_all():
+    """The first iteration ends with the computation; later ones wait for each other's messages."""
+    thin, wide = (
+        LayerCost(forward_s=0.2, backward_s=0.2, gradient_bytes=size) for size in (10**9, 4 * 10**9)
+    )
+    late = LayerCost(forward_s=0.2, backward_s=1.0, gradient_bytes=4 * 10**9)
+    jobs = [
+        JobSpec(job_id="a", ranks=(0, 1), layers=(wide,), iterations=8),
+        JobSpec(job_id="b", ranks=(3, 1), layers=(thin, thin), iterations=8),
+        JobSpec(job_id="c", ranks=(3, 2), layers=(late,), iterations=4),
+    ]
+    topology, together = switch(4, bandwidth="10 GB/s"), CoDesigns(horizontal=True)
+    options = PlanningOptions(budget=12, iterations=1)
+    found = plan_cluster(topology, jobs, together, options=options)
+    assert found.worse == ()
+    assert found.plan != found.baseline
+    before = found.baseline_outcome.completion_s
+    assert found.mean_completion_s(jobs) < sum(before.values()) / 3
+
+
+@FEW
 @given(cases())
 def test_slots_that_are_promised_are_there(case):
     """Trees chosen one after the other never take more slots than a switch has."""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim import CO2, AutoTau, DelayCorrected, OuterSync, _fragment, _rules
+from fivefold.optim import CO2, AutoTau, DelayCorrected, OuterSync, _fragment, _round_choice
 from fivefold.optim._round_choice import MessageTimes, choose_round
 from fivefold.optim.auto_tau import TauController
 from fivefold.optim.transport import ProcessGroupTransport
@@ -213,7 +213,7 @@ def life(transport, clock, rule, steps, *, link, state=None, bytes_per_s=None):
 def clock(monkeypatch):
     virtual = Clock()
     monkeypatch.setattr(_fragment, "time", virtual)
-    monkeypatch.setattr(_rules, "_LEAST_FRAGMENT_BYTES", 1 << 12)  # so that tests are fast
+    monkeypatch.setattr(_round_choice, "LEAST_FRAGMENT_BYTES", 1 << 12)  # so that tests are fast
     return virtual
 
 
@@ -226,12 +226,21 @@ LINKS = {
 }
 
 
-@pytest.mark.parametrize("name", LINKS)
-def test_the_engine_takes_what_hides_on_all_ranks_alike(name, clock):
+AUTO = AutoTau(patience=3)
+PLAIN_CO2 = CO2(
+    tau=AUTO, fragments=None, outer_lr=1.0, outer_momentum=0.0, staleness="none", clip=None
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [*((name, DelayCorrected(tau=AUTO)) for name in LINKS), ("slowest", PLAIN_CO2)],
+    ids=[*LINKS, "co2"],
+)
+def test_the_engine_takes_what_hides_on_all_ranks_alike(name, rule, clock):
     link, expected = LINKS[name]
 
     def work(transport):
-        rule = DelayCorrected(tau=AutoTau(patience=3))
         model, sync = life(transport, clock, rule, 200, link=link)
         record = sync.statistics()
         before_s = record.exposed_wait_s
@@ -388,7 +397,7 @@ def sharded_life(_):
 
 @pytest.mark.distributed
 def test_all_ranks_of_sharded_workers_decide_alike(monkeypatch):
-    monkeypatch.setattr(_rules, "_LEAST_FRAGMENT_BYTES", 1 << 8)
+    monkeypatch.setattr(_round_choice, "LEAST_FRAGMENT_BYTES", 1 << 8)
     found = run_processes(4, sharded_life)
     assert all(other == found[0] for other in found)
     assert len(found[0][1][1]) > 1  # there were fragments to choose from

@@ -1,11 +1,14 @@
 """Closed forms against the simulator to 1e-9, ASTRA-sim's rules against its output."""
 
+import dataclasses
+
 import pytest
 from benchmarks.strategy import astra_sim as astra
 
 from fivefold.collectives.pricing import FabricSpec, Group, Tier, collective_time_s
 from fivefold.network.simulation import Compute, Flow, simulate
 from fivefold.network.topology import fat_tree, ring
+from fivefold.strategy import ModelSpec, ParallelPlan, evaluate_plan, load_cluster
 from fivefold.strategy.pipeline import pipeline_shape
 
 RATE = 10e9
@@ -96,3 +99,23 @@ def test_astra_sim_s_iteration():
     whole_s, exposed_s = astra.iteration_s()
     assert whole_s == pytest.approx(astra.ITERATION_S, rel=2e-3)
     assert exposed_s == pytest.approx(astra.EXPOSED_S, rel=2e-3)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_sharded_parameters_are_gathered_twice_and_gradients_scattered_once(overlap, accumulated):
+    """On a link so slow that it alone counts, each micro-batch costs what ZeRO-3 sends for it."""
+    model = ModelSpec(name="m", num_layers=6, hidden=1024, num_heads=16, seq_len=512, vocab=32000)
+    device = load_cluster("h100-nemo").device
+    plan = ParallelPlan(global_batch=8 * accumulated, data=8, zero=3, data_overlap=overlap)
+    slow, half = 2e5, 1e5
+    taken = [
+        evaluate_plan(
+            model, device, dataclasses.replace(flat(8), tiers=(dataclasses.replace(
+                flat(8).tiers[0], bandwidth_bytes_per_s=rate),)), plan=plan,
+        ).time_s
+        for rate in (half, slow)
+    ]  # fmt: skip
+    sent = 2 * device.parameter_wire_bytes + device.gradient_wire_bytes
+    expected = accumulated * sent * model.num_parameters * 7 / 8 / device.shard_gather_share
+    assert (taken[0] - taken[1]) / (1 / half - 1 / slow) == pytest.approx(expected, rel=1e-6)

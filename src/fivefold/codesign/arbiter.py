@@ -40,7 +40,8 @@ class PlanningOptions:
     Args:
         guard: With Horizontal on: whether nobody may end later than under the baseline.
         iterations: Iterations that are simulated to judge a proposal.
-        budget: Most simulations while planning.
+        budget: Most simulations while planning; once more where these iterations show no gain and
+            jobs have more of them.
         classes: Strict priority classes that switches have; 1 for none.
 
     Raises:

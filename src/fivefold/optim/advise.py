@@ -28,16 +28,20 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fivefold.errors import ConfigurationError
 from fivefold.files import write_atomically
-from fivefold.optim._round_choice import CODECS_BY_SIZE, MessageTimes, choose_round
-from fivefold.optim.auto_tau import AutoTau
+from fivefold.optim._round_choice import (
+    CODECS_TO_CHOOSE,
+    MARGIN,
+    MessageTimes,
+    RoundChoice,
+    choose_round,
+    most_fragments,
+)
 from fivefold.optim.codecs import named_codec
 
 WARM_UP_STEPS = 3
 _REPETITIONS = 5
 _SIZES = (64, 8, 1)  # all-reduces of the gradients' size over these
-_MOST_FRAGMENTS = 8
-_LONGEST_ROUND = 1 << 16
-_LONG_ROUND = 16  # a longer one learns worse than smaller messages do
+_ROUNDING = 1e-6
 _WORTH_HIDING = 0.1  # of a step; less waiting is not worth a rule that learns less per token
 
 
@@ -76,7 +80,7 @@ class JobTimes:
     @property
     def most_fragments(self) -> int:
         """Parts that the model can be sent in."""
-        return min(_MOST_FRAGMENTS, self.tensors)
+        return most_fragments(tensors=self.tensors, num_bytes=4 * self.elements)
 
     @property
     def alone_s(self) -> float:
@@ -90,10 +94,10 @@ class JobTimes:
         rise_s = max(self.all_reduce_s[-1] - self.all_reduce_s[0], 0.0) / (last - first)
         fixed_s = max(self.all_reduce_s[0] - rise_s * first, 0.0)
         return MessageTimes(
-            fixed_s=dict.fromkeys(CODECS_BY_SIZE, fixed_s),
+            fixed_s=dict.fromkeys(CODECS_TO_CHOOSE, fixed_s),
             whole_s={
                 codec: rise_s * named_codec(codec).encoded_bytes(self.elements)
-                for codec in CODECS_BY_SIZE
+                for codec in CODECS_TO_CHOOSE
             },
         )
 
@@ -112,9 +116,9 @@ class Option:
 def options_for(times: JobTimes) -> list[Option]:
     """Return ways to run a measured job, the job as it is first, one of them recommended.
 
-    A round of ``tau`` steps must last ``AutoTau.margin`` times the communication, which is sent
-    in up to eight fragments. The shortest round is recommended, with the least compression that
-    keeps it under 17 steps; staying as it is where under a tenth of a step is waiting.
+    For each codec that makes messages shorter the round of ``choose_round``; recommended is the
+    one that ``tau="auto"`` with ``codec="auto"`` would take, or staying as it is where under a
+    tenth of a step is waiting.
 
     Args:
         times: What was measured.
@@ -123,35 +127,37 @@ def options_for(times: JobTimes) -> list[Option]:
         >>> times = JobTimes(ranks=2, step_s=0.5, compute_s=0.1, elements=1000,
         ...                  tensors=9, sizes_bytes=(400, 4000),
         ...                  all_reduce_s=(0.04, 0.4))
-        >>> [one.rule for one in options_for(times) if one.recommended]
-        ['DelayCorrected(tau=5, fragments=5)']
+        >>> [(one.rule, one.codec) for one in options_for(times) if one.recommended]
+        [('DelayCorrected(tau=1, fragments=1)', 'int4')]
     """
     now = Option(rule="", codec="", step_s=times.step_s, wait_s=times.step_s - times.alone_s)
-    found, rounds = [now], [0]
-    shares = {parts: 1 / parts for parts in range(1, times.most_fragments + 1)}
-    for codec in CODECS_BY_SIZE:
-        one = choose_round(
-            times.messages.only(codec),
-            step_s=times.alone_s,
-            shares=shares,
-            stretch=AutoTau().margin,
-            maximum=_LONGEST_ROUND,
-        )
-        if len(found) == 1 or one.tau < rounds[-1]:  # else compression buys nothing
-            rule = f"DelayCorrected(tau={one.tau}, fragments={one.fragments})"
-            found.append(Option(rule=rule, codec=codec, step_s=times.alone_s, wait_s=0.0))
-            rounds.append(one.tau)
-    short = [one for one, tau in zip(found, rounds, strict=True) if 0 < tau <= _LONG_ROUND]
+    best = _choice(times, times.messages)
     stays = times.compute_s is not None and now.wait_s <= _WORTH_HIDING * now.step_s
-    chosen = now if stays else [*short, found[-1]][0]
-    late = [one for one in (_late(times, codec) for codec in CODECS_BY_SIZE) if one.wait_s == 0.0]
-    return [replace(one, recommended=one is chosen) for one in [*found, *late[:1]]]
+    rounds = [_choice(times, times.messages.only(c)) for c in times.messages.worthwhile()]
+    found = [replace(now, recommended=stays)]
+    for one in rounds:
+        chosen = not stays and one.codec == best.codec
+        found.append(_option(times, one, rule=one.rule, recommended=chosen))
+    gradients = (RoundChoice(delay=1, fragments=1, codec=codec) for codec in CODECS_TO_CHOOSE)
+    late = [_option(times, one, rule="DelayedGradients(extrapolation=1)") for one in gradients]
+    return [*found, *[one for one in late if one.wait_s == 0.0][:1]]
 
 
-def _late(times: JobTimes, codec: str) -> Option:
-    step_s = max(times.alone_s, AutoTau().margin * times.messages.message_s(codec, 1.0))
-    rule = "DelayedGradients(extrapolation=1)"
-    return Option(rule=rule, codec=codec, step_s=step_s, wait_s=step_s - times.alone_s)
+def _choice(times: JobTimes, messages: MessageTimes) -> RoundChoice:
+    shares = {parts: 1 / parts for parts in range(1, times.most_fragments + 1)}
+    return choose_round(messages, step_s=times.alone_s, shares=shares)
+
+
+def _option(
+    times: JobTimes, choice: RoundChoice, *, rule: str, recommended: bool = False
+) -> Option:
+    message_s = times.messages.message_s(choice.codec, 1 / choice.fragments)
+    too_long_s = MARGIN * message_s / choice.delay - times.alone_s
+    wait_s = too_long_s if too_long_s > _ROUNDING * times.alone_s else 0.0
+    return Option(
+        rule=rule, codec=choice.codec, step_s=times.alone_s + wait_s, wait_s=wait_s,
+        recommended=recommended,
+    )  # fmt: skip
 
 
 def watch(path: Path, *, steps: int) -> None:

@@ -466,6 +466,7 @@ _NAMED: dict[str, Codec] = {
     "int4": BlockCodec(bits=4, block=128),
     "topk": TopKCodec(),
 }
+CODEC_NAMES = tuple(_NAMED)
 
 
 def named_codec(name: str) -> Codec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -10,20 +9,25 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from fivefold.optim._round_choice import CODECS_BY_SIZE
-from fivefold.optim._rules import OuterRule
+from fivefold.optim._round_choice import (
+    CODECS_TO_CHOOSE,
+    LEAST_FRAGMENT_BYTES,
+    MessageTimes,
+    RoundChoice,
+    choose_round,
+)
+from fivefold.optim._rules import CO2, DelayCorrected, OuterRule, StreamingDiLoCo
 from fivefold.optim._update import Number
-from fivefold.optim.codecs import named_codec
+from fivefold.optim.codecs import CODEC_NAMES, named_codec
 from fivefold.units import format_bytes, format_duration_s
 
 _KEPT_RECORDS = 4096
 _KEPT_TIMES = 64
 _RUNNING_GAP_DECAY = 0.8
-_MARGIN = 1.1  # of what must be hidden: the default of AutoTau
 _SHARE_WORTH_HIDING = 0.1  # below, waiting learns better than hiding
 _SHARE_OF_STALLS = 0.02
-_MOST_FRAGMENTS = 8
-_LEAST_MESSAGE_BYTES = 1 << 20  # of a smaller one the latency counts more than the bytes
+_IN_FRAGMENTS = {DelayCorrected.name, StreamingDiLoCo.name}
+_LEAST_TAU = {CO2.name: 4}  # below it learns worse, which the guide has figures for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,7 @@ class SyncStatistics:
         fragments: Parts of the model with moments of their own.
         delay_steps: Local steps behind which an all-reduce is hidden; 0 where it is waited for.
         codec: How payloads travel.
-        tensors: Trainable parameters of the model, which bound the fragments.
+        most_fragments: Parts in which this model may be sent.
         step_s: Seconds of one local step, the median of the last rounds; None before the first.
         all_reduce_s: Seconds that the network needs for what is sent at one moment (a fragment, or
             those that share a turn), without waits for slower ranks; the median of the last ones.
@@ -94,7 +98,7 @@ class SyncStatistics:
     fragments: int = 1
     delay_steps: int = 0
     codec: str = "fp32"
-    tensors: int = 1
+    most_fragments: int = 1
     step_s: float | None = None
     all_reduce_s: float | None = None
     automatic: tuple[str, ...] = ()
@@ -136,68 +140,81 @@ def _about_time(record: SyncStatistics) -> Iterator[str]:
         return
     needed = record.all_reduce_s / record.step_s
     waiting = _exposed_share(record)
+    choice = _choice(record)
     if not record.delay_steps:
         if waiting > _SHARE_WORTH_HIDING:
-            tau = max(record.tau, _MOST_FRAGMENTS, math.ceil(_MARGIN * needed))
-            yield f"{waiting:.0%} of the time is waiting: DelayCorrected(tau={tau}) hides it"
+            codec = "" if choice.codec == record.codec else f' with codec="{choice.codec}"'
+            yield f"{waiting:.0%} of the time is waiting: {choice.rule}{codec} hides it"
         return
     part = "" if record.fragments == 1 else f" of one of {record.fragments} fragments"
     takes = f"an all-reduce{part} takes {needed:.1f} steps"
     if needed > record.delay_steps:
-        ways = [way for way in (_longer(record, needed), _smaller(record, needed)) if way]
-        use = f"use {' or '.join(ways)}" if ways else "tau follows"
-        yield f"{takes} and has {record.delay_steps} to hide behind: {use}"
+        yield f"{takes} and has {record.delay_steps} to hide behind: {_use(record, choice)}"
     elif waiting > _SHARE_OF_STALLS and not record.automatic:
         how = "fewer fragments" if record.fragments > 1 else "a larger tau"
         yield f"{takes}, but {waiting:.0%} of the time is waiting: it stalls at times; use {how}"
-    elif not record.automatic:
-        yield from _could_be_shorter(record, needed, takes)
+    elif not record.automatic and 2 * choice.delay <= record.delay_steps and choice.hides:
+        settings = ", ".join(_changes(record, choice))
+        yield f"{takes}: {settings} would hide it too, and what is less late learns better"
 
 
-def _could_be_shorter(record: SyncStatistics, needed: float, takes: str) -> Iterator[str]:
-    fits = record.fragments * max(1, math.ceil(_MARGIN * needed))
-    parts = min(_MOST_FRAGMENTS, record.tau, record.tensors)
-    fragments = min(parts, int(_message_bytes(record) // _LEAST_MESSAGE_BYTES))
-    if record.rule == "delay-corrected" and record.fragments == 1 < fragments:
-        yield (
-            f"the whole model is merged {record.delay_steps} steps late: fragments={fragments} "
-            "sends the same bytes, merged sooner, and learns better"
-        )
-    elif 2 * fits <= record.tau:
-        yield f"{takes}: tau={fits} would hide it too, and a shorter round learns better"
+def _choice(record: SyncStatistics) -> RoundChoice:
+    """Return the round that ``tau="auto"`` would take on a link of these times."""
+    assert record.step_s, "callers looked"
+    in_parts = record.rule in _IN_FRAGMENTS or not record.delay_steps
+    most = record.most_fragments if in_parts else 1
+    return choose_round(
+        _messages(record),
+        step_s=record.step_s,
+        shares={parts: 1 / parts for parts in range(1, most + 1)},
+        minimum=min(_LEAST_TAU.get(record.rule, 1), record.tau),
+    )
 
 
-def _longer(record: SyncStatistics, needed: float) -> str:
-    steps = math.ceil(_MARGIN * needed)
-    if record.automatic:
-        return ""
-    if record.delay_steps < steps <= record.tau // record.fragments:
-        return f"delay_steps={steps}"
-    if record.rule == "delayed gradients":
-        return f"gradients accumulated over {steps} batches"
-    return f"tau={record.fragments * steps}"
-
-
-def _smaller(record: SyncStatistics, needed: float) -> str:
-    """Return the first codec whose smaller messages would fit, or nothing."""
-    if record.automatic:
-        return "" if "codec" in record.automatic else 'codec="auto"'
-    if record.codec not in CODECS_BY_SIZE or _message_bytes(record) < _LEAST_MESSAGE_BYTES:
-        return ""
+def _messages(record: SyncStatistics) -> MessageTimes:
+    """Return times by codec, from the one that is known: of few bytes all of it is latency."""
+    assert record.all_reduce_s, "callers looked"
     now = _wire_share(record.codec)
-    for codec in CODECS_BY_SIZE[CODECS_BY_SIZE.index(record.codec) + 1 :]:
-        if _MARGIN * needed * _wire_share(codec) / now <= record.delay_steps:
-            return f'codec="{codec}"'
-    return ""
+    codecs = [record.codec, *(codec for codec in CODECS_TO_CHOOSE if _wire_share(codec) < now)]
+    small = record.payload_bytes < LEAST_FRAGMENT_BYTES * record.merged_rounds
+    whole_s = 0.0 if small else record.all_reduce_s * record.fragments
+    return MessageTimes(
+        fixed_s=dict.fromkeys(codecs, record.all_reduce_s if small else 0.0),
+        whole_s={codec: whole_s * (_wire_share(codec) / now if now else 1.0) for codec in codecs},
+    )
 
 
-def _message_bytes(record: SyncStatistics) -> float:
-    """Return the bytes that one all-reduce sums."""
-    return record.payload_bytes / max(record.merged_rounds, 1)
+def _use(record: SyncStatistics, choice: RoundChoice) -> str:
+    """Return what hides the all-reduce, or what is done about it already."""
+    if not choice.hides:
+        return f"no round of up to {choice.tau} steps hides it"
+    if "codec" in record.automatic:
+        return "tau follows"
+    if record.automatic:
+        return "tau follows" if choice.codec == record.codec else 'use codec="auto"'
+    return f"use {', '.join(_changes(record, choice))}"
+
+
+def _changes(record: SyncStatistics, choice: RoundChoice) -> Iterator[str]:
+    if record.rule == "delayed gradients":
+        if choice.delay > 1:
+            yield f"gradients accumulated over {choice.delay} batches"
+    else:
+        if choice.tau != record.tau:
+            yield f"tau={choice.tau}"
+        if choice.fragments != record.fragments:
+            yield f"fragments={choice.fragments}"
+        elif choice.tau == record.tau:
+            yield f"delay_steps={choice.delay}"
+    if choice.codec != record.codec:
+        yield f'codec="{choice.codec}"'
 
 
 def _wire_share(codec: str) -> float:
+    """Return the bytes of a codec over those of fp32; 0, so that none is smaller, of a user's."""
     elements = 1 << 16
+    if codec not in CODEC_NAMES:
+        return 0.0
     return named_codec(codec).encoded_bytes(elements) / (4 * elements)
 
 
@@ -320,30 +337,36 @@ class StabilityWarning(UserWarning):
 class StabilityWatch:
     """Warn once when the running staleness gap says that the outer learning rate is too high.
 
-    On a noise-free quadratic mode that a round of local steps contracts by a in (0, 1], a delayed
-    rule that replaces local work is stable if and only if alpha * a / L < 1 - beta. Modes that
-    converge within a round have a near 1, so alpha should stay below (1 - beta) * L. Derivation:
-    the characteristic polynomial r^2 - (1 + beta) r + (beta + alpha a / L) and the Jury test.
+    On a noise-free quadratic mode of which the steps before a merge contract the error by a and
+    those after it by b, the anchors of a delayed rule that replaces local work follow
+
+        z^2 - (1 + beta - k b) z + (beta + k (1 - b) a),    k = alpha / L
+
+    (by the Jury test: stable if and only if k (1 - b) a < 1 - beta and k (b - (1 - b) a) <
+    2 (1 + beta)). With a merge at the share r of a round, a mode of equal steps has 1 - a = u^r and
+    1 - b = u^(1 - r); over all u the first is hardest at u^r = 1 - r, the second at u = 0. With
+    r = 1 the limit is alpha < (1 - beta) L, that of modes which converge within a round.
     """
 
     def __init__(self, rule: OuterRule) -> None:
         self._rule = rule
         self._limited = rule.delayed and rule.merge == "replace"
 
-    def watch(self, meter: StatisticsMeter) -> None:
-        """Look at the meter after an outer step."""
+    def watch(self, meter: StatisticsMeter, *, late: float) -> None:
+        """Look at the meter after an outer step, of means that arrive ``late`` rounds late."""
         gap = meter.running_gap
         if not self._limited or gap is None or meter.merged_rounds < _ROUNDS_BEFORE_WARNING:
             return
         outer_lr, momentum = self._rule.outer_lr, self._rule.outer_momentum
-        limit = (1 - momentum) * gap
+        worst = late * (1 - late) ** ((1 - late) / late)
+        limit = min((1 - momentum) / worst, 2 * (1 + momentum)) * gap
         if outer_lr < limit:
             return
         self._limited = False  # once is enough
         message = (
-            f"outer_lr={outer_lr} is at or above the stability limit {limit:.3g} = "
-            f"(1 - outer_momentum={momentum}) * staleness gap {gap:.3g}: directions that converge "
-            f"within a round may diverge; use outer_lr below {limit:.3g}, a smaller "
-            "outer_momentum or a penalty"
+            f"outer_lr={outer_lr} is at or above the stability limit {limit:.3g} of "
+            f"outer_momentum={momentum} and staleness gap {gap:.3g}, {late:.3g} rounds late: "
+            f"directions that converge within a round may diverge; use outer_lr below {limit:.3g}, "
+            "a smaller outer_momentum or a penalty"
         )
         warnings.warn(message, StabilityWarning, stacklevel=_FRAMES_TO_THE_CALLER_OF_STEP)

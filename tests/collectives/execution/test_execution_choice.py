@@ -9,7 +9,7 @@ import pytest
 from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.execution import Settings, configure, current_settings, register_algorithm
 from fivefold.collectives.execution._settings import lab_topology
-from fivefold.collectives.execution.choose import Choice, choose
+from fivefold.collectives.execution.choose import Choice, candidate_schedules, choose, library_names
 from fivefold.collectives.lowering import check_program
 from fivefold.collectives.pricing.messages import LinkClock
 from fivefold.collectives.schedules import all_reduce, named_collective
@@ -64,6 +64,24 @@ def test_every_choice_computes_its_collective(name):
         check_program(found.program)
         assert found.program.collective.name == name
     assert Choice.from_bytes(found.to_bytes()) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("all_reduce", {"ring", "trees", "rooted_trees"}),
+        ("broadcast", {"binomial_tree", "trees"}),
+        ("all_to_all", {"pairwise"}),
+    ],
+)
+def test_what_is_tried_are_the_algorithms_that_may_be_asked_for(name, expected):
+    collective, network = named_collective(name, 4), slow_ring(4)
+    found = dict(candidate_schedules(collective, network, "auto"))
+    assert expected <= set(found) <= set(library_names(collective))
+    for one in expected:
+        asked = list(candidate_schedules(collective, network, one))
+        assert {label for label, _ in asked} == {one}
+        assert all(schedule.collective.name == name for _, schedule in asked)
 
 
 def test_the_same_choice_every_time():
