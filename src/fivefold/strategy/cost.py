@@ -233,7 +233,8 @@ def _time_columns(columns: Columns, layer: dict[str, Floats]) -> dict[str, Float
     slowest_s = totals.max(axis=0)
     mean = _mean_stage(columns, layer)
     waits_s = _offload_waits_s(columns, layer, slow)
-    passes_s, mean = slow + waits_s, [*(mean + _offload_waits_s(columns, layer, mean))]
+    passes_s = slow + waits_s
+    mean = [*(mean + _offload_waits_s(columns, layer, np.array(mean)))]
     bubble_s, messages = _schedule_columns(columns, mean)
     # Where stages are uneven, the bubble of these schedules is shorter.
     even = t.is_word("schedule", "gpipe", "1f1b", "interleaved")

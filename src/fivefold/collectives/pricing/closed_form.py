@@ -21,7 +21,8 @@ import numpy.typing as npt
 from fivefold.collectives.pricing.fabric import FabricSpec, Group, Groups
 from fivefold.errors import require_one_of
 
-Floats, Ints = npt.NDArray[np.float64], npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 _TREE_SHARE = 0.92  # of the bandwidth, as NCCL's tuner has it
 
 

@@ -327,8 +327,8 @@ def _worst_of_all_cuts(collective: Collective, topology: Topology, chunk_bytes: 
     carried = np.zeros(sets.size)
     kinds: dict[tuple[int, int], float] = {}
     for chunk, size_bytes in enumerate(chunk_bytes):
-        starts, ends = collective.holders(chunk), collective.receivers(chunk)
-        key = (_bits(topology.rank_nodes[starts]), _bits(topology.rank_nodes[ends]))
+        nodes = topology.rank_nodes
+        key = (_bits(nodes[collective.holders(chunk)]), _bits(nodes[collective.receivers(chunk)]))
         kinds[key] = kinds.get(key, 0.0) + float(size_bytes)
     for (starts, ends), size_bytes in kinds.items():
         held = sets & starts
@@ -349,7 +349,7 @@ def _worst_of_all_cuts(collective: Collective, topology: Topology, chunk_bytes: 
     return _cut_bound(topology, inside, float(carried[worst]), optimal=optimal)
 
 
-def _bits(nodes: Longs) -> int:
+def _bits(nodes: Array) -> int:
     return int(np.bitwise_or.reduce(1 << nodes, initial=0))
 
 
@@ -515,7 +515,8 @@ def _sweep_traffic(
     if collective.name == "all_to_all" and collective.has_equal_chunks:
         below = np.bincount(levels, minlength=cuts.size + 1).cumsum()[:-1]
         others = collective.num_ranks - below
-        return below * others * (chunk_bytes.sum() / collective.num_ranks**2)
+        carried: Floats = below * others * (chunk_bytes.sum() / collective.num_ranks**2)
+        return carried
     pre, post = collective.pre_offsets, collective.post_offsets
     used = np.flatnonzero((np.diff(pre) > 0) & (np.diff(post) > 0))
     total = np.zeros(cuts.size + 2)
