@@ -340,11 +340,11 @@ def main() -> None:
     parser.add_argument("part", choices=[*PARTS, "table"])
     parser.add_argument("which", nargs="?", choices=["quick"], help="a few of the variants")
     parser.add_argument("--triton", action="append", default=[], help="folder of another triton")
-    parser.add_argument("--part", action="append", choices=PARTS, help="of the table; all")
+    parser.add_argument("--part", dest="parts", action="append", choices=PARTS, help="of the table")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/moe/compiled.json"))
     given = parser.parse_args()
     if given.part == "table":
-        table(given.triton, given.part or [*PARTS], given.out)
+        table(given.triton, given.parts or [*PARTS], given.out)
         return
     everything = {*FORWARD, *BACKWARD, *EXCHANGE, *TILES}
     PARTS[given.part](QUICK if given.which == "quick" else everything)
