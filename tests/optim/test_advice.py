@@ -60,6 +60,11 @@ CASES = [
     ({"all_reduce_s": 1.1}, late("11.0", 'use tau=4, fragments=4, codec="int8"')),
     ({"all_reduce_s": 2.0}, late("20.0", 'use tau=4, fragments=4, codec="int4"')),
     ({"all_reduce_s": 0.11}, sooner("1.1", "tau=4, fragments=4")),
+    # Who runs a shorter round is not told a longer one.
+    (
+        {"all_reduce_s": 0.3, "tau": 2, "delay_steps": 2},
+        late("3.0", 'use fragments=2, codec="int8"', has=2),
+    ),
     # 60 in fp32, 8.5 in int4 with a tenth to spare: two steps for each of five.
     (
         {"all_reduce_s": 3.0, "codec": "bf16"},
