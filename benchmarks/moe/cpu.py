@@ -1,9 +1,10 @@
 """Measures the CPU reference path against the experts backends of transformers.
 
 One module of expert weights of Qwen3-MoE's class; the same tokens and the same random routing go
-through each of transformers' backends "eager" and "grouped_mm" and through ours, registered as one
-more, in turns, in each order equally often. Forward alone, and forward with the gradients of
-tokens, weights and routing weights. Outputs and all gradients are compared first.
+through each of transformers' backends "eager", "grouped_mm" and "batched_mm" and through ours,
+registered as one more, in turns, in each order equally often. Forward alone, and forward with the
+gradients of tokens, weights and routing weights. Outputs and all gradients are compared first.
+On one thread times are of the processor, so that other work on the machine counts for less.
 
 Each case has two rows. One has the times, and as limit the larger of two: the products' operations
 at the speed of a product of 1024 x 1024 matrices, and the weights' bytes (read once by the forward;
@@ -38,11 +39,13 @@ from fivefold.moe import register_transformers_backend
 
 RESULTS = Path(__file__).parents[1] / "results" / "moe" / "cpu.json"
 OURS = "fivefold"
-PEERS = ("eager", "grouped_mm")
+PEERS = ("eager", "grouped_mm", "batched_mm")
 WARM_UPS = 2
-TURNS = 30  # a multiple of the orders of three backends
+TURNS = 48  # a multiple of the orders of three backends and of four
 RARE_TURNS = 6  # one in so many, for a peer that is not near the best
 NEAR = 3.0  # times the best
+MOST_COPIED_BYTES = 2**28  # of weights by batched_mm, which copies them for each assignment
+LEAST_S = 0.005  # of a turn: what is faster runs several times
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
@@ -63,6 +66,12 @@ class Shape:
         """Of a forward pass, gated."""
         return 6 * self.tokens * self.top_k * self.hidden * self.inner
 
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Who takes part."""
+        copied = self.tokens * self.top_k * self.weight_bytes(1)
+        return PEERS if copied <= MOST_COPIED_BYTES else PEERS[:-1]
+
     def weight_bytes(self, busy_experts: int) -> int:
         """Of the experts that have tokens."""
         return 3 * self.hidden * self.inner * busy_experts * self.dtype.itemsize
@@ -81,6 +90,27 @@ SHAPES = (
     Shape(name="many", tokens=1024, hidden=512, inner=256, experts=32, top_k=4),
     Shape(name="many small", tokens=256, hidden=256, inner=128, experts=64, top_k=8),
     Shape(name="decode", tokens=16, hidden=256, inner=128, experts=64, top_k=8),
+    Shape(name="one small token", tokens=1, hidden=256, inner=128, experts=64, top_k=8),
+    Shape(name="one token", tokens=1, hidden=1024, inner=512, experts=32, top_k=4),
+    Shape(
+        name="one token of 16 bits",
+        tokens=1,
+        hidden=1024,
+        inner=512,
+        experts=32,
+        top_k=4,
+        dtype=torch.bfloat16,
+    ),
+    Shape(name="four tokens", tokens=4, hidden=1024, inner=512, experts=32, top_k=4),
+    Shape(
+        name="prompt of 16 bits",
+        tokens=512,
+        hidden=512,
+        inner=256,
+        experts=32,
+        top_k=4,
+        dtype=torch.bfloat16,
+    ),
     Shape(
         name="16 bits",
         tokens=256,
@@ -123,6 +153,7 @@ class Bench:
         self.ids = scores.topk(shape.top_k).indices
         self.weights = torch.rand(shape.tokens, shape.top_k).softmax(-1).to(shape.dtype)
         self.tolerance = TOLERANCE[shape.dtype]
+        self.peers = shape.peers
 
     def forward(self, backend: str) -> torch.Tensor:
         """The output, without gradients."""
@@ -148,7 +179,7 @@ class Bench:
             FivefoldError: They do not compute the same.
         """
         wanted = {"output": self.forward(PEERS[0]), **self.train(PEERS[0])}
-        for backend in (*PEERS[1:], OURS):
+        for backend in (*self.peers[1:], OURS):
             found = {"output": self.forward(backend), **self.train(backend)}
             if found.keys() != wanted.keys() or len(found) != 5:
                 message = f"{backend} has gradients of {sorted(found)}, not of {sorted(wanted)}"
@@ -160,24 +191,32 @@ class Bench:
                     raise FivefoldError(message, hint="do not trust its times")
 
 
-def measure(run: Callable[[str], Any], turns: int) -> dict[str, list[float | None]]:
+def measure(
+    run: Callable[[str], Any], peers: tuple[str, ...], turns: int
+) -> dict[str, list[float | None]]:
     """Seconds by backend, turn by turn; None where a slow one was left out."""
-    backends = [OURS, *PEERS]
-    first = {backend: min(_seconds(run, backend) for _ in range(WARM_UPS)) for backend in backends}
-    rare = {backend for backend in PEERS if first[backend] > NEAR * min(first.values())}
+    backends = [OURS, *peers]
+    first = {
+        backend: min(_seconds(run, backend, 1) for _ in range(WARM_UPS)) for backend in backends
+    }
+    best_s = min(first.values())
+    rare = {backend for backend in peers if first[backend] > NEAR * best_s}
+    repeats = max(1, round(LEAST_S / best_s))
     seconds: dict[str, list[float | None]] = {backend: [] for backend in backends}
     orders = itertools.cycle(itertools.permutations(backends))
     for turn, order in zip(range(turns), orders, strict=False):
         for backend in order:
             left_out = backend in rare and turn % RARE_TURNS
-            seconds[backend].append(None if left_out else _seconds(run, backend))
+            seconds[backend].append(None if left_out else _seconds(run, backend, repeats))
     return seconds
 
 
-def _seconds(run: Callable[[str], Any], backend: str) -> float:
-    start_s = time.perf_counter()
-    run(backend)
-    return time.perf_counter() - start_s
+def _seconds(run: Callable[[str], Any], backend: str, repeats: int) -> float:
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    start_s = clock()
+    for _ in range(repeats):
+        run(backend)
+    return (clock() - start_s) / repeats
 
 
 def interval_of_median(samples: list[float]) -> tuple[float, float]:
@@ -212,11 +251,7 @@ class Ceiling:
 
 
 def _median_s(run: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(WARM_UPS + 9):
-        start_s = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start_s)
+    times = [_seconds(lambda _: run(), "", 1) for _ in range(WARM_UPS + 9)]
     return statistics.median(times[WARM_UPS:])
 
 
@@ -227,10 +262,10 @@ def rows_of(shape: Shape, turns: int, ceiling: Ceiling) -> list[BenchmarkRow]:
     busy = len(set(bench.ids.flatten().tolist()))
     rows = []
     for metric, run in (("forward", bench.forward), ("forward and backward", bench.train)):
-        seconds = measure(run, turns)
+        seconds = measure(run, shape.peers, turns)
         known = {name: [s for s in times if s is not None] for name, times in seconds.items()}
         ours, spread = median_and_spread(known[OURS])
-        peers = {peer: median_and_spread(known[peer])[0] for peer in PEERS}
+        peers = {peer: median_and_spread(known[peer])[0] for peer in shape.peers}
         limit = ceiling.seconds(shape, busy, training=metric != "forward")
         rows.append(
             BenchmarkRow(

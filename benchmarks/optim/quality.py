@@ -85,6 +85,14 @@ METHODS: dict[str, Method] = {
     "Local SGD tau 8": Method(rule=lambda: LocalSGD(tau=8), hides=False),
     "delay-corrected tau 8, whole": _fragments(8, 1),
     "CO2 tau 8": Method(rule=lambda: CO2(tau=8, outer_lr=0.5, outer_momentum=0.0)),
+    "CO2 tau 8, 8 fragments": Method(
+        rule=lambda: CO2(tau=8, fragments=8, outer_lr=1.0, outer_momentum=0.0)
+    ),
+    "CO2 tau 8, 8 fragments, no penalty": Method(
+        rule=lambda: CO2(
+            tau=8, fragments=8, outer_lr=1.0, outer_momentum=0.0, staleness="none", clip=None
+        )
+    ),
     "Streaming DiLoCo tau 8, 8 fragments": Method(
         rule=lambda: StreamingDiLoCo(tau=8, fragments=8, outer_momentum=0.5)
     ),

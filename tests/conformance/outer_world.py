@@ -29,6 +29,8 @@ RULES = {
     "co2-gap-param": CO2(tau=2, staleness="gap-param", clip=0.02),
     "co2-lr-units": CO2(tau=2, units="lr", staleness=GapPenalty(reference=0.1)),
     "co2-auto": CO2(tau=AutoTau(initial=3, window=64)),  # decides nothing in so few rounds
+    "co2-parts": CO2(tau=4, fragments=2),
+    "co2-short": CO2(tau=3, delay_steps=1, staleness="gap-param", clip=0.02),
     "slowmo": SlowMo(tau=3),
     "local-sgd": LocalSGD(tau=2),
     "diloco": DiLoCo(tau=2, outer_momentum=0.5),

@@ -511,6 +511,14 @@ def test_weights_at_some_steps_only_are_an_error():
     run_world(2, work)
 
 
+def test_the_delay_of_a_whole_round_is_the_published_rule_bit_for_bit():
+    plain = trained(CO2(tau=4), 14)
+    whole = trained(CO2(tau=4, fragments=1, delay_steps=4), 14)
+    assert all(torch.equal(a, b) for a, b in zip(plain, whole, strict=True))
+    short = trained(CO2(tau=4, delay_steps=3), 14)
+    assert not torch.equal(plain[0], short[0])
+
+
 # -- another number of workers --------------------------------------------------------------------
 
 

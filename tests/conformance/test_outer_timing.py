@@ -14,6 +14,7 @@ from fivefold.optim import (
     AutoTau,
     DelayCorrected,
     EagerDiLoCo,
+    LocalSGD,
     OverlapLocalSGD,
     StreamingDiLoCo,
     _fragment,
@@ -82,6 +83,7 @@ def test_tau_follows_the_link_on_all_ranks_alike_and_is_logged(rule, clock, capl
 FRAGMENTED = {
     "delay-corrected": DelayCorrected(tau=AUTO, fragments=3),
     "streaming": StreamingDiLoCo(tau=AUTO, fragments=2, outer_momentum=0.2),
+    "co2": CO2(tau=AUTO, fragments=2),
 }
 
 
@@ -111,6 +113,29 @@ def test_with_fragments_the_delay_follows_the_slowest_of_them(rule, clock):
     assert [(slow, fast) for slow, fast, _, _ in results] == [(5 * fragments, 2 * fragments)] * 3
     assert all(made == results[0][2] for _, _, made, _ in results)
     assert all_equal([flat for _, _, _, flat in results])
+
+
+class Copies(Timed):
+    """Launches that take the training thread a quarter of a second each."""
+
+    def launch(self, *args, **settings):
+        self.clock.advance(0.25)
+        return super().launch(*args, **settings)
+
+
+@pytest.mark.parametrize("rule", [CO2(tau=2), DelayCorrected(tau=4, fragments=2), LocalSGD(tau=2)])
+def test_seconds_at_boundaries_are_those_without_the_waits(rule, clock):
+    def work(transport):
+        worker = Worker(Copies(transport, clock, lambda _: 1.0), rule)
+        for step in range(12):
+            worker.local_step(step)
+            clock.advance(STEP_S)
+            worker.sync.step()
+        return worker.sync.statistics()
+
+    for record in run_world(2, work):
+        assert record.exposed_wait_s > 1.0
+        assert record.boundary_s == pytest.approx(0.25 * record.rounds, abs=1e-9)
 
 
 def test_a_resumed_run_decides_as_the_run_that_goes_on(clock):
@@ -178,6 +203,7 @@ def test_balance_gives_slow_ranks_fewer_steps_and_drains_whatever_is_open(clock)
         CO2(tau=4),
         DelayCorrected(tau=4),
         EagerDiLoCo(tau=4),
+        CO2(tau=4, fragments=2),
         StreamingDiLoCo(tau=4, fragments=2, delay_steps=2, outer_lr=0.5, outer_momentum=0.2),
     ],
     ids=lambda rule: rule.name,

@@ -1,4 +1,4 @@
-"""Addresses of torch's symmetric memory, with a stand-in for what needs GPUs."""
+"""Sizes and addresses of symmetric heaps, with a stand-in for what needs GPUs."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric
 
-from fivefold.errors import UnsupportedError
-from fivefold.moe import TorchSymmetricHeap
+from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.moe import SharedMemoryHeap, TorchSymmetricHeap, VirtualHeap
 
 DISTANCE = 512
 
@@ -56,3 +56,30 @@ def test_memory_that_cannot_be_reached_is_no_address(make_heap):
         make_heap(buffer_ptrs=[10_000, make_heap.block.data_ptr(), 0])
     with pytest.raises(UnsupportedError, match="does not lie where it says"):
         make_heap(offset=0)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "rounded"), [(1, 256), (255, 256), (256, 256), (257, 512), (512, 512), (513, 768)]
+)
+def test_a_part_is_the_least_multiple_of_256_bytes_that_holds_what_was_asked_for(
+    tmp_path, nbytes, rounded
+):
+    with VirtualHeap(3, nbytes=nbytes) as virtual:
+        assert (virtual.nbytes, tuple(virtual.own.shape)) == (rounded, (3, rounded))
+        assert virtual.bases.diff().tolist() == [rounded, rounded]
+    with SharedMemoryHeap(tmp_path, rank=0, ranks=1, nbytes=nbytes) as shared:
+        assert (shared.nbytes, tuple(shared.own.shape)) == (rounded, (1, rounded))
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (-1, 1), (1, 0), (1, -1), (0, 0)])
+def test_a_heap_of_nothing_is_refused(sizes):
+    ranks, nbytes = sizes
+    with pytest.raises(ConfigurationError, match=f"ranks and bytes; got {ranks} and {nbytes}$"):
+        VirtualHeap(ranks, nbytes=nbytes)
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 3])
+def test_a_rank_that_is_not_there_is_refused_at_once(tmp_path, rank):
+    with pytest.raises(ConfigurationError, match=f"rank is {rank}, there are 2 ranks"):
+        SharedMemoryHeap(tmp_path, rank=rank, ranks=2, nbytes=1, timeout_s=0.0)
+    assert not list(tmp_path.iterdir())

@@ -97,6 +97,48 @@ def test_weights_on_the_input_in_blocks(way):
     agree(given, 3e-6, weight_on_input=True)
 
 
+@pytest.fixture
+def unwritten_is_nan():
+    """Fill what nobody wrote with NaN, so that reading it is seen."""
+    torch.use_deterministic_algorithms(mode=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("sizes", [(1, 96, 48, 9, 4), (1, 384, 320, 6, 1), (2, 48, 64, 90, 6)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)],
+)
+@pytest.mark.usefixtures("unwritten_is_nan")
+def test_a_few_rows_without_gradients(dtype, tolerance, sizes, activation, bias):
+    """As in decoding: rows are not sorted, and go through products of their own."""
+    given = operands(sizes, activation, bias=bias, dtype=dtype)
+    with torch.no_grad():
+        wanted = every_expert_for_every_token(given, activation)
+        found = fused_moe(**given, activation=activation)
+        assert (found.dtype, found.shape) == (dtype, given["x"].shape)
+        assert relative(found, wanted) < tolerance
+        turned = given | {n: given[n].mT.contiguous().mT for n in ("w13", "w2")}
+        assert relative(fused_moe(**turned, activation=activation), wanted) < tolerance
+        whole = given | {"topk_weights": given["topk_weights"].to(dtype)}
+        assert relative(fused_moe(**whole, activation=activation), wanted) < tolerance
+        for ids in (given["topk_ids"].clone(), torch.full_like(given["topk_ids"], -1)):
+            ids[0, 0] = -1
+            less = given | {"topk_ids": ids}
+            wanted = every_expert_for_every_token(less, activation)
+            found = fused_moe(**less, activation=activation).double()
+            torch.testing.assert_close(found, wanted, rtol=tolerance, atol=3 * tolerance)
+        for number in (-2, sizes[3]):
+            ids = given["topk_ids"].clone()
+            ids[0, -1] = number
+            wrong = given | {"topk_ids": ids}
+            with pytest.raises(ConfigurationError, match=f"topk_ids holds {number}, there are"):
+                fused_moe(**wrong, activation=activation, check=False)
+
+
 def test_all_tokens_to_one_expert_and_all_dropped():
     given = operands((300, 16, 8, 5, 1), dtype=torch.float32)
     agree(given | {"topk_ids": torch.full((300, 1), 3)}, 3e-6)
@@ -262,7 +304,7 @@ def test_sums_by_token_add_in_the_order_of_choices(dtype):
             for slot in range(4):
                 row = wide[order.places[token, slot]]
                 slowly[token] += row if factors is None else factors[token, slot] * row
-        found = products.added(rows, order, factors)
+        found = products.added(rows, order.places, factors)
         torch.testing.assert_close(found, slowly, rtol=1e-6, atol=1e-6)
 
 
@@ -311,11 +353,11 @@ def test_no_huge_pages_is_no_error(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("maker", "first_is"),
-    [("AMD EPYC", 3), ("Intel(R) Xeon(R)", 2), ("", 2)],
-    ids=["AMD", "Intel", "unknown"],
+    ("maker", "tokens", "first_is"),
+    [("AMD EPYC", 16, 3), ("AMD EPYC", 2, 2), ("Intel(R) Xeon(R)", 16, 2), ("", 16, 2)],
+    ids=["AMD", "AMD, a row each", "Intel", "unknown"],
 )
-def test_a_few_rows_are_turned_where_that_is_faster(monkeypatch, maker, first_is):
+def test_a_few_rows_are_turned_where_that_is_faster(monkeypatch, maker, tokens, first_is):
     """As columns for AMD's processors alone; the result is the same whoever made it."""
     real, seen = torch.nn.functional.grouped_mm, []
 
@@ -323,7 +365,8 @@ def test_a_few_rows_are_turned_where_that_is_faster(monkeypatch, maker, first_is
         seen.append(left.ndim)
         return real(left, right, **options)
 
-    given = operands((16, 256, 128, 64, 8), dtype=torch.float32)
+    given = operands((tokens, 256, 128, 64, 8), dtype=torch.float32)
+    given["x"].requires_grad_()  # without gradients, a row each goes another way
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": maker})
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", watched)
@@ -333,4 +376,5 @@ def test_a_few_rows_are_turned_where_that_is_faster(monkeypatch, maker, first_is
     finally:
         products._is_faster_turned.cache_clear()
     assert seen[0] == first_is
-    assert relative(found, expected(given, "swiglu")) < 1e-6
+    given["x"] = given["x"].detach()
+    assert relative(found.detach(), expected(given, "swiglu")) < 1e-6

@@ -464,7 +464,7 @@ def test_a_state_of_another_world_is_refused():
     state = TauController(AutoTau(), 2).state()
     with pytest.raises(ConfigurationError, match="step_windows has 6 entries, not 12"):
         TauController(AutoTau(), 4).restore(state)
-    with pytest.raises(ConfigurationError, match="all_reduce_window has 3 entries, not 5"):
+    with pytest.raises(ConfigurationError, match="all_reduces has 3 entries, not 5"):
         TauController(AutoTau(window=5), 2).restore(state)
     with pytest.raises(ConfigurationError, match="world_size"):
         TauController(AutoTau(), 0)

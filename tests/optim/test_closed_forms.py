@@ -85,6 +85,24 @@ def test_co2_is_stable_exactly_below_one_minus_beta(beta):
     assert max(abs(x) for x in outside[-4:]) > 10
 
 
+@pytest.mark.parametrize("delay", [1, 2])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.97])
+def test_a_short_delay_is_stable_as_far_as_its_worst_mode(beta, delay):
+    """Of all modes, that whose steps leave u of the error; the limits are the Jury test's."""
+    late = delay / TAU
+    late_limit = (1 - beta) / (late * (1 - late) ** ((1 - late) / late))
+    hardest, limit = 1 - (1 - late) ** (1 / delay), late_limit  # what one step contracts
+    if 2 * (1 + beta) < late_limit:
+        hardest, limit = 1.0, 2 * (1 + beta)
+    growth = []
+    for share in (0.9, 1.1):
+        rule = co2(outer_lr=share * limit, outer_momentum=beta, delay_steps=delay)
+        sizes = [abs(x) for x in mode_trajectory(rule, hardest / INNER_LR, 300)]
+        growth.append(max(sizes[-20:]) / max(sizes[130:150]))
+    assert growth[0] < 0.9
+    assert growth[1] > 1.1
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.2, 0.5, 0.8])
 def test_radius_at_critical_damping_is_one_plus_beta_over_two(beta):
     a = 0.9

@@ -94,6 +94,25 @@ def test_an_all_reduce_that_never_lands_is_an_error_with_a_name(monkeypatch):
         fragment._wait(SimpleNamespace(wait=lambda: True), what="the sum")
 
 
+def test_what_ranks_wrote_is_fetched_behind_the_sum_and_before_the_host_reads_it(monkeypatch):
+    calls = []
+
+    def done(name, value=None):
+        calls.append(name)
+        return value
+
+    compute = SimpleNamespace(wait_stream=lambda _: done("compute goes on"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: compute)
+    landed = SimpleNamespace(query=lambda: done("landed", value=True))
+    fragment = Fragment.__new__(Fragment)
+    fragment._side = SimpleNamespace(record_event=lambda: done("event", landed), device="cuda:0")
+    fragment._metadata = SimpleNamespace(fetch=lambda: done("fetch"))
+    fragment._shared = SimpleNamespace(timeout_s=5.0, transport=SimpleNamespace(rank=0))
+    assert fragment._wait(SimpleNamespace(wait=lambda: done("sum", value=True)), what="the sum")
+    assert calls == ["sum", "fetch", "event", "landed", "compute goes on"]
+
+
 def test_a_step_waits_for_its_own_stream_and_not_for_the_device(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waited.append("device"))

@@ -48,6 +48,7 @@ RULES = {
     "local_sgd": LocalSGD(tau=2),
     "slowmo": SlowMo(tau=2),
     "sync_bootstrap": CO2(tau=2, bootstrap="sync"),
+    "co2_short": CO2(tau=2, delay_steps=1),
     "diloco": DiLoCo(tau=2),
     "delay_corrected": DelayCorrected(tau=2),
     "overlap": OverlapLocalSGD(tau=2),

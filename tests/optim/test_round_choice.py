@@ -226,12 +226,21 @@ LINKS = {
 }
 
 
-@pytest.mark.parametrize("name", LINKS)
-def test_the_engine_takes_what_hides_on_all_ranks_alike(name, clock):
+AUTO = AutoTau(patience=3)
+PLAIN_CO2 = CO2(
+    tau=AUTO, fragments=None, outer_lr=1.0, outer_momentum=0.0, staleness="none", clip=None
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [*((name, DelayCorrected(tau=AUTO)) for name in LINKS), ("slowest", PLAIN_CO2)],
+    ids=[*LINKS, "co2"],
+)
+def test_the_engine_takes_what_hides_on_all_ranks_alike(name, rule, clock):
     link, expected = LINKS[name]
 
     def work(transport):
-        rule = DelayCorrected(tau=AutoTau(patience=3))
         model, sync = life(transport, clock, rule, 200, link=link)
         record = sync.statistics()
         before_s = record.exposed_wait_s

@@ -42,6 +42,7 @@ RULES = {
     "co2-gap-rms": CO2(tau=2, staleness="gap-rms"),
     "co2-gap-param": CO2(tau=2, staleness="gap-param"),
     "co2-plain": CO2(tau=2, staleness="none", outer_momentum=0.0, clip=None),
+    "co2-short": CO2(tau=4, delay_steps=1),
     "slowmo": SlowMo(tau=2, units="delta"),
     "local-sgd": LocalSGD(tau=3),
     "diloco": DiLoCo(tau=3, outer_lr=0.5, outer_momentum=0.6),

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.distributed
 
 RULES = {
     "co2": CO2(tau=3),
+    "co2-parts": CO2(tau=4, fragments=2),
     "delay-corrected": DelayCorrected(tau=3),
     "eager": EagerDiLoCo(tau=3),
     "streaming": StreamingDiLoCo(tau=4, fragments=2, outer_momentum=0.4),

@@ -51,6 +51,7 @@ class ReferenceRun:
     workers: list[list[torch.Tensor]] = field(default_factory=list)
     gaps: list[torch.Tensor] = field(default_factory=list)
     clipped: list[int] = field(default_factory=list)
+    elements: int = 0  # of all outer steps; 0 where each is of the whole model
     final: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     def count_plain_step(self) -> None:
@@ -88,6 +89,8 @@ def reference_run(
         return _run_in_parts(world, rule, parts=list(parts or [start.numel()]))
     if rule.merge == "eager":
         return _eager_run(world, rule)
+    if rule.merge == "replace" and (rule.delay_steps or rule.num_fragments > 1):
+        return _late_run(world, rule, inner_lr, parts=list(parts or [start.numel()]))
     outer = _OuterWorld(rule, start)
     outer.run.workers.append([start] * world_size)
     workers = [start.clone() for _ in range(world_size)]
@@ -210,6 +213,86 @@ def _run_in_parts(world: _World, rule: OuterRule, *, parts: list[int]) -> Refere
         column = [torch.split(z, parts)[index] for z in workers]
         fragment.drain(len(world.numbers), column, run)
     run.final = torch.cat([fragment.anchor for fragment in fragments])
+    return run
+
+
+class _LatePart:
+    """One fragment of CO2 that arrives in the middle of its next round.
+
+    Every worker is where its round began plus the steps of this round, and a merge moves where the
+    round began. The gap is how far, in the mean over a round's steps, the anchor is at the merge
+    from where it was at the step.
+    """
+
+    def __init__(self, rule: OuterRule, start: torch.Tensor, *, world_size: int, first: int):
+        self.rule, self.first = rule, first
+        self.outer = _OuterWorld(rule, start)
+        self.own = [torch.zeros_like(start) for _ in range(world_size)]  # of this round
+        self.places: list[torch.Tensor] = []  # the anchor at each of its steps
+        self.launched: _Sent | None = None
+        self.launched_at = 0
+
+    def begin(self) -> list[torch.Tensor]:
+        return [self.outer.anchor + own for own in self.own]
+
+    def stepped(self, workers: list[torch.Tensor]) -> None:
+        self.own = [z - self.outer.anchor for z in workers]
+        self.places.append(self.outer.anchor.clone())
+
+    def launch(self, number: int, lr: float) -> None:
+        place = _mean(self.places)
+        self.launched = _Sent(-_mean(self.own), place, lr)
+        self.launched_at = number
+        self.own = [torch.zeros_like(own) for own in self.own]
+        self.places = []
+
+    def arrive(self, lr: float) -> None:
+        assert self.launched is not None, "callers looked"
+        self.outer.apply(self.launched, lr)
+        self.launched = None
+
+    def after(self, number: int, lr: float) -> None:
+        rule, tau = self.rule, self.rule.first_tau
+        if self.launched is not None and number == self.launched_at + (rule.delay_steps or tau):
+            self.arrive(lr)
+        if number >= self.first and (number - self.first) % tau == 0:
+            self.launch(number, lr)
+            if rule.bootstrap == "sync" and number == self.first:
+                self.arrive(lr)
+
+    def drain(self, number: int, lr: float) -> None:
+        if self.launched is not None:
+            self.arrive(lr)
+        if self.places:
+            self.launch(number, lr)
+            self.arrive(lr)
+
+
+def _late_run(
+    world: _World, rule: OuterRule, inner_lr: Callable[[int], float], *, parts: list[int]
+) -> ReferenceRun:
+    tau, count = rule.first_tau, world.world_size
+    run = ReferenceRun(anchors=[world.start.clone()], workers=[world.all_at(world.start)])
+    fragments = [
+        _LatePart(rule, x, world_size=count, first=max(tau * (index + 1) // len(parts), 1))
+        for index, x in enumerate(torch.split(world.start, parts))
+    ]
+    for number in world.numbers:
+        columns = [fragment.begin() for fragment in fragments]
+        workers = [torch.cat(row) for row in zip(*columns, strict=True)]
+        pieces = [torch.split(z, parts) for z in world.stepped(workers, number)]
+        for fragment, column in zip(fragments, zip(*pieces, strict=True), strict=True):
+            fragment.stepped(list(column))
+            fragment.after(number, inner_lr(number))
+        if number % tau == 0:
+            columns = [fragment.begin() for fragment in fragments]
+            run.workers.append([torch.cat(row) for row in zip(*columns, strict=True)])
+    for fragment in fragments:
+        fragment.drain(len(world.numbers), inner_lr(len(world.numbers)))
+        run.gaps += fragment.outer.run.gaps
+        run.clipped += fragment.outer.run.clipped
+        run.elements += fragment.outer.anchor.numel() * len(fragment.outer.run.clipped)
+    run.final = torch.cat([fragment.outer.anchor for fragment in fragments])
     return run
 
 

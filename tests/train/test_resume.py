@@ -16,7 +16,7 @@ METHODS = {
     "slowmo": {},
     "diloco": {},
     "co2": {},
-    "co2 int8": {"codec": "int8"},
+    "co2 int8": {"codec": "int8", "fragments": 2, "delay_steps": 3},
     "co2 muon": {"average_states": {"momentum_buffer": 1, "exp_avg_sq": 2}},
     "delay_corrected": {},
     "delay_corrected int4": {"codec": "int4"},

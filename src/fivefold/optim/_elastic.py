@@ -174,7 +174,7 @@ class ElasticTransport:
         del payloads  # nothing is kept between all-reduces
         if fragment > 0:
             message = f"elastic training takes rules with one fragment; got fragment {fragment}"
-            hint = "use CO2, DelayCorrected or another rule that sends the whole model at once"
+            hint = "use fragments=1, with a delay_steps of its own if the link allows"
             raise ConfigurationError(message, hint=hint)
 
     def launch(

@@ -8,23 +8,22 @@ all-reduce is always the payload.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from typing import Any
 
 import torch
 
-from fivefold.errors import CommunicationError, NonFiniteError
+from fivefold.errors import CommunicationError
 from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coefficients
+from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._replica_hash import replica_hash, require_equal, require_equal_inside
 from fivefold.optim._schedule import Boundary
 from fivefold.optim._shards import local_tensor
-from fivefold.optim._state import FragmentState, InAllReduce, MetadataReading
+from fivefold.optim._state import FragmentState, InAllReduce
 from fivefold.optim._update import OuterCoefficients, PieceStatistics
 from fivefold.optim.statistics import AllReduceRecord
 
-_LOG = logging.getLogger(__name__)
 # An all-reduce that is waited for and gets lost goes out again, but not for ever.
 _MOST_ATTEMPTS = 16
 _POLL_S = 0.0005
@@ -125,7 +124,7 @@ class Fragment(FragmentState):
             what=what,
         )
         reading = self._metadata.read()
-        self._tell_non_finite(reading, round_number=self.schedule.round)
+        self._tell_left_out(reading, round_number=self.schedule.round)
         for group in self.groups:
             group.anchor.sub_(group.payload.div_(reading.total_weight))
         self.begin()
@@ -161,9 +160,9 @@ class Fragment(FragmentState):
         if not all_reduce.arrived:
             self._untold = all_reduce.non_finite
         else:
-            self._tell_non_finite(reading, round_number=all_reduce.round)
-            self._tell_outlying(reading, round_number=all_reduce.round)
-            self._tell_same_work(reading)
+            self._tell_left_out(reading, round_number=all_reduce.round)
+            if self._shared.transport.rank == 0:
+                reading.tell_same_work()
             reading.require_weights_alike()
             # Those whose payload was left out too; empty slots and newcomers have neither.
             there = zip(reading.hash, reading.weight, strict=True)
@@ -178,55 +177,16 @@ class Fragment(FragmentState):
                 self._shared.on_reading(reading, all_reduce.round)
         return all_reduce
 
-    def _tell_non_finite(self, reading: MetadataReading, *, round_number: int) -> None:
-        """Say whose payload was left out; all ranks read the same metadata, so all do alike."""
-        if not any(reading.non_finite):
-            return
+    def _tell_left_out(self, reading: MetadataReading, *, round_number: int) -> None:
+        """Say whose payloads were left out; all ranks read the same metadata, so all do alike."""
         names = list(self.tensor_names().values())
-        left_out = {slot: names[int(n) - 1] for slot, n in enumerate(reading.non_finite) if n}
-        self._shared.meter.left_out_payloads += len(left_out)
-        who = ", ".join(f"rank {slot} in {name}" for slot, name in left_out.items())
-        message = f"not-a-number or infinity in round {round_number}: {who}"
-        if reading.total_weight == 0:
-            raise NonFiniteError(
-                f"{message}; no other rank has a payload that counts",
-                hint="go on from the last checkpoint with a smaller learning rate, clipped "
-                "gradients, or without the data of that round",
-            )
-        _LOG.warning("%s; the round counts without it, and it goes on from the anchor", message)
-
-    def _tell_outlying(self, reading: MetadataReading, *, round_number: int) -> None:
-        """Say whose payload was left out for its size, and learn the usual one."""
+        found = reading.tell_non_finite(names, round_number=round_number)
         factor = self._shared.outlier_factor
-        if factor is None:
-            return
-        left_out = {slot: times for slot, times in enumerate(reading.outlying) if times}
-        self._state.follow_norms(reading.norm, most_times=factor)
-        if left_out:
-            self._shared.meter.left_out_payloads += len(left_out)
-            who = ", ".join(
-                f"rank {slot}'s is {times:.3g} times" for slot, times in left_out.items()
-            )
+        if factor is not None:
+            self._state.follow_norms(reading.norm, most_times=factor)
             what = f"of fragment {self.index} " if self.index else ""
-            _LOG.warning(
-                "outlying payload %sin round %d: %s as large as usual; the round counts without "
-                "it, and it goes on from the anchor", what, round_number, who,
-            )  # fmt: skip
-
-    def _tell_same_work(self, reading: MetadataReading) -> None:
-        """Say where gradients are averaged beside this engine: then all ranks do the same steps."""
-        found = {h for h, weight in zip(reading.work, reading.weight, strict=True) if weight}
-        if (
-            self._shared.transport.rank == 0
-            and sum(map(bool, reading.work)) > 1
-            and len(found) == 1
-        ):
-            _LOG.warning(
-                "all ranks sent the same pseudo-gradient in the first round: gradients are already "
-                "averaged by something else, or all ranks read the same data. Take away "
-                "DistributedDataParallel (integrations.disable_ddp, use_outer_sync, "
-                "lightning_strategy), and give each rank data of its own (DistributedSampler)"
-            )
+            found += reading.tell_outlying(what, round_number=round_number)
+        self._shared.meter.left_out_payloads += found
 
     def _work_hash(self, round_number: int) -> int:
         """Return a hash of the first payload; 0 later, and where it is all zeros."""
@@ -353,7 +313,7 @@ class Fragment(FragmentState):
                 piece.local.copy_(piece.anchor)
         averaged = self._average(task, reading)
         self._share_rows()
-        self._account(measured, coefficients)
+        self._account(measured, coefficients, arrived=landed is not None)
         self._finite = measured.all_finite() and averaged.all_finite()
 
     def _average(self, task: MergeTask, reading: MetadataReading | None) -> PieceStatistics:
@@ -367,12 +327,21 @@ class Fragment(FragmentState):
         )
         return merge_pieces(self._pieces(of=self.averaged), task, merge=MERGES["correct"])
 
-    def _account(self, measured: PieceStatistics, coefficients: OuterCoefficients | None) -> None:
-        state = self._state
-        if coefficients is None:  # nothing arrived: the anchor stayed where it was
-            state.last_step = 0.0
-            state.last_move = 0.0
+    def _account(
+        self,
+        measured: PieceStatistics,
+        coefficients: OuterCoefficients | None,
+        *,
+        arrived: bool,
+    ) -> None:
+        state, schedule = self._state, self.schedule
+        if coefficients is None:
+            # How far, in the mean over the steps that are sent now, the anchor has moved since.
+            share = 0.0 if arrived else state.steps_before_move / max(schedule.ended_steps, 1)
+            state.last_step *= share
+            state.last_move *= share
             return
+        state.steps_before_move = schedule.open_steps
         gap = state.gap
         if coefficients.element_gap is not None:
             gap = float(measured.gap_sum) / max(measured.elements, 1)

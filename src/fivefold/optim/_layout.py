@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,11 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim._delayed_gradients import DelayedGradients, GradientFragment
 from fivefold.optim._flat import FlatGroup, flat_groups
 from fivefold.optim._fragment import Fragment
-from fivefold.optim._round_choice import MessageTimes
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._schedule import RoundSchedule
 from fivefold.optim._shards import RowShare, WorkerGroup, local_tensor, worker_group_of
 from fivefold.optim._staleness import GapPenalty
 from fivefold.optim._state import EngineContext
-from fivefold.optim.auto_tau import TauController
 from fivefold.optim.codecs import Codec, ExactCodec, named_codec
 from fivefold.optim.transport import Transport
 
@@ -129,54 +127,6 @@ def _schedule(rule: OuterRule, *, tau: int, first_round_steps: int) -> RoundSche
         synchronous_until=rule.synchronous_start,
         synchronous_from=(rule.total_steps or 0) - rule.synchronous_end if ends else math.inf,
     )
-
-
-def turn_of(index: int, *, parts: int, turns: int) -> int:
-    """Return which of ``turns`` launches of a round a fragment is part of; the first for others."""
-    return index * turns // parts if index < parts else 0
-
-
-def tau_controller(
-    given: OuterRule, fragments: Sequence[Fragment], *, context: EngineContext
-) -> TauController | None:
-    """Make what decides the round of ``tau="auto"``; None for a given tau. A collective call.
-
-    Fragments that the rule leaves open are made once, the smallest that there may be; later several
-    of them may take one turn, so that the state's structure does not depend on what is chosen.
-    """
-    rule, transport, parts = context.rule, context.transport, len(fragments)
-    if rule.auto_tau is None:
-        return None
-    sizes = [float(sum(group.payload.nbytes for group in each.groups)) for each in fragments]
-    open_ = getattr(given, "fragments", parts) is None
-    measure: Callable[..., MessageTimes] | None = getattr(transport, "measure_link", None)
-    turns = range(1, parts + 1) if open_ and measure is not None else range(parts, parts + 1)
-    loads = [[0.0] * number for number in turns]
-    for load in loads:
-        for index, size in enumerate(sizes):
-            load[turn_of(index, parts=parts, turns=len(load))] += size
-    shares = [max(load) / sum(sizes) for load in loads]
-    times = None
-    if measure is not None and (len(turns) > 1 or getattr(transport, "chooses_codec", False)):
-        times = measure(round(sum(sizes)), device=fragments[0].groups[0].payload.device)
-        shares, times = _equal_inside(shares, times, context)
-    return TauController(
-        rule.auto_tau,
-        transport.world_size,
-        shares=dict(zip(turns, shares, strict=True)),
-        times=times,
-    )
-
-
-def _equal_inside(
-    shares: list[float], times: MessageTimes, context: EngineContext
-) -> tuple[list[float], MessageTimes]:
-    """Take the worst that the ranks of one worker see, so that they decide alike."""
-    if context.worker is None:
-        return shares, times
-    seen = context.worker.gather([*shares, *times.numbers()])
-    worst = [max(column) for column in zip(*seen, strict=True)]
-    return worst[: len(shares)], times.with_numbers(worst[len(shares) :])
 
 
 def require_codec_for(rule: OuterRule, codec: str | Codec, transport: Transport | None) -> None:

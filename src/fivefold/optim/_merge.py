@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.optim._flat import Piece
+from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._staleness import ConstantPenalty, GapPenalty
-from fivefold.optim._state import MetadataReading, OuterState
+from fivefold.optim._state import OuterState
 from fivefold.optim._update import (
     ElementGap,
     OuterCoefficients,
@@ -94,6 +95,9 @@ def _replace(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None
         # The second pass of this boundary writes the model, and nothing is in the payload's way.
         _put_difference(piece, task)
         return
+    if not (task.send or task.settles):
+        _move_along(piece, task, statistics)
+        return
     fresh = torch.sub(piece.anchor, piece.local, out=piece.scratch) if task.send else None
     if task.coefficients is not None:
         _outer_step(piece, task, statistics)
@@ -102,15 +106,26 @@ def _replace(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None
     piece.local.copy_(piece.anchor)
 
 
+def _move_along(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
+    # In the middle of a round: the local steps since the launch move with the anchor, so that they
+    # are the next pseudo-gradient, whole. What was lost is added to them.
+    if task.coefficients is not None:
+        own = torch.sub(piece.local, piece.anchor, out=piece.scratch)
+        _outer_step(piece, task, statistics)
+        piece.local.copy_(own.add_(piece.anchor))
+    elif task.resend:
+        assert piece.sent is not None, "what may be lost is kept"
+        piece.local.sub_(piece.sent)
+
+
 def _pull(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     # What a worker keeps of its own stays in its next pseudo-gradient, so nothing is sent again
     # when an all-reduce is lost.
     anchor, local = piece.anchor, piece.local
     if task.coefficients is not None:
         _outer_step(piece, task, statistics)
-        if not task.settles:
-            apart = torch.sub(local, anchor, out=piece.scratch)
-            local.copy_(apart.mul_(task.local_share).add_(anchor))
+        apart = torch.sub(local, anchor, out=piece.scratch)
+        local.copy_(apart.mul_(task.local_share).add_(anchor))
     if task.settles:
         local.copy_(anchor)
     if task.send:
@@ -122,10 +137,9 @@ def _correct(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None
     anchor, local, sent = piece.anchor, piece.local, piece.sent
     assert sent is not None, "rules that correct keep what they sent"
     if task.coefficients is not None:
-        if not task.settles:
-            correct_local_(
-                local, sent, piece.payload, coefficients=task.coefficients, scratch=piece.scratch
-            )
+        correct_local_(
+            local, sent, piece.payload, coefficients=task.coefficients, scratch=piece.scratch
+        )
         _outer_step(piece, task, statistics)
     if task.settles:
         local.copy_(anchor)

@@ -262,7 +262,7 @@ class _InFragments(OuterRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CO2(OuterRule):
+class CO2(_InFragments):
     """CO2: the all-reduce of a round runs behind the whole next round of local steps.
 
     At the end of round t the mean pseudo-gradient D_{t-1} = x_{t-1,0} - xbar_{t-1,tau}, launched
@@ -276,6 +276,20 @@ class CO2(OuterRule):
     round late. On a noise-free quadratic mode that tau local steps contract by a in (0, 1], the
     method is stable if and only if alpha * a / L < 1 - beta; a warning is given when
     alpha >= (1 - beta) * L for the running L.
+
+    With ``fragments`` F or ``delay_steps`` d < tau the mean arrives d local steps after its launch.
+    A fragment f has an anchor, momentum, clip and gap of its own; each worker goes on from x^f at
+    the launch, and at the merge, with w the sum of its local steps since, from the new x^f and w:
+
+        x^f <- x^f - alpha * m^f;    z^f <- x^f + w
+
+    so that w is in the next pseudo-gradient, and each step is applied exactly once. d of the tau
+    steps of a round were done before the anchor moved, so the gap counts d / tau of the movement;
+    with d = tau all of this is the published rule. With r = d / tau the stability limit becomes
+
+        alpha / L < min((1 - beta) / (r (1 - r)^((1 - r) / r)), 2 (1 + beta))
+
+    which is wide: at r = 1/8 an alpha of 1 is stable up to beta = 0.95.
 
     Bootstrap, since nothing has arrived at the first boundary: "reset" (default) returns to
     x_{0,0}, so that rounds 0 and 1 start from one point; "sync" waits for the first all-reduce,
@@ -308,6 +322,7 @@ class CO2(OuterRule):
     outer_momentum: float = 0.2
     clip: float | None = 1.0
     staleness: StalenessPenalty | str = "gap"
+    fragments: int | None = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError
+from fivefold.optim._automatic_round import automatic_round
 from fivefold.optim._delayed_gradients import DelayedGradients, GradientHooks
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._layout import (
@@ -38,15 +39,14 @@ from fivefold.optim._layout import (
     require_usable,
     rule_for,
     state_extras,
-    tau_controller,
-    turn_of,
 )
+from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._optimizer_states import state_fragments
 from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import local_tensor, reshard
-from fivefold.optim._state import EngineContext, MetadataReading, require_same, settings
+from fivefold.optim._state import EngineContext, require_same, settings
 from fivefold.optim.auto_tau import TauDecision
 from fivefold.optim.codecs import Codec
 from fivefold.optim.statistics import (
@@ -192,8 +192,7 @@ class OuterSync:
         )
         self._extras = state_extras(rule, may_lose=may_lose(self._transport))
         self._fragments = make_fragments(model, self._context, extras=self._extras)
-        self._tau = tau_controller(given, self._fragments, context=self._context)
-        self._turns = rule.num_fragments  # in which the fragments are sent at present
+        self._tau = automatic_round(given, self._fragments, context=self._context)
         self._gradients: GradientHooks | None = None
         if isinstance(rule, DelayedGradients):
             self._gradients = GradientHooks(rule, self._optimizers, self._fragments)
@@ -237,7 +236,8 @@ class OuterSync:
             self._look_for_late()
         for fragment, boundary in due:
             fragment.run(boundary)
-            self._stability.watch(self._meter)
+            first = self._fragments[0].schedule
+            self._stability.watch(self._meter, late=first.delay_steps / first.tau)
         if self._adopting:
             self.adopt_parameters()
 
@@ -398,13 +398,9 @@ class OuterSync:
                 fragment.load_shared(state["fragments"][str(fragment.index)])
             if self._tau is not None:
                 self._tau.begin_at(state["tau"])
-                self._turns = self._tau.fragments
-                self._follow_tau()
             return
         if self._tau is not None:
             self._tau.restore(state["tau"])
-            self._turns = self._tau.fragments
-            self._use_codec()
         for fragment in self._all_fragments():
             fragment.load_state_dict(state["fragments"][str(fragment.index)])
         self._transport.load_state_dict(state["transport"])
@@ -488,8 +484,6 @@ class OuterSync:
             fragment.load_shared(state["fragments"][str(fragment.index)])
         if self._tau is not None:
             self._tau.restore(state["tau"])
-            self._turns = self._tau.fragments
-            self._follow_tau()
         if state["launching"] >= 0:
             self._fragments[0].take_part(state["launching"], unit=state["unit"])
 
@@ -532,45 +526,10 @@ class OuterSync:
 
     def _read(self, reading: MetadataReading, round_number: int) -> None:
         """Act on what all ranks wrote into the metadata of a round."""
-        self._decide_tau(reading, round_number)
+        if self._tau is not None:
+            self._tau.read(reading, round_number)
         if self._late.all_announced(reading.pending):
             self._adopting = True
-
-    def _decide_tau(self, reading: MetadataReading, round_number: int) -> None:
-        """Let the controller see what all ranks measured; the coming round has its tau."""
-        if self._tau is None or not reading.fits(self._transport.world_size):
-            return
-        step_s, all_reduce_s = reading.step_s, reading.all_reduce_s
-        if len(self._fragments) > 1:  # each must fit behind the delay
-            slowest_s = max(fragment.link_s for fragment in self._fragments)
-            all_reduce_s = [slowest_s] * len(all_reduce_s)
-        if self._worker is not None:  # its ranks see other readings, and must decide alike
-            seen = self._worker.gather([*step_s, *all_reduce_s])
-            slowest = [max(column) for column in zip(*seen, strict=True)]
-            step_s, all_reduce_s = slowest[: len(step_s)], slowest[len(step_s) :]
-        decision = self._tau.observe(step_s, all_reduce_s, round_number=round_number)
-        if decision is not None:
-            _LOG.info("%s", decision)
-            self._follow_tau()
-
-    def _follow_tau(self) -> None:
-        assert self._tau is not None, "callers looked"
-        self._use_codec()
-        tau, turns = self._tau.local_tau(self._transport.rank), self._tau.fragments
-        schedules = [fragment.schedule for fragment in self._fragments]
-        if turns != self._turns:
-            self._turns, parts = turns, self._rule.num_fragments
-            for index, schedule in enumerate(schedules):
-                turn = turn_of(index, parts=parts, turns=turns)
-                schedule.take_turn(turn, delay_steps=tau // turns, turns=turns)
-        for schedule in schedules:
-            if schedule.tau != tau:
-                schedule.retune(tau, delay_steps=self._tau.delay_steps)
-
-    def _use_codec(self) -> None:
-        codec = None if self._tau is None else self._tau.codec
-        if codec is not None:
-            self._transport.use_codec(codec)  # type: ignore[attr-defined]  # one that was measured
 
     @torch.no_grad()
     def _start_equal(self, model: torch.nn.Module) -> None:

@@ -12,27 +12,20 @@ clock, no tensor and no socket. All ranks feed it the same numbers (they travel 
 all-reduce, whose sum is the same everywhere bit for bit), so all ranks decide alike without asking
 one another.
 
-**Which statistic over the ranks.** A rank that launches early waits for the others, so its
-all-reduce is longer than the network needs: the network's time is the *minimum* over the ranks, of
-the same round. The slowest rank sets the pace and the others wait for it anyway: the compute to
-hide behind is that of the *slowest* rank, each rank's time being its median over the window first,
-so that hiccups which hit another rank each round do not look like slow compute.
+**Which statistic over the ranks.** A rank that launches early waits for the others, so the time of
+the network is the *minimum* over the ranks, of the same round. The compute to hide behind is that
+of the *slowest* rank, each rank's time being its median over the window first, so that hiccups
+which hit another rank each round do not look like slow compute.
 
 **Jitter.** What must fit is the message that nine of ten did not exceed, behind the steps that nine
-of ten were not faster than; and ``margin`` times the median at the least. Where times scatter, a
-mean would expose every second message.
+of ten were not faster than, and ``margin`` times the median at the least.
 
-**Stability.** Medians over ``window`` rounds keep one stall from counting. Up at once when the
-round is too short for the communication; up or down by the margin only when ``patience`` rounds in
-a row agree, to what suits each of these rounds. Rounds agree while they differ by fewer steps than
-following them gains: the more the measurements scatter, the wider the band in which tau rests, and
-without scatter tau is exact. Where going down proves wrong, the next try needs four times the
-patience.
-
-Compute and communication that share cores slow one another down, and the more of a round the
-shorter it is. While one second of all-reduce costs less than one second of compute, the required
-tau grows slower than tau itself: the controller climbs to the fixed point without overshoot. From
-above it may stop a few steps early there, since each step less makes the others slower.
+**Stability.** Up at once when the round is too short for the communication; up or down by the
+margin only when ``patience`` rounds in a row agree, to what suits each of them. Rounds agree while
+they differ by fewer steps than following them gains, so tau rests where measurements scatter, and
+is exact where they do not. Where going down proves wrong, the next try needs four times the
+patience. While one second of all-reduce costs less than one second of compute that shares its
+cores, the controller climbs to the fixed point without overshoot; from above it may stop early.
 """
 
 from __future__ import annotations
@@ -46,6 +39,7 @@ from typing import Any, Literal
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._round_choice import MARGIN, MessageTimes, RoundChoice, choose_round
+from fivefold.optim._step_balance import StepBalance
 
 # Patience after each try that proved wrong, and how often it grows.
 _PATIENCE_GROWTH = 4
@@ -58,6 +52,8 @@ _JITTER_SHARE = 0.9  # of the rounds whose messages must fit
 _NEW_LINK = 2.0  # times the usual need, at which what is remembered is of another link
 _ROUNDS_TO_TRAVEL = 3  # until measurements of a change of fragments or codec are back
 _MOST_DELAY = 1 << 20
+_COUNTS = ("skip", "growths", "last_was_down")
+_WINDOWS = ("all_reduces", "loads", "paces")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,24 +282,18 @@ class TauController:
             "codec": self._times.codecs.index(self._now.codec),
             "times": self._times.numbers(),
             "shares": list(self._shares.values()),
-            "skip": self._skip,
             "changes": self.changes,
-            "growths": self._growths,
-            "last_was_down": int(self._last_was_down),
+            **{name: int(getattr(self, f"_{name}")) for name in _COUNTS},
             **{f"{at}_{k}": v for at, one in agreements.items() for k, v in one.state().items()},
-            "all_reduce_window": list(self._all_reduces),
             "step_windows": [time_s for window in self._steps for time_s in window],
-            "loads": list(self._loads),
-            "paces": list(self._paces),
-            "local_steps": list(self._balance.steps),
-            "share_sums": list(self._balance.sums),
-            "share_rounds": self._balance.rounds,
+            **{name: list(getattr(self, f"_{name}")) for name in _WINDOWS},
+            **self._balance.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from ``state()`` of a controller with the same settings and world size."""
         fresh = self.state()
-        for name in ("all_reduce_window", "step_windows", "local_steps", "times", "shares"):
+        for name in ("all_reduces", "step_windows", "local_steps", "times", "shares"):
             if len(state[name]) != len(fresh[name]):
                 message = f"the saved {name} has {len(state[name])} entries, not {len(fresh[name])}"
                 hint = "use the same world size and window, or start again with initial=<saved tau>"
@@ -312,22 +302,18 @@ class TauController:
         self._times = self._times.with_numbers(state["times"])
         self._shares = dict(zip(self._shares, state["shares"], strict=True))
         self._now = self._choice(state["delay"], state["fragments"], state["codec"])
-        self._skip, self.changes = state["skip"], state["changes"]
-        self._growths, self._last_was_down = state["growths"], bool(state["last_was_down"])
+        self.changes = state["changes"]
+        for name in _COUNTS:
+            setattr(self, f"_{name}", state[name])
+        for name in _WINDOWS:
+            getattr(self, f"_{name}").extend(state[name])
         self._above, self._below = (
             _Agreement(**{name: state[f"{at}_{name}"] for name in _Agreement().state()})
             for at in ("above", "below")
         )
-        self._all_reduces.extend(state["all_reduce_window"])
-        self._loads.extend(state["loads"])
-        self._paces.extend(state["paces"])
         for rank, times in enumerate(self._steps):
             times.extend(state["step_windows"][rank * window : (rank + 1) * window])
-        self._balance.steps, self._balance.sums = (
-            list(state["local_steps"]),
-            list(state["share_sums"]),
-        )
-        self._balance.rounds = state["share_rounds"]
+        self._balance.restore(state)
 
     # -- tau --------------------------------------------------------------------------------------
 
@@ -506,48 +492,3 @@ class TauDecision:
         codec = "" if self.codec is None else f", {self.codec}"
         moved = f"tau {self.previous} -> {self.tau}{parts}{codec}"
         return f"round {self.round}: {moved} ({self.reason}: {times})"
-
-
-# Counts stay while no rank's mean share is off by more than this.
-_SLACK_STEPS = 0.75
-
-
-class StepBalance:
-    """Local steps per rank, for a given tau."""
-
-    def __init__(self, world_size: int, *, tau: int, patience: int) -> None:
-        self.steps = [tau] * world_size
-        self.sums = [0.0] * world_size
-        self.rounds = 0
-        self._patience = patience
-
-    def update(self, step_s: Sequence[float], *, tau: int, at_once: bool) -> bool:
-        """Count one round's measurements; return whether a rank's steps changed."""
-        fastest_s = min(time_s for time_s in step_s if time_s > 0)
-        shares = [tau * fastest_s / (time_s or fastest_s) for time_s in step_s]
-        if at_once or self._is_far_off(shares):
-            return self._set(shares)
-        self.sums = [total + share for total, share in zip(self.sums, shares, strict=True)]
-        self.rounds += 1
-        if self.rounds < self._patience:
-            return False
-        means = [total / self.rounds for total in self.sums]
-        pairs = zip(means, self.steps, strict=True)
-        if any(abs(mean - steps) > _SLACK_STEPS for mean, steps in pairs):
-            return self._set(means)
-        self._forget()
-        return False
-
-    def _is_far_off(self, shares: Sequence[float]) -> bool:
-        """Return whether a rank is off by more than a step and more than a quarter of its steps."""
-        pairs = zip(shares, self.steps, strict=True)
-        return any(abs(share - steps) > max(1.0, steps / 4) for share, steps in pairs)
-
-    def _set(self, shares: Sequence[float]) -> bool:
-        self._forget()
-        before = self.steps
-        self.steps = [max(1, math.floor(share + 0.5)) for share in shares]
-        return before != self.steps
-
-    def _forget(self) -> None:
-        self.sums, self.rounds = [0.0] * len(self.steps), 0

@@ -337,30 +337,36 @@ class StabilityWarning(UserWarning):
 class StabilityWatch:
     """Warn once when the running staleness gap says that the outer learning rate is too high.
 
-    On a noise-free quadratic mode that a round of local steps contracts by a in (0, 1], a delayed
-    rule that replaces local work is stable if and only if alpha * a / L < 1 - beta. Modes that
-    converge within a round have a near 1, so alpha should stay below (1 - beta) * L. Derivation:
-    the characteristic polynomial r^2 - (1 + beta) r + (beta + alpha a / L) and the Jury test.
+    On a noise-free quadratic mode of which the steps before a merge contract the error by a and
+    those after it by b, the anchors of a delayed rule that replaces local work follow
+
+        z^2 - (1 + beta - k b) z + (beta + k (1 - b) a),    k = alpha / L
+
+    (by the Jury test: stable if and only if k (1 - b) a < 1 - beta and k (b - (1 - b) a) <
+    2 (1 + beta)). With a merge at the share r of a round, a mode of equal steps has 1 - a = u^r and
+    1 - b = u^(1 - r); over all u the first is hardest at u^r = 1 - r, the second at u = 0. With
+    r = 1 the limit is alpha < (1 - beta) L, that of modes which converge within a round.
     """
 
     def __init__(self, rule: OuterRule) -> None:
         self._rule = rule
         self._limited = rule.delayed and rule.merge == "replace"
 
-    def watch(self, meter: StatisticsMeter) -> None:
-        """Look at the meter after an outer step."""
+    def watch(self, meter: StatisticsMeter, *, late: float) -> None:
+        """Look at the meter after an outer step, of means that arrive ``late`` rounds late."""
         gap = meter.running_gap
         if not self._limited or gap is None or meter.merged_rounds < _ROUNDS_BEFORE_WARNING:
             return
         outer_lr, momentum = self._rule.outer_lr, self._rule.outer_momentum
-        limit = (1 - momentum) * gap
+        worst = late * (1 - late) ** ((1 - late) / late)
+        limit = min((1 - momentum) / worst, 2 * (1 + momentum)) * gap
         if outer_lr < limit:
             return
         self._limited = False  # once is enough
         message = (
-            f"outer_lr={outer_lr} is at or above the stability limit {limit:.3g} = "
-            f"(1 - outer_momentum={momentum}) * staleness gap {gap:.3g}: directions that converge "
-            f"within a round may diverge; use outer_lr below {limit:.3g}, a smaller "
-            "outer_momentum or a penalty"
+            f"outer_lr={outer_lr} is at or above the stability limit {limit:.3g} of "
+            f"outer_momentum={momentum} and staleness gap {gap:.3g}, {late:.3g} rounds late: "
+            f"directions that converge within a round may diverge; use outer_lr below {limit:.3g}, "
+            "a smaller outer_momentum or a penalty"
         )
         warnings.warn(message, StabilityWarning, stacklevel=_FRAMES_TO_THE_CALLER_OF_STEP)

@@ -168,7 +168,7 @@ def require_peers(config: SyncConfig, *, world_size: int) -> None:
 def method_label(config: SyncConfig, tasks: TasksConfig | None = None) -> str:
     """Return the name of a method for people, with what sets it apart."""
     details = [] if config.tau is None else [f"tau {config.tau}"]
-    if config.fragments is not None:
+    if config.fragments not in {None, 1}:
         details.append(f"{config.fragments} fragments")
     if config.codec not in {None, "fp32"}:
         details.append(str(config.codec))

@@ -39,7 +39,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "diloco": _ROUNDS | _NESTEROV,
     "co2": _HIDDEN_ROUNDS
     | {"outer_lr": 0.7, "outer_momentum": 0.2, "staleness": "gap", "clip": 1.0}
-    | {"units": "delta", "bootstrap": "reset"},
+    | {"units": "delta", "bootstrap": "reset", "fragments": 1, "delay_steps": None},
     "delay_corrected": _HIDDEN_ROUNDS | {"fragments": None, "delay_steps": None},
     "overlap_local_sgd": _HIDDEN_ROUNDS | {"outer_momentum": 0.7, "pull": 0.6},
     "eager_diloco": _HIDDEN_ROUNDS | {"outer_lr": 0.5, "outer_momentum": 0.3},

@@ -29,11 +29,13 @@ from fivefold.moe.operator._products import (
     by_row,
     cut,
     large_empty,
+    one_row_each,
     sort_assignments,
 )
 from fivefold.moe.operator.activations import Activation
 
 _Optional = torch.Tensor | None
+_MOST_SINGLE_ROWS = 64
 Gradients = tuple[_Optional, ...]  # of x, w13, w2, weights, b13 and b2
 
 
@@ -66,7 +68,7 @@ class Call:
                 if kept is not None:
                     kept.append(entering)
             weights = None if self.weight_on_input else self.weights
-            return added(outputs.rows, order, weights).to(self.x.dtype)
+            return added(outputs.rows, order.places, weights).to(self.x.dtype)
 
     def backward(
         self,
@@ -149,7 +151,7 @@ class _Backward:
             self._block(block, None if kept is None else kept[number])
         d_x = None
         if wanted[0] and self.d_rows is not None:
-            d_x = added(self.d_rows.rows, call.order).to(call.x.dtype)
+            d_x = added(self.d_rows.rows, call.order.places).to(call.x.dtype)
         places = call.order.places
         d_weights = self.d_weights.index_select(0, places.view(-1)).view(places.shape)
         return (
@@ -234,14 +236,48 @@ def forward_grouped(
 
     What the activation takes goes to ``hidden`` [T K, rows of w13], where that is not None.
     """
-    call = _call(*operands, **options)
     if hidden is None:
-        return call.forward()
+        simply = _row_by_row(*operands, **options)
+        return _call(*operands, **options).forward() if simply is None else simply
+    call = _call(*operands, **options)
     kept: list[torch.Tensor] = []
     output = call.forward(kept)
     for block, entering in zip(call.blocks, kept, strict=True):
         hidden[block.rows] = entering
     return output
+
+
+def _row_by_row(  # noqa: PLR0913 - the operator's own operands
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    activation: Activation,
+    b13: _Optional = None,
+    b2: _Optional = None,
+    weight_on_input: bool = False,
+    **_: Any,
+) -> _Optional:
+    """Return the output of a token or two, as in decoding; None where it is not as simple as that.
+
+    Hardly two rows have one expert: to sort them and to cut them into blocks would take as long as
+    the products.
+    """
+    if weight_on_input or not 0 < ids.numel() <= _MOST_SINGLE_ROWS:
+        return None
+    experts = ids.reshape(-1)
+    numbers = experts.tolist()
+    repeated = len(numbers) - len(set(numbers))
+    if repeated * 8 > len(numbers) or min(numbers) < 0 or max(numbers) >= len(w2):
+        return None
+    with _as_given(x):
+        rows = x.repeat_interleave(ids.shape[1], 0)
+        inner = activation(one_row_each(rows, w13, b13, experts))
+        rows = one_row_each(inner, w2, b2, experts)
+        places = torch.arange(len(rows), device=x.device).view(ids.shape)
+        return added(rows, places, weights).to(x.dtype)
 
 
 def backward_grouped(

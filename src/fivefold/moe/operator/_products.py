@@ -34,12 +34,14 @@ _SMALL_BLOCK_ROWS = 4096
 _MANY_ROWS = {torch.float32: 64, torch.float64: 64}
 _MANY_ROWS_16_BITS = 256
 _ALIGNMENT_BYTES = 16
+_COPIED_BYTES = 2**17
 _GROUPED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # With a few rows an expert and weights beyond the nearest caches, MKL is up to twice as fast on
 # AMD's processors when the rows are the columns of the product. With the kernels that it has for
 # Intel's it takes up to three times as long that way: 64 products of [2, 256] and
 # [256, 256] take 2.6 ms, turned 1.5, on an EPYC, and with Intel's kernels there 0.5, turned 1.5.
-_FEW_ROWS = 5
+# A single row is another kernel's: turned, it takes 1.2 times as long there too.
+_TURNED_ROWS = (4 / 3, 5)  # of an expert on average: from, and below
 _TURNED_SIZES = range(2**15, 2**22)
 _TURNED_WIDTHS = range(1, 1025)
 
@@ -100,11 +102,11 @@ def sort_assignments(ids: torch.Tensor, num_experts: int) -> Assignments:
 
 
 def added(
-    rows: torch.Tensor, order: Assignments, weights: torch.Tensor | None = None
+    rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sum each token's rows over k, in order; a row of zeros comes last where some are dropped."""
+    """Sum each token's rows at ``places`` [T, K] over k, in order."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    rows, places = rows.to(wide), order.places
+    rows = rows.to(wide)
     if places.numel() == 0:
         return rows.new_zeros((len(places), rows.shape[1]))
     factors = None if weights is None else weights.to(wide)
@@ -151,18 +153,17 @@ class Block:
 
     @property
     def has_few_rows(self) -> bool:
-        """Return whether its experts have few rows on average, those without any left out."""
+        """Return whether its experts have few rows on average, but more than one."""
         busy = len(self.sizes) - self.sizes.count(0)
-        return sum(self.sizes) < _FEW_ROWS * busy
+        least, most = _TURNED_ROWS
+        return least * busy <= sum(self.sizes) < most * busy
 
     def parts(self, *tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
         """The number within the block of each expert with rows, and its rows of tensors."""
         # Cut all at once: with small experts a slice costs as much as a product.
-        sizes = list(self.sizes)
-        pieces = zip(*(torch.split(tensor, sizes) for tensor in tensors), strict=True)
-        for number, (size, parts) in enumerate(zip(self.sizes, pieces, strict=True)):
-            if size:
-                yield (number, *parts)
+        busy = [number for number, size in enumerate(self.sizes) if size]
+        sizes = [self.sizes[number] for number in busy]
+        return zip(busy, *(torch.split(tensor, sizes) for tensor in tensors), strict=True)
 
 
 def cut(order: Assignments, dtype: torch.dtype) -> tuple[Block, ...]:
@@ -348,3 +349,26 @@ def _one_by_one(
         else:
             torch.addmm(biases[number], part, weights[number], out=result)
     return out
+
+
+def one_row_each(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor
+) -> torch.Tensor:
+    """Return W x + b for each of a few rows x [R, K] and its expert [R], [R, N]."""
+    found = rows.new_empty((len(rows), weight.shape[1]))
+    beta = 0 if bias is None else 1  # with 0, what is added is not looked at
+    # MKL has a kernel for a matrix and a vector; oneDNN's, for 16 bits, is the slower one, and a
+    # call costs as much as to copy a small weight.
+    is_wide = rows.dtype in {torch.float32, torch.float64}
+    if not is_wide and weight[0].nbytes <= _COPIED_BYTES:
+        start = (found if bias is None else bias.index_select(0, experts)).unsqueeze(2)
+        copied = weight.index_select(0, experts)
+        return torch.baddbmm(start, copied, rows.unsqueeze(2), beta=beta).squeeze(2)
+    for expert, row, result in zip(experts.tolist(), rows.unbind(0), found.unbind(0), strict=True):
+        start = result if bias is None else bias[expert]
+        if is_wide:
+            torch.addmv(start, weight[expert], row, beta=beta, out=result)
+        else:
+            turned, out = weight[expert].t(), result.unsqueeze(0)
+            torch.addmm(start, row.unsqueeze(0), turned, beta=beta, out=out)
+    return found

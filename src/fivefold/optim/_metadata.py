@@ -1,0 +1,154 @@
+"""What the ranks tell one another with each all-reduce, and what of it the user is told."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from fivefold.errors import ConfigurationError, NonFiniteError
+from fivefold.optim._update import Number
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetadataReading:
+    """What all ranks wrote into the metadata of one all-reduce, in slot order.
+
+    Each rank has a slot of its own, so a sum over the ranks is a table of what each rank wrote, the
+    same bit for bit everywhere. All decisions of the engine (staleness gap, tau, replica check) are
+    made from it, so all ranks decide alike, whatever each rank's hardware rounds to.
+    """
+
+    weight: list[float]  # weight of each rank's payload; 0 where a slot is empty
+    weighted: list[float]  # 1 where the user gave the weight, 0 where it stands for itself
+    hash: list[float]  # replica hash of each rank's anchor, 0 where it was not taken
+    move: list[float]  # norm of the anchor's last movement, as each rank computed it
+    delta: list[float]  # norm of the mean pseudo-gradient applied last, as each rank computed it
+    step_s: list[float]  # seconds per local step that an all-reduce can hide behind
+    all_reduce_s: list[float]  # seconds of each rank's last all-reduce
+    pending: list[float]  # what of the model's parameters each rank would adopt; 0 for nothing
+    # Number, from 1, of the first tensor in which each rank had a not-a-number or an infinity:
+    # its payload is zeros of weight 0. 0 where all numbers are finite.
+    non_finite: list[float]
+    # Norm of each rank's payload per weight, where outlying ones are to be left out.
+    norm: list[float]
+    # How many times the usual norm that is, where it was left out for this; else 0.
+    outlying: list[float]
+    # Hash of each rank's first payload, which differs where ranks train apart; else 0.
+    work: list[float]
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights."""
+        return math.fsum(self.weight)  # sum() rounds by Python's version
+
+    def fits(self, world_size: int) -> bool:
+        """Whether it has this many slots; not after a resume on another number of workers."""
+        return len(self.weight) == world_size
+
+    def require_weights_alike(self) -> None:
+        """Refuse a sum in which some ranks count their tokens and others count 1."""
+        taken = [slot for slot, weight in enumerate(self.weight) if weight > 0]
+        plain = [slot for slot in taken if not self.weighted[slot]]
+        if plain and len(plain) < len(taken):
+            ranks = ", ".join(map(str, plain))
+            message = f"rank(s) {ranks} gave no weight to step(), the others did"
+            raise ConfigurationError(message, hint="call step(weight=...) on every rank or nowhere")
+
+    def agreed(self, values: list[float]) -> float:
+        """Mean over the ranks that took part, for values that are equal up to rounding."""
+        taken = [v for v, weight in zip(values, self.weight, strict=True) if weight > 0]
+        return math.fsum(taken) / len(taken) if taken else 0.0
+
+    def tell_non_finite(self, names: Sequence[str], *, round_number: int) -> int:
+        """Warn of payloads that were left out as not finite; return how many.
+
+        Args:
+            names: Tensors of the payload.
+            round_number: Round of the sum.
+
+        Raises:
+            NonFiniteError: No rank has a payload that counts.
+        """
+        left_out = {slot: names[int(n) - 1] for slot, n in enumerate(self.non_finite) if n}
+        if not left_out:
+            return 0
+        who = ", ".join(f"rank {slot} in {name}" for slot, name in left_out.items())
+        message = f"not-a-number or infinity in round {round_number}: {who}"
+        if self.total_weight == 0:
+            raise NonFiniteError(
+                f"{message}; no other rank has a payload that counts",
+                hint="go on from the last checkpoint with a smaller learning rate, clipped "
+                "gradients, or without the data of that round",
+            )
+        _LOG.warning("%s; the round counts without it, and it goes on from the anchor", message)
+        return len(left_out)
+
+    def tell_outlying(self, what: str, *, round_number: int) -> int:
+        """Warn of payloads that were left out for their size; return how many."""
+        left_out = {slot: times for slot, times in enumerate(self.outlying) if times}
+        who = ", ".join(f"rank {slot}'s is {times:.3g} times" for slot, times in left_out.items())
+        if left_out:
+            _LOG.warning(
+                "outlying payload %sin round %d: %s as large as usual; the round counts without "
+                "it, and it goes on from the anchor", what, round_number, who,
+            )  # fmt: skip
+        return len(left_out)
+
+    def tell_same_work(self) -> None:
+        """Warn where gradients are averaged beside the engine: then all ranks do the same steps."""
+        found = {h for h, weight in zip(self.work, self.weight, strict=True) if weight}
+        if sum(map(bool, self.work)) > 1 and len(found) == 1:
+            _LOG.warning(
+                "all ranks sent the same pseudo-gradient in the first round: gradients are already "
+                "averaged by something else, or all ranks read the same data. Take away "
+                "DistributedDataParallel (integrations.disable_ddp, use_outer_sync, "
+                "lightning_strategy), and give each rank data of its own (DistributedSampler)"
+            )
+
+    def numbers(self) -> dict[str, Any]:
+        """Plain numbers, for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def empty(cls, world_size: int) -> MetadataReading:
+        """Return a reading in which nobody took part."""
+        return cls(**{name: [0.0] * world_size for name in _FIELDS})
+
+
+_FIELDS = tuple(each.name for each in fields(MetadataReading))
+
+
+class Metadata:
+    """The tensor that travels, float64, one slot per rank and field."""
+
+    def __init__(self, world_size: int, *, device: torch.device) -> None:
+        self._world_size = world_size
+        size = len(_FIELDS) * world_size
+        self.tensor = torch.zeros(size, dtype=torch.float64, device=device)
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.float64, pin_memory=True) if pinned else None
+
+    def write(self, rank: int, **values: Number) -> None:
+        """Fill this rank's slot, and nothing else."""
+        self.tensor.zero_()
+        for name, value in values.items():
+            self.tensor[_FIELDS.index(name) * self._world_size + rank] = value
+
+    def fetch(self) -> None:
+        """Queue the copy to the host on the current stream; nothing to do on a CPU."""
+        if self._host is not None:
+            self._host.copy_(self.tensor, non_blocking=True)
+
+    def read(self) -> MetadataReading:
+        """Return what arrived; on a GPU what was fetched."""
+        values = (self.tensor if self._host is None else self._host).tolist()
+        size = self._world_size
+        columns = {n: values[i * size : (i + 1) * size] for i, n in enumerate(_FIELDS)}
+        return MetadataReading(**columns)
