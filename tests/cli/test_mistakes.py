@@ -169,3 +169,13 @@ def test_an_unknown_key_is_told_before_torch_is_loaded(tmp_path, line):
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-500:]
     assert "run.outputs" in found.stderr
+
+
+def test_an_unknown_cluster_is_told_before_compiled_loops_are_loaded():
+    text = LIGHT.format(lines=["plan --cluster nosuch examples/plan_job.toml"])
+    found = subprocess.run(
+        [sys.executable, "-c", text.replace('"numpy", ', "")], capture_output=True, text=True,
+        check=False, timeout=120,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-500:]
+    assert "cluster 'nosuch' is unknown" in found.stderr

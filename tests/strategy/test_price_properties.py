@@ -119,6 +119,38 @@ def test_no_plan_gets_faster_when_a_link_gets_slower(case, place, factor):
     assert seconds(case, slower) >= seconds(case, fabric) * (1 - 1e-12)
 
 
+@given(
+    cases(),
+    st.sampled_from(["peak_flops", "memory_bandwidth_bytes_per_s", "host_bandwidth_bytes_per_s"]),
+    st.sampled_from([1.001, 1.1, 2.0, 10.0]),
+)
+def test_no_plan_gets_slower_on_a_faster_gpu(case, name, factor):
+    model, device, fabric, plan = case
+    faster = dataclasses.replace(device, **{name: factor * getattr(device, name)})
+    after_s = seconds((model, faster, fabric, plan), fabric)
+    assert after_s <= seconds(case, fabric) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("changes", [
+    {"tensor": 2, "tensor_overlap": "pipe", "sequence_parallel": True, "regather": True},
+    {"tensor": 6, "tensor_overlap": "pipe", "pipeline": 4, "schedule": "zb_2p"},
+    {"pipeline": 4, "schedule": "zb_2p", "zero": 3},
+    {"pipeline": 6, "schedule": "zb_1p", "offload_weights": True, "pipeline_overlap": True},
+])  # fmt: skip
+def test_what_hides_one_message_hides_no_other(changes):
+    """Cover that was counted twice made plans slower on a faster GPU."""
+    model = ModelSpec(name="x", num_layers=24, hidden=768, num_heads=12, seq_len=1536, vocab=32000)
+    plan = ParallelPlan(global_batch=24, data=2, **changes)
+    base, times = DEVICES["h100-nemo"], []
+    for rate in (3e8, 3e9, 5e10, 4e11):
+        tiers = (Tier(name="all", gpus=512, bandwidth_bytes_per_s=rate),)
+        fabric = FabricSpec(name="one", tiers=tiers)
+        for factor in (1.0, 1.05, 1.3, 2.0, 10.0):
+            device = dataclasses.replace(base, peak_flops=factor * base.peak_flops)
+            times.append(evaluate_plan(model, device, fabric, plan=plan).time_s)
+        assert times[-5:] == sorted(times[-5:], reverse=True)
+
+
 @given(cases())
 def test_parts_add_up_and_none_is_negative(case):
     model, device, fabric, plan = case

@@ -28,7 +28,6 @@ with later():
 _PACKAGES = (
     ("numba", "numba", "compiled sampling, packing and simulation", "gnn"),
     ("scipy", "scipy", "linear programs and sparse graphs", "network"),
-    ("networkx", "networkx", "topologies", "network"),
     ("matplotlib", "matplotlib", "pictures of topologies and schedules", "network"),
     ("ortools", "ortools", "exact synthesis of collectives", "collectives"),
     ("pyarrow", "pyarrow", "graphs from Parquet and CSV tables", "gnn"),

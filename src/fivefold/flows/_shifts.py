@@ -17,7 +17,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
@@ -209,20 +208,21 @@ def _wave(routing: Routing, name: str, rate: float, grid: _Grid, perimeter: int)
 
 
 def _components(jobs_of: Sequence[set[str]]) -> list[set[str]]:
-    graph: nx.Graph = nx.Graph()
-    for members in jobs_of:
-        ordered = sorted(members)
-        graph.add_nodes_from(ordered)
-        graph.add_edges_from((ordered[0], other) for other in ordered[1:])
-    return [set(component) for component in nx.connected_components(graph)]
+    """Return the jobs that links join, in the order in which they appear first."""
+    found: list[set[str]] = []
+    for members in filter(None, jobs_of):
+        joined = [jobs for jobs in found if jobs & members] or [set()]
+        joined[0] |= members.union(*joined[1:])
+        found = [jobs for jobs in found if jobs not in joined[1:]]
+        found += [joined[0]] * (joined[0] not in found)
+    return found
 
 
 def _loop_free(jobs_of: Sequence[set[str]]) -> bool:
-    """Return whether the bipartite graph of jobs and links is a forest."""
-    graph: nx.Graph = nx.Graph()
-    for number, members in enumerate(jobs_of):
-        graph.add_edges_from((("link", number), ("job", name)) for name in members)
-    return graph.number_of_nodes() == 0 or bool(nx.is_forest(graph))
+    """Return whether the graph of jobs and links is a forest: each edge joins two parts."""
+    jobs = set[str]().union(*jobs_of)
+    joins = sum(len(members) - 1 for members in jobs_of if members)
+    return joins == len(jobs) - len(_components(jobs_of))
 
 
 def _search(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -103,10 +104,10 @@ def _paths(
 ) -> tuple[tuple[int, ...], ...]:
     source, target = ranks
     begin, end = topology.node_of_rank(source), topology.node_of_rank(target)
-    hops = _hops_to(topology, end, begin)
-    if begin not in hops and relay:
+    onward = _onward(topology, begin, end)
+    if not onward and relay:
         return (topology.shortest_route(source, target),)
-    if begin not in hops:
+    if not onward:
         raise InfeasibleError(
             f"there is no path from rank {source} to rank {target} in {topology.name!r}",
             hint="ranks do not forward here; add a link or a switch between them",
@@ -118,12 +119,7 @@ def _paths(
         if node == end:
             found.append(path)
             continue
-        nearer = [
-            (int(topology.link_targets[link]), (*path, int(link)))
-            for link in topology.out_links(node)
-            if hops.get(int(topology.link_targets[link]), len(hops) + 1) == hops[node] - 1
-        ]
-        stack.extend(reversed(nearer))
+        stack.extend((further, (*path, link)) for link, further in reversed(onward[node]))
     return _inside(topology, (begin, end), tuple(found))
 
 
@@ -142,18 +138,59 @@ def _inside(
     return tuple(kept) or paths
 
 
-def _hops_to(topology: Topology, end: int, begin: int) -> dict[int, int]:
-    """Return the links from each node to ``end``, of nodes up to the distance of ``begin``."""
-    hops = {end: 0}
-    frontier = [end]
-    while frontier and begin not in hops:
-        further = []
-        for node in frontier:
-            for link in topology.in_links(node):
-                before = int(topology.link_sources[link])
-                # Other ranks end paths; they do not forward.
-                if before not in hops and (not topology.is_rank[before] or before == begin):
-                    hops[before] = hops[node] + 1
-                    further.append(before)
-        frontier = further
-    return hops
+_Reached = dict[int, list[tuple[int, int]]]
+
+
+def _onward(topology: Topology, begin: int, end: int) -> _Reached:
+    """Return the links of all shortest paths, with where they lead, by where they start.
+
+    Both ends search, always the one with less to look at: the widest switches lie in the middle,
+    and are met rather than searched.
+    """
+    sides: list[_Reached] = [{begin: []}, {end: []}]
+    fronts = [[begin], [end]]
+    met: list[int] = []
+    while not met and all(fronts):
+        degrees = [
+            sum(_links(topology, side)(node).size for node in fronts[side]) for side in (0, 1)
+        ]
+        side = int(degrees[1] < degrees[0])
+        fronts[side] = _next_front(
+            topology, side, sides[side], fronts[side], goal=(end, begin)[side]
+        )
+        met = [node for node in fronts[side] if node in sides[1 - side]]
+    onward: _Reached = {}
+    for side in (0, 1):
+        waiting, known = list(met), set(met)
+        while waiting:
+            node = waiting.pop()
+            for link, other in sides[side][node]:
+                first, further = (other, node) if side == 0 else (node, other)
+                onward.setdefault(first, []).append((link, further))
+                if other not in known:
+                    known.add(other)
+                    waiting.append(other)
+    for links in onward.values():
+        links.sort()
+    return onward
+
+
+def _links(topology: Topology, side: int) -> Callable[[int], npt.NDArray[np.int32]]:
+    return topology.in_links if side else topology.out_links
+
+
+def _next_front(
+    topology: Topology, side: int, reached: _Reached, front: list[int], *, goal: int
+) -> list[int]:
+    """Go one link further from all nodes of a front; other ranks than the goal do not forward."""
+    links_of, ends = _links(topology, side), (topology.link_targets, topology.link_sources)[side]
+    new: _Reached = {}
+    for node in front:
+        links = links_of(node)
+        others = ends[links]
+        may = ~topology.is_rank[others] | (others == goal)
+        for link, other in zip(links[may].tolist(), others[may].tolist(), strict=True):
+            if other not in reached:
+                new.setdefault(other, []).append((link, node))
+    reached.update(new)
+    return list(new)

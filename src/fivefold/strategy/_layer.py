@@ -389,28 +389,23 @@ def _tensor_times(
     if not sizes:
         return _Times()
     group = Group(size=key.tensor, ranks=key.ranks)
-    if not key.sequence_parallel:
-        once = sum(
-            collective_time_s(fabric, "all_reduce", size_bytes=size, group=group) for size in sizes
-        )
-        backward = once
-    else:
-        gather = sum(
-            collective_time_s(fabric, "all_gather", size_bytes=size, group=group) for size in sizes
-        )
-        once = backward = 2 * gather
-        if key.regather:
-            # The gather for the weights runs beside the product for the inputs.
-            backward += _exposed_s(gather, products.input_s * (1 - device.overlap_slowdown))
+    kind = "all_gather" if key.sequence_parallel else "all_reduce"
+    sent_s = sum(collective_time_s(fabric, kind, size_bytes=size, group=group) for size in sizes)
+    once_s = 2 * sent_s if key.sequence_parallel else sent_s
+    # The gather for the weights runs beside the product for the inputs, which hides nothing else.
+    room_s = products.input_s * (1 - device.overlap_slowdown)
+    hidden_s = min(sent_s, room_s) if key.sequence_parallel and key.regather else 0.0
+    backward_s = once_s + (sent_s - hidden_s if key.sequence_parallel and key.regather else 0.0)
     # Products and messages are interleaved by writes into one another's memory: NVLink's reach.
     if key.tensor_overlap == "none" or not fabric.holds_in_node(key.tensor, key.ranks):
-        return _Times(forward_s=once, input_s=backward)
+        return _Times(forward_s=once_s, input_s=backward_s)
     slices = device.slices if key.tensor_overlap == "pipe" else max(key.tensor, 2)
     beside = functools.partial(_exposed_s, pieces=slices, slowdown=device.overlap_slowdown)
-    return _Times(
-        forward_s=beside(once, products.forward_s),
-        input_s=beside(backward, products.input_s + products.weight_s),
-    )
+    free_s = products.input_s * (1.0 - hidden_s / room_s if room_s > 0 else 1.0)
+    input_s = beside(backward_s, free_s)
+    # What the product for the weights hides is hidden there: it cannot fill a bubble as well.
+    weight_s = beside(backward_s, free_s + products.weight_s) - input_s
+    return _Times(forward_s=beside(once_s, products.forward_s), input_s=input_s, weight_s=weight_s)
 
 
 def _exposed_s(sent_s: float, beside_s: float, **how: float) -> float:

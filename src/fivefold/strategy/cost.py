@@ -232,27 +232,33 @@ def _time_columns(columns: Columns, layer: dict[str, Floats]) -> dict[str, Float
     slow = np.take_along_axis(stages, slowest[None, None, :], axis=0)[0]
     slowest_s = totals.max(axis=0)
     mean = _mean_stage(columns, layer)
+    waits_s = _offload_waits_s(columns, layer, slow)
+    passes_s = slow + waits_s
+    mean = [*(mean + _offload_waits_s(columns, layer, np.array(mean)))]
     bubble_s, messages = _schedule_columns(columns, mean)
-    message_s, through_s = _message_s(columns)
-    bubble_s = bubble_s + 2.0 * through_s
     # Where stages are uneven, the bubble of these schedules is shorter.
     even = t.is_word("schedule", "gpipe", "1f1b", "interleaved")
-    bubble_s = bubble_s - np.where(even, (slowest_s - sum(mean)) / t.virtual, 0.0)
+    bubble_s = bubble_s - np.where(even, (sum(passes_s) - sum(mean)) / t.virtual, 0.0)
+    message_s, through_s = _message_s(columns)
     p2p_s = 2.0 * message_s * messages
     # While an interleaved pipeline fills or drains, nothing runs beside its messages: overlap
     # needs a forward beside a backward, and (v - 1) p chunks of v m come before that.
     filling = np.where(t.is_word("schedule", "interleaved"), (1.0 - 1.0 / t.virtual) * p / m, 0.0)
     overlaps = (t.pipeline_overlap == 1) & ~t.is_word("schedule", *WAITING_SCHEDULES)
     share = np.where(overlaps, 1.0 - np.minimum(filling, 1.0), 0.0)
-    beside_s = exposed_s(p2p_s, slowest_s, slowdown=device.overlap_slowdown)
+    # Ports are as free in a bubble as beside compute: passes that fill one hide no more for it.
+    each_s = sum(passes_s) + bubble_s / m
+    beside_s = exposed_s(p2p_s, each_s, slowdown=device.overlap_slowdown)
     sent_s = m * (p2p_s - share * (p2p_s - beside_s))
+    # What hides pipeline p2p hides no gradients: both leave by the same ports.
+    left = 1.0 - share * np.minimum(p2p_s / each_s, 1.0)
+    bubble_s = bubble_s + 2.0 * through_s
     kept, routed = columns.outer_parameters()
-    waits_s = _offload_waits_s(columns, layer, slow)
     offload_s = m * sum(waits_s) + _offload_optimizer_s(columns)
     optimizer_s = _optimizer_s(columns, kept, routed)
     local_s = m * slowest_s + bubble_s + sent_s + offload_s + optimizer_s
     tied_s = _tied_s(columns)
-    data_s = _data_s(columns, kept, routed, slow + waits_s)
+    data_s = _data_s(columns, kept, routed, left * passes_s)
     nodes = np.maximum(columns.num_gpus / columns.fabric.gpus_per_node, 1.0)
     lag = device.jitter * np.log2(nodes)
     # Local updates synchronise once in tau iterations, hidden behind as many as the rule gives.
@@ -329,7 +335,7 @@ def _message_s(columns: Columns) -> tuple[Floats, Floats]:
 
 
 def _offload_waits_s(columns: Columns, layer: dict[str, Floats], slow: Floats) -> Floats:
-    """What a micro-batch waits for the host in forward, and in each half of backward.
+    """What a micro-batch waits for the host in forward, and in each half of backward: the second.
 
     Weights come twice, activations go and come again, each time beside one of the passes.
     """
@@ -341,8 +347,8 @@ def _offload_waits_s(columns: Columns, layer: dict[str, Floats], slow: Floats) -
     moved = np.where(t.offload_weights == 1, weights, 0.0)
     moved = moved + np.where(t.offload_activations == 1, stored, 0.0)
     moved_s = moved / device.host_bandwidth_bytes_per_s
-    half_s = exposed_s(moved_s, slow[1] + slow[2]) / 2
-    return np.array([exposed_s(moved_s, slow[0]), half_s, half_s])
+    backward_s = exposed_s(moved_s, slow[1] + slow[2])
+    return np.array([exposed_s(moved_s, slow[0]), np.zeros(len(t)), backward_s])
 
 
 def _offload_optimizer_s(columns: Columns) -> Floats:
@@ -466,11 +472,15 @@ def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Fl
     gather_s, scatter_s = _shared_s(columns, kept / count, routed / count, frozen=frozen)
     backward_s = layer["input_s"] + layer["weight_s"]
     forward_s = _beside(columns, layer["forward_s"], gather_s)
-    both_s = _beside(columns, backward_s, gather_s + scatter_s)
+    sent_s = gather_s + scatter_s
+    # What the pass for the weights hides is hidden there: it cannot fill a bubble as well.
+    input_s = _beside(columns, layer["input_s"], sent_s)
+    weight_s = _beside(columns, backward_s, sent_s) - input_s
     return {
         **layer,
         "forward_s": np.where(shared, forward_s, layer["forward_s"]),
-        "input_s": np.where(shared, layer["input_s"] + both_s - backward_s, layer["input_s"]),
+        "input_s": np.where(shared, input_s, layer["input_s"]),
+        "weight_s": np.where(shared, weight_s, layer["weight_s"]),
         "spare_forward_s": np.maximum(layer["forward_s"] - gather_s, 0.0),
         "spare_backward_s": np.maximum(backward_s - gather_s - scatter_s, 0.0),
     }

@@ -167,6 +167,69 @@ def test_the_bandwidth_bound_never_exceeds_a_true_cut(network, name, data):
         assert 0 < inside.sum() < network.num_nodes
 
 
+@st.composite
+def wide_graphs(draw):
+    """Networks of 13 to 15 nodes: too many for all cuts to be tried unasked."""
+    ranks, switches = draw(st.integers(9, 11)), 4
+    count = ranks + switches
+    width, delay = st.integers(1, 6), st.sampled_from([0.0, 1.0, 2.5, 40.0])
+    node = st.integers(0, count - 1)
+    pairs = [(i, (i + 1) % count) for i in range(count)]
+    pairs += draw(st.lists(st.tuples(node, node), max_size=20))
+    edges = [(a, b, draw(width), draw(delay)) for a, b in pairs if a != b]
+    return graph(edges, ranks, switches)
+
+
+def worst_cut_with_latency(collective, network, size):
+    """Return the largest of bytes / capacity + least latency of all cuts, all at once."""
+    sets = np.arange(2**network.num_nodes)
+    side = (sets[:, None] >> np.arange(network.num_nodes) & 1).astype(bool)
+    ranks = side[:, network.rank_nodes]
+    carried = np.zeros(sets.size)
+    for chunk, size_bytes in enumerate(collective.chunk_bytes(size)):
+        starts, ends = collective.holders(chunk), collective.receivers(chunk)
+        if starts.size:
+            some = ranks[:, starts].any(1) if collective.reducing else ranks[:, starts].all(1)
+            carried += size_bytes * (some & ~ranks[:, ends].all(1))
+    crossing = side[:, network.link_sources] & ~side[:, network.link_targets]
+    capacity = crossing @ network.capacities_bytes_per_s
+    latency = np.where(crossing, network.latencies_s, np.inf).min(1)
+    used = carried > 0
+    return (carried[used] / capacity[used] + latency[used]).max()
+
+
+@given(network=wide_graphs(), name=st.sampled_from(COLLECTIVES), data=st.data())
+def test_max_flows_find_the_worst_cut_with_its_latency(network, name, data):
+    root = data.draw(st.integers(0, network.num_ranks - 1))
+    collective = named_collective(name, network.num_ranks, root=root)
+    worst = worst_cut_with_latency(collective, network, 60.0)
+    for exact in (False, True):
+        bound = bandwidth_bound(collective, network, 60.0, exact=exact)
+        if bound.kind == "messages":
+            continue
+        assert bound.seconds <= worst * (1 + 1e-9)
+        if exact and name != "all_to_all":
+            assert bound.seconds == pytest.approx(worst, rel=1e-9)
+
+
+@given(
+    network=st.one_of(graphs(), wide_graphs()), name=st.sampled_from(COLLECTIVES), data=st.data()
+)
+def test_bounds_do_not_depend_on_names_and_order(network, name, data):
+    root = data.draw(st.integers(0, network.num_ranks - 1))
+    nodes = data.draw(st.permutations(network.nodes))
+    links = data.draw(st.permutations(network.links))
+    other = Topology("shuffled", nodes, links)
+    moved_root = other.ranks.index(network.ranks[root])
+    for exact in (None, False):
+        before, after = (
+            bandwidth_bound(named_collective(name, of.num_ranks, root=at), of, 60.0, exact=exact)
+            for of, at in ((network, root), (other, moved_root))
+        )
+        assert after.seconds == pytest.approx(before.seconds, rel=1e-9)
+        assert after.kind == before.kind
+
+
 def _without_latency(link, scale):
     bandwidth = link.bandwidth_bytes_per_s * scale
     return Link(link.source, link.target, bandwidth_bytes_per_s=bandwidth)

@@ -16,7 +16,6 @@ from fivefold.collectives.pricing.phases import (
     tree_switches,
 )
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.simulation import AggregationRequest, simulate
 from fivefold.network.topology import Topology
 
 if TYPE_CHECKING:
@@ -129,6 +128,8 @@ def _in_network_s(
     time_s, tree, slots = min(found)
     if fidelity == "closed_form":
         return time_s
+    from fivefold.network.simulation import AggregationRequest, simulate  # noqa: PLC0415 - as above
+
     names = [topology.nodes[topology.node_of_rank(rank)].name for rank in leaves]
     request = AggregationRequest("sum", dict(tree), names, size_bytes, slots=slots)
     return simulate(topology, [request]).finish_of("sum")

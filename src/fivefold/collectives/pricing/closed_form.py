@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.collectives.pricing.fabric import FabricSpec, Group, Groups
-from fivefold.collectives.schedules.arrays import Floats
 from fivefold.errors import require_one_of
 
+Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 _TREE_SHARE = 0.92  # of the bandwidth, as NCCL's tuner has it
 

@@ -26,7 +26,15 @@ from fivefold.collectives.schedules.throughput import throughput_optimum
 from fivefold.network.topology import Topology
 from fivefold.units import format_bytes
 
+# Collectives whose throughput optimum is a cut.
+_OPTIMAL = ("all_gather", "reduce_scatter", "broadcast", "reduce", "scatter", "gather")
 _EXACT_WORK = 15_000_000  # ranks times arcs up to which max-flows are run unasked
+_ALL_CUTS = 12  # nodes up to which all cuts are tried
+_MOST_SWEPT = 20_000_000  # pairs of neighbours times size of the network that are swept
+_MOST_DENSE, _DISTINCT = 600, 1e-6  # nodes up to which modes are computed; what tells them apart
+_LOOKS = 8  # how far two links are compared
+# The throughput optima by cuts whose worst cut is that of a collective.
+_FLOWS = {name: (name,) for name in _OPTIMAL} | {"all_reduce": ("broadcast", "reduce")}
 
 
 def _require_match(collective: Collective, topology: Topology) -> None:
@@ -84,21 +92,39 @@ def _kinds_of_chunks(collective: Collective) -> Iterator[tuple[Longs, Longs] | N
 def bandwidth_bound(
     collective: Collective, topology: Topology, size_bytes: float, *, exact: bool | None = None
 ) -> Bound:
-    """Return the largest time that the bytes across some cut take."""
+    """Return the largest time that the bytes across some cut take; names and order do not matter.
+
+    Every cut is tried in networks of up to 12 nodes. In larger ones the worst is found by max-flows
+    for those collectives whose cuts are those of a flow; for the others single ranks, hosts and
+    the two sides of links are tried.
+
+    Args:
+        collective: The collective.
+        topology: The network.
+        size_bytes: Size of the collective.
+        exact: Whether max-flows are run; None for where they take seconds.
+
+    Returns:
+        The bound.
+
+    Raises:
+        ConfigurationError: The two have different numbers of ranks.
+        InfeasibleError: The topology is not connected.
+    """
     _require_match(collective, topology)
+    if collective.num_ranks < 2:
+        return NO_BOUND
     chunk_bytes = collective.chunk_bytes(size_bytes)
-    best = NO_BOUND
-    candidates = [*_group_cuts(collective, topology, chunk_bytes)]
-    candidates += _sweep_cuts(collective, topology, chunk_bytes)
-    if exact or (exact is None and _worth_it(topology)):
-        candidates += _exact_cuts(collective, topology, chunk_bytes)
-    for candidate in candidates:
-        if candidate.seconds > best.seconds or (
-            candidate.optimal_cut and candidate.seconds >= best.seconds * (1 - 1e-12)
-        ):
-            best = candidate
-    messages = _message_bound(collective, topology, size_bytes)
-    return messages if messages.seconds > best.seconds else best
+    by_flows = exact if exact is not None else _worth_it(topology)
+    if topology.num_nodes <= _ALL_CUTS:
+        candidates = [_worst_of_all_cuts(collective, topology, chunk_bytes)]
+    elif by_flows and collective.has_equal_chunks and collective.name in _FLOWS:
+        candidates = [*_exact_cuts(collective, topology, chunk_bytes)]
+    else:
+        candidates = [*_group_cuts(collective, topology, chunk_bytes)]
+        candidates += _sweep_cuts(collective, topology, chunk_bytes)
+    candidates.append(_message_bound(collective, topology, size_bytes))
+    return max(candidates, key=lambda bound: bound.seconds)
 
 
 def _worth_it(topology: Topology) -> bool:
@@ -275,87 +301,160 @@ def _group_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats)
             continue
         traffic = _group_traffic(collective, chunk_bytes, groups, num_groups=count)
         capacities = _group_capacities(topology, nodes, count)
-        for carried, capacity, incoming in zip(traffic[:2], capacities, (True, False), strict=True):
-            seconds = np.divide(carried, capacity, out=np.zeros(count), where=capacity > 0)
+        first, last = nodes[topology.link_sources], nodes[topology.link_targets]
+        for carried, capacity, ends in zip(traffic[:2], capacities, (last, first), strict=True):
+            crossing = (first != last) & (ends >= 0)
+            latency_s = np.full(count, np.inf)
+            np.minimum.at(latency_s, ends[crossing], topology.latencies_s[crossing])
+            seconds = _cut_seconds(carried, capacity, latency_s)
             worst = int(np.argmax(seconds))
             members = nodes == worst
-            yield _cut_bound(topology, ~members if incoming else members, float(carried[worst]))
+            inside = ~members if ends is last else members
+            yield _cut_bound(topology, inside, float(carried[worst]))
+
+
+def _cut_seconds(carried: Floats, capacity: Floats, latency_s: Floats) -> Floats:
+    """Return how long each of many cuts takes; 0 where nothing can or must cross."""
+    fine = (carried > 0) & (capacity > 0)
+    seconds = np.divide(carried, capacity, out=np.zeros(carried.size), where=fine)
+    return seconds + np.where(fine, latency_s, 0.0)
+
+
+def _worst_of_all_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Bound:
+    """Return the bound of the worst of all sets of nodes."""
+    sets = np.arange(1, 2**topology.num_nodes - 1)
+    sides = [(sets >> node & 1).astype(np.bool_) for node in range(topology.num_nodes)]
+    carried = np.zeros(sets.size)
+    kinds: dict[tuple[int, int], float] = {}
+    for chunk, size_bytes in enumerate(chunk_bytes):
+        nodes = topology.rank_nodes
+        key = (_bits(nodes[collective.holders(chunk)]), _bits(nodes[collective.receivers(chunk)]))
+        kinds[key] = kinds.get(key, 0.0) + float(size_bytes)
+    for (starts, ends), size_bytes in kinds.items():
+        held = sets & starts
+        leaves = held != 0 if collective.reducing else (held == starts) & (starts != 0)
+        carried[leaves & (sets & ends != ends)] += size_bytes
+    capacity, latency_s = np.zeros(sets.size), np.full(sets.size, np.inf)
+    for link in range(topology.num_links):
+        crosses = sides[topology.link_sources[link]] & ~sides[topology.link_targets[link]]
+        capacity[crosses] += topology.capacities_bytes_per_s[link]
+        latency_s[crosses] = np.minimum(latency_s[crosses], topology.latencies_s[link])
+    seconds = _cut_seconds(carried, capacity, latency_s)
+    alike = np.flatnonzero(seconds >= seconds.max() * (1 - 1e-12))
+    inside = np.stack([side[alike] for side in sides], axis=1)
+    few = np.minimum(inside.sum(axis=1), (~inside).sum(axis=1))  # the plainest says why
+    worst = alike[np.flatnonzero(few == few.min())[-1]]
+    optimal = collective.name in _OPTIMAL
+    inside = sets[worst] >> np.arange(topology.num_nodes) & 1 == 1
+    return _cut_bound(topology, inside, float(carried[worst]), optimal=optimal)
+
+
+def _bits(nodes: Array) -> int:
+    return int(np.bitwise_or.reduce(1 << nodes, initial=0))
 
 
 def _sweep_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
-    """Try the prefixes of orders of all nodes, both ways round."""
+    """Cut along each of some orders of the nodes, both ways round and never between equals."""
     for order in _orders(topology):
-        for nodes in (order, order[::-1]):
-            place = np.empty(topology.num_nodes, dtype=np.int64)
-            place[nodes] = np.arange(topology.num_nodes)
-            ranks_before = np.concatenate([[0], np.cumsum(topology.is_rank[nodes])])
-            rank_place = ranks_before[place[topology.rank_nodes]]
-            carried = _sweep_traffic(collective, chunk_bytes, rank_place)[ranks_before]
-            capacity = _prefix_capacities(topology, place)
-            fine = (capacity > 0) & (carried > 0)
-            if not fine.any():
-                continue
-            seconds = np.where(fine, carried / np.where(fine, capacity, 1.0), 0.0)
-            cut = int(np.argmax(seconds))
-            yield _cut_bound(topology, place < cut, float(carried[cut]))
-
-
-def _prefix_capacities(topology: Topology, place: Longs) -> Floats:
-    """Return the capacity from the first k nodes to the others, for k = 0..nodes."""
-    first, last = place[topology.link_sources], place[topology.link_targets]
-    change = np.zeros(topology.num_nodes + 2)
-    forward = last > first
-    np.add.at(change, first[forward] + 1, topology.capacities_bytes_per_s[forward])
-    np.add.at(change, last[forward] + 1, -topology.capacities_bytes_per_s[forward])
-    summed = np.cumsum(change)[:-1]
-    summed[np.abs(summed) < 1e-9 * np.abs(summed).max(initial=0.0)] = 0.0
-    return summed
+        for levels in (order, order.max() - order):
+            cuts = np.arange(1, levels.max() + 1)
+            carried = _sweep_traffic(collective, chunk_bytes, levels[topology.rank_nodes], cuts)
+            first, last = levels[topology.link_sources], levels[topology.link_targets]
+            crosses = (first[:, None] < cuts) & (last[:, None] >= cuts)
+            capacity = topology.capacities_bytes_per_s @ crosses
+            latency_s = np.where(crosses, topology.latencies_s[:, None], np.inf).min(axis=0)
+            worst = int(np.argmax(_cut_seconds(carried, capacity, latency_s)))
+            yield _cut_bound(topology, levels <= worst, float(carried[worst]))
 
 
 def _orders(topology: Topology) -> Iterator[Longs]:
-    """Return the orders of the nodes whose prefixes are promising cuts."""
-    yield np.arange(topology.num_nodes)
-    if topology.num_nodes > 3:
-        yield _spectral_order(topology)
+    """Return levels of the nodes, from 0 without gaps, between which promising cuts lie.
 
-
-def _spectral_order(topology: Topology) -> Longs:
-    """Return the nodes along the slowest mode of the network, whose prefixes cut few links."""
+    They are how far nodes are from one, how much nearer to one end of a link than to the other
+    (which halves tori and cubes and finds what hangs on a link), and places along the slowest mode
+    of the network. Links that look alike stand for one another in large networks.
+    """
     from scipy import sparse  # noqa: PLC0415 - heavy
-    from scipy.sparse.linalg import splu  # noqa: PLC0415 - heavy
+    from scipy.sparse.csgraph import shortest_path  # noqa: PLC0415 - heavy
 
-    count = topology.num_nodes
+    count, ends = topology.num_nodes, (topology.link_sources, topology.link_targets)
     weights = topology.capacities_bytes_per_s / topology.capacities_bytes_per_s.max(initial=1.0)
-    ends = (topology.link_sources, topology.link_targets)
     graph = sparse.coo_matrix((weights, ends), shape=(count, count)).tocsr()
-    graph = graph + graph.T
-    degrees = np.asarray(graph.sum(axis=1)).ravel()
-    grounded = sparse.diags(degrees + 1e-6 * degrees.max(initial=1.0)) - graph
-    solve = splu(grounded.tocsc()).solve
-    mode = np.cos(np.arange(count) * np.pi / count) + 1e-3 * np.sin(np.arange(count))
-    for _ in range(12):
-        mode = solve(mode - mode.mean())
-        mode -= mode.mean()
-        mode /= max(float(np.abs(mode).max()), 1e-300)
-    return np.argsort(mode, kind="stable")
+    pairs = _unlike_pairs(topology)
+    if pairs.shape[0] * (topology.num_links + count) <= _MOST_SWEPT:
+        nodes, places = np.unique(pairs, return_inverse=True)
+        for lengths in (graph.sign(), graph.power(-1)):  # hops, then time for a byte
+            away = shortest_path(lengths, directed=False, indices=nodes)
+            for one, other in places.reshape(pairs.shape):
+                yield _levels(np.round((away[one] - away[other]) / _DISTINCT))
+            for distances in away:
+                yield _levels(np.round(distances / _DISTINCT))
+    if 3 < count <= _MOST_DENSE:
+        dense = (graph + graph.T).toarray()
+        values, modes = np.linalg.eigh(np.diag(dense.sum(axis=1)) - dense)
+        if values[2] - values[1] > _DISTINCT * values[-1]:  # else it is any of many
+            yield _levels(np.round(modes[:, 1] / np.abs(modes[:, 1]).max() / _DISTINCT))
+
+
+def _levels(keys: Floats) -> Longs:
+    return np.unique(keys, return_inverse=True)[1].astype(np.int64)
+
+
+def _unlike_pairs(topology: Topology) -> Longs:
+    """Return pairs of neighbours; in a large network one of those that look alike from nearby."""
+    first, last = topology.link_sources, topology.link_targets
+    pairs = np.unique(np.sort(np.stack([first, last], axis=1), axis=1), axis=0)
+    if pairs.shape[0] * (topology.num_links + topology.num_nodes) <= _MOST_SWEPT // 10:
+        return pairs.astype(np.int64)
+    capacities = np.unique(topology.capacities_bytes_per_s, return_inverse=True)[1]
+    colours = topology.is_rank.astype(np.uint64)
+    for _ in range(_LOOKS):  # sums of mixed words do not depend on the order of what is summed
+        into, out_of = np.zeros_like(colours), np.zeros_like(colours)
+        np.add.at(into, last, _mixed(colours[first] + capacities.astype(np.uint64)))
+        np.add.at(out_of, first, _mixed(colours[last] + capacities.astype(np.uint64)))
+        colours = _mixed(colours + _mixed(into) * np.uint64(3) + _mixed(out_of) * np.uint64(5))
+    looks = np.sort(colours[pairs], axis=1)
+    return pairs[np.unique(looks, axis=0, return_index=True)[1]].astype(np.int64)
+
+
+def _mixed(words: Any) -> Any:
+    """Return words whose bits all depend on all bits (the finalizer of SplitMix64)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 def _exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
-    """Find the worst cut of all, where the collective's optimum is one and shares are equal."""
-    name = collective.name
-    if name not in ("all_gather", "reduce_scatter", "broadcast", "reduce", "scatter", "gather"):
-        return
-    if collective.num_ranks < 2 or not collective.has_equal_chunks:
-        return
-    optimum = throughput_optimum(topology, collective=name, root=collective.root or 0)
-    inside = np.zeros(topology.num_nodes, dtype=np.bool_)
-    inside[list(optimum.cut)] = True
-    if name in ("reduce_scatter", "reduce", "gather"):
-        inside = ~inside  # found on the reversed network
-    # The optimum may be that of capacities rounded to a grid, the bytes of a bound may not.
-    sides = (~inside[topology.rank_nodes]).astype(np.int64)
-    _, leaving, *_ = _group_traffic(collective, chunk_bytes, sides, num_groups=2)
-    yield _cut_bound(topology, inside, float(leaving[0]), optimal=True)
+    """Find the worst cut of all by max-flows, its latency counted in.
+
+    A cut of fewer seconds for its bytes may still be worse when its links are all slower, so the
+    worst is looked for again among those without the links that are too quick.
+    """
+    for name in _FLOWS[collective.name]:
+        quickest_s, best_s = -1.0, 0.0
+        while (topology.latencies_s > quickest_s).any():
+            optimum = throughput_optimum(
+                topology,
+                collective=name,
+                root=collective.root or 0,
+                uncut=topology.latencies_s <= quickest_s,
+            )
+            if not optimum.inverse_rate:
+                break
+            inside = np.zeros(topology.num_nodes, dtype=np.bool_)
+            inside[list(optimum.cut)] = True
+            if name in ("reduce_scatter", "reduce", "gather"):
+                inside = ~inside  # found on the reversed network
+            # The optimum may be that of capacities rounded to a grid, the bytes of a bound may not.
+            sides = (~inside[topology.rank_nodes]).astype(np.int64)
+            _, leaving, *_ = _group_traffic(collective, chunk_bytes, sides, num_groups=2)
+            optimal = collective.name in _OPTIMAL
+            found = _cut_bound(topology, inside, float(leaving[0]), optimal=optimal)
+            yield found
+            best_s = max(best_s, found.seconds)
+            links = inside[topology.link_sources] & ~inside[topology.link_targets]
+            latency_s = float(topology.latencies_s[links].min())
+            quickest_s = max(latency_s, best_s - (found.seconds - latency_s))
 
 
 def _group_traffic(
@@ -409,18 +508,25 @@ def _traffic_kernel(
     return bytes_in, bytes_out, chunks_in, chunks_out
 
 
-def _sweep_traffic(collective: Collective, chunk_bytes: Floats, places: Longs) -> Floats:
-    """Return the least bytes from the first k ranks of an order to the others, for k = 0..N."""
+def _sweep_traffic(
+    collective: Collective, chunk_bytes: Floats, levels: Longs, cuts: Longs
+) -> Floats:
+    """Return the least bytes from the ranks below each level to the others."""
+    if collective.name == "all_to_all" and collective.has_equal_chunks:
+        below = np.bincount(levels, minlength=cuts.size + 1).cumsum()[:-1]
+        others = collective.num_ranks - below
+        carried: Floats = below * others * (chunk_bytes.sum() / collective.num_ranks**2)
+        return carried
     pre, post = collective.pre_offsets, collective.post_offsets
     used = np.flatnonzero((np.diff(pre) > 0) & (np.diff(post) > 0))
-    total = np.zeros(collective.num_ranks + 2)
+    total = np.zeros(cuts.size + 2)
     if used.size:
         spread = np.minimum if collective.reducing else np.maximum
         # Segments of unused chunks are empty, so the next used one starts where this one ends.
-        first = spread.reduceat(places[collective.pre_ranks], pre[used])
-        last = np.maximum.reduceat(places[collective.post_ranks], post[used])
-        crosses = last > first  # for every k with first < k <= last
+        first = spread.reduceat(levels[collective.pre_ranks], pre[used])
+        last = np.maximum.reduceat(levels[collective.post_ranks], post[used])
+        crosses = last > first  # for every cut with first < cut <= last
         sizes = chunk_bytes[used][crosses]
         np.add.at(total, first[crosses] + 1, sizes)
         np.add.at(total, last[crosses] + 1, -sizes)
-    return np.maximum(np.cumsum(total)[:-1], 0.0)
+    return np.maximum(np.cumsum(total)[1:-1], 0.0)

@@ -51,6 +51,7 @@ def throughput_optimum(
     *,
     collective: str = "all_gather",
     root: int = 0,
+    uncut: Array | None = None,
 ) -> ThroughputOptimum:
     """Find the exact throughput optimum of a collective that copies or sums.
 
@@ -62,10 +63,11 @@ def throughput_optimum(
             ``"scatter"`` or ``"gather"``; an all-reduce made of reduce-scatter and all-gather
             takes the sum of both.
         root: The root of the last four.
+        uncut: Links that count as wide enough for anything, bool [num_links]; None for none.
 
     Returns:
-        The optimum with its cut. For the sums, the cut is given on the reversed network, whose
-        links it also names.
+        The optimum with its cut, of rate 0 where no cut is left. For the sums, the cut is given on
+        the reversed network, whose links it also names.
 
     Raises:
         ConfigurationError: A weight is negative or too fine, or there is no such collective.
@@ -94,14 +96,15 @@ def throughput_optimum(
     shares = shares // common
     ranks = topology.rank_nodes
     capacities, unit, exact = whole_capacities(topology)
+    wide = np.zeros(topology.num_links, np.bool_) if uncut is None else uncut
     total = Fraction(int(shares.sum()))  # in units of the common divisor, as the ratio is
     if collective == "scatter":
-        ratio, cut = _scatter_ratio(topology, capacities, shares, root=root)
+        ratio, cut = _scatter_ratio(topology, (capacities, wide), shares, root=root)
     else:
         if collective == "broadcast":
             shares = np.where(np.arange(shares.size) == root, shares, 0)
             total = Fraction(int(shares.sum()))
-        finder = _CutFinder(topology, capacities, list(zip(ranks, shares, strict=True)))
+        finder = _CutFinder(topology, (capacities, wide), list(zip(ranks, shares, strict=True)))
         sinks = [int(node) for rank, node in enumerate(ranks) if shares.sum() > shares[rank]]
         ratio, cut = finder.worst_ratio(sinks, start=_ingress_cut(topology, capacities, shares))
     return ThroughputOptimum(
@@ -193,9 +196,9 @@ class _CutFinder:
     """Max-flows from weighted sources to one sink after the other, on one graph."""
 
     def __init__(
-        self, topology: Topology, capacities: Longs, supplies: Iterable[tuple[int, int]]
+        self, topology: Topology, links: tuple[Longs, Array], supplies: Iterable[tuple[int, int]]
     ) -> None:
-        self._topology, self._capacities = topology, capacities
+        self._topology, (self._capacities, self._wide) = topology, links
         supplied = [(int(node), int(weight)) for node, weight in supplies if weight > 0]
         self._nodes = np.array([node for node, _ in supplied], dtype=np.int64)
         self._weights = np.array([weight for _, weight in supplied], dtype=np.int64)
@@ -203,13 +206,15 @@ class _CutFinder:
         self._source = topology.num_nodes
         sources = np.concatenate([topology.link_sources, np.full(self._nodes.size, self._source)])
         targets = np.concatenate([topology.link_targets, self._nodes])
-        limits = np.concatenate([capacities, self._weights])
+        limits = np.concatenate([self._capacities, self._weights])
         self._solver.add(sources.tolist(), targets.tolist(), limits.tolist())
 
     def ratio(self, inside: Array) -> Fraction:
         """Return the weight that starts in the set over the capacity that leaves it."""
         topology = self._topology
         crossing = inside[topology.link_sources] & ~inside[topology.link_targets]
+        if (crossing & self._wide).any():
+            return Fraction(0)
         capacity = int(self._capacities[crossing].sum())
         return Fraction(int(self._weights[inside[self._nodes]].sum()), capacity)
 
@@ -246,7 +251,8 @@ class _CutFinder:
                 f"weights and capacities are too fine: their products reach {largest:.3g}",
                 hint="give weights with a large common divisor, such as multiples of a kilobyte",
             )
-        limits = np.concatenate([self._capacities * q, self._weights * p])
+        links = np.where(self._wide, p * int(self._weights.sum()), self._capacities * q)
+        limits = np.concatenate([links, self._weights * p])
         self._solver.set_all(limits)
 
     def _deficient_cut(self, sink: int, inverse_rate: Fraction) -> Array | None:
@@ -261,12 +267,12 @@ class _CutFinder:
 
 
 def _scatter_ratio(
-    topology: Topology, capacities: Longs, shares: Longs, *, root: int
+    topology: Topology, links: tuple[Longs, Array], shares: Longs, *, root: int
 ) -> tuple[Fraction, tuple[int, ...]]:
     """A scatter is one flow: from the root to every rank at once, which is its reverse's gather."""
     away = np.where(np.arange(shares.size) == root, 0, shares)
     reverse = topology.reversed()
-    finder = _CutFinder(reverse, capacities, list(zip(topology.rank_nodes, away, strict=True)))
+    finder = _CutFinder(reverse, links, list(zip(topology.rank_nodes, away, strict=True)))
     sink = int(topology.rank_nodes[root])
     start = np.ones(topology.num_nodes, dtype=np.bool_)
     start[sink] = False

@@ -204,7 +204,8 @@ def _table(topology: Topology, every: list[Any], known: tuple[Any, ...]) -> Flow
     names, positions, trees, jobs = known
     groups = _numbers(getattr(task, "group", None) for task in every)
     processors = _numbers(getattr(task, "processor", None) for task in every)
-    routes = [_route_of(topology, task, trees) for task in every]
+    checked: dict[Any, Sequence[int]] = {}  # a job's collectives go the same ways again and again
+    routes = [_route_of(topology, task, trees, checked) for task in every]
 
     def column(read: Callable[[Any], Any]) -> list[Any]:
         return [read(task) for task in every]
@@ -243,13 +244,19 @@ def _cap_of(task: Any, trees: Mapping[Hashable, Tree]) -> float:
     return float("inf") if cap is None else float(cap)
 
 
-def _route_of(topology: Topology, task: Any, trees: Mapping[Hashable, Tree]) -> Sequence[int]:
+def _route_of(
+    topology: Topology, task: Any, trees: Mapping[Hashable, Tree], checked: dict[Any, Sequence[int]]
+) -> Sequence[int]:
     if isinstance(task, AggregationRequest):
         return trees[task.request_id].route
     if isinstance(task, Compute):
         return ()
+    route = tuple(task.route)
+    key = task.source, task.target, route
+    if key in checked and bool not in map(type, route):  # True is a key like 1
+        return checked[key]
     here, target = topology.index(task.source), topology.index(task.target)
-    for link in task.route:
+    for link in route:
         if isinstance(link, bool) or not 0 <= link < topology.num_links:
             raise ConfigurationError(
                 f"flow {task.flow_id!r} uses link {link!r}, but {topology.name!r} has "
@@ -269,7 +276,8 @@ def _route_of(topology: Topology, task: Any, trees: Mapping[Hashable, Tree]) -> 
             f"{task.target!r}",
             hint="topology.shortest_route(rank_a, rank_b) gives a whole route",
         )
-    return tuple(task.route)
+    checked[key] = route
+    return route
 
 
 def _requests(
@@ -278,14 +286,14 @@ def _requests(
     trees: Mapping[Hashable, Tree],
     positions: Mapping[Hashable, int],
 ) -> Requests:
-    slots: list[list[tuple[int, float]]] = []
-    fallbacks: list[list[tuple[int, float]]] = []
+    slots: list[list[tuple[int, float]]] = [[] for _ in every]
+    fallbacks: list[list[tuple[int, float]]] = [[] for _ in every]
     fallback_of = np.full(len(every), -1, np.int64)
-    for position, task in enumerate(every):
-        is_request = isinstance(task, AggregationRequest)
-        slots.append(list(trees[task.request_id].slots) if is_request else [])
-        chosen = [positions[flow.flow_id] for flow in task.fallback or ()] if is_request else []
-        fallbacks.append([(flow, 1.0) for flow in chosen])
+    for request_id, tree in trees.items():
+        position = positions[request_id]
+        slots[position] = list(tree.slots)
+        chosen = [positions[flow.flow_id] for flow in every[position].fallback or ()]
+        fallbacks[position] = [(flow, 1.0) for flow in chosen]
         fallback_of[chosen] = position
     pools = [ability.aggregation for ability in topology.switches]
     rates = [
