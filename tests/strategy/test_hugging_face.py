@@ -21,27 +21,45 @@ SIZES = {
 ENCODERS = {name for name in FAMILIES if "bert" in name} | {"camembert", "data2vec-text", "ernie"}
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES - OWN_TEST))
-@pytest.mark.parametrize("tied", [None, True, False])
-def test_parameters_are_those_that_transformers_makes(family, tied):
+def small(family, changes=None):
+    """Return transformers' model without memory, and its configuration as it is saved."""
     torch, tf = pytest.importorskip("torch"), pytest.importorskip("transformers")
     kind = tf.CONFIG_MAPPING[family]
     known = kind().to_dict().keys() | {"num_labels"}
     sizes = {name: value for name, value in SIZES.items() if name in known}
     if family == "falcon":
         sizes.pop("head_dim", None)  # follows from the others
-    if tied is not None:
-        sizes["tie_word_embeddings"] = tied
-    config = kind(**sizes)
+    config = kind(**sizes, **(changes or {}))
     head = tf.AutoModelForImageClassification if "vit" in family else tf.AutoModelForCausalLM
     with torch.device("meta"):
-        theirs = head.from_config(config)
+        model = head.from_config(config, attn_implementation="eager")
+    return model, json.loads(config.to_json_string(use_diff=True))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES - OWN_TEST))
+@pytest.mark.parametrize("tied", [None, True, False])
+def test_parameters_are_those_that_transformers_makes(family, tied):
+    theirs, saved = small(family, {} if tied is None else {"tie_word_embeddings": tied})
     count = sum(parameter.numel() for parameter in theirs.parameters())
-    # As it is saved: without what is as in every other model.
-    saved = json.loads(config.to_json_string(use_diff=True))
     length = None if {"max_position_embeddings", "n_positions", "patch_size"} & saved.keys() else 64
     ours = model_from_hugging_face(saved, seq_len=length).num_parameters
     assert ours == pytest.approx(count, rel=0.03 if family in ENCODERS else 0.01)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["bert", "bitnet", "cohere2", "falcon", "gemma2", "gpt_neox", "llama", "nemotron", "phi3",
+     "qwen3", "starcoder2"],
+)  # fmt: skip
+def test_flops_are_those_of_its_forward(family):
+    theirs, saved = small(family)
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        theirs.eval()(input_ids=torch.zeros(1, 256, dtype=torch.int64, device="meta"))
+    ours = model_from_hugging_face(saved, seq_len=256).flops_per_sequence() / 3
+    assert ours == pytest.approx(counted.get_total_flops(), rel=0.03)
 
 
 @pytest.mark.parametrize(

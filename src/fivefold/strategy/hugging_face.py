@@ -27,14 +27,14 @@ _ENCODERS = {
 _GATED = {"bitnet", "gemma", "gemma2", "gemma3_text", "vaultgemma"}  # whatever the activation
 _DECODERS = {
     "apertus", "arcee", "aria_text", "axk1", "cohere", "cohere2", "cohere2_moe", "cwm",
-    "deepseek_v2", "deepseek_v3", "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
-    "falcon", "flex_olmo", "flint", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss",
-    "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium",
-    "hunyuan_v1_dense", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1",
-    "laguna", "llama", "llama4_text", "mellum", "minicpm3", "minimax_m2", "minimax_m3_vl_text",
-    "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2",
-    "olmo3", "olmoe", "persimmon", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "seed_oss", "smollm3", "solar_open", "stablelm", "youtu",
+    "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon",
+    "flex_olmo", "flint", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite",
+    "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense",
+    "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "laguna", "llama",
+    "llama4_text", "mellum", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral",
+    "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe",
+    "persimmon", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "smollm3", "solar_open", "stablelm", "youtu",
 }  # fmt: skip
 _VISION = {"vit", "vit_msn"}
 FAMILIES = frozenset({*_GPT, *_ROTARY_GPT, *_ENCODERS, *_GATED, *_DECODERS, *_VISION, *HYBRIDS})
