@@ -41,9 +41,10 @@ RESULTS = Path(__file__).parents[1] / "results" / "moe" / "cpu.json"
 OURS = "fivefold"
 PEERS = ("eager", "grouped_mm", "batched_mm")
 WARM_UPS = 2
-TURNS = 48  # a multiple of the orders of four backends
+TURNS = 48  # a multiple of the orders of three backends and of four
 RARE_TURNS = 6  # one in so many, for a peer that is not near the best
 NEAR = 3.0  # times the best
+MOST_COPIED_BYTES = 2**28  # of weights by batched_mm, which copies them for each assignment
 LEAST_S = 0.005  # of a turn: what is faster runs several times
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
@@ -64,6 +65,12 @@ class Shape:
     def flops(self) -> int:
         """Of a forward pass, gated."""
         return 6 * self.tokens * self.top_k * self.hidden * self.inner
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Who takes part."""
+        copied = self.tokens * self.top_k * self.weight_bytes(1)
+        return PEERS if copied <= MOST_COPIED_BYTES else PEERS[:-1]
 
     def weight_bytes(self, busy_experts: int) -> int:
         """Of the experts that have tokens."""
@@ -146,6 +153,7 @@ class Bench:
         self.ids = scores.topk(shape.top_k).indices
         self.weights = torch.rand(shape.tokens, shape.top_k).softmax(-1).to(shape.dtype)
         self.tolerance = TOLERANCE[shape.dtype]
+        self.peers = shape.peers
 
     def forward(self, backend: str) -> torch.Tensor:
         """The output, without gradients."""
@@ -171,7 +179,7 @@ class Bench:
             FivefoldError: They do not compute the same.
         """
         wanted = {"output": self.forward(PEERS[0]), **self.train(PEERS[0])}
-        for backend in (*PEERS[1:], OURS):
+        for backend in (*self.peers[1:], OURS):
             found = {"output": self.forward(backend), **self.train(backend)}
             if found.keys() != wanted.keys() or len(found) != 5:
                 message = f"{backend} has gradients of {sorted(found)}, not of {sorted(wanted)}"
@@ -183,14 +191,16 @@ class Bench:
                     raise FivefoldError(message, hint="do not trust its times")
 
 
-def measure(run: Callable[[str], Any], turns: int) -> dict[str, list[float | None]]:
+def measure(
+    run: Callable[[str], Any], peers: tuple[str, ...], turns: int
+) -> dict[str, list[float | None]]:
     """Seconds by backend, turn by turn; None where a slow one was left out."""
-    backends = [OURS, *PEERS]
+    backends = [OURS, *peers]
     first = {
         backend: min(_seconds(run, backend, 1) for _ in range(WARM_UPS)) for backend in backends
     }
     best_s = min(first.values())
-    rare = {backend for backend in PEERS if first[backend] > NEAR * best_s}
+    rare = {backend for backend in peers if first[backend] > NEAR * best_s}
     repeats = max(1, round(LEAST_S / best_s))
     seconds: dict[str, list[float | None]] = {backend: [] for backend in backends}
     orders = itertools.cycle(itertools.permutations(backends))
@@ -252,10 +262,10 @@ def rows_of(shape: Shape, turns: int, ceiling: Ceiling) -> list[BenchmarkRow]:
     busy = len(set(bench.ids.flatten().tolist()))
     rows = []
     for metric, run in (("forward", bench.forward), ("forward and backward", bench.train)):
-        seconds = measure(run, turns)
+        seconds = measure(run, shape.peers, turns)
         known = {name: [s for s in times if s is not None] for name, times in seconds.items()}
         ours, spread = median_and_spread(known[OURS])
-        peers = {peer: median_and_spread(known[peer])[0] for peer in PEERS}
+        peers = {peer: median_and_spread(known[peer])[0] for peer in shape.peers}
         limit = ceiling.seconds(shape, busy, training=metric != "forward")
         rows.append(
             BenchmarkRow(

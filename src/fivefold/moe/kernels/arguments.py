@@ -129,41 +129,24 @@ _INTERPRETED = Tiles(
 
 
 def tiles_for(
-    dtype: torch.dtype, *, gated: bool, precision: str, by_descriptor: bool, interpreted: bool
+    dtype: torch.dtype, *, halves: bool, precision: str, by_descriptor: bool, interpreted: bool
 ) -> Tiles:
     """Return the variant for a data type; chosen by what compiles without spills, not by timing.
 
-    Weights that do not come through the tensor memory accelerator (``by_descriptor``) need
-    registers for their addresses.
+    ``halves``: the first product has two of its tiles in registers at a time, as that of a gated
+    activation, or of the backward. Weights that do not come through the tensor memory accelerator
+    (``by_descriptor``) need registers for their addresses. A weight gradient's tile is ``rows`` by
+    ``second_columns``.
     """
     if interpreted:
         return _INTERPRETED
     if not by_descriptor or (dtype == torch.float32 and precision != "tf32"):
-        return _small_tiles(dtype, precision)
-    if dtype != torch.float32:
-        columns = 128 if gated else 256
-        return Tiles(rows=128, columns=columns, second_columns=256, depth=64)
-    columns = 64 if gated else 128
-    return Tiles(rows=128, columns=columns, second_columns=128, depth=32)
-
-
-def _small_tiles(dtype: torch.dtype, precision: str) -> Tiles:
-    # Ordinary multiply-adds unroll the depth: 32 would spill.
-    depth = 16 if dtype == torch.float32 and precision == "ieee" else 32
-    return Tiles(rows=64, columns=64, second_columns=64, depth=depth, stages=2)
-
-
-def backward_tiles_for(
-    dtype: torch.dtype, *, precision: str, by_descriptor: bool, interpreted: bool
-) -> Tiles:
-    """Return the variant of the backward; a weight gradient's tile is rows by second_columns."""
-    if interpreted:
-        return _INTERPRETED
-    if not by_descriptor or (dtype == torch.float32 and precision != "tf32"):
-        return _small_tiles(dtype, precision)
-    if dtype != torch.float32:
-        return Tiles(rows=128, columns=128, second_columns=256, depth=64)
-    return Tiles(rows=128, columns=64, second_columns=128, depth=32)
+        # Ordinary multiply-adds unroll the depth: 32 would spill.
+        depth = 16 if dtype == torch.float32 and precision == "ieee" else 32
+        return Tiles(rows=64, columns=64, second_columns=64, depth=depth, stages=2)
+    widest, depth = (128, 32) if dtype == torch.float32 else (256, 64)
+    columns = widest // 2 if halves else widest
+    return Tiles(rows=128, columns=columns, second_columns=widest, depth=depth)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,93 +43,74 @@ class OperatorGroup(Protocol):
         """Compute ``fused_moe`` between the ranks; differentiable and collective."""
 
 
-@torch.library.custom_op("fivefold::fused_moe", mutates_args=())
-def _forward(  # noqa: PLR0913, PLR0917 - a schema: every operand in its place, and none by default
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    b13: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    activation: str,
-    weight_on_input: bool,  # noqa: FBT001 - a schema has no keyword-only arguments here
-    backend: str,
-    precision: str,
-    control: torch.Tensor | None,
-    scratch: torch.Tensor | None,
-    keep_hidden: bool,  # noqa: FBT001 - as above
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # The workspace is written to, and the schema does not say so: control is left as it was found,
-    # what lies in scratch means nothing, and an op that says so could have no gradients.
-    workspace = None
-    if control is not None and scratch is not None:
-        workspace = Workspace(control=control, scratch=scratch)
+# As ``fused_moe`` has them, the first five by place; torch passes what is optional as None.
+_OPERANDS = (
+    "Tensor x, Tensor w13, Tensor w2, Tensor ids, Tensor weights, Tensor? b13, Tensor? b2, "
+    "str activation, bool weight_on_input, str backend, str precision"
+)
+
+
+def _chosen(given: tuple[Any, ...]) -> tuple[Backend, tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Return who computes, from what, and how, for what ``_OPERANDS`` says."""
+    b13, b2, activation, weight_on_input, backend, precision = given[5:11]
+    options = {
+        "activation": activation_named(activation),
+        "b13": b13,
+        "b2": b2,
+        "weight_on_input": weight_on_input,
+        "precision": precision,
+    }
+    return backend_for(backend, given[0]), given[:5], options
+
+
+def _forward_shape(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    x, w13, _, ids, *_, keep_hidden = given
     hidden = x.new_empty((ids.numel() if keep_hidden else 0, w13.shape[1]))
-    output = backend_for(backend, x).forward(
-        x,
-        w13,
-        w2,
-        ids,
-        weights,
-        activation=activation_named(activation),
-        b13=b13,
-        b2=b2,
-        weight_on_input=weight_on_input,
-        precision=precision,
-        workspace=workspace,
-        hidden=hidden if keep_hidden else None,
-    )
-    return output, hidden
-
-
-@_forward.register_fake
-def _forward_shape(
-    x: torch.Tensor, w13: torch.Tensor, _w2: torch.Tensor, ids: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = x.new_empty((ids.numel() if options[-1] else 0, w13.shape[1]))
     return torch.empty_like(x, memory_format=torch.contiguous_format), hidden
 
 
-@torch.library.custom_op("fivefold::fused_moe_backward", mutates_args=())
-def _backward(  # noqa: PLR0913, PLR0917 - as above
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    b13: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    activation: str,
-    weight_on_input: bool,  # noqa: FBT001 - as above
-    backend: str,
-    precision: str,
-    hidden: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    found = backend_for(backend, x).backward(
-        gradient.contiguous(),
-        x,
-        w13,
-        w2,
-        ids,
-        weights,
-        activation=activation_named(activation),
-        b13=b13,
-        b2=b2,
-        weight_on_input=weight_on_input,
-        precision=precision,
-        hidden=hidden,
-    )
+def _compute_forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    # The workspace is written to, and the schema does not say so: control is left as it was found,
+    # what lies in scratch means nothing, and an op that says so could have no gradients.
+    backend, operands, options = _chosen(given)
+    control, scratch, keep_hidden = given[11:]
+    workspace = None
+    if control is not None and scratch is not None:
+        workspace = Workspace(control=control, scratch=scratch)
+    x, w13, _, ids, _ = operands
+    hidden = x.new_empty((ids.numel() if keep_hidden else 0, w13.shape[1]))
+    kept = hidden if keep_hidden else None
+    return backend.forward(*operands, **options, workspace=workspace, hidden=kept), hidden
+
+
+_forward = torch.library.custom_op(
+    "fivefold::fused_moe",
+    _compute_forward,
+    mutates_args=(),
+    schema=f"({_OPERANDS}, Tensor? control, Tensor? scratch, bool keep_hidden) -> (Tensor, Tensor)",
+)
+_forward.register_fake(_forward_shape)
+
+
+def _compute_backward(gradient: torch.Tensor, *given: Any) -> list[torch.Tensor]:
+    backend, operands, options = _chosen(given)
+    found = backend.backward(gradient.contiguous(), *operands, **options, hidden=given[11])
     return [g.contiguous() for g in found if g is not None]
 
 
-@_backward.register_fake
-def _backward_shapes(
-    _gradient: torch.Tensor, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, *rest: Any
-) -> list[torch.Tensor]:
-    like = [tensor for tensor in (x, w13, w2, *rest[1:4]) if tensor is not None]
+def _backward_shapes(_gradient: torch.Tensor, *given: Any) -> list[torch.Tensor]:
+    x, w13, w2, _, *rest = given[:7]
+    like = [tensor for tensor in (x, w13, w2, *rest) if tensor is not None]
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like]
+
+
+_backward = torch.library.custom_op(
+    "fivefold::fused_moe_backward",
+    _compute_backward,
+    mutates_args=(),
+    schema=f"(Tensor gradient, {_OPERANDS}, Tensor? hidden) -> Tensor[]",
+)
+_backward.register_fake(_backward_shapes)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -111,6 +111,10 @@ class MoEConfig:
         self.router.check_experts(self.experts)
 
 
+LocalExperts = Callable[..., torch.Tensor]
+"""Experts of a process: from tokens, ids, weights and, where they reach others', ``group``."""
+
+
 class LayerGroup(Protocol):
     """Ranks that share out the experts of a layer."""
 
@@ -121,16 +125,12 @@ class LayerGroup(Protocol):
         """Refuse a layer that the group was not made for."""
 
     def apply(
-        self,
-        tokens: torch.Tensor,
-        routed: torch.Tensor,
-        *,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        num_experts: int,
-        local: Callable[..., torch.Tensor],
+        self, tokens: torch.Tensor, routing: Routing, ids: torch.Tensor, local: LocalExperts
     ) -> tuple[torch.Tensor, ExpertLoad]:
-        """Return the experts' weighted sums [T, H] and the load of all ranks' tokens."""
+        """Return the experts' weighted sums [T, H] and the load of all ranks' tokens.
+
+        ``ids`` is ``routing.ids_TK``, or has -1 for what is dropped.
+        """
 
 
 class _Gate(nn.Module):
@@ -309,18 +309,11 @@ class MoE(nn.Module):
         self, tokens: torch.Tensor, routing: Routing, ids: torch.Tensor
     ) -> tuple[torch.Tensor, ExpertLoad]:
         """Return the experts' output, and the loads, wherever the experts are."""
-        weights, experts = routing.weights_TK, self.config.experts
-        if self.group is None:
-            output = self._through(tokens, ids, weights, experts=self.experts)
-            return output, ExpertLoad(routed=routing.load_E, kept=counts_of(ids, experts))
-        return self.group.apply(
-            tokens,
-            routing.ids_TK,
-            ids=ids,
-            weights=weights,
-            num_experts=experts,
-            local=functools.partial(self._through, experts=self.experts),
-        )
+        local = functools.partial(self._through, experts=self.experts)
+        if self.group is not None:
+            return self.group.apply(tokens, routing, ids, local)
+        kept = counts_of(ids, self.config.experts)
+        return local(tokens, ids, routing.weights_TK), ExpertLoad(routed=routing.load_E, kept=kept)
 
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
         # Not in autocast's 16 bits: a rounded logit sends a token to another expert (selective

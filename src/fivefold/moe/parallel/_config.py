@@ -147,7 +147,7 @@ class OneSidedConfig:
         gated = activation_named(self.activation).gated
         tiles = tiles_for(
             self.dtype,
-            gated=gated,
+            halves=gated,
             precision=self.precision,
             by_descriptor=self.by_descriptor,
             interpreted=interpreting(),

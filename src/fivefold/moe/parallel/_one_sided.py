@@ -13,7 +13,7 @@ ranks of this process, L experts of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -44,7 +44,7 @@ from fivefold.moe.kernels.launch import (
 from fivefold.moe.kernels.workspace import Layout
 from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.backend import Backend, backend_for
-from fivefold.moe.operator.layer import ExpertLoad, MoEConfig
+from fivefold.moe.operator.layer import ExpertLoad, LocalExperts, MoEConfig
 from fivefold.moe.operator.operands import Precision, check_ids, check_weight_on_input
 from fivefold.moe.parallel._config import (
     OneSidedConfig,
@@ -58,7 +58,7 @@ from fivefold.moe.parallel._config import (
     sizes_of,
 )
 from fivefold.moe.parallel._heaps import SharedMemoryHeap, SymmetricHeap, VirtualHeap
-from fivefold.moe.routing.router import DropPolicy, Router, counts_of
+from fivefold.moe.routing.router import DropPolicy, Router, Routing, counts_of
 
 _Tensor = torch.Tensor
 _Optional = torch.Tensor | None
@@ -196,14 +196,15 @@ class OneSidedGroup:
     ) -> torch.Tensor:
         """Send this rank's tokens through experts everywhere, and serve the other ranks' tokens.
 
-        What ``fused_moe(..., group=self)`` calls; differentiable. The backend "fused" is one
-        launch; "split" and "reference" compute the experts between two. "auto" is "fused" on a GPU
-        and "reference" on the CPU.
+        What ``fused_moe(..., group=self)`` calls, whose operands and options these are;
+        differentiable. The backend "fused" is one launch; "split" and "reference" compute the
+        experts between two. "auto" is "fused" on a GPU and "reference" on the CPU. On a virtual
+        heap tokens and weights are those of all ranks, one rank after the other.
 
         Args:
-            x: This rank's tokens [T, H]; on a virtual heap all ranks', one rank after the other.
-            w13: Weights of this rank's experts, [E / P, 2I or I, H]; on a virtual heap [E, ..].
-            w2: [E / P, H, I], or [E, H, I].
+            x: This rank's tokens [T, H].
+            w13: Weights of this rank's experts, [E / P, 2I or I, H].
+            w2: Likewise, [E / P, H, I].
             topk_ids: Experts among all E, [T, K]; -1 for none.
             topk_weights: [T, K].
             activation: The configuration's; None: not compared.
@@ -417,27 +418,19 @@ class OneSidedGroup:
         check_layer(self.config, config)
 
     def apply(
-        self,
-        tokens: torch.Tensor,
-        routed: torch.Tensor,
-        *,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        num_experts: int,
-        local: Callable[..., torch.Tensor],
+        self, tokens: torch.Tensor, routing: Routing, ids: torch.Tensor, local: LocalExperts
     ) -> tuple[torch.Tensor, ExpertLoad]:
         """Compute a layer's experts, and the load: of all ranks where known, else of this one.
 
-        What ``MoE`` calls; ``ids`` is ``routed``, or has -1 for what is dropped; ``local`` calls
-        ``fused_moe(..., group=...)`` with tokens, ids, weights and ``group``.
+        What ``MoE`` calls; ``local`` calls ``fused_moe(..., group=...)``.
         """
-        output = local(tokens, ids, weights, group=self)
+        output = local(tokens, ids, routing.weights_TK, group=self)
         # With a capacity, what others' routers wanted is not known: their counts are of rows.
-        everywhere = self.loads() if ids is routed else None
+        everywhere = self.loads() if ids is routing.ids_TK else None
         if everywhere is not None:
             return output, ExpertLoad(routed=everywhere, kept=everywhere)
-        counts = [counts_of(found, num_experts) for found in (routed, ids)]
-        return output, ExpertLoad(routed=counts[0], kept=counts[1])
+        kept = counts_of(ids, self.config.experts)
+        return output, ExpertLoad(routed=routing.load_E, kept=kept)
 
     def loads(self) -> torch.Tensor | None:
         """Return the rows that each expert got in the last call from all ranks, int64 [E].

@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
-from fivefold.moe.operator.layer import ExpertLoad, MoEConfig
+from fivefold.moe.operator.layer import ExpertLoad, LocalExperts, MoEConfig
+from fivefold.moe.routing.router import Routing
 
 Guard = Callable[[str], AbstractContextManager[None]]
 
@@ -116,22 +117,15 @@ class AllToAllGroup:
         self.experts_of(config.experts)
 
     def apply(
-        self,
-        tokens: torch.Tensor,
-        routed: torch.Tensor,
-        *,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        num_experts: int,
-        local: Callable[..., torch.Tensor],
+        self, tokens: torch.Tensor, routing: Routing, ids: torch.Tensor, local: LocalExperts
     ) -> tuple[torch.Tensor, ExpertLoad]:
         """Send tokens to their experts' ranks and add up what comes back; a collective call.
 
         What ``MoE`` calls. The backward pass is a collective call as well: it must run on all ranks
-        of the group, or on none. ``ids`` is ``routed`` with -1 for what is dropped. ``local``
-        computes the weighted sum over this rank's experts from tokens [R, H], expert numbers [R, K]
-        counted from this rank's first (-1 for others') and weights [R, K].
+        of the group, or on none. ``local`` gets tokens [R, H], expert numbers [R, K] counted from
+        this rank's first (-1 for others') and weights [R, K].
         """
+        num_experts = routing.scores_TE.shape[1]
         self._check_alike(tokens, ids, num_experts)
         share = len(self.experts_of(num_experts))
         owner = torch.div(ids, share, rounding_mode="floor")  # -1 stays -1
@@ -143,7 +137,7 @@ class AllToAllGroup:
             torch.cat(
                 [
                     wanted.sum(dim=1),
-                    torch.bincount(routed.reshape(-1), minlength=num_experts),
+                    torch.bincount(routing.ids_TK.reshape(-1), minlength=num_experts),
                     torch.bincount(ids.reshape(-1) + 1, minlength=num_experts + 1)[1:],
                 ]
             ),
@@ -159,7 +153,7 @@ class AllToAllGroup:
             row_bytes=tokens.shape[1] * tokens.element_size(),
         )
         received: tuple[torch.Tensor, ...]
-        received = _Dispatch.apply(tokens, weights, plan, self)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+        received = _Dispatch.apply(tokens, routing.weights_TK, plan, self)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
         partial = local(received[0], received[2], received[1])
         output: torch.Tensor = _Combine.apply(partial, plan, self)  # type: ignore[no-untyped-call]  # as above
         loads = told[:, self.size :].sum(dim=0)
