@@ -88,10 +88,8 @@ METHODS: dict[str, Method] = {
     "CO2 tau 8, 8 fragments": Method(
         rule=lambda: CO2(tau=8, fragments=8, outer_lr=1.0, outer_momentum=0.0)
     ),
-    "CO2 tau 8, 8 fragments, no penalty": Method(
-        rule=lambda: CO2(
-            tau=8, fragments=8, outer_lr=1.0, outer_momentum=0.0, staleness="none", clip=None
-        )
+    "CO2 tau 8, 8 fragments, momentum 0.2": Method(
+        rule=lambda: CO2(tau=8, fragments=8, outer_lr=1.0)
     ),
     "Streaming DiLoCo tau 8, 8 fragments": Method(
         rule=lambda: StreamingDiLoCo(tau=8, fragments=8, outer_momentum=0.5)

@@ -126,6 +126,9 @@ def test_a_config_json_is_a_job(tmp_path):
     for source in (tmp_path, tmp_path / "config.json"):
         found = plan(source, *where, "--global-batch", 64, "--seq-len", 128, "--json")
         assert json.loads(found.stdout)["best"][0]["plan"]["global_batch"] == 64
+    # A file says how long sequences may be, not how long they are: what is priced is shown.
+    said = " ".join(plan(tmp_path, *where, "--global-batch", 64).stdout.split())
+    assert "batch 64 x 512 tokens" in said
     with pytest.raises(ConfigurationError, match="how it is trained"):
         plan(tmp_path, *where)
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
 from fivefold.flows import FlowDemand, JobTraffic, route_flows, time_shifts
-from fivefold.flows.guard import never_worse
 from fivefold.network.topology import Link, Node, Topology, switch
 
 
@@ -148,21 +147,6 @@ def test_jobs_that_only_compute_or_do_nothing_need_no_shift():
 def test_bad_settings_of_shifts_are_refused(change):
     with pytest.raises(ConfigurationError):
         time_shifts(on_one_link(job("a", 1.0, 1.0)), **change)
-
-
-@pytest.mark.parametrize(
-    ("candidate", "taken", "worse"),
-    [
-        ({"a": 1.0, "b": 2.0}, True, ()),
-        ({"a": 1.0, "b": 2.1}, False, ("b",)),
-        ({"a": 2.0, "b": 2.0}, False, ()),
-    ],
-)
-def test_the_guard_lets_nobody_lose(candidate, taken, worse):
-    plans = {"old": {"a": 2.0, "b": 2.0}, "new": candidate}
-    found = never_worse("new", "old", predict=plans.__getitem__)
-    assert (found.taken, found.worse) == (taken, worse)
-    assert found.plan == ("new" if taken else "old")
 
 
 def test_a_period_is_made_like_the_nearest_of_those_within_the_tolerance():

@@ -26,110 +26,89 @@ MEASURED = SyncStatistics(
     left_out_payloads=0, rule="CO2", delay_steps=8, most_fragments=8,
     step_s=0.1, all_reduce_s=0.6,
 )  # fmt: skip
+
+
+def late(takes, use, *, has=8, part=""):
+    return [f"an all-reduce{part} takes {takes} steps and has {has} to hide behind: {use}"]
+
+
+def sooner(takes, settings):
+    why = "would hide it too, and what is less late learns better"
+    return [f"an all-reduce takes {takes} steps: {settings} {why}"]
+
+
+def stalls(takes, use, *, part=""):
+    waits = "but 9% of the time is waiting: it stalls at times"
+    return [f"an all-reduce{part} takes {takes} steps, {waits}; use {use}"]
+
+
+def hidden_by(rule):
+    return [f"50% of the time is waiting: {rule} hides it"]
+
+
+CORRECTED = {"rule": "delay-corrected"}
+GRADIENTS = {"rule": "delayed gradients", "delay_steps": 1, "tau": 1}
+LOCAL_SGD = {"rule": "Local SGD", "delay_steps": 0}
+WHOLE = {"rule": "eager DiLoCo"}  # is not sent in parts
+FOUR = {"fragments": 4, "delay_steps": 2}
+FEW_BYTES = {"payload_bytes": 10**7}
+OF_FOUR = " of one of 4 fragments"
+OF_TWO = " of one of 2 fragments"
 CASES = [
-    # 6 steps; CO2 learns best at tau 4, behind which they fit with a quarter of the bytes.
+    # 6 steps in fp32; CO2 is not told less than tau 4, where parts of a quarter of the bytes fit.
+    ({}, sooner("6.0", 'tau=4, fragments=4, codec="int8"')),
+    ({"all_reduce_s": 1.1}, late("11.0", 'use tau=4, fragments=4, codec="int8"')),
+    ({"all_reduce_s": 2.0}, late("20.0", 'use tau=4, fragments=4, codec="int4"')),
+    ({"all_reduce_s": 0.11}, sooner("1.1", "tau=4, fragments=4")),
+    # Who runs a shorter round is not told a longer one.
     (
-        {},
-        [
-            ('an all-reduce takes 6.0 steps: tau=4, codec="int8" would hide it too, and what is '
-            "less late learns better")
-        ],
+        {"all_reduce_s": 0.3, "tau": 2, "delay_steps": 2},
+        late("3.0", 'use fragments=2, codec="int8"', has=2),
     ),
+    # 60 in fp32, 8.5 in int4 with a tenth to spare: two steps for each of five.
     (
-        {"all_reduce_s": 1.1},
-        ['an all-reduce takes 11.0 steps and has 8 to hide behind: use tau=4, codec="int8"'],
+        {"all_reduce_s": 3.0, "codec": "bf16"},
+        late("30.0", 'use tau=10, fragments=5, codec="int4"'),
     ),
-    (
-        {"all_reduce_s": 3.0, "codec": "bf16"},  # 60 in fp32, 8.5 in int4 with a tenth to spare
-        ['an all-reduce takes 30.0 steps and has 8 to hide behind: use tau=9, codec="int4"'],
-    ),
-    (
-        {"all_reduce_s": 2.0},
-        ['an all-reduce takes 20.0 steps and has 8 to hide behind: use tau=4, codec="int4"'],
-    ),
+    # 1.6 steps in int4 are two for the whole model.
+    ({"all_reduce_s": 1.1} | WHOLE, late("11.0", 'use tau=2, codec="int4"')),
     # What nobody knows the size of stays, and only the round changes.
+    ({"all_reduce_s": 2.0, "codec": "topk"} | WHOLE, late("20.0", "use tau=22")),
+    ({"all_reduce_s": 2.0, "codec": "Mine(bits=3)"}, late("20.0", "use tau=24, fragments=8")),
+    # 12 steps for all, 1.7 in int4, in two parts.
     (
-        {"all_reduce_s": 2.0, "codec": "topk"},
-        ["an all-reduce takes 20.0 steps and has 8 to hide behind: use tau=22"],
+        {"all_reduce_s": 0.3} | FOUR | CORRECTED,
+        late("3.0", 'use tau=2, fragments=2, codec="int4"', has=2, part=OF_FOUR),
     ),
+    ({"all_reduce_s": 0.25} | GRADIENTS, late("2.5", 'use codec="int8"', has=1)),
     (
-        {"all_reduce_s": 2.0, "codec": "Mine(bits=3)"},
-        ["an all-reduce takes 20.0 steps and has 8 to hide behind: use tau=22"],
+        {"all_reduce_s": 2.5} | GRADIENTS,
+        late("25.0", 'use gradients accumulated over 4 batches, codec="int4"', has=1),
     ),
-    (  # 12 steps for all, 1.7 in int4, in two parts
-        {"all_reduce_s": 0.3, "fragments": 4, "delay_steps": 2, "rule": "delay-corrected"},
-        [
-            ("an all-reduce of one of 4 fragments takes 3.0 steps and has 2 to hide behind: "
-            'use tau=2, fragments=2, codec="int4"')
-        ],
-    ),
+    ({"exposed_wait_s": 10.0, "all_reduce_s": 0.5}, stalls("5.0", "a larger tau")),
     (
-        {"all_reduce_s": 0.25, "delay_steps": 1, "tau": 1, "rule": "delayed gradients"},
-        ['an all-reduce takes 2.5 steps and has 1 to hide behind: use codec="int8"'],
+        {"exposed_wait_s": 10.0, "all_reduce_s": 0.1} | FOUR,
+        stalls("1.0", "fewer fragments", part=OF_FOUR),
     ),
+    # A delay of 5 steps where 8 are given is too little for a change; in parts it is one.
+    ({"all_reduce_s": 0.45, "codec": "topk"} | WHOLE, []),
+    ({"codec": "topk"} | CORRECTED, sooner("6.0", "tau=7, fragments=7")),
     (
-        {"all_reduce_s": 2.5, "delay_steps": 1, "tau": 1, "rule": "delayed gradients"},
-        [
-            ("an all-reduce takes 25.0 steps and has 1 to hide behind: "
-            'use gradients accumulated over 4 batches, codec="int4"')
-        ],
+        {"exposed_wait_s": 100.0, "all_reduce_s": 1.6} | LOCAL_SGD,
+        hidden_by('DelayCorrected(tau=3, fragments=3) with codec="int4"'),
     ),
-    (
-        {"exposed_wait_s": 10.0, "all_reduce_s": 0.5},
-        [
-            ("an all-reduce takes 5.0 steps, but 9% of the time is waiting: it stalls at times; "
-            "use a larger tau")
-        ],
-    ),
-    (
-        {"exposed_wait_s": 10.0, "fragments": 4, "delay_steps": 2, "all_reduce_s": 0.1},
-        [
-            ("an all-reduce of one of 4 fragments takes 1.0 steps, but 9% of the time is waiting: "
-            "it stalls at times; use fewer fragments")
-        ],
-    ),
-    (
-        {"all_reduce_s": 0.11},
-        [
-            ("an all-reduce takes 1.1 steps: tau=4 would hide it too, and what is less late learns "
-            "better")
-        ],
-    ),
-    # A delay of 5 steps where 8 are given is too little for a change.
-    ({"all_reduce_s": 0.45, "codec": "topk"}, []),
-    # A round of as many steps, in parts: 0.6 s for all of it, in 6 of one step each.
-    (
-        {"rule": "delay-corrected", "codec": "topk"},
-        [
-            ("an all-reduce takes 6.0 steps: tau=7, fragments=7 would hide it too, and what is "
-            "less late learns better")
-        ],
-    ),
-    (
-        {"rule": "Local SGD", "delay_steps": 0, "exposed_wait_s": 100.0, "all_reduce_s": 1.6},
-        [
-            ('50% of the time is waiting: DelayCorrected(tau=3, fragments=3) with codec="int4" '
-            "hides it")
-        ],
-    ),
-    ({"rule": "Local SGD", "delay_steps": 0, "exposed_wait_s": 5.0}, []),
+    ({"exposed_wait_s": 5.0} | LOCAL_SGD, []),
     # What a model of few tensors or few bytes cannot do is not said.
     (
-        {"rule": "delay-corrected", "codec": "topk", "most_fragments": 1, "all_reduce_s": 1.6},
-        ["an all-reduce takes 16.0 steps and has 8 to hide behind: use tau=18"],
+        {"codec": "topk", "most_fragments": 1, "all_reduce_s": 1.6} | CORRECTED,
+        late("16.0", "use tau=18"),
     ),
-    ({"rule": "delay-corrected", "payload_bytes": 10**7}, []),
-    (
-        {"all_reduce_s": 1.1, "payload_bytes": 10**7},
-        ["an all-reduce takes 11.0 steps and has 8 to hide behind: use tau=13"],
-    ),
+    (FEW_BYTES | CORRECTED, []),
+    ({"all_reduce_s": 1.1} | FEW_BYTES, late("11.0", "use tau=13")),
     # 1,024 steps are the longest round.
     (
-        {"all_reduce_s": 1e5, "payload_bytes": 10**7},
-        [
-            ("an all-reduce takes 1000000.0 steps and has 8 to hide behind: no round of up to 1024 "
-            "steps hides it")
-        ],
+        {"all_reduce_s": 1e5} | FEW_BYTES,
+        late("1000000.0", "no round of up to 1024 steps hides it"),
     ),
     (
         {"left_out_payloads": 2, "lost_all_reduces": 3, "all_reduce_s": None},
@@ -141,24 +120,15 @@ CASES = [
     ({"step_s": None, "all_reduce_s": None}, []),
     # A delay shorter than the round allows is raised first.
     (
-        {"all_reduce_s": 0.15, "fragments": 2, "delay_steps": 1, "tau": 4, "codec": "topk",
-         "rule": "delay-corrected", "most_fragments": 2},
-        [
-            ("an all-reduce of one of 2 fragments takes 1.5 steps and has 1 to hide behind: "
-            "use delay_steps=2")
-        ],
+        {"all_reduce_s": 0.15, "fragments": 2, "delay_steps": 1, "tau": 4, "codec": "topk"}
+        | {"most_fragments": 2, **CORRECTED},
+        late("1.5", "use delay_steps=2", has=1, part=OF_TWO),
     ),
     # What is decided while training is not for the user to change.
-    (
-        {"all_reduce_s": 1.1, "automatic": ("tau",)},
-        ['an all-reduce takes 11.0 steps and has 8 to hide behind: use codec="auto"'],
-    ),
-    (
-        {"all_reduce_s": 1.1, "automatic": ("tau", "codec")},
-        ["an all-reduce takes 11.0 steps and has 8 to hide behind: tau follows"],
-    ),
+    ({"all_reduce_s": 1.1, "automatic": ("tau",)}, late("11.0", 'use codec="auto"')),
+    ({"all_reduce_s": 1.1, "automatic": ("tau", "codec")}, late("11.0", "tau follows")),
     ({"all_reduce_s": 0.11, "automatic": ("tau",)}, []),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "expected"), CASES)

@@ -288,13 +288,22 @@ def test_outer_state_has_the_documented_size(rule, bytes_per_element):
     assert run_world(2, work) == [bytes_per_element, bytes_per_element]
 
 
-def test_warning_at_the_stability_limit_names_the_limit():
+@pytest.mark.parametrize(
+    ("setting", "limit"),
+    [
+        ({"tau": 1, "outer_lr": 0.9, "outer_momentum": 0.2}, r"0\.8"),
+        # 0.1 / (0.25 * 0.75^3), of a quarter of a round; beside it 2 (1 + 0.9) is far
+        ({"tau": 4, "delay_steps": 1, "outer_lr": 1.0, "outer_momentum": 0.9}, r"0\.948"),
+        ({"tau": 4, "delay_steps": 1, "outer_lr": 2.1, "outer_momentum": 0.0}, "2"),
+    ],
+)
+def test_warning_at_the_stability_limit_names_the_limit(setting, limit):
     def work(transport):
-        rule = CO2(tau=1, outer_lr=0.9, outer_momentum=0.2, staleness="none")
+        rule = CO2(**setting, staleness="none")
         model, optimizer, sync = make(transport, rule)
-        train_steps(model, optimizer, sync, range(30), transport.rank)
+        train_steps(model, optimizer, sync, range(60), transport.rank)
 
-    with pytest.warns(StabilityWarning, match=r"stability limit 0\.8 ") as caught:
+    with pytest.warns(StabilityWarning, match=f"stability limit {limit} ") as caught:
         run_world(2, work)
     assert len([w for w in caught if w.category is StabilityWarning]) == 2  # once per rank
 

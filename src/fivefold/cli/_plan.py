@@ -337,10 +337,12 @@ def _show(
     front: bool,
 ) -> None:
     console = Console(highlight=False)
-    billions = job.model.num_parameters / 1e9
+    millions = job.model.num_parameters / 1e6
+    size = f"{millions:.1f} M" if millions < 100 else f"{millions / 1e3:.1f} B"
     console.print(
-        f"[bold]{escape(job.model.name)}[/bold], {billions:.1f} B parameters, "
-        f"{job.space.num_gpus} GPUs of {escape(cluster.name)}, batch {job.space.global_batch}"
+        f"[bold]{escape(job.model.name)}[/bold], {size} parameters, "
+        f"{job.space.num_gpus} GPUs of {escape(cluster.name)}, "
+        f"batch {job.space.global_batch} x {job.model.seq_len:,} tokens"
     )
     console.print(_plans("fastest plans" if result else "the plan", job.model, best))
     _show_error_bar(console, _bar(job, cluster, best[0]), best)

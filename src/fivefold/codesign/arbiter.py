@@ -18,7 +18,6 @@ from fivefold.codesign.trees import aggregated_columns, free_slots, job_trees, s
 from fivefold.collectives.pricing.phases import tree_links
 from fivefold.errors import ConfigurationError
 from fivefold.flows import priority_classes, time_shifts
-from fivefold.flows.guard import never_worse
 from fivefold.flows.routing import Routing
 from fivefold.network.topology import Topology
 
@@ -113,8 +112,8 @@ class Arbiter:
 
     def worse(self, found: Mapping[str, float], floor: Mapping[str, float]) -> list[str]:
         """Jobs that end later than they may, the worst first."""
-        guarded = never_worse(found, floor, predict=lambda seconds: seconds, tolerance=_TOLERANCE)
-        return sorted(guarded.worse, key=lambda name: -found[name] / floor[name])
+        late = [name for name in floor if found[name] > floor[name] * (1 + _TOLERANCE)]
+        return sorted(late, key=lambda name: -found[name] / floor[name])
 
     def consider(
         self, layer: Layer, decision: str, plan: ClusterPlan, *, entity: str = "all jobs",

@@ -52,7 +52,7 @@ def phases_of(
     return _phases(topology, chosen, how, kind, size_bytes)
 
 
-@functools.lru_cache(maxsize=64)  # plans that differ in paths, classes or times only ask the same
+@functools.lru_cache(maxsize=256)  # plans that differ in paths, classes or times only ask the same
 def _phases(
     topology: Topology, job: JobSpec, how: tuple[Any, ...], kind: str, size_bytes: float
 ) -> list[list[Phase]]:

@@ -26,7 +26,7 @@ _KEPT_TIMES = 64
 _RUNNING_GAP_DECAY = 0.8
 _SHARE_WORTH_HIDING = 0.1  # below, waiting learns better than hiding
 _SHARE_OF_STALLS = 0.02
-_IN_FRAGMENTS = {DelayCorrected.name, StreamingDiLoCo.name}
+_IN_FRAGMENTS = {CO2.name, DelayCorrected.name, StreamingDiLoCo.name}
 _LEAST_TAU = {CO2.name: 4}  # below it learns worse, which the guide has figures for
 
 

@@ -13,7 +13,7 @@ _LETTERS = {
     "moe": "E",
 }  # fmt: skip
 _PLAIN = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-_FAMILIES = ("nemotron_h", "bamba", "granitemoehybrid", "jamba", "mamba", "falcon_mamba", "mamba2")
+HYBRIDS = ("nemotron_h", "bamba", "granitemoehybrid", "jamba", "mamba", "falcon_mamba", "mamba2")
 # Keys of layers that are neither attention nor one of these families' Mamba.
 _OTHERS = ("mamba_", "ssm_", "linear_num_", "linear_key_", "rwkv", "conv_L_cache")
 
@@ -26,12 +26,12 @@ def hybrid_layers(config: Mapping[str, Any]) -> dict[str, Any]:
         DataError: The file says nothing of a size that is needed.
     """
     family = str(config.get("model_type", ""))
-    if family not in _FAMILIES:
+    if family not in HYBRIDS:
         kinds = set(config.get("layer_types") or ()) - _PLAIN
         kinds |= {key for key in config if key.startswith(_OTHERS)}
         if kinds:
             message = f"a model of type {family!r} has layers that have no price: {min(kinds)}"
-            raise UnsupportedError(message, hint=f"known hybrids are {', '.join(_FAMILIES)}")
+            raise UnsupportedError(message, hint=f"known hybrids are {', '.join(HYBRIDS)}")
         return {}
     words = _words(config, family)
     layers: dict[str, Any] = {

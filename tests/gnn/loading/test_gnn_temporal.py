@@ -189,6 +189,7 @@ def test_batches_of_pyg_have_batch_and_seed_time(dataset):
         ({"node_time": "fit", "input_time": [1]}, "input_time has shape"),
         ({"node_time": "fit", "temporal_strategy": "first"}, "temporal_strategy is 'first'"),
         ({"edge_time": "fit"}, "input_time is None"),
+        ({"node_time": "fit", "input_time": np.array([1, 2**63], np.uint64)}, "int64 does not"),
     ],
 )
 def test_times_that_do_not_fit_are_refused(dataset, options, said):
@@ -199,6 +200,17 @@ def test_times_that_do_not_fit_are_refused(dataset, options, said):
     }
     with pytest.raises(ConfigurationError, match=said):
         OnlineLoader(dataset, [0, 1], fanouts=[2], batch_size=2, **given)
+
+
+@pytest.mark.parametrize(("late", "found"), [(1e300, 2), (-1e300, 0), (2.5, 2), (1.5, 1)])
+def test_real_limits_of_whole_times(tmp_path, late, found):
+    source = array_source([[1, 2], [0, 0]], features=np.zeros((3, 1), np.float32))
+    with ingest(source, tmp_path / "g") as made:
+        loader = OnlineLoader(
+            made, [0], fanouts=[-1], batch_size=1, node_time=[0, 1, 2], input_time=[late]
+        )
+        with loader:
+            assert next(iter(loader)).edge_index.shape[1] == found
 
 
 def test_times_of_links_that_do_not_fit_are_refused(dataset):

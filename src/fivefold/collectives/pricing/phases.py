@@ -8,6 +8,7 @@ them), without an object per chunk, so that hundreds of jobs can be simulated.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -169,25 +170,21 @@ def phases_time_s(
 
     Flows add up on the links that they share.
     """
-    loads: dict[int, float] = {}
+    loads = np.zeros(topology.num_links)
     slowest_s = latency_s = 0.0
     for phase in phases:
         if phase.tree is not None:
             rate, delay_s = _tree_rate(topology, slots, phase.tree)
             slowest_s = max(slowest_s, phase.edge_bytes / rate)
             latency_s = max(latency_s, delay_s)
-            for link in tree_links(topology, phase.tree):
-                loads[link] = loads.get(link, 0.0) + phase.edge_bytes
-            continue
-        for edge in phase.edges:
-            links = route(edge)
-            for link in links:
-                loads[link] = loads.get(link, 0.0) + phase.edge_bytes
-            latency_s = max(latency_s, phase.steps * route_latency_s(topology, links))
-    busiest_s = max(
-        (load / float(topology.capacities_bytes_per_s[link]) for link, load in loads.items()),
-        default=0.0,
-    )
+            routes: list[tuple[int, ...]] = [tree_links(topology, phase.tree)]
+        else:
+            routes = [route(edge) for edge in phase.edges]
+            delay_s = max((route_latency_s(topology, links) for links in routes), default=0.0)
+            latency_s = max(latency_s, phase.steps * delay_s)
+        links = np.fromiter(itertools.chain.from_iterable(routes), np.int64)
+        np.add.at(loads, links, phase.edge_bytes)
+    busiest_s = float((loads / topology.capacities_bytes_per_s).max(initial=0.0))
     return max(slowest_s, busiest_s) + latency_s
 
 

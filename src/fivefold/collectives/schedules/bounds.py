@@ -33,6 +33,7 @@ _ALL_CUTS = 12  # nodes up to which all cuts are tried
 _MOST_SWEPT = 20_000_000  # pairs of neighbours times size of the network that are swept
 _MOST_DENSE, _DISTINCT = 600, 1e-6  # nodes up to which modes are computed; what tells them apart
 _LOOKS = 8  # how far two links are compared
+_MOST_LEVELS = 16  # latencies below which cuts are looked for
 # The throughput optima by cuts whose worst cut is that of a collective.
 _FLOWS = {name: (name,) for name in _OPTIMAL} | {"all_reduce": ("broadcast", "reduce")}
 
@@ -248,14 +249,16 @@ NO_BOUND = Bound(seconds=0.0, kind="none", reason="nothing has to move")
 
 
 def _cut_bound(
-    topology: Topology, inside: Array, crossing_bytes: float, *, optimal: bool = False
-) -> Bound:
-    """Return the bound of one set of nodes, given what must leave it."""
+    topology: Topology, inside: Array, crossing_bytes: float, *, optimal: bool = False,
+    latency_s: float | None = None,
+) -> Bound:  # fmt: skip
+    """Return the bound of one set of nodes, given what must leave it; latency None: its least."""
     links = inside[topology.link_sources] & ~inside[topology.link_targets]
     capacity = float(topology.capacities_bytes_per_s[links].sum())
     if crossing_bytes <= 0 or capacity <= 0:
         return NO_BOUND
-    seconds = crossing_bytes / capacity + float(topology.latencies_s[links].min())
+    latency_s = float(topology.latencies_s[links].min()) if latency_s is None else latency_s
+    seconds = crossing_bytes / capacity + latency_s
     few, side = (inside, "out of") if 2 * inside.sum() <= inside.size else (~inside, "into")
     names = [topology.nodes[node].name for node in np.flatnonzero(few & topology.is_rank)[:3]]
     more = int((few & topology.is_rank).sum()) - len(names)
@@ -430,15 +433,18 @@ def _exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats)
     A cut of fewer seconds for its bytes may still be worse when its links are all slower, so the
     worst is looked for again among those without the links that are too quick.
     """
+    levels_s = np.unique(topology.latencies_s)
+    if levels_s.size > _MOST_LEVELS:  # a cut's latency is then that of the level below
+        levels_s = levels_s[np.linspace(0, levels_s.size - 1, _MOST_LEVELS).astype(np.int64)]
     for name in _FLOWS[collective.name]:
-        quickest_s, best_s = -1.0, 0.0
-        while (topology.latencies_s > quickest_s).any():
+        best_s, bytes_s = 0.0, np.inf
+        for level_s in levels_s:
+            if bytes_s + level_s <= best_s:
+                continue
             optimum = throughput_optimum(
-                topology,
-                collective=name,
-                root=collective.root or 0,
-                uncut=topology.latencies_s <= quickest_s,
-            )
+                topology, collective=name, root=collective.root or 0,
+                uncut=topology.latencies_s < level_s,
+            )  # fmt: skip
             if not optimum.inverse_rate:
                 break
             inside = np.zeros(topology.num_nodes, dtype=np.bool_)
@@ -449,12 +455,11 @@ def _exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats)
             sides = (~inside[topology.rank_nodes]).astype(np.int64)
             _, leaving, *_ = _group_traffic(collective, chunk_bytes, sides, num_groups=2)
             optimal = collective.name in _OPTIMAL
-            found = _cut_bound(topology, inside, float(leaving[0]), optimal=optimal)
+            found = _cut_bound(
+                topology, inside, float(leaving[0]), optimal=optimal, latency_s=float(level_s)
+            )
             yield found
-            best_s = max(best_s, found.seconds)
-            links = inside[topology.link_sources] & ~inside[topology.link_targets]
-            latency_s = float(topology.latencies_s[links].min())
-            quickest_s = max(latency_s, best_s - (found.seconds - latency_s))
+            best_s, bytes_s = max(best_s, found.seconds), found.seconds - level_s
 
 
 def _group_traffic(

@@ -16,6 +16,7 @@ from fivefold.gnn.sampling.kernels import draw_in_time, most_edges
 from fivefold.gnn.storage.arrays import Array, Ids
 
 TemporalStrategy = Literal["uniform", "last"]
+_BEYOND = 2.0**62
 
 
 class TemporalSampler:
@@ -84,8 +85,9 @@ class TemporalSampler:
         """Return the time of each seed: as given, or when its node came into being."""
         if given is not None:
             limits = checked_times(given, len(seeds), name)
-            if self.times.dtype.kind == "i":
-                limits = np.floor(limits)  # what is at most 1.5 is at most 1
+            if self.times.dtype.kind == "i" and limits.dtype.kind == "f":
+                # What is at most 1.5 is at most 1; what int64 does not hold is before or after all.
+                limits = np.clip(np.floor(limits), -_BEYOND, _BEYOND)
             return limits.astype(self.times.dtype)
         if not self._of_nodes:
             raise ConfigurationError(
@@ -188,4 +190,8 @@ def checked_times(times: Any, count: int, name: str) -> Array:
         )
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ConfigurationError(f"{name} has values that are not finite", hint="remove them")
+    if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:
+        raise ConfigurationError(
+            f"{name} has {array.max()}, which int64 does not hold", hint="count from a later time"
+        )
     return np.ascontiguousarray(array, np.float64 if array.dtype.kind == "f" else np.int64)

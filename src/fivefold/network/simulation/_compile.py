@@ -286,12 +286,12 @@ def _requests(
     trees: Mapping[Hashable, Tree],
     positions: Mapping[Hashable, int],
 ) -> Requests:
-    slots: list[list[tuple[int, float]]] = [[] for _ in every]
-    fallbacks: list[list[tuple[int, float]]] = [[] for _ in every]
+    slots: list[Sequence[tuple[int, float]]] = [()] * len(every)
+    fallbacks: list[Sequence[tuple[int, float]]] = [()] * len(every)
     fallback_of = np.full(len(every), -1, np.int64)
     for request_id, tree in trees.items():
         position = positions[request_id]
-        slots[position] = list(tree.slots)
+        slots[position] = tree.slots
         chosen = [positions[flow.flow_id] for flow in every[position].fallback or ()]
         fallbacks[position] = [(flow, 1.0) for flow in chosen]
         fallback_of[chosen] = position
@@ -310,7 +310,7 @@ def _requests(
     )
 
 
-def _incidence(rows: list[list[tuple[int, float]]], count: int) -> Incidence:
+def _incidence(rows: Sequence[Sequence[tuple[int, float]]], count: int) -> Incidence:
     lengths = [len(row) for row in rows] or [0] * count
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
     flat = [pair for row in rows for pair in row]

@@ -97,8 +97,10 @@ class Flow(_Released):
 
     def __post_init__(self) -> None:
         if (  # of millions of flows nearly all are plain, and their names take longest
-            _are_plain(self.release_s, self.size_bytes, self.weight)
-            and self.weight > 0
+            type(self.release_s) is type(self.size_bytes) is type(self.weight) is float
+            and 0 <= self.release_s < math.inf
+            and 0 <= self.size_bytes < math.inf
+            and 0 < self.weight < math.inf
             and self.rate_cap_bytes_per_s is None
             and type(self.priority) is int
             and type(self.depends_on) is tuple
@@ -245,11 +247,6 @@ class AggregationRequest(_Released):
 
 
 Task = Flow | Compute | AggregationRequest
-
-
-def _are_plain(*values: Any) -> bool:
-    """Whether these are Python's own numbers from 0 up."""
-    return all(type(value) in (float, int) and 0 <= value < math.inf for value in values)
 
 
 def _check_number(name: str, value: Any, *, low: float) -> None:

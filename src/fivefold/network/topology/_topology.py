@@ -169,7 +169,11 @@ class Topology(LinkGraph):
 
     def host_of(self, rank: int) -> str | None:
         """Return the machine of a rank; None where its node names none."""
-        return self.nodes[self.node_of_rank(rank)].host
+        return self._host_of_rank[self._checked_rank(rank)]
+
+    @cached_property
+    def _host_of_rank(self) -> tuple[str | None, ...]:
+        return tuple(self.nodes[node].host for node in self.rank_nodes)
 
     @cached_property
     def hosts(self) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,219 @@
+"""A model from a Hugging Face ``config.json``, for families whose parameters were counted.
+
+A file does not say what the family's code makes of it: whether the feed-forward part has a gate,
+what a missing key means, which layers have experts. So only those families are read for which this
+module finds as many parameters as transformers makes, within 1 % (norms inside attention and a few
+biases are left out); a family that nobody checked is refused and not read as a Llama.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fivefold.errors import DataError, UnsupportedError
+from fivefold.strategy._hybrid import HYBRIDS, hybrid_layers
+from fivefold.strategy.model import ModelSpec
+from fivefold.strategy.parts import LatentAttention, MixtureOfExperts
+
+Config = Mapping[str, Any]
+
+_GPT = {"gpt2", "gpt_bigcode", "opt", "openai-gpt", "biogpt"}  # learned positions, biases
+_ROTARY_GPT = {"bloom", "codegen", "gpt_neox", "gptj", "phi", "starcoder2"}  # biases alone
+_ENCODERS = {
+    "bert", "camembert", "data2vec-text", "ernie", "megatron-bert", "roberta",
+    "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
+}  # fmt: skip
+_GATED = {"bitnet", "gemma", "gemma2", "gemma3_text", "vaultgemma"}  # whatever the activation
+_DECODERS = {
+    "apertus", "arcee", "aria_text", "axk1", "cohere", "cohere2", "cohere2_moe", "cwm",
+    "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon",
+    "flex_olmo", "flint", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite",
+    "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense",
+    "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "kolibri1", "laguna", "llama",
+    "llama4_text", "mellum", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral",
+    "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe",
+    "persimmon", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "smollm3", "solar_open", "stablelm", "youtu",
+}  # fmt: skip
+_VISION = {"vit", "vit_msn"}
+FAMILIES = frozenset({*_GPT, *_ROTARY_GPT, *_ENCODERS, *_GATED, *_DECODERS, *_VISION, *HYBRIDS})
+"""Values of ``model_type`` that are read."""
+
+# Where the file does not say: head and embedding are one matrix.
+_TIED = _GPT | _ENCODERS | _GATED - {"bitnet"} | {
+    "bloom", "cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "falcon",
+    "falcon_mamba", "granite_swa", "mamba", "minicpm3", "smollm3", "starcoder2", "youtu",
+}  # fmt: skip
+
+# Where the file does not say: one layer in so many looks at the whole sequence.
+_WHOLE_EVERY = {"cohere2": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+
+
+def model_from_hugging_face(
+    config: Config, *, name: str = "model", seq_len: int | None = None
+) -> ModelSpec:
+    """Read the keys of a Hugging Face ``config.json``; the library itself is not needed.
+
+    Raises:
+        UnsupportedError: The model is of a family that is not known, or has layers of a kind that
+            has no price.
+        DataError: A size is missing.
+    """
+    config = {key: value for key, value in config.items() if value is not None}
+    layers, family = hybrid_layers(config), str(config.get("model_type", ""))
+    _check_family(config, family)
+    gpt = family in _GPT | _ROTARY_GPT or (not family and "n_embd" in config)
+    vision, encoder = "patch_size" in config, family in _ENCODERS
+    names = ("num_attention_heads", "n_head", *(("num_heads",) if layers else ()))
+    hidden = _size(config, "hidden_size", "n_embd", "d_model")
+    heads = 1 if set(layers.get("pattern", "")) == {"M"} else _size(config, *names)
+    names = ("mlp_hidden_act", "hidden_act", "activation_function", "activation")
+    kind = next((config[name] for name in names if config.get(name)), "silu")
+    gated = family in _GATED or (kind in {"silu", "swish", "swiglu"} and not gpt)
+    head_dim = config.get("qk_nope_head_dim") or config.get("head_dim")
+    sizes: dict[str, Any] = {
+        "hidden": hidden, "num_heads": heads, "ffn": _ffn(config),
+        "seq_len": seq_len or _length(config, vision=vision),
+        "vocab": _vocabulary(config, vision=vision),
+        "num_kv_heads": None if _latent(config) or heads == 1 else _kv_heads(config, family),
+        "head_dim": None if head_dim is None or heads == 1 else int(head_dim),
+        "clamped": bool(config.get("swiglu_limit")),
+        "gated": gated and not vision,
+        "tied": bool(config.get("tie_word_embeddings", family in _TIED or (gpt and not family))),
+        "learned_positions": encoder or (gpt and family not in _ROTARY_GPT),
+        "dropout": _dropout(config, gpt=gpt), "biases": gpt or vision or encoder,
+        "causal": not vision and not encoder, "embeds_tokens": not vision,
+        "latent": _latent(config), **_windows(config, vision=vision), **layers,
+    }  # fmt: skip
+    if "num_layers" not in sizes:
+        sizes["num_layers"] = _size(config, "num_hidden_layers", "n_layer")
+    if "E" in layers.get("pattern", "E"):
+        # Where a pattern says which layers have experts, the other keys do not.
+        routed = sizes["num_layers"] if layers else _expert_layers(config, sizes["num_layers"])
+        sizes["experts"] = _experts(config, sizes["num_layers"] - routed) if routed else None
+    return ModelSpec(name=name, **sizes)
+
+
+def _check_family(config: Config, family: str) -> None:
+    """Refuse what nobody counted; a file without a family is somebody's own, and plain."""
+    if "text_config" in config:
+        message = f"a model of type {family!r} has a language model and more"
+        hint = "to plan the language model alone, save its text_config as a file of its own"
+        raise UnsupportedError(message, hint=hint)
+    if family and family not in FAMILIES:
+        message = f"models of type {family!r} are not read from a config.json: nobody checked how"
+        hint = "describe it under [model] in a job file; or, where it is built like a type that is "
+        hint += "known (llama, qwen3_moe, deepseek_v3, ...), set that model_type in a copy"
+        raise UnsupportedError(message, hint=hint)
+
+
+def _vocabulary(config: Config, *, vision: bool) -> int:
+    return len(config.get("id2label", range(1000))) if vision else _size(config, "vocab_size")
+
+
+def _kv_heads(config: Config, family: str) -> int | None:
+    if family == "falcon":
+        if config.get("new_decoder_architecture"):
+            return _size(config, "num_kv_heads")
+        return 1 if config.get("multi_query", True) else None
+    if family == "gpt_bigcode" and config.get("multi_query", True):
+        return 1
+    found = config.get("num_key_value_heads")
+    return None if found is None else int(found)
+
+
+def _ffn(config: Config) -> int | None:
+    names = ["intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"]
+    if not config.get("num_local_experts", 1):  # Granite's dense hybrids
+        names.insert(0, "shared_intermediate_size")
+    found = next((config[name] for name in names if config.get(name)), None)
+    return None if found is None else int(found)
+
+
+def _windows(config: Config, *, vision: bool) -> dict[str, Any]:
+    kinds = list(config.get("layer_types", ()))
+    if "chunked_attention" in kinds:  # a token sees half a chunk in the mean, as with such a window
+        window, windowed = int(config["attention_chunk_size"]) // 2, "chunked_attention"
+    else:
+        without = vision or config.get("use_sliding_window") is False
+        window, windowed = (
+            int(0 if without else config.get("sliding_window", 0)),
+            "sliding_attention",
+        )
+    if not window:
+        return {}
+    if kinds:
+        return {"window": window, "windowed_layers": kinds.count(windowed)}
+    default = _WHOLE_EVERY.get(str(config.get("model_type")))
+    every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", default))
+    if not isinstance(every, int):
+        return {"window": window}
+    count = _size(config, "num_hidden_layers")
+    return {"window": window, "windowed_layers": count - count // every}
+
+
+def _size(config: Config, *names: str) -> int:
+    for name in names:
+        if name in config:
+            return int(config[name])
+    message = f"the model's configuration has none of {', '.join(names)}"
+    raise DataError(message, hint="is it the config.json of a transformer?")
+
+
+def _length(config: Config, *, vision: bool) -> int:
+    if vision:
+        return (int(config.get("image_size", 224)) // int(config["patch_size"])) ** 2 + 1
+    return _size(config, "max_position_embeddings", "n_positions", "n_ctx")
+
+
+def _dropout(config: Config, *, gpt: bool) -> bool:
+    names = ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "dropout")
+    return any(float(config.get(name, 0.1 if gpt and name == names[0] else 0.0)) > 0
+               for name in names)  # fmt: skip
+
+
+def _expert_layers(config: Config, count: int) -> int:
+    """Layers that have experts, of ``count``."""
+    kinds, listed = config.get("mlp_layer_types"), config.get("moe_layers")
+    if kinds is not None:
+        return sum(kind != "dense" for kind in kinds)
+    if listed is not None:
+        return len(set(listed))
+    first = int(config.get("first_k_dense_replace", config.get("num_dense_layers", 0)))
+    first = int(config.get("moe_layer_start_index", first))
+    last = int(config.get("moe_layer_end_index", -1))
+    names = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+    step = next((int(config[name]) for name in names if config.get(name)), 1)
+    dense = set(config.get("mlp_only_layers", ()))
+    layers = range(first, count if last < 0 else min(last + 1, count))
+    return sum((layer + 1) % step == 0 and layer not in dense for layer in layers)
+
+
+def _experts(config: Config, dense_layers: int) -> MixtureOfExperts | None:
+    names = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+    count = next((config[name] for name in names if name in config), None)
+    if not count:
+        return None
+    inner = int(config.get("moe_intermediate_size") or _size(config, "intermediate_size"))
+    shares = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    shared = inner * next((int(config[name]) for name in shares if name in config), 0)
+    if "intermediate_size_mlp" in config:  # Llama 4: one, as wide as a routed one
+        shared = inner
+    for key in ("shared_intermediate_size", "moe_shared_expert_intermediate_size"):
+        shared = int(config.get(key) or shared)
+    return MixtureOfExperts(
+        num_experts=int(count), top_k=_size(config, "num_experts_per_tok", "moe_topk", "moe_k"),
+        expert_ffn=inner, shared_ffn=int(config.get("shared_expert_intermediate_size", shared)),
+        dense_layers=dense_layers, groups=int(config.get("n_group") or 1),
+        top_groups=config.get("topk_group"),
+    )  # fmt: skip
+
+
+def _latent(config: Config) -> LatentAttention | None:
+    if "kv_lora_rank" not in config:
+        return None
+    return LatentAttention(
+        q_rank=int(config.get("q_lora_rank") or 0), kv_rank=int(config["kv_lora_rank"]),
+        rope_dim=int(config["qk_rope_head_dim"]), value_dim=int(config["v_head_dim"]),
+    )  # fmt: skip
