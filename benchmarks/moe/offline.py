@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Compile the kernels for a GPU that is not there, by the host's own launches.
 
-    python -m benchmarks.moe.offline forward|backward|one_sided [quick]
-    python -m benchmarks.moe.offline table --triton build/triton-3.6.0 --out FILE
+    python -m benchmarks.moe.offline forward|backward|one_sided|tiles [quick]
+    python -m benchmarks.moe.offline table --triton build/triton-3.6.0 [--part tiles] --out FILE
 
 The first prints one line of JSON per kernel. ptxas and the disassembler are in triton's wheel, so
 the machine code, its registers, spills and shared memory, and the spelling of its synchronisation
@@ -34,6 +34,7 @@ from triton.runtime import driver
 
 from fivefold.moe import ACTIVATIONS, OneSidedConfig, OneSidedGroup, Router, VirtualHeap, fused_moe
 from fivefold.moe.kernels import launch as launches
+from fivefold.moe.kernels.arguments import Tiles
 from fivefold.moe.kernels.launch import backward_fused, forward_fused, forward_split
 from fivefold.moe.operator.backend import Backend
 from fivefold.moe.parallel import _one_sided as one_sided
@@ -61,6 +62,15 @@ BACKWARD: dict[str, dict[str, Any]] = {
     ", fp32 tf32": FP32 | {"precision": "tf32"},
     ", fp32 ieee": FP32,
     ", bf16, odd sizes": BF16 | ODD,
+}
+USUAL = Tiles(rows=128, columns=128, second_columns=256, depth=64)  # of bf16 swiglu
+NARROW = Tiles(rows=64, columns=64, second_columns=128, depth=64, stages=4, warps=4)
+TILES = {  # offered by the sweep beside the usual ones
+    "four stages": replace(USUAL, stages=4),
+    "four stages, second product of 128 columns": replace(USUAL, second_columns=128, stages=4),
+    "twice as deep, two stages": replace(USUAL, depth=128, stages=2, second_columns=128),
+    "256 rows, two stages": replace(USUAL, rows=256, columns=64, second_columns=128, stages=2),
+    "for few tokens: 64 rows, four stages": NARROW,
 }
 LAUNCHES = ["count", "place", "ranges", "hidden", "d_hidden", "d_x", "d_w2", "d_w13", "d_b2"]
 LAUNCHES += ["d_b13", "d_weights", "combine"]
@@ -228,6 +238,15 @@ def backward(chosen: set[str]) -> None:
     show("forward that keeps", found[0][1])
 
 
+def tiles(chosen: set[str]) -> None:
+    """The single kernel for bf16 and swiglu with other tiles."""
+    given, options = operands(BF16)
+    for name in [name for name in TILES if name in chosen]:
+        with compiled_instead() as found:
+            forward_fused(*given, **options, tiles=TILES[name])
+        show(name, found[0][1])
+
+
 def group_of(config: OneSidedConfig, *, virtual: bool) -> tuple[OneSidedGroup, Any, Any]:
     """A group on a heap that is not there, its operands and biases."""
     if virtual:
@@ -269,7 +288,7 @@ def one_sided_group(chosen: set[str]) -> None:
         show(f"8 ranks, bf16, backward: {name}", kernels[name])
 
 
-PARTS = {"forward": forward, "backward": backward, "one_sided": one_sided_group}
+PARTS = {"forward": forward, "backward": backward, "one_sided": one_sided_group, "tiles": tiles}
 
 
 def lines(folder: str | None, part: str) -> list[dict[str, Any]]:
@@ -285,8 +304,8 @@ def lines(folder: str | None, part: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def table(folders: list[str], path: Path) -> None:
-    """Write registers, spilled and shared bytes of every kernel as a results file."""
+def table(folders: list[str], parts: list[str], path: Path) -> None:
+    """Write registers, spilled and shared bytes of the parts' kernels as a results file."""
     from benchmarks.results_file import BenchmarkRow, write_results  # noqa: PLC0415 - pydantic
 
     versions = {importlib.metadata.version("triton"): None}
@@ -295,7 +314,7 @@ def table(folders: list[str], path: Path) -> None:
         versions[found.name.removeprefix("triton-").removesuffix(".dist-info")] = str(folder)
     newest, *others = versions
     seen = {
-        version: {line["variant"]: line for part in PARTS for line in lines(folder, part)}
+        version: {line["variant"]: line for part in parts for line in lines(folder, part)}
         for version, folder in versions.items()
     }
     rows = []
@@ -312,7 +331,7 @@ def table(folders: list[str], path: Path) -> None:
                     ours=float(line[metric]), peers=peers, limit=limit,
                 )
             )  # fmt: skip
-    write_results(path, topic="moe/compiled", rows=rows, versions={"triton": newest})
+    write_results(path, topic=f"moe/{path.stem}", rows=rows, versions={"triton": newest})
 
 
 def main() -> None:
@@ -321,12 +340,13 @@ def main() -> None:
     parser.add_argument("part", choices=[*PARTS, "table"])
     parser.add_argument("which", nargs="?", choices=["quick"], help="a few of the variants")
     parser.add_argument("--triton", action="append", default=[], help="folder of another triton")
+    parser.add_argument("--part", dest="parts", action="append", choices=PARTS, help="of the table")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/moe/compiled.json"))
     given = parser.parse_args()
     if given.part == "table":
-        table(given.triton, given.out)
+        table(given.triton, given.parts or [*PARTS], given.out)
         return
-    everything = {*FORWARD, *BACKWARD, *EXCHANGE}
+    everything = {*FORWARD, *BACKWARD, *EXCHANGE, *TILES}
     PARTS[given.part](QUICK if given.which == "quick" else everything)
 
 

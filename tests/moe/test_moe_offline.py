@@ -133,6 +133,18 @@ def test_every_variant_is_looked_at(part):
         assert set(lines_by_variant(version, part, *which)) == wanted
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", WHICH)
+def test_other_tiles_that_the_sweep_offers_fit_the_machine(version):
+    found = lines_by_variant(version, "tiles")
+    assert found["four stages"]["shared_bytes"] == 4 * (128 + 2 * 128) * 64 * 2 + 64
+    for name, line in found.items():
+        assert line["spilled_bytes"] == 0, name
+        assert line["registers"] <= 255, name
+        assert line["shared_bytes"] <= SHARED_LIMIT_BYTES, name
+        assert any(product.startswith("HGMMA.64x") for product in line["products"]), name
+
+
 @pytest.mark.parametrize(("version", "part", "variant"), looked_at())
 def test_fits_the_machine_without_spills(version, part, variant, record_property, capsys):
     found = compiled(version, part, variant)

@@ -40,8 +40,11 @@ _GROUPED_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 # AMD's processors when the rows are the columns of the product. With the kernels that it has for
 # Intel's it takes up to three times as long that way: 64 products of [2, 256] and
 # [256, 256] take 2.6 ms, turned 1.5, on an EPYC, and with Intel's kernels there 0.5, turned 1.5.
-# A single row is another kernel's: turned, it takes 1.2 times as long there too.
-_TURNED_ROWS = (4 / 3, 5)  # of an expert on average: from, and below
+# A single row is another kernel's: turned, it takes 1.2 times as long there too. Large weights gain
+# more by two rows than they lose by one.
+_FEW_ROWS = 5  # of an expert on average: below
+_LEAST_TURNED_ROWS, _LEAST_TURNED_ROWS_OF_LARGE = 4 / 3, 9 / 8
+_LARGE_WEIGHT = 2**18
 _TURNED_SIZES = range(2**15, 2**22)
 _TURNED_WIDTHS = range(1, 1025)
 
@@ -152,11 +155,9 @@ class Block:
     sizes: tuple[int, ...]  # rows of each expert
 
     @property
-    def has_few_rows(self) -> bool:
-        """Return whether its experts have few rows on average, but more than one."""
-        busy = len(self.sizes) - self.sizes.count(0)
-        least, most = _TURNED_ROWS
-        return least * busy <= sum(self.sizes) < most * busy
+    def average_rows(self) -> float:
+        """Return the rows of an expert on average, those without any left out."""
+        return sum(self.sizes) / (len(self.sizes) - self.sizes.count(0))
 
     def parts(self, *tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
         """The number within the block of each expert with rows, and its rows of tensors."""
@@ -221,6 +222,8 @@ class ExpertWeights:
             and sizes.numel() in _TURNED_SIZES
             and sizes[1] in _TURNED_WIDTHS
         )
+        is_large = sizes.numel() >= _LARGE_WEIGHT
+        self._least_rows = _LEAST_TURNED_ROWS_OF_LARGE if is_large else _LEAST_TURNED_ROWS
 
     def applied(
         self, rows: torch.Tensor, block: Block, out: torch.Tensor | None = None
@@ -241,7 +244,7 @@ class ExpertWeights:
 
     def _grouped(self, rows: torch.Tensor, block: Block) -> torch.Tensor:
         weight = self.weight[block.experts]
-        if self._is_turned and block.has_few_rows:
+        if self._is_turned and self._least_rows <= block.average_rows < _FEW_ROWS:
             return _grouped_mm(weight, rows.t(), self.ends(block)).t().contiguous()
         return _grouped_mm(rows, weight.mT, self.ends(block))
 
