@@ -9,6 +9,7 @@ from fivefold.moe import ACTIVATIONS, MoE, MoEConfig, fused_moe
 from oracles.children import check_case, lines_of
 from oracles.experts import operands
 
+pytestmark = pytest.mark.timeout(1200)  # interpreted, in one child: minutes beside other work
 HERE = Path(__file__).parent
 LIMITS = {"bfloat16": 5e-3, "float16": 1e-3}
 CASES = [

@@ -8,6 +8,7 @@ from fivefold.errors import UnsupportedError
 from fivefold.moe import ACTIVATIONS, backends, fused_moe
 from oracles.children import check_case, lines_of
 
+pytestmark = pytest.mark.timeout(1200)  # interpreted, in one child: minutes beside other work
 HERE = Path(__file__).parent
 LIMITS = {
     "bfloat16": 5e-3,

@@ -20,6 +20,7 @@ from fivefold.moe import (
 from oracles.children import check_case, environment, lines_of
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.timeout(1200)  # interpreted, in one child: minutes beside other work
 
 HERE = Path(__file__).parent
 LIMITS = {
@@ -90,7 +91,7 @@ def processes():
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         ranks = [started("exchange_ranks.py", folder, rank) for rank in range(4)]
         try:
-            outputs = [process.communicate(timeout=280) for process in ranks]
+            outputs = [process.communicate(timeout=1100) for process in ranks]
         finally:
             for process in ranks:
                 process.kill()

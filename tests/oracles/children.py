@@ -20,7 +20,7 @@ def environment(*, interpreted):
     return found | {"TRITON_INTERPRET": "1"} if interpreted else found
 
 
-def lines_of(script, *arguments, key, interpreted, timeout_s=280, **variables):
+def lines_of(script, *arguments, key, interpreted, timeout_s=1100, **variables):
     """What a script printed, by the value of a key."""
     done = subprocess.run(
         [sys.executable, str(script), *arguments],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
 
 import numpy as np
 import numpy.typing as npt
@@ -151,14 +151,17 @@ def _onward(topology: Topology, begin: int, end: int) -> _Reached:
     fronts = [[begin], [end]]
     met: list[int] = []
     while not met and all(fronts):
-        degrees = [
-            sum(_links(topology, side)(node).size for node in fronts[side]) for side in (0, 1)
-        ]
-        side = int(degrees[1] < degrees[0])
-        fronts[side] = _next_front(
-            topology, side, sides[side], fronts[side], goal=(end, begin)[side]
-        )
-        met = [node for node in fronts[side] if node in sides[1 - side]]
+        widths = [sum(len(_steps(topology, n, s)[0]) for n in fronts[s]) for s in (0, 1)]
+        side = int(widths[1] < widths[0])
+        reached, goal, new = sides[side], (end, begin)[side], dict[int, list[tuple[int, int]]]()
+        for node in fronts[side]:
+            on, to_ranks = _steps(topology, node, side)
+            for link, other in itertools.chain(on, to_ranks.get(goal, ())):
+                if other not in reached:
+                    new.setdefault(other, []).append((link, node))
+        reached.update(new)
+        fronts[side] = list(new)
+        met = [node for node in new if node in sides[1 - side]]
     onward: _Reached = {}
     for side in (0, 1):
         waiting, known = list(met), set(met)
@@ -175,22 +178,16 @@ def _onward(topology: Topology, begin: int, end: int) -> _Reached:
     return onward
 
 
-def _links(topology: Topology, side: int) -> Callable[[int], npt.NDArray[np.int32]]:
-    return topology.in_links if side else topology.out_links
-
-
-def _next_front(
-    topology: Topology, side: int, reached: _Reached, front: list[int], *, goal: int
-) -> list[int]:
-    """Go one link further from all nodes of a front; other ranks than the goal do not forward."""
-    links_of, ends = _links(topology, side), (topology.link_targets, topology.link_sources)[side]
-    new: _Reached = {}
-    for node in front:
-        links = links_of(node)
-        others = ends[links]
-        may = ~topology.is_rank[others] | (others == goal)
-        for link, other in zip(links[may].tolist(), others[may].tolist(), strict=True):
-            if other not in reached:
-                new.setdefault(other, []).append((link, node))
-    reached.update(new)
-    return list(new)
+@functools.lru_cache(maxsize=1 << 18)
+def _steps(
+    topology: Topology, node: int, side: int
+) -> tuple[list[tuple[int, int]], dict[int, list[tuple[int, int]]]]:
+    """Return links out of a node (side 1: into it) with their other ends; ranks do not forward."""
+    links = topology.in_links(node) if side else topology.out_links(node)
+    others = (topology.link_sources if side else topology.link_targets)[links]
+    on: list[tuple[int, int]] = []
+    to_ranks: dict[int, list[tuple[int, int]]] = {}
+    for link, other in zip(links.tolist(), others.tolist(), strict=True):
+        is_rank = topology.is_rank[other]
+        (to_ranks.setdefault(other, []) if is_rank else on).append((link, other))
+    return on, to_ranks
