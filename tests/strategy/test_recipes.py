@@ -201,6 +201,26 @@ def test_what_says_too_little_is_unknown_and_not_ok(tmp_path, name, text, said):
     assert said in found.message
 
 
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"), ("deepseek-v3-671B", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-V3.1", "deepseek-v3"), ("deepseek_v3-16B", None),
+        ("deepseek-ai/DeepSeek-V3.2-Exp", None), ("deepseek_v3-debugmodel", None),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3-70b"), ("meta-llama/Llama-3.2-1B", None),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"), ("moonshotai/Kimi-K2.5", None),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"), ("gpt_oss-20b", None),
+    ],
+)  # fmt: skip
+def test_another_size_or_version_of_a_known_model_is_unknown(tmp_path, name, known):
+    text = AUTOMODEL.replace("meta-llama/Llama-3.1-8B", name)
+    found = checked(tmp_path, "recipe.yaml", text)
+    if known is None:
+        assert found.status == "unknown"
+    else:
+        assert found.model.num_parameters == load_model(known).num_parameters
+
+
 def test_our_own_jobs_are_judged_with_their_plan_or_searched_for_one(tmp_path):
     job = 'model = "llama3-8b"\ngpus = {}\nglobal_batch = 8\n'
     assert checked(tmp_path, "a.toml", job.format(8)).assumed == ("the fastest plan of its space",)

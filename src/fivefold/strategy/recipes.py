@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ Status = Literal["ok", "invalid", "memory", "unknown"]
 Program = Literal["fivefold", "megatron", "torchtitan", "nemo"]
 _ENDINGS = (".toml", ".yaml", ".yml", ".sh", ".py", ".txt")
 _MOST_FILES = 10_000
+# What follows a model's name where another size or version of it is meant.
+_ANOTHER = re.compile(r"\.\d|\d+(\.\d+)?[bm]|debug|distill|lite|mini|small|tiny")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -476,7 +479,7 @@ def _named_model(name: str) -> ModelSpec:
     """Return the preset that a name of another program means."""
     plain = _letters(name.rsplit("/", maxsplit=1)[-1])
     for known in sorted(named_models(), key=len, reverse=True):
-        if plain.startswith(_letters(known)):
+        if plain.startswith(_letters(known)) and not _ANOTHER.match(plain[len(_letters(known)) :]):
             return load_model(known)
     message = f"the model {name!r} is not known here" if name else "the recipe names no model"
     raise _UnknownError(message, hint=f"known are {', '.join(named_models())}")
@@ -487,7 +490,8 @@ def _letters(name: str) -> str:
     text = name.lower().replace("meta-", "")
     for version in (".1", ".2", ".3"):
         text = text.replace(f"llama-3{version}", "llama3")
-    text = text.replace("-671b", "").replace("_671b", "")
+    for same, plain in (("-v3.1", "-v3"), ("-671b", ""), ("_671b", ""), ("nano-30b-a3b", "nano")):
+        text = text.replace(same, plain)
     return "".join(c for c in text if c.isalnum() or c == ".")
 
 
