@@ -192,13 +192,28 @@ def test_a_fault_is_found_and_its_line(tmp_path, name, text, old, new, said, lin
         ("t.toml", TITAN.replace("70B", "debugmodel"), "'llama3-debugmodel' is not known"),
         ("a.sh", MEGATRON.replace("--seq-length 8192", ""), "does not say seq_length"),
         ("a.sh", MEGATRON.replace("-size ${TP}", "-size $UNSET"), "only the launch decides"),
+        ("a.sh", MEGATRON.replace("--seq-l", "--multi-latent-attention --seq-l"), "is not read"),
+        (
+            "a.sh",
+            MEGATRON.replace("--seq-l", "--moe-layer-freq ([0]*3+[1]*58) --seq-l"),
+            "moe_layer_freq",
+        ),
+        ("a.sh", MEGATRON.replace("--seq-l", "--window-size 128,0 --seq-l"), "window_size"),
     ],
-    ids=range(3),
+    ids=range(6),
 )
 def test_what_says_too_little_is_unknown_and_not_ok(tmp_path, name, text, said):
     found = checked(tmp_path, name, text)
     assert found.status == "unknown"
     assert said in found.message
+
+
+@pytest.mark.parametrize(
+    "flags", ["--moe-layer-freq 1 --mtp-num-layers 0", "--moe-layer-freq [1]*9"]
+)
+def test_flags_that_change_nothing_are_read(tmp_path, flags):
+    text = MEGATRON.replace("--seq-length", f"{flags} --seq-length")
+    assert checked(tmp_path, "a.sh", text).status == "ok"
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,13 @@ Status = Literal["ok", "invalid", "memory", "unknown"]
 Program = Literal["fivefold", "megatron", "torchtitan", "nemo"]
 _ENDINGS = (".toml", ".yaml", ".yml", ".sh", ".py", ".txt")
 _MOST_FILES = 10_000
+# Flags that change what layers are made of; experts in all layers are read.
+_UNREAD = (
+    "experimental_attention_variant", "heterogeneous_layers_config_path", "hybrid_layer_pattern",
+    "hybrid_override_pattern", "is_hybrid_model", "moe_layer_freq", "mtp_num_layers",
+    "multi_latent_attention", "window_size",
+)  # fmt: skip
+_ALL_LAYERS = re.compile(r"1|\(?\[1\]\*\d+\)?")
 # What follows a model's name where another size or version of it is meant.
 _ANOTHER = re.compile(r"\.\d|\d+(\.\d+)?[bm]|debug|distill|lite|mini|small|tiny")
 
@@ -308,6 +315,11 @@ def _megatron_type(settings: Mapping[str, Any], assumed: list[str]) -> str:
 
 
 def _megatron_model(settings: Mapping[str, Any], path: Path, assumed: list[str]) -> ModelSpec:
+    for name in _UNREAD:
+        value = str(settings.get(name, "")).lower()
+        if value not in {"", "none", "null", "false", "0"} and not _ALL_LAYERS.fullmatch(value):
+            message = f"{name} {value} is not read: what it makes of the layers has no price here"
+            raise _UnknownError(message, hint="plan the model from its config.json")
     hidden = _whole(settings, "hidden_size")
     activation = str(settings.get("activation", ""))
     gated = _on(settings, "swiglu") or "swiglu" in activation or "geglu" in activation
