@@ -112,10 +112,10 @@ def _raising(monkeypatch, error):
           "hint: free space there, then run the same command again"]),
         (OSError(errno.EIO, "Input/output error"), 1,
          ["error: internal error: OSError: [Errno 5] Input/output error",
-          "hint: run again with --debug for the traceback, and report it"]),
+          "hint: run it as fivefold --debug ... for the traceback, and report it"]),
         (ZeroDivisionError("oh"), 1,
          ["error: internal error: ZeroDivisionError: oh",
-          "hint: run again with --debug for the traceback, and report it"]),
+          "hint: run it as fivefold --debug ... for the traceback, and report it"]),
     ],
 )  # fmt: skip
 def test_every_error_has_its_code_and_two_lines(shell, monkeypatch, error, code, words):

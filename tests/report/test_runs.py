@@ -79,6 +79,13 @@ def test_missing_files_become_notes(comparison):
     assert "no timeline of rank 1" in notes
 
 
+def test_of_many_missing_timelines_a_few_are_named(comparison):
+    path = comparison / "co2" / "manifest.json"
+    path.write_text(path.read_text().replace('"world_size": 2', '"world_size": 1000000000'))
+    notes = " / ".join(read_run(comparison / "co2").notes)
+    assert "no timeline of rank 2, 3, 4, 5, 6 and 999,999,993 more" in notes
+
+
 def test_spans_that_cannot_be_placed_are_counted(comparison):
     path = comparison / "co2" / "ranks" / "rank0.jsonl"
     span = {"event": "span", "lane": "compute", "name": "x", "start_s": 2.0, "end_s": 1.0}

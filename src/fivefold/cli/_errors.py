@@ -75,7 +75,7 @@ def _in_two_lines(error: Exception) -> FivefoldError:
     if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL):
         return _of_file(error)
     message = f"internal error: {type(error).__name__}: {error}"
-    hint = "run again with --debug for the traceback, and report it"
+    hint = "run it as fivefold --debug ... for the traceback, and report it"
     return FivefoldError(message, hint=hint)
 
 

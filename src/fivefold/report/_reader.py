@@ -7,6 +7,7 @@ a report over silently dropped lines would be wrong.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections import Counter
@@ -51,6 +52,7 @@ _MANIFEST = "manifest.json"
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 _METHOD_ORDER = tuple(METHOD_COLOURS)
 _HEAD_BYTES = 1000  # in which a file says of what form it is
+_FEW_RANKS = 5  # whose timelines are missing are named
 _POINTS: dict[str, type[BaseModel]] = {  # by their event in metrics.jsonl
     "train": TrainPoint,
     "validation": ValidationPoint,
@@ -334,10 +336,12 @@ def _order(run: Run) -> tuple[int, bool, str]:
 def _read_ranks(folder: Path, *, world_size: int, notes: list[str]) -> tuple[RankTrace, ...]:
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     numbered = {int(match[1]): file for file in files if (match := _RANK_FILE.fullmatch(file.name))}
-    missing = sorted(set(range(world_size)) - set(numbered))
+    missing = world_size - sum(rank < world_size for rank in numbered)
     if missing:
-        ranks = ", ".join(map(str, missing))
-        notes.append(f"no timeline of rank {ranks}")
+        absent = (rank for rank in range(world_size) if rank not in numbered)
+        first = ", ".join(map(str, itertools.islice(absent, _FEW_RANKS)))
+        more = missing - _FEW_RANKS
+        notes.append(f"no timeline of rank {first}{f' and {more:,} more' if more > 0 else ''}")
     return tuple(_read_rank(rank, numbered[rank], notes) for rank in sorted(numbered))
 
 
