@@ -208,6 +208,12 @@ def test_what_says_too_little_is_unknown_and_not_ok(tmp_path, name, text, said):
     assert said in found.message
 
 
+def test_query_groups_count_beside_their_flag_alone(tmp_path):
+    assert "--group-query-attention" in MEGATRON
+    model = checked(tmp_path, "a.sh", MEGATRON.replace("--group-query-attention", "")).model
+    assert model.kv_heads == model.num_heads > load_model("llama3-8b").kv_heads
+
+
 @pytest.mark.parametrize(
     "flags", ["--moe-layer-freq 1 --mtp-num-layers 0", "--moe-layer-freq [1]*9"]
 )

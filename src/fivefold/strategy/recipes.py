@@ -334,11 +334,13 @@ def _megatron_model(settings: Mapping[str, Any], path: Path, assumed: list[str])
     positions = str(settings.get("position_embedding_type", "learned_absolute"))
     plain_bias = _on(settings, "disable_bias_linear") or settings.get("bias") is False
     tied = settings.get("share_embeddings_and_output_weights", True)
+    # Megatron-LM's number of groups counts beside its flag alone.
+    grouped = path.suffix not in {".sh", ".txt"} or _on(settings, "group_query_attention")
     return ModelSpec(
         name=path.stem, num_layers=_whole(settings, "num_layers"), hidden=hidden,
         num_heads=heads, vocab=vocab, ffn=inner, gated=gated,
         seq_len=_whole(settings, "seq_length", "encoder_seq_length"),
-        num_kv_heads=_whole(settings, "num_query_groups", default=heads),
+        num_kv_heads=_whole(settings, "num_query_groups", default=heads) if grouped else None,
         head_dim=_whole(settings, "kv_channels", default=0) or None,
         tied=not _on(settings, "untie_embeddings_and_output_weights") and tied is not False,
         learned_positions=positions == "learned_absolute", biases=not plain_bias,
