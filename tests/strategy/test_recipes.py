@@ -190,6 +190,8 @@ def test_a_fault_is_found_and_its_line(tmp_path, name, text, old, new, said, lin
     ("name", "text", "said"),
     [
         ("t.toml", TITAN.replace("70B", "debugmodel"), "'llama3-debugmodel' is not known"),
+        ("t.toml", TITAN.replace('"full"', '"memory_budget"'), "memory_budget"),
+        ("t.toml", TITAN.replace('"full"', '"selective"\nselective_ac_option = "2"'), "'2' is not"),
         ("a.sh", MEGATRON.replace("--seq-length 8192", ""), "does not say seq_length"),
         ("a.sh", MEGATRON.replace("-size ${TP}", "-size $UNSET"), "only the launch decides"),
         ("a.sh", MEGATRON.replace("--seq-l", "--multi-latent-attention --seq-l"), "is not read"),
@@ -200,12 +202,26 @@ def test_a_fault_is_found_and_its_line(tmp_path, name, text, old, new, said, lin
         ),
         ("a.sh", MEGATRON.replace("--seq-l", "--window-size 128,0 --seq-l"), "window_size"),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_what_says_too_little_is_unknown_and_not_ok(tmp_path, name, text, said):
     found = checked(tmp_path, name, text)
     assert found.status == "unknown"
     assert said in found.message
+
+
+@pytest.mark.parametrize(
+    ("said", "recompute"),
+    [
+        ('mode = "selective"', "selective"),
+        ('mode = "selective"\nselective_ac_option = "op"', "selective"),
+        ('mode = "selective"\nselective_ac_option = "1"', "full"),
+        ('mode = "none"', "none"),
+    ],
+)
+def test_what_torchtitan_recomputes(tmp_path, said, recompute):
+    found = checked(tmp_path, "t.toml", TITAN.replace('mode = "full"', said))
+    assert found.prediction.plan.recompute == recompute
 
 
 def test_query_groups_count_beside_their_flag_alone(tmp_path):

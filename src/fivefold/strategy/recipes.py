@@ -374,7 +374,6 @@ def _torchtitan(settings: Mapping[str, Any], _: Path, cluster: Cluster) -> _Reci
     always = str(settings.get("fsdp_reshard_after_forward", "default"))
     pipelined = degree["pipeline"] > 1
     gathers_again = always == "always" or (always == "default" and not pipelined)
-    mode = str(settings.get("activation_checkpoint.mode", settings.get("mode", "selective")))
     async_tensor = _on(settings, "enable_async_tensor_parallel")
     in_parts = pipelined and "num_tokens_per_microbatch_per_dp_rank" not in settings
     micro = _whole(settings, "pipeline_parallel_microbatch_size", default=1 if in_parts else local)
@@ -385,7 +384,7 @@ def _torchtitan(settings: Mapping[str, Any], _: Path, cluster: Cluster) -> _Reci
         virtual=virtual, zero=0 if sharing == 1 else 3 if gathers_again else 2,
         shard=sharing if copies > 1 and sharing > 1 else None,
         embedding_layers=pipelined and less > 0,
-        recompute=mode if mode in {"none", "selective", "full"} else "selective",  # type: ignore[arg-type]
+        recompute=_titan_recompute(settings),  # type: ignore[arg-type]
         sequence_parallel=degree["tensor"] > 1
         and str(settings.get("enable_sequence_parallel", True)).lower() != "false",
         tensor_overlap="pipe" if async_tensor and degree["tensor"] > 1 else "none",
@@ -400,6 +399,17 @@ def _titan_name(settings: Mapping[str, Any]) -> str:
     if flavor is None:
         return str(settings.get("config_function", name or ""))
     return f"{name}-{flavor}"
+
+
+def _titan_recompute(settings: Mapping[str, Any]) -> str:
+    mode = str(settings.get("activation_checkpoint.mode", settings.get("mode", "selective")))
+    each = str(settings.get("selective_ac_option", "op")) if mode == "selective" else "op"
+    if mode not in {"none", "selective", "full"} or each not in {"op", "1"}:
+        message = (
+            f"activation_checkpoint.mode {mode!r} with selective_ac_option {each!r} is not read"
+        )
+        raise _UnknownError(message, hint="none, full, and selective by operator are")
+    return mode if each == "op" else "full"
 
 
 def _titan_batch(settings: Mapping[str, Any], model: ModelSpec, data: int) -> tuple[int, int]:
