@@ -93,7 +93,7 @@ def _change(holder, key, rng, places):
         holder[key] = rng.choice(
             [value * 2, value[:-1], value[1:], [*value, value[0]], value[::-1]]
         )
-    elif way == 3 and isinstance(value, int | float) and math.isfinite(value):
+    elif way == 3 and isinstance(value, int | float) and abs(value) < 1e300:
         holder[key] = rng.choice(
             [-value, value + 1, value * 1000, value * 10**9, value / 3, str(value), [value]]
         )

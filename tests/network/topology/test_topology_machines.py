@@ -234,3 +234,21 @@ def test_wrong_names_of_profiles(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         TacclProfile.load(tmp_path / "none.json", chunk_bytes=1024).to_topology()
     assert len(catalogue().profiles) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"remote_beta": 0}, "remote_beta of the TACCL profile is 0"),
+        ({"betas": [[0, 0], [8, 0]]}, "betas of the TACCL profile are 0 where there are links"),
+    ],
+)
+def test_a_link_that_takes_no_time_is_refused(changes, said):
+    table = {
+        "gpus_per_node": 2, "alpha": 0.3, "remote_alpha": 2.6, "remote_beta": 105,
+        "remote_invbw": 107, "links": [[0, 1], [1, 0]], "betas": [[0, 8], [8, 0]],
+        "invbws": [[0, 9], [9, 0]],
+    }  # fmt: skip
+    assert TacclProfile.load(table, chunk_bytes="1 MB").to_topology(boxes=2).num_ranks == 4
+    with pytest.raises(DataError, match=said):
+        TacclProfile.load(table | changes, chunk_bytes="1 MB")

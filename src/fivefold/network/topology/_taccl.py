@@ -105,11 +105,18 @@ class TacclProfile:
             value = table.get(key)
             if not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise DataError(f"the TACCL profile has no number {key}", hint="add the key")
+        if not table["remote_beta"]:
+            message = "remote_beta of the TACCL profile is 0: a chunk would take no time"
+            raise DataError(message, hint="give its microseconds")
         gpus, nics = table["gpus_per_node"], table.get("nics_per_node", 1)
         for key, count in (("gpus_per_node", gpus), ("nics_per_node", nics)):
             check_count(f"{key} of the TACCL profile", count)
         if "links" in table:
             betas, steps = (_matrix(table, key, gpus) for key in ("betas", "invbws"))
+            if any(link and not beta for rows in zip(table["links"], betas, strict=True)
+                   for link, beta in zip(*rows, strict=True)):  # fmt: skip
+                message = "betas of the TACCL profile are 0 where there are links"
+                raise DataError(message, hint="give the microseconds of a chunk, or no link")
             switched = False
         else:
             betas, steps = (_classes(table, key, gpus) for key in _LISTS)
