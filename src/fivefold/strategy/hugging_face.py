@@ -185,9 +185,10 @@ def _expert_layers(config: Config, count: int) -> int:
     last = int(config.get("moe_layer_end_index", -1))
     names = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
     step = next((int(config[name]) for name in names if config.get(name)), 1)
-    dense = set(config.get("mlp_only_layers", ()))
     layers = range(first, count if last < 0 else min(last + 1, count))
-    return sum((layer + 1) % step == 0 and layer not in dense for layer in layers)
+    dense = {layer for layer in config.get("mlp_only_layers", ()) if layer in layers}
+    turns = max(layers.stop // step - layers.start // step, 0)
+    return turns - sum(1 for layer in dense if (layer + 1) % step == 0)
 
 
 def _experts(config: Config, dense_layers: int) -> MixtureOfExperts | None:

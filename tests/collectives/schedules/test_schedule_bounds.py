@@ -212,6 +212,23 @@ def test_max_flows_find_the_worst_cut_with_its_latency(network, name, data):
             assert bound.seconds == pytest.approx(worst, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_a_far_switch_that_nothing_must_reach_costs_nothing(name):
+    """Nine shares of 60 bytes, added and taken away again, leave 7e-15 bytes over."""
+    ranks, switches = ([f"{kind}{i}" for i in range(n)] for kind, n in (("r", 9), ("s", 4)))
+    nodes = [Node(one, "gpu") for one in ranks] + [Node(one, "switch") for one in switches]
+    pairs = [(ranks[i], ranks[(i + 1) % 9], 0.0) for i in range(9)]
+    pairs += [(a, b, 1e3) for a, b in itertools.pairwise([ranks[0], *switches])]
+    links = [
+        Link(*ends, bandwidth_bytes_per_s=1.0, latency_s=latency)
+        for a, b, latency in pairs for ends in ((a, b), (b, a))
+    ]  # fmt: skip
+    found = bandwidth_bound(
+        named_collective(name, 9), Topology("far", nodes, links), 60.0, exact=False
+    )
+    assert found.seconds < 100
+
+
 @given(
     network=st.one_of(graphs(), wide_graphs()), name=st.sampled_from(COLLECTIVES), data=st.data()
 )

@@ -524,7 +524,7 @@ def _sweep_traffic(
         return carried
     pre, post = collective.pre_offsets, collective.post_offsets
     used = np.flatnonzero((np.diff(pre) > 0) & (np.diff(post) > 0))
-    total = np.zeros(cuts.size + 2)
+    total, chunks = np.zeros(cuts.size + 2), np.zeros(cuts.size + 2, np.int64)
     if used.size:
         spread = np.minimum if collective.reducing else np.maximum
         # Segments of unused chunks are empty, so the next used one starts where this one ends.
@@ -532,6 +532,9 @@ def _sweep_traffic(
         last = np.maximum.reduceat(levels[collective.post_ranks], post[used])
         crosses = last > first  # for every cut with first < cut <= last
         sizes = chunk_bytes[used][crosses]
-        np.add.at(total, first[crosses] + 1, sizes)
-        np.add.at(total, last[crosses] + 1, -sizes)
-    return np.maximum(np.cumsum(total)[1:-1], 0.0)
+        for places, sign in ((first[crosses] + 1, 1), (last[crosses] + 1, -1)):
+            np.add.at(total, places, sign * sizes)
+            np.add.at(chunks, places, sign)
+    # What rounding leaves over where no chunk crosses would still pay for a cut's latency.
+    carried = np.where(np.cumsum(chunks) > 0, np.cumsum(total), 0.0)
+    return np.maximum(carried[1:-1], 0.0)
