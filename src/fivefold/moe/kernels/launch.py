@@ -213,7 +213,18 @@ def _prepare(  # noqa: PLR0913 - the operator's own operands
 def prepare_forward(
     *operands: torch.Tensor, programs: int, lag: int | None = None, **options: Any
 ) -> Call:
-    """Make the launches of a forward ready: memory, descriptors, sizes; nothing is started."""
+    """Make the launches of a forward ready: memory, descriptors, sizes; nothing is started.
+
+    Args:
+        *operands: x, w13, w2, ids and weights, as in ``fused_moe``; neither x nor ids empty.
+        programs: How many the single kernel will have.
+        lag: Steps by which the second product trails the first; None: chosen by ``programs``.
+        **options: ``activation``, ``b13``, ``b2``, ``weight_on_input``, ``precision``, ``hidden``,
+            ``workspace`` and ``tiles`` (None: the variant for the data type).
+
+    Raises:
+        ConfigurationError: The weights are empty, or the workspace does not fit.
+    """
     call = _prepare(*operands, **options)
     x, tiles, sizes = operands[0], call.tiles, call.sizes
     if sizes.TMA:
@@ -382,7 +393,13 @@ def prepare_backward(
 def backward_launches(
     call: Call, found: tuple[torch.Tensor | None, ...], *, kept: bool
 ) -> Iterator[Launch]:
-    """Yield the launches of ``backward_fused``, in order."""
+    """Yield the launches of ``backward_fused``, in order.
+
+    Args:
+        call: Of ``prepare_backward``.
+        found: Where gradients of x, w13, w2, weights, b13 and b2 go; None for a bias not there.
+        kept: Whether z was given, and is not computed again.
+    """
     from fivefold.moe.kernels import _backward as backward  # noqa: PLC0415 - optional
     from fivefold.moe.kernels import _forward as forward  # noqa: PLC0415 - optional
 
