@@ -37,7 +37,7 @@ from benchmarks.optim._peers._case import Case
 from benchmarks.optim._peers._figures import curve_of, error_of, timing_of
 from benchmarks.optim._peers._host import Answer, read_answers, run_host
 from benchmarks.optim._peers._rows import Measured, print_table, rows_of
-from benchmarks.optim._peers._table import AUTO, CASES, find_case, with_tau
+from benchmarks.optim._peers._table import AUTO, CASES, choice_text, find_case, with_choice
 from benchmarks.optim._workload import BATCH_SIZE, SEQUENCE_LENGTH, corpus, make_model
 from benchmarks.results_file import write_results
 from fivefold.lab import LabSpec, run_lab
@@ -146,20 +146,20 @@ def measure(arguments: argparse.Namespace) -> Measured:
         jobs: list[Job] = [{"measurement": "memory", "case": case.name} for case in cases]
         _take_memory(measured, jobs, arguments.keep)
     if "learning" in wanted:
-        cases = _with_chosen_taus(measured)
+        cases = _with_chosen_rounds(measured)
         _take_curves(measured, list(learning_jobs(cases, arguments)), arguments)
     return measured
 
 
-def _with_chosen_taus(measured: Measured) -> list[Case]:
-    """The cases, but each tau that one chose by itself at a rate as a case of its own."""
+def _with_chosen_rounds(measured: Measured) -> list[Case]:
+    """The cases, but each round that one chose by itself at a rate as a case of its own."""
     found = {case.name: case for case in measured.cases if not _adapts(case)}
     for case in filter(_adapts, measured.cases):
         for rate in measured.rates:
             windows = measured.timings.get((rate, case.name), [])
-            taus = [timing.tau for timing in windows if timing.tau is not None]
-            if taus:
-                fixed = with_tau(case, max(1, round(statistics.median(taus))))
+            choices = [timing.chosen for timing in windows if timing.chosen is not None]
+            if choices:
+                fixed = with_choice(case, statistics.mode(map(choice_text, choices)))
                 found[fixed.name] = fixed
                 measured.chosen[rate, case.name] = fixed.name
     measured.cases = [*measured.cases, *(c for c in found.values() if c not in measured.cases)]

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.optim._workload import ADAMW
+
 __all__ = ["Attached", "Case", "Loss", "Place", "attach"]
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -27,6 +29,8 @@ class Case:
         round_steps: Steps between two synchronisations, so that windows hold whole rounds; 1
             where every step communicates.
         lr: Peak of the inner learning rate in learning runs.
+        optimizer: The inner optimizer, as ``Problem`` has it.
+        clips: Whether the worker clips its gradient; False where the method clips the mean.
         overlaps: Whether its communication can run behind computation for a whole round.
         ddp_steps: First steps of a learning run in which it communicates as DDP does; they are
             timed at DDP's rate.
@@ -39,6 +43,8 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     round_steps: int = 1
     lr: float = 4e-3
+    optimizer: str = ADAMW
+    clips: bool = True
     overlaps: bool = False
     ddp_steps: int = 0
     longer: bool = False
@@ -83,6 +89,7 @@ class Attached:
         after_step: Called after each optimizer step.
         finalize: Ends the method: waits for what is under way and merges it.
         figures: Running totals of the method's own, by name.
+        chosen: The round that the method has now: tau, fragments, delay_steps and codec.
         close: Frees what the adapter started.
     """
 
@@ -91,6 +98,7 @@ class Attached:
     after_step: Callable[[], None] = _nothing
     finalize: Callable[[], None] = _nothing
     figures: Callable[[], dict[str, float]] = dict
+    chosen: Callable[[], dict[str, Any]] = dict
     close: Callable[[], None] = _nothing
 
 

@@ -31,7 +31,7 @@ class Timing:
         drain_s: Seconds of ending the method.
         allreduce_s: Seconds of a bare all-reduce of the model; only without communication.
         round_steps: Steps per round that were seen; None for peers.
-        tau: The engine's tau at the end; None for peers.
+        chosen: The engine's tau, fragments, delay_steps and codec at the end; None for peers.
     """
 
     step_s: float
@@ -45,7 +45,7 @@ class Timing:
     drain_s: float
     allreduce_s: float | None
     round_steps: float | None
-    tau: float | None
+    chosen: Mapping[str, Any] | None
 
     @property
     def hidden(self) -> float | None:
@@ -108,7 +108,7 @@ def timing_of(answers: Sequence[Answer]) -> Timing:
         drain_s=max(answer["drain_s"] for answer in answers),
         allreduce_s=max(bare) if bare else None,
         round_steps=steps / rounds[0] if rounds else None,
-        tau=answers[0].get("tau"),
+        chosen=answers[0].get("chosen") or None,
     )
 
 

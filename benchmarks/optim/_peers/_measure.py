@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.optim._peers._case import Attached, Case, Place, attach
 from benchmarks.optim._peers._pace import Pacer
-from benchmarks.optim._workload import Problem, Worker, make_optimizer, validate
+from benchmarks.optim._workload import CLIP_NORM, Problem, Worker, make_optimizer, validate
 from fivefold.train import Transformer
 from fivefold.train.config import ModelConfig
 
@@ -45,7 +45,8 @@ def timing(case: Case, place: Place, request: Mapping[str, Any]) -> dict[str, An
         request: ``step_s``, the padded time of a step.
     """
     rss_bytes = _reset_peak_rss()
-    worker = Worker(Problem(steps=10_000), rank=place.rank, world_size=place.world_size)
+    problem = Problem(steps=10_000, optimizer=case.optimizer)
+    worker = _worker(case, place, problem)
     pacer = Pacer(request["step_s"], worker.model, worker.optimizer)
     attached = attach(case, worker.model, worker.optimizer, place)
     worker.optimizer = attached.optimizer
@@ -55,10 +56,9 @@ def timing(case: Case, place: Place, request: Mapping[str, Any]) -> dict[str, An
     before = _totals(attached, pacer)
     _run(worker, attached, pacer, window_steps)
     after = _totals(attached, pacer)
-    found = {name: after[name] - before[name] for name in after}
+    found: dict[str, Any] = {name: after[name] - before[name] for name in after}
     found |= {"steps": window_steps, "peak_bytes": _peak_rss_bytes() - rss_bytes}
-    if "tau" in after:  # no total: what it is now
-        found["tau"] = after["tau"]
+    found["chosen"] = attached.chosen()
     started_s = time.perf_counter()
     attached.finalize()
     found["drain_s"] = time.perf_counter() - started_s
@@ -78,8 +78,8 @@ def learning(case: Case, place: Place, request: Mapping[str, Any]) -> dict[str, 
         request: ``problem``, the fields of a ``Problem``, and ``every``, the steps between two
             points.
     """
-    problem = Problem(**request["problem"])
-    worker = Worker(problem, rank=place.rank, world_size=place.world_size)
+    problem = Problem(**request["problem"], optimizer=case.optimizer)
+    worker = _worker(case, place, problem)
     attached = attach(case, worker.model, worker.optimizer, place)
     worker.optimizer = attached.optimizer
     judged = copy.deepcopy(worker.model) if case.adapter != "ddp" else worker.model
@@ -130,6 +130,11 @@ def memory(case: Case, place: Place, _request: Mapping[str, Any]) -> dict[str, A
     dist.barrier()
     attached.close()
     return {"added_bytes_per_parameter": added_bytes / model.num_parameters}
+
+
+def _worker(case: Case, place: Place, problem: Problem) -> Worker:
+    clip_norm = CLIP_NORM if case.clips else None
+    return Worker(problem, rank=place.rank, world_size=place.world_size, clip_norm=clip_norm)
 
 
 def _window(case: Case) -> tuple[int, int]:

@@ -34,7 +34,7 @@ class Measured:
         equal: Runs with equal tokens, by case.
         longer: Runs with more tokens, by case.
         failures: Error by measurement and case.
-        chosen: By rate and case that adapts its tau, the name of the case with the tau it chose.
+        chosen: By rate and case that adapts, the name of the case with the round it chose.
     """
 
     cases: Sequence[Case]
@@ -207,7 +207,7 @@ _BY_RATE: tuple[tuple[str, str, Figure], ...] = (
     ("step time over the compute-only one", "s", _exposed_s),
     ("exposed wait per step by the engine", "s", _timed(lambda timing: timing.wait_s)),
     ("hidden share of the communication", "ratio", _timed(lambda timing: timing.hidden)),
-    ("tau", "steps", _timed(lambda timing: timing.tau)),
+    ("tau", "steps", _timed(lambda t: float(t.chosen["tau"]) if t.chosen else None)),
     ("steps with an overrun", "ratio", _timed(lambda timing: timing.overruns)),
     ("peak memory since before the model", "B", _timed(lambda timing: timing.peak_bytes)),
     (TO_TARGET, "s", _to_target_s),

@@ -6,12 +6,15 @@ budgets found best (``ablations.py --tune``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from benchmarks.optim._peers._case import Case
+from benchmarks.optim._peers.ours import CHOSEN
+from benchmarks.optim._workload import ADAMW, CLIP_NORM, MUON
 
-__all__ = ["AUTO", "CASES", "find_case", "with_tau"]
+__all__ = ["AUTO", "CASES", "choice_text", "find_case", "with_choice"]
 
 AUTO = "auto"
 
@@ -24,6 +27,9 @@ TUNED: dict[str, dict[str, Any]] = {
     "DDP": {"lr": 3e-3},
     "LocalSGD": {"lr": 4e-3},
     "DelayCorrected": {"lr": 3e-3},
+    "DDP, Muon": {"lr": 8e-3, "optimizer": MUON},
+    "DelayCorrected, Muon": {"lr": 8e-3, "optimizer": MUON},
+    "DelayedGradients, Muon": {"lr": 8e-3, "optimizer": MUON},
     "SlowMo": {"lr": 3e-3, "outer_lr": 1.0, "outer_momentum": 0.2},
     "DiLoCo": {"lr": 3e-3, "outer_lr": 0.7, "outer_momentum": 0.5},
     "CO2": {"lr": 6e-3, "outer_lr": 0.5, "outer_momentum": 0.0},
@@ -46,6 +52,7 @@ def _peer(name: str, adapter: str, like: str, /, **settings: Any) -> Case:
         settings=outer | settings,
         round_steps=settings.get("tau", 1),
         lr=tuned["lr"],
+        optimizer=tuned.get("optimizer", ADAMW),
         ddp_steps=starts,
         longer=name != "DDP",
     )
@@ -57,10 +64,12 @@ def _torchft(name: str, algorithm: str, **settings: Any) -> Case:
     return _peer(f"torchft {name}", "torchft_sync", algorithm, **settings)
 
 
-def _ours(name: str, rule: str, *, codec: str | None = None, **options: Any) -> Case:
-    """A case of ours."""
-    tuned = TUNED[rule]
-    outer = {key: value for key, value in tuned.items() if key != "lr"}
+def _ours(
+    name: str, rule: str, *, codec: str | None = None, like: str | None = None, **options: Any
+) -> Case:
+    """A case of ours; ``like`` says whose tuned settings it takes, its rule's by default."""
+    tuned = TUNED[like or rule]
+    outer = {key: value for key, value in tuned.items() if key not in ("lr", "optimizer")}
     tau = options.get("tau", TAU)
     settings: dict[str, Any] = {"rule": rule, "options": {"tau": tau} | outer | options}
     if codec is not None:
@@ -72,7 +81,25 @@ def _ours(name: str, rule: str, *, codec: str | None = None, **options: Any) -> 
         settings=settings,
         round_steps=_AUTO_WINDOW_STEPS if tau == AUTO else tau,
         lr=tuned["lr"],
+        optimizer=tuned.get("optimizer", ADAMW),
         overlaps=rule in _OVERLAPPING,
+        longer=True,
+    )
+
+
+def _delayed_gradients(name: str, codec: str) -> Case:
+    """Delayed gradients, which clip the mean and have no round."""
+    tuned = TUNED["DelayedGradients, Muon"]
+    options = {"extrapolation": 1.0, "max_norm": CLIP_NORM}
+    return Case(
+        name=name,
+        kind="ours",
+        adapter="ours",
+        settings={"rule": "DelayedGradients", "options": options, "codec": codec},
+        lr=tuned["lr"],
+        optimizer=tuned["optimizer"],
+        clips=False,
+        overlaps=True,
         longer=True,
     )
 
@@ -80,6 +107,9 @@ def _ours(name: str, rule: str, *, codec: str | None = None, **options: Any) -> 
 _PEERS = (
     # The fastest of 0.25, 0.5, 1, 25 MB and the default at 200 Mbit/s: the model is small.
     _peer("DDP", "ddp", "DDP", bucket_cap_mb=0.5),
+    _peer("DDP fp16", "ddp", "DDP", bucket_cap_mb=0.5, hook="fp16"),
+    _peer("DDP, Muon", "ddp", "DDP, Muon", bucket_cap_mb=0.5),
+    _peer("DDP fp16, Muon", "ddp", "DDP, Muon", bucket_cap_mb=0.5, hook="fp16"),
     # One bucket: its callbacks start further all-reduces in the order in which buckets arrive,
     # which differs between gloo's ranks; with several buckets it hangs or fails.
     _peer(
@@ -112,6 +142,16 @@ _OURS = (
     # The shortest round, made to fit by the codec: a step's work is late by one step only.
     _ours("delay-corrected tau 1 int8", "DelayCorrected", tau=1, codec="int8"),
     _ours("delay-corrected tau 1 int4", "DelayCorrected", tau=1, codec="int4"),
+    _ours("delay-corrected auto", "DelayCorrected", tau=AUTO, codec=AUTO),
+    _ours(
+        "delay-corrected auto, Muon",
+        "DelayCorrected",
+        tau=AUTO,
+        codec=AUTO,
+        like="DelayCorrected, Muon",
+    ),
+    _delayed_gradients("delayed gradients, Muon, int8", "int8"),
+    _delayed_gradients("delayed gradients, Muon, int4", "int4"),
     _ours("CO2 tau auto", "CO2", tau=AUTO),
     _ours("CO2 tau 8 int8", "CO2", codec="int8"),
     _ours("CO2 tau 8 int4", "CO2", codec="int4"),
@@ -124,7 +164,7 @@ CASES = (Case(name="compute only", kind="alone", adapter="alone"), *_PEERS, *_OU
 
 
 def find_case(name: str) -> Case:
-    """The case of a name; "NAME = 3" is case NAME with the tau of 3 that it chose.
+    """The case of a name; "NAME = CHOICE" is case NAME with the round that it chose.
 
     Args:
         name: Its name in the table.
@@ -132,22 +172,29 @@ def find_case(name: str) -> Case:
     Raises:
         KeyError: There is none.
     """
-    known, chosen, tau = name.partition(" = ")
+    known, chosen, choice = name.partition(" = ")
     case = {case.name: case for case in CASES}[known]
-    return with_tau(case, int(tau)) if chosen else case
+    return with_choice(case, choice) if chosen else case
 
 
-def with_tau(case: Case, tau: int) -> Case:
-    """A case of ours with a fixed tau in place of its own.
+def choice_text(choice: Mapping[str, Any]) -> str:
+    """Write a round down, as ``with_choice`` reads it: tau/fragments/delay_steps/codec."""
+    return "/".join(str(choice[name]) for name in CHOSEN)
+
+
+def with_choice(case: Case, choice: str) -> Case:
+    """A case of ours with a given round in place of its own.
 
     Args:
         case: The case.
-        tau: Steps per round.
+        choice: What ``choice_text`` wrote.
     """
-    options = case.settings["options"] | {"tau": tau}
+    *steps, codec = choice.split("/")
+    chosen = dict(zip(CHOSEN, map(int, steps), strict=False))
+    options = case.settings["options"] | chosen
     return replace(
         case,
-        name=f"{case.name} = {tau}",
-        settings={**case.settings, "options": options},
-        round_steps=tau,
+        name=f"{case.name} = {choice}",
+        settings={**case.settings, "options": options, "codec": codec},
+        round_steps=chosen["tau"],
     )

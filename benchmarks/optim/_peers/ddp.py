@@ -1,8 +1,8 @@
 """DistributedDataParallel, plain or with a communication hook of torch's own.
 
-Settings: ``bucket_cap_mb`` (None for DDP's default); ``hook`` None, "powersgd" (with ``rank`` and
-``start``, the steps of plain all-reduce before it) or "post_local_sgd" (with ``tau`` and
-``start``: DDP for that many steps, then one average of the parameters every ``tau`` steps).
+Settings: ``bucket_cap_mb`` (None for DDP's default); ``hook`` None, "fp16", "powersgd" (with
+``rank`` and ``start``, the steps of plain all-reduce before it) or "post_local_sgd" (with ``tau``
+and ``start``: DDP for that many steps, then one average of the parameters every ``tau`` steps).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as post_local
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +37,9 @@ def attach(
     replica = _data_parallel(model, settings.get("bucket_cap_mb"))
     hook = settings.get("hook")
     start = settings.get("start", 0)
-    if hook == "powersgd":
+    if hook == "fp16":
+        replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif hook == "powersgd":
         start = _POWERSGD_EARLIEST if place.stationary else start
         state = power.PowerSGDState(
             process_group=None,

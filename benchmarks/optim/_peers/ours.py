@@ -1,8 +1,8 @@
 """``fivefold.optim.OuterSync`` with any of its rules.
 
 Settings: ``rule``, the name of a rule class, and ``options``, its arguments; ``codec`` where the
-payload is not sent as fp32. A tau of "auto" starts at 1 here, because it goes up at once and down
-after much patience, and windows are short.
+payload is not sent as fp32. A tau of "auto" without codec="auto", which measures the link before it
+starts, starts at 1 here: it goes up at once and down after much patience, and windows are short.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 import fivefold.optim
 from benchmarks.optim._peers._case import Attached, Place
 
-__all__ = ["attach"]
+__all__ = ["CHOSEN", "attach"]
 
+CHOSEN = ("tau", "fragments", "delay_steps", "codec")
 _TIMEOUT_S = 60.0
 
 
@@ -28,16 +29,15 @@ def attach(
 ) -> Attached:
     """Make the engine; it is stepped after the optimizer."""
     options = dict(settings["options"])
-    if options["tau"] == "auto":
+    codec = settings.get("codec", "fp32")
+    if options.get("tau") == "auto" != codec:
         options["tau"] = fivefold.optim.AutoTau(initial=1)
     rule = getattr(fivefold.optim, settings["rule"])(**options)
-    codec = settings.get("codec", "fp32")
     sync = fivefold.optim.OuterSync(model, optimizer, rule=rule, codec=codec, timeout_s=_TIMEOUT_S)
 
     def figures() -> dict[str, float]:
         totals = sync.statistics()
         return {
-            "tau": float(totals.tau),
             "rounds": float(totals.merged_rounds),
             "payload_bytes": float(totals.payload_bytes),
             "sent_bytes": float(totals.sent_bytes),
@@ -46,10 +46,15 @@ def attach(
             "boundary_s": totals.boundary_s,
         }
 
+    def chosen() -> dict[str, Any]:
+        now = sync.statistics()
+        return {name: getattr(now, name) for name in CHOSEN}
+
     return Attached(
         loss=model.loss,
         optimizer=optimizer,
         after_step=sync.step,
         finalize=sync.finalize,
         figures=figures,
+        chosen=chosen,
     )
