@@ -15,10 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._later import later
-from fivefold.cli._options import JsonOption
-from fivefold.cli._outputs import write_json
+from fivefold.cli._options import ArgumentError, JsonOption, write_json
 from fivefold.errors import FivefoldError
 from fivefold.files import read_json
 from fivefold.units import format_bytes, format_duration_s

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from fivefold.cli._later import later
 from fivefold.cli._options import output_option
-from fivefold.cli._plan_files import runnable
-from fivefold.cli._plan_job import JobSizes, as_sent, read_job
+from fivefold.cli._plan_files import JobSizes, as_sent, read_job, runnable
 from fivefold.errors import ConfigurationError
 
 with later():

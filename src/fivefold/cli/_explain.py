@@ -11,10 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError, topology_of
 from fivefold.cli._later import later
-from fivefold.cli._options import JsonOption
-from fivefold.cli._outputs import write_json
+from fivefold.cli._options import ArgumentError, JsonOption, topology_of, write_json
 from fivefold.cli._plan_page import PARTS
 from fivefold.files import read_toml
 from fivefold.units import format_duration_s

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli._outputs import require_writable
+from fivefold.cli._options import require_writable
 from fivefold.errors import ConfigurationError
 from fivefold.files import write_atomically
 

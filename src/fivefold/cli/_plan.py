@@ -12,16 +12,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._codesign import typed_command, write_page
 from fivefold.cli._later import later
-from fivefold.cli._options import JsonOption, OptionalClusterOption, PageOption, output_option
-from fivefold.cli._outputs import require_writable
-from fivefold.cli._plan_check import check as check_folder
+from fivefold.cli._options import (
+    ArgumentError,
+    JsonOption,
+    OptionalClusterOption,
+    PageOption,
+    output_option,
+    require_writable,
+)
+from fivefold.cli._plan_compare import check as check_folder
 from fivefold.cli._plan_compare import compare as compare_on
 from fivefold.cli._plan_compare import plan_record, write_csv
-from fivefold.cli._plan_files import runnable, write_plan_files
-from fivefold.cli._plan_job import JobSizes, as_sent, read_job
+from fivefold.cli._plan_files import JobSizes, as_sent, read_job, runnable, write_plan_files
 from fivefold.cli._plan_page import PARTS, split_page
 from fivefold.errors import InfeasibleError
 from fivefold.units import format_bytes
@@ -45,7 +49,7 @@ with later():
     from fivefold.strategy.compare import tokens_per_s
     from fivefold.strategy.intervals import ErrorBar
     from fivefold.strategy.model import ModelSpec
-    from fivefold.strategy.words import DEGREES, degrees_of, overlap_of, settings_of
+    from fivefold.strategy.plan import DEGREES, degrees_of, overlap_of, settings_of
 
 
 _MOST_REASONS = 8

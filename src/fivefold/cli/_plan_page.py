@@ -19,7 +19,7 @@ with later():
         PageSection,
     )
     from fivefold.strategy import Cluster, Job, ParallelPlan, PlanPrediction, PlanSearchResult
-    from fivefold.strategy.words import degrees_of, settings_of
+    from fivefold.strategy.plan import degrees_of, settings_of
 
 
 _MEMORY = (

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fivefold.report._styles import COLOURS
+from fivefold.report.format import COLOURS
 from fivefold.report.page import (
     Curve,
     CurveChart,

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fivefold.report._graph_records import DataCounts, GraphRun
-from fivefold.report._styles import COLOURS, MARKERS, ORANGE, thinned
+from fivefold.report._records import DataCounts, GraphRun
 from fivefold.report.format import (
+    COLOURS,
+    MARKERS,
+    ORANGE,
     UNKNOWN,
     Writer,
     command_texts,
@@ -23,6 +25,7 @@ from fivefold.report.format import (
     format_seconds,
     run_notes,
     seconds_bar,
+    thinned,
 )
 from fivefold.report.page import (
     BarChart,

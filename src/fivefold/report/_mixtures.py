@@ -10,8 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fivefold.report._records import MixturePoint, Run
-from fivefold.report._styles import MARKERS, run_colours
-from fivefold.report.format import figure_table, format_bytes_or_dash, format_percent
+from fivefold.report.format import (
+    MARKERS,
+    figure_table,
+    format_bytes_or_dash,
+    format_percent,
+    run_colours,
+)
 from fivefold.report.page import Curve, CurveChart, DataTable, PagePart, PageSection
 
 _MOST_EXPERTS = 64  # more columns do not fit a page

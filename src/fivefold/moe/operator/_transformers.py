@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe.operator._operator import fused_moe
 from fivefold.moe.operator.activations import GATED_NAMES, Activation, activation_named
-from fivefold.moe.operator.backend import backend_for
+from fivefold.moe.operator.fused import backend_for, fused_moe
 
 # Classes of transformers' activation functions, by what they compute.
 _NAMES = {

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from fivefold.errors import ConfigurationError
-from fivefold.moe.operator._operator import OperatorGroup, fused_moe
 from fivefold.moe.operator.activations import activation_named
-from fivefold.moe.operator.backend import backends
+from fivefold.moe.operator.fused import OperatorGroup, backends, fused_moe
 from fivefold.moe.operator.operands import as_autocast
 from fivefold.moe.routing.families import layer_options
 from fivefold.moe.routing.router import (

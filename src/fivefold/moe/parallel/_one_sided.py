@@ -43,7 +43,7 @@ from fivefold.moe.kernels.launch import (
 )
 from fivefold.moe.kernels.workspace import Layout
 from fivefold.moe.operator.activations import activation_named
-from fivefold.moe.operator.backend import Backend, backend_for
+from fivefold.moe.operator.fused import Backend, backend_for
 from fivefold.moe.operator.layer import ExpertLoad, LocalExperts, MoEConfig
 from fivefold.moe.operator.operands import Precision, check_ids, check_weight_on_input
 from fivefold.moe.parallel._config import (
