@@ -128,7 +128,7 @@ def _job_and_clusters(names: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def _is_job(path: Path) -> bool:
-    """Whether a file is a job and no cluster: it says a model, or has no file's form yet."""
+    """Return whether a file is a job: it says a model. What cannot be read is none."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):

@@ -100,7 +100,7 @@ def as_sent(cluster: Cluster, config: TrainConfig | None) -> Cluster:
 
 
 def _window(sync: SyncConfig) -> float:
-    """Share of a round behind which its outer updates travel; 0 where all ranks wait for them."""
+    """Return the share of a round that hides outer updates; 0 where all ranks wait for them."""
     if sync.method in _WAITING or (sync.method == "outer_optimizer" and not sync.hidden):
         return 0.0
     if sync.delay_steps is None or not isinstance(sync.tau, int):

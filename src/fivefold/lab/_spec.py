@@ -251,7 +251,7 @@ class LabSpec:
 
     @property
     def delay_s(self) -> float:
-        """One-way delay in seconds."""
+        """Return the one-way delay in seconds."""
         return parse_duration_s(self.delay)
 
     @property

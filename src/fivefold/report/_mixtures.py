@@ -39,17 +39,17 @@ class MixtureSummary:
     sent_bytes_per_step: float
 
     def record(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def summarise_mixtures(runs: Iterable[Run]) -> list[MixtureSummary]:
-    """Figures of the runs that have mixtures, in their order."""
+    """Return the figures of the runs that have mixtures, in their order."""
     return [_summary(run.label, run.metrics.mixtures) for run in runs if run.metrics.mixtures]
 
 
 def imbalance(load: Sequence[int]) -> float:
-    """Largest load over the mean one: 1 where even; 1 also where there is none."""
+    """Return the largest load over the mean one: 1 where even; 1 also where there is none."""
     total = sum(load)
     return max(load) * len(load) / total if total else 1.0
 
@@ -137,7 +137,7 @@ def mixture_section(runs: Sequence[Run]) -> PageSection | None:
 
 
 def _map(run: MixtureSummary) -> DataTable:
-    """Loads over the run in units of the even one; the shade is full at twice the even load."""
+    """Return the loads over the run in units of the even one; the shade is full at twice that."""
     shown = min(run.experts, _MOST_EXPERTS)
     loads = [[share * run.experts for share in shares[:shown]] for shares in run.load]
     rest = run.experts - shown

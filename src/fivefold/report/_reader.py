@@ -282,7 +282,7 @@ def _ending(end: EndPoint | None, result: RunResult | None) -> list[str]:
 
 
 def _page_of(folder: Path, names: set[str]) -> str | None:
-    """How to get a page of what other commands wrote; None where it is not known what it is."""
+    """Return how to get a page of what other commands wrote; None where it is not known."""
     plan = "the page of its plan"
     if names & {"mesh.json", "megatron_flags.txt", "fivefold_train.toml"}:
         return _elsewhere("fivefold plan JOB ...", "the page of its plans")

@@ -249,7 +249,7 @@ class Run:
 
     @property
     def is_plain_ddp(self) -> bool:
-        """Whether DDP sends its gradients in its own order: the baseline that others beat."""
+        """Return whether this is DDP with its own order of gradients: the baseline to beat."""
         return self.manifest.method == "ddp" and "tasks" not in self.config
 
     @property
@@ -298,7 +298,7 @@ class DataCounts(Record):
 
     @property
     def hit_rates(self) -> dict[str, float]:
-        """Share of the rows that each level served."""
+        """Return which share of the rows each level served."""
         total = sum(self.rows.values())
         return {level: rows / total for level, rows in self.rows.items()} if total else {}
 

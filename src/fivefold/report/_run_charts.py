@@ -219,7 +219,7 @@ def _messages(rank: RankTrace) -> list[RoundPoint]:
 
 
 def _whole_rounds(rank: RankTrace) -> list[RoundPoint]:
-    """The rank's messages without each fragment's first, whose round begins with a stagger."""
+    """Return the rank's messages without each fragment's first, whose round begins staggered."""
     points = _messages(rank)
     if not any(point.fragment for point in points):
         return points
@@ -300,7 +300,7 @@ def _cycle_starts(run: Run) -> list[float]:
 
 
 def _window_start(run: Run, window_s: float) -> float:
-    """A start of a cycle near the middle whose window holds least validation and checkpoint."""
+    """Return a start of a cycle near the middle with least validation and checkpoint behind it."""
     starts = _cycle_starts(run)
     spans = next(rank.spans for rank in run.ranks if rank.spans)
     if not starts:

@@ -133,7 +133,7 @@ def stored_bytes(columns: Columns, stage: int) -> Floats:
 
 
 def _in_flight(columns: Columns, stage: int) -> Floats:
-    """Micro-batches whose activations a stage keeps at its worst moment."""
+    """Return the micro-batches whose activations a stage keeps at its worst moment."""
     t = columns.table
     after = t.pipeline - 1 - (t.pipeline - 1 if stage == 2 else stage)
     in_flight = np.ones(len(t))

@@ -36,7 +36,7 @@ class LayerShape:
 
     @property
     def sequence_split(self) -> int:
-        """By how much norms and dropouts are split."""
+        """Return by how much norms and dropouts are split."""
         return self.tensor if self.sequence_parallel else 1
 
 
@@ -79,7 +79,7 @@ class Operator:
 
 
 def layer_operators(model: ModelSpec, shape: LayerShape, kind: str = "*-") -> tuple[Operator, ...]:
-    """Forward operators of one layer of a kind, such as ``"*-"``, on one GPU."""
+    """Return the forward operators of one layer of a kind, such as ``"*-"``, on one GPU."""
     if model.stages:
         return _convolution_operators(model, shape)
     attention = _latent_operators if model.latent is not None else _attention_operators
@@ -99,7 +99,7 @@ def layer_operators(model: ModelSpec, shape: LayerShape, kind: str = "*-") -> tu
 
 
 def tokens_of(model: ModelSpec, shape: LayerShape) -> float:
-    """Tokens of a micro-batch that one GPU of a context group holds."""
+    """Return the tokens of a micro-batch that one GPU of a context group holds."""
     return shape.micro_batch * model.seq_len / shape.context
 
 
@@ -133,7 +133,7 @@ def _tensor_message(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Ope
 
 
 def tensor_message(name: str, size_bytes: float) -> Operator:
-    """A message of the tensor group, of whole tokens."""
+    """Return a message of the tensor group, of whole tokens."""
     return Operator(name=name, kind="message", message="tensor", message_bytes=size_bytes)
 
 
@@ -286,7 +286,7 @@ def _mamba_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...
 
 
 def _scan_bytes(ssm: MambaMixer) -> tuple[float, float]:
-    """Bytes that a token's scan moves forward, and FLOPs that its backward repeats.
+    """Return the bytes that a token's scan moves forward, and FLOPs that its backward repeats.
 
     Mamba-2 is five kernels: step sizes, states of chunks (32 bits: written, passed on in a read and
     a write, read), C with B of chunks (32 bits), and the result. The first two are repeated.
@@ -302,7 +302,7 @@ def _scan_bytes(ssm: MambaMixer) -> tuple[float, float]:
 def _feed_forward(
     model: ModelSpec, *, rows: float, inner: float, name: str, batch: float = 1.0
 ) -> tuple[Operator, ...]:
-    """Two products and the activation between them; the first one's input is not counted."""
+    """Return two products and the activation between; the first one's input is not counted."""
     elements = rows * inner * batch
     gates = 2 if model.gated else 1
     passes, backward_passes = _CLAMPED_PASSES if model.clamped else (gates + 1, 2 * gates + 1)
@@ -416,7 +416,7 @@ def _convolution_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operato
 
 
 def head_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    """Last norm, head and loss, with the vocabulary split over the tensor group."""
+    """Return last norm, head and loss, with the vocabulary split over the tensor group."""
     tokens = tokens_of(model, shape) if model.embeds_tokens else float(shape.micro_batch)
     columns = model.vocab / shape.tensor
     logits = 4.0 * tokens * columns

@@ -266,7 +266,7 @@ def _lower_bounds(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, space: SearchSpace,
     plans: list[ParallelPlan], patterns: list[Pattern],
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Least seconds and least bytes of every outer choice, whatever its switches.
+    """Return the least seconds and bytes of every outer choice, whatever its switches.
 
     Time: every micro-batch on a stage of mean speed at the fastest layer that any switch gives, and
     the bubble at that speed. The slowest stage is no faster than the mean, messages and the

@@ -230,7 +230,7 @@ def _schedules(model: ModelSpec, space: SearchSpace, stages: int) -> list[tuple[
 
 
 def _evens_out(model: ModelSpec, stages: int) -> bool:
-    """Whether layers divide over stages only with embedding and head among them."""
+    """Return whether layers divide over stages only with embedding and head among them."""
     uneven = model.num_layers % stages > 0 and not model.stages
     return uneven and (model.num_layers + 2) % stages == 0
 
@@ -263,7 +263,7 @@ class Pattern:
 
 
 def _shares(model: ModelSpec, plan: ParallelPlan) -> bool:
-    """Whether shared experts have an exchange to compute beside."""
+    """Return whether shared experts have an exchange to compute beside."""
     shared = model.experts is not None and model.experts.shared_ffn > 0
     return shared and plan.expert > 1 and plan.schedule not in {"dualpipe", "dualpipe_v"}
 

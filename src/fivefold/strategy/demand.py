@@ -123,7 +123,7 @@ def _layer_messages(
 
 
 def _state_messages(columns: Columns, plan: ParallelPlan, *, segments: int) -> tuple[Message, ...]:
-    """Gradients and parameters of a segment."""
+    """Return the gradients and parameters of a segment."""
     device = columns.device
     kept, routed = (float(count[0]) for count in columns.outer_parameters())
     found: list[Message] = []

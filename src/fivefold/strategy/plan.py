@@ -141,17 +141,17 @@ class ParallelPlan:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that the plan needs."""
+        """Return the GPUs that the plan needs."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches that each data-parallel rank runs in an iteration."""
+        """Return the micro-batches that each data-parallel rank runs in an iteration."""
         return self.global_batch // (self.data * self.micro_batch)
 
     @property
     def shards(self) -> int:
-        """Ranks that share states under ZeRO."""
+        """Return the ranks that share states under ZeRO."""
         return self.data * self.context if self.shard is None else self.shard
 
     def group(self, axis: str) -> Group:
@@ -245,7 +245,7 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
 
 
 def plan_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
-    """Why ``plan`` cannot run ``model``, whatever the memory; None where it can."""
+    """Return why ``plan`` cannot run ``model``, whatever the memory; None where it can."""
     if model.stages and plan.optimizer == "muon":
         return "optimizer 'muon' is priced for transformers only"
     for check in (_axis_problem, _mamba_problem, _pipeline_problem, _expert_problem):
@@ -359,7 +359,7 @@ class PlanTable:
         return PlanTable({name: column[chosen] for name, column in self.columns.items()})
 
     def plan(self, row: int) -> ParallelPlan:
-        """One plan."""
+        """Return one plan."""
         return ParallelPlan(**{name: decode(name, int(self.columns[name][row])) for name in _NAMES})
 
     def is_word(self, name: str, *words: str) -> npt.NDArray[np.bool_]:

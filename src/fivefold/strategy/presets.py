@@ -283,7 +283,7 @@ def _dropout(config: Config, *, gpt: bool) -> bool:
 
 
 def _expert_layers(config: Config, count: int) -> int:
-    """Layers that have experts, of ``count``."""
+    """Return how many of ``count`` layers have experts."""
     kinds, listed = config.get("mlp_layer_types"), config.get("moe_layers")
     if kinds is not None:
         return sum(kind != "dense" for kind in kinds)
@@ -346,7 +346,7 @@ def _models() -> dict[str, ModelSpec]:
 
 
 def named_models() -> tuple[str, ...]:
-    """Names of the known models.
+    """Return the names of the known models.
 
     Examples:
         >>> "llama3-405b" in named_models()

@@ -413,7 +413,7 @@ def _titan_recompute(settings: Mapping[str, Any]) -> str:
 
 
 def _titan_batch(settings: Mapping[str, Any], model: ModelSpec, data: int) -> tuple[int, int]:
-    """Samples of a rank's batch, and of an iteration."""
+    """Return the samples of a rank's batch, and of an iteration."""
     if tokens := _whole(settings, "num_tokens_per_microbatch_per_dp_rank", default=0):
         local = max(1, tokens // model.seq_len)
         return local, _whole(settings, "num_tokens_per_train_step") // model.seq_len

@@ -41,6 +41,7 @@ class _Loss(torch.nn.Module):
         self.model = model
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a batch, so that DDP sees one forward."""
         return cast("LanguageModel", self.model).loss(inputs, targets)
 
 
@@ -102,7 +103,7 @@ class DataParallelMethod(Method):
         self._wrapped.register_comm_hook(None, lambda state, bucket: self._launch_bucket(bucket))  # noqa: ARG005 - DDP asks for these two names
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """One forward and backward whose gradients are dropped.
+        """Run one forward and backward, and drop the gradients.
 
         DDP regroups its buckets after its first backward pass. gloo's ring sums in an order
         that depends on the bucket's layout, so with three ranks or more a resumed run would
@@ -120,7 +121,7 @@ class DataParallelMethod(Method):
         self.totals = CommunicationTotals()
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Forward pass of one micro-batch."""
+        """Run the forward pass of one micro-batch."""
         with self._ranks.guard("the broadcast of the bucket layout"):
             result: torch.Tensor = self._wrapped(inputs, targets)
         return result
@@ -164,7 +165,7 @@ class DataParallelMethod(Method):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """The parameters are equal on all ranks at every step; its exchanges are no training."""
+        """Judge the parameters, which are equal on all ranks; its exchanges are no training."""
         try:
             yield
         finally:
@@ -292,7 +293,7 @@ class ScheduledDataParallelMethod(DataParallelMethod):
         )
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """One pass whose gradients are dropped, as for plain DDP."""
+        """Run one pass and drop the gradients, as for plain DDP."""
         super().warm_up(inputs, targets)
         self._finish("the gradients of the warm-up")
         self._reduction.sent()

@@ -105,7 +105,7 @@ class Method:
         """Do once, before the first step, what would make the first step differ from others."""
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Forward pass of one micro-batch."""
+        """Run the forward pass of one micro-batch."""
         return cast("LanguageModel", self._model).loss(inputs, targets)
 
     def accumulating(self) -> AbstractContextManager[None]:

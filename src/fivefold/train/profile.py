@@ -70,7 +70,7 @@ class _TimedMethod(Method):
         return time.perf_counter()
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Forward pass; the clock of a pass starts."""
+        """Run the forward pass; the clock of a pass starts."""
         self._began_s = self.now()
         return super().loss(inputs, targets)
 

@@ -211,7 +211,7 @@ def bias_gradient_kernel(
 
 @triton.jit(do_not_specialize=["num_slots", "tasks"])
 def routing_gradient_kernel(given, gradient, t, partial, out, num_slots, tasks, S: tl.constexpr):
-    """Dw of BT slots: all tiles' parts, in the order of columns, and g . b2; 0 for dropped ones.
+    """Add up dw of BT slots: all tiles' parts, in the order of columns, and g . b2; 0 if dropped.
 
     BN is that of the launch that wrote the parts.
     """

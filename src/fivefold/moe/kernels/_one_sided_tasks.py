@@ -76,13 +76,13 @@ def base_of(r, heap):
 
 @triton.jit
 def section(base, at, dtype: tl.constexpr):
-    """A part of a heap."""
+    """Return a part of a heap."""
     return (base + at).to(tl.pointer_type(dtype))
 
 
 @triton.jit
 def rows_at(base, at, dtype: tl.constexpr):
-    """Rows in a heap; they begin at a multiple of 16 bytes, which shows in how they are read."""
+    """Return rows in a heap; they begin at multiples of 16 bytes, so that reads are wide."""
     return tl.multiple_of(section(base, at, dtype), 16)
 
 
@@ -100,7 +100,7 @@ def _count_matrix(r, heap, S: tl.constexpr):
 
 @triton.jit
 def _rows_for(matrix, rank, S: tl.constexpr):
-    """Rows from each source for each expert of a rank, [PP, LP]."""
+    """Return the rows from each source for each expert of a rank, [PP, LP]."""
     peers = tl.arange(0, S.PP)
     local = tl.arange(0, S.LP)
     return tl.load(
@@ -112,7 +112,7 @@ def _rows_for(matrix, rank, S: tl.constexpr):
 
 @triton.jit
 def _one(value):
-    """A block of one."""
+    """Return a block of one."""
     return tl.full([1], 0, tl.int32) + value
 
 
@@ -253,7 +253,7 @@ def copy_rows(source, index, target, inside, S: tl.constexpr):
 
 @triton.jit
 def _written(words, r, mask, S: tl.constexpr):
-    """Debugging: note who writes a row, and complain if it was written in this epoch already."""
+    """Note who writes a row, and complain if it was written in this epoch already (debugging)."""
     before = tl.atomic_xchg(words, r.epoch * S.P + r.rank + 1, mask=mask, sem="relaxed")
     again = mask & (before > r.epoch * S.P)
     if tl.max(again.to(tl.int32), 0) > 0:
@@ -363,7 +363,7 @@ def address_rows(m, local, first, stop, r, heap, p, S: tl.constexpr):
 
 @triton.jit
 def received_product(n, first, stop, expert, w13, b13, inner, r, heap, S: tl.constexpr):
-    """The first product on the rows of a receive tile."""
+    """Compute the first product on the rows of a receive tile."""
     row = first + tl.arange(0, S.BM)
     received = rows_at(base_of(r, heap), heap.receive, inner.dtype.element_ty)
     factors = section(base_of(r, heap), heap.weights, tl.float32) + row
@@ -372,7 +372,7 @@ def received_product(n, first, stop, expert, w13, b13, inner, r, heap, S: tl.con
 
 @triton.jit
 def returned_product(m, n, first, stop, expert, w2, b2, inner, r, p, S: tl.constexpr):
-    """The second product, into the heaps of the ranks that the rows came from."""
+    """Compute the second product, into the heaps of the ranks that the rows came from."""
     row = first + tl.arange(0, S.BM)
     inside = row < stop
     total, column = second_product(n, expert, row, inside, inner, w2, b2, S)
@@ -450,7 +450,7 @@ def combine_returned(block, first_column, columns, r, given, heap, t, p, S: tl.c
 
 @triton.jit
 def scalars_back(block, out, r, heap, t, p, S: tl.constexpr):
-    """The numbers that came back, by slot; after ``combine_returned`` waited for the same rows."""
+    """Store the numbers that came back, by slot; after ``combine_returned`` waited for the rows."""
     slot, mask, tile = slots_of_block(block, r.tokens, t, S)
     used = mask & (tile >= 0)
     row = tl.load(p.return_row + slot, mask=used, other=0)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_rows(t, m, S: tl.constexpr):
-    """Expert, rows and slots of row tile m, and which rows there are."""
+    """Return expert, rows and slots of row tile m, and which rows there are."""
     expert = tl.load(t.tile_expert + m)
     row = tl.load(t.tile_first + m) + tl.arange(0, S.BM)
     inside = row < tl.load(t.tile_stop + m)
@@ -38,7 +38,7 @@ def places(pointer, index, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def narrow(value, dtype: tl.constexpr, S: tl.constexpr):
-    """To the data type of storage, to nearest even; the interpreter cuts bfloat16 off instead."""
+    """Round to the data type of storage, to nearest even; the interpreter truncates bfloat16."""
     if S.INTERPRETED:
         if dtype == tl.bfloat16:
             bits = value.to(tl.int32, bitcast=True)
@@ -77,7 +77,7 @@ def to_tf32(value, S: tl.constexpr):
 
 @triton.jit
 def add_product(a, b, total, PRECISION: tl.constexpr, S: tl.constexpr):
-    """Total + a b, in float32."""
+    """Return total + a b, in float32."""
     if S.INTERPRETED:  # its bfloat16 are bit patterns that numpy cannot multiply
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -92,7 +92,7 @@ def _weight_tile(
     w, expert, column, k, DEPTH: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
     DEEP: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Columns [column, column + BN) of depth [k, k + BK) of an expert's weight, [BK, BN].
+    """Load columns [column, column + BN) of depth [k, k + BK) of an expert's weight, [BK, BN].
 
     Zero beyond the depth: behind it lies the next expert, whose numbers may be infinite. Columns
     beyond the width are anything: no one stores what they give.
@@ -202,7 +202,7 @@ def add_bias(total, bias, expert, first, column, WIDTH: tl.constexpr, LIMIT: tl.
 
 @triton.jit
 def weigh_and_bias(gate, up, factors, inside, expert, column, b13, S: tl.constexpr):
-    """From W13 x to what the activation takes; ``factors`` points to the rows' routing weights."""
+    """Return what the activation takes, from W13 x; ``factors`` points to the routing weights."""
     width: tl.constexpr = 2 * S.I if S.GATED else S.I
     if S.WEIGHT_ON_INPUT:  # W (w x) = w (W x), and in float32
         factor = tl.load(factors, mask=inside, other=0.0).to(tl.float32)

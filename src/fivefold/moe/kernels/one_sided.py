@@ -86,14 +86,14 @@ def _logits(token, x, gate, num_tokens, S: tl.constexpr):
 
 @triton.jit
 def _best(value, free, column, S: tl.constexpr):
-    """The lowest column among the free ones with the largest value; EP where it is no number."""
+    """Return the lowest free column with the largest value; EP where none is a number."""
     largest = tl.max(tl.where(free, value, float("-inf")), 1)
     return tl.min(tl.where(free & (value == largest[:, None]), column, S.EP), 1)
 
 
 @triton.jit
 def _open_groups(choice, free, column, S: tl.constexpr):
-    """Which experts are in the best groups."""
+    """Return which experts are in the best groups."""
     size: tl.constexpr = S.E // S.GROUPS
     group = column // size
     worth = choice
@@ -162,7 +162,7 @@ def route_block(block, x, gate, selection_bias, ids, weights, num_tokens, S: tl.
 
 @triton.jit
 def _rank(v, launch, first_rank, S: tl.constexpr):
-    """Rank v of this launch."""
+    """Return rank v of this launch."""
     first = tl.load(launch.token_first + v)
     tokens = tl.load(launch.token_first + v + 1) - first
     chunks = tl.maximum((tokens * S.K + S.CHUNK - 1) // S.CHUNK, 1)
@@ -180,7 +180,7 @@ def _rank(v, launch, first_rank, S: tl.constexpr):
 
 @triton.jit
 def _at(v, launch, t, p):
-    """The private tables of rank v of this launch."""
+    """Return the private tables of rank v of this launch."""
     at = tl.cast(launch.scratch_words, tl.int64) * v
     tables = Tables(
         t.counts + at, t.num_tiles + at, t.tile_expert + at, t.tile_first + at, t.tile_stop + at,
@@ -211,7 +211,7 @@ def one_sided_kernel(
 
 @triton.jit(do_not_specialize=["first_rank"])
 def scatter_kernel(given, row_expert, launch, heap, t, p, first_rank, S: tl.constexpr):
-    """Rows [T, H] to the ranks of their experts; row_expert says what came, and for whom."""
+    """Send rows [T, H] to their experts' ranks; row_expert says what came, and for whom."""
     _place(given, None, None, launch, heap, t, p, first_rank, S)
     _send(given, launch, heap, t, p, first_rank, S)
     for v in range(S.V):
@@ -232,7 +232,7 @@ def gather_kernel(
     given, rows, scalars, scalars_out, launch, heap, t, p, first_rank, combine_columns,
     S: tl.constexpr,
 ):  # fmt: skip
-    """A row of [R, H] back for each that came, and their sum for every token."""
+    """Return a row of [R, H] for each that came, and add them up for every token."""
     for v in range(S.V):
         r = _rank(v, launch, first_rank, S)
         _, mine = _at(v, launch, t, p)

@@ -177,6 +177,7 @@ class _Own(Activation):
     def with_gradient(
         self, hidden: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output and the gradient of ``hidden``, both by the module's own function."""
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_()
             output = self.function(leaf)
@@ -185,7 +186,7 @@ class _Own(Activation):
 
 
 def _name_of(function: Any) -> str | None:
-    """Our name of an activation function or module; None where we have none."""
+    """Return our name of an activation function or module; None where we have none."""
     if function in _FUNCTIONS:
         return _FUNCTIONS[function]
     name = _NAMES.get(type(function).__name__)

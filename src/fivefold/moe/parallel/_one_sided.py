@@ -558,7 +558,7 @@ class _Call:
         return self._gather(results, None)[0]
 
     def backward(self, gradient: _Tensor) -> tuple[_Optional, ...]:
-        """Gradients of x, w13, w2, weights, b13 and b2, by the same way out and back.
+        """Return the gradients of x, w13, w2, weights, b13 and b2, by the same way out and back.
 
         A token's row goes out with the row of its gradient; the experts' ranks compute the first
         product again.
@@ -678,6 +678,7 @@ class _Recorded(Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> _Tensor:
+        """Make the call and keep its operands."""
         # The tensors come back from ctx, so that torch sees when one was changed in between.
         ctx.save_for_backward(*given[:7])
         ctx.options = given[7]
@@ -685,6 +686,7 @@ class _Recorded(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: _Tensor) -> tuple[Any, ...]:
+        """Return the gradients, by another collective call."""
         call = _Call(*ctx.saved_tensors, **ctx.options)
         call.group._check_whole()  # noqa: SLF001 - of this file
         return *call.backward(gradients[0].contiguous()), None, None
