@@ -67,7 +67,7 @@ def advise_command(
     steps: Annotated[int, typer.Option(help="Steps to time, after three to warm up.", min=4)] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure some steps of your own job, and say what hiding its communication would bring.
+    """Time some steps of your own job, and say what hiding its communication would gain.
 
     The job runs as it is, then for a few steps without DDP's all-reduce, and is ended: it writes
     no checkpoint at its end. It needs PyTorch, a process group and an optimizer, and no change.

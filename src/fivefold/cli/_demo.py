@@ -135,7 +135,7 @@ def demo_command(
     rate: Annotated[str, typer.Option(help="Rate of each host's link.")] = "100Mbit/s",
     steps: Annotated[int, typer.Option(min=40, help="Optimizer steps per rank.")] = 120,
 ) -> None:
-    """Profile a slow link, plan, train with DDP and as recommended, report what came true.
+    """Profile a slow link, plan, train with DDP and as recommended, compare with the plan.
 
     Two emulated hosts on this machine, one rank each, from the same seed, on the source code of
     Python's standard library. Needs root or user namespaces for the links; without them it runs

@@ -83,7 +83,7 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
     report: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run planned jobs in the lab and put measured beside predicted iteration times.
+    """Run planned jobs on the emulated cluster and compare measured with predicted times.
 
     Every rank of the topology becomes a host of the lab, every link has its own rate and priority
     classes, and packets take the planned paths. Compute is a sleep of the planned length;
@@ -195,111 +195,67 @@ app = command_group(
     "lab", help="Emulated cluster on this machine: hosts on slow links, made of network namespaces."
 )
 
-_RUN_HELP = (
-    "Run a command on every host, with the environment that torchrun gives.\n\n"
-    "Rank 0's standard output goes to standard output; everything else to standard error, with "
-    "the host's name before each line. The exit code is that of the first rank that failed, or "
-    "124 after the time limit.\n\n"
-    'In place of a command, a plan that "fivefold execute --output" wrote: it brings its own '
-    "cluster and is run once more, measured beside predicted.\n\n"
-    "Example: fivefold lab run --hosts 2 --rate 200Mbit/s --delay 5ms -- python train.py\n\n"
-    "Example: fivefold lab run plan.json"
-)
 _PLAN_LIMIT = "300s"  # as in "fivefold execute"
-_CLUSTER = "Cluster"
-_RUN = "Run"
+
+
+def _cluster(help: str, **how: Any) -> Any:  # noqa: A002 - as typer calls it
+    return typer.Option(help=help, rich_help_panel="Cluster", **how)
+
+
+def _run_option(help: str, *names: str, **how: Any) -> Any:  # noqa: A002 - as above
+    return typer.Option(*names, help=help, rich_help_panel="Run", **how)
 
 
 _Command = Annotated[
-    list[str], typer.Argument(metavar="PLAN | -- COMMAND...", help="What every rank runs.")
+    list[str], typer.Argument(metavar="PLAN | -- COMMAND", help="What every rank runs.")
 ]
-_Hosts = Annotated[int, typer.Option(help="Number of hosts.", rich_help_panel=_CLUSTER)]
+_Hosts = Annotated[int, _cluster("Number of hosts.")]
 _Rate = Annotated[
     str | None,
-    typer.Option(
-        help="Rate of each link, both ways, such as 200Mbit/s.",
-        show_default="unlimited",
-        rich_help_panel=_CLUSTER,
-    ),
+    _cluster("Bandwidth of each link, both ways, such as 200Mbit/s.", show_default="unlimited"),
 ]
-_Delay = Annotated[str, typer.Option(help="One-way delay between hosts.", rich_help_panel=_CLUSTER)]
-_Jitter = Annotated[
-    str, typer.Option(help="The delay varies by up to this much.", rich_help_panel=_CLUSTER)
-]
-_Loss = Annotated[
-    float, typer.Option(help="Probability of losing a packet.", rich_help_panel=_CLUSTER)
-]
+_Delay = Annotated[str, _cluster("One-way delay between hosts.")]
+_Jitter = Annotated[str, _cluster("Jitter: the delay varies by up to this much.")]
+_Loss = Annotated[float, _cluster("Probability of losing a packet.")]
 _HostRates = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="HOST=RATE",
-        help="Rate of one host, such as 1=50Mbit/s; may be repeated.",
-        rich_help_panel=_CLUSTER,
-    ),
+    _cluster("Bandwidth of one host, such as 1=50Mbit/s; repeatable.", metavar="HOST=RATE"),
 ]
 _Topology = Annotated[
     str | None,
-    typer.Option(
-        help="A topology in place of one switch: a TOML file, or such as ring:4.",
-        show_default="none",
-        rich_help_panel=_CLUSTER,
+    _cluster(
+        "A topology in place of one switch: a TOML file, or such as ring:4.", show_default="none"
     ),
 ]
-_Classes = Annotated[
-    int, typer.Option(help="Priority classes of every link.", rich_help_panel=_CLUSTER)
-]
+_Classes = Annotated[int, _cluster("Number of priority classes per link.")]
 _HostClasses = Annotated[
     list[str] | None,
-    typer.Option(
+    _cluster(
+        "Class of what a host sends, such as 1=0; 0 is the most urgent; repeatable.",
         metavar="HOST=CLASS",
-        help="Class of what a host sends, such as 1=0, 0 the most urgent; may be repeated.",
-        rich_help_panel=_CLUSTER,
     ),
 ]
 _SumAt = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="NODE",
-        help="A switch that aggregates chunks for the hosts; may be repeated.",
-        rich_help_panel=_CLUSTER,
-    ),
+    _cluster("Switch that aggregates chunks for the hosts; repeatable.", metavar="NODE"),
 ]
-_Processes = Annotated[int, typer.Option(help="Processes per host.", rich_help_panel=_CLUSTER)]
-_Mtu = Annotated[
-    int | None,
-    typer.Option(help="Largest packet in bytes.", show_default="chosen", rich_help_panel=_CLUSTER),
-]
-_Seed = Annotated[int, typer.Option(help="Seed of jitter and loss.", rich_help_panel=_CLUSTER)]
-_Timeout = Annotated[
-    str | None,
-    typer.Option(help="Longest run, such as 10min.", show_default="none", rich_help_panel=_RUN),
-]
+_Processes = Annotated[int, _cluster("Processes per host.")]
+_Mtu = Annotated[int | None, _cluster("Largest packet in bytes.", show_default="chosen")]
+_Seed = Annotated[int, _cluster("Seed of jitter and loss.")]
+_Timeout = Annotated[str | None, _run_option("Longest run, such as 10min.", show_default="none")]
 _Grace = Annotated[
-    str,
-    typer.Option(
-        help="Time to end alone after another rank failed, and after SIGTERM.", rich_help_panel=_RUN
-    ),
+    str, _run_option("Time that ranks get to exit by themselves after a failure or SIGTERM.")
 ]
 _LogFolder = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for each rank's output.", show_default="a new one", rich_help_panel=_RUN
-    ),
+    Path | None, _run_option("Folder for each rank's output.", show_default="a new one")
 ]
 _Unshaped = Annotated[
     bool,
-    typer.Option(
-        "--allow-unshaped",
-        help="Where links cannot be shaped, run over loopback all the same.",
-        rich_help_panel=_RUN,
-    ),
+    _run_option("Where links cannot be shaped, run over loopback anyway.", "--allow-unshaped"),
 ]
-_Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Only write logs to files.", rich_help_panel=_RUN)
-]
+_Quiet = Annotated[bool, _run_option("Only write logs to files.", "--quiet", "-q")]
 
 
-@app.command(help=_RUN_HELP, context_settings={"allow_interspersed_args": False})
 def run(  # noqa: PLR0913 - one parameter per option of the command line
     *,
     command: _Command,
@@ -322,7 +278,18 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
     allow_unshaped: _Unshaped = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Run a command on every host; ``_RUN_HELP`` is what users read.
+    """Run a command on every host, with the environment that torchrun gives.
+
+    Rank 0's standard output goes to standard output; everything else to standard error, with
+    the host's name before each line. The exit code is that of the first rank that failed, or 124
+    after the time limit.
+
+    In place of a command, a plan that "fivefold execute --output" wrote: it brings its own cluster
+    and is run once more, measured beside predicted.
+
+    Example: fivefold lab run --hosts 2 --rate 200Mbit/s --delay 5ms -- python train.py
+
+    Example: fivefold lab run plan.json
 
     Raises:
         typer.Exit: Always, with the run's exit code.
@@ -352,7 +319,7 @@ def _seconds(text: str | None) -> Any:
 
 
 def check(*, as_json: JsonOption = False) -> None:
-    """Say what this machine can emulate, and what would add the rest.
+    """Say what this machine can emulate, and what is missing for the rest.
 
     The exit code is 0 where links can be given at least a rate, else 1.
     """
@@ -379,7 +346,7 @@ def clean() -> None:
 
 
 def _links_of(topology: str, rate: str | None) -> dict[str, Any]:
-    """Hosts and links of a topology; ``--rate`` is that of a generated one's links."""
+    """Return hosts and links of a topology; ``--rate`` is that of a generated one's links."""
     described = topology_of(topology, bandwidth=rate)
     return {"hosts": described.num_ranks, "topology": described.to_toml()}
 
@@ -457,5 +424,6 @@ def _show_capabilities(able: Capabilities) -> None:
     console.print(f"\nlinks can be given: {able.shaping}{how}")
 
 
+app.command(help=help_text(run), context_settings={"allow_interspersed_args": False})(run)
 app.command(help=help_text(check))(check)
 app.command(help=help_text(clean))(clean)

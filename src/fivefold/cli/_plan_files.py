@@ -109,7 +109,7 @@ def _window(sync: SyncConfig) -> float:
 
 
 def _buffers(sync: SyncConfig) -> float:
-    """Numbers per parameter that a rule keeps: anchor and payload, and what its merge needs."""
+    """Return the numbers per parameter that a rule keeps: anchor, payload, what its merge needs."""
     merges = {"delay_corrected": 1, "eager_diloco": 2, "outer_optimizer": 1}
     count = 2.0 + merges.get(sync.method, 0)
     momentum = bool(sync.outer_momentum or sync.extrapolation or sync.staleness == "gap-param")
@@ -120,7 +120,7 @@ def _buffers(sync: SyncConfig) -> float:
 
 
 def _numbers_of_optimizer(name: str, options: Mapping[str, Any]) -> float:
-    """State of one of torch's optimizers per parameter, found by one step of it."""
+    """Return the state of one of torch's optimizers per parameter, found by one step of it."""
     import torch  # noqa: PLC0415 - only this method needs it
 
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
@@ -197,7 +197,7 @@ def _of_trainer(path: Path, cluster: Cluster, sizes: JobSizes) -> PlannedJob:
 
 
 def _taus(config: TrainConfig) -> tuple[int, ...]:
-    """Local steps to look at: what changes convergence is only searched where it is wanted."""
+    """Return local steps to look at; what changes convergence is only searched where wanted."""
     tau = config.sync.tau
     if config.sync.method in {"none", "ddp", "delayed_gradients"}:
         return (1,)

@@ -213,48 +213,48 @@ _BASES = {
 _SHOWN_PAIRS = 56  # all pairs of eight ranks
 
 
+_Job = Annotated[
+    Path | None,
+    typer.Option(
+        help="Configuration of fivefold train; its step and all-reduce are timed too.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+_Base = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Known GPU and software, for constants that are not measured.",
+        show_default="by the device",
+    ),
+]
+_Backend = Annotated[
+    str | None, typer.Option(help="gloo or nccl.", show_default="nccl where there are GPUs")
+]
+
+
 def profile_command(  # noqa: PLR0913 - each option is a parameter
     *,
-    output: Annotated[
-        Path | None,
-        output_option("The cluster file (TOML), for --cluster."),
-    ] = None,
-    job: Annotated[
-        Path | None,
-        typer.Option(
-            help="Configuration of fivefold train whose step and all-reduce are timed too.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Known GPU and software that the file begins with.",
-            show_default="by the device",
-        ),
-    ] = None,
+    output: Annotated[Path | None, output_option("The cluster file (TOML), for --cluster.")] = None,
+    job: _Job = None,
+    base: _Base = None,
     sizes: Annotated[
         str, typer.Option(help="Message sizes, separated by commas.")
     ] = "64B,1KiB,16KiB,256KiB,1MiB,4MiB",
     repetitions: Annotated[int, typer.Option(help="Transfers of each size.")] = 5,
-    backend: Annotated[
-        str | None, typer.Option(help="gloo or nccl.", show_default="nccl where there are GPUs")
-    ] = None,
-    contention: Annotated[
-        bool, typer.Option(help="Also measure transfers at the same time.")
-    ] = True,
+    backend: _Backend = None,
+    contention: Annotated[bool, typer.Option(help="Also measure concurrent transfers.")] = True,
     timeout: Annotated[str, typer.Option(help="Longest wait for a peer, such as 2min.")] = "2min",
     as_json: Annotated[
         bool, typer.Option("--json", help="Write all measurements as JSON.")
     ] = False,
 ) -> None:
-    """Measure what joins running ranks and what each can do, as a cluster file for all commands.
+    """Measure the links between running ranks and the speed of each; write a cluster file.
 
     Every rank runs this command: start it with torchrun, or on an emulated cluster. Rank 0 shows
-    the fit and its residuals. What one direction takes is half of a round trip. With --job the
-    trainer's own step is timed on all ranks at once, and predictions for it begin there.
+    the fit and its residuals. One-way times are half of a round trip. With --job the trainer's own
+    step is timed too, on all ranks at once, and predictions are calibrated to it.
 
     Example: fivefold lab run --hosts 2 -- fivefold profile --job train.toml -o measured.toml
 

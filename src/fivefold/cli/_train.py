@@ -50,7 +50,7 @@ def train_command(
     On one machine: fivefold train config.toml --nproc 2. Under torchrun or a
     scheduler, which set RANK and WORLD_SIZE, leave --nproc out: the command is one rank.
 
-    How the ranks are kept together is table [sync]: method (none, ddp, local_sgd, slowmo, diloco,
+    Table [sync] says how ranks synchronise: method (none, ddp, local_sgd, slowmo, diloco,
     co2, delay_corrected, overlap_local_sgd, eager_diloco, streaming_diloco, outer_optimizer,
     delayed_gradients), tau (local steps per round, or auto), codec (fp32, bf16, fp16, int8, int4)
     and the method's own keys. A key that the method does not take is an error that says which
@@ -86,16 +86,15 @@ def lighthouse(
         str, typer.Option(help="A worker that is silent for this long counts as dead.")
     ] = "5s",
 ) -> None:
-    """Run the meeting place that elastic workers vote at, until Ctrl-C or SIGTERM.
+    """Run the lighthouse at which elastic workers meet, until Ctrl-C or SIGTERM.
 
-    By default only this machine reaches it. For workers on others give an address that they
-    reach, and who may connect: --bind 0.0.0.0:29510 --allow 10.0.0.0/24. It has no password:
-    whoever may connect can take part in the job, and run code in its workers.
+    By default only this machine can reach it. For workers on other machines give an address that
+    they can reach, and who may connect: --bind 0.0.0.0:29510 --allow 10.0.0.0/24. It has no
+    password: whoever may connect can take part in the job, and run code in its workers.
 
     Give its address to every worker (elastic_transport(lighthouse="host:29510")). It prints its
-    port as one line of JSON on standard output and shows who is there as a page on the same port.
-    It keeps nothing on disk: after it was started again the workers find one another within a
-    round.
+    port as one line of JSON on standard output and serves a status page on the same port. It keeps
+    nothing on disk: after a restart the workers find one another within a round.
 
     Make --join-timeout longer than the slowest worker's lag behind the fastest in a round.
 
@@ -124,6 +123,6 @@ def lighthouse(
 
 elastic_app = command_group(
     "elastic",
-    help="Training whose workers may leave and join while it goes on.",
+    help="Training whose workers may leave and join at any time.",
     commands={"lighthouse": lighthouse},
 )

@@ -68,7 +68,7 @@ class Ranks:
 
     @property
     def timeout(self) -> timedelta:
-        """Longest wait on a peer."""
+        """Return the longest wait on a peer."""
         return timedelta(seconds=self.timeout_s)
 
     def gather(self, value: object, *, what: str) -> list[Any]:

@@ -76,7 +76,7 @@ class Columns:
 
     @functools.cached_property
     def layer(self) -> dict[str, Floats]:
-        """Costs of the mean layer, as ``LayerCost`` names them."""
+        """Return the costs of the mean layer, as ``LayerCost`` names them."""
         layer = self._costs[0]
         share = self.share_of_layers("recompute_layers")
         if (share == 1.0).all() or not self.table.columns["recompute"].any():
@@ -96,7 +96,7 @@ class Columns:
 
     @functools.cached_property
     def head(self) -> dict[str, Floats]:
-        """Costs of the head, for every token that is predicted."""
+        """Return the costs of the head, for every token that is predicted."""
         return {name: self.losses * cost for name, cost in self._costs[1].items()}
 
     @functools.cached_property
@@ -120,7 +120,7 @@ class Columns:
         return _gather(costs, index), _gather(heads, index)
 
     def parameters(self, stage: int) -> tuple[Floats, Floats]:
-        """Trained parameters on one GPU of the first, middle or last stage, kept and routed."""
+        """Return the trained parameters on one GPU of a stage, from 0 to 2: kept and routed."""
         if stage not in self._parameters:
             self._parameters[stage] = self._count_parameters(stage)
         return self._parameters[stage]
@@ -147,7 +147,7 @@ class Columns:
         return count * kept / t.tensor, count * routed / (self.expert_split * t.expert)
 
     def matrix_parameters(self, stage: int) -> tuple[Floats, Floats]:
-        """Trained matrices of a stage's layers on one GPU, kept and routed."""
+        """Return the trained matrices of a stage's layers on one GPU, kept and routed."""
         model, t, count = self.model, self.table, self.counts[stage]
         if model.adapters is not None:
             return self._of_adapters(stage)

@@ -491,12 +491,12 @@ def _base(model: ModelSpec, base: str | None) -> tuple[str, str]:
 
 
 def _shard(plan: ParallelPlan) -> int:
-    """Data-parallel ranks that share states."""
+    """Return how many data-parallel ranks share states."""
     return max(1, plan.shards // plan.context) if plan.zero else 1
 
 
 def _degrees(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
-    """Arguments of ParallelismConfig."""
+    """Return the arguments of ParallelismConfig."""
     shard = _shard(plan)
     degrees: dict[str, Any] = {
         "data_parallel_replicate_degree": plan.data // shard,

@@ -385,7 +385,7 @@ def _tensor_times(
     device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...],
     products: _Times,
 ) -> _Times:  # fmt: skip
-    """Exposed communication of the tensor group."""
+    """Return the exposed communication of the tensor group."""
     sizes = [op.message_bytes for op in operators if op.message == "tensor"]
     if not sizes:
         return _Times()
@@ -417,7 +417,7 @@ def _context_times(
     device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...],
     causal: bool,
 ) -> _Times:  # fmt: skip
-    """Keys and values go round beside attention; its own share needs no message."""
+    """Time keys and values going round beside attention; the own share needs no message."""
     sizes = [op.message_bytes for op in operators if op.message == "context"]
     if not sizes:
         return _Times()

@@ -31,7 +31,7 @@ def moment_bytes(device: DeviceSpec) -> float:
 
 
 def spared_bytes(columns: Columns, stage: int) -> Floats | float:
-    """Optimizer states that Muon does without on a GPU of a stage."""
+    """Return the optimizer states that Muon does without on a GPU of a stage."""
     muon = columns.table.is_word("optimizer", "muon")
     if not muon.any():
         return 0.0
@@ -119,7 +119,7 @@ def _shapes(model: ModelSpec, matrix: WeightMatrix, *, split: int) -> list[tuple
 
 
 def _matrix_s(device: DeviceSpec, rows: float, columns: float) -> float:
-    """Five Newton-Schulz steps of a x b, a <= b: X X', its square, and that times X.
+    """Time five Newton-Schulz steps of a x b, a <= b: X X', its square, and that times X.
 
     FLOPs of a step: 4 a a b + 2 a a a, in 16 bits.
     """

@@ -138,7 +138,7 @@ def tensor_message(name: str, size_bytes: float) -> Operator:
 
 
 def _input_bytes(model: ModelSpec, shape: LayerShape) -> float:
-    """Input of a column-parallel product, which is stored as the norm's output is split."""
+    """Return a column-parallel product's input, stored as the norm's output is split."""
     return ELEMENT_BYTES * tokens_of(model, shape) * model.hidden / shape.sequence_split
 
 
@@ -171,7 +171,7 @@ def _attention_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator,
 def _core_operators(
     model: ModelSpec, shape: LayerShape, *, queries: float, keys: float, values: float
 ) -> tuple[Operator, ...]:
-    """Scores, softmax, dropout and weighted values, in one kernel or in several."""
+    """Return scores, softmax, dropout and weighted values, in one kernel or in several."""
     tokens, heads = tokens_of(model, shape), model.num_heads / shape.tensor
     inputs = ELEMENT_BYTES * tokens * (queries + 2 * keys)
     flops = 2.0 * tokens * model.seq_len * (queries + values) * model.attention_share
@@ -239,7 +239,7 @@ def _latent_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
 
 
 def _mamba_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    """Projection in, convolution, scan, gate and projection out.
+    """Return projection in, convolution, scan, gate and projection out.
 
     The fused kernel keeps what comes out of the first projection and the scan's result, and
     computes the convolution again; a tensor group splits heads and groups.
@@ -337,7 +337,7 @@ def _storing(operator: Operator, stored_bytes: float, **changed: float) -> Opera
 
 
 def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    """Router, exchange of tokens, experts on even loads, exchange back."""
+    """Return router, exchange of tokens, experts on even loads, exchange back."""
     moe = model.experts
     assert moe is not None, "only called for expert layers"
     tokens, t = tokens_of(model, shape), shape.tensor
@@ -388,7 +388,7 @@ def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
 
 
 def _visit_message(model: ModelSpec, shape: LayerShape, visits: float) -> tuple[Operator, ...]:
-    """Tensor ranks gather the tokens of their experts: each token as often as it visits one."""
+    """Return the gather of tokens by tensor ranks: each as often as it visits an expert."""
     return tuple(
         _storing(op, 0.0, message_bytes=op.message_bytes * visits)
         for op in _tensor_message(model, shape, "experts")

@@ -212,7 +212,7 @@ def _add_schedules(
 
 
 def _schedules(model: ModelSpec, space: SearchSpace, stages: int) -> list[tuple[str, int, bool]]:
-    """Schedules, their chunks, and whether embedding and head count as layers."""
+    """Return schedules, their chunks, and whether embedding and head count as layers."""
     if stages == 1:
         return [("1f1b", 1, False)]
     found: list[tuple[str, int, bool]] = []
@@ -269,7 +269,7 @@ def _shares(model: ModelSpec, plan: ParallelPlan) -> bool:
 
 
 def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[np.int64]]:
-    """Switches that mean something for a pattern, as columns."""
+    """Return the switches that mean something for a pattern, as columns."""
     zeros = [
         (zero, shard)
         for zero in (space.zero if pattern.copies else (0,))
@@ -308,7 +308,7 @@ LAYER_SWITCHES = (
 
 
 def layer_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[np.int64]]:
-    """Only the switches that change a layer's own time, as columns."""
+    """Return only the switches that change a layer's own time, as columns."""
     rows = _layer_switches(space, pattern)
     return {
         name: np.array([encode(name, row[i]) for row in rows], np.int64)

@@ -480,7 +480,7 @@ def _stack(name: str) -> tuple[dict[str, Any], dict[str, str]]:
 def _fabric(
     topology: Topology | None, tiers: Mapping[str, Mapping[str, Any]], *, name: str
 ) -> FabricSpec:
-    """Tiers of a topology, where one is named, changed by what the file says of them."""
+    """Return the tiers of a topology, if one is named, changed by what the file says of them."""
     if topology is not None:
         return _reached(fabric_from_topology(topology), tiers)
     joined = tuple(_build(Tier, tier, where="tier") for tier in tiers.values())

@@ -441,7 +441,7 @@ def _sharing_s(columns: Columns, kept_bytes: Floats, routed_bytes: Floats) -> Fl
 
 
 def exchanging_layer(columns: Columns) -> dict[str, Floats]:
-    """Costs of a layer where DualPipe computes beside dispatch and combine."""
+    """Return the costs of a layer where DualPipe computes beside dispatch and combine."""
     layer = columns.layer
     dual = columns.table.is_word("schedule", "dualpipe", "dualpipe_v")
     dual &= columns.table.pipeline > 1
@@ -506,7 +506,7 @@ def _shared_s(
 def _outside_s(
     columns: Columns, layer: dict[str, Floats], number: int
 ) -> tuple[Floats | float, Floats | float]:
-    """ZeRO-3's wait for what a stage holds besides layers, embedding or head: both passes."""
+    """Return ZeRO-3's waits of both passes for embedding or head on a stage."""
     t = columns.table
     if "spare_forward_s" not in layer or number == 1:
         return 0.0, 0.0

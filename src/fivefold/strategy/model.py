@@ -357,7 +357,7 @@ class ModelSpec:
         return own + self.norm_parameters + self.adapter_parameters(*BLOCKS[letter])
 
     def flops_per_sequence(self, *, recompute: bool = False, causal_half: bool = False) -> float:
-        """FLOPs of forward and backward of one sample, as papers count them.
+        """Return the FLOPs of forward and backward of one sample, as papers count them.
 
         Args:
             recompute: Count the forward of every layer twice (HFU, the 96-form of GPT).
@@ -405,7 +405,7 @@ class ModelSpec:
         return active
 
     def _score_flops(self) -> float:
-        """FLOPs of a token's scores and weighted values in a mean block of attention."""
+        """Return the FLOPs of a token's scores and weighted values in a mean block of attention."""
         width = float(self.head_width)
         if self.latent is not None:
             width = (self.head_width + self.latent.rope_dim + self.latent.value_dim) / 2

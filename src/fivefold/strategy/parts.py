@@ -144,7 +144,7 @@ class MambaMixer:
 
     @property
     def scan_flops(self) -> float:
-        """FLOPs of the scan's forward for a token.
+        """Return the FLOPs of the scan's forward for a token.
 
         Mamba-2 in chunks of Q tokens: 2 Q N for every group (C with B) and, for every channel, 2 Q
         inside the chunk, 2 N into its state and 2 N out of it. Mamba: 9 N for every channel.

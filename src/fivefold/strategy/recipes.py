@@ -287,7 +287,7 @@ def _megatron(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Rec
 def _megatron_chunks(
     settings: Mapping[str, Any], model: ModelSpec, stages: int, assumed: list[str]
 ) -> tuple[int, bool]:
-    """Chunks of a stage, and whether embedding and head count as layers."""
+    """Return chunks of a stage, and whether embedding and head count as layers."""
     ends = _on(settings, "account_for_embedding_in_pipeline_split")
     if layout := str(settings.get("pipeline_model_parallel_layout", "")):
         chunks = layout.count("|") + 1

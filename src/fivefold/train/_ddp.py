@@ -46,7 +46,7 @@ class _Loss(torch.nn.Module):
 
 
 def _no_buffers_in_forward() -> dict[str, Any]:
-    """Buffers are constant tables; by default DDP sends them again in every forward pass."""
+    """Keep DDP from sending buffers, which are constant tables, in every forward pass."""
     known = inspect.signature(DistributedDataParallel).parameters
     # torch 2.13 renamed the argument and warns about the old name.
     renamed = "forward_sync_buffers" in known
@@ -94,7 +94,7 @@ class DataParallelMethod(Method):
             self._attach()
 
     def _wrapping(self) -> dict[str, Any]:
-        """More arguments of DDP."""
+        """Return further arguments of DDP."""
         return {}
 
     def _attach(self) -> None:
@@ -131,7 +131,7 @@ class DataParallelMethod(Method):
         return self._wrapped.no_sync()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass; returns when the averaged gradients are there."""
+        """Run the backward pass; return when the averaged gradients are there."""
         self._last_launch_s = None
         with self._ranks.guard("the all-reduce of the gradients"):
             loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -255,7 +255,7 @@ class _OneParameter:
         self._part.step()
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Back to nothing for the next pass."""
+        """Reset the gradient for the next pass."""
         self._part.zero_grad(set_to_none=set_to_none)
 
 
@@ -303,7 +303,7 @@ class ScheduledDataParallelMethod(DataParallelMethod):
         self.armed = True
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass; with ``overlap_forward`` gradients may arrive after it."""
+        """Run the backward pass; with ``overlap_forward`` gradients may arrive after it."""
         # Nothing may be left of the pass before when gradients are added to.
         self._finish("the gradients of the step before")
         begun_s = time.perf_counter()

@@ -75,7 +75,7 @@ class _TimedMethod(Method):
         return super().loss(inputs, targets)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass; the clock stops."""
+        """Run the backward pass; the clock stops."""
         super().backward(loss)
         self.passes_s.append(self.now() - self._began_s)
 

@@ -70,7 +70,7 @@ class Rank(NamedTuple):
 
 @triton.jit
 def base_of(r, heap):
-    """Address of a rank's own heap; loaded where needed, or it would keep registers occupied."""
+    """Return the address of a rank's own heap; loaded where needed, to free registers."""
     return tl.load(heap.bases + r.rank)
 
 
@@ -94,7 +94,7 @@ def _count(r, which, peers, number, mask, S: tl.constexpr):
 
 @triton.jit
 def _count_matrix(r, heap, S: tl.constexpr):
-    """This rank's copy of all ranks' counts [P, E], compact layout."""
+    """Return this rank's copy of all ranks' counts [P, E], compact layout."""
     return section(base_of(r, heap), heap.counts, tl.int32) + (r.epoch % 2) * S.P * S.E
 
 
@@ -146,7 +146,7 @@ def announce(peer, r, heap, t, p, S: tl.constexpr):
 
 @triton.jit
 def plan(r, heap, p, max_rows, S: tl.constexpr):
-    """Compact layout: from all ranks' counts, where their rows come to lie, and the row tiles."""
+    """Lay out the rows to come (compact layout) from the counts of all ranks, and their tiles."""
     peers = tl.arange(0, S.PP)
     local = tl.arange(0, S.LP)
     bins = tl.arange(0, S.EP)
@@ -263,7 +263,7 @@ def _written(words, r, mask, S: tl.constexpr):
 
 @triton.jit
 def received_tiles(r, p, S: tl.constexpr):
-    """Row tiles that this rank receives, as far as it knows; none where the plan is missing."""
+    """Return the row tiles that this rank receives, as far as it knows; 0 without a plan."""
     tiles = 0
     if S.C > 0:
         tiles += S.P * S.L * (S.C // S.BM)
@@ -274,7 +274,7 @@ def received_tiles(r, p, S: tl.constexpr):
 
 @triton.jit
 def _sources_of(r, heap, p, local, S: tl.constexpr):
-    """Compact layout: rows from each source for an expert of this rank, and where they end."""
+    """Return the rows from each source for a local expert, and their ends (compact layout)."""
     peers = tl.arange(0, S.PP)
     place = _count_matrix(r, heap, S) + peers * S.E + r.rank * S.L + local
     count = tl.load(place, mask=peers < S.P, other=0)

@@ -300,7 +300,7 @@ def _look_for_errors(control: torch.Tensor) -> None:
 def forward_split(
     *operands: torch.Tensor, workspace: Workspace | None = None, **options: Any
 ) -> torch.Tensor:
-    """``forward_fused`` in five launches, ordered by their borders instead of flags."""
+    """Compute ``forward_fused`` in five launches, ordered by their ends instead of flags."""
     x, ids = operands[0], operands[3]
     if x.numel() == 0 or ids.numel() == 0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)

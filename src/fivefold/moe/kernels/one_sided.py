@@ -254,7 +254,7 @@ def gather_kernel(
 
 @triton.jit
 def _place(given, gate, selection_bias, launch, heap, t, p, first_rank, S: tl.constexpr):
-    """Phases 0 and 1: gate and counts; what peers must know, and the places of the rank's rows."""
+    """Run phases 0 and 1: gate and counts; what peers must know, the places of the rank's rows."""
     for v in range(S.V):
         r = _rank(v, launch, first_rank, S)
         tables, _ = _at(v, launch, t, p)
@@ -292,7 +292,7 @@ def _place(given, gate, selection_bias, launch, heap, t, p, first_rank, S: tl.co
 
 @triton.jit
 def _send(given, launch, heap, t, p, first_rank, S: tl.constexpr):
-    """Phase 2: the plan first, then one task for each row tile of the rank's own."""
+    """Run phase 2: the plan first, then one task for each row tile of the rank's own."""
     for v in range(S.V):
         r = _rank(v, launch, first_rank, S)
         tables, mine = _at(v, launch, t, p)
@@ -317,7 +317,7 @@ def _send(given, launch, heap, t, p, first_rank, S: tl.constexpr):
 def _products(
     given, w13, w2, launch, heap, t, p, inner, first_rank, max_lag, S: tl.constexpr
 ):  # fmt: skip
-    """Phase 3: first and second products on received rows, in the order of the single kernel."""
+    """Run phase 3: both products on received rows, in the order of the single kernel."""
     first_columns: tl.constexpr = (S.I + S.BN - 1) // S.BN
     second_columns: tl.constexpr = (S.H + S.BN2 - 1) // S.BN2
     in_group: tl.constexpr = S.GROUP * (first_columns + second_columns)
@@ -361,7 +361,7 @@ def _products(
 def _combine(
     given, scalars_out, launch, heap, t, p, first_rank, combine_columns, S: tl.constexpr
 ):  # fmt: skip
-    """Phase 4: sums of the rows that came back, and the numbers that came with them."""
+    """Run phase 4: sums of the rows that came back, and the numbers that came with them."""
     parts = (S.H + combine_columns - 1) // combine_columns
     for v in range(S.V):
         r = _rank(v, launch, first_rank, S)

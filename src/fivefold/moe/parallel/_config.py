@@ -164,7 +164,7 @@ class OneSidedConfig:
 
     @property
     def cell_rows(self) -> int:
-        """C: the capacity in whole row tiles, as cells have them; 0 in the compact layout."""
+        """Return C, the rows of a cell: the capacity in whole row tiles; 0 if compact."""
         return 0 if self.capacity is None else _up(self.capacity, self.tiles.rows)
 
     @property

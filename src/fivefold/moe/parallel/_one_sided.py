@@ -466,7 +466,7 @@ class OneSidedGroup:
         return {name: self._stats[:, row].tolist() for row, name in enumerate(_STATISTICS)}
 
     def check_if_cheap(self) -> None:
-        """``check`` where it waits for nothing, or where one is debugging."""
+        """Do ``check`` where it waits for nothing, or where one is debugging."""
         if interpreting() or debugging():
             self.check()
 

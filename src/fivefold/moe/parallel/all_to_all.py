@@ -172,7 +172,7 @@ class AllToAllGroup:
         return told
 
     def _check_alike(self, tokens: torch.Tensor, ids: torch.Tensor, num_experts: int) -> None:
-        """Once per kind of call: a message of the wrong length would look like a lost peer."""
+        """Compare sizes once per kind of call: a wrong length would look like a lost peer."""
         sizes = (tokens.shape[1], ids.shape[1], num_experts, tokens.element_size())
         kind = (*sizes, int(tokens.requires_grad))
         if kind in self._agreed:
