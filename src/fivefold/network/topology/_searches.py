@@ -200,7 +200,7 @@ def _choose(
 
 
 @njit
-def _walk(graph: Any, costs: Any, ends: tuple[int, int], digits: int, found: Any, end: int) -> None:
+def _walk(graph: Any, costs: Any, ends: Any, digits: int, found: Any, end: int) -> None:
     """Walk a route back by distances from its source, and write its links down before an end.
 
     Where several links are equally good the widest go first, and of those the selector's lowest
