@@ -15,10 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._later import later
-from fivefold.cli._options import JsonOption
-from fivefold.cli._outputs import write_json
+from fivefold.cli._options import ArgumentError, JsonOption, write_json
 from fivefold.errors import FivefoldError
 from fivefold.files import read_json
 from fivefold.units import format_bytes, format_duration_s
@@ -69,7 +67,7 @@ def advise_command(
     steps: Annotated[int, typer.Option(help="Steps to time, after three to warm up.", min=4)] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure some steps of your own job, and say what hiding its communication would bring.
+    """Time some steps of your own job, and say what hiding its communication would gain.
 
     The job runs as it is, then for a few steps without DDP's all-reduce, and is ended: it writes
     no checkpoint at its end. It needs PyTorch, a process group and an optimizer, and no change.

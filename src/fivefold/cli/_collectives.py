@@ -15,12 +15,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError, bytes_of, seconds_of, topology_of
 from fivefold.cli._collectives_report import Asked, collective_page, loads_title, used_shares
-from fivefold.cli._help import command_group
 from fivefold.cli._later import later
-from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption, output_option
-from fivefold.cli._outputs import require_writable, write_json
+from fivefold.cli._options import (
+    ArgumentError,
+    BandwidthOption,
+    JsonOption,
+    LatencyOption,
+    bytes_of,
+    command_group,
+    output_option,
+    require_writable,
+    seconds_of,
+    topology_of,
+    write_json,
+)
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.files import read_text
 from fivefold.units import format_bytes, format_duration_s

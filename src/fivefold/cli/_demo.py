@@ -14,8 +14,7 @@ from rich.console import Console
 
 from fivefold.cli._later import later
 from fivefold.cli._options import output_option
-from fivefold.cli._plan_files import runnable
-from fivefold.cli._plan_job import JobSizes, as_sent, read_job
+from fivefold.cli._plan_files import JobSizes, as_sent, read_job, runnable
 from fivefold.errors import ConfigurationError
 
 with later():
@@ -136,7 +135,7 @@ def demo_command(
     rate: Annotated[str, typer.Option(help="Rate of each host's link.")] = "100Mbit/s",
     steps: Annotated[int, typer.Option(min=40, help="Optimizer steps per rank.")] = 120,
 ) -> None:
-    """Profile a slow link, plan, train with DDP and as recommended, report what came true.
+    """Profile a slow link, plan, train with DDP and as recommended, compare with the plan.
 
     Two emulated hosts on this machine, one rank each, from the same seed, on the source code of
     Python's standard library. Needs root or user namespaces for the links; without them it runs

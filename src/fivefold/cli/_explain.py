@@ -11,10 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError, topology_of
 from fivefold.cli._later import later
-from fivefold.cli._options import JsonOption
-from fivefold.cli._outputs import write_json
+from fivefold.cli._options import ArgumentError, JsonOption, topology_of, write_json
 from fivefold.cli._plan_page import PARTS
 from fivefold.files import read_toml
 from fivefold.units import format_duration_s
@@ -58,9 +56,9 @@ def explain_command(
 ) -> None:
     """Say which of the five layers limits a run, by how much, and what to change.
 
-    Every line is the prediction asked again with that one change made: another split, more
-    overlap, a better collective, an idle or a crowded network, links twice as fast. Savings do
-    not add up. A run that was made is explained by what it measured.
+    Every line is the prediction with one change made: another split, more overlap, a better
+    collective, an idle or a crowded network, links twice as fast. Savings do not add up. A finished
+    run is explained by its own measurements.
 
     Examples:
         $ fivefold explain job.toml --cluster h100-nemo

@@ -10,10 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli._arguments import ArgumentError, bytes_of, typed_arguments
 from fivefold.cli._later import later
-from fivefold.cli._options import DatasetArgument, JsonOption, output_option
-from fivefold.cli._outputs import require_writable, write_json
+from fivefold.cli._options import (
+    ArgumentError,
+    DatasetArgument,
+    JsonOption,
+    bytes_of,
+    output_option,
+    require_writable,
+    typed_arguments,
+    write_json,
+)
 from fivefold.errors import DataError
 
 with later():

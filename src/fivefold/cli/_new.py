@@ -12,13 +12,13 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli._outputs import require_writable
+from fivefold.cli._options import require_writable
 from fivefold.errors import ConfigurationError
 from fivefold.files import write_atomically
 
 
 class Problem(StrEnum):
-    """What someone comes with."""
+    """A problem to start from."""
 
     NETWORK = "network"
     EXPERTS = "experts"
@@ -75,13 +75,13 @@ def new_command(
         Problem,
         typer.Option(
             "--for",
-            help="What you come with: a slow network, idle experts, a graph that does not fit, "
+            help="Your problem: a slow network, idle experts, a graph larger than memory, "
             "jobs that share a topology, a cluster to choose.",
         ),
     ],
     launcher: Annotated[
         Launcher | None,
-        typer.Option(help="Also the file that runs it on several machines, by torchrun."),
+        typer.Option(help="Also write the file that runs it on several machines, by torchrun."),
     ] = None,
 ) -> None:
     """Write a small commented configuration that runs, and say what to type next.

@@ -1,25 +1,25 @@
-"""``fivefold plan --compare``: one job on several clusters, side by side, with what it costs."""
+"""``fivefold plan --compare`` and ``--check``: one job on several clusters, recipes of a folder."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import io
+import os
 import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._later import later
-from fivefold.cli._outputs import write_json
+from fivefold.cli._options import ArgumentError, write_json
 from fivefold.errors import InfeasibleError
 from fivefold.units import format_duration_s
 
@@ -27,7 +27,8 @@ with later():
     from fivefold.strategy import PlanPrediction, load_cluster, load_job
     from fivefold.strategy.compare import ClusterOutcome, compare_clusters, tokens_per_s
     from fivefold.strategy.model import ModelSpec
-    from fivefold.strategy.words import degrees_of, overlap_of, settings_of
+    from fivefold.strategy.plan import degrees_of, overlap_of, settings_of
+    from fivefold.strategy.recipes import RecipeVerdict, check_recipes
 
 
 _TOKENS_A_PARAMETER = 20  # a usual budget, where none is given
@@ -127,7 +128,7 @@ def _job_and_clusters(names: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def _is_job(path: Path) -> bool:
-    """Whether a file is a job and no cluster: it says a model, or has no file's form yet."""
+    """Return whether a file is a job: it says a model. What cannot be read is none."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
@@ -229,3 +230,88 @@ def _cell(record: dict[str, Any], name: str, form: str) -> str:
         return format_duration_s(record[name])
     text = form.format(record[name])
     return f"{text} {record['currency']}" if name == "cost" else text
+
+
+Form = Literal["text", "json", "csv", "github"]
+_FAILED = ("invalid", "memory")
+
+
+def check(folder: Path, *, cluster: str, form: Form) -> None:
+    """Check the recipes of a folder and show what was found.
+
+    Args:
+        folder: The folder, or one file.
+        cluster: A name or file.
+        form: How it is written; "github" is the form of annotations in GitHub's pages.
+
+    Raises:
+        Exit: A recipe is invalid or does not fit; the exit code is 1.
+    """
+    found = list(check_recipes(folder, load_cluster(cluster)))
+    records = [_verdict_record(one) for one in found]
+    if form == "json":
+        write_json(records)
+    elif form == "csv":
+        write_csv(records)
+    elif form == "github":
+        for one in found:
+            typer.echo(_annotation(one))
+    else:
+        _show_verdicts(found, cluster)
+    if any(one.status in _FAILED for one in found):
+        raise typer.Exit(1)
+
+
+def _verdict_record(one: RecipeVerdict) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "path": str(one.path), "line": one.line, "program": one.program, "status": one.status,
+        "message": one.message, "hint": one.hint, "assumed": ", ".join(one.assumed),
+    }  # fmt: skip
+    if one.prediction is not None and one.model is not None:
+        record |= {"model": one.model.name} | plan_record(one.model, one.prediction)
+    return record
+
+
+def _annotation(one: RecipeVerdict) -> str:
+    kind = {"ok": "notice", "unknown": "warning"}.get(one.status, "error")
+    path = one.path
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    said = one.message + (f"; {one.hint}" if one.hint else "")
+    said += f"; assumed: {', '.join(one.assumed)}" if one.assumed else ""
+    title = f"fivefold plan: {one.status}"
+    where = f"file={_property(os.fspath(path))},line={one.line},title={_property(title)}"
+    return f"::{kind} {where}::{_data(said)}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def _show_verdicts(found: Sequence[RecipeVerdict], cluster: str) -> None:
+    console = Console(highlight=False)
+    table = Table(title=f"recipes on {escape(cluster)}: {len(found)}", title_justify="left")
+    table.add_column("recipe", overflow="fold")
+    table.add_column("status", no_wrap=True)
+    for name in ("memory", "tokens/s\n/GPU"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("what")
+    for one in found:
+        memory = rate = ""
+        if one.prediction is not None and one.model is not None:
+            record = plan_record(one.model, one.prediction)
+            memory = f"{record['memory_gib']:.1f} GiB"
+            rate = f"{record['tokens_per_s_per_gpu']:,.0f}"
+        what = f"{one.program}: {one.message}"
+        what += f"; {one.hint}" if one.hint else ""
+        what += f" (assumed: {', '.join(one.assumed)})" if one.assumed else ""
+        table.add_row(escape(str(one.path)), one.status, memory, rate, escape(what))
+    console.print(table)
+    counts = {status: sum(one.status == status for one in found) for status in
+              ("ok", *_FAILED, "unknown")}  # fmt: skip
+    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    console.print(said, markup=False)

@@ -246,22 +246,22 @@ class LabSpec:
 
     @property
     def rate_bytes_per_s(self) -> float | None:
-        """Rate of the links without their own rate, in bytes per second; None is unlimited."""
+        """Return the rate of links without their own, in bytes per second; None is unlimited."""
         return None if self.rate is None else parse_bytes_per_s(self.rate)
 
     @property
     def delay_s(self) -> float:
-        """One-way delay in seconds."""
+        """Return the one-way delay in seconds."""
         return parse_duration_s(self.delay)
 
     @property
     def jitter_s(self) -> float:
-        """Half the width of the delay's distribution in seconds."""
+        """Return half the width of the delay's distribution in seconds."""
         return parse_duration_s(self.jitter)
 
     @property
     def queue_s(self) -> float:
-        """Longest wait in a link's queue in seconds."""
+        """Return the longest wait in a link's queue in seconds."""
         return parse_duration_s(self.queue)
 
     @property

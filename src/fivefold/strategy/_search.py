@@ -224,12 +224,12 @@ class _Walk:
             )  # fmt: skip
 
     def size(self, i: int) -> int:
-        """Plans of an outer choice."""
+        """Return the plans of an outer choice."""
         return len(self.inner[self.patterns[i]]["recompute"])
 
     @property
     def num_plans(self) -> int:
-        """Plans of the space."""
+        """Return the plans of the space."""
         return sum(self.size(i) for i in range(len(self.plans)))
 
     def run(self) -> None:
@@ -266,7 +266,7 @@ def _lower_bounds(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, space: SearchSpace,
     plans: list[ParallelPlan], patterns: list[Pattern],
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Least seconds and least bytes of every outer choice, whatever its switches.
+    """Return the least seconds and bytes of every outer choice, whatever its switches.
 
     Time: every micro-batch on a stage of mean speed at the fastest layer that any switch gives, and
     the bubble at that speed. The slowest stage is no faster than the mean, messages and the
@@ -291,7 +291,7 @@ def _lower_bounds(
 
 
 def _least_states(columns: Columns, space: SearchSpace, pattern: Pattern) -> Floats:
-    """States of the first stage, whose activations the bound takes too."""
+    """Return the states of the first stage, whose activations the bound takes too."""
     kept, routed = columns.parameters(0)
     whole = kept + routed
     levels = space.zero if pattern.copies else (0,)
@@ -356,7 +356,7 @@ def _raise_no_fit(found: _Found, space: SearchSpace) -> None:
 
 
 def _bytes_bounds(found: _Found, space: SearchSpace) -> Floats:
-    """Bounds of memory over a space."""
+    """Return lower bounds of memory over a space."""
     plans = outer_choices(found.model, space, fabric=found.fabric).plans
     patterns = [Pattern.of(found.model, space, plan) for plan in plans]
     return _lower_bounds(

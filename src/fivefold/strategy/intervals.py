@@ -79,7 +79,7 @@ class ErrorBar:
         return time_s / (1.0 + self.share), time_s * (1.0 + self.share)
 
     def equal(self, first_s: float, second_s: float) -> bool:
-        """Whether two plans of one job cannot be told apart.
+        """Return whether two plans of one job cannot be told apart.
 
         Examples:
             >>> bar = ErrorBar(share=0.25, plan_share=0.1, count=12, like="dense")
@@ -141,7 +141,7 @@ def error_bar(
 
 
 def _unseen(model: ModelSpec, plan: ParallelPlan) -> list[str]:
-    """What of a run none of the table's rows has."""
+    """Return what of a run none of the table's rows has."""
     parts = (("adapters", model.adapters), ("layers of Mamba", model.mamba),
              ("Muon", plan.optimizer == "muon"))  # fmt: skip
     return [what for what, has in parts if has]

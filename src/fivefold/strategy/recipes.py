@@ -287,7 +287,7 @@ def _megatron(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Rec
 def _megatron_chunks(
     settings: Mapping[str, Any], model: ModelSpec, stages: int, assumed: list[str]
 ) -> tuple[int, bool]:
-    """Chunks of a stage, and whether embedding and head count as layers."""
+    """Return chunks of a stage, and whether embedding and head count as layers."""
     ends = _on(settings, "account_for_embedding_in_pipeline_split")
     if layout := str(settings.get("pipeline_model_parallel_layout", "")):
         chunks = layout.count("|") + 1
@@ -413,7 +413,7 @@ def _titan_recompute(settings: Mapping[str, Any]) -> str:
 
 
 def _titan_batch(settings: Mapping[str, Any], model: ModelSpec, data: int) -> tuple[int, int]:
-    """Samples of a rank's batch, and of an iteration."""
+    """Return the samples of a rank's batch, and of an iteration."""
     if tokens := _whole(settings, "num_tokens_per_microbatch_per_dp_rank", default=0):
         local = max(1, tokens // model.seq_len)
         return local, _whole(settings, "num_tokens_per_train_step") // model.seq_len

@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Text that changes whenever the same text would give other tokens."""
+        """Return a text that changes whenever the same text would give other tokens."""
         ...
 
     def encode(self, text: bytes | str) -> np.ndarray:

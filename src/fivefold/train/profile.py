@@ -70,12 +70,12 @@ class _TimedMethod(Method):
         return time.perf_counter()
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Forward pass; the clock of a pass starts."""
+        """Run the forward pass; the clock of a pass starts."""
         self._began_s = self.now()
         return super().loss(inputs, targets)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass; the clock stops."""
+        """Run the backward pass; the clock stops."""
         super().backward(loss)
         self.passes_s.append(self.now() - self._began_s)
 

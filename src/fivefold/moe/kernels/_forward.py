@@ -56,7 +56,7 @@ def count_chunk(chunk, ids, t, num_slots, S: tl.constexpr):
 
 @triton.jit
 def add_counts(t, chunk, num_chunks, S: tl.constexpr):
-    """Assignments of each expert: of all chunks, and of those before a chunk; None for none."""
+    """Add up the assignments of each expert, of all chunks and of those before ``chunk``."""
     bins = tl.arange(0, S.EP)
     total = tl.full([S.EP], 0, tl.int32)
     before = tl.full([S.EP], 0, tl.int32)
@@ -112,7 +112,7 @@ def place_chunk(chunk, ids, t, num_slots, num_chunks, S: tl.constexpr):
 
 @triton.jit
 def _gathered_product(m, n, given, w13, t, inner, hidden, S: tl.constexpr):
-    """The first product of row tile m, whose tokens are gathered."""
+    """Compute the first product of row tile m, whose tokens are gathered."""
     expert, row, inside, slot = tile_rows(t, m, S)
     first_product(
         n, expert, row, inside, given.x, slot // S.K, given.weights + slot, w13, given.b13, inner,
@@ -122,7 +122,7 @@ def _gathered_product(m, n, given, w13, t, inner, hidden, S: tl.constexpr):
 
 @triton.jit
 def _scattered_product(m, n, given, w2, t, inner, outputs, S: tl.constexpr):
-    """The second product of row tile m, written to the slots."""
+    """Compute the second product of row tile m and write it to the slots."""
     expert, row, inside, slot = tile_rows(t, m, S)
     total, column = second_product(n, expert, row, inside, inner, w2, given.b2, S)
     store_rows(outputs, slot, column, total, inside, S.H, S)
@@ -130,7 +130,7 @@ def _scattered_product(m, n, given, w2, t, inner, outputs, S: tl.constexpr):
 
 @triton.jit
 def product_task(index, num_groups, lag, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Which step, which product and which place within the step an index of the products means.
+    """Return which product, which group and which place within it an index of the products means.
 
     FIRST and SECOND are how many tasks of either product a group of row tiles has. The first
     ``lag`` steps have first products only, the last ``lag`` second products only.
@@ -167,7 +167,7 @@ def moe_kernel(
     given, w13, w2, t, inner, hidden, outputs, control, num_tokens, num_slots, max_tiles, max_lag,
     combine_columns, limit_ns, S: tl.constexpr,
 ):  # fmt: skip
-    """The whole forward in one launch."""
+    """Compute the whole forward in one launch."""
     first_columns: tl.constexpr = (S.I + S.BN - 1) // S.BN
     second_columns: tl.constexpr = (S.H + S.BN2 - 1) // S.BN2
     first_done = control + FLAGS
@@ -245,7 +245,7 @@ def place_kernel(given, t, num_slots, S: tl.constexpr):
 
 @triton.jit
 def first_kernel(given, w13, t, inner, hidden, S: tl.constexpr):
-    """The first product as a launch of its own, over the most tiles there can be."""
+    """Compute the first product in a launch of its own, over the most tiles there can be."""
     m, n = tile_in_step(tl.program_id(0), (S.I + S.BN - 1) // S.BN, S)
     if m < tl.load(t.num_tiles):
         _gathered_product(m, n, given, w13, t, inner, hidden, S)
@@ -253,7 +253,7 @@ def first_kernel(given, w13, t, inner, hidden, S: tl.constexpr):
 
 @triton.jit
 def second_kernel(given, w2, t, inner, outputs, S: tl.constexpr):
-    """The second product as a launch of its own, over the most tiles there can be."""
+    """Compute the second product in a launch of its own, over the most tiles there can be."""
     m, n = tile_in_step(tl.program_id(0), (S.H + S.BN2 - 1) // S.BN2, S)
     if m < tl.load(t.num_tiles):
         _scattered_product(m, n, given, w2, t, inner, outputs, S)
