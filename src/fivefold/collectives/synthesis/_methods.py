@@ -274,7 +274,7 @@ class Request:
             count *= 2
 
     def finest(self) -> int:
-        """Return the most chunks in place of one that can pay: of finer ones latencies cost more."""
+        """Return the most chunks that can pay: finer ones are not worth their latencies."""
         chunk_bytes = float(np.max(self.collective.chunk_bytes(self.size_bytes), initial=0.0))
         rates = self.topology.capacities_bytes_per_s
         latencies = self.topology.latencies_s
