@@ -28,12 +28,16 @@ from fivefold.collectives.synthesis import Sketch, SwitchSketch, published_sketc
 from fivefold.collectives.synthesis._sketched import sketched
 from fivefold.collectives.synthesis._taccl_order import (
     best_order,
-    improve_order,
     join_messages,
     parents_of,
     prices_of,
 )
-from fivefold.collectives.synthesis._taccl_routing import candidates, greedy_routes, route
+from fivefold.collectives.synthesis._taccl_routing import (
+    candidates,
+    greedy_routes,
+    improve_order,
+    route,
+)
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
     Link,
