@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks.collectives.k_synchronous import k_synchronous
 from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.collectives.schedules import (
     Collective,
@@ -38,7 +39,6 @@ from fivefold.collectives.synthesis import (
     ExactResult,
     SlotModel,
     SynthesisOptions,
-    k_synchronous,
     published_sketch,
     slotted,
     synthesize,

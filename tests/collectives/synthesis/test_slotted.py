@@ -1,6 +1,8 @@
 """The time-slotted search: published optima, a brute-force reference, proofs, bad input."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -265,3 +267,20 @@ def test_bad_input_says_what_to_do():
         slotted(all_to_all(48), ring(48, bandwidth=1e9), size_bytes=8e6)
     result = slotted(all_gather(3), topology, size_bytes=9, time_limit_s=0.0)
     assert result.status in {"unknown", "found"}
+
+
+def test_a_search_leaves_ctrl_c_as_it_was():
+    """The solver has a handler of its own, behind Python's back."""
+    code = (
+        "import os, signal\n"
+        "from fivefold.collectives.schedules import all_gather\n"
+        "from fivefold.collectives.synthesis import slotted\n"
+        "from fivefold.network.topology import ring\n"
+        "slotted(all_gather(3), ring(3), size_bytes=3.0)\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n"
+        "except KeyboardInterrupt:\n    print('interrupted')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout == "interrupted\n", done.stderr[-2000:]

@@ -2,7 +2,6 @@
 
 from fivefold.collectives.synthesis._flow import all_to_all_flow, all_to_all_optimum
 from fivefold.collectives.synthesis._instance import ExactResult
-from fivefold.collectives.synthesis._k_synchronous import k_synchronous, pareto_synthesis
 from fivefold.collectives.synthesis._matching import matching
 from fivefold.collectives.synthesis._sketch import Sketch, SwitchSketch, published_sketch
 from fivefold.collectives.synthesis._sketched import derive_sketch
@@ -21,9 +20,7 @@ __all__ = [
     "all_to_all_flow",
     "all_to_all_optimum",
     "derive_sketch",
-    "k_synchronous",
     "matching",
-    "pareto_synthesis",
     "published_sketch",
     "slotted",
     "spanning_trees",

@@ -413,9 +413,9 @@ class ExactResult:
 
     Examples:
         >>> from fivefold.collectives.schedules import all_gather
-        >>> from fivefold.collectives.synthesis import k_synchronous
+        >>> from fivefold.collectives.synthesis import slotted
         >>> from fivefold.network.topology import ring
-        >>> result = k_synchronous(all_gather(4), ring(4), steps=1, rounds=1)
+        >>> result = slotted(all_gather(4), ring(4), size_bytes=4e6, slots=1)
         >>> result.status, result.schedule is None
         ('infeasible', True)
     """

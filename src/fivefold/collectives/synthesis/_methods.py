@@ -6,7 +6,6 @@ that was asked for by name) or only this method (``auto``).
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,13 +27,6 @@ from fivefold.collectives.schedules.constructors import COLLECTIVES
 from fivefold.collectives.schedules.schedule import compose_all_reduce
 from fivefold.collectives.schedules.timing import CostModel
 from fivefold.collectives.synthesis._flow import all_to_all_flow
-from fivefold.collectives.synthesis._instance import (
-    all_reduce_halves,
-    integer_capacities,
-    logical_of,
-    reach,
-)
-from fivefold.collectives.synthesis._k_synchronous import k_synchronous, least_rounds
 from fivefold.collectives.synthesis._matching import matching
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._sketched import derive_sketch, rotation
@@ -46,9 +38,9 @@ from fivefold.network.topology import Topology
 
 _TREE_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 _FLOW_COLLECTIVES = ("all_to_all", "all_to_allv", "scatter", "gather")
+_MOST_WHOLE_CHUNKS = 6  # of a rank, in an exact search
 _FINEST_PIPELINE = 16  # times the ranks: chunks of a pipelined all-reduce
 _FEW, _SOME, _MANY = 16, 32, 128  # ranks up to which auto tries exact search, TACCL, trees
-_SPARE_STEPS, _SPARE_ROUNDS = 4, 6  # beyond the bounds, in the search for the cheapest point
 
 
 def _library(request: Request) -> Iterator[Schedule]:
@@ -133,7 +125,7 @@ def _taccl(request: Request) -> Iterator[Schedule]:
 
 def _slotted(request: Request) -> Iterator[Schedule]:
     last: InfeasibleError | None = None
-    for _, collective in itertools.islice(request.chunkings(most=2), 2):
+    for collective in _in_whole_chunks(request):
         for symmetric in (True, False):
             model = SlotModel(symmetries=_symmetries(request, collective) if symmetric else ())
             if symmetric and not model.symmetries:
@@ -148,10 +140,22 @@ def _slotted(request: Request) -> Iterator[Schedule]:
             )
             if result.schedule is not None:
                 yield result.schedule
-                break
+                if result.schedule.attributes.get("optimal"):
+                    break
+                continue  # without the symmetries there may be a shorter one
             last = InfeasibleError(result.reason, hint="allow more time")
     if last is not None:
         raise last
+
+
+def _in_whole_chunks(request: Request) -> Iterator[Collective]:
+    """The collective in as many chunks as optimal trees have, else in one and in two."""
+    counts = [count for count, _ in request.chunkings(most=2)]
+    if len(counts) > 1 and request.collective.name in _TREE_COLLECTIVES:
+        trees = spanning_trees(request.topology, root=request.collective.root).k
+        if 2 < trees <= min(_MOST_WHOLE_CHUNKS, request.finest()):
+            counts = [trees, *counts]
+    yield from map(request.with_chunks, counts)
 
 
 def _symmetries(request: Request, collective: Collective) -> list[NDArray[np.int32]]:
@@ -161,66 +165,17 @@ def _symmetries(request: Request, collective: Collective) -> list[NDArray[np.int
     return [rotation(*pair, num_ranks=ranks) for pair in sketch.symmetry]
 
 
-def _k_synchronous(request: Request) -> Iterator[Schedule]:
-    """The cheapest point S * alpha + R * chunk time: asked in that order, the first is the best."""
-    undecided = 0
-    for count, steps, rounds in _points(request):
-        if request.left_s() <= 0:
-            break
-        halves = 2 if request.collective.name == "all_reduce" else 1
-        result = k_synchronous(
-            request.with_chunks(count),
-            request.topology,
-            steps=steps * halves,
-            rounds=rounds * halves,
-            time_limit_s=request.left_s(0.3),
-            seed=request.seed,
-        )
-        if result.schedule is not None:
-            yield result.schedule
-            return
-        undecided += result.status == "unknown"
-    message = f"no synchronous schedule was found; {undecided} points stayed undecided"
-    raise InfeasibleError(message, hint="allow more time")
-
-
-def _points(request: Request) -> list[tuple[int, int, int]]:
-    """(chunks, steps, rounds) by cost in the synchronous model."""
-    collective, topology = request.collective, request.topology
-    if collective.name == "all_reduce":
-        collective = all_reduce_halves(collective)[0]
-    elif collective.reducing:
-        collective, topology = collective.inverted(), topology.reversed()
-    logical = logical_of(collective, topology)
-    hops = reach(logical, np.ones(logical.num_links, np.int64))
-    fewest = hops.horizon(logical)
-    _, unit_bytes_per_s = integer_capacities(topology)
-    least = least_rounds(logical)
-    chunk_s = logical.chunk_bytes(request.size_bytes) / unit_bytes_per_s
-    alpha_s = float(np.max(logical.latencies_s, initial=0.0))
-    most = 6 if request.free else 1
-    costs = []
-    for count in range(1, most + 1):
-        first = -(-least * count // 1)
-        for steps in range(fewest, fewest + _SPARE_STEPS + 1):
-            for rounds in range(max(steps, int(first)), int(first) + steps + _SPARE_ROUNDS):
-                cost_s = steps * alpha_s + rounds * chunk_s / count
-                costs.append((cost_s, count, steps, rounds))
-    return [point for _, *point in sorted(costs)]  # type: ignore[misc]
-
-
 METHODS: dict[str, Callable[[Request], Iterator[Schedule]]] = {
     "library": _library,
     "trees": _trees,
     "matching": _matching,
     "flow": _flow,
-    "k_synchronous": _k_synchronous,
     "taccl": _taccl,
     "slotted": _slotted,
 }
 """The methods by name, in the order in which ``auto`` tries them."""
 
-SHARES = {"matching": 0.3, "k_synchronous": 0.4, "taccl": 0.6}
+SHARES = {"matching": 0.3, "taccl": 0.6}
 """Of the time that is left, how much ``auto`` gives to a method; all of it where not named."""
 
 
@@ -231,11 +186,9 @@ def in_auto(method: str, request: Request) -> str | None:
         return f"does not do {name}"
     if method == "flow" and name not in _FLOW_COLLECTIVES:
         return f"does not do {name}"
-    most = {"trees": _MANY, "taccl": _SOME, "slotted": _FEW, "k_synchronous": _FEW}
+    most = {"trees": _MANY, "taccl": _SOME, "slotted": _FEW}
     if ranks > most.get(method, ranks):
         return f"takes too long beyond {most[method]} ranks"
-    if method == "k_synchronous" and len(set(request.topology.latencies_s.tolist())) > 1:
-        return "knows one latency only"
     return None
 
 
@@ -346,11 +299,11 @@ class Request:
         if not self.free or self.collective.name not in COLLECTIVES:
             return
         count = 2
-        while count <= min(most, self._finest()):
+        while count <= min(most, self.finest()):
             yield count, self.with_chunks(count)
             count *= 2
 
-    def _finest(self) -> int:
+    def finest(self) -> int:
         chunk_bytes = float(np.max(self.collective.chunk_bytes(self.size_bytes), initial=0.0))
         rates = self.topology.capacities_bytes_per_s
         latencies = self.topology.latencies_s

@@ -149,8 +149,7 @@ def synthesize(
             have the number of chunks chosen too.
         topology: Where.
         size_bytes: Size of the collective, as ``Collective.buffer_weight`` counts it.
-        method: "auto", "library", "trees", "matching", "flow", "taccl", "slotted" or
-            "k_synchronous".
+        method: "auto", "library", "trees", "matching", "flow", "taccl" or "slotted".
         sketch: For TACCL; given with "auto" only TACCL is asked.
         time_limit_s: Limit of the whole search, with the building of models. Where there is no
             schedule by then, or for 0, the search has two seconds more. Verifying and pricing

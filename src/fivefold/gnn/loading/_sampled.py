@@ -403,7 +403,7 @@ class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
                 closing.callback(opened.close)
         super().__init__(seeds, batch_size, settings, closing.close)
         if form == "data":
-            self._made_into = LabelledData(dataset.labels if dataset.has_labels else None)
+            self._made_into = LabelledData(dataset)
 
     def _start(self, epoch: int, first: int) -> Pipeline:
         seeds, reading, drawn = self._epoch_seeds(epoch), self._read, epoch * self._resample
