@@ -42,7 +42,7 @@ FEATURES_FILE = "features.fvf"
 LABELS_FILE = "labels.fvf"
 EDGE_FEATURES_FILE = "edge_features.fvf"
 HETERO_FILE = "dataset.json"
-NAMES_FILE = "names.json"
+NAMES_FILE = "names.parquet"
 
 
 class Dataset(Closing):

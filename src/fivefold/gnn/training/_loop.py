@@ -328,9 +328,8 @@ class _Run:
 
     def _close_loader(self) -> None:
         self.loader.close()
-        store = self._store()
-        if store is not None:
-            store.close()
+        if self.prepared is not None:
+            self.prepared.close()
 
     # -- one step -------------------------------------------------------------------------------
 
