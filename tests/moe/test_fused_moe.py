@@ -322,7 +322,7 @@ def test_an_activation_of_your_own():
     gradients = torch.autograd.grad(found.square().sum(), [leaves[n] for n in names])
     for gradient, right in zip(gradients, slopes, strict=True):
         torch.testing.assert_close(gradient, right, rtol=1e-10, atol=1e-11)
-    with pytest.raises(UnsupportedError, match="'cube' is none of ACTIVATIONS"):
+    with pytest.raises(UnsupportedError, match="'cube' is not one of ACTIVATIONS"):
         fused_moe(**{n: v.to("meta") for n, v in given.items()}, activation=own)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from fivefold.cli._codesign import change_of, flags_of, say_shared_ranks, typed_command, write_page
 from fivefold.cli._later import later
@@ -29,6 +27,7 @@ from fivefold.cli._options import (
     output_option,
     require_writable,
     seconds_of,
+    show,
     topology_of,
     typed_arguments,
     write_json,
@@ -56,6 +55,7 @@ with later():
     from fivefold.lab import LabResult, LabSpec, clean_lab, probe_capabilities, run_lab
     from fivefold.lab.capabilities import Capabilities
     from fivefold.network.topology import Topology, read_topology
+    from fivefold.report.page import DataTable
 
 
 _MTU = 60000  # small frames would cost the hosts' processors more than the job does
@@ -404,24 +404,17 @@ def _note(text: str) -> None:
 
 
 def _show_capabilities(able: Capabilities) -> None:
-    console = Console(file=sys.stdout, highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
-    table.add_column("feature")
-    table.add_column("for")
+    rows, lines = [], []
     for item in able.items:
-        mark = "[green]yes[/]" if item.works else "[red]no[/]"
-        mark = mark if able.isolation or item.name == "namespaces" else "[dim]?[/]"
-        table.add_row(mark, item.name, item.meaning)
-    console.print(table)
-    for item in able.items:
+        tried = able.isolation is not None or item.name == "namespaces"
+        works = "yes" if item.works else "no"
+        rows.append((item.name, works if tried else "?", item.meaning))
         # Without namespaces nothing else could be tried: one explanation is enough.
-        if not item.works and (able.isolation is not None or item.name == "namespaces"):
-            console.print(
-                f"\n{item.name}: {item.reason}\n  fix: {item.fix}", soft_wrap=True, markup=False
-            )
+        if tried and not item.works:
+            lines.append(f"\n{item.name}: {item.reason}\n  fix: {item.fix}")
     how = f" (as {able.isolation})" if able.isolation else ""
-    console.print(f"\nlinks can be given: {able.shaping}{how}")
+    table = DataTable.of(("feature", "works", "for"), rows, text_columns=(1, 2))
+    show(f"links can be given: {able.shaping}{how}", table, *lines)
 
 
 app.command(help=help_text(run), context_settings={"allow_interspersed_args": False})(run)

@@ -109,7 +109,7 @@ def new_command(
         texts[file] = text
     for file in texts:
         if (folder / file).exists():
-            message = f"{folder / file} is there already"
+            message = f"{folder / file} already exists"
             raise ConfigurationError(message, hint="choose another name, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
@@ -126,7 +126,7 @@ def _launched(
     """Return the launcher's file, its text, and the lines to type with it."""
     config = next((file for file in _COMMANDS if (_TEMPLATES / problem / file).is_file()), None)
     if config is None:
-        message = f"--launcher starts the ranks of a training run, and --for {problem} is none"
+        message = f"--launcher is for training runs, which --for {problem} does not write"
         raise ConfigurationError(message, hint="use --for network, experts or graph")
     file, submit = _LAUNCHERS[launcher]
     command = _COMMANDS[config]

@@ -27,6 +27,8 @@ from fivefold.units import parse_bytes, parse_duration_s
 with later():
     from fivefold.network.topology import Topology, parse_topology
     from fivefold.network.topology.text import catalogue, describes_graph
+    from fivefold.report import print_page
+    from fivefold.report.page import Page, PagePart, PageSection, TextBlock
     from fivefold.strategy import load_cluster, named_clusters
 
 
@@ -122,6 +124,13 @@ def require_picture(path: Path | None) -> None:
 def write_json(value: Any) -> None:
     """Write a result to standard output, for programs."""
     typer.echo(json.dumps(value))
+
+
+def show(finding: str, *parts: PagePart | str) -> None:
+    """Write a finding to standard output, and tables and lines below it, for people."""
+    blocks = tuple(TextBlock(text=part) if isinstance(part, str) else part for part in parts)
+    section = PageSection(heading="", parts=blocks)
+    print_page(Page(title=finding, finding=finding, sections=(section,)))
 
 
 # An indented line is an example, which stays a line of its own.

@@ -43,8 +43,8 @@ with later():
         space_of_target,
         target_problem,
     )
-    from fivefold.strategy.compare import tokens_per_s
     from fivefold.strategy.model import ModelSpec
+    from fivefold.strategy.search import tokens_per_s
 
 
 _LOOKED_AT = 200  # fastest plans, of which a program cannot run all
@@ -221,20 +221,20 @@ def _form(**given: bool) -> Any:
 
 def _require_job(job: Path | None, target: str | None, *, github: bool) -> Path:
     if github:
-        message = "--github is of --check; got it without"
+        message = "--github is for --check, which was not given"
         raise ArgumentError(message, hint="add --check DIR")
     if job is None:
         message = "missing argument 'JOB'"
         raise ArgumentError(message, hint="see fivefold plan --help")
     if target is not None and target not in TARGETS:
-        message = f"--for {target!r} is no program that plans are written for"
+        message = f"--for does not know the program {target!r}"
         raise ArgumentError(message, hint=f"use one of {', '.join(TARGETS)}")
     return job
 
 
 def _check(folder: Path, job: Path | None, cluster: str | None, form: Any) -> None:
     if job is not None:
-        message = f"{job} stands beside --check, which reads the recipes of {folder}"
+        message = f"--check reads the recipes of {folder} and takes no job file; got {job}"
         raise ArgumentError(message, hint="give --check DIR --cluster NAME alone")
     check_folder(folder, cluster=_one_cluster(cluster, None), form=form)
 
@@ -243,20 +243,20 @@ def _refuse_beside(option: str, **given: Any) -> None:
     """Refuse options that another one would leave without effect."""
     for name, value in given.items():
         if value:
-            message = f"{name} is of a plan on one cluster, and {option} does not take it"
+            message = f"{option} does not take {name}, which is for a plan on one cluster"
             raise ArgumentError(message, hint="leave it out, or plan that cluster by itself")
 
 
 def _one_cluster(cluster: str | None, clusters: list[str] | None, **compared: Any) -> str:
     if clusters:
-        message = f"{clusters[0]!r} stands beside the job file, without --compare"
+        message = f"a cluster beside the job file needs --compare; got {clusters[0]!r}"
         raise ArgumentError(message, hint="write --cluster before it, or --compare for several")
     if cluster is None:
         message = "missing option '--cluster'"
         raise ArgumentError(message, hint="such as --cluster h100-nemo, or a TOML file")
     for name, value in compared.items():
         if value:
-            message = f"--{name} is of --compare; got {value!r} without it"
+            message = f"--{name} is for --compare, which was not given; got {value!r}"
             raise ArgumentError(message, hint="add --compare and the clusters")
     return cluster
 

@@ -14,21 +14,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from fivefold.cli._later import later
-from fivefold.cli._options import ArgumentError, write_json
+from fivefold.cli._options import ArgumentError, show, write_json
 from fivefold.errors import InfeasibleError
 from fivefold.units import format_duration_s
 
 with later():
+    from fivefold.report.page import DataTable
     from fivefold.strategy import PlanPrediction, load_cluster, load_job
-    from fivefold.strategy.compare import ClusterOutcome, compare_clusters, tokens_per_s
     from fivefold.strategy.model import ModelSpec
     from fivefold.strategy.plan import degrees_of, overlap_of, settings_of
     from fivefold.strategy.recipes import RecipeVerdict, check_recipes
+    from fivefold.strategy.search import ClusterOutcome, compare_clusters, tokens_per_s
 
 
 _TOKENS_A_PARAMETER = 20  # a usual budget, where none is given
@@ -194,33 +192,26 @@ _ROWS = (
 
 
 def _show(model: ModelSpec, records: Sequence[dict[str, Any]], tokens: float) -> None:
-    console = Console(highlight=False)
-    console.print(f"[bold]{escape(model.name)}[/bold], {tokens / 1e9:,.4g} billion tokens")
-    table = Table()
-    table.add_column("", no_wrap=True)
-    for record in records:
-        table.add_column(escape(record["cluster"]), justify="right", overflow="fold")
-    for label, name, form in _ROWS:
-        if any(name in record for record in records):
-            cells = [_cell(record, name, form) for record in records]
-            table.add_row(label, *(escape(cell) for cell in cells))
-    console.print(table)
+    rows = tuple(
+        (label, *(_cell(record, name, form) for record in records))
+        for label, name, form in _ROWS
+        if any(name in record for record in records)
+    )
+    table = DataTable.of(("", *(record["cluster"] for record in records)), rows)
     best = [record for record in records if "gpu_hours" in record]
     key = "cost" if len({record.get("currency") for record in best}) == 1 else "gpu_hours"
     key = key if key in best[0] else "gpu_hours"
+    lines = []
     if len(best) > 1:
         cheapest = min(best, key=lambda record: record[key])
         soonest = min(best, key=lambda record: record["days"])
-        console.print(
-            f"least {'cost' if key == 'cost' else 'GPU hours'}: {cheapest['cluster']}; "
-            f"soonest: {soonest['cluster']}",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
-    console.print(
+        least = "cost" if key == "cost" else "GPU hours"
+        lines.append(f"least {least}: {cheapest['cluster']}; soonest: {soonest['cluster']}")
+    lines.append(
         "network: change of tokens/s with the links between nodes so fast, planned again; all of "
-        "it predicted, none run",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+        "it predicted, none run"
+    )
+    show(f"{model.name}, {tokens / 1e9:,.4g} billion tokens", table, *lines)
 
 
 def _cell(record: dict[str, Any], name: str, form: str) -> str:
@@ -293,13 +284,7 @@ def _property(text: str) -> str:
 
 
 def _show_verdicts(found: Sequence[RecipeVerdict], cluster: str) -> None:
-    console = Console(highlight=False)
-    table = Table(title=f"recipes on {escape(cluster)}: {len(found)}", title_justify="left")
-    table.add_column("recipe", overflow="fold")
-    table.add_column("status", no_wrap=True)
-    for name in ("memory", "tokens/s\n/GPU"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("what")
+    rows = []
     for one in found:
         memory = rate = ""
         if one.prediction is not None and one.model is not None:
@@ -309,9 +294,10 @@ def _show_verdicts(found: Sequence[RecipeVerdict], cluster: str) -> None:
         what = f"{one.program}: {one.message}"
         what += f"; {one.hint}" if one.hint else ""
         what += f" (assumed: {', '.join(one.assumed)})" if one.assumed else ""
-        table.add_row(escape(str(one.path)), one.status, memory, rate, escape(what))
-    console.print(table)
+        rows.append((str(one.path), one.status, memory, rate, what))
+    names = ("recipe", "status", "memory", "tokens/s/GPU", "what")
+    table = DataTable.of(names, rows, text_columns=(1, 4))
     counts = {status: sum(one.status == status for one in found) for status in
               ("ok", *_FAILED, "unknown")}  # fmt: skip
     said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    console.print(said, markup=False)
+    show(f"recipes on {cluster}: {len(found)}", table, said)

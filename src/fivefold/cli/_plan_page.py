@@ -30,10 +30,10 @@ with later():
         PlanSearchResult,
         error_bar,
     )
-    from fivefold.strategy.compare import tokens_per_s
-    from fivefold.strategy.intervals import ErrorBar
+    from fivefold.strategy.calibrate import ErrorBar
     from fivefold.strategy.model import ModelSpec
     from fivefold.strategy.plan import DEGREES, degrees_of, overlap_of, settings_of
+    from fivefold.strategy.search import tokens_per_s
 
 
 _MEMORY = (
@@ -178,8 +178,7 @@ def _table(model: ModelSpec, best: Sequence[PlanPrediction], labels: Sequence[st
     )  # fmt: skip
     names = ("split", "iteration", "tokens/s/GPU", "MFU", "memory", "micro-batches", "how",
              "beside compute")  # fmt: skip
-    columns = tuple((name, "") for name in names)
-    return DataTable(columns=columns, rows=rows, text_columns=(6, 7), marked=(0,))
+    return DataTable.of(names, rows, text_columns=(6, 7), marked=(0,))
 
 
 def _breakdown(found: PlanPrediction) -> DataTable:
@@ -189,7 +188,7 @@ def _breakdown(found: PlanPrediction) -> DataTable:
         for label, seconds in parts
         if seconds >= 5e-4 * found.time_s
     )
-    return DataTable(columns=(("of the first", ""), ("time", ""), ("share", "")), rows=rows)
+    return DataTable.of(("of the first", "time", "share"), rows)
 
 
 def _times(best: Sequence[PlanPrediction], labels: Sequence[str]) -> BarChart:
@@ -230,7 +229,7 @@ def _settings(plan: ParallelPlan) -> DataTable:
         for field in dataclasses.fields(plan)
         if (value := getattr(plan, field.name)) != field.default
     )
-    return DataTable(columns=(("setting", ""), ("value", "")), rows=rows, text_columns=(1,))
+    return DataTable.of(("setting", "value"), rows, text_columns=(1,))
 
 
 def _search_sections(model: ModelSpec, result: PlanSearchResult) -> list[PageSection]:
@@ -246,13 +245,11 @@ def _search_sections(model: ModelSpec, result: PlanSearchResult) -> list[PageSec
     ]
     if rest:
         shown.append((f"for {len(reasons) - _MOST_REASONS} other reasons: --json", f"{rest:,}"))
-        parts.append(Folded(title="All reasons", part=_reasons(every)))
-    ruled = PageSection(heading="What was ruled out", parts=(*parts, _reasons(shown)))
+        parts.append(Folded(title="All reasons", part=DataTable.of(("reason", "plans"), every)))
+    ruled = PageSection(
+        heading="What was ruled out", parts=(*parts, DataTable.of(("reason", "plans"), shown))
+    )
     return [_front(model, result), ruled] if result.front else [ruled]
-
-
-def _reasons(rows: Sequence[tuple[str, str]]) -> DataTable:
-    return DataTable(columns=(("reason", ""), ("plans", "")), rows=tuple(rows))
 
 
 def _front(model: ModelSpec, result: PlanSearchResult) -> PageSection:

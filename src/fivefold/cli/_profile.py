@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +11,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from fivefold.cli._later import later
-from fivefold.cli._options import bytes_of, output_option, require_writable, seconds_of, write_json
+from fivefold.cli._options import (
+    bytes_of,
+    output_option,
+    require_writable,
+    seconds_of,
+    show,
+    write_json,
+)
 from fivefold.cli._plan_files import model_of, precision_of
 from fivefold.errors import ConfigurationError
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
@@ -25,6 +30,7 @@ with later():
 
     from fivefold.collectives.pricing import fabric_from_topology
     from fivefold.network.profiling import Profile, profile_links
+    from fivefold.report.page import DataTable
     from fivefold.runs import format_toml, rank_process, write_text
     from fivefold.runs.ranks import Ranks, close_ranks, open_ranks
     from fivefold.strategy import Cluster, ParallelPlan, load_cluster, named_clusters
@@ -308,42 +314,39 @@ def _hand_on(found: MeasuredCluster, output: Path | None, *, as_json: bool) -> N
     if as_json:
         write_json(profile.to_dict() | found.facts())
         return
-    _show(profile)
-    for line in found.lines():
-        typer.echo(line)
+    _show(found)
     if output is not None:
         Console(stderr=True, soft_wrap=True, highlight=False).print(
             f"[bold]profile[/]  written: {escape(str(output))}; every command takes it as --cluster"
         )
 
 
-def _show(profile: Profile) -> None:
-    console = Console(file=sys.stdout, highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("from", "to", "alpha", "bandwidth", "fit error, largest size", "all sizes"):
-        table.add_column(title, justify="left" if title in {"from", "to"} else "right")
+def _show(found: MeasuredCluster) -> None:
+    profile = found.profile
     pairs = [(a, b) for a in range(profile.num_ranks) for b in range(profile.num_ranks) if a != b]
     alphas, rates, residuals = profile.alpha_s, profile.rates_bytes_per_s, profile.residuals
     bounds = profile.usable_rates_bytes_per_s
-    for a, b in pairs[:_SHOWN_PAIRS]:
-        error, worst = residuals[a, b, -1], max(residuals[a, b].tolist(), key=abs)
-        table.add_row(
-            escape(f"rank{a} ({profile.hosts[a]})"),
-            escape(f"rank{b} ({profile.hosts[b]})"),
+    rows = tuple(
+        (
+            f"rank{a} ({profile.hosts[a]})",
+            f"rank{b} ({profile.hosts[b]})",
             format_duration_s(alphas[a, b]),
             ("" if rates[a, b] < float("inf") else "over ") + format_bytes_per_s(bounds[a, b]),
-            f"{100 * error:+.1f} %",
-            f"{100 * worst:+.1f} %",
+            f"{100 * residuals[a, b, -1]:+.1f} %",
+            f"{100 * max(residuals[a, b].tolist(), key=abs):+.1f} %",
         )
-    console.print(table)
-    if len(pairs) > _SHOWN_PAIRS:
-        console.print(f"and {len(pairs) - _SHOWN_PAIRS} more pairs (--json has all)")
-    for line in _contention_lines(profile, format_bytes_per_s):
-        console.print(line, markup=False)
+        for a, b in pairs[:_SHOWN_PAIRS]
+    )
+    names = ("from", "to", "alpha", "bandwidth", "fit error, largest size", "all sizes")
+    parts = [DataTable.of(names, rows, text_columns=(1,))] if rows else []
+    more = len(pairs) - _SHOWN_PAIRS
+    lines = [f"and {more} more pairs (--json has all)"] if more > 0 else []
+    lines += [*_contention_lines(profile), *found.lines()]
+    show(f"links between {profile.num_ranks} ranks", *parts, *lines)
 
 
-def _contention_lines(profile: Profile, text: Any) -> list[str]:
-    found = profile.contention
+def _contention_lines(profile: Profile) -> list[str]:
+    found, text = profile.contention, format_bytes_per_s
     if found is None:
         return []
     out, into = found.out_bytes_per_s, found.in_bytes_per_s

@@ -122,7 +122,7 @@ class LabSpec:
         if self.topology is not None:
             self._check_topology()
         elif self.routes:
-            message = "routes are those of a topology, and there is none"
+            message = "routes need a topology, which was not given"
             raise ConfigurationError(message, hint="use LabSpec.of_topology")
         self._check_aggregators()
 
@@ -387,7 +387,7 @@ def _check_route(topology: Topology, pair: tuple[int, int], links: Sequence[int]
     wrong = f"the route from host {source} to host {target}"
     if source not in known or target not in known or source == target:
         raise ConfigurationError(
-            f"{wrong} is none", hint=f"name two of the hosts 0 to {topology.num_ranks - 1}"
+            f"{wrong} does not exist", hint=f"name two of the hosts 0 to {topology.num_ranks - 1}"
         )
     node = int(topology.node_of_rank(source))
     for link in links:

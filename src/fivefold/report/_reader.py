@@ -137,7 +137,7 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
     ranks = _read_ranks(path / "ranks", world_size=manifest.world_size, notes=notes)
     result = _read_versioned(path / "result.json", RunResult)
     if result is not None and result.steps < _last_step(metrics):
-        notes.append(f"result.json is of step {result.steps}; the run went on and it is not used")
+        notes.append(f"result.json is from step {result.steps}; the run went on, so it is not used")
         result = None
     notes += _ending(metrics.end, result)
     return Run(
@@ -192,7 +192,7 @@ def _read_graph_run(path: Path, name: str) -> GraphRun:
     ends, result = found["end"], _read_versioned(path / "result.json", GraphResult)
     end = ends[-1] if ends else None
     if result is not None and (end is None or end.step != result.steps):
-        notes.append("result.json is of an earlier end; the run went on and it is not used")
+        notes.append("result.json is from an earlier end; the run went on, so it is not used")
         result = None
     if end is None:
         notes.append("no end: the run is still going on, or it was killed")

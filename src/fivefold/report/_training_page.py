@@ -194,11 +194,11 @@ def _text_sections(report: Report) -> list[PageSection]:
         sections.append(PageSection(heading="Where each second of rank 0 went", parts=(seconds,)))
     waits = tuple((run.label, format_waits(run.waits)) for run in summaries if run.waits)
     if waits:
-        table = DataTable(columns=(("", ""), ("", "")), rows=waits, text_columns=(1,))
+        table = DataTable.of(("", ""), waits, text_columns=(1,))
         sections.append(PageSection(heading="What rank 0 waited for", parts=(table,)))
     measured = tuple(_overlap_row(run) for run in summaries if run.overlap)
     if measured:
-        table = DataTable(columns=(("", ""),) * 3, rows=measured, text_columns=(2,))
+        table = DataTable.of(("",) * 3, measured, text_columns=(2,))
         heading = "Hidden of the time in flight, measured on each rank"
         sections.append(PageSection(heading=heading, parts=(table,)))
     predicted = prediction_section(predicted_runs(report.runs, summaries))

@@ -101,9 +101,7 @@ def space_of_target(space: SearchSpace, target: str, *, gpus_per_node: int) -> S
 def _unwritten(model: ModelSpec, plan: ParallelPlan | None = None) -> dict[str, bool]:
     """Return what no program's words are written for; a plan, where Muon is none of them."""
     return {
-        "Muon, whose words are younger than those written here": (
-            plan is not None and plan.optimizer == "muon"
-        ),
+        "Muon (newer than the flags written here)": (plan is not None and plan.optimizer == "muon"),
         "adapters beside frozen weights (LoRA)": model.adapters is not None,
         "layers that follow a pattern (Mamba)": bool(model.pattern),
     }
@@ -213,16 +211,16 @@ def _megatron_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
         "local updates (tau)": plan.tau > 1,
         "weights or activations in host memory": plan.offload_weights or plan.offload_activations,
         "optimizer states in host memory without ZeRO-1": plan.offload_optimizer and not plan.zero,
-        "inputs that sequence parallelism keeps instead of gathering them again": (
+        "sequence parallelism that keeps its inputs instead of gathering them again": (
             plan.sequence_parallel and not plan.regather
         ),
-        "rings of messages beside products (it chooses between rings and pipelines by itself)": (
+        "tensor overlap in rings (it chooses between rings and pipelines itself)": (
             plan.tensor_overlap == "ring"
         ),
         "tensor overlap without sequence parallelism": (
             plan.tensor_overlap != "none" and not plan.sequence_parallel
         ),
-        f"messages between stages beside compute under {plan.schedule}": (
+        f"pipeline p2p overlapped with compute under {plan.schedule}": (
             plan.pipeline > 1 and plan.pipeline_overlap and plan.schedule in WAITING_SCHEDULES
         ),
         "interleaving two stages whose messages wait": (
@@ -443,10 +441,10 @@ def _torchtitan_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool
         and plan.schedule not in _SCHEDULES,
         "it shares gradients wherever it shares optimizer states (ZeRO-1)": plan.zero == 1,
         "local updates (tau)": plan.tau > 1,
-        "inputs that sequence parallelism keeps instead of gathering them again": (
+        "sequence parallelism that keeps its inputs instead of gathering them again": (
             plan.sequence_parallel and not plan.regather
         ),
-        f"messages between stages beside compute under {plan.schedule}": (
+        f"pipeline p2p overlapped with compute under {plan.schedule}": (
             plan.pipeline > 1 and plan.pipeline_overlap and plan.schedule in WAITING_SCHEDULES
         ),
         "context parallelism without ZeRO (it shares states over context ranks)": (

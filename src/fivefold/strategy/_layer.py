@@ -219,25 +219,43 @@ def _loss_of(op: Operator, device: DeviceSpec) -> Operator:
     )
 
 
+@dataclass(kw_only=True)
+class _Work:
+    """Sums over the operators of a layer, their messages apart."""
+
+    total: _Times = _Times()
+    products: _Times = _Times()
+    shared: _Times = _Times()  # shared experts
+    again_s: float = 0.0  # attention and scores, which selective recomputation repeats
+    remade_s: float = 0.0  # stored inputs that it drops
+
+
+def _work_of(
+    device: DeviceSpec, *, key: LayerKey, operators: tuple[Operator, ...], causal: bool
+) -> _Work:
+    work = _Work()
+    for op in operators:
+        times = _operator_times(device, op, dtype=key.dtype, causal=causal)
+        work.total = work.total.plus(times)
+        if op.name.startswith("shared expert"):
+            work.shared = work.shared.plus(times)
+        if op.kind == "gemm":
+            work.products = work.products.plus(times)
+        if op.scores or op.kind == "attention":
+            work.again_s += times.forward_s
+        elif op.after and _is_dropped(op, device):
+            work.remade_s += memory_time_s(device, 2 * op.stored_bytes) + device.kernel_gap_s
+        if op.after == "expands" and "latent" in device.selective_drops:
+            work.remade_s += times.forward_s
+    return work
+
+
 def _timed(
     device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...],
     causal: bool,
 ) -> LayerCost:  # fmt: skip
-    total, again, remade_s = _Times(), 0.0, 0.0
-    products, shared = _Times(), _Times()
-    for op in operators:
-        times = _operator_times(device, op, dtype=key.dtype, causal=causal)
-        total = total.plus(times)
-        if op.name.startswith("shared expert"):
-            shared = shared.plus(times)
-        if op.kind == "gemm":
-            products = products.plus(times)
-        if op.scores or op.kind == "attention":
-            again += times.forward_s
-        elif op.after and _is_dropped(op, device):
-            remade_s += memory_time_s(device, 2 * op.stored_bytes) + device.kernel_gap_s
-        if op.after == "expands" and "latent" in device.selective_drops:
-            remade_s += times.forward_s
+    work = _work_of(device, key=key, operators=operators, causal=causal)
+    total, products, shared = work.total, work.products, work.shared
     tensor = _tensor_times(device, fabric, key=key, operators=operators, products=products)
     context = _context_times(device, fabric, key=key, operators=operators, causal=causal)
     exchange = _exchange_times(device, fabric, key=key, operators=operators)
@@ -255,12 +273,13 @@ def _timed(
     if device.recompute_stops_early:
         skipped_s = _skipped_s(device, key=key, operators=operators, causal=causal, tensor=tensor)
     whole_s = max(forward_s - skipped_s, floor_s * (key.recompute == "full"))
-    recompute_s = {"none": 0.0, "selective": again, "full": whole_s}[key.recompute]
+    recompute_s = {"none": 0.0, "selective": work.again_s, "full": whole_s}[key.recompute]
     if key.recompute == "selective":
         fp8 = key.dtype in NARROW
         share = device.selective_products_fp8 if fp8 else device.selective_products
         # Nothing of fused attention's scores is stored, so nothing of them is computed again.
-        recompute_s = again * (not device.fused_attention) + share * products.forward_s + remade_s
+        scores_s = work.again_s * (not device.fused_attention)
+        recompute_s = scores_s + share * products.forward_s + work.remade_s
     repeated = 2.0 if key.recompute == "full" else 1.0
     sent_again_s = (repeated - 1.0) * sent.forward_s
     input_s, weight_s = total.input_s + sent.input_s, total.weight_s + sent.weight_s

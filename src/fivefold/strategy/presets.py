@@ -211,7 +211,9 @@ def _check_family(config: Config, family: str) -> None:
         hint = "to plan the language model alone, save its text_config as a file of its own"
         raise UnsupportedError(message, hint=hint)
     if family and family not in FAMILIES:
-        message = f"models of type {family!r} are not read from a config.json: nobody checked how"
+        message = (
+            f"models of type {family!r} cannot be read from a config.json: the type is not verified"
+        )
         hint = "describe it under [model] in a job file; or, where it is built like a type that is "
         hint += "known (llama, qwen3_moe, deepseek_v3, ...), set that model_type in a copy"
         raise UnsupportedError(message, hint=hint)

@@ -23,7 +23,6 @@ from fivefold.strategy._recipe_texts import (
     script_settings,
     toml_settings,
 )
-from fivefold.strategy._search import search_plans
 from fivefold.strategy.cluster import Cluster
 from fivefold.strategy.cost import PlanPrediction, evaluate_plan
 from fivefold.strategy.job import job_from_table
@@ -31,6 +30,7 @@ from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.strategy.plan import ParallelPlan
 from fivefold.strategy.presets import load_model, named_models
+from fivefold.strategy.search import search_plans
 from fivefold.units import format_bytes
 
 Status = Literal["ok", "invalid", "memory", "unknown"]

@@ -153,6 +153,23 @@ def product_task(index, num_groups, lag, FIRST: tl.constexpr, SECOND: tl.constex
     return second, group, place
 
 
+@triton.jit
+def _place_rows(given, t, control, num_slots, num_chunks, limit_ns, S: tl.constexpr):
+    """Count and place all chunks with the other programs; return the next ticket."""
+    ticket = take(control, 0)
+    while ticket < num_chunks:
+        count_chunk(ticket, given.ids, t, num_slots, S)
+        publish(control + COUNTED)
+        ticket = take(control, 0)
+    while ticket < 2 * num_chunks:
+        wait(control + COUNTED, num_chunks, control, limit_ns)
+        place_chunk(ticket - num_chunks, given.ids, t, num_slots, num_chunks, S)
+        publish(control + PLACED)
+        ticket = take(control, 0)
+    wait(control + PLACED, num_chunks, control, limit_ns)
+    return ticket
+
+
 @triton.jit(
     do_not_specialize=[
         "num_tokens",
@@ -173,19 +190,7 @@ def moe_kernel(
     first_done = control + FLAGS
     second_done = control + FLAGS + max_tiles
     num_chunks = (num_slots + S.CHUNK - 1) // S.CHUNK
-
-    ticket = take(control, 0)
-    while ticket < num_chunks:
-        count_chunk(ticket, given.ids, t, num_slots, S)
-        publish(control + COUNTED)
-        ticket = take(control, 0)
-    while ticket < 2 * num_chunks:
-        wait(control + COUNTED, num_chunks, control, limit_ns)
-        place_chunk(ticket - num_chunks, given.ids, t, num_slots, num_chunks, S)
-        publish(control + PLACED)
-        ticket = take(control, 0)
-
-    wait(control + PLACED, num_chunks, control, limit_ns)
+    ticket = _place_rows(given, t, control, num_slots, num_chunks, limit_ns, S)
     tiles = tl.load(t.num_tiles)
     groups = (tiles + S.GROUP - 1) // S.GROUP
     lag = tl.minimum(max_lag, groups)
@@ -232,13 +237,13 @@ def moe_kernel(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def count_kernel(given, t, num_slots, S: tl.constexpr):
-    """``count_chunk`` as a launch of its own."""
+    """Run ``count_chunk`` as a launch of its own."""
     count_chunk(tl.program_id(0), given.ids, t, num_slots, S)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
 def place_kernel(given, t, num_slots, S: tl.constexpr):
-    """``place_chunk`` as a launch of its own."""
+    """Run ``place_chunk`` as a launch of its own."""
     num_chunks = (num_slots + S.CHUNK - 1) // S.CHUNK
     place_chunk(tl.program_id(0), given.ids, t, num_slots, num_chunks, S)
 
@@ -261,7 +266,7 @@ def second_kernel(given, w2, t, inner, outputs, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "combine_columns"])
 def combine_kernel(given, t, outputs, num_tokens, combine_columns, S: tl.constexpr):
-    """``combine`` as a launch of its own."""
+    """Run ``combine`` as a launch of its own."""
     parts = (S.H + combine_columns - 1) // combine_columns
     combine(
         tl.program_id(0) // parts, tl.program_id(0) % parts * combine_columns, combine_columns,

@@ -64,7 +64,7 @@ def missing_fused(device: torch.device) -> str | None:
 
 def _problem_of_other(device: torch.device) -> str | None:
     if device.type != "cpu":
-        return f"it needs a CUDA device; {device.type} is none"
+        return f"it needs a CUDA device; got {device.type}"
     if interpreting():
         return None
     return "it needs a CUDA device (for tests, TRITON_INTERPRET=1 runs it on the CPU, slowly)"

@@ -363,7 +363,7 @@ def _check_own(kind: Activation, where: str, *, refused: bool) -> None:
     """Refuse an activation that only Python knows where others have to know it by name."""
     if refused and ACTIVATIONS.get(kind.name) is not kind:
         raise UnsupportedError(
-            f"the activation {kind.name!r} is none of ACTIVATIONS, and cannot be had {where}",
+            f"the activation {kind.name!r} is not one of ACTIVATIONS and cannot be used {where}",
             hint='use backend="reference", outside of torch.compile and without a group',
         )
 
