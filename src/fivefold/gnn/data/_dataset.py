@@ -91,7 +91,7 @@ class Dataset(Closing):
         if (folder / HETERO_FILE).is_file():
             raise DataError(
                 f"{folder} holds a graph of several node or edge types",
-                hint="open it with fivefold.gnn.data.HeteroDataset",
+                hint="open it with HeteroDataset; gnn.loading.DiskLoader.from_dataset packs it",
             )
         if not (folder / GRAPH_FILE).is_file():
             raise DataError(

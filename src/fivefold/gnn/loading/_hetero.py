@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
@@ -16,7 +16,6 @@ from fivefold.gnn.loading._sampled import DiskRows, SampledLoader, name_of_ids
 from fivefold.gnn.loading.batch import HeteroMiniBatch, SeedTable, assemble_typed
 from fivefold.gnn.sampling import HeteroAdjacency, HeteroNeighborSampler
 from fivefold.gnn.sampling.batches import EdgeType, HeteroSampledBatch
-from fivefold.gnn.storage.pages import Ids
 
 
 class HeteroLoader(SampledLoader[HeteroMiniBatch]):
@@ -75,23 +74,33 @@ class HeteroLoader(SampledLoader[HeteroMiniBatch]):
         self._sampler = HeteroNeighborSampler(
             dataset.topology() if topology is None else topology, fanouts, seed=seed
         )
-        rows = {
-            name: DiskRows(dataset.features(name), **settings.engine)
-            for name in dataset.node_types
-            if dataset.has_features(name)
-        }
-        self._reader = _HeteroReader(rows, input_type, SeedTable(seeds, labels))
-        super().__init__(seeds, batch_size, settings, self._reader.close)
+        self._seeds, self._rows = SeedTable(seeds, labels), dict[str, DiskRows]()
+        closing = contextlib.ExitStack()
+        for name in filter(dataset.has_features, dataset.node_types):
+            self._rows[name] = DiskRows(dataset.features(name), **settings.engine)
+            closing.callback(self._rows[name].close)
+        super().__init__(seeds, batch_size, settings, closing.close)
 
     def _start(self, epoch: int, first: int) -> Pipeline:
-        sampler, reader, device = self._sampler, self._reader, self._settings.device
-        seeds, name = self._epoch_seeds(epoch), self._input_type
+        sampler, rows, device = self._sampler, self._rows, self._settings.device
+        seeds, name, table = self._epoch_seeds(epoch), self._input_type, self._seeds
 
         def sample(ticket: Ticket) -> HeteroSampledBatch:
             return sampler.sample({name: seeds[ticket.batch]}, epoch=epoch, batch=ticket.batch)
 
         def read(ticket: Ticket) -> HeteroMiniBatch:
-            return reader.read(ticket.value).to(device)
+            found: HeteroSampledBatch = ticket.value
+            return assemble_typed(
+                {kind: found.part(kind) for kind in found.node_ids},
+                {
+                    kind: torch.from_numpy(part.read_any(found.node_ids[kind])[0])
+                    for kind, part in rows.items()
+                },
+                table,
+                edge_types=list(found.sources),
+                input_type=name,
+                edge_attr={},
+            ).to(device)
 
         return self._pipeline_of([Stage("sample", sample), Stage("read rows", read)], first)
 
@@ -104,32 +113,3 @@ class HeteroLoader(SampledLoader[HeteroMiniBatch]):
             "batch_size": self._batch_size,
             **self._settings.identity(),
         }
-
-
-class _HeteroReader:
-    """From a sample to a batch with its rows; apart from the loader, as its threads use it."""
-
-    def __init__(self, rows: dict[str, DiskRows], input_type: str, seeds: SeedTable) -> None:
-        self._rows, self._input_type, self._seeds = rows, input_type, seeds
-
-    def close(self) -> None:
-        for rows in self._rows.values():
-            rows.close()
-
-    def read(self, sample: HeteroSampledBatch) -> HeteroMiniBatch:
-        x = {name: self._features(name, sample.node_ids[name]) for name in self._rows}
-        return assemble_typed(
-            {name: sample.part(name) for name in sample.node_ids},
-            x,
-            self._seeds,
-            edge_types=list(sample.sources),
-            input_type=self._input_type,
-            edge_attr={},
-        )
-
-    def _features(self, name: str, ids: Ids) -> torch.Tensor:
-        rows = self._rows[name]
-        out = np.empty((len(ids), *rows.row_shape), rows.dtype)
-        if len(ids):
-            rows.read(ids, out)
-        return torch.from_numpy(out)

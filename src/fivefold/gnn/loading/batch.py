@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -73,8 +73,41 @@ class Block:
         return self.num_sources, self.num_targets
 
 
+class _Tensors:
+    """What a batch is besides its fields: tensors that move together."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors of this batch."""
+        found: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        _changed(self, note)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Return bytes of all tensors of this batch, views counted once per tensor."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """Return this batch with all tensors on ``device``."""
+        target = torch.device(device)
+        return _changed(self, lambda tensor: tensor.to(target, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Return a copy in page-locked memory, for copies that overlap on a GPU."""
+        return _changed(self, Tensor.pin_memory)
+
+    def clone(self) -> Self:
+        """Return a copy that shares no memory with the loader, to be kept for long."""
+        return _changed(self, Tensor.clone)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MiniBatch:
+class MiniBatch(_Tensors):
     """A sampled subgraph with the feature rows of its nodes, as PyG's ``NeighborLoader`` has it.
 
     The first ``batch_size`` nodes are the seeds. The other nodes stand in the order in which
@@ -138,28 +171,6 @@ class MiniBatch:
             return int(self.edge_index.shape[1])
         return int(self.blocks[0].edge_index.shape[1]) if self.blocks else 0
 
-    @property
-    def nbytes(self) -> int:
-        """Return bytes of all tensors of this batch, views counted once per tensor."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors of this batch."""
-        return _tensors_of(self)
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MiniBatch:
-        """Return this batch with all tensors on ``device``."""
-        target = torch.device(device)
-        return _changed(self, lambda tensor: tensor.to(target, non_blocking=non_blocking))
-
-    def pin_memory(self) -> MiniBatch:
-        """Return a copy in page-locked memory, for copies that overlap on a GPU."""
-        return _changed(self, Tensor.pin_memory)
-
-    def clone(self) -> MiniBatch:
-        """Return a copy that shares no memory with the loader, to be kept for long."""
-        return _changed(self, Tensor.clone)
-
     def to_data(self) -> Any:
         """Return this batch as ``torch_geometric.data.Data`` with the same attribute names.
 
@@ -192,7 +203,7 @@ Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeteroMiniBatch:
+class HeteroMiniBatch(_Tensors):
     """A sampled subgraph by type, under the names of PyG's ``HeteroData``.
 
     The first ``batch_size`` nodes of ``input_type`` are the seeds; the nodes of every type stand
@@ -234,19 +245,6 @@ class HeteroMiniBatch:
         parts += [f"{kind}=[{e.shape[1]}]" for kind, e in self.edge_index_dict.items()]
         return f"HeteroMiniBatch({', '.join(parts)}, {self.batch_size} seeds of {self.input_type})"
 
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors of this batch."""
-        return _tensors_of(self)
-
-    def clone(self) -> HeteroMiniBatch:
-        """Return a copy that shares no memory with the loader, to be kept for long."""
-        return _changed(self, Tensor.clone)
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> HeteroMiniBatch:
-        """Return this batch with all tensors on ``device``."""
-        target = torch.device(device)
-        return _changed(self, lambda tensor: tensor.to(target, non_blocking=non_blocking))
-
     def to_data(self) -> Any:
         """Return this batch as ``torch_geometric.data.HeteroData``, as PyG has it.
 
@@ -274,17 +272,6 @@ class HeteroMiniBatch:
         return data
 
 
-def _tensors_of(batch: MiniBatch | HeteroMiniBatch) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _changed(batch, note)
-    return found
-
-
 def _changed(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
     """Return a batch, or a part of one, with every tensor in it changed."""
     part: Any = value
@@ -294,8 +281,8 @@ def _changed(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
         part = {key: _changed(inner, change) for key, inner in part.items()}
     elif isinstance(part, tuple):
         part = tuple(_changed(inner, change) for inner in part)
-    elif isinstance(part, MiniBatch | HeteroMiniBatch | Block):
-        names = [field.name for field in dataclasses.fields(part)]
+    elif isinstance(part, _Tensors | Block):
+        names = [field.name for field in dataclasses.fields(part)]  # type: ignore[arg-type]
         part = type(part)(**{name: _changed(getattr(part, name), change) for name in names})
     changed: Value = part
     return changed
