@@ -43,7 +43,7 @@ class HeteroLoader(SampledLoader[HeteroMiniBatch]):
     Examples:
         >>> import tempfile
         >>> from fivefold.gnn.data import HeteroSource, array_source, ingest
-        >>> one = array_source([[0, 1], [1, 0]], features=np.eye(2, dtype=np.float32))
+        >>> one = array_source([[0, 1], [1, 0]], features=[[1.0, 0.0], [0.0, 1.0]])
         >>> source = HeteroSource(
         ...     name="pair", nodes={"a": one}, edges={("a", "to", "a"): one.edges()})
         >>> with ingest(source, tempfile.mkdtemp()) as dataset:
