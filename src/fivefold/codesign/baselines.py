@@ -79,7 +79,7 @@ def job_traffic(topology: Topology, job: JobSpec, plan: JobPlan) -> JobTraffic:
         job_id=job.job_id,
         compute_s=chosen.compute_s,
         flows=tuple(
-            FlowDemand(*divmod(key, topology.num_ranks), size)
+            FlowDemand(key // topology.num_ranks, key % topology.num_ranks, size)
             for key, size in zip(keys[order].tolist(), total[order].tolist(), strict=True)
         ),
         iterations=job.iterations,

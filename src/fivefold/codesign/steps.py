@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,15 +180,12 @@ class _Alike:
             far = phase.tree is None and _is_far(topology, np.array(phase.edges))
             shape = (phase.edge_bytes, phase.steps, phase.coupled, len(phase.edges), far)
             shapes.setdefault((shape, place) if phase.tree else shape, []).append(place)
-        return [
-            PhaseGroup(
-                self._edges(tuple(phases[i].edges for i in places), tuple(places), len(phases)),
-                *(getattr(phases[places[0]], name) for name in ("edge_bytes", "steps")),
-                coupled=phases[places[0]].coupled,
-                tree=phases[places[0]].tree,
-            )
-            for places in shapes.values()
-        ]
+        found = []
+        for places in shapes.values():
+            one = phases[places[0]]
+            edges = self._edges(tuple(phases[i].edges for i in places), tuple(places), len(phases))
+            found.append(PhaseGroup(edges, one.edge_bytes, one.steps, one.coupled, one.tree))
+        return found
 
     def _edges(
         self, edges: tuple[tuple[tuple[int, int], ...], ...], places: tuple[int, ...], count: int
@@ -297,8 +294,8 @@ def _shortest(topology: Topology, edges: Edges) -> Roads:
 
 
 def _roads(topology: Topology, plan: JobPlan, edges: Edges) -> Roads:
-    pairs = map(tuple, edges.ranks.reshape(-1, 2).tolist())
-    routes = [edge_route(topology, plan, edge) for edge in pairs]
+    pairs = edges.ranks.reshape(-1, 2).tolist()
+    routes = [edge_route(topology, plan, (source, target)) for source, target in pairs]
     lengths = np.fromiter(map(len, routes), np.int64, len(routes))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     links = np.fromiter(itertools.chain.from_iterable(routes), np.int64, int(offsets[-1]))
@@ -367,37 +364,43 @@ class _Entries(NamedTuple):
 
     def between(self, first: int, end: int) -> _Entries:
         """Return a slice of the entries."""
-        cut = (column[first:end] for column in self[1:5])
-        return _Entries(self.colours, *cut, [])
+        part = slice(first, end)
+        return self._replace(
+            owners=self.owners[part],
+            links=self.links[part],
+            tags=self.tags[part],
+            latencies_s=self.latencies_s[part],
+        )
 
 
 def _entries(parts: Mapping[Part, Roads], single: Sequence[Sequence[int]]) -> _Entries:
     rates = np.unique(np.concatenate([[0.0], *(one.slowest_bytes_per_s for one in parts.values())]))
-    colours: list[IntArray] = []
-    columns: list[tuple[IntArray, IntArray, IntArray, FloatArray]] = []
-    count, firsts = 0, [0]
+    none, count, firsts = np.zeros(0, np.int64), 0, [0]
+    colours, owners, links, tags, latencies = [none], [none], [none], [none], [np.zeros(0)]
     for number, ((_, edges, coupled), roads) in enumerate(parts.items()):
         phases, each, _ = edges.ranks.shape
         rows = np.repeat(np.arange(phases), each) if coupled else np.arange(phases * each)
         lengths = np.diff(roads.offsets)
-        tags = np.searchsorted(rates, roads.slowest_bytes_per_s)
-        per_edge = (count + rows, tags, roads.latencies_s)
-        owners, tags, latencies = (np.repeat(column, lengths) for column in per_edge)
-        columns.append((owners, roads.links, tags, latencies))
+        owners.append(np.repeat(count + rows, lengths))
+        links.append(roads.links)
+        tags.append(np.repeat(np.searchsorted(rates, roads.slowest_bytes_per_s), lengths))
+        latencies.append(np.repeat(roads.latencies_s, lengths))
         colours.append(np.full(int(rows[-1]) + 1, number))
         count += len(colours[-1])
-        firsts.append(firsts[-1] + len(owners))
-    for number, links in enumerate(single):
-        nothing = np.zeros(len(links), np.int64)
-        columns.append((nothing + count, np.array(links, np.int64), nothing, nothing * 0.0))
+        firsts.append(firsts[-1] + len(roads.links))
+    for number, own in enumerate(single):
+        owners.append(np.full(len(own), count + number))
+        links.append(np.array(own, np.int64))
+        tags.append(np.zeros(len(own), np.int64))
+        latencies.append(np.zeros(len(own)))
         colours.append(np.array([len(parts) + number]))
-        count += 1
-    nothing = np.zeros(0, np.int64)
-    made = (np.concatenate([nothing, *own]) for own in zip(*columns, strict=True))
-    return (
-        _Entries(np.concatenate([nothing, *colours]), *made, firsts)
-        if columns
-        else _Entries(nothing, nothing, nothing, nothing, nothing * 0.0, firsts)
+    return _Entries(
+        colours=np.concatenate(colours),
+        owners=np.concatenate(owners),
+        links=np.concatenate(links),
+        tags=np.concatenate(tags),
+        latencies_s=np.concatenate(latencies),
+        firsts=firsts,
     )
 
 

@@ -26,7 +26,6 @@ from fivefold.network.simulation._state import (
     Loads,
 )
 
-
 _LONG_ROW = 64  # links; a ring over thousands of ranks is not compared link by link
 
 
@@ -177,7 +176,7 @@ def _signatures(by_link: Incidence) -> Any:
 def _tightest_alike(capacities: Any, signatures: Any) -> Any:
     """Return for each link the one with the same rows that has least capacity."""
     order = np.lexsort((capacities, signatures))
-    begins = np.append(True, np.diff(signatures[order]) != 0)  # noqa: FBT003 - where groups begin
+    begins = np.append(True, np.diff(signatures[order]) != 0)
     alike = np.empty(len(order), np.int64)
     alike[order] = order[np.flatnonzero(begins)][np.cumsum(begins) - 1]
     return alike

@@ -268,6 +268,12 @@ def _route_of(
             if not 0 <= link < topology.num_links:
                 raise _unknown_link(topology, task.flows_id, link)
         return task.links
+    return _checked_route(topology, task, checked)
+
+
+def _checked_route(
+    topology: Topology, task: Flow, checked: dict[Any, Sequence[int]]
+) -> Sequence[int]:
     route = tuple(task.route)
     key = task.source, task.target, route
     if key in checked and bool not in map(type, route):  # True is a key like 1
