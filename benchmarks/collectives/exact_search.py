@@ -20,7 +20,9 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks.collectives.exact import ExactResult
 from benchmarks.collectives.k_synchronous import k_synchronous
+from benchmarks.collectives.slotted import SlotModel, slotted
 from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.collectives.schedules import (
     Collective,
@@ -36,11 +38,8 @@ from fivefold.collectives.schedules import (
     verify_schedule,
 )
 from fivefold.collectives.synthesis import (
-    ExactResult,
-    SlotModel,
     SynthesisOptions,
     published_sketch,
-    slotted,
     synthesize,
     taccl,
 )

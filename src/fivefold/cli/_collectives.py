@@ -277,7 +277,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     method: Annotated[
         str,
         typer.Option(
-            help="auto, library, trees, matching, flow, taccl or slotted.",
+            help="auto, library, trees, matching, flow or taccl.",
             rich_help_panel=_SEARCH,
         ),
     ] = "auto",

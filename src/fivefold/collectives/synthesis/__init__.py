@@ -1,19 +1,15 @@
-"""Algorithms made for a topology: sketches, trees, exact search, matching, flows."""
+"""Algorithms made for a topology: TACCL and its sketches, trees, matching, flows."""
 
 from fivefold.collectives.synthesis._flow import all_to_all_flow, all_to_all_optimum
-from fivefold.collectives.synthesis._instance import ExactResult
 from fivefold.collectives.synthesis._matching import matching
 from fivefold.collectives.synthesis._sketch import Sketch, SwitchSketch, published_sketch
 from fivefold.collectives.synthesis._sketched import derive_sketch
-from fivefold.collectives.synthesis._slotted import SlotModel, slotted
 from fivefold.collectives.synthesis._synthesize import Synthesis, SynthesisOptions, synthesize
 from fivefold.collectives.synthesis._taccl import taccl
 from fivefold.collectives.synthesis._trees import spanning_trees
 
 __all__ = [
-    "ExactResult",
     "Sketch",
-    "SlotModel",
     "SwitchSketch",
     "Synthesis",
     "SynthesisOptions",
@@ -22,7 +18,6 @@ __all__ = [
     "derive_sketch",
     "matching",
     "published_sketch",
-    "slotted",
     "spanning_trees",
     "synthesize",
     "taccl",

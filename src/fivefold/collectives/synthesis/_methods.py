@@ -6,13 +6,14 @@ that was asked for by name) or only this method (``auto``).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
 from fivefold.collectives.schedules import (
@@ -25,12 +26,12 @@ from fivefold.collectives.schedules import (
 )
 from fivefold.collectives.schedules.constructors import COLLECTIVES
 from fivefold.collectives.schedules.schedule import compose_all_reduce
+from fivefold.collectives.schedules.throughput import whole_capacities
 from fivefold.collectives.schedules.timing import CostModel
 from fivefold.collectives.synthesis._flow import all_to_all_flow
+from fivefold.collectives.synthesis._instance import bound_of
 from fivefold.collectives.synthesis._matching import matching
 from fivefold.collectives.synthesis._sketch import Sketch
-from fivefold.collectives.synthesis._sketched import derive_sketch, rotation
-from fivefold.collectives.synthesis._slotted import SlotModel, slotted
 from fivefold.collectives.synthesis._taccl import taccl
 from fivefold.collectives.synthesis._trees import spanning_trees
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError, require_one_of
@@ -38,9 +39,9 @@ from fivefold.network.topology import Topology
 
 _TREE_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 _FLOW_COLLECTIVES = ("all_to_all", "all_to_allv", "scatter", "gather")
-_MOST_WHOLE_CHUNKS = 6  # of a rank, in an exact search
+_MOST_WHOLE_CHUNKS = 6  # of a rank, for TACCL
 _FINEST_PIPELINE = 16  # times the ranks: chunks of a pipelined all-reduce
-_FEW, _SOME, _MANY = 16, 32, 128  # ranks up to which auto tries exact search, TACCL, trees
+_SOME, _MANY = 32, 128  # ranks up to which auto tries TACCL, trees
 
 
 def _library(request: Request) -> Iterator[Schedule]:
@@ -107,62 +108,32 @@ def _flow(request: Request) -> Iterator[Schedule]:
 
 
 def _taccl(request: Request) -> Iterator[Schedule]:
-    choices = list(request.chunkings(most=2))
+    counts = [count for count, _ in request.chunkings(most=2)]
     if request.sketch is not None and request.free:
-        choices = [(request.sketch.chunks, request.with_chunks(request.sketch.chunks))]
-    for place, (_, collective) in enumerate(choices):
+        counts = [request.sketch.chunks]
+    elif len(counts) > 1:
+        counts = sorted({*counts, min(_whole_chunks(request), request.finest())})
+    for place, count in enumerate(counts):
         result = taccl(
-            collective,
+            request.with_chunks(count),
             request.topology,
             request.sketch,
             size_bytes=request.size_bytes,
-            time_limit_s=request.left_s(1 / (len(choices) - place)),
+            time_limit_s=request.left_s(1 / (len(counts) - place)),
             seed=request.seed,
             progress=request.progress,
         )
         yield result.schedule
 
 
-def _slotted(request: Request) -> Iterator[Schedule]:
-    last: InfeasibleError | None = None
-    for collective in _in_whole_chunks(request):
-        for symmetric in (True, False):
-            model = SlotModel(symmetries=_symmetries(request, collective) if symmetric else ())
-            if symmetric and not model.symmetries:
-                continue
-            result = slotted(
-                collective,
-                request.topology,
-                size_bytes=request.size_bytes,
-                model=model,
-                time_limit_s=request.left_s(0.4 if symmetric else 0.8),
-                progress=request.progress,
-            )
-            if result.schedule is not None:
-                yield result.schedule
-                if result.schedule.attributes.get("optimal"):
-                    break
-                continue  # without the symmetries there may be a shorter one
-            last = InfeasibleError(result.reason, hint="allow more time")
-    if last is not None:
-        raise last
-
-
-def _in_whole_chunks(request: Request) -> Iterator[Collective]:
-    """The collective in as many chunks as optimal trees have, else in one and in two."""
-    counts = [count for count, _ in request.chunkings(most=2)]
-    if len(counts) > 1 and request.collective.name in _TREE_COLLECTIVES:
-        trees = spanning_trees(request.topology, root=request.collective.root).k
-        if 2 < trees <= min(_MOST_WHOLE_CHUNKS, request.finest()):
-            counts = [trees, *counts]
-    yield from map(request.with_chunks, counts)
-
-
-def _symmetries(request: Request, collective: Collective) -> list[NDArray[np.int32]]:
-    # Only the symmetries of the sketch are used: the search itself is not restricted by it.
-    sketch = derive_sketch(request.topology, collective, size_bytes=request.size_bytes)
-    ranks = request.topology.num_ranks
-    return [rotation(*pair, num_ranks=ranks) for pair in sketch.symmetry]
+def _whole_chunks(request: Request) -> int:
+    """Return the number of chunks with which the lower bound is a whole number of sends."""
+    _, unit, _ = whole_capacities(request.topology)
+    free = request.topology.scaled(latency=0.0)
+    bound_s = bound_of(request.collective, free, request.size_bytes).seconds
+    send_s = float(np.max(request.collective.chunk_bytes(request.size_bytes)) / float(unit))
+    sends = Fraction(bound_s / send_s).limit_denominator(_MOST_WHOLE_CHUNKS)
+    return sends.denominator if math.isclose(sends, bound_s / send_s) else 1
 
 
 METHODS: dict[str, Callable[[Request], Iterator[Schedule]]] = {
@@ -171,11 +142,10 @@ METHODS: dict[str, Callable[[Request], Iterator[Schedule]]] = {
     "matching": _matching,
     "flow": _flow,
     "taccl": _taccl,
-    "slotted": _slotted,
 }
 """The methods by name, in the order in which ``auto`` tries them."""
 
-SHARES = {"matching": 0.3, "taccl": 0.6}
+SHARES = {"matching": 0.3}
 """Of the time that is left, how much ``auto`` gives to a method; all of it where not named."""
 
 
@@ -186,7 +156,7 @@ def in_auto(method: str, request: Request) -> str | None:
         return f"does not do {name}"
     if method == "flow" and name not in _FLOW_COLLECTIVES:
         return f"does not do {name}"
-    most = {"trees": _MANY, "taccl": _SOME, "slotted": _FEW}
+    most = {"trees": _MANY, "taccl": _SOME}
     if ranks > most.get(method, ranks):
         return f"takes too long beyond {most[method]} ranks"
     return None
@@ -304,6 +274,7 @@ class Request:
             count *= 2
 
     def finest(self) -> int:
+        """Return the most chunks that can pay: finer ones are not worth their latencies."""
         chunk_bytes = float(np.max(self.collective.chunk_bytes(self.size_bytes), initial=0.0))
         rates = self.topology.capacities_bytes_per_s
         latencies = self.topology.latencies_s

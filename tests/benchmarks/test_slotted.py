@@ -1,11 +1,10 @@
 """The time-slotted search: published optima, a brute-force reference, proofs, bad input."""
 
 import itertools
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from benchmarks.collectives.slotted import SlotModel, SlotTimes, search_slots, slotted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,9 +19,7 @@ from fivefold.collectives.schedules import (
     reduce_scatter,
     verify_schedule,
 )
-from fivefold.collectives.synthesis import SlotModel, slotted
 from fivefold.collectives.synthesis._instance import Instance, Orbits
-from fivefold.collectives.synthesis._slotted import SlotTimes, search_slots
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
     Link,
@@ -267,20 +264,3 @@ def test_bad_input_says_what_to_do():
         slotted(all_to_all(48), ring(48, bandwidth=1e9), size_bytes=8e6)
     result = slotted(all_gather(3), topology, size_bytes=9, time_limit_s=0.0)
     assert result.status in {"unknown", "found"}
-
-
-def test_a_search_leaves_ctrl_c_as_it_was():
-    """The solver has a handler of its own, behind Python's back."""
-    code = (
-        "import os, signal\n"
-        "from fivefold.collectives.schedules import all_gather\n"
-        "from fivefold.collectives.synthesis import slotted\n"
-        "from fivefold.network.topology import ring\n"
-        "slotted(all_gather(3), ring(3), size_bytes=3.0)\n"
-        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n"
-        "except KeyboardInterrupt:\n    print('interrupted')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.stdout == "interrupted\n", done.stderr[-2000:]
