@@ -12,17 +12,19 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli._arguments import ArgumentError, topology_of
 from fivefold.cli._later import later
 from fivefold.cli._options import (
+    ArgumentError,
     ClusterOption,
     JobsArgument,
     JsonOption,
     PageOption,
     PathSeedOption,
     output_option,
+    require_writable,
+    topology_of,
+    write_json,
 )
-from fivefold.cli._outputs import require_writable, write_json
 from fivefold.cli._plan_files import make_folder
 from fivefold.errors import InfeasibleError, UnsupportedError
 from fivefold.units import format_duration_s

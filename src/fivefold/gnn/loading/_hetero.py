@@ -1,7 +1,4 @@
-"""Mini-batches of graphs with several node and edge types, sampled when they are asked for.
-
-Offline sampling and packing know one node type: here rows come from the files of the features.
-"""
+"""Mini-batches of graphs with several node and edge types, sampled when they are asked for."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from fivefold.gnn.data import HeteroDataset
 from fivefold.gnn.loading._base import LoaderOptions, LoaderSettings, checked_ids
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._sampled import DiskRows, SampledLoader, name_of_ids
-from fivefold.gnn.loading.batch import HeteroMiniBatch
+from fivefold.gnn.loading.batch import HeteroMiniBatch, SeedTable, assemble_typed
 from fivefold.gnn.sampling import HeteroAdjacency, HeteroNeighborSampler
 from fivefold.gnn.sampling.batches import EdgeType, HeteroSampledBatch
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.pages import Ids
 
 
 class HeteroLoader(SampledLoader[HeteroMiniBatch]):
@@ -83,7 +80,7 @@ class HeteroLoader(SampledLoader[HeteroMiniBatch]):
             for name in dataset.node_types
             if dataset.has_features(name)
         }
-        self._reader = _HeteroReader(rows, input_type, labels)
+        self._reader = _HeteroReader(rows, input_type, SeedTable(seeds, labels))
         super().__init__(seeds, batch_size, settings, self._reader.close)
 
     def _start(self, epoch: int, first: int) -> Pipeline:
@@ -112,8 +109,8 @@ class HeteroLoader(SampledLoader[HeteroMiniBatch]):
 class _HeteroReader:
     """From a sample to a batch with its rows; apart from the loader, as its threads use it."""
 
-    def __init__(self, rows: dict[str, DiskRows], input_type: str, labels: Ids | None) -> None:
-        self._rows, self._input_type, self._labels = rows, input_type, labels
+    def __init__(self, rows: dict[str, DiskRows], input_type: str, seeds: SeedTable) -> None:
+        self._rows, self._input_type, self._seeds = rows, input_type, seeds
 
     def close(self) -> None:
         for rows in self._rows.values():
@@ -121,20 +118,13 @@ class _HeteroReader:
 
     def read(self, sample: HeteroSampledBatch) -> HeteroMiniBatch:
         x = {name: self._features(name, sample.node_ids[name]) for name in self._rows}
-        seeds = sample.seeds(self._input_type)
-        y = None if self._labels is None else torch.from_numpy(self._labels[seeds])
-        return HeteroMiniBatch(
-            x_dict=x,
-            edge_index_dict={
-                kind: torch.from_numpy(sample.edge_index(kind)) for kind in sample.sources
-            },
-            n_id_dict={name: torch.from_numpy(ids) for name, ids in sample.node_ids.items()},
-            y=y,
+        return assemble_typed(
+            {name: sample.part(name) for name in sample.node_ids},
+            x,
+            self._seeds,
+            edge_types=list(sample.sources),
             input_type=self._input_type,
-            batch_size=len(seeds),
-            number=sample.number,
-            num_sampled_nodes_dict={n: c.tolist() for n, c in sample.nodes_per_hop.items()},
-            num_sampled_edges_dict={k: c.tolist() for k, c in sample.edges_per_hop.items()},
+            edge_attr={},
         )
 
     def _features(self, name: str, ids: Ids) -> torch.Tensor:
