@@ -47,7 +47,7 @@ DiskOption = Annotated[
 PolicyOption = Annotated[
     str, typer.Option(help="Cache contents: static, or belady for a fixed order of batches.")
 ]
-LayoutOption = Annotated[str, typer.Option(help="Order of rows: gray, minhash or packed.")]
+LayoutOption = Annotated[str, typer.Option(help="Order of rows: gray or minhash.")]
 SegmentOption = Annotated[
     int | None, typer.Option(min=1, help="Batches per segment; left out, the cheapest.")
 ]
@@ -180,7 +180,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
             budgets,
             _probe(samples.parent),
             policy=_one_of("policy", policy, ("static", "belady")),
-            layout=_one_of("layout", layout, ("gray", "minhash", "packed")),
+            layout=_one_of("layout", layout, ("gray", "minhash")),
             segment_batches=segment_batches,
         )
     if output is not None:

@@ -36,7 +36,7 @@ from fivefold.gnn.data._write_graph import EdgeRules, work_folder, write_graph
 from fivefold.gnn.data.parts import FeaturePart, LabelPart, Progress, Source
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container, ContainerWriter
-from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids
 from fivefold.units import format_bytes
 
 MIN_MEMORY_BYTES = 16_000_000
@@ -74,7 +74,6 @@ def write_parts(
     attributes = {**attributes, "recipe": recipe}
     names = (LABELS_FILE, GRAPH_FILE, FEATURES_FILE, EDGE_FEATURES_FILE)
     finished = [_is_finished(folder / name, recipe) for name in names]  # all, before any work
-    finished[1] = finished[1] and graph_is_current(folder)
     labels, edges, features, edge_features = parts
     if not finished[0] and (label_part := labels()) is not None:
         _write_labels(folder / LABELS_FILE, label_part, attributes, progress)
@@ -143,14 +142,6 @@ def check_names_file(folder: Path, graph: Container) -> None:
             f"{NAMES_FILE} in {folder} is damaged or does not belong to this data set",
             hint="put the right file back, or ingest the data set again into a new folder",
         )
-
-
-def graph_is_current(folder: Path) -> bool:
-    """Return whether a graph names its files; those of older versions are made anew."""
-    if not (folder / GRAPH_FILE).is_file():
-        return False
-    with Container.open(folder / GRAPH_FILE) as container:
-        return "files" in container.attributes
 
 
 def _is_finished(path: Path, recipe: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
 from fivefold.gnn.data._dataset import GRAPH_FILE, NAMES_FILE
-from fivefold.gnn.data._ingest import check_names_file, graph_is_current, no_progress
+from fivefold.gnn.data._ingest import check_names_file, no_progress
 from fivefold.gnn.data._tables import (
     NodeTable,
     TableColumns,
@@ -26,7 +26,7 @@ from fivefold.gnn.data._tables import (
 from fivefold.gnn.data.arrays import ArrayEdges, ArrayRows, check_gaps, count_ids, file_stamp
 from fivefold.gnn.data.parts import EdgeBlock, LabelPart, Progress
 from fivefold.gnn.storage import Container
-from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids
 
 _LOG = logging.getLogger(__name__)
 _SOURCES = ("source", "src", "from", "head", "u")
@@ -145,7 +145,7 @@ class TableSource:
         """Number the nodes, where ids are names; their list goes to ``names.parquet``."""
         if not self.text_ids:
             return
-        if graph_is_current(folder):  # nothing will be asked of the edges
+        if (folder / GRAPH_FILE).is_file():  # nothing will be asked of the edges
             with Container.open(folder / GRAPH_FILE) as graph:
                 check_names_file(folder, graph)
                 self.num_nodes = int(graph.attributes["num_nodes"])

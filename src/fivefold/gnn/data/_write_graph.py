@@ -27,7 +27,7 @@ from fivefold._compiler import njit
 from fivefold.errors import DataError, InfeasibleError
 from fivefold.gnn.data.parts import EdgeBlock, EdgePart, Progress, index_dtype
 from fivefold.gnn.storage import Container, ContainerWriter, RowReader
-from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids
 
 _SORT_BYTES_PER_EDGE = 48  # ids twice, weights twice, places, and NumPy's temporaries
 _MOST_BUCKETS = 512

@@ -13,7 +13,7 @@ from fivefold.gnn.data._write_graph import count_keys
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.storage import Container
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.pages import Ids
 
 
 def describe(dataset: Dataset | HeteroDataset) -> dict[str, Any]:

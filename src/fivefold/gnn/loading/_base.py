@@ -21,8 +21,8 @@ from numpy.typing import ArrayLike
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
 from fivefold.gnn.loading._pipeline import Pipeline, StallError
 from fivefold.gnn.sampling.batches import as_count
-from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.files import Closing
+from fivefold.gnn.storage.pages import Ids
 from fivefold.gnn.storage.reader import Backend
 
 _LOG = logging.getLogger(__name__)

@@ -45,8 +45,7 @@ from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.planning import Budgets
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.sampling.batches import EdgeType, SampledBatch, as_count
-from fivefold.gnn.storage.arrays import Array, Ids
-from fivefold.gnn.storage.pages import aligned_empty, gather_rows
+from fivefold.gnn.storage.pages import Array, Ids, aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.units import parse_bytes
 

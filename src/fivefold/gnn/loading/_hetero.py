@@ -16,7 +16,7 @@ from fivefold.gnn.loading._sampled import DiskRows, SampledLoader, name_of_ids
 from fivefold.gnn.loading.batch import HeteroMiniBatch, SeedTable, assemble_typed
 from fivefold.gnn.sampling import HeteroAdjacency, HeteroNeighborSampler
 from fivefold.gnn.sampling.batches import EdgeType, HeteroSampledBatch
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.pages import Ids
 
 
 class HeteroLoader(SampledLoader[HeteroMiniBatch]):

@@ -29,7 +29,7 @@ from fivefold.gnn.loading._base import checked_ids
 from fivefold.gnn.loading.batch import HeteroMiniBatch, MiniBatch, import_geometric
 from fivefold.gnn.loading.prepare import alone_in
 from fivefold.gnn.sampling.batches import EdgeType, checked_fanouts, fanouts_by_type
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.pages import Ids
 
 
 @dataclasses.dataclass(frozen=True)

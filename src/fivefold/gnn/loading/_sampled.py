@@ -45,8 +45,7 @@ from fivefold.gnn.sampling.batches import (
 )
 from fivefold.gnn.sampling.temporal import TemporalSampler, TemporalStrategy
 from fivefold.gnn.storage import Container, RowReader
-from fivefold.gnn.storage.arrays import Array, Ids
-from fivefold.gnn.storage.pages import aligned_empty, gather_rows
+from fivefold.gnn.storage.pages import Array, Ids, aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
 _TABLE_BYTES_PER_NODE, _TABLE_BYTES_PER_SLOT = 4, 17  # of a cache that learns

@@ -21,7 +21,7 @@ from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, optional_module
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.sampling.batches import EdgeType, SampledBatch
-from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids
 
 
 def import_geometric(name: str) -> Any:

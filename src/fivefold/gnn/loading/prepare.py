@@ -42,8 +42,7 @@ from fivefold.gnn.sampling import (
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.sampling.part_samples import EdgeSamples, NodeSamples
 from fivefold.gnn.storage import Container, DiskProfile, probe_disk
-from fivefold.gnn.storage.arrays import Ids
-from fivefold.gnn.storage.pages import PAGE_BYTES
+from fivefold.gnn.storage.pages import PAGE_BYTES, Ids
 from fivefold.units import format_bytes, format_duration_s
 
 _LOG = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class StoreRecipe:
     host_bytes: int = 1_000_000_000
     disk_bytes: int | None = None
     policy: Literal["static", "belady"] = "static"
-    layout: Literal["gray", "minhash", "packed"] = "gray"
+    layout: Literal["gray", "minhash"] = "gray"
     segment_batches: int = 0
     buffer_batches: int = 3
     edge_ids: bool = False

@@ -25,7 +25,7 @@ from fivefold.errors import DataError
 from fivefold.gnn.planning.id_sets import argsort_distinct
 from fivefold.gnn.planning.layout import runs_of
 from fivefold.gnn.sampling.batches import SampledBatch
-from fivefold.gnn.storage.arrays import Bytes, Ids
+from fivefold.gnn.storage.pages import Bytes, Ids
 
 _NONE = np.empty(0, np.int64)
 _NUM_FIELDS = 20

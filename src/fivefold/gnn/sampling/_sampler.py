@@ -35,7 +35,7 @@ from fivefold.gnn.sampling.kernels import (
     number_sources,
     refill_table,
 )
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.pages import Ids
 from fivefold.gnn.storage.parallel import in_threads
 
 _FIRST_ROOM = 1 << 10

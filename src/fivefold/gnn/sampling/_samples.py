@@ -33,9 +33,8 @@ from fivefold.gnn.sampling.batches import (
     epoch_batches,
 )
 from fivefold.gnn.storage import Container, ContainerWriter
-from fivefold.gnn.storage.arrays import Array, Bytes, Ids
 from fivefold.gnn.storage.files import Closing
-from fivefold.gnn.storage.pages import PAGE_BYTES
+from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Bytes, Ids
 
 KIND = "samples"
 FORMAT_VERSION = 1

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling.kernels import mix_bits
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.pages import Ids
 
 EdgeType = tuple[str, str, str]
 GOLDEN = 0x9E3779B97F4A7C15

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling._samples import SampleFile
 from fivefold.gnn.sampling.batches import EdgeType, HeteroSampledBatch, SampledBatch
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.pages import Ids
 
 
 class _PartSamples(SampleFile):
