@@ -1,6 +1,7 @@
 """Measures how long simulations of large clusters take, and how much memory they need.
 
-One iteration of data-parallel jobs on a three-tier Clos with 16,384 GPUs, and 100 jobs on the 847
+One iteration of data-parallel jobs on a three-tier Clos with 16,384 GPUs, a described job on 1,024,
+4,096 and 16,384 of them, and 100 jobs on the 847
 hosts of the Alibaba Lingjun data set (its topo.csv is an argument) for 1,000 iterations; and the
 curve of cost against hosts. Wall seconds of this machine; each case in a process of its own.
 
@@ -22,7 +23,9 @@ from typing import Any
 from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.codesign import JobSpec, plan_cluster, run_plan, synthetic_jobs
 from fivefold.codesign.baselines import null_plan
+from fivefold.codesign.described import ModelJob, job_from_plan
 from fivefold.network.topology import HostSpec, Topology, load_lingjun, parse_topology
+from fivefold.strategy import Job, SearchSpace, load_cluster, load_model
 from fivefold.tasks import LayerCost
 
 RESULTS = Path(__file__).parents[1] / "results" / "codesign" / "cluster_scale.json"
@@ -35,14 +38,22 @@ def one_job(topology: Topology) -> list[JobSpec]:
     return [JobSpec(job_id="all", ranks=tuple(range(topology.num_ranks)), layers=(layer,) * 4)]
 
 
+def described_job(topology: Topology) -> list[JobSpec]:
+    """Return a model over all ranks, as layer 1 splits it."""
+    space = SearchSpace(num_gpus=topology.num_ranks, global_batch=topology.num_ranks)
+    job = Job(model=load_model("llama3-70b"), space=space)
+    described = ModelJob(job_id="llama", job=job, devices=load_cluster("h100-nemo"))
+    return [job_from_plan(topology, described, range(topology.num_ranks))]
+
+
 def measure(
-    case: str, lingjun: str | None, iterations: int, *, coordinated: bool
+    case: str, lingjun: str | None, iterations: int, *, coordinated: bool, described: bool = False
 ) -> dict[str, Any]:
     """Build, plan with the null modules or with all four co-designs, simulate."""
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     if case.startswith("clos"):
         topology = parse_topology(case)
-        jobs = one_job(topology)
+        jobs = described_job(topology) if described else one_job(topology)
     elif lingjun is not None:
         topology = load_lingjun(lingjun, host=HostSpec(gpus=1, nics=1))
         jobs = synthetic_jobs(
@@ -75,8 +86,9 @@ def measure(
 
 
 def in_a_process(
-    case: str, lingjun: Path | None, iterations: int, *, coordinated: bool = False
-) -> dict[str, Any]:
+    case: str, lingjun: Path | None, iterations: int, *, coordinated: bool = False,
+    described: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """One case, alone in its memory."""
     command = [
         sys.executable,
@@ -89,8 +101,7 @@ def in_a_process(
     ]
     if lingjun is not None:
         command += ["--lingjun", str(lingjun)]
-    if coordinated:
-        command += ["--coordinated"]
+    command += ["--coordinated"] * coordinated + ["--described"] * described
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     print(f"{case}, {iterations} iterations: {found}", flush=True)
@@ -129,12 +140,13 @@ def main() -> None:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--iterations", type=int, default=1000, help=argparse.SUPPRESS)
     parser.add_argument("--coordinated", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--described", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
-        coordinated = arguments.coordinated
         found = measure(
-            arguments.case, arguments.lingjun, arguments.iterations, coordinated=coordinated
-        )
+            arguments.case, arguments.lingjun, arguments.iterations,
+            coordinated=arguments.coordinated, described=arguments.described,
+        )  # fmt: skip
         print(json.dumps(found))
         return
     rows: list[BenchmarkRow] = []
@@ -150,6 +162,11 @@ def main() -> None:
         found = in_a_process(case, None, 20, coordinated=True)
         name = "three-tier Clos, 20 iterations, all four co-designs"
         rows += rows_of(name, found, target_s=60, target_bytes=8e9)
+        for pods, aggs, cores in ((4, 4, 16), (8, 8, 64), (16, 8, 64)):
+            case = f"clos:{pods}x{pods}x8,aggs={aggs},cores={cores},gpus=8,{LINK}"
+            found = in_a_process(case, None, 5, coordinated=True, described=True)
+            name = "Llama-3 70B described, three-tier Clos, all four co-designs"
+            rows += rows_of(name, found, target_s=60, target_bytes=8e9)
         if arguments.lingjun is not None:
             found = in_a_process("lingjun", arguments.lingjun, 1000)
             rows += rows_of("Lingjun, 1,000 iterations", found, target_s=300, target_bytes=None)

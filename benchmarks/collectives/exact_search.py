@@ -20,6 +20,9 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks.collectives.exact import ExactResult
+from benchmarks.collectives.k_synchronous import k_synchronous
+from benchmarks.collectives.slotted import SlotModel, slotted
 from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.collectives.schedules import (
     Collective,
@@ -35,12 +38,8 @@ from fivefold.collectives.schedules import (
     verify_schedule,
 )
 from fivefold.collectives.synthesis import (
-    ExactResult,
-    SlotModel,
     SynthesisOptions,
-    k_synchronous,
     published_sketch,
-    slotted,
     synthesize,
     taccl,
 )

@@ -24,10 +24,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.collectives.k_synchronous import k_synchronous
 from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.collectives.schedules import all_gather, evaluate, verify_schedule
 from fivefold.collectives.schedules.bounds import discrete_ingress_bound
-from fivefold.collectives.synthesis import k_synchronous, matching, spanning_trees
+from fivefold.collectives.synthesis import matching, spanning_trees
 from fivefold.network.topology import Topology, mesh, named_topology, torus
 
 RESULTS = Path(__file__).parents[1] / "results" / "collectives" / "synthesis_peers.json"

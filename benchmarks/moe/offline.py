@@ -36,7 +36,7 @@ from fivefold.moe import ACTIVATIONS, OneSidedConfig, OneSidedGroup, Router, Vir
 from fivefold.moe.kernels import launch as launches
 from fivefold.moe.kernels.arguments import Tiles
 from fivefold.moe.kernels.launch import backward_fused, forward_fused, forward_split
-from fivefold.moe.operator.backend import Backend
+from fivefold.moe.operator.fused import Backend
 from fivefold.moe.parallel import _one_sided as one_sided
 from fivefold.moe.parallel._heaps import SymmetricHeap
 

@@ -22,7 +22,7 @@ from benchmarks.strategy._orders import MeasuredPlan, order_rows
 from benchmarks.strategy._recent_rows import PublicRow, read_folder
 from benchmarks.strategy._rows import TABLES, read_table
 from fivefold.strategy import error_bar, load_cluster
-from fivefold.strategy.intervals import kinds_of
+from fivefold.strategy.calibrate import kinds_of
 
 __all__ = ["judge_rows", "main"]
 

@@ -73,7 +73,7 @@ MISTAKES = [
     (JOB, f"plan t.toml {GPU} --price 2", "--price|--compare"),
     (JOB, f"plan t.toml {GPU} --json --csv", "--json and --csv|one of them"),
     (None, f"plan --check nodir {GPU}", "'nodir' does not exist|--help"),
-    (JOB, "explain t.toml", "t.toml is a job|--cluster h100-nemo"),
+    (JOB, "explain t.toml", "the job t.toml|--cluster h100-nemo"),
     (JOBS, f"explain t.toml {GPU}", "'h100-nemo'|does not say how many GPUs|h100-nemo:16"),
     (JOBS, "simulate t.toml", "missing option '--cluster'|simulate --help"),
     (JOBS, "simulate t.toml --cluster fat_tre:4", "'fat_tre'|mean 'fat_tree'"),

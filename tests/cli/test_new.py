@@ -70,7 +70,7 @@ def test_nothing_is_overwritten(shell, tmp_path):
     before = (tmp_path / "first" / "train.toml").read_text()
     code, out, err = shell("new", "first", "--for", "network")
     assert (code, out) == (1, "")
-    assert "is there already" in err
+    assert "already exists" in err
     assert (tmp_path / "first" / "train.toml").read_text() == before
 
 
@@ -157,5 +157,5 @@ def test_the_kubernetes_manifest_starts_the_same_configuration(shell, tmp_path, 
 def test_what_is_no_training_run_has_no_launcher(shell, tmp_path):
     code, _, err = shell("new", "first", "--for", "cluster", "--launcher", "slurm")
     assert code == 1
-    assert "--for cluster is none" in err
+    assert "which --for cluster does not write" in err
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fivefold.cli._plan_job import as_sent
+from fivefold.cli._plan_files import as_sent
 from fivefold.optim import OuterSync
 from fivefold.strategy import ModelSpec, ParallelPlan, evaluate_plan, load_cluster
 from fivefold.testing import run_processes

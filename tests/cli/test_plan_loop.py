@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
-from fivefold.cli._plan_job import model_of
+from fivefold.cli._plan_files import model_of
 from fivefold.collectives.pricing import Group, collective_time_s
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.strategy import load_cluster, load_model

@@ -241,7 +241,7 @@ def check_command(words):
 
 def algorithms():
     from fivefold.collectives.algorithms import build_algorithm
-    from fivefold.collectives.lowering import lower, to_msccl_xml, to_mscclpp_json
+    from fivefold.collectives.lowering import lower, to_msccl_xml
     from fivefold.collectives.schedules import all_gather, all_reduce
 
     summed, gathered = (
@@ -252,7 +252,6 @@ def algorithms():
         "schedule": (gathered.to_json(), "json"),
         "program": (lower(summed).to_json(), "json"),
         "xml": (to_msccl_xml(lower(summed)), "xml"),
-        "mscclpp": (to_mscclpp_json(lower(gathered)), "json"),
     }
 
 
@@ -267,7 +266,7 @@ COMMANDS = {
     "cluster": (CLUSTER, "toml", "plan JOB --cluster FILE"),
     "jobs": (JOBS, "toml", "simulate FILE --cluster switch:8 --budget 2"),
     "model-jobs": (MODEL_JOBS, "toml", "simulate FILE --cluster switch:4 --budget 2"),
-    **dict.fromkeys(("schedule", "program", "xml", "mscclpp"), (None, None, VERIFY)),
+    **dict.fromkeys(("schedule", "program", "xml"), (None, None, VERIFY)),
 }
 
 

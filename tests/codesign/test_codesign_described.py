@@ -12,7 +12,8 @@ from fivefold.codesign.baselines import null_plan
 from fivefold.codesign.coordinator import plan_single
 from fivefold.codesign.described import ModelJob, job_from_plan
 from fivefold.codesign.jobs import Split, mesh_ranks
-from fivefold.codesign.simulate import alone_quote, iteration_of, phases_of, schedule_iteration
+from fivefold.codesign.simulate import alone_quote, iteration_of, schedule_iteration
+from fivefold.codesign.steps import steps_of
 from fivefold.codesign.workloads import load_jobs
 from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError, InfeasibleError
@@ -145,13 +146,15 @@ def test_stages_send_to_their_neighbours_only():
     topology = hosts()
     plan = ParallelPlan(global_batch=16, data=4, pipeline=4, micro_batch=2)
     job = job_from_plan(topology, described(plan), range(16))
-    ((phase,),) = phases_of(
+    ((forward,),) = steps_of(
         topology, job, JobPlan(order=job.ranks), kind="send over pipeline", size_bytes=5.0
     )
+    (phase,) = forward.phases()
     assert set(phase.edges) == {(a, a + 4) for a in range(12)}
-    ((back,),) = phases_of(
+    ((backward,),) = steps_of(
         topology, job, JobPlan(order=job.ranks), kind="return over pipeline", size_bytes=5.0
     )
+    (back,) = backward.phases()
     assert set(back.edges) == {(b, a) for a, b in phase.edges}
     graph = iteration_of(job, JobPlan(order=job.ranks), lambda *_: 0.0)
     sent = [t.size_bytes for t in graph.communication if t.kind == "send over pipeline"]

@@ -17,7 +17,8 @@ from fivefold.codesign import (
 from fivefold.codesign.baselines import best_alone_plan, null_plan
 from fivefold.codesign.jobs import Split, check_jobs
 from fivefold.codesign.plans import decisions_to_json
-from fivefold.codesign.simulate import alone_quote, iteration_of, phases_of, schedule_iteration
+from fivefold.codesign.simulate import alone_quote, iteration_of, schedule_iteration
+from fivefold.codesign.steps import steps_of
 from fivefold.codesign.trees import slots_for, spread_trees
 from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.pricing.phases import aggregation_tree, host_groups
@@ -55,10 +56,11 @@ def test_a_ring_moves_what_the_schedule_moves(number):
     for move in schedule:
         edges[move.source, move.target] = edges.get((move.source, move.target), 0) + 1
     size = 12e9
-    (phase,) = phases_of(
+    ((group,),) = steps_of(
         switch(number), job(ranks=tuple(range(number))), JobPlan(order=tuple(range(number))),
         kind="all_reduce", size_bytes=size,
-    )[0]  # fmt: skip
+    )  # fmt: skip
+    (phase,) = group.phases()
     assert set(phase.edges) == set(edges)
     for count in edges.values():
         assert count * size / number == pytest.approx(phase.edge_bytes)
@@ -69,16 +71,17 @@ def test_a_hierarchy_has_the_closed_forms_volumes():
     topology = leaf_spine(3, leaves=3, spines=1, host=HostSpec(gpus=2), bandwidth="1 GB/s")
     ranks = tuple(range(6))
     plan = JobPlan(order=ranks, algorithm="hierarchical")
-    inside, across, again = phases_of(
+    (inside,), (across,), (again,) = steps_of(
         topology, job(ranks=ranks), plan, kind="all_reduce", size_bytes=6e9
     )
+    inside, across, again = inside.phases(), across.phases(), again.phases()
     assert [phase.edge_bytes for phase in inside] == [3e9] * 3  # S (g - 1) / g
     assert [phase.edge_bytes for phase in across] == [4e9] * 2  # 2 (S / g) (m - 1) / m
     assert inside == again
     assert host_groups(topology, (0, 1, 2)) is None
     uneven = JobPlan(order=(0, 1, 2), algorithm="hierarchical")
     with pytest.raises(InfeasibleError, match="same number of ranks on each host"):
-        phases_of(topology, job(ranks=(0, 1, 2)), uneven, kind="all_reduce", size_bytes=1.0)
+        steps_of(topology, job(ranks=(0, 1, 2)), uneven, kind="all_reduce", size_bytes=1.0)
 
 
 def test_quotes_are_what_the_simulator_takes_alone():

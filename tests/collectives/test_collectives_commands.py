@@ -47,7 +47,7 @@ def made(run, name):
     return name
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.xml", "a.plan.json"])
+@pytest.mark.parametrize("name", ["a.json", "a.xml"])
 def test_what_is_made_is_right_and_runs(run, name):
     file = made(run, name)
     code, out, _ = run("verify", file, "--json")
@@ -56,6 +56,15 @@ def test_what_is_made_is_right_and_runs(run, name):
     code, out, _ = run("run", file)
     assert code == 0
     assert "right" in out
+
+
+def test_a_plan_for_mscclpp_is_written_and_not_read(run, tmp_path):
+    file = made(run, "a.plan.json")
+    assert len(json.loads((tmp_path / file).read_text())["gpus"]) == 4
+    for command in ("verify", "run", "draw"):
+        code, _, err = run(command, file, *(("--output", "a.png") if command == "draw" else ()))
+        assert code == 1
+        assert "written and not read" in err
 
 
 def test_pictures(run, tmp_path):

@@ -92,8 +92,8 @@ def test_packets_take_the_routes_that_were_asked_for(data):
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
-        ({(0, 9): (0,)}, "host 0 to host 9 is none"),
-        ({(1, 1): (0,)}, "host 1 to host 1 is none"),
+        ({(0, 9): (0,)}, "host 0 to host 9 does not exist"),
+        ({(1, 1): (0,)}, "host 1 to host 1 does not exist"),
         ({(0, 2): (99,)}, "does not go on with link 99"),
         ({(0, 2): ()}, "ends at gpu0"),
     ],
@@ -101,7 +101,7 @@ def test_packets_take_the_routes_that_were_asked_for(data):
 def test_routes_that_lead_nowhere(routes, message):
     with pytest.raises(ConfigurationError, match=message):
         LabSpec.of_topology(ring(4, bandwidth=1e6), routes=routes)
-    with pytest.raises(ConfigurationError, match="there is none"):
+    with pytest.raises(ConfigurationError, match="which was not given"):
         LabSpec(hosts=4, rate=1e6, routes=routes)
 
 

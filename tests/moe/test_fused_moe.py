@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.moe import ACTIVATIONS, Workspace, fused_moe
-from fivefold.moe.operator import backend as registry
+from fivefold.moe.operator import fused as registry
 from fivefold.moe.operator.activations import Activation
 from oracles.experts import TOLERANCE, cancelling, expected, experts_one_by_one, operands, relative
 
@@ -322,7 +322,7 @@ def test_an_activation_of_your_own():
     gradients = torch.autograd.grad(found.square().sum(), [leaves[n] for n in names])
     for gradient, right in zip(gradients, slopes, strict=True):
         torch.testing.assert_close(gradient, right, rtol=1e-10, atol=1e-11)
-    with pytest.raises(UnsupportedError, match="'cube' is none of ACTIVATIONS"):
+    with pytest.raises(UnsupportedError, match="'cube' is not one of ACTIVATIONS"):
         fused_moe(**{n: v.to("meta") for n, v in given.items()}, activation=own)
 
 

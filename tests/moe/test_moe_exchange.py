@@ -187,7 +187,7 @@ def test_memory_of_a_peer_is_the_same_memory(tmp_path):
 
 
 def test_symmetric_memory_of_torch_says_what_is_missing(monkeypatch):
-    with pytest.raises(UnsupportedError, match="cpu is none"):
+    with pytest.raises(UnsupportedError, match="got cpu"):
         TorchSymmetricHeap(nbytes=64, device="cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="torch finds none"):

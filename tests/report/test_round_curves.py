@@ -18,9 +18,8 @@ from fivefold.report import (
     report_text,
 )
 from fivefold.report._charts import timeline_svg
-from fivefold.report._curves import round_charts
 from fivefold.report._records import Manifest, Metrics, RankTrace, Run, Span, SyncPoint, TauPoint
-from fivefold.report._run_timelines import timeline_section
+from fivefold.report._run_charts import round_charts, timeline_section
 from fivefold.report.perfetto import trace_events
 
 STEP_S = 0.25

@@ -173,4 +173,4 @@ def test_a_result_that_the_run_outlived_is_not_used(comparison):
     run = read_run(comparison / "co2")
     assert run.result is None
     assert run.status == "unfinished"
-    assert "result.json is of step 64; the run went on and it is not used" in run.notes
+    assert "result.json is from step 64; the run went on, so it is not used" in run.notes

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from fivefold.cli._arguments import topology_of
 from fivefold.cli._main import app
+from fivefold.cli._options import topology_of
 from fivefold.collectives.pricing import fabric_from_topology
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import read_topology

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fivefold.errors import UnsupportedError
-from fivefold.strategy.hugging_face import FAMILIES, model_from_hugging_face
+from fivefold.strategy.presets import FAMILIES, model_from_hugging_face
 
 OWN_TEST = {"bamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"}  # test_hybrid
 SIZES = {

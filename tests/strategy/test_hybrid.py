@@ -17,8 +17,8 @@ from fivefold.strategy import (
     target_problem,
 )
 from fivefold.strategy.demand import plan_demand
-from fivefold.strategy.hugging_face import model_from_hugging_face
 from fivefold.strategy.parts import MambaMixer
+from fivefold.strategy.presets import model_from_hugging_face
 
 CLUSTER = load_cluster("h100-nemo")
 MIXER = MambaMixer(state=128, heads=64, head_dim=64, groups=8, chunk=128)

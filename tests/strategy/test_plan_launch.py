@@ -98,7 +98,7 @@ def test_what_a_search_finds_for_plain_schedules_has_flags():
         ("llama2-7b", {"tensor": 2, "sequence_parallel": True, "regather": False}, "keeps"),
         ("llama2-7b", {"tensor": 2, "sequence_parallel": True, "tensor_overlap": "ring"}, "rings"),
         ("llama2-7b", {"tensor": 2, "tensor_overlap": "pipe"}, "without sequence"),
-        ("llama2-7b", {"pipeline": 4, "pipeline_overlap": True}, "beside compute under 1f1b"),
+        ("llama2-7b", {"pipeline": 4, "pipeline_overlap": True}, "with compute under 1f1b"),
         ("llama2-7b", {"pipeline": 2, "virtual": 2, "schedule": "interleaved"}, "messages wait"),
         ("llama2-7b", {"offload_optimizer": True}, "without ZeRO-1"),
         ("mixtral-8x7b", {"data": 8, "tensor": 2, "expert": 8}, "without sequence"),

@@ -7,8 +7,8 @@ import pytest
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.strategy import ModelSpec, load_model, named_models
-from fivefold.strategy.hugging_face import model_from_hugging_face
 from fivefold.strategy.parts import MixtureOfExperts
+from fivefold.strategy.presets import model_from_hugging_face
 
 # Billions, from each model's paper or card.
 KNOWN = {

@@ -18,7 +18,7 @@ from fivefold.strategy import (
     named_stacks,
     search_plans,
 )
-from fivefold.strategy.intervals import ErrorBar
+from fivefold.strategy.calibrate import ErrorBar
 
 BRIDGE = load_cluster("gb200-bridge")
 

@@ -16,8 +16,14 @@ from hypothesis import strategies as st
 
 from fivefold.errors import DataError
 from fivefold.train import _token_cache
-from fivefold.train._corpus import find_files, is_text, load_corpus, read_pieces, resolve_source
-from fivefold.train._tokenizer import ByteTokenizer
+from fivefold.train._corpus import (
+    ByteTokenizer,
+    find_files,
+    is_text,
+    load_corpus,
+    read_pieces,
+    resolve_source,
+)
 from fivefold.train.config import DataConfig
 
 END = ByteTokenizer().document_end

@@ -8,10 +8,9 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.testing import run_processes
 from fivefold.train import load_config, train
-from fivefold.train._corpus import load_corpus
+from fivefold.train._corpus import load_corpus, load_tokenizer
 from fivefold.train._model import Transformer
 from fivefold.train._step import cosine_with_warmup
-from fivefold.train._tokenizer import load_tokenizer
 from fivefold.train.sampler import ShardedSampler, gather_batch
 
 METHODS = ["none", "ddp", "local_sgd", "slowmo", "diloco", "co2", "delay_corrected"]

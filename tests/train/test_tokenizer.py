@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.train._tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from fivefold.train._corpus import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 

@@ -12,19 +12,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._later import later
-from fivefold.cli._options import JsonOption
-from fivefold.cli._outputs import write_json
+from fivefold.cli._options import ArgumentError, JsonOption, show, write_json
 from fivefold.errors import FivefoldError
 from fivefold.files import read_json
 from fivefold.units import format_bytes, format_duration_s
 
 with later():
     from fivefold.optim.advise import JobTimes, Option, options_for
+    from fivefold.report.page import DataTable
 
 # Run by Python as it starts. Once torch is loaded it begins to watch; a sitecustomize of the
 # machine's own, which this one hides, is run as well.
@@ -69,7 +66,7 @@ def advise_command(
     steps: Annotated[int, typer.Option(help="Steps to time, after three to warm up.", min=4)] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure some steps of your own job, and say what hiding its communication would bring.
+    """Time some steps of your own job, and say what hiding its communication would gain.
 
     The job runs as it is, then for a few steps without DDP's all-reduce, and is ended: it writes
     no checkpoint at its end. It needs PyTorch, a process group and an optimizer, and no change.
@@ -117,23 +114,16 @@ def _measured(command: list[str], steps: int) -> JobTimes:
 
 
 def _show(times: JobTimes, options: list[Option]) -> None:
-    console = Console(highlight=False)
-    console.print(_summary(times), soft_wrap=True, markup=False)
-    table = Table(
-        title="what a step would take (predicted but for the first)", title_justify="left"
-    )
-    for title in ("", "codec", "step", "times as fast"):
-        table.add_column(title, justify="left" if title in {"", "codec"} else "right")
-    for one in options:
-        name = one.rule or "as it is"
-        table.add_row(
-            f"{'-> ' if one.recommended else '   '}{name}", one.codec,
+    rows = tuple(
+        (
+            f"{'-> ' if one.recommended else '   '}{one.rule or 'as it is'}", one.codec,
             format_duration_s(one.step_s), f"{times.step_s / one.step_s:.2f}",
-        )  # fmt: skip
-    console.print(table)
-    chosen = next(one for one in options if one.recommended)
-    for line in _words(chosen):
-        console.print(line, soft_wrap=True, markup=False)
+        )
+        for one in options
+    )  # fmt: skip
+    title = "what a step would take (predicted but for the first)"
+    table = DataTable.of((title, "codec", "step", "times as fast"), rows, text_columns=(1,))
+    show(_summary(times), table, *_words(next(one for one in options if one.recommended)))
 
 
 def _summary(times: JobTimes) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shlex
 import sys
@@ -13,17 +12,19 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli._arguments import ArgumentError, topology_of
 from fivefold.cli._later import later
 from fivefold.cli._options import (
+    ArgumentError,
     ClusterOption,
     JobsArgument,
     JsonOption,
     PageOption,
     PathSeedOption,
     output_option,
+    require_writable,
+    topology_of,
+    write_json,
 )
-from fivefold.cli._outputs import require_writable, write_json
 from fivefold.cli._plan_files import make_folder
 from fivefold.errors import InfeasibleError, UnsupportedError
 from fivefold.units import format_duration_s
@@ -101,9 +102,9 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
         $ fivefold simulate jobs.toml --cluster fat_tree:4,gpus=2
     """
     require_writable(output, chakra, report)
-    gc.set_threshold(200_000, 50, 50)  # a fifth of the time: millions of tasks, none in a circle
     topology = topology_of(cluster)
-    specs = load_jobs(jobs, topology)
+    with ProgressBar() as show:
+        specs = load_jobs(jobs, topology, progress=show)
     say_shared_ranks(specs)
     with ProgressBar() as show:
         found = plan_cluster(

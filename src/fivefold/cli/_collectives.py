@@ -15,13 +15,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError, bytes_of, seconds_of, topology_of
 from fivefold.cli._collectives_report import Asked, collective_page, loads_title, used_shares
-from fivefold.cli._help import command_group
 from fivefold.cli._later import later
-from fivefold.cli._options import BandwidthOption, JsonOption, LatencyOption, output_option
-from fivefold.cli._outputs import require_writable, write_json
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.cli._options import (
+    ArgumentError,
+    BandwidthOption,
+    JsonOption,
+    LatencyOption,
+    bytes_of,
+    command_group,
+    output_option,
+    require_writable,
+    seconds_of,
+    topology_of,
+    write_json,
+)
+from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.files import read_text
 from fivefold.units import format_bytes, format_duration_s
 
@@ -32,7 +41,6 @@ with later():
         Program,
         check_program,
         from_msccl_xml,
-        from_mscclpp_json,
         interpret,
         lower,
         to_msccl_xml,
@@ -163,12 +171,16 @@ def read_algorithm(file: Path) -> Schedule | Program:
 
     Raises:
         DataError: The file cannot be read.
+        UnsupportedError: It is a plan for MSCCL++.
     """
     text = read_text(file, what="algorithm")
     if text.lstrip().startswith("<"):
         return from_msccl_xml(text)
     if '"threadblocks"' in text:
-        return from_mscclpp_json(text)
+        raise UnsupportedError(
+            f"{file} is a plan for MSCCL++, which is written and not read",
+            hint="give the schedule (.json) or the MSCCL file (.xml) of the same algorithm",
+        )
     if '"fivefold-program/2"' in text:
         return Program.from_json(text)
     return Schedule.from_json(text)
@@ -239,7 +251,7 @@ _ROUNDING = 1e-9
 _File = Annotated[
     Path,
     typer.Argument(
-        help="A schedule or program (.json), MSCCL XML or an MSCCL++ plan.",
+        help="A schedule or program (.json), or MSCCL XML.",
         exists=True,
         dir_okay=False,
     ),
@@ -265,7 +277,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     method: Annotated[
         str,
         typer.Option(
-            help="auto, library, trees, matching, flow, k_synchronous, taccl or slotted.",
+            help="auto, library, trees, matching, flow or taccl.",
             rich_help_panel=_SEARCH,
         ),
     ] = "auto",

@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import sys
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +15,7 @@ from rich.console import Console
 
 from fivefold.cli._later import later
 from fivefold.cli._options import output_option
-from fivefold.cli._plan_files import runnable
-from fivefold.cli._plan_job import JobSizes, as_sent, read_job
+from fivefold.cli._plan_files import JobSizes, as_sent, read_job, runnable
 from fivefold.errors import ConfigurationError
 
 with later():
@@ -37,33 +37,7 @@ _HOSTS = 2
 # training beside it.
 _FRAME_BYTES = 60_000
 
-# The model that both methods train: 2.7 million parameters, 10.8 MB of float32 per all-reduce.
-# At 100 Mbit/s a two-host all-reduce takes about 0.9 s against 0.2 s of compute per step on a
-# server core. Precision is fixed, so that all machines learn the same.
-_CONFIG = """\
-# Written by `fivefold demo`. Run it again: fivefold train THIS_FILE --nproc 2
-[run]
-output = "{output}"
-seed = 0
-steps = {steps}
-log_every_steps = 5
-validate_every_steps = {validate_every}
-[data]
-path = "stdlib"
-sequence_length = 128
-[model]
-layers = 6
-width = 192
-heads = 6
-[optim]
-lr = 4e-3
-warmup_steps = 15
-batch_size = 8
-precision = "fp32"
-validation_batches = 8
-[sync]
-{sync}
-"""
+_TEMPLATE = files("fivefold.cli") / "templates" / "demo.toml"
 
 # What docs/guides/which_rule_when.md recommends for a link that is the bottleneck; the planner
 # chooses tau, and as many fragments.
@@ -85,7 +59,7 @@ class _Demo:
     def write(self, method: str, *, steps: int) -> Path:
         """Write the configuration of one method, before it is planned."""
         config = self.folder / f"{method}.toml"
-        text = _CONFIG.format(
+        text = _TEMPLATE.read_text(encoding="utf-8").format(
             output=(self.folder / method).as_posix(),
             steps=steps,
             sync=_METHODS[method],
@@ -136,7 +110,7 @@ def demo_command(
     rate: Annotated[str, typer.Option(help="Rate of each host's link.")] = "100Mbit/s",
     steps: Annotated[int, typer.Option(min=40, help="Optimizer steps per rank.")] = 120,
 ) -> None:
-    """Profile a slow link, plan, train with DDP and as recommended, report what came true.
+    """Profile a slow link, plan, train with DDP and as recommended, compare with the plan.
 
     Two emulated hosts on this machine, one rank each, from the same seed, on the source code of
     Python's standard library. Needs root or user namespaces for the links; without them it runs

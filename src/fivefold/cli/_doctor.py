@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from fivefold.cli._later import later
-from fivefold.cli._options import JsonOption
+from fivefold.cli._options import JsonOption, show
 from fivefold.units import format_bytes
 
 with later():
     from fivefold.lab import probe_capabilities
+    from fivefold.report.page import DataTable
     from fivefold.runs.machine import run_facts
 
 
@@ -183,17 +183,18 @@ def _lab() -> list[_Check]:
 
 
 def _show(checks: list[_Check]) -> None:
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    marks = {True: "[green]yes[/]", False: "[yellow]no[/] ", None: "   "}
-    width = max(len(check.name) for check in checks)
-    for group in dict.fromkeys(check.group for check in checks):
-        console.print(f"\n[bold]{group}[/]")
-        for check in checks:
-            if check.group == group:
-                fix = f"\n{' ' * (width + 8)}[dim]fix: {_plain(check.fix)}[/]" if check.fix else ""
-                line = f"  {marks[check.works]} {check.name:{width}}  {_plain(check.found)}{fix}"
-                console.print(line)
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")
+    marks = {True: "yes", False: "no", None: ""}
+    groups = dict.fromkeys(check.group for check in checks)
+    tables = [
+        DataTable.of(
+            (group, "works", "found"),
+            [(c.name, marks[c.works], c.found) for c in checks if c.group == group],
+            text_columns=(1, 2),
+        )
+        for group in groups
+    ]
+    fixes = [f"{check.name}: {check.fix}" for check in checks if check.fix]
+    lines = ["What to do about the others:", *fixes] if fixes else []
+    works = [check.works for check in checks if check.works is not None]
+    spaced = [part for table in tables for part in (table, "")]
+    show(f"{sum(works)} of {len(works)} features work on this machine", *spaced, *lines)

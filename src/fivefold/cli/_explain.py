@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError, topology_of
 from fivefold.cli._later import later
-from fivefold.cli._options import JsonOption
-from fivefold.cli._outputs import write_json
+from fivefold.cli._options import ArgumentError, JsonOption, topology_of, write_json
 from fivefold.cli._plan_page import PARTS
 from fivefold.files import read_toml
 from fivefold.units import format_duration_s
@@ -22,6 +17,8 @@ from fivefold.units import format_duration_s
 with later():
     from fivefold.codesign import ClusterPlan, explain_jobs, explain_plan, explain_run, load_jobs
     from fivefold.codesign.explain import KINDS, LAYERS, Change, Explanation
+    from fivefold.report import print_page
+    from fivefold.report.page import DataTable, Page, PageSection, TextBlock
     from fivefold.strategy import load_cluster, load_job
 
 
@@ -58,9 +55,9 @@ def explain_command(
 ) -> None:
     """Say which of the five layers limits a run, by how much, and what to change.
 
-    Every line is the prediction asked again with that one change made: another split, more
-    overlap, a better collective, an idle or a crowded network, links twice as fast. Savings do
-    not add up. A run that was made is explained by what it measured.
+    Every line is the prediction with one change made: another split, more overlap, a better
+    collective, an idle or a crowded network, links twice as fast. Savings do not add up. A finished
+    run is explained by its own measurements.
 
     Examples:
         $ fivefold explain job.toml --cluster h100-nemo
@@ -75,18 +72,20 @@ def explain_command(
 def _explained(what: Path, cluster: str | None, plan: Path | None) -> Explanation:
     if what.is_dir():
         if cluster is not None or plan is not None:
-            message = f"{what} is a run, which was measured: --cluster and --plan are of jobs"
+            message = (
+                f"--cluster and --plan are for jobs; {what} is a run, and explained as measured"
+            )
             raise ArgumentError(message, hint="leave them out")
         return explain_run(what)
     if cluster is None:
         raise ArgumentError(
-            f"{what} is a job, and --cluster does not say where it runs",
+            f"missing option '--cluster': where does the job {what} run?",
             hint="give --cluster h100-nemo, a TOML file, or for several jobs a network",
         )
     tables = read_toml(what)
     if "jobs" not in tables:
         if plan is not None:
-            message = f"--plan is of several jobs, and {what} describes one"
+            message = f"--plan is for several jobs; {what} describes one"
             raise ArgumentError(message, hint="write its [plan] into the job file")
         where = load_cluster(cluster)
         return explain_plan(load_job(what, cluster=where), where)
@@ -96,23 +95,22 @@ def _explained(what: Path, cluster: str | None, plan: Path | None) -> Explanatio
 
 
 def _show(found: Explanation) -> None:
-    console = Console(highlight=False)
-    console.print(f"[bold]{escape(found.subject)}[/bold]", soft_wrap=True)
-    console.print(_verdict(found), soft_wrap=True, markup=False)
-    console.print(_parts(found))
-    console.print(_layers(found))
     advice = [one for one in found.changes if one.kind in {"setting", "convergence"}]
-    advice = [one for one in advice if one.saves_s > 0]
-    if advice:
-        console.print("what to change, best first (each alone):", markup=False)
-    for one in advice[:_SHOWN]:
-        console.print(f"  {_line(found, one)}", soft_wrap=True, markup=False)
+    advice = [one for one in advice if one.saves_s > 0][:_SHOWN]
+    risks = [one for one in found.changes if one.kind == "risk"]
+    heading = "What to change, best first (each alone)"
+    lines = [_line(found, one) for one in [*advice, *risks]]
     if not advice:
-        console.print("no setting is better than this one", markup=False)
-    for one in (one for one in found.changes if one.kind == "risk"):
-        console.print(f"  {_line(found, one)}", soft_wrap=True, markup=False)
-    for note in found.notes:
-        console.print(f"note: {note}", soft_wrap=True, markup=False)
+        heading = "What to change"
+        lines.insert(0, "no setting is better than this one")
+    lines += [f"note: {note}" for note in found.notes]
+    sections = (
+        PageSection(heading="Where the time goes", parts=(_parts(found),)),
+        PageSection(heading="The best that each layer could do", parts=(_layers(found),)),
+        PageSection(heading=heading, parts=tuple(TextBlock(text=line) for line in lines)),
+    )
+    finding = f"{found.subject}\n{_verdict(found)}"
+    print_page(Page(title=found.subject, finding=finding, sections=sections))
 
 
 def _verdict(found: Explanation) -> str:
@@ -143,28 +141,28 @@ def _change(found: Explanation, one: Change) -> str:
     return f"{100 * (one.seconds / found.seconds - 1):+.1f} %"
 
 
-def _parts(found: Explanation) -> Any:
-    table = Table(title="where the time goes", title_justify="left", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    for name, label in (PARTS | {"loading_s": "waits for data"}).items():
-        share = found.parts_s.get(name, 0.0) / found.seconds
-        if share >= 5e-4:
-            table.add_row(label, format_duration_s(share * found.seconds), f"{100 * share:.1f} %")
-    return table
+def _parts(found: Explanation) -> DataTable:
+    shares = {
+        label: found.parts_s.get(name, 0.0) / found.seconds
+        for name, label in (PARTS | {"loading_s": "waits for data"}).items()
+    }
+    rows = tuple(
+        (label, format_duration_s(share * found.seconds), f"{100 * share:.1f} %")
+        for label, share in shares.items()
+        if share >= 5e-4
+    )
+    return DataTable.of(("part", "time", "share"), rows)
 
 
-def _layers(found: Explanation) -> Any:
-    table = Table(title="the best that each layer could do", title_justify="left")
-    for name in ("layer", "change", found.what, "change of it"):
-        table.add_column(name, no_wrap=name != "change", overflow="fold")
+def _layers(found: Explanation) -> DataTable:
+    rows = []
     for number, layer in enumerate((*LAYERS, "compute"), start=1):
         best = found.best_of(layer)
         name = f"{number} {layer}" if layer in LAYERS else f"  {layer}"
-        if best is None:
-            table.add_row(name, "nothing to gain", "", "")
-            continue
-        action = f"{best.action} ({KINDS[best.kind]})"
-        table.add_row(name, escape(action), format_duration_s(best.seconds), _change(found, best))
-    return table
+        cells = ("nothing to gain", "", "")
+        if best is not None:
+            action = f"{best.action} ({KINDS[best.kind]})"
+            cells = (action, format_duration_s(best.seconds), _change(found, best))
+        rows.append((name, *cells))
+    names = ("layer", "change", found.what, "change of it")
+    return DataTable.of(names, rows, text_columns=(1,))

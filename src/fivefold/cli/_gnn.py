@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fivefold.cli import _gnn_data, _gnn_store, _gnn_train
-from fivefold.cli._help import command_group
+from fivefold.cli._options import command_group
 
 app = command_group(
     "gnn",

@@ -9,10 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli._arguments import ArgumentError, bytes_of
 from fivefold.cli._later import later
-from fivefold.cli._options import DatasetArgument, JsonOption
-from fivefold.cli._outputs import write_json
+from fivefold.cli._options import ArgumentError, DatasetArgument, JsonOption, bytes_of, write_json
 from fivefold.units import format_bytes
 
 with later():

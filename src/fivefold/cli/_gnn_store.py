@@ -10,10 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli._arguments import ArgumentError, bytes_of, typed_arguments
 from fivefold.cli._later import later
-from fivefold.cli._options import DatasetArgument, JsonOption, output_option
-from fivefold.cli._outputs import require_writable, write_json
+from fivefold.cli._options import (
+    ArgumentError,
+    DatasetArgument,
+    JsonOption,
+    bytes_of,
+    output_option,
+    require_writable,
+    typed_arguments,
+    write_json,
+)
 from fivefold.errors import DataError
 
 with later():
@@ -40,7 +47,7 @@ DiskOption = Annotated[
 PolicyOption = Annotated[
     str, typer.Option(help="Cache contents: static, or belady for a fixed order of batches.")
 ]
-LayoutOption = Annotated[str, typer.Option(help="Order of rows: gray, minhash or packed.")]
+LayoutOption = Annotated[str, typer.Option(help="Order of rows: gray or minhash.")]
 SegmentOption = Annotated[
     int | None, typer.Option(min=1, help="Batches per segment; left out, the cheapest.")
 ]
@@ -173,7 +180,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
             budgets,
             _probe(samples.parent),
             policy=_one_of("policy", policy, ("static", "belady")),
-            layout=_one_of("layout", layout, ("gray", "minhash", "packed")),
+            layout=_one_of("layout", layout, ("gray", "minhash")),
             segment_batches=segment_batches,
         )
     if output is not None:

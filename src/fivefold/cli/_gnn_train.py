@@ -9,10 +9,8 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli._arguments import bytes_of
 from fivefold.cli._later import later
-from fivefold.cli._options import ConfigArgument, output_option
-from fivefold.cli._outputs import require_writable
+from fivefold.cli._options import ConfigArgument, bytes_of, output_option, require_writable
 
 with later():
     from fivefold.gnn.training import load_gnn_config, train_graph

@@ -1,139 +1,261 @@
-"""``fivefold lab``: run commands on an emulated cluster, check the machine, remove leftovers."""
+"""``fivefold lab`` and ``fivefold execute``: commands and planned jobs on an emulated cluster."""
 
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import asdict
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError, seconds_of, topology_of, typed_arguments
-from fivefold.cli._execute import run_saved
-from fivefold.cli._help import command_group, help_text
+from fivefold.cli._codesign import change_of, flags_of, say_shared_ranks, typed_command, write_page
 from fivefold.cli._later import later
-from fivefold.cli._options import JsonOption
+from fivefold.cli._options import (
+    ArgumentError,
+    ClusterOption,
+    JobsArgument,
+    JsonOption,
+    PageOption,
+    PathSeedOption,
+    command_group,
+    help_text,
+    output_option,
+    require_writable,
+    seconds_of,
+    show,
+    topology_of,
+    typed_arguments,
+    write_json,
+)
+from fivefold.errors import CommunicationError
 from fivefold.units import format_duration_s
 
 with later():
+    from fivefold.codesign import (
+        ClusterPlan,
+        JobSpec,
+        PlanningOptions,
+        load_jobs,
+        plan_cluster,
+        plan_page,
+        run_plan,
+    )
+    from fivefold.codesign.execute import (
+        execution_command,
+        lab_options,
+        read_measurements,
+        read_order,
+        write_order,
+    )
     from fivefold.lab import LabResult, LabSpec, clean_lab, probe_capabilities, run_lab
     from fivefold.lab.capabilities import Capabilities
+    from fivefold.network.topology import Topology, read_topology
+    from fivefold.report.page import DataTable
+
+
+_MTU = 60000  # small frames would cost the hosts' processors more than the job does
+
+
+def execute_command(  # noqa: PLR0913 - each option is a parameter
+    jobs: JobsArgument,
+    *,
+    cluster: ClusterOption,
+    co_designs: Annotated[
+        str,
+        typer.Option(
+            help="Co-designs to enable: vertical (V), horizontal (H), host-net (HN), joined by +; "
+            "or none."
+        ),
+    ] = "V+H+HN",
+    classes: Annotated[
+        int, typer.Option(min=1, max=8, help="Priority classes of the links; 1 for none.")
+    ] = 8,
+    seed: PathSeedOption = 0,
+    timeout: Annotated[str, typer.Option(help="Longest run.")] = "300s",
+    output: Annotated[
+        Path | None, output_option('The plan, which "fivefold lab run" repeats.')
+    ] = None,
+    report: PageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run planned jobs on the emulated cluster and compare measured with predicted times.
+
+    Every rank of the topology becomes a host of the lab, every link has its own rate and priority
+    classes, and packets take the planned paths. Compute is a sleep of the planned length;
+    reductions are real: rings of hosts, or aggregation in a switch that can do it.
+
+    Examples:
+        $ fivefold execute jobs.toml --cluster switch:4,bandwidth=25MB/s
+    """
+    require_writable(output, report)
+    topology = topology_of(cluster)
+    specs = load_jobs(jobs, topology)
+    say_shared_ranks(specs)
+    options = PlanningOptions(classes=classes)
+    found = plan_cluster(topology, specs, flags_of(co_designs), seed=seed, options=options)
+    if output is not None:
+        write_order(output, specs, found.plan, topology=topology)
+    measured = run_in_the_lab(topology, specs, found.plan, timeout_s=seconds_of(timeout))
+    if report is not None:
+        page = plan_page(
+            topology, specs, found, measured=measured.iteration_s, command=typed_command()
+        )
+        write_page(page, report)
+    show_measured(specs, found.plan, found.outcome.iteration_s, measured, as_json=as_json)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run of a plan showed.
+
+    Attributes:
+        iteration_s: Mean seconds per iteration of each job.
+        aggregation: What each aggregation switch counted.
+    """
+
+    iteration_s: Mapping[str, float]
+    aggregation: Mapping[str, Mapping[str, int]]
+
+
+def run_in_the_lab(
+    topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan, *, timeout_s: float
+) -> Measured:
+    """Run a plan."""
+    with tempfile.TemporaryDirectory(prefix="fivefold-execute-") as folder:
+        order = Path(folder) / "order.json"
+        write_order(order, jobs, plan, topology=topology)
+        spec = LabSpec.of_topology(topology, mtu=_MTU, **lab_options(topology, jobs, plan))
+        command = execution_command(order)
+        result = run_lab(spec, command, timeout_s=timeout_s, stream=False).check()
+        found = read_measurements(result.ranks[0].stdout().splitlines())
+    if set(found) != {job.job_id for job in jobs}:
+        message = "the run ended without measurements"
+        raise CommunicationError(message, hint="look at the logs that the lab names")
+    return Measured(found, result.aggregation)
+
+
+def run_saved(path: Path, *, timeout_s: float) -> None:
+    """Run a plan from its file and put measured beside predicted iteration times."""
+    order = read_order(path)
+    topology = read_topology(order.topology)
+    predicted = run_plan(topology, order.jobs, order.plan).iteration_s
+    measured = run_in_the_lab(topology, order.jobs, order.plan, timeout_s=timeout_s)
+    show_measured(order.jobs, order.plan, predicted, measured)
+
+
+def show_measured(
+    jobs: Sequence[JobSpec],
+    plan: ClusterPlan,
+    predicted: Mapping[str, float],
+    measured: Measured,
+    *,
+    as_json: bool = False,
+) -> None:
+    """Write predicted and measured seconds per iteration side by side."""
+    if as_json:
+        record = {
+            job.job_id: {
+                "predicted_s": predicted[job.job_id],
+                "measured_s": measured.iteration_s[job.job_id],
+            }
+            for job in jobs
+        }
+        write_json(record)
+        return
+    width = max(len("job"), *(len(job.job_id) for job in jobs))
+    typer.echo(f"{'job':<{width}}  {'predicted':>10}  {'measured':>10}  {'off':>7}  how")
+    for job in jobs:
+        before, after = predicted[job.job_id], measured.iteration_s[job.job_id]
+        typer.echo(
+            f"{job.job_id:<{width}}  {before:>8.3f} s  {after:>8.3f} s  "
+            f"{change_of(before, after)}  {_how(plan, job.job_id)}"
+        )
+    for node, counts in measured.aggregation.items():
+        refused = counts["misses"] + counts["expired"]
+        typer.echo(f"{node} aggregated {counts['hits']} chunks and left {refused} to the hosts")
+    typer.echo("seconds per iteration; compute is a sleep, reductions are real", err=True)
+
+
+def _how(plan: ClusterPlan, job_id: str) -> str:
+    own = plan.jobs[job_id]
+    words = [f"aggregated at {own.root}" if own.root else f"ring {'-'.join(map(str, own.order))}"]
+    if len({other.priority for other in plan.jobs.values()}) > 1:
+        words.append(f"class {own.priority}")
+    if own.shift_s:
+        words.append(f"{format_duration_s(own.shift_s)} later")
+    return ", ".join(words)
 
 
 app = command_group(
     "lab", help="Emulated cluster on this machine: hosts on slow links, made of network namespaces."
 )
 
-_RUN_HELP = (
-    "Run a command on every host, with the environment that torchrun gives.\n\n"
-    "Rank 0's standard output goes to standard output; everything else to standard error, with "
-    "the host's name before each line. The exit code is that of the first rank that failed, or "
-    "124 after the time limit.\n\n"
-    'In place of a command, a plan that "fivefold execute --output" wrote: it brings its own '
-    "cluster and is run once more, measured beside predicted.\n\n"
-    "Example: fivefold lab run --hosts 2 --rate 200Mbit/s --delay 5ms -- python train.py\n\n"
-    "Example: fivefold lab run plan.json"
-)
 _PLAN_LIMIT = "300s"  # as in "fivefold execute"
-_CLUSTER = "Cluster"
-_RUN = "Run"
+
+
+def _cluster(help: str, **how: Any) -> Any:  # noqa: A002 - as typer calls it
+    return typer.Option(help=help, rich_help_panel="Cluster", **how)
+
+
+def _run_option(help: str, *names: str, **how: Any) -> Any:  # noqa: A002 - as above
+    return typer.Option(*names, help=help, rich_help_panel="Run", **how)
 
 
 _Command = Annotated[
-    list[str], typer.Argument(metavar="PLAN | -- COMMAND...", help="What every rank runs.")
+    list[str], typer.Argument(metavar="PLAN | -- COMMAND", help="What every rank runs.")
 ]
-_Hosts = Annotated[int, typer.Option(help="Number of hosts.", rich_help_panel=_CLUSTER)]
+_Hosts = Annotated[int, _cluster("Number of hosts.")]
 _Rate = Annotated[
     str | None,
-    typer.Option(
-        help="Rate of each link, both ways, such as 200Mbit/s.",
-        show_default="unlimited",
-        rich_help_panel=_CLUSTER,
-    ),
+    _cluster("Bandwidth of each link, both ways, such as 200Mbit/s.", show_default="unlimited"),
 ]
-_Delay = Annotated[str, typer.Option(help="One-way delay between hosts.", rich_help_panel=_CLUSTER)]
-_Jitter = Annotated[
-    str, typer.Option(help="The delay varies by up to this much.", rich_help_panel=_CLUSTER)
-]
-_Loss = Annotated[
-    float, typer.Option(help="Probability of losing a packet.", rich_help_panel=_CLUSTER)
-]
+_Delay = Annotated[str, _cluster("One-way delay between hosts.")]
+_Jitter = Annotated[str, _cluster("Jitter: the delay varies by up to this much.")]
+_Loss = Annotated[float, _cluster("Probability of losing a packet.")]
 _HostRates = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="HOST=RATE",
-        help="Rate of one host, such as 1=50Mbit/s; may be repeated.",
-        rich_help_panel=_CLUSTER,
-    ),
+    _cluster("Bandwidth of one host, such as 1=50Mbit/s; repeatable.", metavar="HOST=RATE"),
 ]
 _Topology = Annotated[
     str | None,
-    typer.Option(
-        help="A topology in place of one switch: a TOML file, or such as ring:4.",
-        show_default="none",
-        rich_help_panel=_CLUSTER,
+    _cluster(
+        "A topology in place of one switch: a TOML file, or such as ring:4.", show_default="none"
     ),
 ]
-_Classes = Annotated[
-    int, typer.Option(help="Priority classes of every link.", rich_help_panel=_CLUSTER)
-]
+_Classes = Annotated[int, _cluster("Number of priority classes per link.")]
 _HostClasses = Annotated[
     list[str] | None,
-    typer.Option(
+    _cluster(
+        "Class of what a host sends, such as 1=0; 0 is the most urgent; repeatable.",
         metavar="HOST=CLASS",
-        help="Class of what a host sends, such as 1=0, 0 the most urgent; may be repeated.",
-        rich_help_panel=_CLUSTER,
     ),
 ]
 _SumAt = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="NODE",
-        help="A switch that aggregates chunks for the hosts; may be repeated.",
-        rich_help_panel=_CLUSTER,
-    ),
+    _cluster("Switch that aggregates chunks for the hosts; repeatable.", metavar="NODE"),
 ]
-_Processes = Annotated[int, typer.Option(help="Processes per host.", rich_help_panel=_CLUSTER)]
-_Mtu = Annotated[
-    int | None,
-    typer.Option(help="Largest packet in bytes.", show_default="chosen", rich_help_panel=_CLUSTER),
-]
-_Seed = Annotated[int, typer.Option(help="Seed of jitter and loss.", rich_help_panel=_CLUSTER)]
-_Timeout = Annotated[
-    str | None,
-    typer.Option(help="Longest run, such as 10min.", show_default="none", rich_help_panel=_RUN),
-]
+_Processes = Annotated[int, _cluster("Processes per host.")]
+_Mtu = Annotated[int | None, _cluster("Largest packet in bytes.", show_default="chosen")]
+_Seed = Annotated[int, _cluster("Seed of jitter and loss.")]
+_Timeout = Annotated[str | None, _run_option("Longest run, such as 10min.", show_default="none")]
 _Grace = Annotated[
-    str,
-    typer.Option(
-        help="Time to end alone after another rank failed, and after SIGTERM.", rich_help_panel=_RUN
-    ),
+    str, _run_option("Time that ranks get to exit by themselves after a failure or SIGTERM.")
 ]
 _LogFolder = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for each rank's output.", show_default="a new one", rich_help_panel=_RUN
-    ),
+    Path | None, _run_option("Folder for each rank's output.", show_default="a new one")
 ]
 _Unshaped = Annotated[
     bool,
-    typer.Option(
-        "--allow-unshaped",
-        help="Where links cannot be shaped, run over loopback all the same.",
-        rich_help_panel=_RUN,
-    ),
+    _run_option("Where links cannot be shaped, run over loopback anyway.", "--allow-unshaped"),
 ]
-_Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Only write logs to files.", rich_help_panel=_RUN)
-]
+_Quiet = Annotated[bool, _run_option("Only write logs to files.", "--quiet", "-q")]
 
 
-@app.command(help=_RUN_HELP, context_settings={"allow_interspersed_args": False})
 def run(  # noqa: PLR0913 - one parameter per option of the command line
     *,
     command: _Command,
@@ -156,7 +278,18 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
     allow_unshaped: _Unshaped = False,
     quiet: _Quiet = False,
 ) -> None:
-    """Run a command on every host; ``_RUN_HELP`` is what users read.
+    """Run a command on every host, with the environment that torchrun gives.
+
+    Rank 0's standard output goes to standard output; everything else to standard error, with
+    the host's name before each line. The exit code is that of the first rank that failed, or 124
+    after the time limit.
+
+    In place of a command, a plan that "fivefold execute --output" wrote: it brings its own cluster
+    and is run once more, measured beside predicted.
+
+    Example: fivefold lab run --hosts 2 --rate 200Mbit/s --delay 5ms -- python train.py
+
+    Example: fivefold lab run plan.json
 
     Raises:
         typer.Exit: Always, with the run's exit code.
@@ -186,7 +319,7 @@ def _seconds(text: str | None) -> Any:
 
 
 def check(*, as_json: JsonOption = False) -> None:
-    """Say what this machine can emulate, and what would add the rest.
+    """Say what this machine can emulate, and what is missing for the rest.
 
     The exit code is 0 where links can be given at least a rate, else 1.
     """
@@ -213,7 +346,7 @@ def clean() -> None:
 
 
 def _links_of(topology: str, rate: str | None) -> dict[str, Any]:
-    """Hosts and links of a topology; ``--rate`` is that of a generated one's links."""
+    """Return hosts and links of a topology; ``--rate`` is that of a generated one's links."""
     described = topology_of(topology, bandwidth=rate)
     return {"hosts": described.num_ranks, "topology": described.to_toml()}
 
@@ -271,25 +404,19 @@ def _note(text: str) -> None:
 
 
 def _show_capabilities(able: Capabilities) -> None:
-    console = Console(file=sys.stdout, highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
-    table.add_column("feature")
-    table.add_column("for")
+    rows, lines = [], []
     for item in able.items:
-        mark = "[green]yes[/]" if item.works else "[red]no[/]"
-        mark = mark if able.isolation or item.name == "namespaces" else "[dim]?[/]"
-        table.add_row(mark, item.name, item.meaning)
-    console.print(table)
-    for item in able.items:
+        tried = able.isolation is not None or item.name == "namespaces"
+        works = "yes" if item.works else "no"
+        rows.append((item.name, works if tried else "?", item.meaning))
         # Without namespaces nothing else could be tried: one explanation is enough.
-        if not item.works and (able.isolation is not None or item.name == "namespaces"):
-            console.print(
-                f"\n{item.name}: {item.reason}\n  fix: {item.fix}", soft_wrap=True, markup=False
-            )
+        if tried and not item.works:
+            lines.append(f"\n{item.name}: {item.reason}\n  fix: {item.fix}")
     how = f" (as {able.isolation})" if able.isolation else ""
-    console.print(f"\nlinks can be given: {able.shaping}{how}")
+    table = DataTable.of(("feature", "works", "for"), rows, text_columns=(1, 2))
+    show(f"links can be given: {able.shaping}{how}", table, *lines)
 
 
+app.command(help=help_text(run), context_settings={"allow_interspersed_args": False})(run)
 app.command(help=help_text(check))(check)
 app.command(help=help_text(clean))(clean)

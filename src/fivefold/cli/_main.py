@@ -1,18 +1,219 @@
-"""Entry point: turns errors into two lines and an exit code."""
+"""Entry point: commands that are imported when they are called, errors as two lines and a code.
+
+``fivefold --help`` loads no torch. Errors are plain writes and no boxes, so that scripts can read
+them: rich would wrap long lines and take brackets in messages for markup.
+"""
 
 from __future__ import annotations
 
+import ast
+import errno
+import importlib
+import importlib.util
 import logging
+import re
 import sys
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from typer.core import TyperCommand, TyperGroup
 
-from fivefold.cli._errors import is_usage_error, show_error
-from fivefold.cli._lazy import LazyGroup
+from fivefold.cli._options import help_text, shown_help
+from fivefold.errors import FivefoldError
+from fivefold.files import nearest_file
+
+# Name of each command, the module beside this one, and the function or group in it.
+_COMMANDS = {
+    "demo": ("_demo", "demo_command"),
+    "new": ("_new", "new_command"),
+    "train": ("_train", "train_command"),
+    "plan": ("_plan", "plan_command"),
+    "explain": ("_explain", "explain_command"),
+    "advise": ("_advise", "advise_command"),
+    "simulate": ("_codesign", "simulate_command"),
+    "execute": ("_lab", "execute_command"),
+    "ablate": ("_codesign", "ablate_command"),
+    "profile": ("_profile", "profile_command"),
+    "report": ("_report", "report_command"),
+    "doctor": ("_doctor", "doctor_command"),
+    "lab": ("_lab", "app"),
+    "elastic": ("_train", "elastic_app"),
+    "gnn": ("_gnn", "app"),
+    "topology": ("_topology", "app"),
+    "collectives": ("_collectives", "app"),
+}
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands above; each is imported when it is looked up."""
+
+    def __init__(self) -> None:
+        self.only_listed = False  # then what is looked up has a help text and does nothing
+
+    def __getitem__(self, name: str) -> Any:
+        module, function = _COMMANDS[name]
+        if self.only_listed:
+            return TyperCommand(name, help=_summary(module, function))
+        found = getattr(importlib.import_module(f"fivefold.cli.{module}"), function)
+        if not isinstance(found, typer.Typer):
+            alone = typer.Typer(
+                add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+            )
+            alone.command(name, help=help_text(found))(found)
+            found = alone
+        return _with_uppercase_arguments(typer.main.get_command(found))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_COMMANDS)
+
+    def __len__(self) -> int:
+        return len(_COMMANDS)
+
+
+def _with_uppercase_arguments(command: Any) -> Any:
+    """Show arguments as CONFIG, as the help texts call them, and not as {config}."""
+    for each in [command, *getattr(command, "commands", {}).values()]:
+        for parameter in each.params:
+            if parameter.param_type_name == "argument" and parameter.metavar is None:
+                parameter.metavar = parameter.name.upper()
+    return command
+
+
+class LazyGroup(TyperGroup):
+    """A group whose commands are imported when they are called, and not to list them."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = _Commands()  # type: ignore[assignment]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of all commands without importing any."""
+        self.commands.only_listed = True  # type: ignore[attr-defined]
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.commands.only_listed = False  # type: ignore[attr-defined]
+
+
+def _summary(module: str, name: str) -> str:
+    """Read the help of a command or group from the file that it stands in."""
+    spec = importlib.util.find_spec(f"fivefold.cli.{module}")
+    assert spec is not None, "the table names files beside this one"
+    assert spec.origin is not None, "they are files"
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return shown_help(ast.get_docstring(node) or "")
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            assert isinstance(node.value, ast.Call), "a group is made by command_group"
+            text = next(word.value for word in node.value.keywords if word.arg == "help")
+            return str(ast.literal_eval(text))
+    raise AssertionError(f"fivefold.cli.{module} has no {name}")
+
+
+# Others are those of the errors' classes; those that are not ours end with FivefoldError's.
+_USAGE = 2  # as click has it
+_LONGEST = 2000  # of a message: values that are quoted may be files
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_MISSING = re.compile(r"'([^']+)' does not exist")
+
+# typer brings its own copy of click, or uses the one that is installed: only the base tells which.
+_UsageError = typer.BadParameter.__bases__[0]
+
+
+def is_usage_error(error: Exception) -> bool:
+    """Return whether the command line was wrong: an option, an argument or a command's name."""
+    return isinstance(error, _UsageError)
+
+
+def show_error(error: Exception) -> int:
+    """Write what went wrong and what to do to standard error.
+
+    Args:
+        error: What came out of the command.
+
+    Returns:
+        The exit code.
+    """
+    if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: its help
+        sys.stderr.write(f"{error.ctx.get_help()}\n")  # type: ignore[attr-defined]
+        return _USAGE
+    said = _in_two_lines(error)
+    sys.stderr.write(f"error: {_one_line(said.message)}\n")
+    sys.stderr.write(f"hint: {_one_line(said.hint or _see_help())}\n")
+    return _USAGE if is_usage_error(error) else said.exit_code
+
+
+def _one_line(text: str) -> str:
+    # Only what a terminal shows as it is: names in files may hold anything.
+    line = "".join(c if c.isprintable() else " " for c in re.sub(r"\s*\n\s*", " ", text))
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 4]} ..."
+
+
+def _see_help() -> str:
+    """Return where the command that was called is explained."""
+    words = ["fivefold"]
+    for word in sys.argv[1:3]:
+        if not word.isalpha():
+            break
+        words.append(word)
+    return f"see {' '.join(words)} --help"
+
+
+def _in_two_lines(error: Exception) -> FivefoldError:
+    if isinstance(error, FivefoldError):
+        return error
+    if is_usage_error(error):
+        return _of_usage(error)
+    if isinstance(error, typer.Abort):
+        return FivefoldError("given up: the input ended")
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL):
+        return _of_file(error)
+    message = f"internal error: {type(error).__name__}: {error}"
+    hint = "run it as fivefold --debug ... for the traceback, and report it"
+    return FivefoldError(message, hint=hint)
+
+
+def _of_usage(error: Exception) -> FivefoldError:
+    message: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+    message = message.replace("Value error, ", "")  # typer's own word in front of the choices
+    context = getattr(error, "ctx", None)
+    command = "fivefold" if context is None else context.command_path
+    hint = f"see {command} --help"
+    given = _given_value(error)
+    if given is not None and repr(given) not in message:
+        message = f"{message}; got {given!r}"
+    missing = _MISSING.search(message)
+    near = None if missing is None else nearest_file(missing[1])
+    if near is not None:
+        hint = f"did you mean {near}? {hint}"
+    return FivefoldError(message[:1].lower() + message[1:], hint=hint)
+
+
+def _given_value(error: Exception) -> str | None:
+    """Return what stood behind the option that is wrong; None where it was none."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    for place, word in enumerate(sys.argv):
+        option, joined, value = word.partition("=")
+        if option.startswith("-") and option in names:
+            return value if joined else next(iter(sys.argv[place + 1 : place + 2]), None)
+    return None
+
+
+def _of_file(error: OSError) -> FivefoldError:
+    # What is left of a file error that no command has words for.
+    if error.errno in _FULL:
+        hint = "free space there, then run the same command again"
+    else:
+        hint = "check the path and its permissions"
+    where = "" if error.filename is None else f"{error.filename}: "
+    return FivefoldError(f"{where}{error.strerror or error}", hint=hint)
+
 
 _INTERRUPTED = 130
 

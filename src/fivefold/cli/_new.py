@@ -12,13 +12,13 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli._outputs import require_writable
+from fivefold.cli._options import require_writable
 from fivefold.errors import ConfigurationError
 from fivefold.files import write_atomically
 
 
 class Problem(StrEnum):
-    """What someone comes with."""
+    """A problem to start from."""
 
     NETWORK = "network"
     EXPERTS = "experts"
@@ -75,13 +75,13 @@ def new_command(
         Problem,
         typer.Option(
             "--for",
-            help="What you come with: a slow network, idle experts, a graph that does not fit, "
+            help="Your problem: a slow network, idle experts, a graph larger than memory, "
             "jobs that share a topology, a cluster to choose.",
         ),
     ],
     launcher: Annotated[
         Launcher | None,
-        typer.Option(help="Also the file that runs it on several machines, by torchrun."),
+        typer.Option(help="Also write the file that runs it on several machines, by torchrun."),
     ] = None,
 ) -> None:
     """Write a small commented configuration that runs, and say what to type next.
@@ -109,7 +109,7 @@ def new_command(
         texts[file] = text
     for file in texts:
         if (folder / file).exists():
-            message = f"{folder / file} is there already"
+            message = f"{folder / file} already exists"
             raise ConfigurationError(message, hint="choose another name, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
@@ -126,7 +126,7 @@ def _launched(
     """Return the launcher's file, its text, and the lines to type with it."""
     config = next((file for file in _COMMANDS if (_TEMPLATES / problem / file).is_file()), None)
     if config is None:
-        message = f"--launcher starts the ranks of a training run, and --for {problem} is none"
+        message = f"--launcher is for training runs, which --for {problem} does not write"
         raise ConfigurationError(message, hint="use --for network, experts or graph")
     file, submit = _LAUNCHERS[launcher]
     command = _COMMANDS[config]

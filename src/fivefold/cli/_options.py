@@ -1,11 +1,168 @@
-"""Options and arguments that several commands take."""
+"""What commands share: groups and their help, options, how values are read, where results go.
+
+What is wrong with an option or an argument is a wrong command line, exit code 2. Places that a
+command will write to are looked at before the work and not after it.
+"""
 
 from __future__ import annotations
 
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+
+from fivefold.cli._later import later
+from fivefold.errors import ConfigurationError
+from fivefold.files import read_toml
+from fivefold.units import parse_bytes, parse_duration_s
+
+with later():
+    from fivefold.network.topology import Topology, parse_topology
+    from fivefold.network.topology.text import catalogue, describes_graph
+    from fivefold.report import print_page
+    from fivefold.report.page import Page, PagePart, PageSection, TextBlock
+    from fivefold.strategy import load_cluster, named_clusters
+
+
+class ArgumentError(ConfigurationError):
+    """An option or argument of the command line has a value that it does not take."""
+
+    exit_code = 2
+
+
+@contextmanager
+def typed_arguments() -> Iterator[None]:
+    """Report what the library refuses in here as a wrong command line."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise ArgumentError(error.message, hint=error.hint) from error
+
+
+def bytes_of(text: str) -> int:
+    """Return the bytes of a size such as "16 MB"."""
+    with typed_arguments():
+        return parse_bytes(text)
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a duration such as "5 us"."""
+    with typed_arguments():
+        return parse_duration_s(text)
+
+
+def topology_of(text: str, *, bandwidth: str | None = None, latency: str | None = None) -> Topology:
+    """Return the topology of a name or a file: of links, or of a cluster as a planner takes it."""
+    path = Path(text)
+    if path.is_file():  # what is wrong in a file is no wrong command line
+        if path.suffix == ".toml" and not describes_graph(read_toml(path, what="topology file")):
+            return _of_cluster(text)
+        return parse_topology(text, bandwidth=bandwidth, latency=latency)
+    with typed_arguments():
+        known = catalogue()
+        named = {*known.machines, *known.generators, "lingjun", "taccl"}
+        if text.partition(":")[0].replace("-", "_") not in named and path.suffix != ".toml":
+            return _of_cluster(text)
+        return parse_topology(text, bandwidth=bandwidth, latency=latency)
+
+
+def _of_cluster(text: str) -> Topology:
+    if Path(text).suffix != ".toml" and text.partition(":")[0] not in named_clusters():
+        return parse_topology(text)  # which knows what is near
+    return load_cluster(text).graph()
+
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Refuse files and folders that cannot be made where they are wanted.
+
+    Args:
+        paths: Files or folders to be written; None for one that was not asked for.
+
+    Raises:
+        ConfigurationError: One cannot be written; the message names what is in the way.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        above = path if path.is_dir() else path.parent
+        while not above.exists() and above != above.parent:
+            above = above.parent
+        if not above.is_dir():
+            raise ConfigurationError(
+                f"{path} cannot be written: {above} is a file", hint="name another place"
+            )
+        if not os.access(path if path.exists() else above, os.W_OK):
+            raise ConfigurationError(
+                f"{path} cannot be written: no permission to write to {above}",
+                hint="name another place, or change its permissions",
+            )
+
+
+def require_picture(path: Path | None) -> None:
+    """Refuse a picture in a format that is not drawn.
+
+    Raises:
+        ArgumentError: The ending is not that of a picture.
+    """
+    if path is not None and path.suffix not in _PICTURES:
+        raise ArgumentError(
+            f"a picture cannot be saved as {str(path)!r}", hint="use .png, .svg or .pdf"
+        )
+
+
+def write_json(value: Any) -> None:
+    """Write a result to standard output, for programs."""
+    typer.echo(json.dumps(value))
+
+
+def show(finding: str, *parts: PagePart | str) -> None:
+    """Write a finding to standard output, and tables and lines below it, for people."""
+    blocks = tuple(TextBlock(text=part) if isinstance(part, str) else part for part in parts)
+    section = PageSection(heading="", parts=blocks)
+    print_page(Page(title=finding, finding=finding, sections=(section,)))
+
+
+# An indented line is an example, which stays a line of its own.
+_LINE_BREAK_INSIDE_A_PARAGRAPH = re.compile(r"(?<!\n)\n(?![\n ])")
+
+
+def help_text(command: Callable[..., None]) -> str:
+    """Return a command's help, from its docstring."""
+    return shown_help(inspect.cleandoc(command.__doc__ or ""))
+
+
+def shown_help(docstring: str) -> str:
+    """Return a docstring without the sections for programmers, ready to be wrapped."""
+    text = docstring.partition("\nRaises:")[0].strip()
+    return escape(_LINE_BREAK_INSIDE_A_PARAGRAPH.sub(" ", text))  # [plan] is a table, no style
+
+
+def command_group(
+    name: str,
+    *,
+    help: str,  # noqa: A002 - as typer calls it
+    commands: Mapping[str, Callable[..., None]] = MappingProxyType({}),
+) -> typer.Typer:
+    """Return a group of commands whose help texts are their docstrings."""
+    app = typer.Typer(
+        name=name, help=help, no_args_is_help=True, add_completion=False, rich_markup_mode="rich"
+    )
+    app.callback()(lambda: None)  # keeps a single command a subcommand
+    for word, command in commands.items():
+        app.command(word, help=help_text(command))(command)
+    return app
+
 
 TopologyArgument = Annotated[
     str,

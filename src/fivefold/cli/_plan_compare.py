@@ -1,33 +1,32 @@
-"""``fivefold plan --compare``: one job on several clusters, side by side, with what it costs."""
+"""``fivefold plan --compare`` and ``--check``: one job on several clusters, recipes of a folder."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import io
+import os
 import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from fivefold.cli._arguments import ArgumentError
 from fivefold.cli._later import later
-from fivefold.cli._outputs import write_json
+from fivefold.cli._options import ArgumentError, show, write_json
 from fivefold.errors import InfeasibleError
 from fivefold.units import format_duration_s
 
 with later():
+    from fivefold.report.page import DataTable
     from fivefold.strategy import PlanPrediction, load_cluster, load_job
-    from fivefold.strategy.compare import ClusterOutcome, compare_clusters, tokens_per_s
     from fivefold.strategy.model import ModelSpec
-    from fivefold.strategy.words import degrees_of, overlap_of, settings_of
+    from fivefold.strategy.plan import degrees_of, overlap_of, settings_of
+    from fivefold.strategy.recipes import RecipeVerdict, check_recipes
+    from fivefold.strategy.search import ClusterOutcome, compare_clusters, tokens_per_s
 
 
 _TOKENS_A_PARAMETER = 20  # a usual budget, where none is given
@@ -127,7 +126,7 @@ def _job_and_clusters(names: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def _is_job(path: Path) -> bool:
-    """Whether a file is a job and no cluster: it says a model, or has no file's form yet."""
+    """Return whether a file is a job: it says a model. What cannot be read is none."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
@@ -193,33 +192,26 @@ _ROWS = (
 
 
 def _show(model: ModelSpec, records: Sequence[dict[str, Any]], tokens: float) -> None:
-    console = Console(highlight=False)
-    console.print(f"[bold]{escape(model.name)}[/bold], {tokens / 1e9:,.4g} billion tokens")
-    table = Table()
-    table.add_column("", no_wrap=True)
-    for record in records:
-        table.add_column(escape(record["cluster"]), justify="right", overflow="fold")
-    for label, name, form in _ROWS:
-        if any(name in record for record in records):
-            cells = [_cell(record, name, form) for record in records]
-            table.add_row(label, *(escape(cell) for cell in cells))
-    console.print(table)
+    rows = tuple(
+        (label, *(_cell(record, name, form) for record in records))
+        for label, name, form in _ROWS
+        if any(name in record for record in records)
+    )
+    table = DataTable.of(("", *(record["cluster"] for record in records)), rows)
     best = [record for record in records if "gpu_hours" in record]
     key = "cost" if len({record.get("currency") for record in best}) == 1 else "gpu_hours"
     key = key if key in best[0] else "gpu_hours"
+    lines = []
     if len(best) > 1:
         cheapest = min(best, key=lambda record: record[key])
         soonest = min(best, key=lambda record: record["days"])
-        console.print(
-            f"least {'cost' if key == 'cost' else 'GPU hours'}: {cheapest['cluster']}; "
-            f"soonest: {soonest['cluster']}",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
-    console.print(
+        least = "cost" if key == "cost" else "GPU hours"
+        lines.append(f"least {least}: {cheapest['cluster']}; soonest: {soonest['cluster']}")
+    lines.append(
         "network: change of tokens/s with the links between nodes so fast, planned again; all of "
-        "it predicted, none run",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+        "it predicted, none run"
+    )
+    show(f"{model.name}, {tokens / 1e9:,.4g} billion tokens", table, *lines)
 
 
 def _cell(record: dict[str, Any], name: str, form: str) -> str:
@@ -229,3 +221,83 @@ def _cell(record: dict[str, Any], name: str, form: str) -> str:
         return format_duration_s(record[name])
     text = form.format(record[name])
     return f"{text} {record['currency']}" if name == "cost" else text
+
+
+Form = Literal["text", "json", "csv", "github"]
+_FAILED = ("invalid", "memory")
+
+
+def check(folder: Path, *, cluster: str, form: Form) -> None:
+    """Check the recipes of a folder and show what was found.
+
+    Args:
+        folder: The folder, or one file.
+        cluster: A name or file.
+        form: How it is written; "github" is the form of annotations in GitHub's pages.
+
+    Raises:
+        Exit: A recipe is invalid or does not fit; the exit code is 1.
+    """
+    found = list(check_recipes(folder, load_cluster(cluster)))
+    records = [_verdict_record(one) for one in found]
+    if form == "json":
+        write_json(records)
+    elif form == "csv":
+        write_csv(records)
+    elif form == "github":
+        for one in found:
+            typer.echo(_annotation(one))
+    else:
+        _show_verdicts(found, cluster)
+    if any(one.status in _FAILED for one in found):
+        raise typer.Exit(1)
+
+
+def _verdict_record(one: RecipeVerdict) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "path": str(one.path), "line": one.line, "program": one.program, "status": one.status,
+        "message": one.message, "hint": one.hint, "assumed": ", ".join(one.assumed),
+    }  # fmt: skip
+    if one.prediction is not None and one.model is not None:
+        record |= {"model": one.model.name} | plan_record(one.model, one.prediction)
+    return record
+
+
+def _annotation(one: RecipeVerdict) -> str:
+    kind = {"ok": "notice", "unknown": "warning"}.get(one.status, "error")
+    path = one.path
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    said = one.message + (f"; {one.hint}" if one.hint else "")
+    said += f"; assumed: {', '.join(one.assumed)}" if one.assumed else ""
+    title = f"fivefold plan: {one.status}"
+    where = f"file={_property(os.fspath(path))},line={one.line},title={_property(title)}"
+    return f"::{kind} {where}::{_data(said)}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def _show_verdicts(found: Sequence[RecipeVerdict], cluster: str) -> None:
+    rows = []
+    for one in found:
+        memory = rate = ""
+        if one.prediction is not None and one.model is not None:
+            record = plan_record(one.model, one.prediction)
+            memory = f"{record['memory_gib']:.1f} GiB"
+            rate = f"{record['tokens_per_s_per_gpu']:,.0f}"
+        what = f"{one.program}: {one.message}"
+        what += f"; {one.hint}" if one.hint else ""
+        what += f" (assumed: {', '.join(one.assumed)})" if one.assumed else ""
+        rows.append((str(one.path), one.status, memory, rate, what))
+    names = ("recipe", "status", "memory", "tokens/s/GPU", "what")
+    table = DataTable.of(names, rows, text_columns=(1, 4))
+    counts = {status: sum(one.status == status for one in found) for status in
+              ("ok", *_FAILED, "unknown")}  # fmt: skip
+    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    show(f"recipes on {cluster}: {len(found)}", table, said)

@@ -1,9 +1,10 @@
-"""The page of ``fivefold plan``: the fastest splits of one job, their time and their memory."""
+"""What ``fivefold plan`` shows: the fastest splits of one job, their time and their memory."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fivefold.cli._later import later
 from fivefold.units import format_bytes, format_duration_s
@@ -15,11 +16,24 @@ with later():
         Curve,
         CurveChart,
         DataTable,
+        Folded,
         Page,
+        PagePart,
         PageSection,
+        TextBlock,
     )
-    from fivefold.strategy import Cluster, Job, ParallelPlan, PlanPrediction, PlanSearchResult
-    from fivefold.strategy.words import degrees_of, settings_of
+    from fivefold.strategy import (
+        Cluster,
+        Job,
+        ParallelPlan,
+        PlanPrediction,
+        PlanSearchResult,
+        error_bar,
+    )
+    from fivefold.strategy.calibrate import ErrorBar
+    from fivefold.strategy.model import ModelSpec
+    from fivefold.strategy.plan import DEGREES, degrees_of, overlap_of, settings_of
+    from fivefold.strategy.search import tokens_per_s
 
 
 _MEMORY = (
@@ -44,40 +58,56 @@ PARTS = {
 }  # fmt: skip
 """What the parts of a predicted iteration are called."""
 _GIB = 2**30
+_MOST_REASONS = 8
 _PREDICTED = (
     "Predicted by a cost model; its errors on published measurements are in the guide of planning. "
     "Nothing was run."
 )
 
 
-def split_page(
-    job: Job,
-    cluster: Cluster,
-    best: Sequence[PlanPrediction],
-    *,
-    result: PlanSearchResult | None,
-    command: str,
-) -> Page:
-    """Return the page of a search, or of one plan that was judged.
+@dataclass(frozen=True, kw_only=True)
+class FoundPlans:
+    """The plans of one job on one cluster.
 
-    Args:
+    Attributes:
         job: The job.
         cluster: Where it runs.
-        best: The fastest plans.
+        best: The fastest plans, or the one that the job has.
         result: The search; None where a plan was given.
-        command: How to make it again.
     """
+
+    job: Job
+    cluster: Cluster
+    best: tuple[PlanPrediction, ...]
+    result: PlanSearchResult | None = None
+
+    @property
+    def error_bar(self) -> ErrorBar:
+        """Return how far off the first plan's time may be."""
+        best = self.best[0]
+        return error_bar(self.job.model, self.cluster.device, best.plan, time_s=best.time_s)
+
+
+def split_page(found: FoundPlans, *, command: str = "") -> Page:
+    """Return the page of a search, or of one plan that was judged: for HTML and for a terminal.
+
+    Args:
+        found: The plans.
+        command: How to make it again; empty for none.
+    """
+    job, cluster, best, result = found.job, found.cluster, found.best, found.result
     first = best[0]
-    num_gpus = first.plan.num_gpus
     labels = [f"{number + 1}: {degrees_of(one.plan)}" for number, one in enumerate(best)]
     sections = [
         PageSection(
             heading="Fastest plans" if result else "The plan",
-            how="d data, t tensor, p pipeline, c context, e expert parallelism, b micro-batch. "
-            "MFU counts the model's FLOPs without recomputation.",
-            parts=(_table(best, labels),),
+            how="MFU counts the model's FLOPs without recomputation.",
+            parts=(_table(job.model, best, labels), *map(_text, [*_doubts(found), str(DEGREES)])),
         ),
-        PageSection(heading="Where the time of an iteration goes", parts=(_times(best, labels),)),
+        PageSection(
+            heading="Where the time of an iteration goes",
+            parts=(_times(best, labels), _breakdown(first)),
+        ),
         PageSection(
             heading="What fills the memory of the fullest GPU",
             how=f"Each has {cluster.device.memory_bytes / _GIB:.1f} GiB.",
@@ -86,15 +116,18 @@ def split_page(
         PageSection(
             heading="Settings of the fastest",
             how="Those that are not the default; --output writes all of them.",
-            parts=(_settings(first.plan),),
+            parts=(Folded(title="Settings", part=_settings(first.plan)),),
         ),
     ]
     if result is not None:
-        sections += _search_sections(result)
+        sections += _search_sections(job.model, result)
+    millions = job.model.num_parameters / 1e6
+    size = f"{millions:.1f} M" if millions < 100 else f"{millions / 1e3:.1f} B"
     return Page(
-        title=f"{job.model.name} on {num_gpus} GPUs of {cluster.name}",
-        finding=f"An iteration of {first.plan.global_batch:,} samples takes "
-        f"{format_duration_s(first.time_s)} with {degrees_of(first.plan)} "
+        title=f"{job.model.name} on {first.plan.num_gpus} GPUs of {cluster.name}",
+        finding=f"{job.model.name}, {size} parameters, {first.plan.num_gpus} GPUs of "
+        f"{cluster.name}, batch {first.plan.global_batch:,} x {job.model.seq_len:,} tokens: an "
+        f"iteration takes {format_duration_s(first.time_s)} with {degrees_of(first.plan)} "
         f"({settings_of(first.plan)}).",
         tiles=(
             (format_duration_s(first.time_s), "an iteration", degrees_of(first.plan)),
@@ -113,16 +146,49 @@ def _searched(result: PlanSearchResult) -> tuple[str, str, str]:
     return f"{result.num_plans:,}", "plans searched", more
 
 
-def _table(best: Sequence[PlanPrediction], labels: Sequence[str]) -> DataTable:
+def _text(text: str) -> TextBlock:
+    return TextBlock(text=text)
+
+
+def _doubts(found: FoundPlans) -> list[str]:
+    """Return how far off the first plan may be, and which plans cannot be told apart from it."""
+    bar, first_s = found.error_bar, found.best[0].time_s
+    low_s, high_s = bar.interval_s(first_s)
+    around = f"{low_s:.3g} to {high_s:.3g} s"
+    errors = f"the errors of {bar.count} published ones ({bar.like})"
+    lines = [f"nine of ten runs like the first take {around}, by {errors}"]
+    equal = sum(bar.equal(first_s, one.time_s) for one in found.best)
+    if equal > 1:
+        lines.append(
+            f"the first {equal} cannot be told apart: two plans of one job are compared to within "
+            f"{100 * bar.plan_share:.0f} %"
+        )
+    return lines
+
+
+def _table(model: ModelSpec, best: Sequence[PlanPrediction], labels: Sequence[str]) -> DataTable:
     rows = tuple(
         (
-            label, format_duration_s(one.time_s), f"{100 * one.mfu:.1f} %",
-            f"{one.memory.total_bytes / _GIB:.1f} GiB", settings_of(one.plan),
+            label, format_duration_s(one.time_s),
+            f"{tokens_per_s(model, one) / one.plan.num_gpus:,.0f}", f"{100 * one.mfu:.1f} %",
+            f"{one.memory.total_bytes / _GIB:.1f} GiB", f"{one.plan.num_micro_batches}",
+            settings_of(one.plan), overlap_of(one.plan),
         )
         for label, one in zip(labels, best, strict=True)
     )  # fmt: skip
-    columns = (("split", ""), ("iteration", ""), ("MFU", ""), ("memory", ""), ("how", ""))
-    return DataTable(columns=columns, rows=rows, text_columns=(4,), marked=(0,))
+    names = ("split", "iteration", "tokens/s/GPU", "MFU", "memory", "micro-batches", "how",
+             "beside compute")  # fmt: skip
+    return DataTable.of(names, rows, text_columns=(6, 7), marked=(0,))
+
+
+def _breakdown(found: PlanPrediction) -> DataTable:
+    parts = [(label, getattr(found.time, name)) for name, label in PARTS.items()]
+    rows = tuple(
+        (label, format_duration_s(seconds), f"{100 * seconds / found.time_s:.1f} %")
+        for label, seconds in parts
+        if seconds >= 5e-4 * found.time_s
+    )
+    return DataTable.of(("of the first", "time", "share"), rows)
 
 
 def _times(best: Sequence[PlanPrediction], labels: Sequence[str]) -> BarChart:
@@ -163,30 +229,47 @@ def _settings(plan: ParallelPlan) -> DataTable:
         for field in dataclasses.fields(plan)
         if (value := getattr(plan, field.name)) != field.default
     )
-    return DataTable(columns=(("setting", ""), ("value", "")), rows=rows, text_columns=(1,))
+    return DataTable.of(("setting", "value"), rows, text_columns=(1,))
 
 
-def _search_sections(result: PlanSearchResult) -> list[PageSection]:
+def _search_sections(model: ModelSpec, result: PlanSearchResult) -> list[PageSection]:
+    reasons = sorted(result.ruled_out.items(), key=lambda item: -item[1])
+    rest = sum(count for _, count in reasons[_MOST_REASONS:])
+    every = [(reason, f"{count:,}") for reason, count in reasons]
+    shown = every[:_MOST_REASONS]
+    parts: list[PagePart] = [
+        _text(
+            f"{result.num_plans:,} plans in {result.seconds:.1f} s: {result.num_evaluated:,} "
+            f"evaluated, {result.num_bounded:,} ruled out by bounds"
+        )
+    ]
+    if rest:
+        shown.append((f"for {len(reasons) - _MOST_REASONS} other reasons: --json", f"{rest:,}"))
+        parts.append(Folded(title="All reasons", part=DataTable.of(("reason", "plans"), every)))
+    ruled = PageSection(
+        heading="What was ruled out", parts=(*parts, DataTable.of(("reason", "plans"), shown))
+    )
+    return [_front(model, result), ruled] if result.front else [ruled]
+
+
+def _front(model: ModelSpec, result: PlanSearchResult) -> PageSection:
     shown = (("others", result.front[1:], "#1f83c8"), ("fastest", result.front[:1], "#d55e00"))
-    front = CurveChart(
+    chart = CurveChart(
         key="front",
         x_name="iteration in s",
         y_name="memory in GiB",
         curves=tuple(_points(*one) for one in shown if one[1]),
     )
-    reasons = sorted(result.ruled_out.items(), key=lambda item: -item[1])
-    ruled = DataTable(
-        columns=(("plans", ""), ("reason", "")),
-        rows=tuple((f"{count:,}", reason) for reason, count in reasons),
-        text_columns=(1,),
+    steps: list[PlanPrediction] = []
+    for one in result.front:  # each saves a twentieth of the memory of the one before, or more
+        if not steps or one.memory.total_bytes < 0.95 * steps[-1].memory.total_bytes:
+            steps.append(one)
+    return PageSection(
+        heading="Time against memory",
+        how="Plans that no other beats in both; the fastest is marked. A pointer over one names "
+        "it. The table has those that save a twentieth of the memory or more.",
+        parts=(chart, _table(model, steps, [degrees_of(one.plan) for one in steps])),
     )
-    how = "Plans that no other beats in both; the fastest is marked. A pointer over one names it."
-    sections = []
-    if result.front:
-        sections.append(PageSection(heading="Time against memory", how=how, parts=(front,)))
-    if reasons:
-        sections.append(PageSection(heading="What was ruled out", parts=(ruled,)))
-    return sections
 
 
 def _points(name: str, found: Sequence[PlanPrediction], colour: str) -> Curve:

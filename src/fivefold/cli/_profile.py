@@ -2,33 +2,214 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from fivefold.cli._arguments import bytes_of, seconds_of
 from fivefold.cli._later import later
-from fivefold.cli._options import output_option
-from fivefold.cli._outputs import require_writable, write_json
-from fivefold.cli._profile_file import MeasuredCluster, measure_job
+from fivefold.cli._options import (
+    bytes_of,
+    output_option,
+    require_writable,
+    seconds_of,
+    show,
+    write_json,
+)
+from fivefold.cli._plan_files import model_of, precision_of
 from fivefold.errors import ConfigurationError
-from fivefold.units import format_bytes_per_s, format_duration_s
+from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
 
 with later():
     import torch
 
+    from fivefold.collectives.pricing import fabric_from_topology
     from fivefold.network.profiling import Profile, profile_links
-    from fivefold.runs import rank_process, write_text
-    from fivefold.runs.ranks import close_ranks, open_ranks
-    from fivefold.strategy import load_cluster, named_clusters
-    from fivefold.train.config import load_config
-    from fivefold.train.profile import measure_device
+    from fivefold.report.page import DataTable
+    from fivefold.runs import format_toml, rank_process, write_text
+    from fivefold.runs.ranks import Ranks, close_ranks, open_ranks
+    from fivefold.strategy import Cluster, ParallelPlan, load_cluster, named_clusters
+    from fivefold.strategy.calibrate import calibrated_device, calibrated_fabric
+    from fivefold.strategy.cluster import DeviceSpec, reached_tiers
+    from fivefold.train.config import TrainConfig, load_config
+    from fivefold.train.profile import (
+        DeviceRates,
+        StepTimes,
+        measure_all_reduce,
+        measure_device,
+        measure_steps,
+    )
+
+
+_DEVICE_KEYS = (
+    *("peak_flops", "gemm_efficiency", "attention_efficiency", "memory_efficiency"),
+    *("tile_start_s", "optimizer_bytes_per_parameter"),
+)
+_DEVICE_TEXTS = {
+    "memory": ("memory_bytes", "B"), "memory_bandwidth": ("memory_bandwidth_bytes_per_s", "B/s"),
+    "kernel_gap": ("kernel_gap_s", "s"), "host_kernel": ("host_kernel_s", "s"),
+    "reserved": ("reserved_bytes", "B"), "step_overhead": ("step_overhead_s", "s"),
+}  # fmt: skip
+_BUSY = 0.05  # share of the time without a processor that spoils a measurement
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredJob:
+    """What the trainer's step and its all-reduces took."""
+
+    config: TrainConfig
+    times: StepTimes
+    sizes_bytes: tuple[int, ...]
+    all_reduces_s: tuple[float, ...]
+
+
+def measure_job(config: TrainConfig, ranks: Ranks) -> MeasuredJob:
+    """Time the step of a configuration, and all-reduces of its gradients; a collective call."""
+    times = measure_steps(config, ranks)
+    whole = 4 * times.num_parameters
+    sizes = (max(whole // 4, 4), whole)
+    found = measure_all_reduce(ranks, sizes) if ranks.world_size > 1 else []
+    return MeasuredJob(config=config, times=times, sizes_bytes=sizes, all_reduces_s=tuple(found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCluster:
+    """All that one profile found.
+
+    Args:
+        profile: The links.
+        rates: What plain kernels reach.
+        base: The known cluster whose constants stand where nothing was measured.
+        step: The trainer's step; None where no job was given.
+    """
+
+    profile: Profile
+    rates: DeviceRates
+    base: Cluster
+    step: MeasuredJob | None
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether other programs took processors from the measurement."""
+        return self.step is not None and self.step.times.waited_for_cpu > _BUSY
+
+    def device(self) -> DeviceSpec:
+        """Return the device: measured kernels, then the trainer's step where it was measured."""
+        known = self.base.device
+        is_processor = known.name == "cpu-lab"
+        device = dataclasses.replace(
+            known,
+            memory_bytes=_memory_bytes(self.profile) if is_processor else known.memory_bytes,
+            memory_bandwidth_bytes_per_s=max(
+                self.rates.copy_bytes_per_s, known.memory_bandwidth_bytes_per_s * (not is_processor)
+            ),
+            peak_flops=self.rates.product_flops if is_processor else known.peak_flops,
+        )
+        if self.step is None:
+            return device
+        config, times = self.step.config, self.step.times
+        model = model_of(config, vocab=times.vocab)
+        cluster = dataclasses.replace(self.base, device=device)
+        plan = ParallelPlan(
+            global_batch=config.optim.batch_size * config.optim.accumulation,
+            micro_batch=config.optim.batch_size,
+            dtype=precision_of(config, cluster),
+        )
+        return calibrated_device(
+            cluster, model, plan, model_s=times.model_s, optimizer_s=times.optimizer_s,
+            rest_s=times.rest_s, memory_bytes=times.memory_bytes,
+        )  # fmt: skip
+
+    def cluster(self) -> Cluster:
+        """Return the cluster without what its all-reduces took."""
+        topology = self.profile.to_topology()
+        fabric = reached_tiers(fabric_from_topology(topology), self.base.fabric)
+        return dataclasses.replace(
+            self.base, device=self.device(), fabric=fabric, topology=topology,
+            num_gpus=topology.num_ranks,
+        )  # fmt: skip
+
+    def to_toml(self) -> str:
+        """Return the cluster file."""
+        device = self.device()
+        table = {key: getattr(device, key) for key in _DEVICE_KEYS} | {
+            key: f"{getattr(device, name)!r} {unit}" for key, (name, unit) in _DEVICE_TEXTS.items()
+        }
+        lines = [f'base = "{self.base.name}"', ""]
+        sources = {"peak_flops": "measured: a matrix product, all ranks at once"}
+        text = ""
+        if self.profile.num_ranks > 1:
+            lines.append(self.profile.to_topology().to_toml())
+        else:
+            lines.append("gpus = 1\n")
+        if self.step is not None:
+            what = f"measured: steps of {self.step.config.run.output.name}, all ranks at once"
+            if self.is_busy:
+                what += "; other programs were running"
+            sources |= dict.fromkeys(("peak_flops", "memory_bandwidth", "step_overhead"), what)
+        if self.step is not None and self.step.all_reduces_s:
+            outer = calibrated_fabric(
+                self.cluster(), ranks=self.profile.num_ranks,
+                sizes_bytes=self.step.sizes_bytes, times_s=self.step.all_reduces_s,
+            ).tiers[-1]  # fmt: skip
+            text = (
+                f'\n[[tier]]\nname = "{outer.name}"\nefficiency = {outer.efficiency!r}\n'
+                f'base = "{outer.base_s!r} s"\n'
+            )
+            sources[f"{outer.name}.efficiency"] = "measured: all-reduces of the job's gradients"
+        return "\n".join(lines) + "\n" + format_toml({"device": table, "sources": sources}) + text
+
+    def facts(self) -> dict[str, Any]:
+        """Return what was measured beside the links, as JSON can hold it."""
+        found: dict[str, Any] = {"device": dataclasses.asdict(self.rates)}
+        if self.step is not None:
+            found["step"] = dataclasses.asdict(self.step.times)
+            found["all_reduces"] = dict(
+                zip(map(str, self.step.sizes_bytes), self.step.all_reduces_s, strict=False)
+            )
+        return found
+
+    def lines(self) -> list[str]:
+        """Return what was measured beside the links, for people."""
+        rates = self.rates
+        lines = [""]
+        lines.append(
+            f"a rank, all at work     {rates.product_flops / 1e9:.3g} GFLOP/s in products, "
+            f"{format_bytes(rates.copy_bytes_per_s)}/s in copies"
+        )
+        if self.step is not None:
+            times = self.step.times
+            lines.append(
+                f"a step of the job       passes {format_duration_s(times.model_s)}, optimizer "
+                f"{format_duration_s(times.optimizer_s)}, rest {format_duration_s(times.rest_s)}"
+            )
+            lines += [
+                f"all-reduce of {format_bytes(size):<9} {format_duration_s(time_s)}"
+                for size, time_s in zip(
+                    self.step.sizes_bytes, self.step.all_reduces_s, strict=False
+                )
+            ]
+        if self.is_busy:
+            share = self.step.times.waited_for_cpu if self.step is not None else 0.0
+            lines.append(
+                f"busy: ranks were ready and without a processor for {share:.0%} of the time; end "
+                "other programs, or start fewer ranks than cores, and measure again"
+            )
+        return lines
+
+
+def _memory_bytes(profile: Profile) -> float:
+    """Return a rank's share of this host's memory."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    emulated = "FIVEFOLD_LAB" in os.environ  # all hosts are this one
+    sharing = profile.num_ranks if emulated else profile.hosts.count(profile.hosts[0])
+    return float(whole // sharing)
+
 
 # A part of the device's name, and the known stack that is nearest to the trainer's.
 _BASES = {
@@ -38,48 +219,48 @@ _BASES = {
 _SHOWN_PAIRS = 56  # all pairs of eight ranks
 
 
+_Job = Annotated[
+    Path | None,
+    typer.Option(
+        help="Configuration of fivefold train; its step and all-reduce are timed too.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+_Base = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Known GPU and software, for constants that are not measured.",
+        show_default="by the device",
+    ),
+]
+_Backend = Annotated[
+    str | None, typer.Option(help="gloo or nccl.", show_default="nccl where there are GPUs")
+]
+
+
 def profile_command(  # noqa: PLR0913 - each option is a parameter
     *,
-    output: Annotated[
-        Path | None,
-        output_option("The cluster file (TOML), for --cluster."),
-    ] = None,
-    job: Annotated[
-        Path | None,
-        typer.Option(
-            help="Configuration of fivefold train whose step and all-reduce are timed too.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Known GPU and software that the file begins with.",
-            show_default="by the device",
-        ),
-    ] = None,
+    output: Annotated[Path | None, output_option("The cluster file (TOML), for --cluster.")] = None,
+    job: _Job = None,
+    base: _Base = None,
     sizes: Annotated[
         str, typer.Option(help="Message sizes, separated by commas.")
     ] = "64B,1KiB,16KiB,256KiB,1MiB,4MiB",
     repetitions: Annotated[int, typer.Option(help="Transfers of each size.")] = 5,
-    backend: Annotated[
-        str | None, typer.Option(help="gloo or nccl.", show_default="nccl where there are GPUs")
-    ] = None,
-    contention: Annotated[
-        bool, typer.Option(help="Also measure transfers at the same time.")
-    ] = True,
+    backend: _Backend = None,
+    contention: Annotated[bool, typer.Option(help="Also measure concurrent transfers.")] = True,
     timeout: Annotated[str, typer.Option(help="Longest wait for a peer, such as 2min.")] = "2min",
     as_json: Annotated[
         bool, typer.Option("--json", help="Write all measurements as JSON.")
     ] = False,
 ) -> None:
-    """Measure what joins running ranks and what each can do, as a cluster file for all commands.
+    """Measure the links between running ranks and the speed of each; write a cluster file.
 
     Every rank runs this command: start it with torchrun, or on an emulated cluster. Rank 0 shows
-    the fit and its residuals. What one direction takes is half of a round trip. With --job the
-    trainer's own step is timed on all ranks at once, and predictions for it begin there.
+    the fit and its residuals. One-way times are half of a round trip. With --job the trainer's own
+    step is timed too, on all ranks at once, and predictions are calibrated to it.
 
     Example: fivefold lab run --hosts 2 -- fivefold profile --job train.toml -o measured.toml
 
@@ -133,42 +314,39 @@ def _hand_on(found: MeasuredCluster, output: Path | None, *, as_json: bool) -> N
     if as_json:
         write_json(profile.to_dict() | found.facts())
         return
-    _show(profile)
-    for line in found.lines():
-        typer.echo(line)
+    _show(found)
     if output is not None:
         Console(stderr=True, soft_wrap=True, highlight=False).print(
             f"[bold]profile[/]  written: {escape(str(output))}; every command takes it as --cluster"
         )
 
 
-def _show(profile: Profile) -> None:
-    console = Console(file=sys.stdout, highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("from", "to", "alpha", "bandwidth", "fit error, largest size", "all sizes"):
-        table.add_column(title, justify="left" if title in {"from", "to"} else "right")
+def _show(found: MeasuredCluster) -> None:
+    profile = found.profile
     pairs = [(a, b) for a in range(profile.num_ranks) for b in range(profile.num_ranks) if a != b]
     alphas, rates, residuals = profile.alpha_s, profile.rates_bytes_per_s, profile.residuals
     bounds = profile.usable_rates_bytes_per_s
-    for a, b in pairs[:_SHOWN_PAIRS]:
-        error, worst = residuals[a, b, -1], max(residuals[a, b].tolist(), key=abs)
-        table.add_row(
-            escape(f"rank{a} ({profile.hosts[a]})"),
-            escape(f"rank{b} ({profile.hosts[b]})"),
+    rows = tuple(
+        (
+            f"rank{a} ({profile.hosts[a]})",
+            f"rank{b} ({profile.hosts[b]})",
             format_duration_s(alphas[a, b]),
             ("" if rates[a, b] < float("inf") else "over ") + format_bytes_per_s(bounds[a, b]),
-            f"{100 * error:+.1f} %",
-            f"{100 * worst:+.1f} %",
+            f"{100 * residuals[a, b, -1]:+.1f} %",
+            f"{100 * max(residuals[a, b].tolist(), key=abs):+.1f} %",
         )
-    console.print(table)
-    if len(pairs) > _SHOWN_PAIRS:
-        console.print(f"and {len(pairs) - _SHOWN_PAIRS} more pairs (--json has all)")
-    for line in _contention_lines(profile, format_bytes_per_s):
-        console.print(line, markup=False)
+        for a, b in pairs[:_SHOWN_PAIRS]
+    )
+    names = ("from", "to", "alpha", "bandwidth", "fit error, largest size", "all sizes")
+    parts = [DataTable.of(names, rows, text_columns=(1,))] if rows else []
+    more = len(pairs) - _SHOWN_PAIRS
+    lines = [f"and {more} more pairs (--json has all)"] if more > 0 else []
+    lines += [*_contention_lines(profile), *found.lines()]
+    show(f"links between {profile.num_ranks} ranks", *parts, *lines)
 
 
-def _contention_lines(profile: Profile, text: Any) -> list[str]:
-    found = profile.contention
+def _contention_lines(profile: Profile) -> list[str]:
+    found, text = profile.contention, format_bytes_per_s
     if found is None:
         return []
     out, into = found.out_bytes_per_s, found.in_bytes_per_s

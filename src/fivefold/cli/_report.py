@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli._later import later
-from fivefold.cli._options import output_option
-from fivefold.cli._outputs import require_writable
+from fivefold.cli._options import output_option, require_writable
 
 with later():
     from fivefold.report import (

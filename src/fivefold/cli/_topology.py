@@ -7,17 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli._arguments import topology_of
-from fivefold.cli._help import command_group
 from fivefold.cli._later import later
 from fivefold.cli._options import (
     BandwidthOption,
     JsonOption,
     LatencyOption,
     TopologyArgument,
+    command_group,
     output_option,
+    require_picture,
+    require_writable,
+    topology_of,
+    write_json,
 )
-from fivefold.cli._outputs import require_picture, require_writable, write_json
 from fivefold.errors import DataError, InfeasibleError
 from fivefold.files import read_json
 from fivefold.units import format_bytes_per_s, format_duration_s

@@ -1,16 +1,22 @@
-"""``fivefold train``: one rank, or the start of several."""
+"""``fivefold train``: one rank, or the start of several; ``fivefold elastic``: a lighthouse."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import sys
+import threading
+from types import FrameType
 from typing import Annotated
 
 import typer
 
 from fivefold.cli._later import later
-from fivefold.cli._options import ConfigArgument
+from fivefold.cli._options import ConfigArgument, command_group, seconds_of
 
 with later():
+    from fivefold.optim import start_lighthouse
     from fivefold.runs import rank_process
     from fivefold.train import launch, load_config, train
 
@@ -44,7 +50,7 @@ def train_command(
     On one machine: fivefold train config.toml --nproc 2. Under torchrun or a
     scheduler, which set RANK and WORLD_SIZE, leave --nproc out: the command is one rank.
 
-    How the ranks are kept together is table [sync]: method (none, ddp, local_sgd, slowmo, diloco,
+    Table [sync] says how ranks synchronise: method (none, ddp, local_sgd, slowmo, diloco,
     co2, delay_corrected, overlap_local_sgd, eager_diloco, streaming_diloco, outer_optimizer,
     delayed_gradients), tau (local steps per round, or auto), codec (fp32, bf16, fp16, int8, int4)
     and the method's own keys. A key that the method does not take is an error that says which
@@ -59,3 +65,64 @@ def train_command(
     with rank_process():
         checked = load_config(config, overrides or [])
         train(checked)
+
+
+def lighthouse(
+    *,
+    bind: Annotated[
+        str, typer.Option(help="Address and port to listen on; port 0 takes a free one.")
+    ] = "127.0.0.1:29510",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(help="Host, address or network that may connect; may be repeated."),
+    ] = None,
+    min_workers: Annotated[
+        int, typer.Option(min=1, help="Fewer workers than this wait instead of training.")
+    ] = 2,
+    join_timeout: Annotated[
+        str, typer.Option(help="How long a vote waits for a worker that is alive but slow.")
+    ] = "60s",
+    heartbeat_timeout: Annotated[
+        str, typer.Option(help="A worker that is silent for this long counts as dead.")
+    ] = "5s",
+) -> None:
+    """Run the lighthouse at which elastic workers meet, until Ctrl-C or SIGTERM.
+
+    By default only this machine can reach it. For workers on other machines give an address that
+    they can reach, and who may connect: --bind 0.0.0.0:29510 --allow 10.0.0.0/24. It has no
+    password: whoever may connect can take part in the job, and run code in its workers.
+
+    Give its address to every worker (elastic_transport(lighthouse="host:29510")). It prints its
+    port as one line of JSON on standard output and serves a status page on the same port. It keeps
+    nothing on disk: after a restart the workers find one another within a round.
+
+    Make --join-timeout longer than the slowest worker's lag behind the fastest in a round.
+
+    Raises:
+        FivefoldError: The options are not allowed, torchft is missing, or the port is taken.
+    """
+    server = start_lighthouse(
+        bind,
+        allow=allow or (),
+        min_workers=min_workers,
+        join_timeout_s=seconds_of(join_timeout),
+        heartbeat_timeout_s=seconds_of(heartbeat_timeout),
+    )
+    stop = threading.Event()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    sys.stdout.write(json.dumps({"port": server.port, "min_workers": min_workers}) + "\n")
+    sys.stdout.flush()
+    stop.wait()
+    server.close()
+
+
+elastic_app = command_group(
+    "elastic",
+    help="Training whose workers may leave and join at any time.",
+    commands={"lighthouse": lighthouse},
+)

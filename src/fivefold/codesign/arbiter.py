@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from fivefold.codesign.baselines import job_traffic, routed
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, CoDesigns, DecisionRecord, JobPlan, Layer
-from fivefold.codesign.simulate import edge_route, run_plan
+from fivefold.codesign.simulate import run_plan
+from fivefold.codesign.steps import edge_route
 from fivefold.codesign.trees import aggregated_columns, free_slots, job_trees, spread_trees
 from fivefold.collectives.pricing.phases import tree_links
 from fivefold.errors import ConfigurationError

@@ -6,15 +6,19 @@ cluster graph, none receives another layer's intent or state, and no job knows o
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
-from fivefold.codesign.simulate import iteration_of, phases_of
+from fivefold.codesign.simulate import iteration_of
+from fivefold.codesign.steps import FloatArray, IntArray, PhaseGroup, steps_of
 from fivefold.flows import FlowDemand, JobTraffic, route_flows
-from fivefold.flows.routing import RoutePolicy
+from fivefold.flows.routing import RoutePolicy, Routing
 from fivefold.network.topology import Topology
 
 
@@ -53,27 +57,55 @@ def job_traffic(topology: Topology, job: JobSpec, plan: JobPlan) -> JobTraffic:
 
     In-network aggregation has no paths to choose and are left out.
     """
-    sizes: dict[tuple[int, int], float] = {}
     chosen = job.split_as(plan.split)
     plan = replace(plan, split=0)
     totals: Counter[str] = Counter()
     for task in iteration_of(chosen, plan, lambda _kind, _size: 0.0).communication:
         totals[task.kind] += task.size_bytes
+    joined = [np.zeros((0, 2), np.int64)]
+    sizes = [np.zeros(0)]
     for kind, size_bytes in totals.items():
-        for phases in phases_of(topology, chosen, plan, kind=kind, size_bytes=size_bytes):
-            for phase in phases:
-                if phase.tree is None:
-                    for edge in phase.edges:
-                        sizes[edge] = sizes.get(edge, 0.0) + phase.edge_bytes
+        for groups in steps_of(topology, chosen, plan, kind=kind, size_bytes=size_bytes):
+            edges, bytes_of = _edges_in_order([g for g in groups if g.tree is None])
+            joined.append(edges)
+            sizes.append(bytes_of)
+    every = np.concatenate(joined)
+    keys, firsts, of = np.unique(
+        every[:, 0] * topology.num_ranks + every[:, 1], return_index=True, return_inverse=True
+    )
+    total = np.bincount(of, np.concatenate(sizes), len(keys))
+    order = np.argsort(firsts)
     return JobTraffic(
         job_id=job.job_id,
         compute_s=chosen.compute_s,
-        flows=tuple(FlowDemand(*edge, size) for edge, size in sizes.items()),
+        flows=tuple(
+            FlowDemand(key // topology.num_ranks, key % topology.num_ranks, size)
+            for key, size in zip(keys[order].tolist(), total[order].tolist(), strict=True)
+        ),
         iterations=job.iterations,
         arrival_s=job.arrival_s,
         weight=job.weight,
         work=chosen.compute_s * len(job.ranks),
     )
+
+
+def _edges_in_order(groups: Sequence[PhaseGroup]) -> tuple[IntArray, FloatArray]:
+    """Return the edges of a step with their bytes, process group by process group."""
+    if not groups:
+        return np.zeros((0, 2), np.int64), np.zeros(0)
+    edges = [group.edges.ranks.reshape(-1, 2) for group in groups]
+    lengths = [len(own) for own in edges]
+    each = [np.repeat(g.edges.places, g.edges.ranks.shape[1]) for g in groups]
+    order = np.argsort(np.concatenate(each), kind="stable")
+    sizes = np.repeat([group.edge_bytes for group in groups], lengths)
+    return np.concatenate(edges)[order], sizes[order]
+
+
+@functools.lru_cache(maxsize=16)
+def _routing(
+    topology: Topology, traffic: tuple[JobTraffic, ...], policy: RoutePolicy, seed: int
+) -> Routing:
+    return route_flows(topology, traffic, policy=policy, seed=seed)
 
 
 def routed(
@@ -85,8 +117,8 @@ def routed(
     seed: int = 0,
 ) -> ClusterPlan:
     """Return the plan with paths for all jobs, chosen together."""
-    traffic = [job_traffic(topology, job, plan.jobs[job.job_id]) for job in jobs]
-    routing = route_flows(topology, traffic, policy=policy, seed=seed)
+    traffic = tuple(job_traffic(topology, job, plan.jobs[job.job_id]) for job in jobs)
+    routing = _routing(topology, traffic, policy, seed)
     paths: Mapping[str, dict[tuple[int, int], tuple[int, ...]]] = {
         job.job_id: {
             (flow.source, flow.target): path

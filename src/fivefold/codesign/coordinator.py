@@ -19,10 +19,10 @@ from fivefold.codesign.plans import ClusterPlan, CoDesigns, DecisionRecord, JobP
 from fivefold.codesign.simulate import (
     Outcome,
     alone_quote,
-    job_groups,
     run_plan,
     schedule_iteration,
 )
+from fivefold.codesign.steps import job_groups
 from fivefold.codesign.trees import SwitchState, nearest_roots, spread_trees
 from fivefold.collectives.pricing.phases import host_groups
 from fivefold.network.topology import Topology

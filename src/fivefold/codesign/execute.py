@@ -17,7 +17,8 @@ from typing import Any
 
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
-from fivefold.codesign.simulate import edge_route, planned_order
+from fivefold.codesign.simulate import planned_order
+from fivefold.codesign.steps import edge_route
 from fivefold.collectives.pricing.phases import aggregation_tree, host_groups
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
 from fivefold.files import read_json

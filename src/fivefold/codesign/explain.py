@@ -17,7 +17,7 @@ from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.strategy import Cluster, Job, ParallelPlan, PlanPrediction, SearchSpace, evaluate_plan
 from fivefold.strategy import search_plans as search
-from fivefold.strategy.words import degrees_of, settings_of
+from fivefold.strategy.plan import degrees_of, settings_of
 from fivefold.tasks.schedule import exposed_s
 from fivefold.units import format_bytes
 

@@ -138,10 +138,13 @@ class JobSpec:
                 f"job {self.job_id!r} has no split {number}",
                 hint=f"it has {len(self.splits)}, counted from 0",
             )
-        chosen = self.splits[number]
-        if len(self.splits) == 1:
-            return self
-        return replace(self, ranks=chosen.ranks, layers=chosen.layers, splits=(chosen,))
+        return self if len(self.splits) == 1 else self._alone[number]
+
+    @functools.cached_property
+    def _alone(self) -> tuple[JobSpec, ...]:
+        return tuple(
+            replace(self, ranks=one.ranks, layers=one.layers, splits=(one,)) for one in self.splits
+        )
 
     @property
     def mesh(self) -> Split | None:

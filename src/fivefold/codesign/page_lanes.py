@@ -18,6 +18,7 @@ from fivefold.codesign.simulate import Outcome, SimulatorTask, compile_job
 from fivefold.network.simulation import (
     AggregationRequest,
     Compute,
+    CoupledFlows,
     Flow,
     SimulationResult,
     simulate,
@@ -102,6 +103,9 @@ def _copy(task: SimulatorTask, number: int, before: tuple[Hashable, ...]) -> Sim
         return replace(task, task_id=(number, task.task_id), depends_on=after)
     if isinstance(task, Flow):
         return _copied_flow(task, number, after)
+    if isinstance(task, CoupledFlows):
+        group = None if task.group is None else (number, task.group)
+        return replace(task, flows_id=(number, task.flows_id), depends_on=after, group=group)
     fallback = task.fallback
     if fallback is not None:
         fallback = [_copied_flow(flow, number, ()) for flow in fallback]
@@ -117,6 +121,8 @@ def _copied_flow(flow: Flow, number: int, after: tuple[Hashable, ...]) -> Flow:
 def _name(task: SimulatorTask) -> Hashable:
     if isinstance(task, Compute):
         return task.task_id
+    if isinstance(task, CoupledFlows):
+        return task.flows_id
     return task.request_id if isinstance(task, AggregationRequest) else task.flow_id
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from functools import cached_property
 from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
@@ -65,7 +66,7 @@ class JobPlan:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return _job_plan, (values | {"paths": dict(self.paths)},)
 
-    @property
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """Everything that was decided, hashable."""
         values = (getattr(self, name) for name in self.__dataclass_fields__ if name != "paths")
@@ -95,12 +96,16 @@ class ClusterPlan:
         return isinstance(other, ClusterPlan) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ClusterPlan, (dict(self.jobs),)
 
-    @property
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.key)
+
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """Everything that was decided, hashable."""
         return tuple((name, plan.key) for name, plan in sorted(self.jobs.items()))

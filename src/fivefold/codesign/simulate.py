@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
+from fivefold.codesign.steps import Part, PhaseGroup, Roads, Row, Ways, rows_of, steps_of
 from fivefold.collectives.pricing.fabric import Quote
-from fivefold.collectives.pricing.phases import (
-    Phase,
-    collective_phases,
-    first_path,
-    host_groups,
-    phases_time_s,
-    route_latency_s,
-)
+from fivefold.collectives.pricing.phases import tree_links
 from fivefold.errors import ConfigurationError
 from fivefold.network.simulation import (
     AggregationRequest,
     Compute,
+    CoupledFlows,
     Flow,
     SimulationResult,
     simulate,
@@ -35,89 +27,6 @@ from fivefold.tasks.iteration import mesh_iteration, rotated_iteration
 from fivefold.tasks.schedule import TaskSchedule
 
 _FEWEST_STEPS = 2**10  # of rounding at a job's arrival that it must last, for three digits
-_AGGREGATED_AXES = {"", "data"}  # the empty one stands for all ranks of a job
-
-
-def phases_of(
-    topology: Topology, job: JobSpec, plan: JobPlan, *, kind: str, size_bytes: float
-) -> list[list[Phase]]:
-    """The phases of one collective, one after the other; those of one entry run side by side.
-
-    ``kind`` is that of the collective, of a split job followed by ``" over "`` and the axis.
-    """
-    if size_bytes == 0:
-        return []
-    chosen = job.split_as(plan.split)
-    how = (plan.order, plan.algorithm, plan.root, plan.roots)
-    return _phases(topology, chosen, how, kind, size_bytes)
-
-
-@functools.lru_cache(maxsize=256)  # plans that differ in paths, classes or times only ask the same
-def _phases(
-    topology: Topology, job: JobSpec, how: tuple[Any, ...], kind: str, size_bytes: float
-) -> list[list[Phase]]:
-    order, algorithm, root, roots = how
-    plan = JobPlan(order=order, algorithm=algorithm, root=root, roots=roots, slots=1)
-    collective, _, axis = kind.partition(" over ")
-    if collective in {"send", "return"}:
-        sent = _sent(job, axis, size_bytes, back=collective == "return")
-        return _at_reached_rate(topology, job, sent, exchange=True)
-    if algorithm == "in_network" and axis not in _AGGREGATED_AXES:
-        algorithm = "hierarchical"
-    found: list[list[list[Phase]]] = []
-    trees = 0
-    for group in job_groups(job, plan, axis):
-        local = len((host_groups(topology, group) or [()])[0])
-        chosen: tuple[str, ...] = ()
-        if algorithm == "in_network" and len(group) > 1:
-            chosen = tuple(plan.root_of(trees + place) for place in range(local))
-            trees += local
-        phases = collective_phases(
-            topology, group, collective, size_bytes, algorithm=algorithm, roots=chosen,
-            every_port=job.mesh is not None,
-        )  # fmt: skip
-        found.append(phases)
-    steps = max(map(len, found), default=0)
-    joint = [[phase for own in found if i < len(own) for phase in own[i]] for i in range(steps)]
-    return _at_reached_rate(topology, job, joint, exchange=collective == "all_to_all")
-
-
-def _at_reached_rate(
-    topology: Topology, job: JobSpec, steps: list[list[Phase]], *, exchange: bool
-) -> list[list[Phase]]:
-    """Phases with as many bytes as take the time at the link's rate that they take in truth."""
-    if job.mesh is None:
-        return steps
-    inside, across = (reached[exchange] for reached in job.mesh.reached)
-    if inside == across == 1.0:
-        return steps
-
-    def slowed(phase: Phase) -> Phase:
-        hosts = ((topology.host_of(a), topology.host_of(b)) for a, b in phase.edges)
-        far = phase.tree is not None or any(a is None or a != b for a, b in hosts)
-        return dataclasses.replace(phase, edge_bytes=phase.edge_bytes / (across if far else inside))
-
-    return [[slowed(phase) for phase in phases] for phases in steps]
-
-
-def job_groups(job: JobSpec, plan: JobPlan, axis: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of an axis (empty: all ranks), each in the order of the plan's ring."""
-    if not axis or job.mesh is None:
-        return (plan.order,)
-    place = {rank: number for number, rank in enumerate(plan.order)}
-    groups = job.mesh.groups(axis)
-    return tuple(tuple(sorted(group, key=place.__getitem__)) for group in groups)
-
-
-def _sent(job: JobSpec, axis: str, size_bytes: float, *, back: bool) -> list[list[Phase]]:
-    """Return what every stage sends to the next one, or to the one before."""
-    if job.mesh is None:
-        return []
-    chains = job.mesh.groups(axis)
-    edges = tuple(
-        (b, a) if back else (a, b) for chain in chains for a, b in itertools.pairwise(chain)
-    )
-    return [[Phase(edges, size_bytes, steps=1, coupled=False)]] if edges else []
 
 
 def iteration_of(job: JobSpec, plan: JobPlan, quote: Quote) -> TaskGraph:
@@ -143,7 +52,7 @@ def communication_order(schedule: TaskSchedule) -> list[str]:
     return [span.task_id for span in schedule.spans if span.resource.startswith("network")]
 
 
-SimulatorTask = Flow | Compute | AggregationRequest
+SimulatorTask = Flow | CoupledFlows | Compute | AggregationRequest
 
 
 @dataclass(frozen=True)
@@ -183,14 +92,18 @@ def run_plan(
         >>> run_plan(switch(2, bandwidth="1 GB/s"), [job], plan).completion_s
         {'a': 9.0}
     """
-    tasks: list[SimulatorTask] = []
-    for job in jobs:
-        tasks += compile_job(topology, job, plan.jobs[job.job_id])
+    compilers = [_Compiler(topology, job, plan.jobs[job.job_id]) for job in jobs]
+    parts = {part: roads for one in compilers for part, roads in one.parts().items()}
+    single = [links for one in compilers for links in one.single()]
+    rows, stands = rows_of(parts, topology.capacities_bytes_per_s, single=single)
+    tasks = [task for one in compilers for task in one.tasks(rows)]
     counts: dict[Hashable, int] = {
         job.job_id: job.iterations if iterations is None else min(iterations, job.iterations)
         for job in jobs
     }
     result = simulate(topology, tasks, iterations=counts)
+    books = ("link_bytes", "link_busy_s", "over_capacity_s")
+    result = replace(result, **{name: getattr(result, name)[stands] for name in books})
     completion_s, iteration_s = {}, {}
     for job in jobs:
         begun_s = job.arrival_s + plan.jobs[job.job_id].shift_s
@@ -208,25 +121,26 @@ def run_plan(
 
 
 def compile_job(topology: Topology, job: JobSpec, plan: JobPlan) -> list[SimulatorTask]:
-    """Tasks of one iteration of a job."""
-    return _Compiler(topology, job, plan).tasks()
+    """Return the tasks of one iteration of a job: each phase of each of its groups."""
+    compiler = _Compiler(topology, job, plan)
+    return compiler.tasks(rows_of(compiler.parts(), topology.capacities_bytes_per_s)[0])
 
 
 def alone_quote(topology: Topology, job: JobSpec, plan: JobPlan) -> Quote:
-    """Seconds of the job's collectives with the network to itself: the price that layer 3 quotes.
+    """Return a quote of the job's collectives with the network to themselves, in seconds.
 
     Side-by-side flows of a phase add up on the links that they share; phases follow one another.
     """
     found: dict[tuple[str, float], float] = {}
     job = job.split_as(plan.split)
     plan = replace(plan, split=0)
+    ways = Ways(topology, plan)
 
     def quote(kind: str, size_bytes: float) -> float:
         if (kind, size_bytes) not in found:
-            steps = phases_of(topology, job, plan, kind=kind, size_bytes=size_bytes)
-            route = functools.partial(edge_route, topology, plan)
+            steps = steps_of(topology, job, plan, kind=kind, size_bytes=size_bytes)
             found[kind, size_bytes] = sum(
-                phases_time_s(topology, phases, route=route, slots=plan.slots) for phases in steps
+                ways.step_time_s(groups, slots=plan.slots) for groups in steps
             )
         return found[kind, size_bytes]
 
@@ -239,12 +153,6 @@ def planned_order(topology: Topology, job: JobSpec, plan: JobPlan) -> list[str]:
     return communication_order(schedule_iteration(job, plan, quote))
 
 
-def edge_route(topology: Topology, plan: JobPlan, edge: tuple[int, int]) -> tuple[int, ...]:
-    """Links of an edge: as planned, else the first of the shortest paths."""
-    planned = plan.paths.get(edge)
-    return planned if planned is not None else first_path(topology, *edge)
-
-
 class _Compiler:
     """Turns the tasks of an iteration into those of the simulator."""
 
@@ -252,11 +160,41 @@ class _Compiler:
         job, plan = job.split_as(plan.split), replace(plan, split=0)
         self._topology, self._job, self._plan = topology, job, plan
         self._schedule = schedule_iteration(job, plan, alone_quote(topology, job, plan))
+        self._ways = Ways(topology, plan)
+        self._rows: Mapping[Part, list[Row]] = {}
         self._out: list[SimulatorTask] = []
         self._ends: dict[str, Hashable] = {}  # of each task, what stands for its end
 
-    def tasks(self) -> list[SimulatorTask]:
-        """Return the iteration."""
+    def parts(self) -> dict[Part, Roads]:
+        """Return the links of the job's different phases."""
+        return {
+            self._part(group): self._ways.of(group.edges)
+            for group in self._groups()
+            if group.tree is None
+        }
+
+    def single(self) -> Iterator[tuple[int, ...]]:
+        """Yield the links of aggregation trees and of the rings that stand in for them."""
+        for group in self._groups():
+            if group.tree is not None:
+                yield tree_links(self._topology, group.tree)
+                yield from (self._ways.route(edge) for edge in _stand_in(group)[0])
+
+    def _groups(self) -> Iterator[PhaseGroup]:
+        for task in self._schedule.graph.communication:
+            for groups in self._steps(task):
+                yield from groups
+
+    def _steps(self, task: CommunicationTask) -> list[list[PhaseGroup]]:
+        kind, size_bytes = task.kind, task.size_bytes
+        return steps_of(self._topology, self._job, self._plan, kind=kind, size_bytes=size_bytes)
+
+    def _part(self, group: PhaseGroup) -> Part:
+        return self._job.job_id, group.edges, group.coupled
+
+    def tasks(self, rows: Mapping[Part, list[Row]]) -> list[SimulatorTask]:
+        """Return the iteration, each part of it as the rows that stand for it."""
+        self._rows = rows
         graph = self._schedule.graph
         # A channel takes one communication at a time, in the planned order.
         before: dict[str, str] = {}
@@ -293,21 +231,19 @@ class _Compiler:
         )
 
     def _communicate(self, task: CommunicationTask, after: Sequence[Hashable]) -> None:
-        steps = phases_of(
-            self._topology, self._job, self._plan, kind=task.kind, size_bytes=task.size_bytes
-        )
+        steps = self._steps(task)
         last = len(steps) - 1
         end = self._ends[task.task_id]
         if not steps:
             self._delay(end, 0.0, after)
-        for number, phases in enumerate(steps):
+        for number, groups in enumerate(steps):
             start = (self._job.job_id, task.task_id, number, "start")
             # A flow adds its route's latency once, at its end; the other steps pay it before.
-            self._delay(start, self._waits_s(phases), after)
+            self._delay(start, self._waits_s(groups), after)
             flows = [
                 name
-                for place, phase in enumerate(phases)
-                for name in self._phase(phase, (task.task_id, number, place), start)
+                for place, group in enumerate(groups)
+                for name in self._phases(group, (task.task_id, number, place), start)
             ]
             joint = end if number == last else (self._job.job_id, task.task_id, number, "end")
             self._delay(joint, 0.0, flows)
@@ -324,66 +260,73 @@ class _Compiler:
             )
         )
 
-    def _waits_s(self, phases: Sequence[Phase]) -> float:
-        waits_s = 0.0
-        for phase in phases:
-            if phase.tree is None and phase.steps > 1:
-                for edge in phase.edges:
-                    route = edge_route(self._topology, self._plan, edge)
-                    delay_s = route_latency_s(self._topology, route)
-                    waits_s = max(waits_s, (phase.steps - 1) * delay_s)
-        return waits_s
+    def _waits_s(self, groups: Sequence[PhaseGroup]) -> float:
+        paid = [group for group in groups if group.tree is None and group.steps > 1]
+        waits = ((g.steps - 1) * self._ways.of(g.edges).latencies_s.max(initial=0.0) for g in paid)
+        return float(max(waits, default=0.0))
 
-    def _phase(self, phase: Phase, name: tuple[Hashable, ...], start: Hashable) -> list[Hashable]:
-        if phase.tree is not None:
-            return [self._aggregate(phase, name, start)]
-        flows = self._flows(phase, name, after=(start,))
-        self._out += flows
-        return [flow.flow_id for flow in flows]
+    def _phases(
+        self, group: PhaseGroup, name: tuple[Hashable, ...], start: Hashable
+    ) -> list[Hashable]:
+        if group.tree is not None:
+            return [self._aggregate(group, name, start)]
+        job_id, found = self._job.job_id, []
+        for number, row in enumerate(self._rows[self._part(group)]):
+            found.append((job_id, *name, number))
+            self._out.append(
+                CoupledFlows(
+                    found[-1],
+                    group.edge_bytes,
+                    row.links,
+                    row.latency_s,
+                    depends_on=(start,),
+                    group=(job_id, *name, "phase", row.phase) if group.coupled else None,
+                    priority=self._plan.priority,
+                    job=job_id,
+                )
+            )
+        return list(found)
 
-    def _flows(
-        self, phase: Phase, name: tuple[Hashable, ...], *, after: tuple[Hashable, ...]
-    ) -> list[Flow]:
-        job = self._job
-        group = (job.job_id, *name) if phase.coupled else None
-        ranks = self._topology.ranks
-        return [
+    def _aggregate(
+        self, group: PhaseGroup, name: tuple[Hashable, ...], start: Hashable
+    ) -> Hashable:
+        """Return an in-network aggregation; a ring of the same ranks where slots are short."""
+        assert group.tree is not None, "asked for trees only"
+        ranks, job_id = self._topology.ranks, self._job.job_id
+        edges, edge_bytes = _stand_in(group)
+        request = (job_id, *name, "aggregation")
+        ring = [
             Flow(
-                (job.job_id, *name, edge),
+                (job_id, *name, "fallback", edge),
                 ranks[edge[0]],
                 ranks[edge[1]],
-                phase.edge_bytes,
-                edge_route(self._topology, self._plan, edge),
-                depends_on=after,
-                group=group,
+                edge_bytes,
+                self._ways.route(edge),
+                group=(job_id, *name, "fallback"),
                 priority=self._plan.priority,
-                job=job.job_id,
+                job=job_id,
             )
-            for edge in phase.edges
+            for edge in edges
         ]
-
-    def _aggregate(self, phase: Phase, name: tuple[Hashable, ...], start: Hashable) -> Hashable:
-        """Return an in-network aggregation; a ring of the same ranks where slots are short."""
-        assert phase.tree is not None, "asked for trees only"
-        leaves = [edge[0] for edge in phase.edges]
-        number = len(leaves)
-        ring = Phase(
-            tuple((leaves[i], leaves[(i + 1) % number]) for i in range(number)),
-            2 * phase.edge_bytes * (number - 1) / number,
-            steps=2 * (number - 1),
-        )
-        request = (self._job.job_id, *name, "aggregation")
         self._out.append(
             AggregationRequest(
                 request,
-                dict(phase.tree),
-                [self._topology.ranks[leaf] for leaf in leaves],
-                phase.edge_bytes,
+                dict(group.tree),
+                [ranks[leaf] for leaf in group.edges.ranks[0, :, 0].tolist()],
+                group.edge_bytes,
                 slots=self._plan.slots,
                 depends_on=(start,),
                 priority=self._plan.priority,
-                job=self._job.job_id,
-                fallback=self._flows(ring, (*name, "fallback"), after=()) if number > 1 else None,
+                job=job_id,
+                fallback=ring or None,
             )
         )
         return request
+
+
+def _stand_in(group: PhaseGroup) -> tuple[list[tuple[int, int]], float]:
+    """Return the ring of a tree's leaves: its edges, and the bytes of each."""
+    leaves = group.edges.ranks[0, :, 0].tolist()
+    number = len(leaves)
+    edges = list(itertools.pairwise([*leaves, leaves[0]])) if number > 1 else []
+    return edges, 2 * group.edge_bytes * (number - 1) / number

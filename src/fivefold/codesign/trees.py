@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
-from fivefold.codesign.simulate import job_groups
+from fivefold.codesign.steps import job_groups
 from fivefold.collectives.pricing.phases import (
     Tree,
     aggregation_tree,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field
 
+from fivefold.codesign.arbiter import Progress
 from fivefold.codesign.described import ModelJob, job_from_plan
 from fivefold.codesign.jobs import JobSpec, check_jobs, check_ranks
 from fivefold.errors import ConfigurationError, InfeasibleError
@@ -92,12 +93,16 @@ class _File(Section):
     """the jobs"""
 
 
-def load_jobs(path: Path | str, topology: Topology) -> list[JobSpec]:
+def load_jobs(
+    path: Path | str, topology: Topology, *, progress: Progress | None = None
+) -> list[JobSpec]:
     r"""Read jobs from a TOML file and place those that name no ranks.
 
     Args:
         path: The file; ``docs/guides/codesign.md`` has an example.
         topology: The cluster.
+        progress: Called before each job, which may be searched for plans, with what is done, how
+            many jobs have been read, and how many there are.
 
     Returns:
         The jobs, in the order of the file.
@@ -134,12 +139,15 @@ def load_jobs(path: Path | str, topology: Topology) -> list[JobSpec]:
         seed=found.placement.seed,
         taken=sorted(taken),
     )
-    jobs = [
-        _spec(job, job.ranks or placed[job.id])
-        if job.model is None
-        else _modelled(topology, job, job.ranks or placed[job.id], Path(path))
-        for job in found.jobs
-    ]
+    jobs = []
+    for number, job in enumerate(found.jobs):
+        if progress is not None:
+            progress("jobs read", number, len(found.jobs))
+        ranks = job.ranks or placed[job.id]
+        if job.model is None:
+            jobs.append(_spec(job, ranks))
+        else:
+            jobs.append(_modelled(topology, job, ranks, Path(path)))
     check_jobs(topology, jobs)
     return jobs
 

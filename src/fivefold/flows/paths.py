@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -90,46 +93,127 @@ def equal_cost_paths(
         >>> equal_cost_paths(switch(3), 0, 1)
         ((0, 3),)
     """
+    return tuple(path_choices(topology, source, target, limit=limit, relay=relay))
+
+
+@dataclass(frozen=True)
+class PathChoices(Sequence[tuple[int, ...]]):
+    """The paths of fewest links between two ranks: how all begin, where they differ, how all end.
+
+    Attributes:
+        first: Links that every path begins with.
+        middle: Links of each path between these ends; shared by all ranks behind the same doors.
+        last: Links that every path ends with.
+    """
+
+    first: tuple[int, ...]
+    middle: tuple[tuple[int, ...], ...]
+    last: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.middle)
+
+    def __getitem__(self, place: Any) -> Any:
+        return (*self.first, *self.middle[place], *self.last)
+
+
+def path_choices(
+    topology: Topology, source: int, target: int, *, limit: int = 64, relay: bool = False
+) -> PathChoices:
+    """Find the same paths as ``equal_cost_paths``, without writing each of them out.
+
+    A rank's only way out, say over its NIC to the leaf switch, is the same for all its targets,
+    and what lies between two leaf switches is the same for all ranks below them.
+
+    Args:
+        topology: The graph.
+        source: Rank where they begin.
+        target: Rank where they end.
+        limit: Most paths to return.
+        relay: Whether other ranks may forward where there is no path without them.
+
+    Returns:
+        At least one path.
+
+    Raises:
+        ConfigurationError: A rank does not exist, they are equal, or the limit is not positive.
+        InfeasibleError: There is no path.
+    """
     if source == target or limit < 1:
         raise ConfigurationError(
             f"paths lead from one rank to another, and at least one is asked for; got {source} to "
             f"{target}, limit {limit}"
         )
-    return _paths(topology, (source, target), limit=limit, relay=relay)
-
-
-@functools.lru_cache(maxsize=1 << 16)  # planners ask for the same pairs again and again
-def _paths(
-    topology: Topology, ranks: tuple[int, int], *, limit: int, relay: bool
-) -> tuple[tuple[int, ...], ...]:
-    source, target = ranks
     begin, end = topology.node_of_rank(source), topology.node_of_rank(target)
-    onward = _onward(topology, begin, end)
-    if not onward and relay:
-        return (topology.shortest_route(source, target),)
-    if not onward:
-        raise InfeasibleError(
-            f"there is no path from rank {source} to rank {target} in {topology.name!r}",
-            hint="ranks do not forward here; add a link or a switch between them",
+    host = topology.nodes[begin].host
+    if host is not None and topology.nodes[end].host == host:
+        found = PathChoices((), _inside(topology, begin, end, limit), ())
+    else:
+        out, into = _door(topology, begin, 0), _door(topology, end, 1)
+        if end in out.behind or begin in into.behind or into.node in out.behind:
+            out, into = _Door(begin), _Door(end)
+        found = PathChoices(
+            out.links, _between(topology, out.node, into.node, limit), into.links[::-1]
         )
+    if found:
+        return found
+    if relay:
+        return PathChoices((), (topology.shortest_route(source, target),), ())
+    raise InfeasibleError(
+        f"there is no path from rank {source} to rank {target} in {topology.name!r}",
+        hint="ranks do not forward here; add a link or a switch between them",
+    )
+
+
+class _Door(NamedTuple):
+    """A node that every path from (or to) a rank passes, but for those to nodes behind it."""
+
+    node: int
+    links: tuple[int, ...] = ()  # from the rank to the door; side 1: from the door, last one first
+    behind: frozenset[int] = frozenset()
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def _door(topology: Topology, node: int, side: int) -> _Door:
+    """Follow a rank's links as long as there is only one way on."""
+    links: list[int] = []
+    behind: set[int] = set()
+    while True:
+        on, to_ranks = _steps(topology, node, side)
+        near, further = {node, *to_ranks}, []
+        for link, other in on:
+            beyond, its_ranks = _steps(topology, other, side)
+            if all(after == node for _, after in beyond):  # from here only back, or to its ranks
+                near |= {other, *its_ranks}
+            elif other not in behind:
+                further.append((link, other))
+        if len(further) != 1:
+            return _Door(node, tuple(links), frozenset(behind))
+        behind |= near
+        ((link, node),) = further
+        links.append(link)
+
+
+@functools.lru_cache(maxsize=1 << 17)  # planners ask for the same doors again and again
+def _between(topology: Topology, begin: int, end: int, limit: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shortest paths from one node to another, in the order of their link numbers."""
+    if begin == end:
+        return ((),)
+    onward = _onward(topology, begin, end)
     found: list[tuple[int, ...]] = []
-    stack: list[tuple[int, tuple[int, ...]]] = [(begin, ())]
+    stack: list[tuple[int, tuple[int, ...]]] = [(begin, ())] if onward else []
     while stack and len(found) < limit:
         node, path = stack.pop()
         if node == end:
             found.append(path)
             continue
         stack.extend((further, (*path, link)) for link, further in reversed(onward[node]))
-    return _inside(topology, (begin, end), tuple(found))
+    return tuple(found)
 
 
-def _inside(
-    topology: Topology, ends: tuple[int, int], paths: tuple[tuple[int, ...], ...]
-) -> tuple[tuple[int, ...], ...]:
-    """Only the paths that stay in the host of both ends, where there are such."""
-    host = topology.nodes[ends[0]].host
-    if host is None or topology.nodes[ends[1]].host != host:
-        return paths
+def _inside(topology: Topology, begin: int, end: int, limit: int) -> tuple[tuple[int, ...], ...]:
+    """Return only the paths that stay in the host of both ends, where there are such."""
+    paths, host = _between(topology, begin, end, limit), topology.nodes[begin].host
     kept = [
         path
         for path in paths

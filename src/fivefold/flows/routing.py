@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, require_one_of
-from fivefold.flows.paths import equal_cost_paths
+from fivefold.flows.paths import PathChoices, path_choices
 from fivefold.network.topology import Topology
 
 RoutePolicy = Literal["hash", "least_loaded", "intensity"]
@@ -161,14 +161,14 @@ class _Choices:
 
     def __init__(self, topology: Topology, limit: int) -> None:
         self._topology, self._limit = topology, limit
-        self._found: dict[tuple[int, int], tuple[Path, ...]] = {}
+        self._found: dict[tuple[int, int], PathChoices] = {}
+        # What lies between two doors, as an array, by the tuple's identity.
+        self._middles: dict[int, tuple[object, npt.NDArray[np.int64]]] = {}
 
-    def of(self, source: int, target: int) -> tuple[Path, ...]:
+    def of(self, source: int, target: int) -> PathChoices:
         pair = source, target
         if pair not in self._found:
-            self._found[pair] = equal_cost_paths(
-                self._topology, *pair, limit=self._limit, relay=True
-            )
+            self._found[pair] = path_choices(self._topology, *pair, limit=self._limit, relay=True)
         return self._found[pair]
 
     def least_loaded(self, flow: FlowDemand, preferred: Path, busy_s: FloatArray) -> Path:
@@ -179,16 +179,32 @@ class _Choices:
         paths = self.of(flow.source, flow.target)
         if len(paths) == 1:
             return preferred
-        links = np.array(paths)  # shortest ones: all of them as long
+        links = self._links(paths)
         after = busy_s[links] + flow.size_bytes / self._topology.capacities_bytes_per_s[links]
-        fullest, total, at = after.max(axis=1), after.sum(axis=1), paths.index(preferred)
+        fullest, total = after.max(axis=1), after.sum(axis=1)
+        begun, ended = len(paths.first), len(preferred) - len(paths.last)
+        at = paths.middle.index(preferred[begun:ended])
         turned = (np.arange(len(paths)) - at) % len(paths)
-        return paths[int(np.lexsort((turned, total, fullest))[0])]
+        chosen: Path = paths[int(np.lexsort((turned, total, fullest))[0])]
+        return chosen
+
+    def _links(self, paths: PathChoices) -> npt.NDArray[np.int64]:
+        """Return the links of each path: all are as long."""
+        known = self._middles.get(id(paths.middle))
+        if known is None:
+            known = self._middles[id(paths.middle)] = paths.middle, np.array(paths.middle)
+        middle, begun = known[1], len(paths.first)
+        links = np.empty((len(middle), begun + middle.shape[1] + len(paths.last)), np.int64)
+        links[:, :begun] = paths.first
+        links[:, begun : begun + middle.shape[1]] = middle
+        links[:, begun + middle.shape[1] :] = paths.last
+        return links
 
 
-def _hashed(paths: tuple[Path, ...], key: tuple[object, ...]) -> Path:
+def _hashed(paths: PathChoices, key: tuple[object, ...]) -> Path:
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return paths[int.from_bytes(digest, "big") % len(paths)]
+    chosen: Path = paths[int.from_bytes(digest, "big") % len(paths)]
+    return chosen
 
 
 def _least_loaded(

@@ -297,6 +297,7 @@ class _TopologyPlan:
         self.next_hops: dict[tuple[int, str], int] = {}
 
     def node_steps(self, node: int) -> list[Step]:
+        """Return the steps that make a node and set it up."""
         name, rank = self.names[node], int(self.topology.rank_of_node[node])
         steps = [
             Step(name, ("sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}"))
@@ -314,6 +315,7 @@ class _TopologyPlan:
         return steps
 
     def link_steps(self, number: int, pair: tuple[int, int], rates: list[float]) -> list[Step]:
+        """Return the steps that join two nodes and shape what each sends."""
         low, high = self.names[pair[0]], self.names[pair[1]]
         device = f"link{number}"
         steps = [Step.of(low, f"ip link add {device} type veth peer name {device} netns @{high}")]

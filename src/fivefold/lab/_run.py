@@ -87,7 +87,7 @@ class LabResult:
 
     @property
     def exit_code(self) -> int:
-        """What a shell would show: 0, 124 after the time limit, else the first failing rank's."""
+        """Return the shell's code: 0, 124 after the time limit, else the first failing rank's."""
         if self.timed_out:
             return _TIMEOUT_EXIT
         if self.first_failed_rank is None:

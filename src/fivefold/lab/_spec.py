@@ -122,7 +122,7 @@ class LabSpec:
         if self.topology is not None:
             self._check_topology()
         elif self.routes:
-            message = "routes are those of a topology, and there is none"
+            message = "routes need a topology, which was not given"
             raise ConfigurationError(message, hint="use LabSpec.of_topology")
         self._check_aggregators()
 
@@ -246,22 +246,22 @@ class LabSpec:
 
     @property
     def rate_bytes_per_s(self) -> float | None:
-        """Rate of the links without their own rate, in bytes per second; None is unlimited."""
+        """Return the rate of links without their own, in bytes per second; None is unlimited."""
         return None if self.rate is None else parse_bytes_per_s(self.rate)
 
     @property
     def delay_s(self) -> float:
-        """One-way delay in seconds."""
+        """Return the one-way delay in seconds."""
         return parse_duration_s(self.delay)
 
     @property
     def jitter_s(self) -> float:
-        """Half the width of the delay's distribution in seconds."""
+        """Return half the width of the delay's distribution in seconds."""
         return parse_duration_s(self.jitter)
 
     @property
     def queue_s(self) -> float:
-        """Longest wait in a link's queue in seconds."""
+        """Return the longest wait in a link's queue in seconds."""
         return parse_duration_s(self.queue)
 
     @property
@@ -387,7 +387,7 @@ def _check_route(topology: Topology, pair: tuple[int, int], links: Sequence[int]
     wrong = f"the route from host {source} to host {target}"
     if source not in known or target not in known or source == target:
         raise ConfigurationError(
-            f"{wrong} is none", hint=f"name two of the hosts 0 to {topology.num_ranks - 1}"
+            f"{wrong} does not exist", hint=f"name two of the hosts 0 to {topology.num_ranks - 1}"
         )
     node = int(topology.node_of_rank(source))
     for link in links:

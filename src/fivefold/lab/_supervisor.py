@@ -77,7 +77,7 @@ class Ending:
 
     @property
     def next_s(self) -> float | None:
-        """When :meth:`due` has to be asked next, if nothing happens before; None is never."""
+        """Return when :meth:`due` has to be asked next, if nothing happens before; None: never."""
         times = (self._timeout_at_s, self._terminate_at_s, self._kill_at_s)
         return min((at_s for at_s in times if at_s is not None), default=None)
 

@@ -78,7 +78,7 @@ class Capabilities:
 
     @property
     def shaping(self) -> str:
-        """``"none"``, ``"rate"`` or ``"rate, delay, jitter, loss"``."""
+        """Return ``"none"``, ``"rate"`` or ``"rate, delay, jitter, loss"``."""
         works = {item.name for item in self.items if item.works}
         if works >= {"namespaces", "tun"} or works >= {
             "namespaces",

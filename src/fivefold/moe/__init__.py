@@ -8,10 +8,9 @@ that reach each other's memory. All that users need stands here; behind it are `
 
 from fivefold.moe.checkpoints import convert_checkpoint, export_checkpoint, open_checkpoint
 from fivefold.moe.kernels.workspace import Workspace
-from fivefold.moe.operator._operator import fused_moe
 from fivefold.moe.operator._transformers import register_transformers_backend
 from fivefold.moe.operator.activations import ACTIVATIONS
-from fivefold.moe.operator.backend import backends
+from fivefold.moe.operator.fused import backends, fused_moe
 from fivefold.moe.operator.layer import MoE, MoEConfig
 from fivefold.moe.parallel._config import OneSidedConfig
 from fivefold.moe.parallel._heaps import SharedMemoryHeap, TorchSymmetricHeap, VirtualHeap

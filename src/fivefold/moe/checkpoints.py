@@ -39,6 +39,7 @@ class _Layout:
 
     @property
     def stacked(self) -> bool:
+        """Return whether all experts are in one tensor."""
         return "{}" not in self.gate
 
 
@@ -160,7 +161,7 @@ class _Read(dict[str, torch.Tensor]):
         return tensor
 
     def left(self, prefix: str) -> list[str]:
-        """Names of the layer that nobody asked for."""
+        """Return the names of the layer that nobody asked for."""
         return [n for n in self._state if n.startswith(prefix) and n not in self.used]
 
 
@@ -285,7 +286,7 @@ def _joined(halves: list[torch.Tensor]) -> torch.Tensor:
 
 
 def open_checkpoint(path: str | Path) -> Mapping[str, torch.Tensor]:
-    """A model's safetensors files as a state dictionary that reads a tensor when it is asked for.
+    """Open a model's safetensors files as a state dictionary that reads tensors when asked for.
 
     So ``convert_checkpoint`` takes a layer out of a model that does not fit the memory.
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fivefold.report._styles import COLOURS
+from fivefold.report.format import COLOURS
 from fivefold.report.page import (
     Curve,
     CurveChart,
@@ -250,7 +250,7 @@ def curve_data(chart: CurveChart) -> dict[str, Any]:
 
 
 def _look(curve: Curve, place: int) -> dict[str, str]:
-    """Colour and dash: its own, or by its place, so that no two curves look the same."""
+    """Return colour and dash: its own, or by its place, so that no two curves look the same."""
     if curve.colour:
         return {"colour": curve.colour, "dash": curve.dash}
     dash = curve.dash or _DASHES[place // len(COLOURS) % len(_DASHES)]

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fivefold.report._graph_records import DataCounts, GraphRun
-from fivefold.report._styles import COLOURS, MARKERS, ORANGE, thinned
+from fivefold.report._records import DataCounts, GraphRun
 from fivefold.report.format import (
+    COLOURS,
+    MARKERS,
+    ORANGE,
     UNKNOWN,
     Writer,
     command_texts,
@@ -23,6 +25,7 @@ from fivefold.report.format import (
     format_seconds,
     run_notes,
     seconds_bar,
+    thinned,
 )
 from fivefold.report.page import (
     BarChart,
@@ -355,7 +358,7 @@ def _stage_bars(summaries: Sequence[GraphSummary]) -> BarChart:
 
 
 def _pipeline(summaries: Sequence[GraphSummary]) -> BarChart:
-    """One bar per background stage, to the scale of its run's training time."""
+    """Return one bar per background stage, to the scale of its run's training time."""
     rows = []
     for run in summaries:
         longest = max([*run.pipeline.values(), run.wall_s], default=0.0)
@@ -399,7 +402,7 @@ def _levels(summaries: Sequence[GraphSummary]) -> Kinds:
 
 
 def _disk_table(summaries: Sequence[GraphSummary]) -> DataTable:
-    """Per packed run: hits by level, bytes read and predicted, requests, their mean size."""
+    """Return per packed run: hits by level, bytes read and predicted, requests, their mean size."""
     levels = _levels(summaries)
     rows = []
     for run in summaries:

@@ -10,8 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fivefold.report._records import MixturePoint, Run
-from fivefold.report._styles import MARKERS, run_colours
-from fivefold.report.format import figure_table, format_bytes_or_dash, format_percent
+from fivefold.report.format import (
+    MARKERS,
+    figure_table,
+    format_bytes_or_dash,
+    format_percent,
+    run_colours,
+)
 from fivefold.report.page import Curve, CurveChart, DataTable, PagePart, PageSection
 
 _MOST_EXPERTS = 64  # more columns do not fit a page
@@ -34,17 +39,17 @@ class MixtureSummary:
     sent_bytes_per_step: float
 
     def record(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def summarise_mixtures(runs: Iterable[Run]) -> list[MixtureSummary]:
-    """Figures of the runs that have mixtures, in their order."""
+    """Return the figures of the runs that have mixtures, in their order."""
     return [_summary(run.label, run.metrics.mixtures) for run in runs if run.metrics.mixtures]
 
 
 def imbalance(load: Sequence[int]) -> float:
-    """Largest load over the mean one: 1 where even; 1 also where there is none."""
+    """Return the largest load over the mean one: 1 where even; 1 also where there is none."""
     total = sum(load)
     return max(load) * len(load) / total if total else 1.0
 
@@ -132,7 +137,7 @@ def mixture_section(runs: Sequence[Run]) -> PageSection | None:
 
 
 def _map(run: MixtureSummary) -> DataTable:
-    """Loads over the run in units of the even one; the shade is full at twice the even load."""
+    """Return the loads over the run in units of the even one; the shade is full at twice that."""
     shown = min(run.experts, _MOST_EXPERTS)
     loads = [[share * run.experts for share in shares[:shown]] for shares in run.load]
     rest = run.experts - shown

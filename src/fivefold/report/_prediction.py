@@ -139,7 +139,7 @@ def _findings(
     run: Run, said: dict[str, Any], parts: dict[str, PredictedPart], process: dict[str, Any]
 ) -> list[str]:
     if run.manifest.world_size != said["ranks"]:
-        ran = f"{run.manifest.world_size} ran: the two columns are of different things."
+        ran = f"{run.manifest.world_size} ran: the two columns cannot be compared."
         return [f"The plan was for {said['ranks']} ranks and {ran}"]
     step = parts["step"]
     if step.measured is None:

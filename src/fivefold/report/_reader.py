@@ -20,7 +20,9 @@ from pydantic import BaseModel, ValidationError
 
 from fivefold import files
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.report._graph_records import (
+from fivefold.report._records import (
+    SCHEMA_VERSION,
+    EndPoint,
     EpochPoint,
     GraphEnd,
     GraphManifest,
@@ -28,15 +30,11 @@ from fivefold.report._graph_records import (
     GraphRun,
     GraphTrainPoint,
     GraphValidationPoint,
-    PreparePoint,
-)
-from fivefold.report._records import (
-    SCHEMA_VERSION,
-    EndPoint,
     LinkBytes,
     Manifest,
     Metrics,
     MixturePoint,
+    PreparePoint,
     RankTrace,
     Run,
     RunResult,
@@ -46,7 +44,7 @@ from fivefold.report._records import (
     TrainPoint,
     ValidationPoint,
 )
-from fivefold.report._styles import METHOD_COLOURS
+from fivefold.report.format import METHOD_COLOURS
 
 _MANIFEST = "manifest.json"
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
@@ -139,7 +137,7 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
     ranks = _read_ranks(path / "ranks", world_size=manifest.world_size, notes=notes)
     result = _read_versioned(path / "result.json", RunResult)
     if result is not None and result.steps < _last_step(metrics):
-        notes.append(f"result.json is of step {result.steps}; the run went on and it is not used")
+        notes.append(f"result.json is from step {result.steps}; the run went on, so it is not used")
         result = None
     notes += _ending(metrics.end, result)
     return Run(
@@ -194,7 +192,7 @@ def _read_graph_run(path: Path, name: str) -> GraphRun:
     ends, result = found["end"], _read_versioned(path / "result.json", GraphResult)
     end = ends[-1] if ends else None
     if result is not None and (end is None or end.step != result.steps):
-        notes.append("result.json is of an earlier end; the run went on and it is not used")
+        notes.append("result.json is from an earlier end; the run went on, so it is not used")
         result = None
     if end is None:
         notes.append("no end: the run is still going on, or it was killed")
@@ -284,7 +282,7 @@ def _ending(end: EndPoint | None, result: RunResult | None) -> list[str]:
 
 
 def _page_of(folder: Path, names: set[str]) -> str | None:
-    """How to get a page of what other commands wrote; None where it is not known what it is."""
+    """Return how to get a page of what other commands wrote; None where it is not known."""
     plan = "the page of its plan"
     if names & {"mesh.json", "megatron_flags.txt", "fivefold_train.toml"}:
         return _elsewhere("fivefold plan JOB ...", "the page of its plans")

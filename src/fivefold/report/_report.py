@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.report._graph_records import GraphRun
 from fivefold.report._graphs import GraphSummary, graph_headline, summarise_graph_runs
 from fivefold.report._mixtures import summarise_mixtures
 from fivefold.report._prediction import predicted_runs
 from fivefold.report._reader import find_runs, is_graph_run, read_graph_runs, read_runs
-from fivefold.report._records import Run
+from fivefold.report._records import GraphRun, Run
 from fivefold.report.summary import RunSummary, caveats, headline, summarise
 
 

@@ -170,7 +170,7 @@ def round_points(trace: RankTrace) -> list[RoundPoint]:
 
 
 def _step_starts(spans: Sequence[Span]) -> list[float]:
-    """When each step began. A step may be in pieces; a resumed run may do one twice."""
+    """Return when each step began. A step may be in pieces; a resumed run may do one twice."""
     starts = []
     name = None
     for span in spans:
@@ -181,7 +181,7 @@ def _step_starts(spans: Sequence[Span]) -> list[float]:
 
 
 def _waited_s(messages: Sequence[Span], spans: Sequence[Span]) -> list[float]:
-    """Seconds waited for each message: a wait has its message's name and ends after its launch."""
+    """Return the seconds waited for each message: a wait has its message's name and ends later."""
     last: dict[str, int] = {}  # name -> number of the last message of that name launched by now
     waited = [0.0] * len(messages)
     waits = [span for span in spans if span.lane == "wait"]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.report.page import BarChart, DataTable, Page, PagePart, TextBlock
+from fivefold.report.page import BarChart, DataTable, Page, TextBlock
 
 _LOOKS = {  # letter and colour of each kind
     "compute": ("C", "blue"),
@@ -30,6 +30,10 @@ _LOOKS = {  # letter and colour of each kind
     "memory": ("M", "cyan"),
     "file": ("f", "red"),
 }
+# Of kinds that are colours and no more, in their order.
+_OTHER_LOOKS = tuple(
+    zip("123456789", ("cyan", "green", "magenta", "yellow", "red", "blue") * 2, strict=False)
+)
 _BAR_WIDTH = 60
 _PLAIN_WIDTH = 160  # a file has no width; wrapping would break the columns
 
@@ -54,18 +58,19 @@ def print_page(page: Page, *, file: TextIO | None = None) -> None:
     for caveat in page.caveats:
         console.print(Text(f"! {caveat}", style="yellow"))
     for section in page.sections:
+        parts = [
+            part for part in section.parts if isinstance(part, DataTable | BarChart | TextBlock)
+        ]
+        if not parts:
+            continue
         console.print(f"\n{section.heading}" if section.heading else "", markup=False)
-        for part in section.parts:
-            _print_part(console, part)
-
-
-def _print_part(console: Console, part: PagePart) -> None:
-    if isinstance(part, DataTable):
-        console.print(_table(part, boxed=console.is_terminal))
-    elif isinstance(part, BarChart):
-        _print_bars(console, part)
-    elif isinstance(part, TextBlock):
-        console.print(Text(part.text))
+        for part in parts:
+            if isinstance(part, DataTable):
+                console.print(_table(part, boxed=console.is_terminal))
+            elif isinstance(part, BarChart):
+                _print_bars(console, part)
+            else:
+                console.print(Text(part.text))
 
 
 def _table(data: DataTable, *, boxed: bool) -> Table:
@@ -83,6 +88,8 @@ def _table(data: DataTable, *, boxed: bool) -> Table:
 
 def _print_bars(console: Console, chart: BarChart) -> None:
     letters = not console.is_terminal
+    unknown = [kind for kind, _ in chart.kinds if kind not in _LOOKS]
+    looks = _LOOKS | dict(zip(unknown, _OTHER_LOOKS, strict=False))
     longest = max((row.length for row in chart.rows), default=0.0)
     table = _grid(boxed=False, named=False)
     for justify in ("left", "left", "right"):
@@ -93,7 +100,7 @@ def _print_bars(console: Console, chart: BarChart) -> None:
         for kind, length, _ in row.segments:
             done += length
             end = round(_BAR_WIDTH * done / longest)  # cumulative: the bar's length stays right
-            letter, style = _LOOKS.get(kind, ("?", "white"))
+            letter, style = looks.get(kind, ("?", "white"))
             bar.append((letter if letters else "█") * max(0, end - drawn), style=style)
             drawn = max(drawn, end)
         table.add_row(Text(row.label), bar, Text(row.total))
@@ -102,7 +109,7 @@ def _print_bars(console: Console, chart: BarChart) -> None:
     used = {kind for row in chart.rows for kind, length, _ in row.segments if length > 0}
     for kind, name in chart.kinds:
         if kind in used:
-            letter, style = _LOOKS.get(kind, ("?", "white"))
+            letter, style = looks.get(kind, ("?", "white"))
             legend.append(f"{letter if letters else '█'} ", style=style).append(f"{name}   ")
     legend.rstrip()
     console.print(legend)

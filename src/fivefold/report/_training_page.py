@@ -6,13 +6,12 @@ import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
 
-from fivefold.report._curves import loss_charts, round_charts
 from fivefold.report._graphs import graph_sections, graph_text_sections
 from fivefold.report._mixtures import mixture_section, mixture_table, summarise_mixtures
 from fivefold.report._prediction import predicted_runs, prediction_section
 from fivefold.report._records import Run
 from fivefold.report._report import Report, configuration_differences
-from fivefold.report._run_timelines import timeline_section
+from fivefold.report._run_charts import loss_charts, round_charts, timeline_section
 from fivefold.report.format import (
     CATEGORY_NAMES,
     UNKNOWN,
@@ -104,7 +103,7 @@ def _tiles(summaries: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
 
 
 def _to_ddp(run: RunSummary) -> str:
-    """When a run reached DDP's final loss, or that it did not."""
+    """Return when a run reached DDP's final loss, or that it did not."""
     if run.time_to_ddp_s is not None:
         return format_seconds(run.time_to_ddp_s)
     compared = run.speed_ratio_to_ddp is not None and run.method != "none"
@@ -195,11 +194,11 @@ def _text_sections(report: Report) -> list[PageSection]:
         sections.append(PageSection(heading="Where each second of rank 0 went", parts=(seconds,)))
     waits = tuple((run.label, format_waits(run.waits)) for run in summaries if run.waits)
     if waits:
-        table = DataTable(columns=(("", ""), ("", "")), rows=waits, text_columns=(1,))
+        table = DataTable.of(("", ""), waits, text_columns=(1,))
         sections.append(PageSection(heading="What rank 0 waited for", parts=(table,)))
     measured = tuple(_overlap_row(run) for run in summaries if run.overlap)
     if measured:
-        table = DataTable(columns=(("", ""),) * 3, rows=measured, text_columns=(2,))
+        table = DataTable.of(("",) * 3, measured, text_columns=(2,))
         heading = "Hidden of the time in flight, measured on each rank"
         sections.append(PageSection(heading=heading, parts=(table,)))
     predicted = prediction_section(predicted_runs(report.runs, summaries))
@@ -324,7 +323,7 @@ def _seconds(summaries: Sequence[RunSummary]) -> PageSection:
 
 
 def _time_bars(summaries: Sequence[RunSummary], *, count_steps: bool) -> BarChart:
-    """Rank 0's seconds over the whole run, in stacked bars to one scale."""
+    """Return rank 0's seconds over the whole run, in stacked bars to one scale."""
     recorded = [(run, run.seconds) for run in summaries if run.seconds is not None]
     steps_differ = count_steps and len({run.steps for run, _ in recorded}) > 1
     return BarChart(
@@ -358,7 +357,7 @@ def _step_bars(summaries: Sequence[RunSummary]) -> BarChart:
 
 
 def _overlap_bars(summaries: Sequence[RunSummary]) -> BarChart:
-    """Per run and rank what training did while messages were in flight, each bar the whole."""
+    """Return per run and rank what training did with messages in flight, each bar the whole."""
     rows = []
     for run in summaries:
         for rank in run.overlap[:_MOST_RANKS]:
@@ -369,7 +368,7 @@ def _overlap_bars(summaries: Sequence[RunSummary]) -> BarChart:
 
 
 def _link_bars(summaries: Sequence[RunSummary]) -> BarChart:
-    """Per run the payload, what had to travel for it and what the interface counted."""
+    """Return per run the payload, what had to travel for it and what the interface counted."""
     rows = []
     for run in summaries:
         if not run.payload_bytes_per_step:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,11 @@ class DataTable:
     badges: tuple[tuple[int, str], ...] = ()
     shades: tuple[tuple[float, ...], ...] = ()
     explained: bool = False
+
+    @classmethod
+    def of(cls, names: Sequence[str], rows: Iterable[tuple[str, ...]], **looks: Any) -> DataTable:
+        """Return a table whose columns have names and no meanings to explain."""
+        return cls(columns=tuple((name, "") for name in names), rows=tuple(rows), **looks)
 
     def __post_init__(self) -> None:
         for row in self.rows:

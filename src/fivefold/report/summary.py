@@ -104,7 +104,7 @@ class RunSummary(BaseModel):
 
     @property
     def exposed_fraction(self) -> float | None:
-        """Share of the wall time in which training stood still, for whatever message."""
+        """Return the share of the wall time in which training stood still, for whatever message."""
         waited_s = self.exposed_wait_s
         if self.seconds is not None:
             waited_s = self.seconds["exposed_communication"]
@@ -118,7 +118,7 @@ def summarise(runs: Sequence[Run]) -> list[RunSummary]:
 
 
 def validation_curve(run: Run) -> list[tuple[float, float]]:
-    """Wall seconds and bits per byte of each finite validation, the final one included."""
+    """Return wall seconds and bits per byte of each finite validation, the final one included."""
     points = [(point.wall_s, point.bits_per_byte) for point in run.metrics.validation]
     last_step = run.metrics.validation[-1].step if run.metrics.validation else -1
     result = run.result
@@ -135,7 +135,7 @@ def final_bits_per_byte(run: Run) -> float | None:
 
 
 def time_to_value(points: Sequence[tuple[float, float]], target: float) -> float | None:
-    """When a falling curve first reaches a value, by linear interpolation between its points."""
+    """Return when a falling curve first reaches a value, by linear interpolation."""
     if points and points[0][1] <= target:
         return points[0][0]
     for (start_s, high), (end_s, low) in pairwise(points):
@@ -200,7 +200,7 @@ def _summarise_one(run: Run) -> RunSummary:
 
 
 def _progress(run: Run) -> tuple[int, int, float]:
-    """Steps, tokens and wall seconds: of the result, else the furthest line of the metrics."""
+    """Return steps, tokens and wall seconds: of the result, else of the furthest line."""
     if run.result is not None:
         return run.result.steps, run.result.tokens, run.result.wall_s
     metrics = run.metrics
@@ -305,7 +305,7 @@ def _compare(index: int, runs: Sequence[Run], alone: Sequence[RunSummary]) -> Ru
 def _reference(
     run: Run, runs: Sequence[Run], alone: Sequence[RunSummary], *, among: Sequence[int]
 ) -> int | None:
-    """The one of some runs that shares most with the given one, the first where several do."""
+    """Return which of some runs shares most with the given one, the first where several do."""
     candidates = [index for index in among if alone[index].tokens_per_s is not None]
 
     def shared(index: int) -> int:
@@ -382,7 +382,7 @@ def _subject(summaries: Sequence[RunSummary]) -> RunSummary | None:
 
 
 def importance(run: RunSummary) -> tuple[bool, bool, float]:
-    """What a run is chosen by where a page speaks of one: CO2, local updates, then its rate."""
+    """Return what a run is chosen by where a page speaks of one: CO2, local updates, its rate."""
     return run.method == "co2", run.method not in _BASELINES, run.tokens_per_s or 0.0
 
 

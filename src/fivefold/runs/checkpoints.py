@@ -314,6 +314,7 @@ class _Disk(FileSystem):
     def create_stream(
         self, path: str | os.PathLike[str], mode: str
     ) -> Generator[io.IOBase, None, None]:
+        """Open a file whose own error is raised instead of what torch makes of it."""
         file = _NotingFile(path, mode)
         try:
             with io.BufferedWriter(file) as buffered:
@@ -330,6 +331,7 @@ class _NotingFile(io.FileIO):
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
+        """Write, and note an error before it is raised."""
         try:
             return super().write(data)
         except OSError as error:

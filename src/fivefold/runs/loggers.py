@@ -142,17 +142,20 @@ class _LoggerThread(threading.Thread):
         self.start()
 
     def put(self, item: _Record | str) -> None:
+        """Hand a record, or how the run ended, to the thread."""
         if self._waiting.qsize() > _MOST_WAITING:
             self._give_up(f"has not taken its last {_MOST_WAITING} records")
         if not self._given_up:
             self._waiting.put(item)
 
     def end(self, until_s: float) -> None:
+        """Wait for the last records until a time, and no longer."""
         self.join(max(until_s - time.monotonic(), 0.0))
         if self.is_alive():
             self._give_up(f"did not take the last records within {_PATIENCE_S:g} s")
 
     def run(self) -> None:
+        """Open the logger and log what comes until the end."""
         try:
             logger = self._open()
             while not self._given_up:

@@ -68,7 +68,7 @@ class Ranks:
 
     @property
     def timeout(self) -> timedelta:
-        """Longest wait on a peer."""
+        """Return the longest wait on a peer."""
         return timedelta(seconds=self.timeout_s)
 
     def gather(self, value: object, *, what: str) -> list[Any]:
@@ -81,7 +81,7 @@ class Ranks:
         return values
 
     def sum(self, values: list[float], *, what: str) -> list[float]:
-        """Sum over the ranks, in float64."""
+        """Return the sum over the ranks, in float64."""
         if self.control is None:
             return values
         total = torch.tensor(values, dtype=torch.float64)

@@ -10,15 +10,15 @@ from fivefold.strategy._launchers import (
     torchtitan_config,
     trainer_config,
 )
-from fivefold.strategy._search import PlanSearchResult, search_plans
 from fivefold.strategy._space import SearchSpace
+from fivefold.strategy.calibrate import error_bar
 from fivefold.strategy.cluster import Cluster, load_cluster, named_clusters, named_stacks
 from fivefold.strategy.cost import PlanPrediction, anchored, evaluate_plan
-from fivefold.strategy.intervals import error_bar
 from fivefold.strategy.job import Job, load_job, plan_to_toml
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
 from fivefold.strategy.presets import load_model, named_models
+from fivefold.strategy.search import PlanSearchResult, search_plans
 
 __all__ = [
     "TARGETS",

@@ -41,7 +41,7 @@ _PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def trained_operators(model: ModelSpec, shape: LayerShape, kind: str) -> tuple[Operator, ...]:
-    """Forward operators of one layer on one GPU, as its training needs them."""
+    """Return the forward operators of one layer on one GPU, as its training needs them."""
     operators = layer_operators(model, shape, kind)
     if model.adapters is None:
         return operators
@@ -59,7 +59,7 @@ def trained_operators(model: ModelSpec, shape: LayerShape, kind: str) -> tuple[O
 
 
 def trained_head(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    """Last norm, head and loss; a frozen head keeps nothing of its input."""
+    """Return last norm, head and loss; a frozen head keeps nothing of its input."""
     operators = head_operators(model, shape)
     if model.adapters is None:
         return operators
@@ -70,7 +70,7 @@ def trained_head(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
 
 
 def widened_bytes(model: ModelSpec, operators: tuple[Operator, ...]) -> float:
-    """Bytes of the largest matrix while it is widened from the type that it is kept in."""
+    """Return the bytes of the largest matrix while it is widened from the type it is kept in."""
     if model.adapters is None or model.adapters.base == "bf16":
         return 0.0
     sizes = [op.batch * op.n * op.k for op in operators if op.frozen and op.name != "router"]
@@ -78,7 +78,7 @@ def widened_bytes(model: ModelSpec, operators: tuple[Operator, ...]) -> float:
 
 
 def _adapted(model: ModelSpec, shape: LayerShape, op: Operator) -> Iterator[Operator]:
-    """A frozen product, what widens its weights, and the adapters of its matrices."""
+    """Yield a frozen product, what widens its weights, and the adapters of its matrices."""
     adapters = model.adapters
     assert adapters is not None, "only called with adapters"
     part, modules = _PRODUCTS[op.name]
@@ -104,7 +104,7 @@ def _adapted(model: ModelSpec, shape: LayerShape, op: Operator) -> Iterator[Oper
 def _adapter(
     model: ModelSpec, op: Operator, matrix: WeightMatrix, *, split: int
 ) -> Iterator[Operator]:
-    """The two products of an adapter, their sum with the frozen one's result, and the message.
+    """Yield an adapter's two products, their sum with the frozen one's result, and the message.
 
     A tensor group splits both: ranks of A and columns of B, or A by the rows of a row-wise matrix.
     """

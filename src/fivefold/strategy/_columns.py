@@ -76,7 +76,7 @@ class Columns:
 
     @functools.cached_property
     def layer(self) -> dict[str, Floats]:
-        """Costs of the mean layer, as ``LayerCost`` names them."""
+        """Return the costs of the mean layer, as ``LayerCost`` names them."""
         layer = self._costs[0]
         share = self.share_of_layers("recompute_layers")
         if (share == 1.0).all() or not self.table.columns["recompute"].any():
@@ -89,19 +89,19 @@ class Columns:
         return {**blend, "working_bytes": layer["working_bytes"]}
 
     def share_of_layers(self, name: str) -> Floats:
-        """Share of a stage's layers that a number of layers is; 0 stands for all."""
+        """Return which share of a stage's layers a number of layers is; 0 stands for all."""
         chosen = self.table.columns[name]
         each = np.maximum(self.model.num_layers / self.table.pipeline, 1.0)
         return np.where(chosen == 0, 1.0, np.minimum(chosen / each, 1.0))
 
     @functools.cached_property
     def head(self) -> dict[str, Floats]:
-        """Costs of the head, for every token that is predicted."""
+        """Return the costs of the head, for every token that is predicted."""
         return {name: self.losses * cost for name, cost in self._costs[1].items()}
 
     @functools.cached_property
     def _costs(self) -> tuple[dict[str, Floats], dict[str, Floats]]:
-        """Layers and heads, looked up by what they depend on."""
+        """Look up layers and heads by what they depend on."""
         t = self.table
         place = ((t.tensor * 4096 + t.context) * 4096 + t.expert) * 2**28 + self.layer_stride
         _, place_id = np.unique(place, return_inverse=True)
@@ -120,7 +120,7 @@ class Columns:
         return _gather(costs, index), _gather(heads, index)
 
     def parameters(self, stage: int) -> tuple[Floats, Floats]:
-        """Trained parameters on one GPU of the first, middle or last stage, kept and routed."""
+        """Return the trained parameters on one GPU of a stage, from 0 to 2: kept and routed."""
         if stage not in self._parameters:
             self._parameters[stage] = self._count_parameters(stage)
         return self._parameters[stage]
@@ -135,7 +135,7 @@ class Columns:
         return split + norms + self._outside(stage), routed
 
     def _of_adapters(self, stage: int) -> tuple[Floats, Floats]:
-        """Parameters of a stage's adapters, split by the tensor group as their matrices are."""
+        """Return the parameters of a stage's adapters, split as their matrices are."""
         model, t = self.model, self.table
         kept = sum(
             model.share_of(letter)
@@ -147,7 +147,7 @@ class Columns:
         return count * kept / t.tensor, count * routed / (self.expert_split * t.expert)
 
     def matrix_parameters(self, stage: int) -> tuple[Floats, Floats]:
-        """Trained matrices of a stage's layers on one GPU, kept and routed."""
+        """Return the trained matrices of a stage's layers on one GPU, kept and routed."""
         model, t, count = self.model, self.table, self.counts[stage]
         if model.adapters is not None:
             return self._of_adapters(stage)
@@ -161,7 +161,7 @@ class Columns:
         return count * kept / t.tensor, routed / (self.expert_split * t.expert)
 
     def frozen_bytes(self, stage: int, *, width: float) -> tuple[Floats, Floats]:
-        """Bytes of frozen parameters, kept and routed, of ``width`` where nothing is narrower."""
+        """Return the bytes of frozen parameters, kept and routed, each of ``width`` at most."""
         none = np.zeros(len(self.table))
         if self.model.adapters is None:
             return none, none
@@ -170,7 +170,7 @@ class Columns:
         return base * split + width * (norms + self._outside(stage)), base * routed
 
     def _of_layers(self, stage: int) -> tuple[Floats, Floats, Floats]:
-        """Parameters of a stage's layers: split by the tensor group, norms, routed."""
+        """Return the parameters of a stage's layers: split by the tensor group, norms, routed."""
         model, t = self.model, self.table
         split = (
             model.share_of("*") * model.attention_parameters
@@ -184,7 +184,7 @@ class Columns:
         return count * split / t.tensor, count * norms, routed / (self.expert_split * t.expert)
 
     def _outside(self, stage: int) -> Floats:
-        """Parameters of embedding and head on a stage."""
+        """Return the parameters of embedding and head on a stage."""
         model, t = self.model, self.table
         copy = np.where((t.pipeline > 1) & model.tied, model.vocab * model.hidden, 0)
         head = (model.head_parameters + copy) / t.tensor
@@ -194,7 +194,7 @@ class Columns:
         return kept + np.where(one | (stage == 2), head, 0.0)
 
     def outer_parameters(self) -> tuple[Floats, Floats]:
-        """Parameters of the first or the last stage, whichever keeps more."""
+        """Return the parameters of the first or the last stage, whichever keeps more."""
         first, last = self.parameters(0), self.parameters(2)
         more = (first[0] > last[0]) | ((first[0] == last[0]) & (first[1] >= last[1]))
         return np.where(more, first[0], last[0]), np.where(more, first[1], last[1])

@@ -19,7 +19,7 @@ from fivefold.strategy.plan import WAITING_SCHEDULES, ParallelPlan
 
 
 def device_mesh(plan: ParallelPlan) -> dict[str, int]:
-    """Axes of ``torch.distributed.device_mesh.init_device_mesh``, the outermost first.
+    """Return the axes of ``torch.distributed.device_mesh.init_device_mesh``, the outermost first.
 
     Data-parallel ranks that share states are ``shard``, copies of those ``replicate``; axes of
     size 1 are left out.
@@ -99,11 +99,9 @@ def space_of_target(space: SearchSpace, target: str, *, gpus_per_node: int) -> S
 
 
 def _unwritten(model: ModelSpec, plan: ParallelPlan | None = None) -> dict[str, bool]:
-    """What no program's words are written for; a plan, where Muon is none of them."""
+    """Return what no program's words are written for; a plan, where Muon is none of them."""
     return {
-        "Muon, whose words are younger than those written here": (
-            plan is not None and plan.optimizer == "muon"
-        ),
+        "Muon (newer than the flags written here)": (plan is not None and plan.optimizer == "muon"),
         "adapters beside frozen weights (LoRA)": model.adapters is not None,
         "layers that follow a pattern (Mamba)": bool(model.pattern),
     }
@@ -129,7 +127,7 @@ def _refuse(problems: Mapping[str, bool], what: str) -> None:
 
 
 def megatron_flags(model: ModelSpec, plan: ParallelPlan) -> list[str]:
-    """Flags of Megatron-LM's ``pretrain_gpt.py`` for a model and a plan.
+    """Return the flags of Megatron-LM's ``pretrain_gpt.py`` for a model and a plan.
 
     Args:
         model: The model.
@@ -213,16 +211,16 @@ def _megatron_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
         "local updates (tau)": plan.tau > 1,
         "weights or activations in host memory": plan.offload_weights or plan.offload_activations,
         "optimizer states in host memory without ZeRO-1": plan.offload_optimizer and not plan.zero,
-        "inputs that sequence parallelism keeps instead of gathering them again": (
+        "sequence parallelism that keeps its inputs instead of gathering them again": (
             plan.sequence_parallel and not plan.regather
         ),
-        "rings of messages beside products (it chooses between rings and pipelines by itself)": (
+        "tensor overlap in rings (it chooses between rings and pipelines itself)": (
             plan.tensor_overlap == "ring"
         ),
         "tensor overlap without sequence parallelism": (
             plan.tensor_overlap != "none" and not plan.sequence_parallel
         ),
-        f"messages between stages beside compute under {plan.schedule}": (
+        f"pipeline p2p overlapped with compute under {plan.schedule}": (
             plan.pipeline > 1 and plan.pipeline_overlap and plan.schedule in WAITING_SCHEDULES
         ),
         "interleaving two stages whose messages wait": (
@@ -278,7 +276,7 @@ def _megatron_split(plan: ParallelPlan, model: ModelSpec) -> list[str]:
 
 
 def _megatron_chunks(plan: ParallelPlan, model: ModelSpec) -> list[str]:
-    """Layers of each chunk of the interleaved schedule, named one by one where they differ."""
+    """Return the flags of interleaved chunks; where layers differ, each chunk is named."""
     chunks, ends = plan.pipeline * plan.virtual, 2 * plan.embedding_layers
     each, rest = divmod(model.num_layers + ends, chunks)
     if not rest:
@@ -288,7 +286,7 @@ def _megatron_chunks(plan: ParallelPlan, model: ModelSpec) -> list[str]:
 
 
 def chunk_layout(num_layers: int, chunks: int, *, embedding_layers: bool) -> str:
-    """Layers of uneven chunks in Megatron-LM's letters, such as ``Ett|ttt|ttL``."""
+    """Return the layers of uneven chunks in Megatron-LM's letters, such as ``Ett|ttt|ttL``."""
     each, rest = divmod(num_layers + 2 * embedding_layers, chunks)
     # Chunks behind the first take what is left over, for the outer ones hold embedding and loss.
     sizes = [each + (1 <= chunk <= rest) for chunk in range(chunks)]
@@ -372,7 +370,7 @@ _KNOWN_EXPERTS = {
 
 
 def torchtitan_config(model: ModelSpec, plan: ParallelPlan, *, base: str | None = None) -> str:
-    """A module for torchtitan's ``--module``, with the function ``planned`` for ``--config``.
+    """Return a module for torchtitan's ``--module``, with a function ``planned`` for ``--config``.
 
     Args:
         model: The model.
@@ -443,10 +441,10 @@ def _torchtitan_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool
         and plan.schedule not in _SCHEDULES,
         "it shares gradients wherever it shares optimizer states (ZeRO-1)": plan.zero == 1,
         "local updates (tau)": plan.tau > 1,
-        "inputs that sequence parallelism keeps instead of gathering them again": (
+        "sequence parallelism that keeps its inputs instead of gathering them again": (
             plan.sequence_parallel and not plan.regather
         ),
-        f"messages between stages beside compute under {plan.schedule}": (
+        f"pipeline p2p overlapped with compute under {plan.schedule}": (
             plan.pipeline > 1 and plan.pipeline_overlap and plan.schedule in WAITING_SCHEDULES
         ),
         "context parallelism without ZeRO (it shares states over context ranks)": (
@@ -491,12 +489,12 @@ def _base(model: ModelSpec, base: str | None) -> tuple[str, str]:
 
 
 def _shard(plan: ParallelPlan) -> int:
-    """Data-parallel ranks that share states."""
+    """Return how many data-parallel ranks share states."""
     return max(1, plan.shards // plan.context) if plan.zero else 1
 
 
 def _degrees(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
-    """Arguments of ParallelismConfig."""
+    """Return the arguments of ParallelismConfig."""
     shard = _shard(plan)
     degrees: dict[str, Any] = {
         "data_parallel_replicate_degree": plan.data // shard,
@@ -606,7 +604,7 @@ def trainer_config(
 
 
 def _shared_experts(experts: MixtureOfExperts) -> int:
-    """Experts that every token visits, each as wide as a routed one."""
+    """Return how many experts every token visits, each as wide as a routed one."""
     return experts.shared_ffn // experts.expert_ffn
 
 

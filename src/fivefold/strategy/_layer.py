@@ -106,6 +106,7 @@ class _Times:
     weight_s: float = 0.0
 
     def plus(self, other: _Times) -> _Times:
+        """Return the sum, pass by pass."""
         return _Times(
             forward_s=self.forward_s + other.forward_s,
             input_s=self.input_s + other.input_s,
@@ -117,7 +118,7 @@ class _Times:
 def layer_cost(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, kind: str
 ) -> LayerCost:  # fmt: skip
-    """Cost of one layer of a kind, in the letters of a pattern."""
+    """Return the cost of one layer of a kind, in the letters of a pattern."""
     operators = trained_operators(model, key.shape(device), kind)
     stored = sum(_stored_bytes(op, device, key.dtype) for op in operators)
     dropped = 0.0
@@ -145,7 +146,7 @@ def layer_cost(
 
 
 def _stored_bytes(op: Operator, device: DeviceSpec, dtype: str) -> float:
-    """What an operator keeps for backward: inputs of narrow products are kept narrow.
+    """Return what an operator keeps for backward: inputs of narrow products are kept narrow.
 
     Of a frozen product it is its adapter that keeps them, in 16 bits.
 
@@ -158,13 +159,13 @@ def _stored_bytes(op: Operator, device: DeviceSpec, dtype: str) -> float:
 
 
 def _is_dropped(op: Operator, device: DeviceSpec) -> bool:
-    """Whether selective recomputation computes an operator's stored inputs again."""
+    """Return whether selective recomputation computes an operator's stored inputs again."""
     drops = device.selective_drops.split()
     return (op.scores and "scores" in drops) or op.after in drops
 
 
 def _every_second_product(input_bytes: float, operators: tuple[Operator, ...]) -> float:
-    """Bytes of a layer's input, of half of its products' outputs and of attention's output."""
+    """Return the bytes of a layer's input, half of its products' outputs and attention's output."""
     outputs = sum(op.batch * op.m * op.n for op in operators if op.kind == "gemm")
     attention = sum(op.m * op.k for op in operators if op.kind == "attention")
     return input_bytes + ELEMENT_BYTES * (outputs / 2 + attention)
@@ -173,7 +174,7 @@ def _every_second_product(input_bytes: float, operators: tuple[Operator, ...]) -
 def mean_layer_cost(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey
 ) -> LayerCost:
-    """Cost of a layer, averaged over the kinds of layers."""
+    """Return the cost of a layer, averaged over the kinds of layers."""
     costs = [
         (share, layer_cost(model, device, fabric, key=key, kind=kind))
         for share, kind in model.layer_kinds
@@ -190,7 +191,7 @@ def mean_layer_cost(
 def head_cost(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey
 ) -> LayerCost:
-    """Cost of the last norm, the head and the loss; they are never recomputed."""
+    """Return the cost of the last norm, the head and the loss; they are never recomputed."""
     if model.stages:
         return LayerCost()
     operators = tuple(_loss_of(op, device) for op in trained_head(model, key.shape(device)))
@@ -202,7 +203,7 @@ def head_cost(
 
 
 def _loss_of(op: Operator, device: DeviceSpec) -> Operator:
-    """The loss as the stack computes it; operators count 32-bit logits, kernel by kernel.
+    """Return the loss as the stack computes it; operators count 32-bit logits, kernel by kernel.
 
     One fused kernel reads narrow logits twice and writes their gradient over them once.
     """
@@ -218,25 +219,43 @@ def _loss_of(op: Operator, device: DeviceSpec) -> Operator:
     )
 
 
+@dataclass(kw_only=True)
+class _Work:
+    """Sums over the operators of a layer, their messages apart."""
+
+    total: _Times = _Times()
+    products: _Times = _Times()
+    shared: _Times = _Times()  # shared experts
+    again_s: float = 0.0  # attention and scores, which selective recomputation repeats
+    remade_s: float = 0.0  # stored inputs that it drops
+
+
+def _work_of(
+    device: DeviceSpec, *, key: LayerKey, operators: tuple[Operator, ...], causal: bool
+) -> _Work:
+    work = _Work()
+    for op in operators:
+        times = _operator_times(device, op, dtype=key.dtype, causal=causal)
+        work.total = work.total.plus(times)
+        if op.name.startswith("shared expert"):
+            work.shared = work.shared.plus(times)
+        if op.kind == "gemm":
+            work.products = work.products.plus(times)
+        if op.scores or op.kind == "attention":
+            work.again_s += times.forward_s
+        elif op.after and _is_dropped(op, device):
+            work.remade_s += memory_time_s(device, 2 * op.stored_bytes) + device.kernel_gap_s
+        if op.after == "expands" and "latent" in device.selective_drops:
+            work.remade_s += times.forward_s
+    return work
+
+
 def _timed(
     device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...],
     causal: bool,
 ) -> LayerCost:  # fmt: skip
-    total, again, remade_s = _Times(), 0.0, 0.0
-    products, shared = _Times(), _Times()
-    for op in operators:
-        times = _operator_times(device, op, dtype=key.dtype, causal=causal)
-        total = total.plus(times)
-        if op.name.startswith("shared expert"):
-            shared = shared.plus(times)
-        if op.kind == "gemm":
-            products = products.plus(times)
-        if op.scores or op.kind == "attention":
-            again += times.forward_s
-        elif op.after and _is_dropped(op, device):
-            remade_s += memory_time_s(device, 2 * op.stored_bytes) + device.kernel_gap_s
-        if op.after == "expands" and "latent" in device.selective_drops:
-            remade_s += times.forward_s
+    work = _work_of(device, key=key, operators=operators, causal=causal)
+    total, products, shared = work.total, work.products, work.shared
     tensor = _tensor_times(device, fabric, key=key, operators=operators, products=products)
     context = _context_times(device, fabric, key=key, operators=operators, causal=causal)
     exchange = _exchange_times(device, fabric, key=key, operators=operators)
@@ -254,12 +273,13 @@ def _timed(
     if device.recompute_stops_early:
         skipped_s = _skipped_s(device, key=key, operators=operators, causal=causal, tensor=tensor)
     whole_s = max(forward_s - skipped_s, floor_s * (key.recompute == "full"))
-    recompute_s = {"none": 0.0, "selective": again, "full": whole_s}[key.recompute]
+    recompute_s = {"none": 0.0, "selective": work.again_s, "full": whole_s}[key.recompute]
     if key.recompute == "selective":
         fp8 = key.dtype in NARROW
         share = device.selective_products_fp8 if fp8 else device.selective_products
         # Nothing of fused attention's scores is stored, so nothing of them is computed again.
-        recompute_s = again * (not device.fused_attention) + share * products.forward_s + remade_s
+        scores_s = work.again_s * (not device.fused_attention)
+        recompute_s = scores_s + share * products.forward_s + work.remade_s
     repeated = 2.0 if key.recompute == "full" else 1.0
     sent_again_s = (repeated - 1.0) * sent.forward_s
     input_s, weight_s = total.input_s + sent.input_s, total.weight_s + sent.weight_s
@@ -279,7 +299,7 @@ def _timed(
 
 
 def _grouped_host_s(op: Operator, device: DeviceSpec, dtype: str) -> float:
-    """The host's time for the products of several experts, which it issues one by one.
+    """Return the host's time for the products of several experts, which it issues one by one.
 
     Each has its own casts, and one product forward and two backward: their mean.
     """
@@ -291,7 +311,7 @@ def _skipped_s(
     device: DeviceSpec, *, key: LayerKey, operators: tuple[Operator, ...], causal: bool,
     tensor: _Times,
 ) -> float:  # fmt: skip
-    """Forward that recomputation leaves out where it stops at the last input that is kept.
+    """Return the forward time that is spared where recomputation stops at the last input kept.
 
     Nothing of the last product's output is needed. Experts repeat all: routing is weighted by what
     they give.
@@ -348,7 +368,7 @@ def _product_times(device: DeviceSpec, op: Operator, *, dtype: str) -> _Times:
 
 
 def _scan_times(device: DeviceSpec, op: Operator) -> _Times:
-    """Products of chunks at the rate of fused attention, or token by token on vector units.
+    """Price products of chunks at the rate of fused attention, or token by token on vector units.
 
     Backward is twice forward and what of it is repeated.
     """
@@ -384,7 +404,7 @@ def _tensor_times(
     device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...],
     products: _Times,
 ) -> _Times:  # fmt: skip
-    """Exposed communication of the tensor group."""
+    """Return the exposed communication of the tensor group."""
     sizes = [op.message_bytes for op in operators if op.message == "tensor"]
     if not sizes:
         return _Times()
@@ -416,7 +436,7 @@ def _context_times(
     device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, operators: tuple[Operator, ...],
     causal: bool,
 ) -> _Times:  # fmt: skip
-    """Keys and values go round beside attention; its own share needs no message."""
+    """Time keys and values going round beside attention; the own share needs no message."""
     sizes = [op.message_bytes for op in operators if op.message == "context"]
     if not sizes:
         return _Times()

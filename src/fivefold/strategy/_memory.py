@@ -51,7 +51,7 @@ class MemoryUse:
 
     @property
     def states_bytes(self) -> float:
-        """Weights, gradients and optimizer."""
+        """Return weights, gradients and optimizer states."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
@@ -118,7 +118,7 @@ def stage_bytes(columns: Columns, stage: int) -> dict[str, Floats]:
 
 
 def stored_bytes(columns: Columns, stage: int) -> Floats:
-    """Activations that the first, second or last stage keeps."""
+    """Return the activations that the first, second or last stage keeps."""
     t, model, layer, head = columns.table, columns.model, columns.layer, columns.head
     in_flight = _in_flight(columns, stage)
     stored: Floats = in_flight * columns.counts[stage] * layer["stored_bytes"]
@@ -133,7 +133,7 @@ def stored_bytes(columns: Columns, stage: int) -> Floats:
 
 
 def _in_flight(columns: Columns, stage: int) -> Floats:
-    """Micro-batches whose activations a stage keeps at its worst moment."""
+    """Return the micro-batches whose activations a stage keeps at its worst moment."""
     t = columns.table
     after = t.pipeline - 1 - (t.pipeline - 1 if stage == 2 else stage)
     in_flight = np.ones(len(t))

@@ -26,12 +26,12 @@ _MASTER_BYTES = 4.0
 
 
 def moment_bytes(device: DeviceSpec) -> float:
-    """Width of one of AdamW's moments: half of what the stack keeps beside the master copy."""
+    """Return the width of one of AdamW's moments: half of what stands beside the master copy."""
     return min(max(device.optimizer_state_bytes - _MASTER_BYTES, 0.0) / 2, 4.0)
 
 
 def spared_bytes(columns: Columns, stage: int) -> Floats | float:
-    """Optimizer states that Muon does without on a GPU of a stage."""
+    """Return the optimizer states that Muon does without on a GPU of a stage."""
     muon = columns.table.is_word("optimizer", "muon")
     if not muon.any():
         return 0.0
@@ -42,7 +42,7 @@ def spared_bytes(columns: Columns, stage: int) -> Floats | float:
 
 
 def muon_s(columns: Columns) -> Floats | float:
-    """Seconds that Muon adds to AdamW's step: products and messages, less a moment's bytes."""
+    """Return what Muon adds to AdamW's step, in seconds: products and messages, less a moment."""
     t, device = columns.table, columns.device
     muon = t.is_word("optimizer", "muon")
     if not muon.any():
@@ -71,7 +71,7 @@ def muon_s(columns: Columns) -> Floats | float:
 
 
 def whole_bytes(columns: Columns) -> tuple[Floats, Floats]:
-    """Bytes of momenta, kept and routed, that a rank sends so that matrices are whole, and back."""
+    """Return the bytes of momenta, kept and routed, sent to make matrices whole, and back."""
     kept, routed = columns.matrix_parameters(1)
     return (
         2 * _MOMENTUM_BYTES * kept / columns.shards,
@@ -80,7 +80,7 @@ def whole_bytes(columns: Columns) -> tuple[Floats, Floats]:
 
 
 def _layers_s(columns: Columns) -> Floats:
-    """Seconds of a mean layer's matrices, kept and routed, and of the largest, for each plan."""
+    """Return the seconds by plan of a mean layer's matrices, kept, routed, and of the largest."""
     t = columns.table
     degrees = np.stack([t.tensor, t.expert, columns.expert_split], axis=1)
     different, index = np.unique(degrees, axis=0, return_inverse=True)
@@ -107,7 +107,7 @@ def _seconds(columns: Columns, tensor: int, expert: int, split: int) -> tuple[fl
 
 
 def _shapes(model: ModelSpec, matrix: WeightMatrix, *, split: int) -> list[tuple[float, float]]:
-    """Sizes of what is trained of a matrix on one GPU: itself, or the two of its adapter."""
+    """Return the sizes of what is trained of a matrix on one GPU: itself, or its adapter."""
     inputs = matrix.inputs / (split if matrix.split == "rows" else 1)
     outputs = matrix.outputs / (split if matrix.split == "columns" else 1)
     if model.adapters is None:
@@ -119,7 +119,7 @@ def _shapes(model: ModelSpec, matrix: WeightMatrix, *, split: int) -> list[tuple
 
 
 def _matrix_s(device: DeviceSpec, rows: float, columns: float) -> float:
-    """Five Newton-Schulz steps of a x b, a <= b: X X', its square, and that times X.
+    """Time five Newton-Schulz steps of a x b, a <= b: X X', its square, and that times X.
 
     FLOPs of a step: 4 a a b + 2 a a a, in 16 bits.
     """

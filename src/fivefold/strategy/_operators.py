@@ -36,7 +36,7 @@ class LayerShape:
 
     @property
     def sequence_split(self) -> int:
-        """By how much norms and dropouts are split."""
+        """Return by how much norms and dropouts are split."""
         return self.tensor if self.sequence_parallel else 1
 
 
@@ -79,7 +79,7 @@ class Operator:
 
 
 def layer_operators(model: ModelSpec, shape: LayerShape, kind: str = "*-") -> tuple[Operator, ...]:
-    """Forward operators of one layer of a kind, such as ``"*-"``, on one GPU."""
+    """Return the forward operators of one layer of a kind, such as ``"*-"``, on one GPU."""
     if model.stages:
         return _convolution_operators(model, shape)
     attention = _latent_operators if model.latent is not None else _attention_operators
@@ -99,7 +99,7 @@ def layer_operators(model: ModelSpec, shape: LayerShape, kind: str = "*-") -> tu
 
 
 def tokens_of(model: ModelSpec, shape: LayerShape) -> float:
-    """Tokens of a micro-batch that one GPU of a context group holds."""
+    """Return the tokens of a micro-batch that one GPU of a context group holds."""
     return shape.micro_batch * model.seq_len / shape.context
 
 
@@ -133,12 +133,12 @@ def _tensor_message(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Ope
 
 
 def tensor_message(name: str, size_bytes: float) -> Operator:
-    """A message of the tensor group, of whole tokens."""
+    """Return a message of the tensor group, of whole tokens."""
     return Operator(name=name, kind="message", message="tensor", message_bytes=size_bytes)
 
 
 def _input_bytes(model: ModelSpec, shape: LayerShape) -> float:
-    """Input of a column-parallel product, which is stored as the norm's output is split."""
+    """Return a column-parallel product's input, stored as the norm's output is split."""
     return ELEMENT_BYTES * tokens_of(model, shape) * model.hidden / shape.sequence_split
 
 
@@ -171,7 +171,7 @@ def _attention_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator,
 def _core_operators(
     model: ModelSpec, shape: LayerShape, *, queries: float, keys: float, values: float
 ) -> tuple[Operator, ...]:
-    """Scores, softmax, dropout and weighted values, in one kernel or in several."""
+    """Return scores, softmax, dropout and weighted values, in one kernel or in several."""
     tokens, heads = tokens_of(model, shape), model.num_heads / shape.tensor
     inputs = ELEMENT_BYTES * tokens * (queries + 2 * keys)
     flops = 2.0 * tokens * model.seq_len * (queries + values) * model.attention_share
@@ -239,7 +239,7 @@ def _latent_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
 
 
 def _mamba_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    """Projection in, convolution, scan, gate and projection out.
+    """Return projection in, convolution, scan, gate and projection out.
 
     The fused kernel keeps what comes out of the first projection and the scan's result, and
     computes the convolution again; a tensor group splits heads and groups.
@@ -286,7 +286,7 @@ def _mamba_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...
 
 
 def _scan_bytes(ssm: MambaMixer) -> tuple[float, float]:
-    """Bytes that a token's scan moves forward, and FLOPs that its backward repeats.
+    """Return the bytes that a token's scan moves forward, and FLOPs that its backward repeats.
 
     Mamba-2 is five kernels: step sizes, states of chunks (32 bits: written, passed on in a read and
     a write, read), C with B of chunks (32 bits), and the result. The first two are repeated.
@@ -302,7 +302,7 @@ def _scan_bytes(ssm: MambaMixer) -> tuple[float, float]:
 def _feed_forward(
     model: ModelSpec, *, rows: float, inner: float, name: str, batch: float = 1.0
 ) -> tuple[Operator, ...]:
-    """Two products and the activation between them; the first one's input is not counted."""
+    """Return two products and the activation between; the first one's input is not counted."""
     elements = rows * inner * batch
     gates = 2 if model.gated else 1
     passes, backward_passes = _CLAMPED_PASSES if model.clamped else (gates + 1, 2 * gates + 1)
@@ -337,7 +337,7 @@ def _storing(operator: Operator, stored_bytes: float, **changed: float) -> Opera
 
 
 def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    """Router, exchange of tokens, experts on even loads, exchange back."""
+    """Return router, exchange of tokens, experts on even loads, exchange back."""
     moe = model.experts
     assert moe is not None, "only called for expert layers"
     tokens, t = tokens_of(model, shape), shape.tensor
@@ -388,7 +388,7 @@ def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
 
 
 def _visit_message(model: ModelSpec, shape: LayerShape, visits: float) -> tuple[Operator, ...]:
-    """Tensor ranks gather the tokens of their experts: each token as often as it visits one."""
+    """Return the gather of tokens by tensor ranks: each as often as it visits an expert."""
     return tuple(
         _storing(op, 0.0, message_bytes=op.message_bytes * visits)
         for op in _tensor_message(model, shape, "experts")
@@ -416,7 +416,7 @@ def _convolution_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operato
 
 
 def head_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    """Last norm, head and loss, with the vocabulary split over the tensor group."""
+    """Return last norm, head and loss, with the vocabulary split over the tensor group."""
     tokens = tokens_of(model, shape) if model.embeds_tokens else float(shape.micro_batch)
     columns = model.vocab / shape.tensor
     logits = 4.0 * tokens * columns

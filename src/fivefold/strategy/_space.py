@@ -212,7 +212,7 @@ def _add_schedules(
 
 
 def _schedules(model: ModelSpec, space: SearchSpace, stages: int) -> list[tuple[str, int, bool]]:
-    """Schedules, their chunks, and whether embedding and head count as layers."""
+    """Return schedules, their chunks, and whether embedding and head count as layers."""
     if stages == 1:
         return [("1f1b", 1, False)]
     found: list[tuple[str, int, bool]] = []
@@ -230,7 +230,7 @@ def _schedules(model: ModelSpec, space: SearchSpace, stages: int) -> list[tuple[
 
 
 def _evens_out(model: ModelSpec, stages: int) -> bool:
-    """Whether layers divide over stages only with embedding and head among them."""
+    """Return whether layers divide over stages only with embedding and head among them."""
     uneven = model.num_layers % stages > 0 and not model.stages
     return uneven and (model.num_layers + 2) % stages == 0
 
@@ -263,13 +263,13 @@ class Pattern:
 
 
 def _shares(model: ModelSpec, plan: ParallelPlan) -> bool:
-    """Whether shared experts have an exchange to compute beside."""
+    """Return whether shared experts have an exchange to compute beside."""
     shared = model.experts is not None and model.experts.shared_ffn > 0
     return shared and plan.expert > 1 and plan.schedule not in {"dualpipe", "dualpipe_v"}
 
 
 def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[np.int64]]:
-    """Switches that mean something for a pattern, as columns."""
+    """Return the switches that mean something for a pattern, as columns."""
     zeros = [
         (zero, shard)
         for zero in (space.zero if pattern.copies else (0,))
@@ -308,7 +308,7 @@ LAYER_SWITCHES = (
 
 
 def layer_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[np.int64]]:
-    """Only the switches that change a layer's own time, as columns."""
+    """Return only the switches that change a layer's own time, as columns."""
     rows = _layer_switches(space, pattern)
     return {
         name: np.array([encode(name, row[i]) for row in rows], np.int64)

@@ -103,7 +103,7 @@ class DeviceSpec(StackSpec):
         check_range(self, "anchor", low=1e-3, high=1e3)
 
     def peak_matrix_flops(self, *, dtype: str) -> float:
-        """Peak of matrix products of ``dtype``.
+        """Return the peak of matrix products of ``dtype``.
 
         Raises:
             ConfigurationError: The type is unknown, or the device has no products of it.
@@ -121,7 +121,7 @@ class DeviceSpec(StackSpec):
         return peak
 
     def matrix_flops(self, *, dtype: str) -> float:
-        """Peak times efficiency of an endless matrix product of ``dtype``."""
+        """Return the peak times efficiency of an endless matrix product of ``dtype``."""
         shares = {"fp8": self.gemm_efficiency_fp8, "mxfp8": self.gemm_efficiency_mxfp8,
                   "nvfp4": self.gemm_efficiency_fp4}  # fmt: skip
         share = shares.get(dtype, self.gemm_efficiency)
@@ -139,7 +139,7 @@ def gemm_time_s(
     dtype: str = "bf16",
     output_bytes: float = 2.0,
 ) -> float:
-    """Time of ``batch`` products of m x k with k x n, as waves of tiles or as bytes moved.
+    """Return the time of ``batch`` products of m x k with k x n, in waves of tiles or bytes moved.
 
     Each tile shape is tried and the fastest taken, as the library's heuristic does. The time is
     that of the fullest multiprocessor, or of reading and writing the matrices where that is more.
@@ -164,7 +164,7 @@ def gemm_time_s(
 
 
 def memory_time_s(device: DeviceSpec, size_bytes: float) -> float:
-    """Time in which element-wise kernels move ``size_bytes`` to and from device memory."""
+    """Return the time in which element-wise kernels move ``size_bytes`` of device memory."""
     return size_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
 
 
@@ -241,7 +241,7 @@ class Cluster:
 
 
 def named_clusters() -> tuple[str, ...]:
-    """Names of the known pairs of GPU and stack.
+    """Return the names of the known pairs of GPU and stack.
 
     Examples:
         >>> "h100-nemo" in named_clusters()
@@ -253,7 +253,7 @@ def named_clusters() -> tuple[str, ...]:
 
 
 def _tree(cluster: Cluster, num_gpus: int) -> Topology:
-    """A switch for each unit of each tier; what leaves a unit has the rate of all its GPUs."""
+    """Draw a switch for each unit of each tier; what leaves a unit has the rate of all its GPUs."""
     tiers = cluster.fabric.tiers
     per_node = tiers[0].gpus
     nodes = [Node(f"gpu{n}", "gpu", host=f"node{n // per_node}") for n in range(num_gpus)]
@@ -457,7 +457,7 @@ def _with_unit(value: Any, key: str, ending: str, *, where: str) -> Any:
 
 
 def named_stacks() -> tuple[str, ...]:
-    """Names of the known software stacks.
+    """Return the names of the known software stacks.
 
     Examples:
         >>> "megatron-bridge-26.02" in named_stacks()
@@ -468,7 +468,7 @@ def named_stacks() -> tuple[str, ...]:
 
 
 def _stack(name: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """All constants of a known stack, defaults included, and where they come from."""
+    """Return all constants of a known stack, defaults included, and where they come from."""
     require_one_of(name, named_stacks(), f"stack {name!r} is unknown")
     text = (files("fivefold.strategy") / "stacks" / f"{name}.toml").read_text()
     table = tomllib.loads(text)
@@ -480,7 +480,7 @@ def _stack(name: str) -> tuple[dict[str, Any], dict[str, str]]:
 def _fabric(
     topology: Topology | None, tiers: Mapping[str, Mapping[str, Any]], *, name: str
 ) -> FabricSpec:
-    """Tiers of a topology, where one is named, changed by what the file says of them."""
+    """Return the tiers of a topology, if one is named, changed by what the file says of them."""
     if topology is not None:
         return _reached(fabric_from_topology(topology), tiers)
     joined = tuple(_build(Tier, tier, where="tier") for tier in tiers.values())
@@ -488,7 +488,7 @@ def _fabric(
 
 
 def reached_tiers(fabric: FabricSpec, known: FabricSpec) -> FabricSpec:
-    """A topology's tiers, with what ``known`` says of the share of a link that software reaches."""
+    """Return a topology's tiers with the share of a link that software reaches, as in ``known``."""
     return _reached(fabric, {tier.name: dataclasses.asdict(tier) for tier in known.tiers})
 
 

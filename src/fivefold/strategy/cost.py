@@ -223,7 +223,7 @@ def _embedding_s(columns: Columns) -> Floats:
 
 
 def _time_columns(columns: Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
-    """Seconds of an iteration: ``busy_s`` in layers, and the rest as ``TimeUse`` names it."""
+    """Return the seconds of an iteration: ``busy_s`` in layers, the rest as in ``TimeUse``."""
     t, device = columns.table, columns.device
     p, m = t.pipeline, columns.micro_batches
     stages = np.array(_stage_times(columns, layer))
@@ -274,7 +274,7 @@ def _time_columns(columns: Columns, layer: dict[str, Floats]) -> dict[str, Float
 
 
 def least_time_s(columns: Columns) -> Floats:
-    """Micro-batches on a stage of mean speed and the bubble at that speed: no plan is faster."""
+    """Return a lower bound: micro-batches on a stage of mean speed, the bubble at that speed."""
     mean = _mean_stage(columns, exchanging_layer(columns))
     least_s: Floats = columns.micro_batches * sum(mean) + _schedule_columns(columns, mean)[0]
     return columns.device.anchor * least_s
@@ -314,7 +314,7 @@ def _schedule_columns(columns: Columns, mean: list[Floats]) -> tuple[Floats, Flo
 
 
 def _message_s(columns: Columns) -> tuple[Floats, Floats]:
-    """A micro-batch's activations (or gradients) to the next stage: slowest pair, and all in turn.
+    """Return the time of a message to the next stage: of the slowest pair, and of all in turn.
 
     The slowest pair sets the pace of a filled pipeline; filling it takes all, one after the other.
     """
@@ -335,7 +335,7 @@ def _message_s(columns: Columns) -> tuple[Floats, Floats]:
 
 
 def _offload_waits_s(columns: Columns, layer: dict[str, Floats], slow: Floats) -> Floats:
-    """What a micro-batch waits for the host in forward, and in each half of backward: the second.
+    """Return a micro-batch's waits for the host: in forward, and in each half of backward.
 
     Weights come twice, activations go and come again, each time beside one of the passes.
     """
@@ -385,7 +385,7 @@ def _data_s(columns: Columns, kept: Floats, routed: Floats, slow: Floats) -> Flo
 
 
 def _bucket_starts_s(columns: Columns, parameters: Floats) -> Floats:
-    """What starting a collective for every bucket costs, beyond the first; rings start slowly."""
+    """Return what it costs to start a collective for every further bucket; rings start slowly."""
     t, device = columns.table, columns.device
     bucket = np.maximum(
         device.bucket_parameters, device.bucket_parameters_per_rank * columns.replicas
@@ -407,7 +407,7 @@ def _tied_s(columns: Columns) -> Floats:
 
 
 def _state_messages_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
-    """Gradients reduced and parameters gathered once an iteration."""
+    """Return the seconds of gradients reduced and parameters gathered once an iteration."""
     t = columns.table
     device, parameters = columns.device, columns.device.parameter_wire_bytes
     wide = np.where(t.tau > 1, device.outer_wire_bytes, device.gradient_wire_bytes)
@@ -441,7 +441,7 @@ def _sharing_s(columns: Columns, kept_bytes: Floats, routed_bytes: Floats) -> Fl
 
 
 def exchanging_layer(columns: Columns) -> dict[str, Floats]:
-    """Costs of a layer where DualPipe computes beside dispatch and combine."""
+    """Return the costs of a layer where DualPipe computes beside dispatch and combine."""
     layer = columns.layer
     dual = columns.table.is_word("schedule", "dualpipe", "dualpipe_v")
     dual &= columns.table.pipeline > 1
@@ -462,7 +462,7 @@ def exchanging_layer(columns: Columns) -> dict[str, Floats]:
 
 
 def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
-    """Layers of ZeRO-3 plans wait for their parameters; ``spare`` is what more fits beside them."""
+    """Price layers of ZeRO-3, which wait for parameters; ``spare`` more fits beside them."""
     shared = columns.table.zero == 3
     if not shared.any():
         return layer
@@ -487,7 +487,7 @@ def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Fl
 
 
 def _wire_bytes(columns: Columns) -> float:
-    """Width of a parameter that is gathered."""
+    """Return the width of a parameter that is gathered."""
     return columns.device.parameter_wire_bytes
 
 
@@ -506,7 +506,7 @@ def _shared_s(
 def _outside_s(
     columns: Columns, layer: dict[str, Floats], number: int
 ) -> tuple[Floats | float, Floats | float]:
-    """ZeRO-3's wait for what a stage holds besides layers, embedding or head: both passes."""
+    """Return ZeRO-3's waits of both passes for embedding or head on a stage."""
     t = columns.table
     if "spare_forward_s" not in layer or number == 1:
         return 0.0, 0.0

@@ -68,7 +68,7 @@ def plan_demand(
 
 
 def _free_fabric(gpus: int, gpus_per_node: int) -> FabricSpec:
-    """Links without cost; nodes as large as they are."""
+    """Return links without cost, with nodes as large as they are."""
     if gpus_per_node < 1:
         message = f"gpus_per_node must be at least 1; got {gpus_per_node}"
         raise ConfigurationError(message, hint="the number of GPUs of a host")
@@ -88,7 +88,7 @@ def _free_fabric(gpus: int, gpus_per_node: int) -> FabricSpec:
 def _operators(
     model: ModelSpec, device: DeviceSpec, plan: ParallelPlan
 ) -> list[tuple[float, tuple[Operator, ...]]]:
-    """Operators of each kind of layer, with its share of all layers."""
+    """Return the operators of each kind of layer, with its share of all layers."""
     shape = LayerKey.of(plan).shape(device)
     return [(share, trained_operators(model, shape, kind)) for share, kind in model.layer_kinds]
 
@@ -123,7 +123,7 @@ def _layer_messages(
 
 
 def _state_messages(columns: Columns, plan: ParallelPlan, *, segments: int) -> tuple[Message, ...]:
-    """Gradients and parameters of a segment."""
+    """Return the gradients and parameters of a segment."""
     device = columns.device
     kept, routed = (float(count[0]) for count in columns.outer_parameters())
     found: list[Message] = []
@@ -180,7 +180,7 @@ def _sharded(plan: ParallelPlan, axis: str, *, gradient: int, parameter: int) ->
 def _pipeline_messages(
     model: ModelSpec, device: DeviceSpec, plan: ParallelPlan
 ) -> tuple[Message, ...]:
-    """Activations to the next stage and their gradients back, per micro-batch."""
+    """Return activations to the next stage and their gradients back, per micro-batch."""
     if plan.pipeline == 1 or model.stages:
         return ()
     size = 2.0 * plan.micro_batch * model.seq_len / plan.context * model.hidden

@@ -108,7 +108,7 @@ def job_from_table(
 
 
 def _search_of(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the search space that the file says."""
+    """Return the fields of the search space that the file gives."""
     search = _tuples(table.get("search", {}), SearchSpace, where="[search]")
     if "shards" in search:  # TOML has no None: 0 stands for all replicas
         search["shards"] = tuple(count or None for count in search["shards"])

@@ -123,7 +123,7 @@ class ModelSpec:
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[tuple[float, str], ...]:
-        """Blocks of each kind of layer, in the letters of ``pattern``, and its share of layers."""
+        """Return the blocks of each kind of layer, in the letters of ``pattern``, and its share."""
         if self.pattern:
             layers = _layers_of(self.pattern)
             return tuple((n / len(layers), kind) for kind, n in sorted(Counter(layers).items()))
@@ -134,32 +134,32 @@ class ModelSpec:
         return tuple((s, kind) for s, kind in ((1 - share, "*-"), (share, "*E")) if s)
 
     def share_of(self, block: str) -> float:
-        """Blocks of a letter, over the number of layers."""
+        """Return the blocks of a letter, over the number of layers."""
         return sum(share * kind.count(block) for share, kind in self.layer_kinds)
 
     @property
     def norms_per_layer(self) -> float:
-        """Blocks of a mean layer, each with a norm of its own."""
+        """Return the blocks of a mean layer, each with a norm of its own."""
         return sum(share * len(kind) for share, kind in self.layer_kinds)
 
     @property
     def ffn_width(self) -> int:
-        """Inner width of a dense feed-forward part."""
+        """Return the inner width of a dense feed-forward part."""
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Return the heads of keys and values."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def head_width(self) -> int:
-        """Width of a head."""
+        """Return the width of a head."""
         return self.hidden // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def attention_share(self) -> float:
-        """Share of a whole sequence's scores that a mean layer computes, causal mask apart."""
+        """Return the share of a sequence's scores that a mean layer computes, causal mask apart."""
         if not self.window:
             return 1.0
         attending = self.num_attention_layers
@@ -169,17 +169,17 @@ class ModelSpec:
 
     @property
     def num_attention_layers(self) -> int:
-        """Blocks of attention."""
+        """Return the blocks of attention."""
         return self._blocks("*")
 
     @property
     def num_expert_layers(self) -> int:
-        """Layers whose feed-forward part is a mixture of experts."""
+        """Return the layers whose feed-forward part is a mixture of experts."""
         return self._blocks("E")
 
     @property
     def num_dense_layers(self) -> int:
-        """Layers with a dense feed-forward part."""
+        """Return the layers with a dense feed-forward part."""
         return self._blocks("-")
 
     def _blocks(self, letter: str) -> int:
@@ -263,14 +263,14 @@ class ModelSpec:
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of one layer's attention, without norms."""
+        """Return the parameters of one layer's attention, without norms."""
         columns = (self.num_heads + 2 * self.kv_heads) * self.head_width
         biases = columns + self.hidden if self.biases and self.latent is None else 0
         return _size_of(self.matrices("attention")) + biases
 
     @property
     def mamba_parameters(self) -> int:
-        """Parameters of one Mamba block, without its norm."""
+        """Return the parameters of one Mamba block, without its norm."""
         if self.mamba is None:
             return 0
         step_bias = self.mamba.inner if self.mamba.step_rank else 0
@@ -278,18 +278,18 @@ class ModelSpec:
 
     @property
     def dense_parameters(self) -> int:
-        """Parameters of one dense feed-forward part."""
+        """Return the parameters of one dense feed-forward part."""
         biases = (self.ffn_width + self.hidden) if self.biases else 0
         return _size_of(self.matrices("dense")) + biases
 
     @property
     def routed_parameters(self) -> int:
-        """Parameters of one layer's routed experts: what expert parallelism splits."""
+        """Return the parameters of one layer's routed experts: what expert parallelism splits."""
         return _size_of(self.matrices("experts"))
 
     @property
     def unrouted_parameters(self) -> int:
-        """Parameters of one expert layer's router and shared experts."""
+        """Return the parameters of one expert layer's router and shared experts."""
         return _size_of(self.matrices("router") + self.matrices("shared"))
 
     def is_adapted(self, matrix: WeightMatrix) -> bool:
@@ -299,7 +299,7 @@ class ModelSpec:
         return not self.adapters.modules or matrix.module in self.adapters.modules
 
     def adapter_parameters(self, *parts: str) -> int:
-        """Parameters of the adapters of a block's parts."""
+        """Return the parameters of the adapters of a block's parts."""
         if self.adapters is None:
             return 0
         matrices = (matrix for part in parts for matrix in self.matrices(part))
@@ -309,25 +309,25 @@ class ModelSpec:
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of one norm."""
+        """Return the parameters of one norm."""
         return self.hidden * (2 if self.biases else 1)
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding, with learned positions."""
+        """Return the parameters of the embedding, with learned positions."""
         if not self.embeds_tokens:
             return 3 * 16 * 16 * self.hidden + self.seq_len * self.hidden
         return (self.vocab + (self.seq_len if self.learned_positions else 0)) * self.hidden
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the head that are not the embedding's, with the last norm."""
+        """Return the parameters of the head that are not the embedding's, with the last norm."""
         own = 0 if self.tied else self.vocab * self.hidden
         return own + self.norm_parameters
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, layers of multi-token prediction included."""
+        """Return the parameters of the whole model, layers of multi-token prediction included."""
         if self.predicted_tokens:
             layers = self.num_layers + self.predicted_tokens
             longer = dataclasses.replace(self, num_layers=layers, predicted_tokens=0)
@@ -341,7 +341,7 @@ class ModelSpec:
 
     @property
     def trained_parameters(self) -> int:
-        """Parameters that have gradients: all of them, or the adapters'."""
+        """Return the parameters that have gradients: all of them, or the adapters'."""
         if self.adapters is None:
             return self.num_parameters
         return sum(
@@ -357,7 +357,7 @@ class ModelSpec:
         return own + self.norm_parameters + self.adapter_parameters(*BLOCKS[letter])
 
     def flops_per_sequence(self, *, recompute: bool = False, causal_half: bool = False) -> float:
-        """FLOPs of forward and backward of one sample, as papers count them.
+        """Return the FLOPs of forward and backward of one sample, as papers count them.
 
         Args:
             recompute: Count the forward of every layer twice (HFU, the 96-form of GPT).
@@ -389,7 +389,7 @@ class ModelSpec:
         return self.seq_len * (layers + passes * head)
 
     def _active(self, parts: tuple[str, ...], *, adapters: bool = False) -> float:
-        """Parameters of products, or of their adapters, that a token meets in a block."""
+        """Return the parameters of products, or of adapters, that a token meets in a block."""
         active = 0.0
         for part in parts:
             for matrix in self.matrices(part):
@@ -405,7 +405,7 @@ class ModelSpec:
         return active
 
     def _score_flops(self) -> float:
-        """FLOPs of a token's scores and weighted values in a mean block of attention."""
+        """Return the FLOPs of a token's scores and weighted values in a mean block of attention."""
         width = float(self.head_width)
         if self.latent is not None:
             width = (self.head_width + self.latent.rope_dim + self.latent.value_dim) / 2

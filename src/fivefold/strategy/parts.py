@@ -47,7 +47,7 @@ class MixtureOfExperts:
             raise ConfigurationError(message, hint="each token visits at most every expert once")
 
     def nodes_of_token(self, nodes: float) -> float:
-        """Mean number of ``nodes`` that the experts of one token lie on, spread evenly.
+        """Return on how many ``nodes`` the experts of one token lie, in the mean, spread evenly.
 
         N (1 - (1 - 1/N)^k) for k experts on N nodes, and no more than the routing's groups reach.
         """
@@ -121,22 +121,22 @@ class MambaMixer:
 
     @property
     def inner(self) -> int:
-        """Channels of the scan."""
+        """Return the channels of the scan."""
         return self.heads * self.head_dim
 
     @property
     def convolved(self) -> int:
-        """Channels of the convolution: the scan's, and in Mamba-2 those of B and C."""
+        """Return the channels of the convolution: the scan's, and in Mamba-2 those of B and C."""
         return self.inner + (0 if self.step_rank else 2 * self.groups * self.state)
 
     @property
     def projected(self) -> int:
-        """Columns of the projection into the layer."""
+        """Return the columns of the projection into the layer."""
         return self.inner + self.convolved + (0 if self.step_rank else self.heads)
 
     @property
     def vector_parameters(self) -> int:
-        """Parameters that are no matrix of a product: convolution, decay, skip, step and norms."""
+        """Return the parameters that no product has: convolution, decay, skip, step and norms."""
         convolution = self.convolved * (self.kernel + self.biases)
         if self.step_rank:
             return convolution + self.inner * (self.state + 1)
@@ -144,7 +144,7 @@ class MambaMixer:
 
     @property
     def scan_flops(self) -> float:
-        """FLOPs of the scan's forward for a token.
+        """Return the FLOPs of the scan's forward for a token.
 
         Mamba-2 in chunks of Q tokens: 2 Q N for every group (C with B) and, for every channel, 2 Q
         inside the chunk, 2 N into its state and 2 N out of it. Mamba: 9 N for every channel.
@@ -213,7 +213,7 @@ class WeightMatrix:
 
     @property
     def size(self) -> int:
-        """Parameters of all copies."""
+        """Return the parameters of all copies."""
         return self.count * self.inputs * self.outputs
 
 

@@ -69,7 +69,7 @@ def pipeline_shape(
 
 
 def stored_at(schedule: str, *, after: Any, stages: Any, micro_batches: Any, virtual: Any) -> Any:
-    """Micro-batches whose activations the stage with ``after`` stages behind it keeps at worst.
+    """Return the micro-batches that a stage with ``after`` stages behind it keeps at worst.
 
     Early stages wait longest for the backward of their first micro-batch; V-shaped schedules even
     that out, for each device holds an early and a late chunk.
@@ -91,7 +91,7 @@ def stored_at(schedule: str, *, after: Any, stages: Any, micro_batches: Any, vir
 
 
 def stage_layers(num_layers: int, stages: Any, *, embedding_layers: Any) -> tuple[Any, Any, Any]:
-    """Layers on the first, the fullest middle and the last stage.
+    """Return the layers on the first, the fullest middle and the last stage.
 
     Layers left over go to middle stages first, for the outer ones hold embedding and head, which
     count as a layer each where ``embedding_layers`` says so.

@@ -2,8 +2,8 @@
 
 Ranks are laid out as in Megatron-LM: tensor innermost, then context, then data, pipeline
 outermost; ``order`` changes that. Expert parallelism splits the data and context axes. This
-module checks what one plan can say by itself; whether it fits a model, memory or a cluster is
-asked elsewhere.
+module checks what one plan can say by itself, and says it in a few words for tables; whether it
+fits a model, memory or a cluster is asked elsewhere.
 """
 
 from __future__ import annotations
@@ -141,17 +141,17 @@ class ParallelPlan:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that the plan needs."""
+        """Return the GPUs that the plan needs."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches that each data-parallel rank runs in an iteration."""
+        """Return the micro-batches that each data-parallel rank runs in an iteration."""
         return self.global_batch // (self.data * self.micro_batch)
 
     @property
     def shards(self) -> int:
-        """Ranks that share states under ZeRO."""
+        """Return the ranks that share states under ZeRO."""
         return self.data * self.context if self.shard is None else self.shard
 
     def group(self, axis: str) -> Group:
@@ -245,7 +245,7 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
 
 
 def plan_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
-    """Why ``plan`` cannot run ``model``, whatever the memory; None where it can."""
+    """Return why ``plan`` cannot run ``model``, whatever the memory; None where it can."""
     if model.stages and plan.optimizer == "muon":
         return "optimizer 'muon' is priced for transformers only"
     for check in (_axis_problem, _mamba_problem, _pipeline_problem, _expert_problem):
@@ -359,7 +359,7 @@ class PlanTable:
         return PlanTable({name: column[chosen] for name, column in self.columns.items()})
 
     def plan(self, row: int) -> ParallelPlan:
-        """One plan."""
+        """Return one plan."""
         return ParallelPlan(**{name: decode(name, int(self.columns[name][row])) for name in _NAMES})
 
     def is_word(self, name: str, *words: str) -> npt.NDArray[np.bool_]:
@@ -391,3 +391,69 @@ def decode(name: str, number: int) -> Any:
     if name in _OPTIONAL:
         return number or None
     return number
+
+
+DEGREES = "d data, t tensor, p pipeline, c context, e expert, b micro-batch"
+"""What the letters of ``degrees_of`` stand for."""
+
+
+def degrees_of(plan: ParallelPlan) -> str:
+    """Return the degrees over 1, and the micro-batch.
+
+    Examples:
+        >>> degrees_of(ParallelPlan(global_batch=64, data=4, tensor=8, micro_batch=2))
+        'd4 t8 b2'
+    """
+    degrees = (("d", plan.data), ("t", plan.tensor), ("p", plan.pipeline), ("c", plan.context),
+               ("e", plan.expert))  # fmt: skip
+    words = [f"{letter}{degree}" for letter, degree in degrees if degree > 1]
+    return " ".join([*words, f"b{plan.micro_batch}"])
+
+
+def settings_of(plan: ParallelPlan) -> str:
+    """Return the schedule, sharding, recomputation, local updates and offloading of a plan.
+
+    Examples:
+        >>> settings_of(ParallelPlan(global_batch=8, data=8, zero=3, recompute="full"))
+        'ZeRO-3, recompute full'
+    """
+    words = []
+    if plan.pipeline > 1:
+        words.append(plan.schedule + (f" x{plan.virtual}" if plan.virtual > 1 else ""))
+    if plan.zero:
+        words.append(f"ZeRO-{plan.zero}" + (f" over {plan.shard}" if plan.shard else ""))
+    if plan.sequence_parallel:
+        words.append("sequence parallel")
+    if plan.recompute != "none":
+        words.append(f"recompute {plan.recompute}")
+    if plan.tau > 1:
+        words.append(f"tau {plan.tau}")
+    if plan.optimizer != "adamw":
+        words.append(plan.optimizer.capitalize())
+    words += [
+        f"offload {name}"
+        for name in ("weights", "activations", "optimizer")
+        if getattr(plan, f"offload_{name}")
+    ]
+    return ", ".join(words) or "plain"
+
+
+def overlap_of(plan: ParallelPlan) -> str:
+    """Return which communication runs beside compute.
+
+    Examples:
+        >>> overlap_of(ParallelPlan(global_batch=8, data=8, data_overlap=True))
+        'gradients'
+    """
+    words = []
+    if plan.tensor > 1 and plan.tensor_overlap != "none":
+        words.append("tensor")
+    if plan.data * plan.context > 1 and (plan.data_overlap or plan.tau > 1):
+        words.append("gradients" if plan.tau == 1 else "outer updates")
+    if plan.pipeline > 1 and plan.pipeline_overlap and plan.schedule not in WAITING_SCHEDULES:
+        words.append("stages")
+    if plan.shared_overlap:
+        words.append("shared experts")
+    if plan.schedule.startswith("dualpipe") and plan.pipeline > 1 and plan.expert > 1:
+        words.append("experts")
+    return ", ".join(words) or "nothing"

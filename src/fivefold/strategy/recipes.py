@@ -23,7 +23,6 @@ from fivefold.strategy._recipe_texts import (
     script_settings,
     toml_settings,
 )
-from fivefold.strategy._search import search_plans
 from fivefold.strategy.cluster import Cluster
 from fivefold.strategy.cost import PlanPrediction, evaluate_plan
 from fivefold.strategy.job import job_from_table
@@ -31,6 +30,7 @@ from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.strategy.plan import ParallelPlan
 from fivefold.strategy.presets import load_model, named_models
+from fivefold.strategy.search import search_plans
 from fivefold.units import format_bytes
 
 Status = Literal["ok", "invalid", "memory", "unknown"]
@@ -287,7 +287,7 @@ def _megatron(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Rec
 def _megatron_chunks(
     settings: Mapping[str, Any], model: ModelSpec, stages: int, assumed: list[str]
 ) -> tuple[int, bool]:
-    """Chunks of a stage, and whether embedding and head count as layers."""
+    """Return chunks of a stage, and whether embedding and head count as layers."""
     ends = _on(settings, "account_for_embedding_in_pipeline_split")
     if layout := str(settings.get("pipeline_model_parallel_layout", "")):
         chunks = layout.count("|") + 1
@@ -413,7 +413,7 @@ def _titan_recompute(settings: Mapping[str, Any]) -> str:
 
 
 def _titan_batch(settings: Mapping[str, Any], model: ModelSpec, data: int) -> tuple[int, int]:
-    """Samples of a rank's batch, and of an iteration."""
+    """Return the samples of a rank's batch, and of an iteration."""
     if tokens := _whole(settings, "num_tokens_per_microbatch_per_dp_rank", default=0):
         local = max(1, tokens // model.seq_len)
         return local, _whole(settings, "num_tokens_per_train_step") // model.seq_len

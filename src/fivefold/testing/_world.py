@@ -31,6 +31,7 @@ class _Board:
         self._readers: dict[int, set[int]] = {}
 
     def put(self, number: int, rank: int, value: Any) -> None:
+        """Put up one rank's value for a collective."""
         with self._changed:
             self._entries.setdefault(number, {})[rank] = value
             self._changed.notify_all()
@@ -54,6 +55,7 @@ class _Board:
             return [values[each] for each in range(self.world_size)]
 
     def fail(self) -> None:
+        """Let all who wait know that a rank failed."""
         with self._changed:
             self.failed = True
             self._changed.notify_all()
@@ -74,6 +76,7 @@ class _InMemoryAllReduce:
         self.sent_bytes = round(2 * (board.world_size - 1) * payload_bytes / board.world_size)
 
     def wait(self) -> bool:
+        """Add up what all ranks contributed, once; return True."""
         if self.completed_at_s is not None:
             return True
         contributions = self._board.take(self._number, self._rank, what=self._what)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from fivefold.train.config import TrainConfig, config_to_toml, load_config
 
 if TYPE_CHECKING:
-    from fivefold.train._corpus import load_corpus
+    from fivefold.train._corpus import load_corpus, load_tokenizer
     from fivefold.train._loop import launch, train
     from fivefold.train._methods import RunResult
     from fivefold.train._model import Transformer
-    from fivefold.train._tokenizer import load_tokenizer
     from fivefold.train.sampler import ShardedSampler
 
 __all__ = [
@@ -35,7 +34,7 @@ __all__ = [
 
 _LOADING_TORCH = {
     "RunResult": "_methods", "ShardedSampler": "sampler", "Transformer": "_model",
-    "launch": "_loop", "load_corpus": "_corpus", "load_tokenizer": "_tokenizer", "train": "_loop",
+    "launch": "_loop", "load_corpus": "_corpus", "load_tokenizer": "_corpus", "train": "_loop",
 }  # fmt: skip
 
 

@@ -41,11 +41,12 @@ class _Loss(torch.nn.Module):
         self.model = model
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a batch, so that DDP sees one forward."""
         return cast("LanguageModel", self.model).loss(inputs, targets)
 
 
 def _no_buffers_in_forward() -> dict[str, Any]:
-    """Buffers are constant tables; by default DDP sends them again in every forward pass."""
+    """Keep DDP from sending buffers, which are constant tables, in every forward pass."""
     known = inspect.signature(DistributedDataParallel).parameters
     # torch 2.13 renamed the argument and warns about the old name.
     renamed = "forward_sync_buffers" in known
@@ -93,7 +94,7 @@ class DataParallelMethod(Method):
             self._attach()
 
     def _wrapping(self) -> dict[str, Any]:
-        """More arguments of DDP."""
+        """Return further arguments of DDP."""
         return {}
 
     def _attach(self) -> None:
@@ -102,7 +103,7 @@ class DataParallelMethod(Method):
         self._wrapped.register_comm_hook(None, lambda state, bucket: self._launch_bucket(bucket))  # noqa: ARG005 - DDP asks for these two names
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """One forward and backward whose gradients are dropped.
+        """Run one forward and backward, and drop the gradients.
 
         DDP regroups its buckets after its first backward pass. gloo's ring sums in an order
         that depends on the bucket's layout, so with three ranks or more a resumed run would
@@ -120,7 +121,7 @@ class DataParallelMethod(Method):
         self.totals = CommunicationTotals()
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Forward pass of one micro-batch."""
+        """Run the forward pass of one micro-batch."""
         with self._ranks.guard("the broadcast of the bucket layout"):
             result: torch.Tensor = self._wrapped(inputs, targets)
         return result
@@ -130,7 +131,7 @@ class DataParallelMethod(Method):
         return self._wrapped.no_sync()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass; returns when the averaged gradients are there."""
+        """Run the backward pass; return when the averaged gradients are there."""
         self._last_launch_s = None
         with self._ranks.guard("the all-reduce of the gradients"):
             loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -164,7 +165,7 @@ class DataParallelMethod(Method):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """The parameters are equal on all ranks at every step; its exchanges are no training."""
+        """Judge the parameters, which are equal on all ranks; its exchanges are no training."""
         try:
             yield
         finally:
@@ -254,7 +255,7 @@ class _OneParameter:
         self._part.step()
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Back to nothing for the next pass."""
+        """Reset the gradient for the next pass."""
         self._part.zero_grad(set_to_none=set_to_none)
 
 
@@ -292,7 +293,7 @@ class ScheduledDataParallelMethod(DataParallelMethod):
         )
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """One pass whose gradients are dropped, as for plain DDP."""
+        """Run one pass and drop the gradients, as for plain DDP."""
         super().warm_up(inputs, targets)
         self._finish("the gradients of the warm-up")
         self._reduction.sent()
@@ -302,7 +303,7 @@ class ScheduledDataParallelMethod(DataParallelMethod):
         self.armed = True
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass; with ``overlap_forward`` gradients may arrive after it."""
+        """Run the backward pass; with ``overlap_forward`` gradients may arrive after it."""
         # Nothing may be left of the pass before when gradients are added to.
         self._finish("the gradients of the step before")
         begun_s = time.perf_counter()

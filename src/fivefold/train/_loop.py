@@ -45,13 +45,19 @@ from fivefold.runs.launch import launch_ranks
 from fivefold.runs.loggers import Loggers, require_loggers
 from fivefold.runs.machine import LinkMeter, ProcessMeter
 from fivefold.runs.ranks import Ranks, StopAgreement, close_ranks, open_ranks, read_place
-from fivefold.train._corpus import Corpus, load_corpus, resolve_source
+from fivefold.train._corpus import Corpus, Tokenizer, load_corpus, load_tokenizer, resolve_source
 from fivefold.train._ddp import DataParallelMethod, ScheduledDataParallelMethod
 from fivefold.train._expert_ranks import ExpertRanks, require_shares, share_experts
 from fivefold.train._methods import Method, RunResult, method_label, require_peers, run_manifest
 from fivefold.train._model import Transformer
-from fivefold.train._outer import OuterMethod, make_rule
-from fivefold.train._shards import load_own_shards, own_shards, require_workers, share_states
+from fivefold.train._outer import (
+    OuterMethod,
+    load_own_shards,
+    make_rule,
+    own_shards,
+    require_workers,
+    share_states,
+)
 from fivefold.train._spans import Span, SpanRecorder, subtract
 from fivefold.train._step import (
     StepRunner,
@@ -62,7 +68,6 @@ from fivefold.train._step import (
     choose_precision,
     evaluate,
 )
-from fivefold.train._tokenizer import Tokenizer, load_tokenizer
 from fivefold.train.config import (
     MUON_KEYS,
     DataConfig,

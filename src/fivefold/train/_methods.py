@@ -105,15 +105,15 @@ class Method:
         """Do once, before the first step, what would make the first step differ from others."""
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Forward pass of one micro-batch."""
+        """Run the forward pass of one micro-batch."""
         return cast("LanguageModel", self._model).loss(inputs, targets)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Around every micro-batch but the last of an optimizer step."""
+        """Return the context of every micro-batch but the last of an optimizer step."""
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass."""
+        """Run the backward pass."""
         loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
@@ -126,13 +126,13 @@ class Method:
         optimizer.zero_grad(set_to_none=True)
 
     def after_step(self) -> None:
-        """After the optimizer's step."""
+        """Do what follows the optimizer's step."""
 
     def finalize(self) -> None:
         """Apply all work in flight; afterwards the method's parameters are final."""
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """Around a validation: the parameters to be judged."""
+        """Return the context of a validation: the parameters to be judged."""
         return contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:

@@ -100,14 +100,14 @@ class Mixtures:
 
     @property
     def exchange(self) -> str:
-        """How tokens travel between the ranks that share experts: a value of the table, or none."""
+        """Return how tokens travel between ranks that share experts: as the table says, or none."""
         if self.ranks == 1:
             return "none"
         groups = [layer.group for layer in self.layers.values()]
         return "one_sided" if isinstance(groups[0], OneSidedGroup) else "all_to_all"
 
     def auxiliary_loss(self) -> torch.Tensor:
-        """Sum over the layers of the balancing and z losses of the last forward."""
+        """Return the sum over the layers of balancing and z losses of the last forward."""
         config = self.config
         losses = [
             layer.auxiliary_loss(balance=config.balance_loss, z=config.z_loss)

@@ -145,7 +145,7 @@ class Transformer(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters over all ranks that share experts, the tied embedding counted once.
+        """Return the parameters over all ranks that share experts, the tied embedding counted once.
 
         Dense: ``V * D + layers * (4 D^2 + 3 D F + 2 D) + D`` with F the configuration's
         ``dense_width``.
@@ -159,7 +159,7 @@ class Transformer(nn.Module):
 
     @property
     def sharded_parameters(self) -> list[str]:
-        """Names of the parameters of which this rank has a share only."""
+        """Return the names of the parameters of which this rank has a share only."""
         layers = {} if self.mixtures is None else self.mixtures.layers
         return [
             f"blocks.{number}.mixture.{name}"
@@ -201,6 +201,7 @@ class _Block(nn.Module):
     def forward(
         self, x_BTD: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor
     ) -> torch.Tensor:
+        """Return the stream after attention and the feed-forward part."""
         normed_BTD = rms_norm(x_BTD, self.norm_attention_D, epsilon=_EPSILON)
         qkv_BTC = F.linear(normed_BTD, self.query_key_value_CD)
         q, k, v = split_rotated_heads(qkv_BTC, cos_TJ, sin_TJ, heads=self.heads)
@@ -263,6 +264,7 @@ def split_rotated_heads(
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Return x over its root mean square, times the weight."""
         mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
         scale = mean_square.add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight_D, scale)
@@ -271,6 +273,7 @@ class _RMSNorm(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Return the gradients of x and of the weight."""
         x, weight_D, scale = ctx.saved_tensors
         (dy,) = grads
         product = (dy * x).flatten(0, -2)
@@ -286,6 +289,7 @@ class _SplitRotatedHeads(Function):
     def forward(
         ctx: Any, qkv_BTC: torch.Tensor, cos_TJ: torch.Tensor, sin_TJ: torch.Tensor, heads: int
     ) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys and values by head, the first two rotated."""
         ctx.save_for_backward(cos_TJ, sin_TJ)
         batch, length, columns = qkv_BTC.shape
         qkv = qkv_BTC.view(batch, length, 3, heads, columns // (3 * heads))
@@ -296,6 +300,7 @@ class _SplitRotatedHeads(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """Return the gradient of the three, in one tensor."""
         cos_TJ, sin_TJ = ctx.saved_tensors
         batch, heads, length, width = grads[0].shape
         result = grads[0].new_empty(batch, length, 3, heads, width)

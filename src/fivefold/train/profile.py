@@ -17,13 +17,12 @@ import torch.distributed as dist
 
 from fivefold.runs.machine import ProcessMeter
 from fivefold.runs.ranks import Ranks
-from fivefold.train._corpus import load_corpus
+from fivefold.train._corpus import load_corpus, load_tokenizer
 from fivefold.train._expert_ranks import share_experts
 from fivefold.train._loop import make_optimizer
 from fivefold.train._methods import Method
 from fivefold.train._model import Transformer
 from fivefold.train._step import StepRunner, TrainedParts
-from fivefold.train._tokenizer import load_tokenizer
 from fivefold.train.config import TrainConfig
 
 _PRODUCT = 1024  # rows and columns of the matrix products that are timed
@@ -70,12 +69,12 @@ class _TimedMethod(Method):
         return time.perf_counter()
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Forward pass; the clock of a pass starts."""
+        """Run the forward pass; the clock of a pass starts."""
         self._began_s = self.now()
         return super().loss(inputs, targets)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass; the clock stops."""
+        """Run the backward pass; the clock stops."""
         super().backward(loss)
         self.passes_s.append(self.now() - self._began_s)
 

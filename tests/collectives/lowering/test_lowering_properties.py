@@ -494,3 +494,16 @@ def test_plans_wait_for_the_right_step_of_another_block():
     text = to_mscclpp_json(program)
     for seed in range(20):
         run_plan(text, program.collective, seed=seed)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_plans_whose_blocks_have_channels_both_ways_to_one_peer(channels):
+    schedule = build_algorithm("binary_tree", named_collective("all_reduce", 2))
+    program = lower(schedule, channels=channels, max_count=1)
+    for seed in range(5):
+        run_plan(to_mscclpp_json(program), program.collective, seed=seed)
+
+
+def test_a_plan_says_its_root():
+    program = lower(build_algorithm("ring", named_collective("broadcast", 3, root=1)))
+    assert json.loads(to_mscclpp_json(program))["root"] == 1

@@ -52,9 +52,7 @@ def test_every_collective_by_name(name):
     assert found.time_s <= library.time_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    "method", ["library", "trees", "matching", "taccl", "slotted", "k_synchronous"]
-)
+@pytest.mark.parametrize("method", ["library", "trees", "matching", "taccl"])
 def test_every_method_by_name(method):
     found = synthesize("all_gather", DGX1, size_bytes=8e6, method=method, time_limit_s=6)
     assert found.method == method
@@ -64,7 +62,7 @@ def test_every_method_by_name(method):
 def test_dgx1_all_gather_is_proved_optimal():
     """Sections 8.1 and 8.3: 7/6 link times per chunk, by a schedule and by a cut."""
     free = DGX1.scaled(latency=0.0)
-    found = synthesize("all_gather", free, size_bytes=8 * 25e9, time_limit_s=20)
+    found = synthesize("all_gather", free, size_bytes=8 * 25e9, time_limit_s=60)
     assert found.optimal
     assert found.time_s == pytest.approx(7 / 6)
 

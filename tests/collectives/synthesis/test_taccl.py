@@ -1,6 +1,8 @@
 """TACCL's stages: published instances, closed forms, invariants, bad input."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -26,12 +28,16 @@ from fivefold.collectives.synthesis import Sketch, SwitchSketch, published_sketc
 from fivefold.collectives.synthesis._sketched import sketched
 from fivefold.collectives.synthesis._taccl_order import (
     best_order,
-    improve_order,
     join_messages,
     parents_of,
     prices_of,
 )
-from fivefold.collectives.synthesis._taccl_routing import candidates, greedy_routes, route
+from fivefold.collectives.synthesis._taccl_routing import (
+    candidates,
+    greedy_routes,
+    improve_order,
+    route,
+)
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
     Link,
@@ -294,3 +300,20 @@ def test_bad_input_says_what_to_do():
     )
     with pytest.raises(InfeasibleError, match="no way"):
         taccl(all_gather(2), one_way, size_bytes=8)
+
+
+def test_a_search_leaves_ctrl_c_as_it_was():
+    """The solver has a handler of its own, behind Python's back."""
+    code = (
+        "import os, signal\n"
+        "from fivefold.collectives.schedules import all_gather\n"
+        "from fivefold.collectives.synthesis import taccl\n"
+        "from fivefold.network.topology import ring\n"
+        "taccl(all_gather(3), ring(3), size_bytes=3.0)\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n"
+        "except KeyboardInterrupt:\n    print('interrupted')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout == "interrupted\n", done.stderr[-2000:]

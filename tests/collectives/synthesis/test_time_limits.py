@@ -15,8 +15,6 @@ MACHINE_S = 3.0  # for verifying, pricing and a loaded machine
 
 LARGE = [
     ("taccl", all_gather(8, 1000), named_topology("dgx1")),
-    ("k_synchronous", all_gather(8, 600), named_topology("dgx1")),
-    ("slotted", all_to_all(16, 8), named_topology("ndv2", boxes=2)),
     ("flow", all_to_all(64), torus((8, 8))),
     ("trees", all_gather(128), named_topology("dgx_a100", boxes=16)),
     ("matching", all_gather(64, 200), torus((8, 8))),

@@ -19,7 +19,7 @@ from fivefold.gnn.data import (
     pyg_source,
     table_source,
 )
-from fivefold.gnn.data._ogb import ogb_source
+from fivefold.gnn.data._find_source import ogb_source
 from fivefold.gnn.data.statistics import verify
 from fivefold.gnn.sampling import HeteroNeighborSampler, NeighborSampler, sample_epochs
 from fivefold.gnn.storage import Container, ContainerWriter
@@ -90,14 +90,10 @@ def test_labels_that_the_graph_did_not_have_are_refused(tmp_path, two_graphs):
         Dataset.open(tmp_path / "bare")
 
 
-def test_a_graph_of_an_older_version_is_made_anew_by_the_same_command(two_graphs):
-    folder = two_graphs[0]
-    sections = without_files(folder)
-    with pytest.raises(DataError, match=r"older version.*same .* command again"):
-        Dataset.open(folder)
-    generate_graph(folder, nodes=NODES, dim=4, seed=1).close()
-    with Dataset.open(folder) as dataset:
-        np.testing.assert_array_equal(dataset.topology().indices, sections["indices"])
+def test_a_graph_that_names_no_files_is_refused(two_graphs):
+    without_files(two_graphs[0])
+    with pytest.raises(DataError, match=r"does not say which .* belong"):
+        Dataset.open(two_graphs[0])
 
 
 class _Data:
@@ -261,16 +257,3 @@ def test_columns_of_edge_tables_that_are_not_stored_are_named(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         table_source([tmp_path / "edges.csv"])
     assert "amount" in caplog.text
-
-
-def test_a_graph_of_an_older_version_with_names_is_made_anew_too(tmp_path):
-    lines = "source,target\n" + "".join(f"{7 * n},{7 * (n * n % 40)}\n" for n in range(40))
-    (tmp_path / "edges.csv").write_text(lines)
-    folder = tmp_path / "out"
-    ingest(table_source([tmp_path / "edges.csv"], ids="text"), folder).close()
-    sections = without_files(folder)
-    with pytest.raises(DataError, match="older version"):
-        Dataset.open(folder)
-    with ingest(table_source([tmp_path / "edges.csv"], ids="text"), folder) as dataset:
-        np.testing.assert_array_equal(dataset.topology().indices, sections["indices"])
-        verify(dataset)

@@ -5,12 +5,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fivefold.errors import InfeasibleError, StorageError
+from fivefold.errors import DataError, InfeasibleError
 from fivefold.gnn.data._write_graph import EdgeBuckets
 from fivefold.gnn.data.parts import EdgeBlock
 
 
 def sort_all(buckets):
+    if not buckets.complete:
+        buckets.finish_adding()
     pieces = [piece for b in range(buckets.num_buckets) for piece in buckets.pieces(b)]
     degrees = np.concatenate([piece.degrees for piece in pieces])
     sources = np.concatenate([piece.values["sources"] for piece in pieces])
@@ -152,13 +154,14 @@ def test_more_edges_than_expected_leave_memory(tmp_path):
     assert not (tmp_path / "work").exists()
 
 
-def test_what_came_after_the_last_mark_is_taken_again(tmp_path):
+def test_what_came_after_the_last_mark_is_taken_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("fivefold.gnn.data._write_graph._MARK_EVERY_EDGES", 40)
     rng = np.random.default_rng(1)
     sources, targets = rng.integers(0, 20, (2, 90))
     first = make(tmp_path, num_nodes=20, limit=30, count=2)
     first.add(EdgeBlock(sources[:40], targets[:40], 40))
-    first._mark()
     first.add(EdgeBlock(sources[40:70], targets[40:70], 70))  # lost: not marked
+    first.close()
     second = EdgeBuckets(
         tmp_path / "work",
         num_nodes=20,
@@ -174,17 +177,17 @@ def test_what_came_after_the_last_mark_is_taken_again(tmp_path):
     second.finish_adding()
     assert sort_all(second)[1].tolist() == sources[np.argsort(targets, kind="stable")].tolist()
     other = make(tmp_path, num_nodes=20, limit=30, count=2)
+    assert other.num_edges == 90
     other.resume("another recipe")
     assert other.num_edges == 0
+    other.remove()
 
 
-def test_a_bucket_that_was_cut_short_begins_anew_or_is_refused(tmp_path):
+def test_a_spill_that_was_cut_short_is_refused(tmp_path):
     buckets = make(tmp_path, num_nodes=20, limit=30)
     buckets.add(EdgeBlock(np.arange(20), np.arange(20), 20))
     buckets.finish_adding()
-    path = next((tmp_path / "work").glob("*.sources"))
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(StorageError, match="too short"):
-        sort_all(buckets)
-    again = make(tmp_path, num_nodes=20, limit=30)
-    assert again.num_edges == 0
+    path = tmp_path / "work" / "edges.fvf"
+    path.write_bytes(path.read_bytes()[:-4096])
+    with pytest.raises(DataError, match="truncated"):
+        make(tmp_path, num_nodes=20, limit=30)

@@ -14,7 +14,7 @@ import torch
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.data import EdgeRules, array_source, find_source, ingest
-from fivefold.gnn.data._ogb import mag240m_source, ogb_adds_reverse, ogb_source
+from fivefold.gnn.data._find_source import mag240m_source, ogb_adds_reverse, ogb_source
 
 SMALL = 16 << 20
 

@@ -12,9 +12,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, InfeasibleError
 from fivefold.gnn.data import TableColumns, find_source, ingest, table_source
-from fivefold.gnn.data._names import NameBuckets
 
 SMALL = 16 << 20
 
@@ -89,7 +88,6 @@ def test_text_ids_without_a_node_table(tmp_path, random_graph, as_edges, gaps):
             prints.add(dataset.fingerprint)
         assert sorted(path.name for path in folder.iterdir()) == [
             "graph.fvf",
-            "names.json",
             "names.parquet",
         ]
     weights = random_graph["weights"].tolist()
@@ -227,21 +225,23 @@ def test_wrong_arguments(tmp_path):
         table_source([tmp_path / "e.parquet"])
 
 
-def test_name_buckets_find_every_distinct_name(tmp_path):
-    buckets = NameBuckets(tmp_path / "names", 10 * (16 << 20))
+def test_names_are_numbered_as_they_come_and_refused_where_memory_is_short(tmp_path):
     rng = np.random.default_rng(0)
-    names = np.array(["", "a", "ab", "b", "ba", "ü" * 50, *map(str, range(500))])
-    places = rng.permutation(2000)
-    chosen = names[rng.integers(0, names.size, 2000)]
-    for part in np.array_split(np.arange(2000), 7):
-        buckets.add(pa.array(chosen[part]), places[part])
-    buckets.close()
-    found = {}
-    for bucket in range(buckets.count):
-        distinct, codes, at = buckets.distinct(bucket)
-        assert len(set(distinct.to_pylist())) == len(distinct)
-        found |= dict(zip(at.tolist(), distinct.take(pa.array(codes)).to_pylist(), strict=True))
-    assert found == dict(zip(places.tolist(), chosen.tolist(), strict=True))
+    names = np.array(["a", "ab", "b", "ba", "ü" * 50, *map(str, range(90_000))])
+    ends = names[rng.integers(0, names.size, 300_000)].reshape(-1, 2)  # of several batches
+    table = pa.table({"source": ends[:, 0], "target": ends[:, 1]})
+    parquet.write_table(table, tmp_path / "e.parquet")
+    source = table_source([tmp_path / "e.parquet"])
+    with ingest(source, tmp_path / "g", memory_bytes=SMALL) as dataset:
+        expected = list(dict.fromkeys(ends[: 1 << 16].ravel().tolist()))
+        found = parquet.read_table(tmp_path / "g" / "names.parquet")["name"].to_pylist()
+        assert found[: len(expected)] == expected
+        assert len(set(found)) == len(found) == dataset.num_nodes == len(np.unique(ends))
+        assert dataset.num_edges == len(ends)
+    parquet.write_table(pa.concat_tables([table] * 8), tmp_path / "e.parquet")
+    source = table_source([tmp_path / "e.parquet"])
+    with pytest.raises(InfeasibleError, match=r"names of nodes.*--memory"):
+        ingest(source, tmp_path / "h", memory_bytes=SMALL)
 
 
 SCRIPT = """
@@ -260,7 +260,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("kill_at", [2, 4])
+@pytest.mark.parametrize("kill_at", [1, 2])
 def test_killed_while_names_are_numbered(tmp_path, random_graph, as_edges, kill_at):
     sources, targets = NAMES[random_graph["sources"]], NAMES[random_graph["targets"]]
     write_edges(tmp_path / "e.csv", sources, targets, header="source,target")

@@ -38,16 +38,24 @@ def flip(path, share=0.5):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("column", ["targets", "sources"])
-def test_spilled_edges_that_were_damaged_are_refused(column, pairs, unfinished):
-    spilled = sorted((unfinished / "graph.fvf.work").glob(f"bucket_*.{column}"))
-    flip(spilled[-1])
-    with pytest.raises(DataError, match=f"{spilled[-1].name} is damaged"):
+def test_spilled_edges_that_were_damaged_are_refused(pairs, unfinished):
+    spilled = unfinished / "graph.fvf.work" / "edges.fvf"
+    flip(spilled)
+    with pytest.raises(DataError, match=rf"{spilled.name} .*is damaged.*remove .*graph.fvf.work"):
         ingest(array_source(pairs), unfinished, memory_bytes=MEMORY)
 
 
-def test_with_a_damaged_journal_the_edges_are_read_again(pairs, unfinished, tmp_path):
-    flip(unfinished / "graph.fvf.work" / "journal.json")
+def test_with_a_damaged_journal_the_edges_are_read_again(pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr("fivefold.gnn.data._write_graph._MARK_EVERY_EDGES", 50_000)
+    unfinished = tmp_path / "out"
+
+    def stop(_stage, done, _total):
+        if done > EDGES // 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        ingest(array_source(pairs), unfinished, memory_bytes=MEMORY, progress=stop)
+    flip(unfinished / "graph.fvf.work" / "edges.fvf.partial.journal")
     ingest(array_source(pairs), unfinished, memory_bytes=MEMORY).close()
     ingest(array_source(pairs), tmp_path / "whole", memory_bytes=1 << 30).close()
     with Dataset.open(unfinished) as found, Dataset.open(tmp_path / "whole") as expected:

@@ -91,7 +91,7 @@ def test_the_copy_to_a_device_takes_cached_rows_from_there(stores):
     levels._device_rows, cost = levels._on_device.fill_on(torch.device("cpu"))
     assert cost.bytes_used == levels._on_device.nbytes == levels._device_rows.nbytes
     levels._on_device.rows[:] = np.nan
-    transfer = DeviceTransfer(levels, torch.device("cpu"))
+    transfer = DeviceTransfer({None: levels}, torch.device("cpu"))
     with DiskLoader(store, shuffle=False) as loader:
         for batch in loader:
             record = levels.record(batch.number)
@@ -101,7 +101,7 @@ def test_the_copy_to_a_device_takes_cached_rows_from_there(stores):
             levels.gather_cached(record, staged)
             assert np.isnan(staged).any()
             object.__setattr__(batch, "x", torch.from_numpy(staged))
-            there = transfer.handed_over(transfer.copy(record, batch))
+            there = transfer.handed_over(transfer.copy({None: record}, batch))
             assert np.array_equal(there.x.numpy(), features[batch.n_id.numpy()])
     levels.close()
 

@@ -8,7 +8,7 @@ from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.storage import RowReader
 
 STRATEGIES = ["resident", "passes", "spill"]
-LAYOUTS = ["gray", "minhash", "packed"]
+LAYOUTS = ["gray", "minhash"]
 
 
 def deliver(store, reader, record, host):
@@ -140,10 +140,7 @@ def test_what_is_read_is_what_the_plan_said(make_world, tmp_path, layout, policy
             assert np.array_equal(np.sort(record.node_ids[record.cold_destinations]), cold)
             private += record.num_private
         assert store.rows.sections["rows"].shape[0] == plan.predicted.packed_rows
-        if layout == "packed":
-            assert private == plan.predicted.packed_rows
-        else:
-            assert 0 < private < plan.predicted.packed_rows
+        assert 0 < private < plan.predicted.packed_rows
 
 
 def test_shared_rows_and_private_chunks_as_published(make_world, tmp_path):

@@ -14,9 +14,9 @@ import pytest
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
 from fivefold.gnn.packing import PackedStore, _records, pack
-from fivefold.gnn.packing._overlap import side_by_side
 from fivefold.gnn.planning import geometry
 from fivefold.gnn.storage import ContainerWriter
+from fivefold.gnn.storage.parallel import side_by_side
 
 FILES = ("store.json", "plan.fvf", "rows.fvf", "records.fvf")
 

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from fivefold.gnn.packing._overlap import WriteBehind
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.gnn.storage.pages import aligned_empty
+from fivefold.gnn.storage.parallel import WriteBehind
 
 
 def buffers(count):

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from fivefold.gnn.packing._overlap import WriteBehind
+from fivefold.gnn.storage.parallel import WriteBehind
 
 
 def make():

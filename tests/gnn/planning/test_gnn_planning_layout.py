@@ -9,7 +9,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.gnn.planning.id_sets import union_of
 from fivefold.gnn.planning.layout import Refinement, permutations, runs_of, segment_layout
 
-LAYOUTS = ["gray", "minhash", "packed"]
+LAYOUTS = ["gray", "minhash"]
 
 
 def gray_rank(mask):
@@ -58,9 +58,7 @@ def test_every_batch_finds_its_rows(batches, layout):
         rows = laid_out.rows[number]
         assert (np.diff(rows) > 0).all()
         assert np.array_equal(np.sort(laid_out.node_ids(number)), ids)
-    total = sum(map(len, batches))
-    expected = total if layout == "packed" else len(users(batches))
-    assert len(laid_out.order) == expected
+    assert len(laid_out.order) == len(users(batches))
 
 
 @settings(max_examples=100, deadline=None)
@@ -91,13 +89,6 @@ def test_minhash_is_the_published_key(batches, first):
         num_batches=total,
     )
     assert laid_out.order.tolist() == slow_shared(batches, key)
-
-
-def test_packed_gives_each_batch_its_own_rows_in_id_order():
-    batches = [np.array([1, 5, 9]), np.array([], np.int64), np.array([5, 6])]
-    laid_out = segment_layout(batches, layout="packed")
-    assert laid_out.order.tolist() == [1, 5, 9, 5, 6]
-    assert [rows.tolist() for rows in laid_out.rows] == [[0, 1, 2], [], [3, 4]]
 
 
 def test_where_every_mask_occurs_gray_is_the_reflected_code():

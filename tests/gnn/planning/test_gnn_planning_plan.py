@@ -69,7 +69,7 @@ def check_reads(extents_of):
 
 
 @pytest.mark.parametrize("policy", ["static", "belady"])
-@pytest.mark.parametrize("layout", ["gray", "minhash", "packed"])
+@pytest.mark.parametrize("layout", ["gray", "minhash"])
 @pytest.mark.parametrize("row_bytes", [512, 1100])
 def test_predicted_reads_are_those_of_the_layouts(
     check_reads, samples, disk, policy, layout, row_bytes

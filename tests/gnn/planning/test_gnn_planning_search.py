@@ -46,7 +46,7 @@ def question(make_batches, disk):
     return ask
 
 
-@pytest.mark.parametrize("layout", ["gray", "minhash", "packed"])
+@pytest.mark.parametrize("layout", ["gray", "minhash"])
 @pytest.mark.parametrize("size", [1, 4, 21])
 def test_counted_reads_are_the_pages_of_the_layout(question, layout, size):
     asked = question(layout, gaps_bytes=(0,))

@@ -344,7 +344,7 @@ def test_memory_does_not_grow_with_the_number_of_batches(tmp_path):
 def test_heterogeneous_samplers_are_told_what_to_do(tmp_path):
     kind = ("a", "to", "a")
     graph = HeteroAdjacency({"a": 2}, {kind: Adjacency([0, 1, 2], [1, 0])})
-    with pytest.raises(ConfigurationError, match=r"HeteroNeighborSampler.*HeteroLoader"):
+    with pytest.raises(ConfigurationError, match=r"HeteroNeighborSampler, .*input_type is None"):
         sample_epochs(HeteroNeighborSampler(graph, [1]), [0], tmp_path / "s", batch_size=1)
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fivefold.gnn.storage._threads import Workers
+from fivefold.gnn.storage.reader import Workers
 
 
 @pytest.fixture

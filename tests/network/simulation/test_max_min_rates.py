@@ -185,3 +185,19 @@ def test_bad_input_is_named(arguments, message):
 def test_offsets_that_do_not_fit_are_refused():
     with pytest.raises(ConfigurationError, match="rise from 0"):
         max_min_rates((np.array([0, 5]), np.array([0])), [1.0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_long_coupled_routes_take_what_their_links_one_by_one_take(seed):
+    """Hundreds of links of one flow, many of them with the same flows: none is left out wrongly."""
+    draw = np.random.default_rng(seed)
+    capacities = draw.integers(1, 9, 300).astype(float)
+    long = [draw.choice(300, 200).tolist() for _ in range(3)]
+    short = [draw.choice(300, 3, replace=False).tolist() for _ in range(20)]
+    rates = max_min_rates([*long, *short], capacities)
+    apart = [[link] for route in long for link in route]
+    groups = [number for number, route in enumerate(long) for _ in route]
+    each = max_min_rates([*apart, *short], capacities, groups=[*groups, *[-1] * len(short)])
+    firsts = [groups.index(number) for number in range(3)]
+    np.testing.assert_allclose(rates, [*each[firsts], *each[len(apart) :]], rtol=1e-11)

@@ -100,7 +100,7 @@ def test_loads_of_any_kind_are_drawn(text, tmp_path):
     topology = parse_topology(text)
     number = topology.num_links
     for loads in (np.zeros(number), np.linspace(0, 1, number), np.arange(number) * 1e9):
-        draw_topology(topology, tmp_path / "a.png", link_loads=loads, size_inches=(4, 3))
+        draw_topology(topology, tmp_path / "a.png", link_loads=loads)
 
 
 def test_the_colour_follows_the_load():

@@ -2,7 +2,7 @@
 
 from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering._lower import lower
-from fivefold.collectives.lowering._mscclpp import from_mscclpp_json, to_mscclpp_json
+from fivefold.collectives.lowering._mscclpp import to_mscclpp_json
 from fivefold.collectives.lowering._xml import from_msccl_xml, to_msccl_xml
 from fivefold.collectives.lowering.machine import ProgramError, interpret
 from fivefold.collectives.lowering.program import Program
@@ -12,7 +12,6 @@ __all__ = [
     "ProgramError",
     "check_program",
     "from_msccl_xml",
-    "from_mscclpp_json",
     "interpret",
     "lower",
     "to_msccl_xml",

@@ -130,14 +130,18 @@ def _program_of(schedule: Schedule, moves: Moves, *, in_place: bool, fuse: bool)
         name=schedule.name or schedule.collective.name,
         in_place=in_place,
     )
-    return blocks_of(shape, actions, fuse=fuse)
+    ranks = tuple(
+        replace(program, blocks=_RankLowering(shape, rank, actions[rank], fuse=fuse).blocks())
+        for rank, program in enumerate(shape.ranks)
+    )
+    return replace(shape, ranks=ranks)
 
 
 _BlockKey = tuple[str, int, int]  # direction, peer, channel
 
 
 @dataclass(slots=True)
-class RankAction:
+class _Action:
     """One operation of a rank before it has a place in a block."""
 
     kind: OpKind  # what it does
@@ -150,22 +154,13 @@ class RankAction:
     writes: list[int] = field(default_factory=list)  # memory cells that are written; found later
 
 
-def blocks_of(shape: Program, actions: list[list[RankAction]], *, fuse: bool = False) -> Program:
-    """Return a program from each rank's operations in an order in which they can run."""
-    ranks = tuple(
-        replace(program, blocks=_RankLowering(shape, rank, actions[rank], fuse=fuse).blocks())
-        for rank, program in enumerate(shape.ranks)
-    )
-    return replace(shape, ranks=ranks)
-
-
-def _actions_by_rank(moves: Moves, num_ranks: int) -> list[list[RankAction]]:
+def _actions_by_rank(moves: Moves, num_ranks: int) -> list[list[_Action]]:
     """Return each rank's operations in the order of events."""
     events: list[tuple[int, int, bool]] = []
     for number, message in enumerate(moves.messages):
         events.append((message.sent, number, False))
         events.append((message.received, number, True))
-    actions: list[list[RankAction]] = [[] for _ in range(num_ranks)]
+    actions: list[list[_Action]] = [[] for _ in range(num_ranks)]
     for _, number, arrives in sorted(events):
         message = moves.messages[number]
         if arrives:
@@ -173,27 +168,27 @@ def _actions_by_rank(moves: Moves, num_ranks: int) -> list[list[RankAction]]:
         else:
             key = ("send", message.target, message.channel)
             actions[message.source].append(
-                RankAction(OpKind.SEND, key, message.read, None, message.count)
+                _Action(OpKind.SEND, key, message.read, None, message.count)
             )
     for copy in moves.copies:
         actions[copy.rank].append(_copy(copy))
     return actions
 
 
-def _receive(message: Message) -> RankAction:
+def _receive(message: Message) -> _Action:
     kind = OpKind.RECEIVE if message.add is None else OpKind.RECEIVE_REDUCE_COPY
     key = ("receive", message.source, message.channel)
-    return RankAction(kind, key, message.add, message.write, message.count)
+    return _Action(kind, key, message.add, message.write, message.count)
 
 
-def _copy(copy: Copy) -> RankAction:
-    return RankAction(OpKind.COPY, ("copy", -1, 0), copy.read, copy.write, copy.count)
+def _copy(copy: Copy) -> _Action:
+    return _Action(OpKind.COPY, ("copy", -1, 0), copy.read, copy.write, copy.count)
 
 
 class _RankLowering:
     """Blocks of one rank."""
 
-    def __init__(self, shape: Program, rank: int, actions: list[RankAction], *, fuse: bool) -> None:
+    def __init__(self, shape: Program, rank: int, actions: list[_Action], *, fuse: bool) -> None:
         self._slots = shape.slots(rank)
         self._num_cells = sum(map(len, self._slots.values()))
         self._actions = actions
@@ -316,7 +311,7 @@ class _RankLowering:
         )
 
 
-def _note_peers(peers: list[int], action: RankAction) -> None:
+def _note_peers(peers: list[int], action: _Action) -> None:
     for key in (action.block, action.send_block):
         if key is not None and key[0] == "send":
             peers[0] = key[1]
@@ -335,7 +330,7 @@ class _Waits:
         self._clock = np.zeros((num_blocks, num_blocks), dtype=np.int32)
         self._known: dict[tuple[int, int], np.ndarray] = {}
 
-    def add(self, action: RankAction, at: int) -> None:
+    def add(self, action: _Action, at: int) -> None:
         for block, step in self._needed(action, at):
             self._append(Operation(OpKind.NOP, wait_block=block, wait_step=step), at)
             np.maximum(self._clock[at], self._known[block, step], out=self._clock[at])
@@ -364,7 +359,7 @@ class _Waits:
         self._known[at, step] = self._clock[at].copy()
         return step
 
-    def _needed(self, action: RankAction, at: int) -> list[tuple[int, int]]:
+    def _needed(self, action: _Action, at: int) -> list[tuple[int, int]]:
         before: set[tuple[int, int]] = set()
         for cell in [*action.reads, *action.writes]:
             if (writer := self._writer[cell]) is not None:

@@ -223,7 +223,8 @@ def from_msccl_xml(source: str | Path, *, collective: Collective | None = None) 
         >>> check_program(from_msccl_xml(text)).num_messages
         6
     """
-    root = _parse(text_of(source, begins="<", what="program"))
+    given = isinstance(source, str) and source.lstrip().startswith("<")
+    root = _parse(str(source) if given else read_text(source, what="program"))
     num_ranks = _integer(root, "ngpus", least=1, most=1 << 16)
     programs: dict[int, RankProgram] = {}
     for element in root.children:
@@ -250,13 +251,6 @@ def from_msccl_xml(source: str | Path, *, collective: Collective | None = None) 
         )
     except ConfigurationError as error:
         _fail(root, error.message)
-
-
-def text_of(source: str | Path, *, begins: str, what: str) -> str:
-    """Return a text itself, known by how it begins, or what is in the file of this path."""
-    if isinstance(source, str) and source.lstrip().startswith(begins):
-        return source
-    return read_text(source, what=what)
 
 
 def _parse(text: str) -> _Element:

@@ -17,7 +17,6 @@ from typing import Literal
 import numpy as np
 
 from fivefold.errors import InfeasibleError
-from fivefold.flows import equal_cost_paths
 from fivefold.network.topology import Topology
 
 Algorithm = Literal["ring", "hierarchical", "in_network"]
@@ -151,12 +150,6 @@ def host_groups(topology: Topology, ranks: Sequence[int]) -> list[tuple[int, ...
     """Return ranks by host, in order of first appearance; None where hosts have unequal numbers."""
     groups = ranks_by_host(topology, ranks)
     return groups if len({len(group) for group in groups}) == 1 else None
-
-
-@functools.lru_cache(maxsize=1 << 17)
-def first_path(topology: Topology, source: int, target: int) -> tuple[int, ...]:
-    """Return the first of the shortest paths between two ranks, as links."""
-    return equal_cost_paths(topology, source, target, relay=True)[0]
 
 
 def phases_time_s(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fivefold.collectives.schedules.arrays import Array, Floats, Ints, Longs, rows_of
+from fivefold.collectives.schedules.arrays import Floats, Ints, Longs, rows_of
 from fivefold.collectives.schedules.routes import require_topology, route_table
 from fivefold.collectives.schedules.schedule import Schedule
 from fivefold.collectives.schedules.timing import Timing
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 _MOST_BARS = 6_000  # beyond, bars are too thin to be told apart
 _MOST_LABELS = 400
 _MOST_NAMES = 40
-_SUMS, _COPIES = "YlOrBr", "GnBu"
+_MOST_BANDS = 360  # rows of pixels; beyond, neighbouring links share one
+_BINS = 700  # columns of pixels
+_BAND_COLOURS = {"adds": (0.84, 0.46, 0.13), "copies": (0.20, 0.50, 0.74)}
+_BAR_COLOURS = {"adds": "YlOrBr", "copies": "GnBu"}
+_IDLE = (0.955, 0.96, 0.965)
 
 
 def draw_schedule(
@@ -76,16 +80,22 @@ def draw_schedule(
             f"{schedule.num_transfers}",
             hint="pass what evaluate() said of this very schedule",
         )
+    module = optional_module("matplotlib.figure", extra="collectives", use="a picture")
     network = require_topology(schedule, topology)
-    transfers, links = _messages(schedule, network)
+    # The transfer and link of every bar.
+    routes = route_table(schedule, network)
+    offsets, places = rows_of(routes.offsets, routes.rows)
+    transfers = np.repeat(np.arange(schedule.num_transfers), np.diff(offsets))
     many = transfers.size > _MOST_BARS and timing.total_s > 0
     rows = _rows(timing, None if many else most_rows)
-    figure = _empty_figure(min(max(len(rows), 4), _MOST_NAMES if many else most_rows))
-    axes = figure.add_subplot()
     row_of_link = np.full(network.num_links, -1, dtype=np.int64)
     row_of_link[rows] = np.arange(rows.size)
-    shown = row_of_link[links] >= 0
-    bars = transfers[shown], row_of_link[links[shown]]
+    bars = np.stack([transfers, row_of_link[routes.links[places]]])
+    bars = bars[:, bars[1] >= 0]
+    height = min(max(len(rows), 4), _MOST_NAMES if many else most_rows)
+    figure: Figure = module.Figure(figsize=(9.5, 1.6 + 0.2 * height), layout="constrained")
+    axes = figure.add_subplot()
+    scale, unit = _time_scale(timing.total_s)
     if many:
         first = _paint_bands(axes, schedule, timing, bars)
         note = "the deeper the colour, the busier"
@@ -94,21 +104,25 @@ def draw_schedule(
         rows = rows[first]
     else:
         _paint_bars(axes, schedule, timing, bars)
+        axes.grid(axis="x", color="0.9", linewidth=0.6)
         busy = int((timing.link_busy_s > 0).sum())
         note = f"the {len(rows)} busiest of {busy} links" if len(rows) < busy else ""
-    _label(axes, network, rows, timing, every=not many)
-    _explain_colours(axes, schedule, many=many)
+    named = np.arange(0, len(rows), max(-(-len(rows) // _MOST_NAMES), 1) if many else 1)
+    links = [network.links[row] for row in rows[named].tolist()]
+    names = [f"{link.source} \N{RIGHTWARDS ARROW} {link.target}" for link in links]
+    axes.set_yticks(named, names, fontsize=6.5 if len(rows) > 20 else 8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, max(timing.total_s, 1e-12) * scale)
+    axes.set_xlabel(f"time ({unit})", fontsize=9)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_axisbelow(True)
     axes.set_title(title or _title(schedule, timing), fontsize=10, loc="left", pad=8)
     place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
     axes.annotate(note, (1, 0), (0, -22), fontsize=7.5, color="0.35", ha="right", va="top", **place)
     if path is not None:
         figure.savefig(path, dpi=150)
-    return figure
-
-
-def _empty_figure(num_rows: int) -> Figure:
-    module = optional_module("matplotlib.figure", extra="collectives", use="a picture")
-    figure: Figure = module.Figure(figsize=(9.5, 1.6 + 0.2 * num_rows), layout="constrained")
     return figure
 
 
@@ -125,92 +139,36 @@ def _rows(timing: Timing, most_rows: int | None) -> Ints:
     return used.astype(np.int32)
 
 
-def _messages(schedule: Schedule, topology: Topology) -> tuple[Array, Array]:
-    """Return the transfer and link of every bar."""
-    routes = route_table(schedule, topology)
-    offsets, places = rows_of(routes.offsets, routes.rows)
-    transfers = np.repeat(np.arange(schedule.num_transfers), np.diff(offsets))
-    return transfers, routes.links[places]
-
-
-def _paint_bars(axes: Axes, schedule: Schedule, timing: Timing, bars: tuple[Array, Array]) -> None:
+def _paint_bars(axes: Axes, schedule: Schedule, timing: Timing, bars: Longs) -> None:
+    """Paint a bar for each transfer on each of its links, with the chunk's number where it fits."""
     import matplotlib as mpl  # noqa: PLC0415 - heavy and optional
 
     scale, _ = _time_scale(timing.total_s)
     transfers, rows = bars
     starts = timing.starts_s[transfers] * scale
     lasts = timing.ends_s[transfers] * scale - starts
+    few = transfers.size <= _MOST_LABELS
     share = 0.2 + 0.65 * schedule.chunks[transfers] / max(schedule.collective.num_chunks - 1, 1)
-    sums = schedule.reduces[transfers]
-    maps = mpl.colormaps
-    colours: Any = np.where(sums[:, None], maps[_SUMS](share), maps[_COPIES](share))
-    axes.barh(
-        rows,
-        lasts,
-        left=starts,
-        height=0.82,
-        color=colours,
-        edgecolor="white",
-        linewidth=0.4 if transfers.size <= _MOST_LABELS else 0.15,
-    )
-    if not transfers.size or transfers.size > _MOST_LABELS:
-        return
-    widest = timing.total_s * scale / 60
-    for start, last, row, transfer in zip(starts, lasts, rows, transfers, strict=True):
-        if last > widest:
-            axes.text(
-                start + last / 2,
-                row,
-                str(schedule.chunks[transfer]),
-                fontsize=6,
-                color="0.1",
-                ha="center",
-                va="center",
-            )
+    adds, copies = (mpl.colormaps[name](share) for name in _BAR_COLOURS.values())
+    colours: Any = np.where(schedule.reduces[transfers][:, None], adds, copies)
+    style: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4 if few else 0.15}
+    painted = axes.barh(rows, lasts, left=starts, height=0.82, color=colours, **style)
+    if few:
+        wide = lasts > timing.total_s * scale / 60
+        labels = np.where(wide, schedule.chunks[transfers].astype(str), "").tolist()
+        axes.bar_label(painted, labels, label_type="center", fontsize=6, color="0.1")
+    shades = {name: mpl.colormaps[colour](0.6) for name, colour in _BAR_COLOURS.items()}
+    _explain(axes, schedule, shades)
 
 
-def _explain_colours(axes: Axes, schedule: Schedule, *, many: bool) -> None:
-    import matplotlib as mpl  # noqa: PLC0415 - heavy and optional
+def _explain(axes: Axes, schedule: Schedule, colours: dict[str, Any]) -> None:
+    """Say which colour adds and which copies, where a schedule does both."""
     from matplotlib.patches import Patch  # noqa: PLC0415 - heavy and optional
 
-    if not schedule.reduces.any() or schedule.reduces.all():
-        return
-    colours = {"adds": mpl.colormaps[_SUMS](0.6), "copies": mpl.colormaps[_COPIES](0.6)}
-    patches = [
-        Patch(color=colour, label=label)
-        for label, colour in (_BAND_COLOURS if many else colours).items()
-    ]
-    axes.legend(
-        handles=patches,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=2,
-        fontsize=8,
-        frameon=False,
-        borderaxespad=0.2,
-    )
-
-
-def _label(axes: Axes, topology: Topology, rows: Ints, timing: Timing, *, every: bool) -> None:
-    scale, unit = _time_scale(timing.total_s)
-    names = [
-        f"{topology.links[row].source} \N{RIGHTWARDS ARROW} {topology.links[row].target}"
-        for row in rows
-    ]
-    step = 1 if every else max(-(-len(rows) // _MOST_NAMES), 1)
-    places = np.arange(0, len(rows), step)
-    named = [names[place] for place in places]
-    axes.set_yticks(places, named, fontsize=6.5 if len(rows) > 20 else 8)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, max(timing.total_s, 1e-12) * scale)
-    axes.set_xlabel(f"time ({unit})", fontsize=9)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    if every:
-        axes.grid(axis="x", color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
+    if schedule.reduces.any() and not schedule.reduces.all():
+        patches = [Patch(color=colour, label=label) for label, colour in colours.items()]
+        style: dict[str, Any] = {"fontsize": 8, "frameon": False, "borderaxespad": 0.2, "ncols": 2}
+        axes.legend(handles=patches, loc="lower right", bbox_to_anchor=(1.0, 1.0), **style)
 
 
 def _title(schedule: Schedule, timing: Timing) -> str:
@@ -230,12 +188,6 @@ def _time_scale(total_s: float) -> tuple[float, str]:
     return 1.0, "s"
 
 
-_BAND_COLOURS = {"adds": (0.84, 0.46, 0.13), "copies": (0.20, 0.50, 0.74)}
-_MOST_BANDS = 360  # rows of pixels; beyond, neighbouring links share one
-_BINS = 700  # columns of pixels
-_IDLE = (0.955, 0.96, 0.965)
-
-
 def busy_shares(starts: Floats, ends: Floats, rows: Longs, *, num_rows: int, bins: int) -> Floats:
     """Return how busy each row is in each span of time; above 1 where messages overlap."""
     # Each start raises what is going on by one and each end lowers it: in full in all later
@@ -252,36 +204,30 @@ def busy_shares(starts: Floats, ends: Floats, rows: Longs, *, num_rows: int, bin
     return shares
 
 
-def _paint_bands(axes: Axes, schedule: Schedule, timing: Timing, bars: tuple[Array, Array]) -> Ints:
+def _paint_bands(axes: Axes, schedule: Schedule, timing: Timing, bars: Longs) -> Longs:
     """Paint a row for each link, or for several, the stronger the busier; each row's first link."""
     transfers, links = bars
     num_links = int(links.max(initial=-1)) + 1
     num_rows = min(num_links, _MOST_BANDS)
     row_of = np.arange(num_links) * num_rows // max(num_links, 1)
     together = np.bincount(row_of, minlength=num_rows)[:, None]
-    image = np.ones((num_rows, _BINS, 3)) * _IDLE
+    starts, ends = (
+        times_s[transfers] * (_BINS / timing.total_s)
+        for times_s in (timing.starts_s, timing.ends_s)
+    )
     sums = schedule.reduces[transfers]
     shares = [
-        busy_shares(
-            timing.starts_s[transfers[chosen]] * (_BINS / timing.total_s),
-            timing.ends_s[transfers[chosen]] * (_BINS / timing.total_s),
-            row_of[links[chosen]],
-            num_rows=num_rows,
-            bins=_BINS,
-        )
+        busy_shares(starts[own], ends[own], row_of[links[own]], num_rows=num_rows, bins=_BINS)
         / together
-        for chosen in (sums, ~sums)
+        for own in (sums, ~sums)
     ]
     whole = np.maximum(shares[0] + shares[1], 1.0)
+    image = np.ones((num_rows, _BINS, 3)) * _IDLE
     for share, colour in zip(shares, _BAND_COLOURS.values(), strict=True):
         image += (share / whole)[:, :, None] * (np.array(colour) - _IDLE)
-    axes.imshow(
-        image.clip(0, 1),
-        extent=(0, timing.total_s * _time_scale(timing.total_s)[0], num_rows - 0.5, -0.5),
-        aspect="auto",
-        interpolation="nearest",
-    )
+    extent = (0, timing.total_s * _time_scale(timing.total_s)[0], num_rows - 0.5, -0.5)
+    axes.imshow(image.clip(0, 1), extent=extent, aspect="auto", interpolation="nearest")
     if num_rows <= 64:
-        for row in range(1, num_rows):
-            axes.axhline(row - 0.5, color="white", linewidth=1.2)
-    return np.searchsorted(row_of, np.arange(num_rows)).astype(np.int32)
+        axes.hlines(np.arange(1, num_rows) - 0.5, *extent[:2], color="white", linewidth=1.2)
+    _explain(axes, schedule, _BAND_COLOURS)
+    return np.searchsorted(row_of, np.arange(num_rows))

@@ -373,9 +373,9 @@ def _sweep_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats)
 def _orders(topology: Topology) -> Iterator[Longs]:
     """Return levels of the nodes, from 0 without gaps, between which promising cuts lie.
 
-    They are how far nodes are from one, how much nearer to one end of a link than to the other
-    (which halves tori and cubes and finds what hangs on a link), and places along the slowest mode
-    of the network. Links that look alike stand for one another in large networks.
+    They are how much nearer nodes are to one end of a link than to the other (which halves tori and
+    cubes and finds what hangs on a link), and places along the slowest mode of the network. Links
+    that look alike stand for one another in large networks.
     """
     from scipy import sparse  # noqa: PLC0415 - heavy
     from scipy.sparse.csgraph import shortest_path  # noqa: PLC0415 - heavy
@@ -386,12 +386,9 @@ def _orders(topology: Topology) -> Iterator[Longs]:
     pairs = _unlike_pairs(topology)
     if pairs.shape[0] * (topology.num_links + count) <= _MOST_SWEPT:
         nodes, places = np.unique(pairs, return_inverse=True)
-        for lengths in (graph.sign(), graph.power(-1)):  # hops, then time for a byte
-            away = shortest_path(lengths, directed=False, indices=nodes)
-            for one, other in places.reshape(pairs.shape):
-                yield _levels(np.round((away[one] - away[other]) / _DISTINCT))
-            for distances in away:
-                yield _levels(np.round(distances / _DISTINCT))
+        away = shortest_path(graph.power(-1), directed=False, indices=nodes)  # times for a byte
+        for one, other in places.reshape(pairs.shape):
+            yield _levels(np.round((away[one] - away[other]) / _DISTINCT))
     if 3 < count <= _MOST_DENSE:
         dense = (graph + graph.T).toarray()
         values, modes = np.linalg.eigh(np.diag(dense.sum(axis=1)) - dense)

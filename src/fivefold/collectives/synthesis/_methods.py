@@ -6,14 +6,14 @@ that was asked for by name) or only this method (``auto``).
 
 from __future__ import annotations
 
-import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
 from fivefold.collectives.schedules import (
@@ -26,19 +26,12 @@ from fivefold.collectives.schedules import (
 )
 from fivefold.collectives.schedules.constructors import COLLECTIVES
 from fivefold.collectives.schedules.schedule import compose_all_reduce
+from fivefold.collectives.schedules.throughput import whole_capacities
 from fivefold.collectives.schedules.timing import CostModel
 from fivefold.collectives.synthesis._flow import all_to_all_flow
-from fivefold.collectives.synthesis._instance import (
-    all_reduce_halves,
-    integer_capacities,
-    logical_of,
-    reach,
-)
-from fivefold.collectives.synthesis._k_synchronous import k_synchronous, least_rounds
+from fivefold.collectives.synthesis._instance import bound_of
 from fivefold.collectives.synthesis._matching import matching
 from fivefold.collectives.synthesis._sketch import Sketch
-from fivefold.collectives.synthesis._sketched import derive_sketch, rotation
-from fivefold.collectives.synthesis._slotted import SlotModel, slotted
 from fivefold.collectives.synthesis._taccl import taccl
 from fivefold.collectives.synthesis._trees import spanning_trees
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError, require_one_of
@@ -46,9 +39,9 @@ from fivefold.network.topology import Topology
 
 _TREE_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 _FLOW_COLLECTIVES = ("all_to_all", "all_to_allv", "scatter", "gather")
+_MOST_WHOLE_CHUNKS = 6  # of a rank, for TACCL
 _FINEST_PIPELINE = 16  # times the ranks: chunks of a pipelined all-reduce
-_FEW, _SOME, _MANY = 16, 32, 128  # ranks up to which auto tries exact search, TACCL, trees
-_SPARE_STEPS, _SPARE_ROUNDS = 4, 6  # beyond the bounds, in the search for the cheapest point
+_SOME, _MANY = 32, 128  # ranks up to which auto tries TACCL, trees
 
 
 def _library(request: Request) -> Iterator[Schedule]:
@@ -115,98 +108,32 @@ def _flow(request: Request) -> Iterator[Schedule]:
 
 
 def _taccl(request: Request) -> Iterator[Schedule]:
-    choices = list(request.chunkings(most=2))
+    counts = [count for count, _ in request.chunkings(most=2)]
     if request.sketch is not None and request.free:
-        choices = [(request.sketch.chunks, request.with_chunks(request.sketch.chunks))]
-    for place, (_, collective) in enumerate(choices):
+        counts = [request.sketch.chunks]
+    elif len(counts) > 1:
+        counts = sorted({*counts, min(_whole_chunks(request), request.finest())})
+    for place, count in enumerate(counts):
         result = taccl(
-            collective,
+            request.with_chunks(count),
             request.topology,
             request.sketch,
             size_bytes=request.size_bytes,
-            time_limit_s=request.left_s(1 / (len(choices) - place)),
+            time_limit_s=request.left_s(1 / (len(counts) - place)),
             seed=request.seed,
             progress=request.progress,
         )
         yield result.schedule
 
 
-def _slotted(request: Request) -> Iterator[Schedule]:
-    last: InfeasibleError | None = None
-    for _, collective in itertools.islice(request.chunkings(most=2), 2):
-        for symmetric in (True, False):
-            model = SlotModel(symmetries=_symmetries(request, collective) if symmetric else ())
-            if symmetric and not model.symmetries:
-                continue
-            result = slotted(
-                collective,
-                request.topology,
-                size_bytes=request.size_bytes,
-                model=model,
-                time_limit_s=request.left_s(0.4 if symmetric else 0.8),
-                progress=request.progress,
-            )
-            if result.schedule is not None:
-                yield result.schedule
-                break
-            last = InfeasibleError(result.reason, hint="allow more time")
-    if last is not None:
-        raise last
-
-
-def _symmetries(request: Request, collective: Collective) -> list[NDArray[np.int32]]:
-    # Only the symmetries of the sketch are used: the search itself is not restricted by it.
-    sketch = derive_sketch(request.topology, collective, size_bytes=request.size_bytes)
-    ranks = request.topology.num_ranks
-    return [rotation(*pair, num_ranks=ranks) for pair in sketch.symmetry]
-
-
-def _k_synchronous(request: Request) -> Iterator[Schedule]:
-    """The cheapest point S * alpha + R * chunk time: asked in that order, the first is the best."""
-    undecided = 0
-    for count, steps, rounds in _points(request):
-        if request.left_s() <= 0:
-            break
-        halves = 2 if request.collective.name == "all_reduce" else 1
-        result = k_synchronous(
-            request.with_chunks(count),
-            request.topology,
-            steps=steps * halves,
-            rounds=rounds * halves,
-            time_limit_s=request.left_s(0.3),
-            seed=request.seed,
-        )
-        if result.schedule is not None:
-            yield result.schedule
-            return
-        undecided += result.status == "unknown"
-    message = f"no synchronous schedule was found; {undecided} points stayed undecided"
-    raise InfeasibleError(message, hint="allow more time")
-
-
-def _points(request: Request) -> list[tuple[int, int, int]]:
-    """(chunks, steps, rounds) by cost in the synchronous model."""
-    collective, topology = request.collective, request.topology
-    if collective.name == "all_reduce":
-        collective = all_reduce_halves(collective)[0]
-    elif collective.reducing:
-        collective, topology = collective.inverted(), topology.reversed()
-    logical = logical_of(collective, topology)
-    hops = reach(logical, np.ones(logical.num_links, np.int64))
-    fewest = hops.horizon(logical)
-    _, unit_bytes_per_s = integer_capacities(topology)
-    least = least_rounds(logical)
-    chunk_s = logical.chunk_bytes(request.size_bytes) / unit_bytes_per_s
-    alpha_s = float(np.max(logical.latencies_s, initial=0.0))
-    most = 6 if request.free else 1
-    costs = []
-    for count in range(1, most + 1):
-        first = -(-least * count // 1)
-        for steps in range(fewest, fewest + _SPARE_STEPS + 1):
-            for rounds in range(max(steps, int(first)), int(first) + steps + _SPARE_ROUNDS):
-                cost_s = steps * alpha_s + rounds * chunk_s / count
-                costs.append((cost_s, count, steps, rounds))
-    return [point for _, *point in sorted(costs)]  # type: ignore[misc]
+def _whole_chunks(request: Request) -> int:
+    """Return the number of chunks with which the lower bound is a whole number of sends."""
+    _, unit, _ = whole_capacities(request.topology)
+    free = request.topology.scaled(latency=0.0)
+    bound_s = bound_of(request.collective, free, request.size_bytes).seconds
+    send_s = float(np.max(request.collective.chunk_bytes(request.size_bytes)) / float(unit))
+    sends = Fraction(bound_s / send_s).limit_denominator(_MOST_WHOLE_CHUNKS)
+    return sends.denominator if math.isclose(sends, bound_s / send_s) else 1
 
 
 METHODS: dict[str, Callable[[Request], Iterator[Schedule]]] = {
@@ -214,13 +141,11 @@ METHODS: dict[str, Callable[[Request], Iterator[Schedule]]] = {
     "trees": _trees,
     "matching": _matching,
     "flow": _flow,
-    "k_synchronous": _k_synchronous,
     "taccl": _taccl,
-    "slotted": _slotted,
 }
 """The methods by name, in the order in which ``auto`` tries them."""
 
-SHARES = {"matching": 0.3, "k_synchronous": 0.4, "taccl": 0.6}
+SHARES = {"matching": 0.3}
 """Of the time that is left, how much ``auto`` gives to a method; all of it where not named."""
 
 
@@ -231,11 +156,9 @@ def in_auto(method: str, request: Request) -> str | None:
         return f"does not do {name}"
     if method == "flow" and name not in _FLOW_COLLECTIVES:
         return f"does not do {name}"
-    most = {"trees": _MANY, "taccl": _SOME, "slotted": _FEW, "k_synchronous": _FEW}
+    most = {"trees": _MANY, "taccl": _SOME}
     if ranks > most.get(method, ranks):
         return f"takes too long beyond {most[method]} ranks"
-    if method == "k_synchronous" and len(set(request.topology.latencies_s.tolist())) > 1:
-        return "knows one latency only"
     return None
 
 
@@ -346,11 +269,12 @@ class Request:
         if not self.free or self.collective.name not in COLLECTIVES:
             return
         count = 2
-        while count <= min(most, self._finest()):
+        while count <= min(most, self.finest()):
             yield count, self.with_chunks(count)
             count *= 2
 
-    def _finest(self) -> int:
+    def finest(self) -> int:
+        """Return the most chunks that can pay: finer ones are not worth their latencies."""
         chunk_bytes = float(np.max(self.collective.chunk_bytes(self.size_bytes), initial=0.0))
         rates = self.topology.capacities_bytes_per_s
         latencies = self.topology.latencies_s

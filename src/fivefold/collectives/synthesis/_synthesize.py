@@ -140,8 +140,8 @@ def synthesize(
 ) -> Synthesis:
     """Find a fast schedule for a collective on a topology.
 
-    With ``method="auto"`` the library, spanning trees, matching, flows, TACCL and the exact
-    searches are tried, as far as they fit the collective and the number of ranks, until one meets
+    With ``method="auto"`` the library, spanning trees, matching, flows and TACCL
+    are tried, as far as they fit the collective and the number of ranks, until one meets
     the lower bound or time is over. Every schedule is verified before it counts.
 
     Args:
@@ -149,8 +149,7 @@ def synthesize(
             have the number of chunks chosen too.
         topology: Where.
         size_bytes: Size of the collective, as ``Collective.buffer_weight`` counts it.
-        method: "auto", "library", "trees", "matching", "flow", "taccl", "slotted" or
-            "k_synchronous".
+        method: "auto", "library", "trees", "matching", "flow" or "taccl".
         sketch: For TACCL; given with "auto" only TACCL is asked.
         time_limit_s: Limit of the whole search, with the building of models. Where there is no
             schedule by then, or for 0, the search has two seconds more. Verifying and pricing

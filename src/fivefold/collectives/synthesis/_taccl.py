@@ -35,7 +35,6 @@ from fivefold.collectives.synthesis._taccl_order import (
     Prices,
     Timed,
     best_order,
-    improve_order,
     join_messages,
     prices_of,
 )
@@ -43,6 +42,7 @@ from fivefold.collectives.synthesis._taccl_routing import (
     Routing,
     candidates,
     greedy_routes,
+    improve_order,
     route,
     route_and_order,
 )
@@ -218,8 +218,7 @@ class _Run:
         for detour in (0, 1, 2):
             left_s = self._left_s()
             pairs = int(candidates(sketch, detour=detour).sum())
-            ordered = sketch.sketch.own_chunks_first
-            if best_s <= enough_s or pairs > _JOINT_PAIRS or ordered or left_s <= 0:
+            if best_s <= enough_s or pairs > _JOINT_PAIRS or left_s <= 0:
                 return
             with self._stage("joint_s"):
                 timed, proved = route_and_order(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.collectives.synthesis._instance import Instance, Logical, Orbits
+from fivefold.collectives.synthesis._instance import Instance, Logical
 from fivefold.collectives.synthesis._sketched import Sketched
 from fivefold.collectives.synthesis._solver import CpOutcome, check_time, new_model, solve
 
@@ -216,93 +216,6 @@ def prices_of(logical: Logical, *, size_bytes: float) -> Prices:
 
 
 _LARGEST_MESSAGE = 6  # chunks, as in TACCL
-
-
-class _Shop:
-    """Transfers with free order: one no-overlap constraint per resource."""
-
-    def __init__(self, sketch: Sketched, prices: Prices, timed: Timed, orbits: Orbits) -> None:
-        self.instance: Instance = sketch.logical
-        self.prices, self.timed, self.orbits = prices, timed, orbits
-        self.model = new_model()
-        self.length = self.model.new_int_var(0, timed.length, "T")
-        self.starts: dict[int, Any] = {}
-        parents = parents_of(self.instance, timed.moves)
-        for number, (chunk, link) in enumerate(timed.moves):
-            check_time()
-            start = self.start(chunk, link)
-            self.model.add(start + int(prices.delays[link]) <= self.length)
-            if parents[number] >= 0:
-                before = timed.moves[parents[number]]
-                arrival = self.start(*before) + int(prices.delays[before[1]])
-                self.model.add(start >= arrival)
-        self._add_resources()
-        self._add_own_first(sketch)
-        self.model.minimize(self.length)
-
-    def start(self, chunk: int, link: int) -> Any:
-        orbit = int(self.orbits.link_orbits[chunk, link])
-        if orbit not in self.starts:
-            self.starts[orbit] = self.model.new_int_var(0, self.timed.length, f"s{orbit}")
-        return self.starts[orbit]
-
-    def _add_resources(self) -> None:
-        users: dict[int, list[tuple[int, int]]] = {}
-        for chunk, link in self.timed.moves:
-            orbit = int(self.orbits.link_orbits[chunk, link])
-            taken = zip(self.instance.resources[link], self.prices.busy[link], strict=True)
-            for resource, busy in taken:
-                users.setdefault(resource, []).append((orbit, busy))
-        for row in {tuple(sorted(pairs)) for pairs in users.values()}:
-            check_time()
-            if len(row) > 1:
-                intervals = [
-                    self.model.new_fixed_size_interval_var(self.starts[orbit], busy, "")
-                    for orbit, busy in row
-                ]
-                self.model.add_no_overlap(intervals)
-
-    def _add_own_first(self, sketch: Sketched) -> None:
-        if not sketch.sketch.own_chunks_first:
-            return
-        crossing: dict[int, list[tuple[int, bool]]] = {}
-        for chunk, link in self.timed.moves:
-            if sketch.logical.crosses[link]:
-                own = int(self.instance.sources[link]) in self.instance.holders[chunk]
-                crossing.setdefault(link, []).append((chunk, own))
-        for link, chunks in crossing.items():
-            for first in (chunk for chunk, own in chunks if own):
-                check_time()
-                for second in (chunk for chunk, own in chunks if not own):
-                    self.model.add(self.start(first, link) <= self.start(second, link))
-
-    def hint(self) -> None:
-        for (chunk, link), start in zip(self.timed.moves, self.timed.starts, strict=True):
-            self.model.add_hint(self.start(chunk, link), start)
-
-    def result(self, outcome: CpOutcome) -> Timed:
-        moves = self.timed.moves
-        starts = tuple(outcome.value(self.start(chunk, link)) for chunk, link in moves)
-        return chunk_by_chunk(self.prices, moves, starts, outcome.value(self.length)).in_order()
-
-
-def improve_order(
-    sketch: Sketched,
-    prices: Prices,
-    timed: Timed,
-    *,
-    symmetric: bool = False,
-    time_limit_s: float = 30.0,
-    seed: int = 0,
-) -> Timed:
-    """Return a schedule no longer than the one given, of the same routes."""
-    instance = sketch.logical
-    orbits = Orbits(instance, sketch.symmetries if symmetric else ())
-    shop = _Shop(sketch, prices, timed, orbits)
-    if not symmetric:
-        shop.hint()
-    outcome = solve(shop.model, time_limit_s=time_limit_s, seed=seed)
-    return shop.result(outcome) if outcome.found else timed.in_order()
 
 
 class _Joining:

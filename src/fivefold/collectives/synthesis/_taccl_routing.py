@@ -154,7 +154,8 @@ class _Model:
             for resource, busy in taken:
                 loads.setdefault(resource, []).append((orbit, busy))
         self.loads = []
-        for row in {tuple(sorted(users)) for users in loads.values()}:
+        self.users = {tuple(sorted(users)) for users in loads.values()}  # orbits and their times
+        for row in self.users:
             check_time()
             load = sum(busy * self.sends[orbit] for orbit, busy in row)
             self.model.add(load <= self.length)
@@ -173,26 +174,63 @@ class _Model:
                 if not holders & box and ends.wanted[chunk] & box:
                     self.model.add_bool_or(entering.get(chunk, []))
 
-    def add_order(self) -> dict[int, Any]:
-        """Times of the transfers, those of one resource one after another; starts by orbit."""
+    def minimize_ordered(self, *, most: int) -> dict[int, Any]:
+        """Ask for times, those of one resource one after another, of the least length up to a most.
+
+        Returns:
+            The starts by orbit.
+        """
         begins: dict[int, Any] = {}
-        users: dict[int, list[Any]] = {}
         for chunk, link in self.pairs:
             check_time()
             orbit = int(self.orbits.link_orbits[chunk, link])
             way = self.sends[orbit]
-            begin = begins[orbit] = self.model.new_int_var(0, self.horizon, f"s{orbit}")
+            if orbit not in begins:
+                begins[orbit] = self.model.new_int_var(0, self.horizon, f"s{orbit}")
+            begin = begins[orbit]
             source, target = int(self.instance.sources[link]), int(self.instance.targets[link])
             self.model.add(begin >= self._start(chunk, source)).only_enforce_if(way)
             arrival = begin + int(self.prices.delays[link])
             self.model.add(self._start(chunk, target) >= arrival).only_enforce_if(way)
-            taken = zip(self.instance.resources[link], self.prices.busy[link], strict=True)
-            for resource, busy in taken:
-                interval = self.model.new_optional_fixed_size_interval_var(begin, busy, way, "")
-                users.setdefault(resource, []).append(interval)
-        for intervals in users.values():
-            self.model.add_no_overlap(intervals)
+        for row in self.users:
+            taken = [
+                self.model.new_optional_fixed_size_interval_var(
+                    begins[orbit], busy, self.sends[orbit], ""
+                )
+                for orbit, busy in row
+            ]
+            self.model.add_no_overlap(taken)
+        if self.sketch.sketch.own_chunks_first:
+            self._add_own_first(begins)
+        self.model.add(self.length <= most)
+        self.model.minimize(self.length)
         return begins
+
+    def _add_own_first(self, begins: dict[int, Any]) -> None:
+        """A sender between boxes sends its own chunks before those that it passes on."""
+        crossing: dict[int, tuple[list[int], list[int]]] = {}
+        for chunk, link in self.pairs:
+            if self.sketch.logical.crosses[link]:
+                passed = int(self.instance.sources[link]) not in self.instance.holders[chunk]
+                orbit = int(self.orbits.link_orbits[chunk, link])
+                crossing.setdefault(link, ([], []))[passed].append(orbit)
+        for own, relayed in crossing.values():
+            for first in own:
+                check_time()
+                for second in relayed:
+                    ways = [self.sends[first], self.sends[second]]
+                    self.model.add(begins[first] <= begins[second]).only_enforce_if(ways)
+
+    def timed(self, outcome: CpOutcome, begins: dict[int, Any]) -> Timed:
+        """Return the chosen pairs with their times."""
+        moves = self.moves(outcome)
+        starts = {
+            pair: outcome.value(begins[int(self.orbits.link_orbits[pair])])  # by chunk and link
+            for pair in moves
+        }
+        order = sorted(moves, key=lambda pair: starts[pair])  # stable: roots first
+        length = outcome.value(self.length)
+        return chunk_by_chunk(self.prices, order, [starts[pair] for pair in order], length)
 
     def _add_objective(self) -> None:
         """T first; then the policy of the switches and the balance of the links."""
@@ -340,20 +378,32 @@ def route_and_order(
     sketch: Sketched, prices: Prices, *, below: int, detour: int, time_limit_s: float, seed: int = 0
 ) -> tuple[Timed | None, bool]:
     """Choose links and times of all chunks at once, where TACCL does one after the other."""
-    instance = sketch.logical
-    model = _Model(sketch, prices, candidates(sketch, detour=detour), Orbits(instance, ()))
-    begins = model.add_order()
-    model.model.add(model.length < below)
-    model.model.minimize(model.length)
+    kept = candidates(sketch, detour=detour)
+    model = _Model(sketch, prices, kept, Orbits(sketch.logical))
+    begins = model.minimize_ordered(most=below - 1)
     outcome = solve(model.model, time_limit_s=time_limit_s, seed=seed)
     if not outcome.found:
         return None, outcome.status == "infeasible"
-    moves = model.moves(outcome)
-    starts = {
-        pair: outcome.value(begins[int(model.orbits.link_orbits[pair])])  # by chunk and link
-        for pair in moves
-    }
-    order = sorted(moves, key=lambda pair: starts[pair])  # stable: roots first
-    length = outcome.value(model.length)
-    timed = chunk_by_chunk(prices, order, [starts[pair] for pair in order], length)
-    return timed, outcome.status == "optimal"
+    return model.timed(outcome, begins), outcome.status == "optimal"
+
+
+def improve_order(
+    sketch: Sketched,
+    prices: Prices,
+    timed: Timed,
+    *,
+    symmetric: bool = False,
+    time_limit_s: float = 30.0,
+    seed: int = 0,
+) -> Timed:
+    """Return a schedule no longer than the one given, of the same routes."""
+    kept = np.zeros(sketch.allowed.shape, np.bool_)
+    kept[tuple(np.array(timed.moves).T)] = True
+    orbits = Orbits(sketch.logical, sketch.symmetries if symmetric else ())
+    model = _Model(sketch, prices, kept, orbits)
+    begins = model.minimize_ordered(most=timed.length)
+    if not symmetric:
+        for (chunk, link), start in zip(timed.moves, timed.starts, strict=True):
+            model.model.add_hint(begins[int(orbits.link_orbits[chunk, link])], start)
+    outcome = solve(model.model, time_limit_s=time_limit_s, seed=seed)
+    return model.timed(outcome, begins) if outcome.found else timed.in_order()

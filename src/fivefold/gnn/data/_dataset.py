@@ -34,15 +34,15 @@ from fivefold.gnn.data.parts import EdgePart, FeaturePart, Source
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container
-from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.files import Closing
+from fivefold.gnn.storage.pages import Ids
 
 GRAPH_FILE = "graph.fvf"
 FEATURES_FILE = "features.fvf"
 LABELS_FILE = "labels.fvf"
 EDGE_FEATURES_FILE = "edge_features.fvf"
 HETERO_FILE = "dataset.json"
-NAMES_FILE = "names.json"
+NAMES_FILE = "names.parquet"
 
 
 class Dataset(Closing):
@@ -91,7 +91,7 @@ class Dataset(Closing):
         if (folder / HETERO_FILE).is_file():
             raise DataError(
                 f"{folder} holds a graph of several node or edge types",
-                hint="open it with fivefold.gnn.data.HeteroDataset",
+                hint="open it with HeteroDataset; gnn.loading.DiskLoader.from_dataset packs it",
             )
         if not (folder / GRAPH_FILE).is_file():
             raise DataError(
@@ -109,10 +109,8 @@ class Dataset(Closing):
         files = self.graph.attributes.get("files")
         if files is None:
             raise DataError(
-                f"{self.graph.path} is of an older version: it does not say which features and "
-                "labels belong to it",
-                hint="run the same ingest or generate command again: it makes this file anew and "
-                "keeps the others",
+                f"{self.graph.path} does not say which features and labels belong to it",
+                hint="ingest the graph into a new folder",
             )
         beside = (
             (FEATURES_FILE, self._features),

@@ -33,7 +33,7 @@ from fivefold.gnn.data._ingest import ingest
 from fivefold.gnn.data._write_graph import both_ways
 from fivefold.gnn.data.parts import EdgeBlock, LabelPart, Progress, index_dtype
 from fivefold.gnn.sampling.kernels import mix_bits
-from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids
 from fivefold.gnn.storage.parallel import in_threads
 
 _PARETO = 1.1  # tail exponent of P(w > x); the density's is 2.1

@@ -36,7 +36,7 @@ from fivefold.gnn.data._write_graph import EdgeRules, work_folder, write_graph
 from fivefold.gnn.data.parts import FeaturePart, LabelPart, Progress, Source
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container, ContainerWriter
-from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids
 from fivefold.units import format_bytes
 
 MIN_MEMORY_BYTES = 16_000_000
@@ -74,7 +74,6 @@ def write_parts(
     attributes = {**attributes, "recipe": recipe}
     names = (LABELS_FILE, GRAPH_FILE, FEATURES_FILE, EDGE_FEATURES_FILE)
     finished = [_is_finished(folder / name, recipe) for name in names]  # all, before any work
-    finished[1] = finished[1] and graph_is_current(folder)
     labels, edges, features, edge_features = parts
     if not finished[0] and (label_part := labels()) is not None:
         _write_labels(folder / LABELS_FILE, label_part, attributes, progress)
@@ -120,27 +119,29 @@ def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def names_fingerprint(folder: Path) -> str | None:
-    """Return a hash of names.json; None where names were not numbered."""
-    path = folder / NAMES_FILE
-    return (
-        hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest() if path.is_file() else None
-    )
-
-
 def _files_beside(folder: Path) -> dict[str, str]:
     """Return what a graph says of the files that belong to it."""
-    files = (FEATURES_FILE, LABELS_FILE, EDGE_FEATURES_FILE)
-    found, names = fingerprints(folder, files), names_fingerprint(folder)
+    found = fingerprints(folder, (FEATURES_FILE, LABELS_FILE, EDGE_FEATURES_FILE))
+    names = _names_hash(folder)
     return found if names is None else {**found, NAMES_FILE: names}
 
 
-def graph_is_current(folder: Path) -> bool:
-    """Return whether a graph names its files; those of older versions are made anew."""
-    if not (folder / GRAPH_FILE).is_file():
-        return False
-    with Container.open(folder / GRAPH_FILE) as container:
-        return "files" in container.attributes
+def _names_hash(folder: Path) -> str | None:
+    """Return a hash of the list of names; None where ids were numbers."""
+    path = folder / NAMES_FILE
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+
+
+def check_names_file(folder: Path, graph: Container) -> None:
+    """Refuse a list of names that is damaged or of another graph."""
+    if _names_hash(folder) != graph.attributes["files"].get(NAMES_FILE):
+        raise DataError(
+            f"{NAMES_FILE} in {folder} is damaged or does not belong to this data set",
+            hint="put the right file back, or ingest the data set again into a new folder",
+        )
 
 
 def _is_finished(path: Path, recipe: Mapping[str, Any]) -> bool:
@@ -327,7 +328,7 @@ def ingest(
         ...         dataset.topology().neighbors(1).tolist(), dataset.features.read("x", 2).tolist()
         ([0, 2], [[0.0, 0.0, 1.0]])
     """
-    check_memory(memory_bytes)  # before hours of numbering names
+    check_memory(memory_bytes)  # before names are numbered
     folder, rules = Path(folder), rules or EdgeRules()
     run: dict[str, Any] = {"memory_bytes": memory_bytes, "progress": progress or no_progress}
     if isinstance(source, HeteroSource):
@@ -343,8 +344,6 @@ def ingest(
         rules=rules,
         **run,
     )
-    if (finish := getattr(source, "finish", None)) is not None:
-        finish(folder)
     return Dataset.open(folder)
 
 

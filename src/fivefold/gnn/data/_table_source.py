@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+from pyarrow import parquet
 
-from fivefold.errors import ConfigurationError, DataError, FivefoldError, StorageError
-from fivefold.gnn.data._ingest import graph_is_current, no_progress
-from fivefold.gnn.data._names import number_names, read_numbering, write_numbering
+from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
+from fivefold.gnn.data._dataset import GRAPH_FILE, NAMES_FILE
+from fivefold.gnn.data._ingest import check_names_file, no_progress
 from fivefold.gnn.data._tables import (
     NodeTable,
     TableColumns,
@@ -26,9 +23,10 @@ from fivefold.gnn.data._tables import (
     open_table,
     rest_of,
 )
-from fivefold.gnn.data.arrays import ArrayEdges, check_gaps, count_ids, file_stamp, npy_rows
+from fivefold.gnn.data.arrays import ArrayEdges, ArrayRows, check_gaps, count_ids, file_stamp
 from fivefold.gnn.data.parts import EdgeBlock, LabelPart, Progress
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage import Container
+from fivefold.gnn.storage.pages import Array, Ids
 
 _LOG = logging.getLogger(__name__)
 _SOURCES = ("source", "src", "from", "head", "u")
@@ -51,8 +49,8 @@ def table_source(
         nodes: Table with a row per node: features, label, split.
         columns: Which column is what.
         ids: "number": ids count from 0; "text": ids are any names, numbered in the order of the
-            node table, or without one in an order of their own (``names.parquet`` in the data
-            set's folder then lists them); "auto": by the columns' type.
+            node table, or without one in the order in which they come (``names.parquet`` in the
+            data set's folder then lists them), in memory; "auto": by the columns' type.
         num_nodes: Number of nodes; None: rows of the node table, or the largest id + 1.
         name: For people.
 
@@ -111,6 +109,7 @@ class TableSource:
             "columns": [list(ends) for ends in self.ends],
             "node_columns": None if self.node_table is None else self.node_table.describe(),
             "text_ids": self.text_ids,
+            **({"names": "as they come"} if self.text_ids and nodes is None else {}),
             "num_nodes": num_nodes,
         }
         self.numbered: Any = None  # the edges with numbers for names, once there are any
@@ -143,75 +142,43 @@ class TableSource:
         return count
 
     def prepare(self, folder: Path, *, memory_bytes: int, progress: Progress | None) -> None:
-        """Number the nodes, where ids are names; done once, kept in ``names.json``."""
+        """Number the nodes, where ids are names; their list goes to ``names.parquet``."""
         if not self.text_ids:
             return
-        work = folder / "names.work"
-        recipe = json.loads(json.dumps(dict(self.recipe)))
-        state = read_numbering(folder)
-        if state is not None and state["recipe"] != recipe:
-            raise DataError(f"{folder} holds names of another source", hint="choose another folder")
-        needed = not graph_is_current(folder)
-        if state is None or (needed and not (work / "edges.npy").is_file()):
-            try:
-                count = self._number(folder, memory_bytes, progress)
-                state = write_numbering(folder, recipe, count)
-            except OSError as error:
-                if isinstance(error, FivefoldError):
-                    raise
-                full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-                hint = "free some space" if full else "see that the folder can be written"
-                raise StorageError(
-                    f"writing names to {work} failed: {error.strerror or error}",
-                    hint=f"{hint} and run the same command again",
-                ) from error
-        self.num_nodes = state["num_nodes"]
-        if needed:
-            weights = npy_rows(work / "weights.npy") if self.weighted else None
-            self.numbered = ArrayEdges(npy_rows(work / "edges.npy"), weights, pairs=True)
+        if (folder / GRAPH_FILE).is_file():  # nothing will be asked of the edges
+            with Container.open(folder / GRAPH_FILE) as graph:
+                check_names_file(folder, graph)
+                self.num_nodes = int(graph.attributes["num_nodes"])
+            return
+        numbering = _Numbering(memory_bytes)
+        for names in () if self.node_table is None else self.node_table.names():
+            numbering.add(names)
+        known = numbering.places
+        for columns in self._named(progress or no_progress):
+            numbering.add(columns[0], columns[1])
+            if self.weighted:
+                numbering.weights.append(columns[2].to_numpy())
+        names, codes = numbering.result()
+        if self.node_table is None:
+            self.num_nodes = len(names)
+            _write_names(folder / NAMES_FILE, names)
         else:
-            shutil.rmtree(work, ignore_errors=True)
+            _check_named(names, codes, known)
+        weights = ArrayRows(np.concatenate(numbering.weights)) if numbering.weights else None
+        pairs = ArrayRows(codes[known:].reshape(-1, 2))
+        self.numbered = ArrayEdges(pairs, weights, pairs=True)
 
-    def finish(self, folder: Path) -> None:
-        """Remove what was needed in between."""
-        shutil.rmtree(folder / "names.work", ignore_errors=True)
-
-    def _number(self, folder: Path, memory_bytes: int, progress: Progress | None) -> int:
-        work = folder / "names.work"
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        paths = [table.path for table in self.tables]
-        if self.node_table is not None:
-            paths.append(self.node_table.table.path)
-        sizes = sum(path.stat().st_size for path in paths), memory_bytes
-        return number_names(
-            self._named(work),
-            work,
-            folder / "names.parquet",
-            num_rows=None if self.node_table is None else self.node_table.num_rows,
-            sizes=sizes,
-            progress=progress or no_progress,
-        )
-
-    def _named(self, work: Path) -> Iterator[tuple[Any, Ids]]:
-        """Yield all names with their places; weights go to a file of their own on the way."""
-        first = 0
-        if self.node_table is not None:
-            for names in self.node_table.names():
-                yield names, np.arange(first, first + len(names))
-                first += len(names)
-        with _WeightFile(work / "weights.npy", enabled=self.weighted) as weights:
-            for table, ends in zip(self.tables, self.ends, strict=True):
-                columns = [name for name in ends if name is not None]
-                types = [pa.string(), pa.string(), pa.float32()][: len(columns)]
-                for batch in table.batches(columns, types):
-                    check_whole(batch, table.path)
-                    places = first + 2 * np.arange(batch.num_rows)
-                    yield batch.column(0), places
-                    yield batch.column(1), places + 1
-                    first += 2 * batch.num_rows
-                    if self.weighted:
-                        weights.add(batch.column(2).to_numpy())
+    def _named(self, progress: Progress) -> Iterator[list[Any]]:
+        """Yield columns of sources, of targets and of weights where there are some."""
+        done = 0
+        for table, ends in zip(self.tables, self.ends, strict=True):
+            columns = [name for name in ends if name is not None]
+            types = [pa.string(), pa.string(), pa.float32()][: len(columns)]
+            for batch in table.batches(columns, types):
+                check_whole(batch, table.path)
+                yield batch.columns
+                done += batch.num_rows
+                progress("names read", done, 0)
 
     def edges(self) -> Any:
         """Return the edges, numbered."""
@@ -286,29 +253,85 @@ class _TableEdges:
                 yield batch
 
 
-class _WeightFile:
-    """A .npy file that grows; its length is put into the header at the end."""
+class _Numbering:
+    """Numbers for names in the order in which they first come, within a bound of memory."""
 
-    def __init__(self, path: Path, *, enabled: bool) -> None:
-        self.path, self.enabled, self.count = path, enabled, 0
+    def __init__(self, memory_bytes: int) -> None:
+        self._memory_bytes, self._check_bytes = memory_bytes, memory_bytes // 4
+        self._parts: list[Any] = []
+        self._bytes = 0
+        self.places = 0
+        self.weights: list[Array] = []
 
-    def __enter__(self) -> Self:
-        if self.enabled:
-            self._file = self.path.open("wb")
-            self._write_header()
-        return self
+    def add(self, *columns: Any) -> None:
+        """Take columns of text whose rows stand side by side."""
+        both = columns[0] if len(columns) == 1 else _in_turns(*columns)
+        part = both.cast(pa.large_string()).dictionary_encode()
+        self._parts.append(part)
+        self._bytes += part.nbytes
+        self.places += len(part)
+        if self._bytes > self._check_bytes:
+            self._unify()
 
-    def _write_header(self) -> None:
-        # NumPy leaves room in the header for the length to grow to twenty digits.
-        shape = {"descr": "<f4", "fortran_order": False, "shape": (self.count,)}
-        self._file.seek(0)
-        np.lib.format.write_array_header_1_0(self._file, shape)
+    def _unify(self) -> None:
+        """Give all parts one list of names; refuse where that leaves too little memory."""
+        whole = pa.chunked_array(self._parts).unify_dictionaries()
+        self._parts = whole.chunks
+        indices = sum(part.indices.nbytes for part in self._parts)
+        self._bytes = self._parts[0].dictionary.nbytes + indices
+        # The codes come once more at the end, twice as wide, as edges; weights are joined.
+        weights = 2 * sum(part.nbytes for part in self.weights)
+        if self._bytes + 2 * indices + weights > self._memory_bytes:
+            raise InfeasibleError(
+                f"the names of nodes, and a number for each of {self.places} or more ends of "
+                f"edges, take more than memory_bytes={self._memory_bytes}",
+                hint="allow more (--memory), or number the nodes beforehand: ids from 0",
+            )
+        self._check_bytes = max(self._check_bytes, (self._bytes + self._memory_bytes) // 2)
 
-    def add(self, values: NDArray[np.float32]) -> None:
-        values.astype("<f4").tofile(self._file)
-        self.count += values.size
+    def result(self) -> tuple[Any, Ids]:
+        """Return the distinct names, and the number of the name at each place."""
+        if not self._parts:
+            return pa.array([], pa.large_string()), np.empty(0, np.int64)
+        self._unify()
+        codes = np.empty(self.places, np.int64)
+        place = 0
+        for part in self._parts:
+            codes[place : place + len(part)] = part.indices.to_numpy()
+            place += len(part)
+        return self._parts[0].dictionary, codes
 
-    def __exit__(self, *_: object) -> None:
-        if self.enabled:
-            self._write_header()
-            self._file.close()
+
+def _in_turns(sources: Any, targets: Any) -> Any:
+    """Return source, target, source, target, ..."""
+    order = np.arange(2 * len(sources)).reshape(2, -1).T.reshape(-1)
+    return pa.concat_arrays([sources, targets]).take(pa.array(order))
+
+
+def _check_named(names: Any, codes: Ids, known: int) -> None:
+    """Refuse names that the node table, whose rows come first, has twice or not at all."""
+    twice = np.flatnonzero(codes[:known] != np.arange(known))
+    if len(twice):
+        raise DataError(
+            f"the node table has node {names[int(codes[twice[0]])].as_py()!r} twice",
+            hint="leave one row per node",
+        )
+    if len(names) > known:
+        raise DataError(
+            f"an edge names node {names[known].as_py()!r}, which the node table has not",
+            hint="add it to the node table, or leave the edge out",
+        )
+
+
+def _write_names(path: Path, names: Any) -> None:
+    """Write the list of names, whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pa.table({"name": names}), unfinished)
+        unfinished.replace(path)
+    except OSError as error:
+        raise StorageError(
+            f"writing {path} failed: {error.strerror or error}",
+            hint="see that the folder can be written and has space; run the same command again",
+        ) from error

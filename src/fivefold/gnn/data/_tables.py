@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 from fivefold.errors import DataError, UnsupportedError
 from fivefold.gnn.data.arrays import as_labels
 from fivefold.gnn.data.parts import SPLITS, LabelPart
-from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids
 
 try:
     import pyarrow as pa

@@ -4,17 +4,17 @@ A counting sort in two passes. Edges are spilled to buckets, each a range of tar
 bucket is read and sorted by counting. Both passes are stable: the edges of a target stay in the
 order in which they came, whatever the memory. A bucket that does not fit is read several times,
 for one part of its targets at a time; a single target with more edges than fit is passed on as it
-comes. What was spilled is journalled, so that a killed run goes on.
+comes. The spill is a container: block after block, the edges of each sorted by bucket, so that a
+killed run goes on and damage is seen.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-import os
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,16 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold._compiler import njit
-from fivefold.errors import DataError, InfeasibleError, StorageError
-from fivefold.files import read_checked_json, write_checked_json
+from fivefold.errors import DataError, InfeasibleError
 from fivefold.gnn.data.parts import EdgeBlock, EdgePart, Progress, index_dtype
-from fivefold.gnn.storage import ContainerWriter
-from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage import Container, ContainerWriter, RowReader
+from fivefold.gnn.storage.pages import Array, Ids
 
 _SORT_BYTES_PER_EDGE = 48  # ids twice, weights twice, places, and NumPy's temporaries
 _MOST_BUCKETS = 512
 _MARK_EVERY_EDGES = 32 << 20
-_JOURNAL = "journal.json"
+_KIND_SPILL = "edge-spill"
+_READ_BLOCK_BYTES = 1 << 20
 
 
 @njit
@@ -93,48 +93,59 @@ class EdgeBuckets:
             "sources": index_dtype(num_sources),
             **_value_types(weighted=weighted, numbered=numbered),
         }
+        self._record = np.dtype(list(self.columns.items()))
         self.sizes = np.zeros(self._spilled_buckets, np.int64)
-        self._sums: dict[str, int] = {}  # of what was spilled, by the file's name
         self.position = 0
         self.complete = False
         self._held: list[EdgeBlock] = []
         self._marked = 0
+        self._writer: ContainerWriter | None = None
+        self._reader: RowReader | None = None
+        self._starts: Ids = np.empty((0, self._spilled_buckets + 1), np.int64)
 
     # --- first pass ---------------------------------------------------------------------------
 
     def resume(self, recipe_id: str) -> None:
         """Take over what an earlier, killed run has spilled, or begin with an empty folder."""
         self.recipe_id = recipe_id
-        if self.in_memory:
-            return
-        if not self._take_over():
-            self.sizes[:] = 0
-            self._sums = {}
-            self.position, self.complete, self._marked = 0, False, 0
-            self.remove()
-            self.folder.mkdir(parents=True)
+        if not self.in_memory:
+            self._open_spill(resume=True)
 
-    def _take_over(self) -> bool:
+    def _open_spill(self, *, resume: bool) -> None:
+        path = self.folder / "edges.fvf"
+        attributes = {"recipe_id": self.recipe_id, "width": self.width}
+        if resume and path.exists():
+            spill = Container.open(path, kind=_KIND_SPILL)
+            if spill.attributes == attributes:
+                self._read_from(spill)
+                return
+            spill.close()
+        sections: dict[str, Any] = {
+            "edges": (np.uint8, (None, self._record.itemsize)),
+            "starts": (np.int64, (None, self._starts.shape[1])),  # rows of each block's buckets
+        }
+        options: dict[str, Any] = {"sections": sections, "attributes": attributes}
         try:
-            journal = read_checked_json(self.folder / _JOURNAL)
-        except (DataError, OSError):
-            return False  # the edges are read again
-        if journal["recipe_id"] != self.recipe_id or journal["width"] != self.width:
-            return False
-        sizes = np.array(journal["sizes"], np.int64)
-        for bucket, size in enumerate(sizes.tolist()):
-            for name, dtype in self.columns.items():
-                path = self._path(bucket, name)
-                stop = size * dtype.itemsize
-                if stop and (not path.is_file() or path.stat().st_size < stop):
-                    return False
-                if path.is_file():
-                    os.truncate(path, stop)
-        self.sizes, self.position = sizes, journal["position"]
-        self._sums = journal["sums"]
-        self.complete = journal["complete"]
-        self._marked = int(sizes.sum())
-        return True
+            writer = ContainerWriter(path, kind=_KIND_SPILL, resume=resume, **options)
+        except DataError:  # of another source, or damaged: the edges are read again
+            writer = ContainerWriter(path, kind=_KIND_SPILL, **options)
+        self._writer = writer
+        self.position = (writer.progress or {"position": 0})["position"]
+        self.sizes = np.diff(writer.read("starts"), axis=1).sum(0)
+        self._marked = self.num_edges
+
+    def _read_from(self, spill: Container) -> None:
+        """Hand out what is in a spill; all edges are there."""
+        self.complete, self._starts = True, spill.read("starts")
+        self.sizes = np.diff(self._starts, axis=1).sum(0)
+        with spill:  # the reader has the file open itself
+            self._reader = RowReader(
+                spill,
+                "edges",
+                backend="threads",
+                queue_depth=2,
+                block_bytes=_READ_BLOCK_BYTES,
+            )
 
     def add(self, block: EdgeBlock) -> None:
         """Take edges; their ids must be in range."""
@@ -146,8 +157,6 @@ class EdgeBuckets:
             self.sizes[0] += block.targets.size
             return
         self._spill(block)
-        if self.num_edges - self._marked >= _MARK_EVERY_EDGES:
-            self._mark()
 
     @property
     def num_buckets(self) -> int:
@@ -162,20 +171,20 @@ class EdgeBuckets:
     def finish_adding(self) -> None:
         """Note that all edges are here."""
         self.complete = True
-        if not self.in_memory:
-            self._mark()
+        if self._writer is not None:
+            self._read_from(self._writer.commit())
+            self._writer = None
 
     def _leave_memory(self) -> None:
         """Begin to spill: there are more edges than expected."""
         self.in_memory = False
-        self.sizes[:] = 0
-        self.remove()
-        self.folder.mkdir(parents=True)
+        self._open_spill(resume=False)
         held, self._held = self._held, []
         for block in held:
             self._spill(block)
 
     def _spill(self, block: EdgeBlock) -> None:
+        assert self._writer is not None, "opened when it was found that memory is short"
         counts = np.zeros(self.num_buckets, np.int64)
         targets = block.targets.astype(np.int64, copy=False)
         count_keys(targets, self.width, counts)
@@ -183,50 +192,26 @@ class EdgeBuckets:
         places = np.empty(targets.size, np.int64)
         assign_places(targets, self.width, starts[:-1].copy(), places)
         values = {**block.values(), "targets": targets % self.width}
-        for name, dtype in self.columns.items():
-            ordered = np.empty(targets.size, dtype)
-            ordered[places] = values[name]
-            self._append(name, ordered, starts)
+        edges = np.empty(targets.size, self._record)
+        for name in self.columns:
+            edges[name][places] = values[name]
+        first = self._writer.rows("edges")
+        self._writer.append("edges", edges.view(np.uint8).reshape(edges.size, -1))
+        self._writer.append("starts", first + starts[None])
         self.sizes += counts
+        if self.num_edges - self._marked >= _MARK_EVERY_EDGES:
+            self._writer.mark({"position": block.position})
+            self._marked = self.num_edges
 
-    def _append(self, name: str, ordered: Array, starts: Ids) -> None:
-        for bucket in np.flatnonzero(np.diff(starts)).tolist():
-            path = self._path(bucket, name)
-            data = ordered[starts[bucket] : starts[bucket + 1]].data.cast("B")
-            self._sums[path.name] = zlib.crc32(data, self._sums.get(path.name, 0))
-            try:
-                with path.open("ab") as file:
-                    file.write(data)
-            except OSError as error:
-                raise StorageError(
-                    f"writing edges to {path} failed: {error.strerror}",
-                    hint="free some space and run the same command again, it goes on",
-                ) from error
-
-    def _mark(self) -> None:
-        """Make what is in the buckets durable."""
-        for path in self.folder.glob("*.*"):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fdatasync(descriptor)
-            finally:
-                os.close(descriptor)
-        journal = {
-            "recipe_id": self.recipe_id,
-            "width": self.width,
-            "sizes": self.sizes.tolist(),
-            "position": self.position,
-            "complete": self.complete,
-            "sums": self._sums,
-        }
-        write_checked_json(self.folder / _JOURNAL, journal)
-        self._marked = self.num_edges
-
-    def _path(self, bucket: int, name: str) -> Path:
-        return self.folder / f"bucket_{bucket:04d}.{name}"
+    def close(self) -> None:
+        """Let go of the spill; it stays."""
+        for file in (self._writer, self._reader):
+            if file is not None:
+                file.close()
 
     def remove(self) -> None:
         """Delete what was spilled."""
+        self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # --- second pass --------------------------------------------------------------------------
@@ -240,7 +225,6 @@ class EdgeBuckets:
         if self.in_memory:
             yield from self._all_in_memory()
             return
-        self._check(bucket)
         num_nodes = self.nodes_of(bucket)
         for first, stop in self._fitting_parts(bucket, num_nodes):
             if stop - first == 1 and first >= 0 and self._is_giant:
@@ -265,8 +249,8 @@ class EdgeBuckets:
             yield 0, num_nodes
             return
         degrees = np.zeros(num_nodes, np.int64)
-        for chunk in self._chunks(bucket, "targets"):
-            count_keys(chunk, 1, degrees)
+        for edges in self._chunks(bucket):
+            count_keys(np.ascontiguousarray(edges["targets"]), 1, degrees)
         ends = np.cumsum(degrees)
         first = 0
         while first < num_nodes:
@@ -277,45 +261,37 @@ class EdgeBuckets:
             yield first, stop
             first = stop
 
-    def _check(self, bucket: int) -> None:
-        """Compare what was spilled with its checksums, before it is used as indices."""
-        for name in self.columns if self.sizes[bucket] else ():
-            path, checksum = self._path(bucket, name), 0
-            for chunk in self._chunks(bucket, name):
-                checksum = zlib.crc32(chunk.data.cast("B"), checksum)
-            if checksum != self._sums[path.name]:
-                raise DataError(
-                    f"{path} is damaged: its checksum is wrong",
-                    hint=f"remove {self.folder} and run the same command again",
-                )
-
-    def _chunks(self, bucket: int, name: str) -> Iterator[Array]:
-        """Yield a column of a bucket, a part that surely fits at a time."""
-        step = max(1, self.limit // 4)
-        with self._path(bucket, name).open("rb") as file:
-            for first in range(0, int(self.sizes[bucket]), step):
-                count = min(step, int(self.sizes[bucket]) - first)
-                chunk = np.fromfile(file, self.columns[name], count)
-                if chunk.size != count:
-                    raise StorageError(
-                        f"{self._path(bucket, name)} is too short: {chunk.size} of {count} edges",
-                        hint=f"remove {self.folder} and run the same command again",
+    def _chunks(self, bucket: int, most: int | None = None) -> Iterator[Array]:
+        """Yield a bucket's edges as they came, a part that surely fits at a time."""
+        begins = self._starts[:, bucket]
+        counts = self._starts[:, bucket + 1] - begins
+        groups = (np.cumsum(counts) - counts) // max(1, self.limit // 4 if most is None else most)
+        for blocks in np.split(np.arange(len(counts)), np.flatnonzero(np.diff(groups)) + 1):
+            found = np.empty(int(counts[blocks].sum()), self._record)
+            if found.size:
+                assert self._reader is not None, "edges are handed out when all have come"
+                ends = np.cumsum(counts[blocks])
+                rows = found.view(np.uint8).reshape(found.size, -1)
+                try:
+                    self._reader.read_runs(
+                        begins[blocks], counts[blocks], ends - counts[blocks], rows
                     )
-                yield chunk
+                except DataError as error:
+                    hint = f"remove {self.folder} and run the same command again"
+                    raise DataError(error.message, hint=hint) from error
+                yield found
 
     def _load(self, bucket: int, first: int, stop: int) -> dict[str, Array]:
         """Return the edges into targets first..stop-1 of a bucket; these become 0..stop-first-1."""
-        if self.sizes[bucket] == 0:
-            return {name: np.empty(0, dtype) for name, dtype in self.columns.items()}
-        chunks: dict[str, list[Array]] = {name: [] for name in self.columns}
-        columns = (self._chunks(bucket, name) for name in self.columns)
         everything = first == 0 and stop == self.nodes_of(bucket)
-        for parts in zip(*columns, strict=True):
-            targets = parts[0]
-            wanted = slice(None) if everything else (targets >= first) & (targets < stop)
-            for name, part in zip(self.columns, parts, strict=True):
-                chunks[name].append(part[wanted])
-        loaded = {name: _joined(chunks.pop(name), self.columns[name]) for name in self.columns}
+        parts = []
+        for edges in self._chunks(bucket, int(self.sizes[bucket]) + 1 if everything else None):
+            targets = edges["targets"]
+            parts.append(edges if everything else edges[(targets >= first) & (targets < stop)])
+        loaded = {
+            name: _joined([part[name] for part in parts], dtype)
+            for name, dtype in self.columns.items()
+        }
         if first:
             loaded["targets"] -= loaded["targets"].dtype.type(first)
         return loaded
@@ -329,13 +305,11 @@ class EdgeBuckets:
                 hint="allow more memory_bytes, or keep duplicates",
             )
         nothing, degree = np.empty(0, np.int64), 0
-        columns = (self._chunks(bucket, name) for name in self.columns)
         names = _values_of(self.columns)
-        for targets, *values in zip(*columns, strict=True):
-            wanted = targets == target
+        for edges in self._chunks(bucket):
+            wanted = edges["targets"] == target
             degree += int(np.count_nonzero(wanted))
-            found = {name: part[wanted] for name, part in zip(names, values, strict=True)}
-            yield CsrPiece(nothing, found)
+            yield CsrPiece(nothing, {name: edges[name][wanted] for name in names})
         yield CsrPiece(
             np.array([degree]), {name: np.empty(0, self.columns[name]) for name in names}
         )
@@ -364,7 +338,7 @@ def _values_of(columns: Mapping[str, Any]) -> list[str]:
 def _joined(parts: list[Array], dtype: np.dtype[Any]) -> Array:
     if not parts:
         return np.empty(0, dtype)
-    return np.concatenate(parts).astype(dtype, copy=False)
+    return np.ascontiguousarray(np.concatenate(parts), dtype)
 
 
 def _without_duplicates(columns: dict[str, Array]) -> dict[str, Array]:
@@ -455,11 +429,12 @@ def write_graph(
         memory_bytes=memory_bytes,
         drop_duplicates=rules.drop_duplicates,
     )
-    buckets.resume(_recipe_id(attributes, rules))
-    if not buckets.complete:
-        _fill(buckets, part, attributes, rules, (memory_bytes, progress))
-    _write_buckets(path, buckets, attributes, part, progress)
-    buckets.remove()
+    with contextlib.closing(buckets):
+        buckets.resume(_recipe_id(attributes, rules))
+        if not buckets.complete:
+            _fill(buckets, part, attributes, rules, (memory_bytes, progress))
+        _write_buckets(path, buckets, attributes, part, progress)
+        buckets.remove()
 
 
 def _recipe_id(attributes: Mapping[str, Any], rules: EdgeRules) -> str:

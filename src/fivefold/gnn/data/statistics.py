@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 
 from fivefold.errors import DataError
-from fivefold.gnn.data._dataset import NAMES_FILE, Dataset, HeteroDataset
-from fivefold.gnn.data._ingest import names_fingerprint, no_progress
-from fivefold.gnn.data._names import read_numbering
+from fivefold.gnn.data._dataset import Dataset, HeteroDataset
+from fivefold.gnn.data._ingest import check_names_file, no_progress
 from fivefold.gnn.data._write_graph import count_keys
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.storage import Container
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.pages import Ids
 
 
 def describe(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
@@ -104,15 +103,5 @@ def verify(dataset: Dataset | HeteroDataset, progress: Progress | None = None) -
         if file.kind == "graph":
             Adjacency.open(file, mapped=True)  # checks what it opens
     if isinstance(dataset, Dataset):
-        _check_names(dataset)
+        check_names_file(dataset.folder, dataset.graph)
     return read_bytes
-
-
-def _check_names(dataset: Dataset) -> None:
-    """Check that the names that were numbered are those of this graph."""
-    read_numbering(dataset.folder)
-    if names_fingerprint(dataset.folder) != dataset.graph.attributes["files"].get(NAMES_FILE):
-        raise DataError(
-            f"{NAMES_FILE} in {dataset.folder} does not belong to this data set",
-            hint="put the right file back, or ingest the data set again into a new folder",
-        )

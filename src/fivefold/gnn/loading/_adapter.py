@@ -15,7 +15,7 @@ from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.loading._sampled import DiskRows
 from fivefold.gnn.loading.batch import import_geometric
 from fivefold.gnn.storage import Container
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.pages import Ids
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
 _geometric = import_geometric("data")

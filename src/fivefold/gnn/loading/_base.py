@@ -21,8 +21,8 @@ from numpy.typing import ArrayLike
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
 from fivefold.gnn.loading._pipeline import Pipeline, StallError
 from fivefold.gnn.sampling.batches import as_count
-from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.files import Closing
+from fivefold.gnn.storage.pages import Ids
 from fivefold.gnn.storage.reader import Backend
 
 _LOG = logging.getLogger(__name__)
@@ -388,7 +388,7 @@ class LoaderStatistics:
         rows: Rows of prepared batches by level: "device" and "host" caches, "shared" rows of the
             disk (used by several batches of a segment), "private" ones (used by one). For
             batches that were not packed: "file" or "memory".
-        row_bytes: Bytes of one row.
+        row_bytes: Bytes of one row; 0 where they differ by type.
         requests: Read requests for cold rows.
         bytes_read: Bytes that these requests moved from the disk.
         cold_bytes: Bytes of the cold rows themselves.
@@ -416,11 +416,6 @@ class LoaderStatistics:
     buffer_bytes: int = 0
 
     @property
-    def bytes_by_level(self) -> dict[str, int]:
-        """Return bytes that each level handed over."""
-        return {level: rows * self.row_bytes for level, rows in self.rows.items()}
-
-    @property
     def hit_rates(self) -> dict[str, float]:
         """Share of the rows that each level served; they add up to 1."""
         total = sum(self.rows.values())
@@ -445,7 +440,6 @@ class LoaderStatistics:
     def to_json(self) -> dict[str, Any]:
         """Return all counts and rates as plain numbers."""
         return dataclasses.asdict(self) | {
-            "bytes_by_level": self.bytes_by_level,
             "hit_rates": self.hit_rates,
             "amplification": self.amplification,
         }

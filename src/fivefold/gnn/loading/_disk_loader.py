@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -20,7 +20,6 @@ import torch
 from numpy.typing import ArrayLike
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.gnn.data import Dataset
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.loading._base import (
     BatchLoader,
@@ -28,28 +27,36 @@ from fivefold.gnn.loading._base import (
     LoaderSettings,
     LoaderStatistics,
     batch_order,
-    checked_ids,
 )
-from fivefold.gnn.loading._feature_store import FeatureStore
+from fivefold.gnn.loading._feature_store import LEVELS, FeatureStore
 from fivefold.gnn.loading._pipeline import BufferRing, Pipeline, Stage, Ticket, buffer_count
-from fivefold.gnn.loading._pyg_batches import LabelledData, SlicedData, cache_folder, dataset_of
-from fivefold.gnn.loading.batch import Form, MiniBatch, SeedTable, assemble, checked_form
-from fivefold.gnn.loading.prepare import StoreRecipe, prepare
+from fivefold.gnn.loading._pyg_batches import open_source
+from fivefold.gnn.loading.batch import (
+    Form,
+    MiniBatch,
+    SeedTable,
+    assemble,
+    assemble_typed,
+    checked_form,
+)
+from fivefold.gnn.loading.prepare import Prepared, StoreRecipe, prepare
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.planning import Budgets
-from fivefold.gnn.sampling.batches import as_count, checked_fanouts
-from fivefold.gnn.storage.arrays import Array, Ids
-from fivefold.gnn.storage.pages import aligned_empty, gather_rows
+from fivefold.gnn.sampling import SampleFile
+from fivefold.gnn.sampling.batches import EdgeType, SampledBatch, as_count
+from fivefold.gnn.storage.pages import Array, Ids, aligned_empty, gather_rows
+from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.units import parse_bytes
 
 # Two batches are read side by side where a third one can be at work in memory: the disk does not
 # idle between one and the next. With two buffers they would only wait for each other.
 _BUFFERS_FOR_TWO_READERS = 3
+_ALIGNMENT = 64  # of each type's rows in the buffer of a batch
 _RECORD_READERS = 2  # one alone, beside those of rows, gets too little of the disk to keep up
 
 
-class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
+class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG's classes
     """Iterate over the mini-batches of a packed store, in the shape of PyG's loaders.
 
     Every iteration is one epoch; the epochs that were sampled are used in turn. After a whole
@@ -64,10 +71,10 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
     and buffers are per rank: plan with the memory of one.
 
     Args:
-        store: Packed store.
+        store: Packed store, or what ``from_dataset`` prepares of a graph of several types.
         edges: Packed store of the rows of edges (``from_dataset`` makes it); None without
             ``edge_attr``.
-        labels: Label of every node; None for batches without ``y``.
+        labels: Label of every node (of the type of the seeds); None for batches without ``y``.
         shuffle: New random order of the batches in every epoch; None shuffles where the plan
             allows it. A Belady plan holds for the planned order alone.
         seed: Seed of the order.
@@ -92,7 +99,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
 
     def __init__(  # noqa: PLR0913 - independent options, each with a default
         self,
-        store: PackedStore,
+        store: PackedStore | Prepared,
         *,
         edges: PackedStore | None = None,
         labels: Array | torch.Tensor | None = None,
@@ -104,52 +111,65 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
         form: Literal["edge_index", "blocks"] = "edge_index",
         **options: Unpack[LoaderOptions],
     ) -> None:
+        packed = store if isinstance(store, Prepared) else Prepared.of_one(store, edges)
+        stores = packed.nodes
+        planned = any(rows.plan.policy == "belady" for rows in stores.values())
         settings = LoaderSettings(
-            shuffle=store.plan.policy != "belady" if shuffle is None else shuffle,
+            shuffle=not planned if shuffle is None else shuffle,
             seed=seed,
             prefetch=prefetch,
             **options,
         )
-        self._store, self._form = store, checked_form(form)
-        _check_policy(store, settings)
-        _check_dtype(store.dtype)
+        self._stores = stores
+        if planned:
+            _check_planned(settings)
+        for rows in stores.values():
+            _check_dtype(rows.dtype)
         if memory_bytes is None and prefetch is None:
-            memory_bytes = store.plan.predicted.buffer_bytes or None
-        batch_bytes = store.max_nodes * store.row_bytes
+            memory_bytes = sum(rows.plan.predicted.buffer_bytes for rows in stores.values()) or None
+        places = _places_in_buffer(stores)
+        batch_bytes = max(place.stop for place in places.values())
         self._buffers = buffer_count(
             batch_bytes=batch_bytes, memory_bytes=memory_bytes, prefetch=prefetch
         )
-        self._features = FeatureStore(
-            store,
-            device=settings.device,
-            threads=threads,
-            **settings.engine,
-            readers=2 if self._buffers >= _BUFFERS_FOR_TWO_READERS else 1,
-        )
-        self._edges = None
-        if edges is not None:
-            self._edges = FeatureStore(edges, threads=threads, **settings.engine)
         # Closed in this order: engines, then what from_dataset opened for them.
         self._closing = contextlib.ExitStack()
-        for rows in (self._features, self._edges):
-            if rows is not None:
-                self._closing.callback(rows.close)
+        readers = 2 if self._buffers >= _BUFFERS_FOR_TWO_READERS else 1
+        self._features: dict[str | None, FeatureStore] = {}
+        self._edges: dict[EdgeType | None, FeatureStore] = {}
+        for kind, rows in stores.items():
+            self._features[kind] = FeatureStore(
+                rows, device=settings.device, threads=threads, readers=readers, **settings.engine
+            )
+            self._closing.callback(self._features[kind].close)
+        for edge_type, rows in packed.edges.items():
+            self._edges[edge_type] = FeatureStore(rows, threads=threads, **settings.engine)
+            self._closing.callback(self._edges[edge_type].close)
         super().__init__(settings, self._closing.close)
         pinned = settings.device.type == "cuda"
         self._ring = BufferRing(self._buffers, size_bytes=batch_bytes, pinned=pinned)
         self._transfer: DeviceTransfer | None = None
         if settings.device.type != "cpu":
             self._transfer = DeviceTransfer(self._features, settings.device)
-        self._seeds = SeedTable(store.train_ids, _checked_labels(labels, store.plan.num_nodes))
+        self._stages = functools.partial(
+            BatchStages,
+            self._features,
+            self._ring,
+            places=places,
+            unpacked=packed.unpacked,
+            build=_builder(packed, labels, checked_form(form)),
+            transfer=self._transfer,
+            edges=self._edges,
+        )
 
     @classmethod
     def from_dataset(  # noqa: PLR0913 - those of NeighborLoader, and what is packed
         cls,
         dataset: Any,
-        fanouts: Sequence[int],
+        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
         batch_size: int,
         *,
-        input_nodes: ArrayLike | None = None,
+        input_nodes: ArrayLike | str | tuple[str, ArrayLike | None] | None = None,
         budgets: Budgets | str | None = None,
         cache: str | Path | None = None,
         form: Literal["data", "edge_index", "blocks"] = "data",
@@ -164,24 +184,27 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
     ) -> DiskLoader:
         """Sample, plan and pack into a cache folder, once, and yield the batches from there.
 
-        It takes the place of PyG's ``NeighborLoader(data, num_neighbors, batch_size=...)``. What
+        It takes the place of PyG's ``NeighborLoader(data, num_neighbors, batch_size=...)``, of one
+        type of nodes and edges (``Data``) or of several (``HeteroData``). What
         is in the folder is known by a hash of the data and of all options that decide it: other
         data or options are prepared beside it, and a warning says what differs. A call that was
         killed goes on where it was; of several processes one prepares, the others wait for it.
 
         Args:
-            dataset: ``Dataset``, the folder of one, or a ``Data`` of PyG. The features and edges
-                of a ``Data`` are written to the cache once; its other attributes are sliced from
-                memory, as PyG does it.
-            fanouts: Neighbours per hop, -1 for all: ``num_neighbors`` of PyG.
+            dataset: ``Dataset`` or ``HeteroDataset``, the folder of one, or a ``Data`` or
+                ``HeteroData`` of PyG. The features and edges of PyG's objects are written to the
+                cache once; their other attributes are sliced from memory, as PyG does it.
+            fanouts: Neighbours per hop, -1 for all: ``num_neighbors`` of PyG; of several types
+                for all edge types alike or by edge type.
             batch_size: Seeds per batch.
             input_nodes: Seeds as ids or a mask; None: the training nodes of a data set, of a
-                ``Data`` all nodes.
+                ``Data`` all nodes. Of several types a node type, or a pair of it and of these.
             budgets: What may be taken; a text such as "4 GB" is host memory, and None 1 GB of it,
                 each with four fifths of the free disk.
             cache: Folder of what is made; None: ``prepared`` inside the data set's folder, for a
                 ``Data`` below the user's cache folder (``XDG_CACHE_HOME``).
-            form: "data" yields ``torch_geometric.data.Data``; the others a ``MiniBatch``.
+            form: "data" yields PyG's ``Data`` or ``HeteroData``, "edge_index" and "blocks" a
+                ``MiniBatch``; of several types "edge_index" a ``HeteroMiniBatch``.
             sampled_epochs: Different epochs that are sampled; iterating repeats them.
             policy: "static" for batches in any order, "belady" for the planned one.
             shuffle: As for the loader itself.
@@ -212,9 +235,10 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
             (16, True)
         """
         with contextlib.ExitStack() as opened:
-            source = _open_source(dataset, cache, form, opened)
+            source = open_source(dataset, cache, form, opened)
+            input_type, seeds = source.seeds(input_nodes)
             recipe = StoreRecipe(
-                fanouts=checked_fanouts(fanouts),
+                fanouts=source.fanouts(fanouts),
                 batch_size=as_count(batch_size, "batch_size"),
                 epochs=as_count(sampled_epochs, "sampled_epochs"),
                 seed=as_count(seed, "seed", least=0),
@@ -227,14 +251,14 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
                 source.dataset,
                 recipe,
                 source.cache,
-                ids=source.seeds(input_nodes),
+                ids=seeds,
+                input_type=input_type,
                 progress=progress,
             )
             opened.callback(prepared.close)
             loader = cls(
-                prepared.store,
-                edges=prepared.edges,
-                labels=source.labels if form != "data" else None,
+                prepared,
+                labels=source.labels(input_type) if form != "data" else None,
                 shuffle=shuffle,
                 seed=seed,
                 prefetch=prefetch,
@@ -254,14 +278,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
     def _start(self, epoch: int, first: int) -> Pipeline:
         numbers = self._numbers(epoch)[first:].tolist()
         self._ring.abandon()
-        stages = BatchStages(
-            self._features,
-            self._ring,
-            seeds=self._seeds,
-            form=self._form,
-            transfer=self._transfer,
-            edges=self._edges,
-        )
+        stages = self._stages()
         return Pipeline(
             iter(numbers),
             stages.groups(),
@@ -273,18 +290,20 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
 
     def statistics(self) -> LoaderStatistics:
         """Return counts since the loader was made."""
-        features = self._features
+        features, edges = list(self._features.values()), list(self._edges.values())
+        reading = sum((store.reading for store in features), ReadStatistics())
+        filling = sum((store.filling for store in features), ReadStatistics())
         return LoaderStatistics(
             batches=self._delivered,
-            rows=dict(features.rows),
-            row_bytes=features.row_bytes,
-            requests=features.reading.requests,
-            bytes_read=features.reading.bytes_read,
-            cold_bytes=features.reading.bytes_used,
-            record_bytes=features.record_bytes,
-            edge_bytes=0 if self._edges is None else self._edges.reading.bytes_read,
-            fill_bytes=features.filling.bytes_read,
-            fill_s=features.filling.seconds,
+            rows={level: sum(store.rows[level] for store in features) for level in LEVELS},
+            row_bytes=features[0].row_bytes if len(features) == 1 else 0,
+            requests=reading.requests,
+            bytes_read=reading.bytes_read,
+            cold_bytes=reading.bytes_used,
+            record_bytes=sum(store.record_bytes for store in features),
+            edge_bytes=sum(store.reading.bytes_read for store in edges),
+            fill_bytes=filling.bytes_read,
+            fill_s=filling.seconds,
             stage_s=self._stage_s(self._pipeline),
             wait_s=self._wait_s(self._pipeline),
             buffer_bytes=self._ring.nbytes,
@@ -295,7 +314,6 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
 
     def _hand_over(self, prepared: _Work) -> Any:
         batch = prepared.batch
-        assert batch is not None, "the last stage builds the batch"
         if self._transfer is not None:
             batch = self._transfer.handed_over(batch)
         else:
@@ -304,63 +322,16 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, or of Data of PyG
 
     def _numbers(self, epoch: int) -> Ids:
         """Return the batches of this rank in an epoch, in order."""
-        settings, batches = self._settings, self._store.epoch_batches(epoch)
+        settings, store = self._settings, next(iter(self._stores.values()))
+        batches = store.epoch_batches(epoch)
         order = np.arange(len(batches), dtype=np.int64)
         if settings.shuffle:
             order = batch_order(len(batches), seed=settings.seed, epoch=epoch)
         return settings.share(order) + batches.start
 
     def _identity(self) -> dict[str, Any]:
-        return {"store": self._store.plan.order_fingerprint, **self._settings.identity()}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """What ``from_dataset`` was given."""
-
-    dataset: Dataset
-    cache: Path
-    made_into: LabelledData | SlicedData | None
-    has_edges: bool  # with attributes of their own, so that batches must name them
-
-    @property
-    def labels(self) -> Ids | None:
-        return self.dataset.labels if self.dataset.has_labels else None
-
-    def seeds(self, ids: ArrayLike | None) -> Ids:
-        if ids is not None:
-            return checked_ids(ids, self.dataset.num_nodes)
-        if isinstance(self.made_into, SlicedData) or not self.dataset.has_labels:
-            return np.arange(self.dataset.num_nodes)
-        return self.dataset.train
-
-
-def _open_source(
-    data: Any, cache: str | Path | None, form: str, opened: contextlib.ExitStack
-) -> _Source:
-    if form not in ("data", "edge_index", "blocks"):
-        raise ConfigurationError(f'form is {form!r}; use "data", "edge_index" or "blocks"')
-    if isinstance(data, str | os.PathLike):
-        data = opened.enter_context(Dataset.open(Path(data)))
-    if isinstance(data, Dataset):
-        labels = data.labels if data.has_labels else None
-        made_into = LabelledData(labels) if form == "data" else None
-        folder = data.folder / "prepared" if cache is None else Path(cache)
-        return _Source(data, folder, made_into, data.edge_features is not None)
-    if not hasattr(data, "edge_index"):
-        raise ConfigurationError(
-            f"the graph is a {type(data).__name__}",
-            hint="give a Dataset, its folder, or a torch_geometric.data.Data; several node types "
-            "go through HeteroLoader",
-        )
-    if form != "data":
-        raise ConfigurationError(
-            f"form is {form!r}, but batches of a Data are Data", hint="ingest it, or form='data'"
-        )
-    folder = cache_folder() if cache is None else Path(cache)
-    found = opened.enter_context(dataset_of(data, folder))
-    beside = [name for name in data.edge_attrs() if name != "edge_index"]
-    return _Source(found, folder, SlicedData(data), bool(beside))
+        stores = " ".join(store.plan.order_fingerprint for store in self._stores.values())
+        return {"store": stores, **self._settings.identity()}
 
 
 def _budget_fields(budgets: Budgets | str | None) -> dict[str, Any]:
@@ -375,9 +346,7 @@ def _budget_fields(budgets: Budgets | str | None) -> dict[str, Any]:
     return dataclasses.asdict(budgets)
 
 
-def _check_policy(store: PackedStore, settings: LoaderSettings) -> None:
-    if store.plan.policy != "belady":
-        return
+def _check_planned(settings: LoaderSettings) -> None:
     if settings.shuffle:
         raise ConfigurationError(
             "this store was packed with a Belady plan, which holds for the planned order of the "
@@ -390,6 +359,42 @@ def _check_policy(store: PackedStore, settings: LoaderSettings) -> None:
             f"shared by {settings.world_size} ranks",
             hint='plan with policy="static"',
         )
+
+
+def _places_in_buffer(stores: Mapping[str | None, PackedStore]) -> dict[str | None, slice]:
+    """Return where the rows of each node type begin in a batch's buffer, and most end."""
+    places, stop = {}, 0
+    for kind, store in stores.items():
+        start = -(-stop // _ALIGNMENT) * _ALIGNMENT
+        stop = start + store.max_nodes * store.row_bytes
+        places[kind] = slice(start, stop)
+    return places
+
+
+Records = Mapping[Any, BatchRecord | SampledBatch]
+Build = Callable[[Records, Mapping[Any, torch.Tensor], Mapping[Any, Array]], Any]
+
+
+def _builder(packed: Prepared, labels: Array | torch.Tensor | None, form: Form) -> Build:
+    """Return what makes a batch of its records, its rows and the rows of its edges."""
+    store = next(iter(packed.nodes.values()))
+    input_type = packed.input_type
+    if input_type is None or packed.samples is None:
+        seeds = SeedTable(store.train_ids, _checked_labels(labels, store.plan.num_nodes))
+        return lambda records, x, edge_attr: assemble(
+            records[None], x[None], seeds, form=form, edge_attr=edge_attr.get(None)
+        )
+    types = packed.samples.types
+    labels = _checked_labels(labels, types.num_nodes[input_type])
+    seeds = SeedTable(store.train_ids, labels)
+    return lambda records, x, edge_attr: assemble_typed(
+        records,
+        x,
+        seeds,
+        edge_types=types.edge_types,
+        input_type=input_type,
+        edge_attr=edge_attr,
+    )
 
 
 def _checked_labels(labels: Array | torch.Tensor | None, num_nodes: int) -> Array | None:
@@ -418,32 +423,46 @@ def _check_dtype(dtype: np.dtype[Any]) -> None:
 class _Work:
     """A batch on its way, and the number of its buffer's loan."""
 
-    record: BatchRecord
-    rows: Array | None = None
-    edge_attr: Array | None = None
-    batch: MiniBatch | None = None
+    number: int
+    records: dict[Any, BatchRecord | SampledBatch]
+    buffer: torch.Tensor | None = None
+    rows: dict[Any, Array] = dataclasses.field(default_factory=dict)
+    edge_attr: dict[Any, Array] = dataclasses.field(default_factory=dict)
+    batch: Any = None
     loan: int = 0
+
+    def packed(self, kind: str | None) -> BatchRecord:
+        """Return the record of a node type that has a store."""
+        record = self.records[kind]
+        assert isinstance(record, BatchRecord), "stores hold records"
+        return record
 
 
 class BatchStages:
     """The stages from the number of a batch to its tensors.
 
-    They hold the feature store, the ring of buffers and the labels, and not the loader, so that a
-    loader can be collected while its threads still run.
+    They hold the feature stores, the ring of buffers and the labels, and not the loader, so that a
+    loader can be collected while its threads still run. All types of nodes share a buffer.
     """
 
     def __init__(
         self,
-        features: FeatureStore,
+        features: Mapping[str | None, FeatureStore],
         ring: BufferRing,
         *,
-        seeds: SeedTable,
-        form: Form,
+        places: Mapping[str | None, slice],
+        unpacked: Mapping[str, SampleFile],
+        build: Build,
         transfer: DeviceTransfer | None,
-        edges: FeatureStore | None = None,
+        edges: Mapping[EdgeType | None, FeatureStore],
     ) -> None:
         self._features, self._ring, self._edges = features, ring, edges
-        self._seeds, self._form, self._transfer = seeds, form, transfer
+        self._places, self._unpacked = places, unpacked
+        self._make, self._transfer = build, transfer
+        self._dtypes = {
+            kind: torch.from_numpy(np.empty(0, store.dtype)).dtype
+            for kind, store in features.items()
+        }
         self._started = False
 
     def groups(self) -> list[list[Stage]]:
@@ -452,14 +471,15 @@ class BatchStages:
         Buffers are lent by one thread, in order, so that the batch that comes first is never the
         one without a buffer.
         """
+        patience_s = sum(store.fill_patience_s for store in self._features.values())
         groups = [
-            [Stage("fill the caches", self._fill, patience_s=self._features.fill_patience_s)],
+            [Stage("fill the caches", self._fill, patience_s=patience_s)],
             [Stage("read record", self._read_record)],
             [Stage("wait for a buffer", self._lend, waits=True)],
             [Stage("read cold rows", self._read_cold)],
             [Stage("gather cached rows", self._gather), Stage("build tensors", self._build)],
         ]
-        if self._edges is not None:
+        if self._edges:
             groups.insert(2, [Stage("read rows of edges", self._read_edges)])
         if self._transfer is not None:
             groups.append([Stage("copy to the device", self._copy)])
@@ -467,8 +487,9 @@ class BatchStages:
 
     def lanes(self) -> list[int]:
         """Return the threads of each group: the disk never waits between one batch and the next."""
-        cold = 3 if self._edges is None else 4
-        several = {1: _RECORD_READERS, cold: self._features.readers}
+        cold = 4 if self._edges else 3
+        readers = min(store.readers for store in self._features.values())
+        several = {1: _RECORD_READERS, cold: readers}
         return [several.get(i, 1) for i in range(len(self.groups()))]
 
     def stop_waiting(self) -> None:
@@ -477,63 +498,76 @@ class BatchStages:
 
     def _fill(self, ticket: Ticket) -> None:
         if not self._started:
-            for store in (self._features, self._edges):
-                if store is not None:
-                    store.start(ticket.batch)
+            for store in (*self._features.values(), *self._edges.values()):
+                store.start(ticket.batch)
             self._started = True
 
     def _read_record(self, ticket: Ticket) -> _Work:
-        return _Work(self._features.record(ticket.batch))
+        number = ticket.batch
+        records: dict[Any, BatchRecord | SampledBatch] = {
+            kind: store.record(number) for kind, store in self._features.items()
+        }
+        for kind, samples in self._unpacked.items():
+            records[kind] = samples.batch(number)
+        return _Work(number, records)
 
     def _read_edges(self, ticket: Ticket) -> _Work:
         """Read the rows of the edges, and put them into the order of the edges."""
         work: _Work = ticket.value
-        assert self._edges is not None, "the stage exists only with rows of edges"
-        record = self._edges.record(work.record.number)
-        rows = aligned_empty((len(record.node_ids), *self._edges.row_shape), self._edges.dtype)
-        self._edges.read_cold(record, rows)
-        self._edges.gather_cached(record, rows)
-        work.edge_attr = np.empty((len(record.sources), *rows.shape[1:]), rows.dtype)
-        gather_rows(rows, record.sources.astype(np.int64), work.edge_attr)
+        for kind, store in self._edges.items():
+            record = store.record(work.number)
+            rows = aligned_empty((len(record.node_ids), *store.row_shape), store.dtype)
+            store.read_cold(record, rows)
+            store.gather_cached(record, rows)
+            work.edge_attr[kind] = np.empty((len(record.sources), *rows.shape[1:]), rows.dtype)
+            gather_rows(rows, record.sources.astype(np.int64), work.edge_attr[kind])
         return work
 
     def _lend(self, ticket: Ticket) -> _Work:
         work: _Work = ticket.value
-        shape = (len(work.record.node_ids), *self._features.row_shape)
-        work.rows = self._ring.lend(shape, self._features.dtype, borrower=self)
-        work.loan = id(work.rows)
+        places, stop = {}, 0
+        for kind, store in self._features.items():
+            start = self._places[kind].start
+            stop = start + len(work.records[kind].node_ids) * store.row_bytes
+            places[kind] = slice(start, stop)
+        whole = self._ring.lend((stop,), np.dtype(np.uint8), borrower=self)
+        for kind, place in places.items():
+            store = self._features[kind]
+            rows = whole[place].view(store.dtype)
+            work.rows[kind] = rows.reshape(len(work.records[kind].node_ids), *store.row_shape)
+        work.loan = id(whole)
+        work.buffer = torch.from_numpy(whole)  # it, and what is made of it, keeps the loan
         return work
 
     def _read_cold(self, ticket: Ticket) -> _Work:
         work: _Work = ticket.value
-        self._features.read_cold(work.record, _rows_of(work))
+        for kind, store in self._features.items():
+            store.read_cold(work.packed(kind), work.rows[kind])
         return work
 
     def _gather(self, ticket: Ticket) -> _Work:
         work: _Work = ticket.value
-        self._features.gather_cached(work.record, _rows_of(work))
+        for kind, store in self._features.items():
+            store.gather_cached(work.packed(kind), work.rows[kind])
         return work
 
     def _build(self, ticket: Ticket) -> _Work:
         work: _Work = ticket.value
-        x = torch.from_numpy(_rows_of(work))
-        work.batch = assemble(
-            work.record, x, self._seeds, form=self._form, edge_attr=work.edge_attr
-        )
-        work.rows = None  # from here on the tensor alone holds the loan
+        assert work.buffer is not None, "a stage before lends the buffer"
+        x = {}
+        for kind, rows in work.rows.items():
+            start = self._places[kind].start
+            part = work.buffer[start : start + rows.nbytes].view(self._dtypes[kind])
+            x[kind] = part.view(rows.shape)
+        work.batch = self._make(work.records, x, work.edge_attr)
+        work.buffer, work.rows = None, {}  # from here on the tensors alone hold the loan
         return work
 
     def _copy(self, ticket: Ticket) -> _Work:
         work: _Work = ticket.value
         assert self._transfer is not None, "the stage exists only with a transfer"
-        assert work.batch is not None, "the stage before builds the batch"
-        work.batch = self._transfer.copy(work.record, work.batch)
+        work.batch = self._transfer.copy(work.records, work.batch)
         return work
-
-
-def _rows_of(work: _Work) -> Array:
-    assert work.rows is not None, "a stage before lends the buffer"
-    return work.rows
 
 
 class DeviceTransfer:
@@ -545,29 +579,40 @@ class DeviceTransfer:
     with no streams.
     """
 
-    def __init__(self, store: FeatureStore, device: torch.device) -> None:
-        self._store, self._device = store, device
+    def __init__(self, stores: Mapping[str | None, FeatureStore], device: torch.device) -> None:
+        self._stores, self._device = stores, device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def copy(self, record: BatchRecord, batch: MiniBatch) -> MiniBatch:
+    def copy(self, records: Records, batch: Any) -> Any:
         """Return the batch on the device, complete, when the copies are done."""
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            x = torch.empty_like(batch.x, device=self._device)
-            # Rows of the device cache lie behind the seeds and are not in host memory.
-            cached = len(record.device_slots)
-            among_seeds = int((record.device_destinations < batch.batch_size).sum())
-            rest = batch.batch_size + cached - among_seeds
-            for part in (slice(0, batch.batch_size), slice(rest, None)):
-                x[part].copy_(batch.x[part], non_blocking=True)
-            self._store.fill_device(record, x)
-            there = dataclasses.replace(batch, x=x).to(self._device, non_blocking=True)
+            if isinstance(batch, MiniBatch):
+                batch = dataclasses.replace(batch, x=self._rows(None, records, batch.x))
+            else:
+                x = {kind: self._rows(kind, records, rows) for kind, rows in batch.x_dict.items()}
+                batch = dataclasses.replace(batch, x_dict=x)
+            there = batch.to(self._device, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
         return there
 
-    def handed_over(self, batch: MiniBatch) -> MiniBatch:
+    def _rows(self, kind: str | None, records: Records, rows: torch.Tensor) -> torch.Tensor:
+        """Copy the rows of a node type, and add those that are there."""
+        record = records[kind]
+        assert isinstance(record, BatchRecord), "rows come from stores"
+        x = torch.empty_like(rows, device=self._device)
+        # Rows of the device cache lie behind the seeds and are not in host memory.
+        cached = len(record.device_slots)
+        among_seeds = int((record.device_destinations < record.batch_size).sum())
+        rest = record.batch_size + cached - among_seeds
+        for part in (slice(0, record.batch_size), slice(rest, None)):
+            x[part].copy_(rows[part], non_blocking=True)
+        self._stores[kind].fill_device(record, x)
+        return x
+
+    def handed_over(self, batch: Any) -> Any:
         """Tie the batch to the stream of the caller, who will use it there."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)

@@ -22,8 +22,7 @@ from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.storage import Container, RowReader
-from fivefold.gnn.storage.arrays import Array, Ids
-from fivefold.gnn.storage.pages import aligned_empty, gather_rows
+from fivefold.gnn.storage.pages import Array, Ids, aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
 Rows = Array

@@ -1,14 +1,11 @@
-"""Mini-batches of graphs with several node and edge types, sampled when they are asked for.
-
-Offline sampling and packing know one node type: here rows come from the files of the features.
-"""
+"""Mini-batches of graphs with several node and edge types, sampled when they are asked for."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
@@ -16,10 +13,9 @@ from fivefold.gnn.data import HeteroDataset
 from fivefold.gnn.loading._base import LoaderOptions, LoaderSettings, checked_ids
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._sampled import DiskRows, SampledLoader, name_of_ids
-from fivefold.gnn.loading.batch import HeteroMiniBatch
+from fivefold.gnn.loading.batch import HeteroMiniBatch, SeedTable, assemble_typed
 from fivefold.gnn.sampling import HeteroAdjacency, HeteroNeighborSampler
 from fivefold.gnn.sampling.batches import EdgeType, HeteroSampledBatch
-from fivefold.gnn.storage.arrays import Ids
 
 
 class HeteroLoader(SampledLoader[HeteroMiniBatch]):
@@ -47,7 +43,7 @@ class HeteroLoader(SampledLoader[HeteroMiniBatch]):
     Examples:
         >>> import tempfile
         >>> from fivefold.gnn.data import HeteroSource, array_source, ingest
-        >>> one = array_source([[0, 1], [1, 0]], features=np.eye(2, dtype=np.float32))
+        >>> one = array_source([[0, 1], [1, 0]], features=[[1.0, 0.0], [0.0, 1.0]])
         >>> source = HeteroSource(
         ...     name="pair", nodes={"a": one}, edges={("a", "to", "a"): one.edges()})
         >>> with ingest(source, tempfile.mkdtemp()) as dataset:
@@ -78,23 +74,33 @@ class HeteroLoader(SampledLoader[HeteroMiniBatch]):
         self._sampler = HeteroNeighborSampler(
             dataset.topology() if topology is None else topology, fanouts, seed=seed
         )
-        rows = {
-            name: DiskRows(dataset.features(name), **settings.engine)
-            for name in dataset.node_types
-            if dataset.has_features(name)
-        }
-        self._reader = _HeteroReader(rows, input_type, labels)
-        super().__init__(seeds, batch_size, settings, self._reader.close)
+        self._seeds, self._rows = SeedTable(seeds, labels), dict[str, DiskRows]()
+        closing = contextlib.ExitStack()
+        for name in filter(dataset.has_features, dataset.node_types):
+            self._rows[name] = DiskRows(dataset.features(name), **settings.engine)
+            closing.callback(self._rows[name].close)
+        super().__init__(seeds, batch_size, settings, closing.close)
 
     def _start(self, epoch: int, first: int) -> Pipeline:
-        sampler, reader, device = self._sampler, self._reader, self._settings.device
-        seeds, name = self._epoch_seeds(epoch), self._input_type
+        sampler, rows, device = self._sampler, self._rows, self._settings.device
+        seeds, name, table = self._epoch_seeds(epoch), self._input_type, self._seeds
 
         def sample(ticket: Ticket) -> HeteroSampledBatch:
             return sampler.sample({name: seeds[ticket.batch]}, epoch=epoch, batch=ticket.batch)
 
         def read(ticket: Ticket) -> HeteroMiniBatch:
-            return reader.read(ticket.value).to(device)
+            found: HeteroSampledBatch = ticket.value
+            return assemble_typed(
+                {kind: found.part(kind) for kind in found.node_ids},
+                {
+                    kind: torch.from_numpy(part.read_any(found.node_ids[kind])[0])
+                    for kind, part in rows.items()
+                },
+                table,
+                edge_types=list(found.sources),
+                input_type=name,
+                edge_attr={},
+            ).to(device)
 
         return self._pipeline_of([Stage("sample", sample), Stage("read rows", read)], first)
 
@@ -107,39 +113,3 @@ class HeteroLoader(SampledLoader[HeteroMiniBatch]):
             "batch_size": self._batch_size,
             **self._settings.identity(),
         }
-
-
-class _HeteroReader:
-    """From a sample to a batch with its rows; apart from the loader, as its threads use it."""
-
-    def __init__(self, rows: dict[str, DiskRows], input_type: str, labels: Ids | None) -> None:
-        self._rows, self._input_type, self._labels = rows, input_type, labels
-
-    def close(self) -> None:
-        for rows in self._rows.values():
-            rows.close()
-
-    def read(self, sample: HeteroSampledBatch) -> HeteroMiniBatch:
-        x = {name: self._features(name, sample.node_ids[name]) for name in self._rows}
-        seeds = sample.seeds(self._input_type)
-        y = None if self._labels is None else torch.from_numpy(self._labels[seeds])
-        return HeteroMiniBatch(
-            x_dict=x,
-            edge_index_dict={
-                kind: torch.from_numpy(sample.edge_index(kind)) for kind in sample.sources
-            },
-            n_id_dict={name: torch.from_numpy(ids) for name, ids in sample.node_ids.items()},
-            y=y,
-            input_type=self._input_type,
-            batch_size=len(seeds),
-            number=sample.number,
-            num_sampled_nodes_dict={n: c.tolist() for n, c in sample.nodes_per_hop.items()},
-            num_sampled_edges_dict={k: c.tolist() for k, c in sample.edges_per_hop.items()},
-        )
-
-    def _features(self, name: str, ids: Ids) -> torch.Tensor:
-        rows = self._rows[name]
-        out = np.empty((len(ids), *rows.row_shape), rows.dtype)
-        if len(ids):
-            rows.read(ids, out)
-        return torch.from_numpy(out)

@@ -17,7 +17,7 @@ from fivefold.gnn.loading._sampled import OnlineLoader
 from fivefold.gnn.loading.batch import MiniBatch
 from fivefold.gnn.sampling.batches import as_count
 from fivefold.gnn.sampling.temporal import TemporalSampler
-from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids
 
 Negatives = Literal["binary", "triplet"]
 

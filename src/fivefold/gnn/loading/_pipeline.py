@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.errors import FivefoldError, InfeasibleError, StorageError, UnsupportedError
-from fivefold.gnn.storage.arrays import Array, Bytes
-from fivefold.gnn.storage.pages import aligned_empty
+from fivefold.gnn.storage.pages import Array, Bytes, aligned_empty
 from fivefold.units import format_bytes
 
 _LOG = logging.getLogger(__name__)

@@ -1,22 +1,122 @@
-"""Batches as PyG's own loaders yield them: ``Data`` with every attribute of its nodes and edges."""
+"""Graphs that ``DiskLoader.from_dataset`` takes, and PyG's batches that it yields for them."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from fivefold.errors import DataError
-from fivefold.gnn.data import Dataset, array_source, ingest
-from fivefold.gnn.data.arrays import ArraySource
-from fivefold.gnn.loading.batch import MiniBatch, import_geometric
+from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.data import (
+    Dataset,
+    HeteroDataset,
+    HeteroSource,
+    array_source,
+    ingest,
+    open_dataset,
+)
+from fivefold.gnn.data.arrays import ArrayEdges, ArraySource, as_rows
+from fivefold.gnn.loading._base import checked_ids
+from fivefold.gnn.loading.batch import HeteroMiniBatch, MiniBatch, import_geometric
 from fivefold.gnn.loading.prepare import alone_in
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.sampling.batches import EdgeType, checked_fanouts, fanouts_by_type
+from fivefold.gnn.storage.pages import Ids
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphSource:
+    """The graph that ``from_dataset`` was given, on disk."""
+
+    dataset: Dataset | HeteroDataset
+    cache: Path
+    made_into: LabelledData | SlicedData | None
+    has_edges: bool  # with attributes of their own, so that batches must name them
+
+    def labels(self, input_type: str | None) -> Ids | None:
+        """Return the classes of all nodes of a type, where there are some."""
+        data = self.dataset
+        if isinstance(data, Dataset):
+            return data.labels if data.has_labels else None
+        assert input_type is not None, "one of several types was chosen"
+        return data.labels(input_type) if data.has_labels(input_type) else None
+
+    def fanouts(self, given: Sequence[int] | Mapping[EdgeType, Sequence[int]]) -> tuple[Any, ...]:
+        """Return numbers, or pairs of an edge type and its numbers."""
+        if isinstance(self.dataset, HeteroDataset):
+            return tuple(fanouts_by_type(self.dataset.edge_types, given).items())
+        if isinstance(given, Mapping):
+            message = "fanouts are given by edge type, but the graph has one"
+            raise ConfigurationError(message, hint="give one number per hop")
+        return checked_fanouts(given)
+
+    def seeds(self, given: Any) -> tuple[str | None, Ids]:
+        """Return the node type of the seeds (None where there is one), and their ids."""
+        data = self.dataset
+        in_memory = isinstance(self.made_into, SlicedData)
+        if isinstance(data, Dataset):
+            if given is not None:
+                return None, checked_ids(given, data.num_nodes)
+            everything = in_memory or not data.has_labels
+            return None, np.arange(data.num_nodes) if everything else data.train
+        kind, ids = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+        if kind not in data.node_types:
+            raise ConfigurationError(
+                f"input_nodes is {given!r}, which names no node type of this graph",
+                hint=f"give one of {', '.join(data.node_types)}, or a pair of it and ids or a mask",
+            )
+        count = data.num_nodes[kind]
+        if ids is not None:
+            return kind, checked_ids(ids, count)
+        everything = in_memory or not data.has_labels(kind)
+        return kind, np.arange(count) if everything else data.split(kind, "train")
+
+
+def open_source(
+    data: Any, cache: str | Path | None, form: str, opened: contextlib.ExitStack
+) -> GraphSource:
+    """Open a graph: a data set or its folder, or one of PyG, which is written into the cache."""
+    if form not in ("data", "edge_index", "blocks"):
+        raise ConfigurationError(f'form is {form!r}; use "data", "edge_index" or "blocks"')
+    if isinstance(data, str | os.PathLike):
+        data = opened.enter_context(open_dataset(Path(data)))
+    if form == "blocks" and hasattr(data, "edge_types"):
+        message = 'form is "blocks", but the graph has several node types'
+        raise ConfigurationError(message, hint='use "data" or "edge_index"')
+    if isinstance(data, Dataset | HeteroDataset):
+        folder = data.folder / "prepared" if cache is None else Path(cache)
+        made_into = LabelledData(data) if form == "data" else None
+        return GraphSource(data, folder, made_into, _has_edge_rows(data))
+    if not hasattr(data, "edge_types") and not hasattr(data, "edge_index"):
+        raise ConfigurationError(
+            f"the graph is a {type(data).__name__}",
+            hint="give a Dataset, its folder, or a Data or HeteroData of torch_geometric",
+        )
+    if form != "data":
+        raise ConfigurationError(
+            f"form is {form!r}, but batches of a {type(data).__name__} are of its class",
+            hint="ingest it, or form='data'",
+        )
+    folder = cache_folder() if cache is None else Path(cache)
+    found = dataset_of(data, folder)
+    opened.callback(found.close)
+    stores = data.edge_stores
+    beside = [name for store in stores for name in store.edge_attrs() if name != "edge_index"]
+    return GraphSource(found, folder, SlicedData(data), bool(beside))
+
+
+def _has_edge_rows(data: Dataset | HeteroDataset) -> bool:
+    if isinstance(data, Dataset):
+        return data.edge_features is not None
+    return any(data.edge_features(kind) is not None for kind in data.edge_types)
 
 
 def cache_folder() -> Path:
@@ -24,18 +124,35 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fivefold" / "gnn"
 
 
-def dataset_of(data: Any, cache: Path) -> Dataset:
-    """Write features and edges of a ``Data`` into a folder named by their contents, and open it.
+def dataset_of(data: Any, cache: Path) -> Dataset | HeteroDataset:
+    """Write features and edges of a graph of PyG into a folder named by their contents.
 
     What else it holds stays in memory, where the batches take their part of it from.
     """
+    source: ArraySource | HeteroSource
+    if hasattr(data, "edge_types"):
+        source = _typed_source(data)
+        recipe: Any = {
+            "nodes": [[name, dict(part.recipe)] for name, part in source.nodes.items()],
+            "edges": [[*kind, part.stamp] for kind, part in source.edges.items()],  # type: ignore[attr-defined]
+        }
+    else:
+        source = _numbered_source(data)
+        recipe = dict(source.recipe)
+    text = json.dumps(recipe, sort_keys=True)
+    key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    with alone_in(cache):  # the ranks of a run all come here
+        return ingest(source, cache / f"graph-{key}")
+
+
+def _numbered_source(data: Any) -> ArraySource:
     if getattr(data, "x", None) is None or getattr(data, "edge_index", None) is None:
         raise DataError(
             f"the graph has no x or no edge_index: {data}",
             hint="set data.x and data.edge_index (torch_geometric.transforms make it of adj_t)",
         )
     source = array_source(data.edge_index, features=data.x, num_nodes=int(data.num_nodes))
-    numbered = ArraySource(
+    return ArraySource(
         name="data",
         edge_rows=source.edge_rows,
         edge_pairs=False,
@@ -43,47 +160,94 @@ def dataset_of(data: Any, cache: Path) -> Dataset:
         given_nodes=source.num_nodes,
         numbered=True,
     )
-    text = json.dumps(dict(numbered.recipe), sort_keys=True)
-    key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-    with alone_in(cache):  # the ranks of a run all come here
-        return ingest(numbered, cache / f"graph-{key}")
+
+
+def _typed_source(data: Any) -> HeteroSource:
+    lacking = [kind for kind in data.edge_types if "edge_index" not in data[kind]]
+    if lacking or not any("x" in data[name] for name in data.node_types):
+        what = f"{lacking[0]} has no edge_index" if lacking else "no node type has x"
+        raise DataError(
+            f"the graph cannot be packed: {what}: {data}",
+            hint="set x of a node type and edge_index of all edge types (not adj_t)",
+        )
+    nodes, edges = {}, {}
+    for name in data.node_types:
+        x = data[name].get("x")
+        count = data[name].num_nodes
+        if count is None:
+            raise DataError(
+                f"node type {name!r} has neither x nor num_nodes",
+                hint=f"set data[{name!r}].num_nodes",
+            )
+        nodes[name] = array_source(None, features=x, num_nodes=int(count), name=name)
+    for kind in data.edge_types:
+        rows = as_rows(data[kind].edge_index, f"edge_index of {kind}")
+        edges[kind] = ArrayEdges(rows, None, pairs=False, numbered=True)
+    return HeteroSource(name="data", nodes=nodes, edges=edges)
 
 
 class LabelledData:
-    """Make ``Data`` of batches of a data set on disk: its labels are the only attribute."""
+    """Make PyG's batches of those of a data set on disk: its labels are the only attribute."""
 
-    def __init__(self, labels: Ids | None) -> None:
-        self._labels = labels
+    def __init__(self, dataset: Dataset | HeteroDataset) -> None:
+        self._labels: dict[str | None, Ids] = {}
+        if isinstance(dataset, Dataset):
+            if dataset.has_labels:
+                self._labels[None] = dataset.labels
+        else:
+            named = [name for name in dataset.node_types if dataset.has_labels(name)]
+            self._labels = {name: dataset.labels(name) for name in named}
         import_geometric("data")  # a missing package is told of now
 
-    def of(self, batch: MiniBatch) -> Any:
+    def of(self, batch: MiniBatch | HeteroMiniBatch) -> Any:
         """Return the batch as PyG has it: ``y`` of all its nodes."""
         data = batch.to_data()
-        if self._labels is not None:
-            ids = batch.n_id.cpu().numpy()
-            data.y = torch.from_numpy(self._labels[ids]).to(batch.x.device)
+        for kind, labels in self._labels.items():
+            store = data if kind is None else data[kind]
+            y = torch.from_numpy(labels[store.n_id.cpu().numpy()])
+            store.y = y.to(store.n_id.device)
         return data
 
 
 class SlicedData:
-    """Make ``Data`` of batches with the part of every attribute of the graph in memory."""
+    """Make PyG's batches with the part of every attribute of the graph in memory."""
 
     def __init__(self, data: Any) -> None:
         rest = copy.copy(data)
-        rest.num_nodes = int(data.num_nodes)
-        del rest.x
+        for ours, store in zip(rest.node_stores, data.node_stores, strict=True):
+            ours.num_nodes = int(store.num_nodes)
+            if "x" in ours:
+                del ours.x
         self._rest = rest
-        self._filter = import_geometric("loader.utils").filter_data
+        self._slicing = import_geometric("loader.utils")
 
-    def of(self, batch: MiniBatch) -> Any:
+    def of(self, batch: MiniBatch | HeteroMiniBatch) -> Any:
         """Return the batch as PyG's own slicing of nodes and edges makes it."""
-        assert batch.edge_index is not None, "made from batches of one graph"
-        ids, edges = batch.n_id.cpu(), batch.e_id
-        data = self._filter(
-            self._rest, ids, *batch.edge_index, None if edges is None else edges.cpu()
-        )
         own = batch.to_data()
-        own.y = None
-        for key, value in own.items():
-            data[key] = value
-        return data.to(batch.x.device)
+        if isinstance(batch, MiniBatch):
+            assert batch.edge_index is not None, "made from batches of one graph"
+            ids, edges = batch.n_id.cpu(), batch.e_id
+            own.y = None
+            data = self._slicing.filter_data(
+                self._rest, ids, *batch.edge_index, None if edges is None else edges.cpu()
+            )
+            for key, value in own.items():
+                data[key] = value
+            return data.to(batch.x.device)
+        ends = batch.edge_index_dict
+        data = self._slicing.filter_hetero_data(
+            self._rest,
+            {name: ids.cpu() for name, ids in batch.n_id_dict.items()},
+            {kind: pairs[0] for kind, pairs in ends.items()},
+            {kind: pairs[1] for kind, pairs in ends.items()},
+            {kind: None if ids is None else ids.cpu() for kind, ids in _ids_of(batch).items()},
+        )
+        for kind in (*data.node_types, *data.edge_types):
+            for key, value in own[kind].items():
+                if value is not None:
+                    data[kind][key] = value
+        return data.to(next(iter(batch.n_id_dict.values())).device)
+
+
+def _ids_of(batch: HeteroMiniBatch) -> dict[EdgeType, torch.Tensor | None]:
+    return {kind: batch.e_id_dict.get(kind) for kind in batch.edge_index_dict}

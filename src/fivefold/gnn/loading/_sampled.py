@@ -45,8 +45,7 @@ from fivefold.gnn.sampling.batches import (
 )
 from fivefold.gnn.sampling.temporal import TemporalSampler, TemporalStrategy
 from fivefold.gnn.storage import Container, RowReader
-from fivefold.gnn.storage.arrays import Array, Ids
-from fivefold.gnn.storage.pages import aligned_empty, gather_rows
+from fivefold.gnn.storage.pages import Array, Ids, aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
 _TABLE_BYTES_PER_NODE, _TABLE_BYTES_PER_SLOT = 4, 17  # of a cache that learns
@@ -403,7 +402,7 @@ class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
                 closing.callback(opened.close)
         super().__init__(seeds, batch_size, settings, closing.close)
         if form == "data":
-            self._made_into = LabelledData(dataset.labels if dataset.has_labels else None)
+            self._made_into = LabelledData(dataset)
 
     def _start(self, epoch: int, first: int) -> Pipeline:
         seeds, reading, drawn = self._epoch_seeds(epoch), self._read, epoch * self._resample

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, optional_module
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.sampling.batches import EdgeType, SampledBatch
-from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids
 
 
 def import_geometric(name: str) -> Any:
@@ -73,8 +73,41 @@ class Block:
         return self.num_sources, self.num_targets
 
 
+class _Tensors:
+    """What a batch is besides its fields: tensors that move together."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors of this batch."""
+        found: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        _changed(self, note)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Return bytes of all tensors of this batch, views counted once per tensor."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
+        """Return this batch with all tensors on ``device``."""
+        target = torch.device(device)
+        return _changed(self, lambda tensor: tensor.to(target, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Return a copy in page-locked memory, for copies that overlap on a GPU."""
+        return _changed(self, Tensor.pin_memory)
+
+    def clone(self) -> Self:
+        """Return a copy that shares no memory with the loader, to be kept for long."""
+        return _changed(self, Tensor.clone)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MiniBatch:
+class MiniBatch(_Tensors):
     """A sampled subgraph with the feature rows of its nodes, as PyG's ``NeighborLoader`` has it.
 
     The first ``batch_size`` nodes are the seeds. The other nodes stand in the order in which
@@ -138,35 +171,6 @@ class MiniBatch:
             return int(self.edge_index.shape[1])
         return int(self.blocks[0].edge_index.shape[1]) if self.blocks else 0
 
-    @property
-    def nbytes(self) -> int:
-        """Return bytes of all tensors of this batch, views counted once per tensor."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors of this batch."""
-        found: list[Tensor] = []
-
-        def note(tensor: Tensor) -> Tensor:
-            found.append(tensor)
-            return tensor
-
-        _changed(self, note)
-        return found
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MiniBatch:
-        """Return this batch with all tensors on ``device``."""
-        target = torch.device(device)
-        return _changed(self, lambda tensor: tensor.to(target, non_blocking=non_blocking))
-
-    def pin_memory(self) -> MiniBatch:
-        """Return a copy in page-locked memory, for copies that overlap on a GPU."""
-        return _changed(self, Tensor.pin_memory)
-
-    def clone(self) -> MiniBatch:
-        """Return a copy that shares no memory with the loader, to be kept for long."""
-        return _changed(self, Tensor.clone)
-
     def to_data(self) -> Any:
         """Return this batch as ``torch_geometric.data.Data`` with the same attribute names.
 
@@ -199,7 +203,7 @@ Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeteroMiniBatch:
+class HeteroMiniBatch(_Tensors):
     """A sampled subgraph by type, under the names of PyG's ``HeteroData``.
 
     The first ``batch_size`` nodes of ``input_type`` are the seeds; the nodes of every type stand
@@ -215,6 +219,10 @@ class HeteroMiniBatch:
         number: Number of the batch in its epoch.
         num_sampled_nodes_dict: Nodes of each type found at each hop, seeds first.
         num_sampled_edges_dict: Edges of each type in each hop.
+        input_id: int64 [batch_size], places of the seeds in the ids that the loader was given.
+        nodes_by_hop: Whether the rows of every type stand hop after hop.
+        e_id_dict: int64 [edges], ids of the edges of each type where the sample has them.
+        edge_attr_dict: Feature rows [edges, F] of each edge type that has some.
     """
 
     x_dict: Mapping[str, Tensor]
@@ -226,17 +234,16 @@ class HeteroMiniBatch:
     number: int
     num_sampled_nodes_dict: Mapping[str, list[int]] = dataclasses.field(default_factory=dict)
     num_sampled_edges_dict: Mapping[EdgeType, list[int]] = dataclasses.field(default_factory=dict)
+    input_id: Tensor | None = None
+    nodes_by_hop: bool = True
+    e_id_dict: Mapping[EdgeType, Tensor] = dataclasses.field(default_factory=dict)
+    edge_attr_dict: Mapping[EdgeType, Tensor] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Show counts instead of numbers."""
         parts = [f"{name}=[{len(ids)}]" for name, ids in self.n_id_dict.items()]
         parts += [f"{kind}=[{e.shape[1]}]" for kind, e in self.edge_index_dict.items()]
         return f"HeteroMiniBatch({', '.join(parts)}, {self.batch_size} seeds of {self.input_type})"
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> HeteroMiniBatch:
-        """Return this batch with all tensors on ``device``."""
-        target = torch.device(device)
-        return _changed(self, lambda tensor: tensor.to(target, non_blocking=non_blocking))
 
     def to_data(self) -> Any:
         """Return this batch as ``torch_geometric.data.HeteroData``, as PyG has it.
@@ -251,10 +258,17 @@ class HeteroMiniBatch:
                 data[name].x = self.x_dict[name]
         for kind, edges in self.edge_index_dict.items():
             data[kind].edge_index = edges
+            if kind in self.e_id_dict:
+                data[kind].e_id = self.e_id_dict[kind]
+            if kind in self.edge_attr_dict:
+                data[kind].edge_attr = self.edge_attr_dict[kind]
         seeds = data[self.input_type]
         seeds.batch_size, seeds.y = self.batch_size, self.y
-        data.num_sampled_nodes_dict = dict(self.num_sampled_nodes_dict)
-        data.num_sampled_edges_dict = dict(self.num_sampled_edges_dict)
+        if self.input_id is not None:
+            seeds.input_id = self.input_id
+        if self.nodes_by_hop:
+            data.num_sampled_nodes_dict = dict(self.num_sampled_nodes_dict)
+            data.num_sampled_edges_dict = dict(self.num_sampled_edges_dict)
         return data
 
 
@@ -267,8 +281,8 @@ def _changed(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
         part = {key: _changed(inner, change) for key, inner in part.items()}
     elif isinstance(part, tuple):
         part = tuple(_changed(inner, change) for inner in part)
-    elif isinstance(part, MiniBatch | HeteroMiniBatch | Block):
-        names = [field.name for field in dataclasses.fields(part)]
+    elif isinstance(part, _Tensors | Block):
+        names = [field.name for field in dataclasses.fields(part)]  # type: ignore[arg-type]
         part = type(part)(**{name: _changed(getattr(part, name), change) for name in names})
     changed: Value = part
     return changed
@@ -335,6 +349,58 @@ def assemble(
         blocks=blocks,
         e_id=None if sampled.edge_ids is None else torch.from_numpy(sampled.edge_ids),
         edge_attr=None if edge_attr is None else torch.from_numpy(edge_attr),
+    )
+
+
+def assemble_typed(
+    parts: Mapping[str, SampledBatch | BatchRecord],
+    x: Mapping[str, Tensor],
+    seeds: SeedTable,
+    *,
+    edge_types: Sequence[EdgeType],
+    input_type: str,
+    edge_attr: Mapping[EdgeType, Array],
+) -> HeteroMiniBatch:
+    """Return the mini-batch of the parts of a sample (``HeteroSampledBatch.part``) by node type.
+
+    The ends of an edge are numbered in the parts of its two types: sources in the one, degrees and
+    the places of targets in the other.
+    """
+    edge_index, edge_ids, per_hop = {}, {}, {}
+    next_edge, next_degree = dict.fromkeys(parts, 0), dict.fromkeys(parts, 0)
+    next_kind = dict.fromkeys(parts, 0)
+    for kind in edge_types:
+        source, _, target = kind
+        own, ends = parts[source], parts[target]
+        hops = len(own.nodes_per_hop) - 1
+        per_hop[kind] = own.edges_per_hop[next_kind[source] : next_kind[source] + hops].tolist()
+        edges = slice(next_edge[source], next_edge[source] + sum(per_hop[kind]))
+        count = int(ends.nodes_per_hop[:-1].sum())
+        degrees = ends.degrees[next_degree[target] : next_degree[target] + count]
+        places = ends.expanded if isinstance(ends, BatchRecord) else None
+        pairs = expand_edges(own.sources[edges], degrees, targets=places)
+        edge_index[kind] = torch.from_numpy(pairs)
+        if own.edge_ids is not None:
+            edge_ids[kind] = torch.from_numpy(own.edge_ids[edges])
+        next_kind[source] += hops
+        next_edge[source] = edges.stop
+        next_degree[target] += count
+    first = parts[input_type]
+    seed_ids = first.node_ids[: first.batch_size]
+    return HeteroMiniBatch(
+        x_dict=x,
+        edge_index_dict=edge_index,
+        n_id_dict={name: torch.from_numpy(part.node_ids) for name, part in parts.items()},
+        y=seeds.labels(seed_ids),
+        input_type=input_type,
+        batch_size=first.batch_size,
+        number=first.number,
+        num_sampled_nodes_dict={name: part.nodes_per_hop.tolist() for name, part in parts.items()},
+        num_sampled_edges_dict=per_hop,
+        input_id=torch.from_numpy(seeds.places(seed_ids)),
+        nodes_by_hop=not any(isinstance(part, BatchRecord) for part in parts.values()),
+        e_id_dict=edge_ids,
+        edge_attr_dict={kind: torch.from_numpy(rows) for kind, rows in edge_attr.items()},
     )
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.pages import Ids
 
 __all__ = ["CachePolicy", "OnlineCache"]
 

@@ -6,7 +6,8 @@ plan is written before packing begins: a new probe of the disk would give anothe
 process at a time works in a folder, the others wait and then find everything done.
 
 Rows of edges are packed like rows of nodes: a batch's edges are the "nodes" of a batch of
-``EdgeSamples``, so that plan, packing and reading know nothing of edges.
+``EdgeSamples``, so that plan, packing and reading know nothing of edges. In the same way the nodes
+of each type are those of ``NodeSamples``, and each table of rows becomes a store of its own.
 """
 
 from __future__ import annotations
@@ -21,21 +22,27 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
-from fivefold.errors import DataError, StorageError
+from fivefold.errors import DataError, InfeasibleError, StorageError
 from fivefold.files import lock_file, read_checked_json, write_checked_json
-from fivefold.gnn.data import Dataset
+from fivefold.gnn.data import Dataset, HeteroDataset
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.planning import Budgets, Plan, make_plan
-from fivefold.gnn.sampling import Adjacency, NeighborSampler, SampleFile, sample_epochs
-from fivefold.gnn.sampling.edge_samples import EdgeSamples
+from fivefold.gnn.sampling import (
+    Adjacency,
+    HeteroNeighborSampler,
+    NeighborSampler,
+    SampleFile,
+    sample_epochs,
+)
+from fivefold.gnn.sampling.batches import EdgeType
+from fivefold.gnn.sampling.part_samples import EdgeSamples, NodeSamples
 from fivefold.gnn.storage import Container, DiskProfile, probe_disk
-from fivefold.gnn.storage.arrays import Ids
-from fivefold.gnn.storage.pages import PAGE_BYTES
+from fivefold.gnn.storage.pages import PAGE_BYTES, Ids
 from fivefold.units import format_bytes, format_duration_s
 
 _LOG = logging.getLogger(__name__)
@@ -56,7 +63,7 @@ class StoreRecipe:
     fifths of what is free, ``segment_batches`` of 0 the number that costs least.
     """
 
-    fanouts: tuple[int, ...]
+    fanouts: tuple[Any, ...]  # numbers, or pairs of an edge type and its numbers
     batch_size: int
     epochs: int = 1
     first_epoch: int = 0
@@ -65,7 +72,7 @@ class StoreRecipe:
     host_bytes: int = 1_000_000_000
     disk_bytes: int | None = None
     policy: Literal["static", "belady"] = "static"
-    layout: Literal["gray", "minhash", "packed"] = "gray"
+    layout: Literal["gray", "minhash"] = "gray"
     segment_batches: int = 0
     buffer_batches: int = 3
     edge_ids: bool = False
@@ -77,125 +84,219 @@ _OF_SAMPLES = ("fanouts", "batch_size", "epochs", "first_epoch", "seed", "edge_i
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What a loader of packed batches reads; ``edges`` where edges have features."""
+    """What a loader of packed batches reads, by node type and by edge type.
 
-    store: PackedStore
-    edges: PackedStore | None
-    seconds: dict[str, float]
-    samples_path: Path
+    Of a graph of one type the only keys are None. ``samples`` tells of nodes without features.
+    """
+
+    nodes: dict[str | None, PackedStore]
+    edges: dict[EdgeType | None, PackedStore]
+    samples: SampleFile | None = None
+    input_type: str | None = None
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of_one(cls, store: PackedStore, edges: PackedStore | None) -> Self:
+        """Return the stores of a graph of one type."""
+        return cls(nodes={None: store}, edges={} if edges is None else {None: edges})
+
+    @property
+    def unpacked(self) -> dict[str, SampleFile]:
+        """Return the batches' nodes of the types without features, as they were sampled."""
+        samples = self.samples
+        if self.input_type is None or samples is None:
+            return {}
+        names = [name for name in samples.types.num_nodes if name not in self.nodes]
+        return {name: NodeSamples(samples, name) for name in names}
+
+    @property
+    def store(self) -> PackedStore:
+        """Return the store of the nodes of a graph of one type."""
+        return self.nodes[None]
 
     def close(self) -> None:
         """Let go of the files."""
-        for store in (self.store, self.edges):
-            if store is not None:
-                store.close()
+        for opened in (*self.nodes.values(), *self.edges.values(), self.samples):
+            if opened is not None:
+                opened.close()
 
     def remove(self) -> None:
         """Delete what was made; files that are open stay readable for whoever has them."""
-        for store in (self.store, self.edges):
-            if store is not None:
-                shutil.rmtree(store.folder, ignore_errors=True)
-        self.samples_path.unlink(missing_ok=True)
+        for store in (*self.nodes.values(), *self.edges.values()):
+            shutil.rmtree(store.folder, ignore_errors=True)
+        if self.samples is not None:
+            self.samples.path.unlink(missing_ok=True)
 
 
 def prepare(  # noqa: PLR0913 - all but the first three have defaults
-    dataset: Dataset,
+    dataset: Dataset | HeteroDataset,
     recipe: StoreRecipe,
     folder: Path,
     *,
     ids: Ids,
+    input_type: str | None = None,
     topology: Adjacency | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
     show: Text | None = None,
     accept: Text | None = None,
 ) -> Prepared:
-    """Sample, plan and pack what is missing; ``accept`` is told the plan before packing."""
+    """Sample, plan and pack what is missing; ``accept`` is told the plan before packing.
+
+    ``ids`` are seeds, of ``input_type`` in a graph of several types.
+    """
     tell = progress or (lambda _name, _done, _total: None)
-    work = _Preparation(dataset, recipe, folder, ids, tell)
+    work = _Preparation(dataset, recipe, folder, ids, input_type, tell)
+
+    def sampler() -> NeighborSampler | HeteroNeighborSampler:
+        options: dict[str, Any] = {
+            "seed": recipe.seed, "threads": threads, "edge_ids": recipe.edge_ids
+        }  # fmt: skip
+        if isinstance(dataset, HeteroDataset):
+            return HeteroNeighborSampler(dataset.topology(), dict(recipe.fanouts), **options)
+        edges = dataset.topology() if topology is None else topology
+        return NeighborSampler(edges, recipe.fanouts, **options)
+
     with alone_in(folder):
-        return work.run(
-            lambda: NeighborSampler(
-                dataset.topology() if topology is None else topology,
-                recipe.fanouts,
-                seed=recipe.seed,
-                threads=threads,
-                edge_ids=recipe.edge_ids,
-            ),
-            show or _LOG.info,
-            accept or (lambda _fingerprint: None),
-        )
+        return work.run(sampler, show or _LOG.info, accept or (lambda _fingerprint: None))
 
 
 class _Preparation:
     """The three steps, with their times."""
 
     def __init__(
-        self, dataset: Dataset, recipe: StoreRecipe, folder: Path, ids: Ids, progress: Progress
+        self,
+        dataset: Dataset | HeteroDataset,
+        recipe: StoreRecipe,
+        folder: Path,
+        ids: Ids,
+        input_type: str | None,
+        progress: Progress,
     ) -> None:
         self._dataset, self._recipe, self._folder, self._ids = dataset, recipe, folder, ids
-        self._progress = progress
+        self._input_type, self._progress = input_type, progress
         self._seconds: dict[str, float] = {}
         fields = dataclasses.asdict(recipe)
         seeds = hashlib.blake2b(np.ascontiguousarray(ids).data, digest_size=8).hexdigest()
         graph = {"data": dataset.fingerprint, "seeds": seeds}
+        if input_type is not None:
+            graph["input_type"] = input_type
         samples = graph | {name: fields[name] for name in _OF_SAMPLES}
         self._parts = graph | {key: value for key, value in fields.items() if key not in _LESS}
         self._samples_path = folder / f"samples-{_key(samples)}.fvf"
         self._store_key = _key(self._parts)
 
-    def run(self, sampler: Callable[[], NeighborSampler], show: Text, accept: Text) -> Prepared:
-        names = ["store"] if self._dataset.edge_features is None else ["store", "edges"]
-        folders = {name: self._folder / f"{name}-{self._store_key}" for name in names}
-        if not all((folder / "store.json").exists() for folder in folders.values()):
+    def run(
+        self,
+        sampler: Callable[[], NeighborSampler | HeteroNeighborSampler],
+        show: Text,
+        accept: Text,
+    ) -> Prepared:
+        tables = self._tables()
+        if not all((table.folder / "store.json").exists() for table in tables):
             self._note_change()
             with self._sampled(sampler) as samples:
-                for table in self._tables(samples, folders):
-                    self._make(table, show, accept if table.name == "store" else None)
-            write_checked_json(folders["store"] / _RECIPE, {"parts": self._parts})
-        opened: dict[str, PackedStore] = {}
-        with contextlib.ExitStack() as on_error, SampleFile.open(self._samples_path) as samples:
-            for table in self._tables(samples, folders):
-                opened[table.name] = PackedStore.open(
-                    table.folder, features=table.features, samples=table.samples
+                for number, job in enumerate(self._jobs(tables, samples)):
+                    self._make(job, show, None if number else accept)
+            write_checked_json(tables[0].folder / _RECIPE, {"parts": self._parts})
+        opened: dict[bool, dict[Any, PackedStore]] = {False: {}, True: {}}
+        with contextlib.ExitStack() as on_error:
+            samples = on_error.enter_context(SampleFile.open(self._samples_path))
+            for table in tables:
+                store = PackedStore.open(
+                    table.folder, features=table.features, samples=table.part_of(samples)
                 )
-                on_error.callback(opened[table.name].close)
+                on_error.callback(store.close)
+                opened[table.of_edges][table.kind] = store
             on_error.pop_all()
         return Prepared(
-            store=opened["store"],
-            edges=opened.get("edges"),
+            nodes=opened[False],
+            edges=opened[True],
+            samples=samples,
+            input_type=self._input_type,
             seconds=self._seconds,
-            samples_path=self._samples_path,
         )
 
-    def _tables(self, samples: SampleFile, folders: dict[str, Path]) -> list[_Table]:
-        """Return what is packed, and its share of the budgets: in proportion to its pages."""
-        recipe, nodes = self._recipe, self._dataset.features
-        edges = self._dataset.edge_features
-        nodes_only = _Table("store", folders["store"], samples, nodes, 1.0, recipe.policy)
-        if edges is None:
-            return [nodes_only]
-        of_edges = EdgeSamples(samples, edges.section("x").num_rows)
-        numbers = range(samples.num_batches)
-        # The records of a batch, beside its rows: what is narrow or small takes whole pages, too.
-        least = sum(map(samples.record_bytes_of, numbers)) + PAGE_BYTES * samples.num_batches
-        node_bytes = nodes.section("x").row_bytes * sum(map(samples.num_nodes_of, numbers))
-        edge_bytes = edges.section("x").row_bytes * sum(map(of_edges.num_nodes_of, numbers))
-        share = (least + node_bytes) / (2 * least + node_bytes + edge_bytes)
+    def _tables(self) -> list[_Table]:
+        """Return what is packed: the rows of nodes, then those of edges."""
+        data, key = self._dataset, self._store_key
+        nodes: dict[Any, Container] = {}
+        edges: dict[Any, Container | None] = {}
+        if isinstance(data, Dataset):
+            nodes, edges = {None: data.features}, {None: data.edge_features}
+        else:
+            nodes = {
+                kind: data.features(kind) for kind in data.node_types if data.has_features(kind)
+            }
+            edges = {kind: data.edge_features(kind) for kind in data.edge_types}
+        if not nodes:
+            raise DataError(
+                f"no node type of {data.folder} has features: there is nothing to pack",
+                hint="ingest features of at least one node type",
+            )
+        tables = []
+        for name, found in (("store", nodes), ("edges", edges)):
+            kinds = [(kind, rows) for kind, rows in found.items() if rows is not None]
+            for number, (kind, rows) in enumerate(kinds):
+                folder = self._folder / f"{name}{number or ''}-{key}"
+                tables.append(_Table(kind, rows, folder, of_edges=name == "edges"))
+        return tables
+
+    def _jobs(self, tables: list[_Table], samples: SampleFile) -> list[_Job]:
+        """Return the tables with their samples and budgets.
+
+        Each gets its batches in flight, and of what is left a share in proportion to its pages.
+        """
+        recipe, numbers = self._recipe, range(samples.num_batches)
+        disk_bytes = recipe.disk_bytes
+        if disk_bytes is None:
+            disk_bytes = int(shutil.disk_usage(self._folder).free * _SHARE_OF_FREE_DISK)
+        parts = [table.part_of(samples) for table in tables]
+        flying, weights = [], []
+        for table, part in zip(tables, parts, strict=True):
+            row_bytes = table.features.section("x").row_bytes
+            rows = [part.num_nodes_of(number) for number in numbers]
+            flying.append(recipe.buffer_batches * max(rows) * row_bytes)
+            # Records of a batch, beside its rows: what is narrow or small takes whole pages, too.
+            least = sum(map(part.record_bytes_of, numbers)) + PAGE_BYTES * len(numbers)
+            weights.append(least + row_bytes * sum(rows))
+        spare_bytes = recipe.host_bytes - sum(flying)
+        if spare_bytes < 0 and len(tables) > 1:
+            raise InfeasibleError(
+                f"host memory of {format_bytes(recipe.host_bytes)} does not hold the rows of "
+                f"{recipe.buffer_batches} batches in flight, of nodes and edges of all types",
+                hint=f"give at least host_bytes={sum(flying)} ({format_bytes(sum(flying))}), lower "
+                "buffer_batches, or sample smaller batches",
+            )
+        of_nodes = [0 if table.of_edges else w for table, w in zip(tables, weights, strict=True)]
+        sizes = [table.features.section("x").nbytes for table in tables]
+        hosts = _in_proportion(spare_bytes, weights, sizes)
+        devices = _in_proportion(recipe.device_bytes, of_nodes, sizes)
         return [
-            dataclasses.replace(nodes_only, share=share),
-            _Table("edges", folders["edges"], of_edges, edges, 1 - share, "static"),
+            _Job(
+                features=table.features,
+                folder=table.folder,
+                samples=parts[i],
+                budgets=Budgets(
+                    device_bytes=devices[i],
+                    host_bytes=flying[i] + hosts[i],
+                    disk_bytes=disk_bytes * weights[i] // sum(weights),
+                ),
+                of_edges=table.of_edges,
+            )
+            for i, table in enumerate(tables)
         ]
 
-    def _make(self, table: _Table, show: Text, accept: Text | None) -> None:
-        if (table.folder / "store.json").exists():
+    def _make(self, job: _Job, show: Text, accept: Text | None) -> None:
+        """Plan and pack one job."""
+        if (job.folder / "store.json").exists():
             return
-        plan_file = self._folder / f"plan-{table.folder.name}.fvf"
-        plan = self._planned(table, plan_file)
+        plan_file = self._folder / f"plan-{job.folder.name}.fvf"
+        plan = self._planned(job, plan_file)
         if accept is not None:
             accept(plan.order_fingerprint)
         show(plan.explain())
-        self._pack(table, plan)
+        self._pack(job, plan)
         plan_file.unlink(missing_ok=True)  # the store has its own copy
 
     def _note_change(self) -> None:
@@ -223,7 +324,9 @@ class _Preparation:
             name,
         )
 
-    def _sampled(self, sampler: Callable[[], NeighborSampler]) -> SampleFile:
+    def _sampled(
+        self, sampler: Callable[[], NeighborSampler | HeteroNeighborSampler]
+    ) -> SampleFile:
         recipe = self._recipe
         with self._timed("sample"):
             return sample_epochs(
@@ -231,42 +334,43 @@ class _Preparation:
                 self._ids,
                 self._samples_path,
                 batch_size=recipe.batch_size,
+                input_type=self._input_type,
                 epochs=recipe.epochs,
                 first_epoch=recipe.first_epoch,
                 progress=lambda done, total: self._progress("sample", done, total),
                 resume=True,
             )
 
-    def _pack(self, table: _Table, plan: Plan) -> None:
+    def _pack(self, job: _Job, plan: Plan) -> None:
         with self._timed("pack"):
             pack(
-                table.features,
-                table.samples,
+                job.features,
+                job.samples,
                 plan,
-                table.folder,
+                job.folder,
                 memory_bytes=max(self._recipe.host_bytes, _LEAST_PACKING_BYTES),
                 progress=lambda stage, done, total: self._progress(f"pack {stage}", done, total),
                 resume=True,
-                profile=lambda: self._probe(table),
+                profile=lambda: self._probe(job),
             ).close()
-        size = format_bytes(sum(file.stat().st_size for file in table.folder.rglob("*")))
+        size = format_bytes(sum(file.stat().st_size for file in job.folder.rglob("*")))
         _LOG.info("packed %s in %s", size, format_duration_s(self._seconds["pack"]))
 
-    def _planned(self, table: _Table, path: Path) -> Plan:
+    def _planned(self, job: _Job, path: Path) -> Plan:
         recipe = self._recipe
         if path.exists():
             with contextlib.suppress(DataError):  # it costs seconds to make it again
                 found = Plan.open(path)
                 inputs = (found.features_fingerprint, found.samples_fingerprint)
-                if inputs == (table.features.fingerprint, table.samples.fingerprint):
+                if inputs == (job.features.fingerprint, job.samples.fingerprint):
                     return found
         with self._timed("plan"):
             plan = make_plan(
-                table.samples,
-                table.features,
-                self._budgets(table),
-                self._probe(table),
-                policy=table.policy,
+                job.samples,
+                job.features,
+                job.budgets,
+                self._probe(job),
+                policy="static" if job.of_edges else recipe.policy,
                 layout=recipe.layout,
                 segment_batches=recipe.segment_batches or None,
                 buffer_batches=recipe.buffer_batches,
@@ -276,20 +380,9 @@ class _Preparation:
             plan.write(path)
         return plan
 
-    def _budgets(self, table: _Table) -> Budgets:
-        """Return the table's share; the cache on the device holds rows of nodes alone."""
-        recipe, disk_bytes = self._recipe, self._recipe.disk_bytes
-        if disk_bytes is None:
-            disk_bytes = int(shutil.disk_usage(self._folder).free * _SHARE_OF_FREE_DISK)
-        return Budgets(
-            device_bytes=recipe.device_bytes if table.name == "store" else 0,
-            host_bytes=int(recipe.host_bytes * table.share),
-            disk_bytes=int(disk_bytes * table.share),
-        )
-
-    def _probe(self, table: _Table) -> DiskProfile:
+    def _probe(self, job: _Job) -> DiskProfile:
         """Measure the disk, for as long as the size of the features makes it matter."""
-        share = min(1.0, table.features.nbytes / _PROBE_BYTES)
+        share = min(1.0, job.features.nbytes / _PROBE_BYTES)
         return probe_disk(self._folder, seconds=_PROBE_S[0] + share * (_PROBE_S[1] - _PROBE_S[0]))
 
     @contextlib.contextmanager
@@ -302,14 +395,40 @@ class _Preparation:
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """Rows that are packed: those of the nodes, or of the edges."""
+    """Rows that are packed: those of the nodes, or of the edges, of one type."""
 
-    name: str
+    kind: Any  # node type or edge type; None where there is one
+    features: Container
+    folder: Path
+    of_edges: bool
+
+    def part_of(self, samples: SampleFile) -> SampleFile:
+        """Return the batches' rows of this table."""
+        if self.of_edges:
+            return EdgeSamples(samples, self.features.section("x").num_rows, self.kind)
+        return samples if self.kind is None else NodeSamples(samples, self.kind)
+
+
+def _in_proportion(total: int, weights: list[int], most: list[int]) -> list[int]:
+    """Share a budget out; who needs less than its share leaves the rest to the others."""
+    shares, left = [0] * len(weights), sum(weights)
+    order = sorted(np.flatnonzero(weights), key=lambda i: most[i] / weights[i])
+    for i in order:
+        last = i == order[-1]
+        shares[i] = total if last else min(most[i], total * weights[i] // left)
+        total, left = total - shares[i], left - weights[i]
+    return shares
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A table that is to be packed."""
+
+    features: Container
     folder: Path
     samples: SampleFile
-    features: Container
-    share: float
-    policy: Literal["static", "belady"]
+    budgets: Budgets
+    of_edges: bool
 
 
 @contextlib.contextmanager

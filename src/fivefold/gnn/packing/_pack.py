@@ -23,7 +23,6 @@ import numpy as np
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
 from fivefold.files import lock_file, read_checked_json, write_checked_json
 from fivefold.gnn.data.parts import Progress
-from fivefold.gnn.packing._overlap import Check, side_by_side
 from fivefold.gnn.packing._records import KIND_LAYOUTS, KIND_RECORDS, Recorder, write_layouts
 from fivefold.gnn.packing._rows import KIND_ROWS, Mover, Order, write_rows
 from fivefold.gnn.packing._store import (
@@ -37,6 +36,7 @@ from fivefold.gnn.planning.geometry import STRATEGIES, Geometry, choose_geometry
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, DiskProfile, RowReader
 from fivefold.gnn.storage.pages import PAGE_BYTES
+from fivefold.gnn.storage.parallel import Check, side_by_side
 from fivefold.gnn.storage.reader import Backend
 from fivefold.units import format_bytes, format_duration_s
 

@@ -30,14 +30,13 @@ from fivefold.gnn.planning.layout import SegmentLayout
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.sampling.batches import SampledBatch
 from fivefold.gnn.storage import Container, ContainerWriter
-from fivefold.gnn.storage.arrays import Bytes, Ids
-from fivefold.gnn.storage.pages import PAGE_BYTES
+from fivefold.gnn.storage.pages import PAGE_BYTES, Bytes, Ids
 from fivefold.gnn.storage.parallel import in_threads
 from fivefold.units import format_bytes
 
 KIND_LAYOUTS = "packing-layouts"
 # Measured: ids, places and what a layout keeps while it sorts, for each batch and cold node.
-_BYTES_PER_COLD_ENTRY = {"gray": 28, "packed": 38, "minhash": 42}
+_BYTES_PER_COLD_ENTRY = {"gray": 28, "minhash": 42}
 _THREADS = 2
 _COLD = -1
 

@@ -23,12 +23,10 @@ import numpy as np
 
 from fivefold.errors import DataError
 from fivefold.gnn.data.parts import Progress
-from fivefold.gnn.packing._overlap import WriteBehind
 from fivefold.gnn.planning.geometry import Geometry
 from fivefold.gnn.storage import Container, ContainerWriter, RowReader
-from fivefold.gnn.storage.arrays import Array, Bytes, Ids
-from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty, gather_rows
-from fivefold.gnn.storage.parallel import read_ahead
+from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Bytes, Ids, aligned_empty, gather_rows
+from fivefold.gnn.storage.parallel import WriteBehind, read_ahead
 
 KIND_ROWS = "packed-rows"
 _KIND_ROUTES = "packing-routes"

@@ -22,8 +22,8 @@ from fivefold.gnn.packing.record import BatchRecord, decode_record
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container
-from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.files import Closing
+from fivefold.gnn.storage.pages import Ids
 
 _VERSION = 2
 _REPACK = "pack again with resume=False (`fivefold gnn pack --fresh`)"

@@ -25,7 +25,7 @@ from fivefold.errors import DataError
 from fivefold.gnn.planning.id_sets import argsort_distinct
 from fivefold.gnn.planning.layout import runs_of
 from fivefold.gnn.sampling.batches import SampledBatch
-from fivefold.gnn.storage.arrays import Bytes, Ids
+from fivefold.gnn.storage.pages import Bytes, Ids
 
 _NONE = np.empty(0, np.int64)
 _NUM_FIELDS = 20
@@ -117,7 +117,7 @@ def build_record(
         node_ids=np.asarray(sampled.node_ids, np.int64)[old_of_new],
         nodes_per_hop=np.asarray(sampled.nodes_per_hop, np.int64),
         edges_per_hop=np.asarray(sampled.edges_per_hop, np.int64),
-        expanded=new_of_old[: len(sampled.degrees)],
+        expanded=new_of_old[: int(np.sum(sampled.nodes_per_hop[:-1]))],
         degrees=np.asarray(sampled.degrees, np.int32),
         sources=new_of_old[sampled.sources],
         edge_ids=None if edge_ids is None else np.asarray(edge_ids, np.int64),

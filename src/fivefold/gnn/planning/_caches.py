@@ -34,7 +34,7 @@ from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense, sort_disti
 from fivefold.gnn.planning.layout import read_costs
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import DiskProfile
-from fivefold.gnn.storage.arrays import Array, Bytes, Ids
+from fivefold.gnn.storage.pages import Array, Bytes, Ids
 from fivefold.units import format_bytes
 
 _MEMORY_BYTES = 128 << 20

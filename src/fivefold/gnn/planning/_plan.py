@@ -23,7 +23,7 @@ from fivefold.gnn.planning._caches import Caches, CacheSchedule, Policy
 from fivefold.gnn.planning.geometry import Geometry
 from fivefold.gnn.planning.layout import Layout, SegmentLayout, segment_layout
 from fivefold.gnn.storage import Container, ContainerWriter
-from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids
 from fivefold.units import format_bytes, format_duration_s
 
 

@@ -31,8 +31,7 @@ from fivefold.gnn.planning.layout import (
     segment_layout,
 )
 from fivefold.gnn.storage import DiskProfile
-from fivefold.gnn.storage.arrays import Array, Ids
-from fivefold.gnn.storage.pages import PAGE_BYTES
+from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Ids
 from fivefold.units import format_bytes
 
 _WINDOW = 64
@@ -82,8 +81,6 @@ def search_segments(
     search = _Search(question, space, num_passes)
     if segment_batches is not None:
         search.count(segment_batches)
-    elif question.layout == "packed":
-        search.count(1)
     else:
         search.look_around()
         search.settle()

@@ -17,7 +17,7 @@ import numpy as np
 
 from fivefold._compiler import njit, numba
 from fivefold.errors import DataError
-from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids
 
 _DENSE_IDS_PER_ID = 256  # four words of bits to walk over for each id that is found
 _WORD = 64

@@ -4,8 +4,7 @@ A segment is a number of consecutive batches that share one stretch of the packe
 
 * ``gray``: every row once, ordered by which batches need it (see ``Refinement``);
 * ``minhash``: DiskGNN's as published. Rows of two or more batches once, ordered by the minimum of
-  k random permutations over their batches; then a private chunk per batch;
-* ``packed``: a chunk per batch, every batch with copies of its own.
+  k random permutations over their batches; then a private chunk per batch.
 
 Ties go by node id, and so do the rows within a chunk. A pure function: no file, no page.
 
@@ -23,8 +22,7 @@ import numpy as np
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.planning.id_sets import sort_distinct, union_of
-from fivefold.gnn.storage.arrays import Array, Ids
-from fivefold.gnn.storage.pages import PAGE_BYTES
+from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Ids
 
 BLOCK_BYTES = 1 << 20
 _BLOCK_PAGES = BLOCK_BYTES // PAGE_BYTES
@@ -89,7 +87,7 @@ def _add(costs: Any, pages: Any) -> Any:
         costs[size_class, 1] += rest
 
 
-Layout = Literal["gray", "minhash", "packed"]
+Layout = Literal["gray", "minhash"]
 _MINHASH_FUNCTIONS = 2  # as DiskGNN has it
 
 
@@ -122,10 +120,6 @@ def segment_layout(
     """
     check_layout(layout)
     batches = [np.ascontiguousarray(ids, np.int64) for ids in cold_ids]
-    if layout == "packed":
-        return SegmentLayout(
-            np.concatenate([np.empty(0, np.int64), *batches]), _consecutive(batches, 0)
-        )
     if layout == "gray":
         return _by_membership(batches)
     total = first_batch + len(batches) if num_batches is None else num_batches

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,11 +17,13 @@ from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling._topology import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import (
     EdgeType,
+    GraphTypes,
     HeteroSampledBatch,
     SampledBatch,
     as_count,
     as_ids,
     checked_fanouts,
+    fanouts_by_type,
     stream_key,
 )
 from fivefold.gnn.sampling.kernels import (
@@ -32,10 +35,13 @@ from fivefold.gnn.sampling.kernels import (
     number_sources,
     refill_table,
 )
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.pages import Ids
 from fivefold.gnn.storage.parallel import in_threads
 
 _FIRST_ROOM = 1 << 10
+
+Seeds = TypeVar("Seeds")
+Sampled = TypeVar("Sampled")
 
 
 class _Hop(NamedTuple):
@@ -150,7 +156,7 @@ class _Buffers(threading.local):
         self.scratch = _Scratch()
 
 
-class _Sampler:
+class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
     """What samplers of one and of several types have in common."""
 
     def __init__(
@@ -158,8 +164,14 @@ class _Sampler:
         node_types: Sequence[str],
         fanouts: dict[EdgeType, tuple[int, ...]],
         *,
+        seed: int,
+        threads: int | None,
         edge_ids: bool,
     ) -> None:
+        self.seed = operator.index(seed)
+        self.threads = (
+            len(os.sched_getaffinity(0)) if threads is None else as_count(threads, "threads")
+        )
         self.edge_ids = edge_ids
         self._node_types = list(node_types)
         self._by_type = fanouts
@@ -171,6 +183,33 @@ class _Sampler:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._buffers = _Buffers(self._node_types)
+
+    @abc.abstractmethod
+    def sample(self, seeds: Seeds, *, epoch: int, batch: int) -> Sampled:
+        """Return the batch around ``seeds``."""
+
+    def sample_many(
+        self, batches: Iterable[Seeds], *, epoch: int, first: int = 0
+    ) -> Iterator[Sampled]:
+        """Yield the samples of ``batches`` in order, ``threads`` of them in the making.
+
+        Args:
+            batches: Seeds of each batch.
+            epoch: As in :meth:`sample`.
+            first: Number of the first batch.
+
+        Raises:
+            ConfigurationError: As :meth:`sample`.
+            DataError: As :meth:`sample`.
+        """
+        calls = (
+            partial(self.sample, seeds, epoch=epoch, batch=number)
+            for number, seeds in enumerate(batches, start=first)
+        )
+        if self.threads == 1:
+            yield from (call() for call in calls)
+        else:
+            yield from in_threads(calls, threads=self.threads)
 
     def _walk(
         self,
@@ -216,10 +255,10 @@ def _edges_of(hops: list[_Hop]) -> dict[str, Any]:
     }
 
 
-_ONE_TYPE: EdgeType = ("node", "edge", "node")
+ONE_TYPE: EdgeType = ("node", "edge", "node")
 
 
-class NeighborSampler(_Sampler):
+class NeighborSampler(_Sampler[ArrayLike, SampledBatch]):
     """Samples in-neighbours hop by hop, without replacement, each node expanded once.
 
     The random numbers of a node are keyed by (seed, epoch, batch, hop, node). So a batch is the
@@ -271,11 +310,8 @@ class NeighborSampler(_Sampler):
             raise ConfigurationError(message, hint="use HeteroNeighborSampler")
         self.topology = topology
         self.fanouts = checked_fanouts(fanouts)
-        self.seed = operator.index(seed)
-        self.threads = (
-            len(os.sched_getaffinity(0)) if threads is None else as_count(threads, "threads")
-        )
-        super().__init__(["node"], {_ONE_TYPE: self.fanouts}, edge_ids=edge_ids)
+        by_type = {ONE_TYPE: self.fanouts}
+        super().__init__(["node"], by_type, seed=seed, threads=threads, edge_ids=edge_ids)
 
     def sample(self, seeds: ArrayLike, *, epoch: int, batch: int) -> SampledBatch:
         """Return the batch around ``seeds``.
@@ -293,7 +329,7 @@ class NeighborSampler(_Sampler):
         table = self._buffers.tables["node"]
         table.start(as_ids(seeds, "seeds"), self.topology.num_nodes)
         bounds, hops = self._walk(
-            {_ONE_TYPE: self.topology},
+            {ONE_TYPE: self.topology},
             self._buffers.tables,
             lambda hop, _: stream_key(self.seed, epoch, batch, hop),
         )
@@ -302,53 +338,11 @@ class NeighborSampler(_Sampler):
             node_ids=table.nodes[: table.count].copy(),
             batch_size=bounds["node"][1],
             nodes_per_hop=np.diff(bounds["node"]).astype(np.int64),
-            **_edges_of(hops[_ONE_TYPE]),
+            **_edges_of(hops[ONE_TYPE]),
         )
 
-    def sample_many(
-        self, batches: Iterable[ArrayLike], *, epoch: int, first: int = 0
-    ) -> Iterator[SampledBatch]:
-        """Yield the samples of ``batches`` in order, ``threads`` of them in the making.
 
-        Args:
-            batches: Seeds of each batch.
-            epoch: As in :meth:`sample`.
-            first: Number of the first batch.
-
-        Raises:
-            ConfigurationError: As :meth:`sample`.
-            DataError: As :meth:`sample`.
-        """
-        calls = (
-            partial(self.sample, seeds, epoch=epoch, batch=number)
-            for number, seeds in enumerate(batches, start=first)
-        )
-        if self.threads == 1:
-            yield from (call() for call in calls)
-        else:
-            yield from in_threads(calls, threads=self.threads)
-
-
-def _fanouts_by_type(
-    edge_types: Sequence[EdgeType], fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]]
-) -> dict[EdgeType, tuple[int, ...]]:
-    """Return the fan-outs of every edge type; one list serves all."""
-    if not isinstance(fanouts, Mapping):
-        return dict.fromkeys(edge_types, checked_fanouts(fanouts))
-    if set(fanouts) != set(edge_types):
-        odd = sorted(set(fanouts) ^ set(edge_types))
-        raise ConfigurationError(
-            f"fanouts and edge types differ in {odd}", hint="use [0, ...] to leave a type out"
-        )
-    checked = {edge_type: checked_fanouts(fanouts[edge_type]) for edge_type in edge_types}
-    if len({len(numbers) for numbers in checked.values()}) > 1:
-        raise ConfigurationError(
-            f"fanouts have different numbers of hops: {checked}", hint="fill up with 0"
-        )
-    return checked
-
-
-class HeteroNeighborSampler(_Sampler):
+class HeteroNeighborSampler(_Sampler[Mapping[str, ArrayLike], HeteroSampledBatch]):
     """As :class:`NeighborSampler`, for a :class:`HeteroAdjacency`.
 
     In each hop the edge types are visited in their order. Every node first met in the hop before
@@ -359,6 +353,7 @@ class HeteroNeighborSampler(_Sampler):
         topology: The graph.
         fanouts: Per hop, for all edge types alike or by edge type; -1 means all, 0 none.
         seed: Other seeds give other samples.
+        threads: As for :class:`NeighborSampler`.
         edge_ids: Also return the ids of the edges, or their positions.
 
     Raises:
@@ -379,12 +374,15 @@ class HeteroNeighborSampler(_Sampler):
         fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
         *,
         seed: int = 0,
+        threads: int | None = None,
         edge_ids: bool = False,
     ) -> None:
         self.topology = topology
-        self.fanouts = _fanouts_by_type(topology.edge_types, fanouts)
-        self.seed = operator.index(seed)
-        super().__init__(topology.node_types, self.fanouts, edge_ids=edge_ids)
+        self.fanouts = fanouts_by_type(topology.edge_types, fanouts)
+        self.types = GraphTypes(num_nodes=topology.num_nodes, edge_types=tuple(topology.edge_types))
+        super().__init__(
+            topology.node_types, self.fanouts, seed=seed, threads=threads, edge_ids=edge_ids
+        )
 
     def sample(
         self, seeds: Mapping[str, ArrayLike], *, epoch: int, batch: int

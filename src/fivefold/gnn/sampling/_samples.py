@@ -3,7 +3,8 @@
 A record is node ids, sources, edge ids (if any) and degrees, each in the narrowest type that the
 graph and the fan-outs allow, one after another without gaps; the rest of its last page is zero.
 So one read gets a batch, and one shorter read its node ids. Counts are in the index, a table of
-one row per batch: first page, epoch, nodes per hop, edges per hop.
+one row per batch: first page, epoch, nodes per hop, edges per hop. In a graph of several types each
+of these is there type after type, and node ids count through all types.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.sampling._sampler import NeighborSampler
+from fivefold.gnn.sampling._sampler import ONE_TYPE, HeteroNeighborSampler, NeighborSampler
+from fivefold.gnn.sampling._topology import Adjacency
 from fivefold.gnn.sampling.batches import (
+    GraphTypes,
     SampledBatch,
     as_count,
     as_ids,
@@ -30,9 +33,8 @@ from fivefold.gnn.sampling.batches import (
     epoch_batches,
 )
 from fivefold.gnn.storage import Container, ContainerWriter
-from fivefold.gnn.storage.arrays import Array, Bytes, Ids
 from fivefold.gnn.storage.files import Closing
-from fivefold.gnn.storage.pages import PAGE_BYTES
+from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Bytes, Ids
 
 KIND = "samples"
 FORMAT_VERSION = 1
@@ -48,6 +50,7 @@ class RecordForm:
     degree_dtype: np.dtype[Any]
     edge_dtype: np.dtype[Any] | None  # None where there are no edge ids
     num_hops: int
+    types: GraphTypes
 
     @classmethod
     def narrowest(
@@ -58,26 +61,46 @@ class RecordForm:
         max_degree: int,
         fanouts: Sequence[int],
         edge_ids: bool,
+        types: GraphTypes | None = None,
     ) -> Self:
         """Return the narrowest form for what a sampler may yield."""
-        most = max_degree if min(fanouts) < 0 else min(max_degree, max(fanouts))
         return cls(
             node_dtype=_signed(num_nodes),
-            degree_dtype=np.min_scalar_type(most),
+            degree_dtype=np.min_scalar_type(_most_drawn(max_degree, fanouts)),
             edge_dtype=_signed(num_edges) if edge_ids else None,
             num_hops=len(fanouts),
+            types=_one_type(num_nodes) if types is None else types,
+        )
+
+    @classmethod
+    def of_types(cls, sampler: HeteroNeighborSampler) -> Self:
+        """Return the narrowest form for the batches of several types."""
+        edges = sampler.topology.edges
+        degrees = [_most_drawn(edges[kind].max_degree, n) for kind, n in sampler.fanouts.items()]
+        hops = len(next(iter(sampler.fanouts.values())))
+        return cls.narrowest(
+            num_nodes=sampler.types.total_nodes,
+            num_edges=max(map(_highest_id, edges.values())),
+            max_degree=max(degrees),
+            fanouts=[-1] * hops,
+            edge_ids=sampler.edge_ids,
+            types=sampler.types,
         )
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any]) -> Self:
         """Return the form of the records of a file."""
         try:
-            edge_dtype = attributes["edge_dtype"]
+            edge_dtype, fanouts = attributes["edge_dtype"], attributes["fanouts"]
+            types = _one_type(attributes["num_nodes"])
+            if "types" in attributes:
+                types, fanouts = GraphTypes.from_json(attributes["types"]), fanouts[0]
             return cls(
                 node_dtype=np.dtype(attributes["node_dtype"]),
                 degree_dtype=np.dtype(attributes["degree_dtype"]),
                 edge_dtype=None if edge_dtype is None else np.dtype(edge_dtype),
-                num_hops=len(attributes["fanouts"]),
+                num_hops=len(fanouts),
+                types=types,
             )
         except (KeyError, TypeError) as error:
             raise DataError(f"a sample file without {error}", hint="sample again") from error
@@ -93,7 +116,18 @@ class RecordForm:
     @property
     def index_width(self) -> int:
         """Return the number of columns of the index."""
-        return 2 + 2 * self.num_hops + 1
+        return self._edge_column + len(self.types.edge_types) * self.num_hops
+
+    @property
+    def _edge_column(self) -> int:
+        return 2 + len(self.types.num_nodes) * (self.num_hops + 1)
+
+    @cached_property
+    def _target_columns(self) -> list[int]:
+        """Return the columns of nodes, once for each edge type into them, that are targets."""
+        firsts = {name: i * (self.num_hops + 1) for i, name in enumerate(self.types.num_nodes)}
+        kinds = self.types.edge_types
+        return [firsts[target] + hop for _, _, target in kinds for hop in range(self.num_hops)]
 
     def _parts(self, row: Ids) -> dict[str, tuple[int, np.dtype[Any]]]:
         """Return (elements, type) of each array of the record that an index row describes."""
@@ -105,12 +139,11 @@ class RecordForm:
         }
         if self.edge_dtype is not None:
             parts["edge_ids"] = (num_edges, self.edge_dtype)
-        return {**parts, "degrees": (int(nodes[:-1].sum()), self.degree_dtype)}
+        return {**parts, "degrees": (int(nodes[self._target_columns].sum()), self.degree_dtype)}
 
     def counts(self, row: Ids) -> tuple[Ids, Ids]:
-        """Return the nodes and the edges per hop."""
-        split = 2 + self.num_hops + 1
-        return row[2:split], row[split:]
+        """Return the nodes and the edges per hop, type after type."""
+        return row[2 : self._edge_column], row[self._edge_column :]
 
     def encode(self, batch: SampledBatch, *, first_page: int, epoch: int) -> tuple[Ids, Bytes]:
         """Return the row of the index and the record, ``[pages, 4096]``."""
@@ -164,11 +197,24 @@ def _signed(count: int) -> np.dtype[Any]:
     return np.dtype(np.int32 if count <= 1 << 31 else np.int64)
 
 
+def _one_type(num_nodes: int) -> GraphTypes:
+    return GraphTypes(num_nodes={"node": num_nodes}, edge_types=(ONE_TYPE,))
+
+
+def _most_drawn(max_degree: int, fanouts: Sequence[int]) -> int:
+    return max_degree if min(fanouts) < 0 else min(max_degree, max(fanouts))
+
+
+def _highest_id(topology: Adjacency) -> int:
+    return topology.num_edges if topology.edge_ids is None else _MANY
+
+
 class SampleFile(Closing):
     """The batches of one or more epochs; made by :func:`sample_epochs`.
 
     Every batch is one record on page boundaries, so that it takes one read. Batches of all epochs
     are numbered through: batch ``i`` of epoch ``e`` has the number ``e * batches_per_epoch + i``.
+    Of a graph of several types they are flat: ``HeteroSampledBatch.from_flat`` takes them apart.
 
     Args:
         container: An open container of kind ``"samples"``.
@@ -203,7 +249,8 @@ class SampleFile(Closing):
         self.num_epochs: int = attributes["epochs"]
         self.first_epoch: int = attributes["first_epoch"]
         self.num_nodes: int = attributes["num_nodes"]
-        self.fanouts: tuple[int, ...] = tuple(attributes["fanouts"])
+        self.types: GraphTypes = self._form.types
+        self.fanouts: tuple[Any, ...] = tuple(attributes["fanouts"])
         self.seed: int = attributes["seed"]
         self.topology_fingerprint: str = attributes["topology"]
 
@@ -320,11 +367,12 @@ class SampleFile(Closing):
 
 
 def sample_epochs(  # noqa: PLR0913 - settings of one run, nearly all keyword-only
-    sampler: NeighborSampler,
+    sampler: NeighborSampler | HeteroNeighborSampler,
     train_ids: ArrayLike,
     path: str | os.PathLike[str],
     *,
     batch_size: int,
+    input_type: str | None = None,
     epochs: int = 1,
     first_epoch: int = 0,
     seed: int | None = None,
@@ -342,6 +390,7 @@ def sample_epochs(  # noqa: PLR0913 - settings of one run, nearly all keyword-on
         train_ids: Seeds of an epoch, each once.
         path: Where the file shall be; it appears there when it is whole.
         batch_size: Seeds of a batch.
+        input_type: Node type of the seeds, with a ``HeteroNeighborSampler``.
         epochs: How many epochs, each in its own order with its own random numbers.
         first_epoch: Number of the first, part of the key of the random numbers.
         seed: Of the order of the batches; None takes the sampler's.
@@ -353,8 +402,8 @@ def sample_epochs(  # noqa: PLR0913 - settings of one run, nearly all keyword-on
         The file, open.
 
     Raises:
-        ConfigurationError: ``train_ids`` is empty or has an id twice or out of range, or a number
-            is not positive.
+        ConfigurationError: ``train_ids`` is empty or has an id twice or out of range, a number
+            is not positive, or ``input_type`` does not fit the sampler.
         DataError: With ``resume``: what is there was made with other settings, or is damaged.
         StorageError: The disk refused or is full; what was written stays for resuming.
 
@@ -373,7 +422,8 @@ def sample_epochs(  # noqa: PLR0913 - settings of one run, nearly all keyword-on
     order_seed = operator.index(sampler.seed if seed is None else seed)
     first = operator.index(first_epoch)
     numbers = range(first, first + as_count(epochs, "epochs"))
-    work = _Sampling(sampler, ids, as_count(batch_size, "batch_size"), numbers, order_seed)
+    size = as_count(batch_size, "batch_size")
+    work = _Sampling(sampler, input_type, ids, batch_size=size, epochs=numbers, seed=order_seed)
     finished = _finished(Path(path), work.attributes) if resume else None
     if finished is not None:
         return finished
@@ -403,14 +453,30 @@ class _Sampling:
     """What is to be sampled, and the running totals."""
 
     def __init__(
-        self, sampler: NeighborSampler, train_ids: Ids, batch_size: int, epochs: range, seed: int
+        self,
+        sampler: NeighborSampler | HeteroNeighborSampler,
+        input_type: str | None,
+        train_ids: Ids,
+        *,
+        batch_size: int,
+        epochs: range,
+        seed: int,
     ) -> None:
-        if not isinstance(sampler, NeighborSampler):
+        if isinstance(sampler, HeteroNeighborSampler):
+            typed, types = True, sampler.types
+        else:
+            typed, types = False, _one_type(sampler.topology.num_nodes)
+        if typed != (input_type is not None) or (typed and input_type not in types.num_nodes):
+            known = f"one of {', '.join(types.num_nodes)}" if typed else "None: there is one type"
             raise ConfigurationError(
-                f"the sampler is a {type(sampler).__name__}",
-                hint="use a NeighborSampler; graphs of several types go through HeteroLoader",
+                f"the sampler is a {type(sampler).__name__}, and input_type is {input_type!r}",
+                hint=f"give as input_type {known}",
             )
-        check_distinct(train_ids, sampler.topology.num_nodes)
+        if not types.edge_types:
+            message = "the graph has no edge types"
+            raise ConfigurationError(message, hint="give it at least one")
+        self.input_type = next(iter(types.num_nodes)) if input_type is None else input_type
+        check_distinct(train_ids, types.num_nodes[self.input_type])
         if train_ids.size == 0:
             message = "there are no training nodes"
             raise ConfigurationError(message, hint="give at least one")
@@ -421,30 +487,41 @@ class _Sampling:
         self.seed = seed
         self.per_epoch = -(-train_ids.size // batch_size)
         self.total = self.per_epoch * len(epochs)
-        self.counts = np.zeros(sampler.topology.num_nodes, np.uint32)
-        topology = sampler.topology
-        self.form = RecordForm.narrowest(
-            num_nodes=topology.num_nodes,
-            num_edges=topology.num_edges if topology.edge_ids is None else _MANY,
-            max_degree=topology.max_degree,
-            fanouts=sampler.fanouts,
-            edge_ids=sampler.edge_ids,
-        )
+        self.counts = np.zeros(types.total_nodes, np.uint32)
+        self.form = self._form()
         self.attributes = self._attributes()
 
+    def _form(self) -> RecordForm:
+        if isinstance(self.sampler, HeteroNeighborSampler):
+            return RecordForm.of_types(self.sampler)
+        topology = self.sampler.topology
+        return RecordForm.narrowest(
+            num_nodes=topology.num_nodes,
+            num_edges=_highest_id(topology),
+            max_degree=topology.max_degree,
+            fanouts=self.sampler.fanouts,
+            edge_ids=self.sampler.edge_ids,
+        )
+
     def _attributes(self) -> dict[str, Any]:
-        sampler, topology = self.sampler, self.sampler.topology
+        sampler, types = self.sampler, self.form.types
+        fanouts: list[Any] = list(sampler.fanouts)
+        of_types: dict[str, Any] = {}
+        if isinstance(sampler, HeteroNeighborSampler):
+            fanouts = [list(numbers) for numbers in sampler.fanouts.values()]
+            of_types = {"types": types.to_json(), "input_type": self.input_type}
         return {
             "format_version": FORMAT_VERSION,
-            "topology": topology.fingerprint,
-            "num_nodes": topology.num_nodes,
-            "fanouts": list(sampler.fanouts),
+            "topology": sampler.topology.fingerprint,
+            "num_nodes": types.total_nodes,
+            "fanouts": fanouts,
             "seed": sampler.seed,
             "order_seed": self.seed,
             "batch_size": self.batch_size,
             "epochs": len(self.epochs),
             "first_epoch": self.epochs.start,
             "train_ids": hashlib.blake2b(self.train_ids.data, digest_size=16).hexdigest(),
+            **of_types,
             **self.form.attributes(),
         }
 
@@ -486,9 +563,17 @@ class _Sampling:
             seeds = epoch_batches(
                 self.train_ids, batch_size=self.batch_size, seed=self.seed, epoch=epoch
             )
-            stream = self.sampler.sample_many(seeds[first:], epoch=epoch, first=first)
+            stream = self._sampled(seeds[first:], epoch=epoch, first=first)
             for number, batch in enumerate(stream, place * self.per_epoch + first):
                 yield number, epoch, batch
+
+    def _sampled(self, seeds: list[Ids], *, epoch: int, first: int) -> Iterator[SampledBatch]:
+        sampler = self.sampler
+        if isinstance(sampler, NeighborSampler):
+            return sampler.sample_many(seeds, epoch=epoch, first=first)
+        of_type = ({self.input_type: ids} for ids in seeds)
+        found = sampler.sample_many(of_type, epoch=epoch, first=first)
+        return (batch.flat(sampler.types) for batch in found)
 
     def _count_again(self, writer: ContainerWriter, done: int) -> None:
         """Rebuild the counts from the batches that an interrupted run had written."""

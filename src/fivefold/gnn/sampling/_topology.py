@@ -22,8 +22,8 @@ from fivefold.gnn.sampling.kernels import (
     check_indptr,
     check_weights,
 )
-from fivefold.gnn.storage.arrays import Array, Ids
 from fivefold.gnn.storage.files import WatchedFile
+from fivefold.gnn.storage.pages import Array, Ids
 
 if TYPE_CHECKING:
     from fivefold.gnn.storage import Container

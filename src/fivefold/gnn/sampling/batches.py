@@ -10,16 +10,18 @@ number of threads or the version of a library. ``kernels`` holds the draws.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling.kernels import mix_bits
-from fivefold.gnn.storage.arrays import Ids
+from fivefold.gnn.storage.pages import Ids
 
 EdgeType = tuple[str, str, str]
 GOLDEN = 0x9E3779B97F4A7C15
@@ -96,6 +98,36 @@ class SampledBatch:
         return np.stack([self.sources, self.targets()]).astype(np.int64)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GraphTypes:
+    """The node types of a graph with their numbers of nodes, and its edge types, in their order."""
+
+    num_nodes: Mapping[str, int]
+    edge_types: tuple[EdgeType, ...]
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """Return the number of nodes of the types before each type."""
+        sums = accumulate(self.num_nodes.values(), initial=0)
+        return dict(zip(self.num_nodes, sums, strict=False))
+
+    @property
+    def total_nodes(self) -> int:
+        """Return the nodes of all types."""
+        return sum(self.num_nodes.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return lists and numbers that :meth:`from_json` reads."""
+        nodes = [[name, count] for name, count in self.num_nodes.items()]
+        return {"nodes": nodes, "edges": [list(kind) for kind in self.edge_types]}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        """Return the types that :meth:`to_json` listed."""
+        edge_types = tuple((kind[0], kind[1], kind[2]) for kind in found["edges"])
+        return cls(num_nodes=dict(found["nodes"]), edge_types=edge_types)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeteroSampledBatch:
     """A mini-batch with the fields of :class:`SampledBatch` for each node or edge type.
@@ -137,6 +169,71 @@ class HeteroSampledBatch:
         degrees = self.degrees[edge_type]
         targets = np.repeat(np.arange(degrees.size), degrees)
         return np.stack([self.sources[edge_type].astype(np.int64), targets])
+
+    def part(self, node_type: str) -> SampledBatch:
+        """Return the nodes of one type, with what their local numbers occur in.
+
+        ``sources`` and ``edge_ids`` (and ``edges_per_hop``) are those of the edges that come from
+        this type, ``degrees`` those of its nodes as targets, edge type after edge type.
+        """
+        out = [kind for kind in self.sources if kind[0] == node_type]
+        into = [kind for kind in self.sources if kind[2] == node_type]
+        return SampledBatch(
+            number=self.number,
+            node_ids=self.node_ids[node_type],
+            batch_size=self.batch_sizes[node_type],
+            nodes_per_hop=self.nodes_per_hop[node_type],
+            edges_per_hop=_joined(self.edges_per_hop, out, np.int64),
+            degrees=_joined(self.degrees, into, np.int32),
+            sources=_joined(self.sources, out, np.int32),
+            edge_ids=_joined(self.edge_ids, out, np.int64) if self.edge_ids else None,
+        )
+
+    def flat(self, types: GraphTypes) -> SampledBatch:
+        """Return one batch of all types, type after type, its node ids counted through them."""
+        names, kinds = list(types.num_nodes), types.edge_types
+        ids = {name: self.node_ids[name] + types.starts[name] for name in names}
+        return SampledBatch(
+            number=self.number,
+            node_ids=_joined(ids, names, np.int64),
+            batch_size=sum(self.batch_sizes.values()),
+            nodes_per_hop=_joined(self.nodes_per_hop, names, np.int64),
+            edges_per_hop=_joined(self.edges_per_hop, kinds, np.int64),
+            degrees=_joined(self.degrees, kinds, np.int32),
+            sources=_joined(self.sources, kinds, np.int32),
+            edge_ids=_joined(self.edge_ids, kinds, np.int64) if self.edge_ids else None,
+        )
+
+    @classmethod
+    def from_flat(cls, flat: SampledBatch, types: GraphTypes) -> Self:
+        """Return the batch of which :meth:`flat` was taken."""
+        names, kinds = list(types.num_nodes), types.edge_types
+        per_type = dict(zip(names, np.split(flat.nodes_per_hop, len(names)), strict=True))
+        per_kind = dict(zip(kinds, np.split(flat.edges_per_hop, len(kinds)), strict=True))
+        nodes = {name: int(hops.sum()) for name, hops in per_type.items()}
+        edges = {kind: int(hops.sum()) for kind, hops in per_kind.items()}
+        targets = {kind: int(per_type[kind[2]][:-1].sum()) for kind in kinds}
+        ids = _cut(flat.node_ids, nodes)
+        edge_ids = {} if flat.edge_ids is None else _cut(flat.edge_ids, edges)
+        return cls(
+            number=flat.number,
+            node_ids={name: found - types.starts[name] for name, found in ids.items()},
+            batch_sizes={name: int(hops[0]) for name, hops in per_type.items()},
+            nodes_per_hop=per_type,
+            edges_per_hop=per_kind,
+            degrees=_cut(flat.degrees, targets),
+            sources=_cut(flat.sources, edges),
+            edge_ids=edge_ids,
+        )
+
+
+def _joined(parts: Mapping[Any, Any], keys: Sequence[Any], dtype: Any) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype), *(parts[key] for key in keys)], dtype=dtype)
+
+
+def _cut(values: NDArray[Any], lengths: Mapping[Any, int]) -> dict[Any, NDArray[Any]]:
+    ends = np.cumsum(list(lengths.values()))[:-1]
+    return dict(zip(lengths, np.split(values, ends), strict=True))
 
 
 def mix(value: int) -> int:
@@ -184,6 +281,25 @@ def checked_fanouts(fanouts: Iterable[int]) -> tuple[int, ...]:
         raise ConfigurationError(
             f"fanouts is {fanouts!r}",
             hint="one number per hop: neighbours to sample, or -1 for all",
+        )
+    return checked
+
+
+def fanouts_by_type(
+    edge_types: Sequence[EdgeType], fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]]
+) -> dict[EdgeType, tuple[int, ...]]:
+    """Return the fan-outs of every edge type; one list serves all."""
+    if not isinstance(fanouts, Mapping):
+        return dict.fromkeys(edge_types, checked_fanouts(fanouts))
+    if set(fanouts) != set(edge_types):
+        odd = sorted(set(fanouts) ^ set(edge_types))
+        raise ConfigurationError(
+            f"fanouts and edge types differ in {odd}", hint="use [0, ...] to leave a type out"
+        )
+    checked = {edge_type: checked_fanouts(fanouts[edge_type]) for edge_type in edge_types}
+    if len({len(numbers) for numbers in checked.values()}) > 1:
+        raise ConfigurationError(
+            f"fanouts have different numbers of hops: {checked}", hint="fill up with 0"
         )
     return checked
 

@@ -13,7 +13,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.gnn.sampling._topology import Adjacency
 from fivefold.gnn.sampling.batches import SampledBatch, as_ids, checked_fanouts, stream_key
 from fivefold.gnn.sampling.kernels import draw_in_time, most_edges
-from fivefold.gnn.storage.arrays import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids
 
 TemporalStrategy = Literal["uniform", "last"]
 _BEYOND = 2.0**62

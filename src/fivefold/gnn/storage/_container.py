@@ -24,9 +24,8 @@ from fivefold.gnn.storage._format import (
     decode_manifest,
     make_section,
 )
-from fivefold.gnn.storage.arrays import Array, Bytes
 from fivefold.gnn.storage.files import Closing, closed_error, open_to_read, read_into
-from fivefold.gnn.storage.pages import PAGE_BYTES, aligned, aligned_empty, hash_pages
+from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Bytes, aligned, aligned_empty, hash_pages
 from fivefold.gnn.storage.reader import RowReader
 
 _CHUNK_PAGES = 4096  # 16 MiB at a time when all is verified

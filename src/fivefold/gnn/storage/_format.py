@@ -30,8 +30,7 @@ import xxhash
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import parse_json
-from fivefold.gnn.storage.arrays import Bytes
-from fivefold.gnn.storage.pages import PAGE_BYTES, aligned
+from fivefold.gnn.storage.pages import PAGE_BYTES, Bytes, aligned
 
 MAGIC = b"\x89FVF\r\n\x1a\n"  # as PNG's: a transfer in text mode, or cut to 7 bits, is seen
 FORMAT_VERSION = 1

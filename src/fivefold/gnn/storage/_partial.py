@@ -25,7 +25,6 @@ from fivefold._compiler import njit
 from fivefold.errors import StorageError
 from fivefold.files import free_bytes, storage_error
 from fivefold.gnn.storage._machine import copy_bytes
-from fivefold.gnn.storage.arrays import Bytes, Ids
 from fivefold.gnn.storage.files import (
     check_written,
     move_bytes,
@@ -33,7 +32,7 @@ from fivefold.gnn.storage.files import (
     read_into,
     write_all,
 )
-from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty, hash_into, hash_pages
+from fivefold.gnn.storage.pages import PAGE_BYTES, Bytes, Ids, aligned_empty, hash_into, hash_pages
 from fivefold.units import format_bytes
 
 _BOUNCE_BYTES = 4 << 20  # one write at a time: long ones, so that its latency does not count

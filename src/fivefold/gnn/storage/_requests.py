@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.storage._machine import atomic_add, copy_bytes
-from fivefold.gnn.storage.arrays import Ids
-from fivefold.gnn.storage.pages import PAGE_BYTES, hash_page
+from fivefold.gnn.storage.pages import PAGE_BYTES, Ids, hash_page
 
 #: Codes: all well; a system call failed; the file ended; a page is damaged; told to stop.
 DONE, FAILED, ENDED, DAMAGED, STOPPED = 0, 1, 2, 3, 4

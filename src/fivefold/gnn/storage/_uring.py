@@ -38,9 +38,8 @@ from fivefold.gnn.storage._machine import (
     syscall,
 )
 from fivefold.gnn.storage._requests import DONE, ENDED, FAILED, STOPPED, Work, deliver, halt, take
-from fivefold.gnn.storage.arrays import Ids
 from fivefold.gnn.storage.files import Files
-from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty
+from fivefold.gnn.storage.pages import PAGE_BYTES, Ids, aligned_empty
 
 _SETUP, _ENTER = 425, 426  # the same numbers on every architecture
 _PARAMETERS_BYTES = 120

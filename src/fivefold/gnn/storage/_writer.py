@@ -35,9 +35,8 @@ from fivefold.gnn.storage._format import (
     padded,
 )
 from fivefold.gnn.storage._partial import DIRTY, NEVER, PageLedger, PartialFile
-from fivefold.gnn.storage.arrays import Array, Bytes
 from fivefold.gnn.storage.files import Closing, closed_error
-from fivefold.gnn.storage.pages import PAGE_BYTES, aligned, hash_pages
+from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Bytes, aligned, hash_pages
 
 _CHUNK_BYTES = 8 << 20
 _JOURNAL_VERSION = 2

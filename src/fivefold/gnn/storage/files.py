@@ -14,8 +14,7 @@ from fivefold._compiler import njit
 from fivefold.errors import DataError, StorageError
 from fivefold.files import storage_error
 from fivefold.gnn.storage._machine import pread, pwrite, read_errno
-from fivefold.gnn.storage.arrays import Bytes
-from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty
+from fivefold.gnn.storage.pages import PAGE_BYTES, Bytes, aligned_empty
 
 _EINTR = 4
 

@@ -17,7 +17,10 @@ from numpy.typing import DTypeLike, NDArray
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.storage._machine import copy_bytes, load_u64, prefetch
-from fivefold.gnn.storage.arrays import Array, Bytes
+
+Array = NDArray[Any]  # these types stand in signatures of the whole package
+Ids = NDArray[np.int64]  # ids, counts, places
+Bytes = NDArray[np.uint8]
 
 PAGE_BYTES = 4096
 

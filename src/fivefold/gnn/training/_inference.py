@@ -25,8 +25,7 @@ from fivefold.errors import CheckpointError, ConfigurationError, DataError, Stor
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, probe_disk
-from fivefold.gnn.storage.arrays import Ids
-from fivefold.gnn.storage.pages import PAGE_BYTES
+from fivefold.gnn.storage.pages import PAGE_BYTES, Ids
 from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.gnn.training._inference_layers import (
     Aggregate,

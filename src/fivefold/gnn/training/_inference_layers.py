@@ -25,8 +25,7 @@ from torch import Tensor
 from fivefold._compiler import njit
 from fivefold.errors import InfeasibleError, UnsupportedError
 from fivefold.gnn.storage import Container, DiskProfile, RowReader
-from fivefold.gnn.storage.arrays import Array, Ids
-from fivefold.gnn.storage.pages import PAGE_BYTES, aligned_empty
+from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Ids, aligned_empty
 from fivefold.gnn.storage.parallel import read_ahead
 from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.gnn.training.config import Backend

@@ -25,19 +25,17 @@ from fivefold.errors import DataError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading import DiskLoader, MiniBatch, OnlineLoader
 from fivefold.gnn.packing import PackedStore
-from fivefold.gnn.training._prepare import Rounds
 from fivefold.gnn.training._result import (
     Clock,
     EpochTally,
     GnnResult,
     check_before_work,
     describe_run,
-    refuse_older_format,
     require_same_plan,
     run_label,
     run_manifest,
 )
-from fivefold.gnn.training._source import Evaluator, add_counts, counts_of, make_loader
+from fivefold.gnn.training._source import Evaluator, Rounds, add_counts, counts_of, make_loader
 from fivefold.gnn.training.config import GnnConfig
 from fivefold.gnn.training.models import make_model
 from fivefold.runs import (
@@ -220,7 +218,6 @@ class _Run:
         plan = None if store is None or changes else store.plan.order_fingerprint
         description = describe_run(self.config, data=self.dataset.fingerprint)
         self.description = description | {"plan": {"order": plan}}
-        refuse_older_format(self.folder)
         chosen = choose_checkpoint(
             self.folder, self.config.run.resume, description=description, ranks=self.ranks
         )
@@ -328,9 +325,8 @@ class _Run:
 
     def _close_loader(self) -> None:
         self.loader.close()
-        store = self._store()
-        if store is not None:
-            store.close()
+        if self.prepared is not None:
+            self.prepared.close()
 
     # -- one step -------------------------------------------------------------------------------
 

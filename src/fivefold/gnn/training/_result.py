@@ -196,7 +196,6 @@ def check_before_work(config: GnnConfig, *, data: str, world_size: int) -> Calla
 
     Returns what refuses a plan, by its ``order_fingerprint``, that is not the checkpoint's.
     """
-    refuse_older_format(config.run.output)
     found = find_checkpoint(
         config.run.output,
         config.run.resume,
@@ -218,14 +217,4 @@ def require_same_plan(path: Path, manifest: Mapping[str, Any], *, plan: str | No
             f"{path} was written with another plan of the packed rows",
             hint="give the budgets and [plan] of that run, and its store; use that run's "
             "config.toml, or choose another run.output to begin afresh",
-        )
-
-
-def refuse_older_format(output: Path) -> None:
-    """Refuse checkpoints that were one file each: a run would begin afresh over them."""
-    older = sorted((output / "checkpoints").glob("step-*.fvf"))
-    if older:
-        raise CheckpointError(
-            f"{older[-1]} is a checkpoint of an earlier version, which this one does not read",
-            hint="choose another run.output, or remove that folder to begin afresh",
         )

@@ -93,7 +93,7 @@ def hidden_gradient_kernel(
     given, gradient, w2_deep, t, hidden, d_hidden, inner, partial, num_slots, tasks,
     S: tl.constexpr,
 ):  # fmt: skip
-    """For each row tile and BN columns: d_hidden, the inner values for dW2, and the part of dw.
+    """Write d_hidden, the inner values for dW2 and a part of dw, by row tile and BN columns.
 
     ``d_hidden`` may be ``hidden``: each element is read by who writes it, before. The columns come
     in two halves, or the registers would not do.
@@ -120,7 +120,7 @@ def hidden_gradient_kernel(
 
 @triton.jit(do_not_specialize=["tasks"])
 def token_gradient_kernel(w13_deep, t, d_hidden, outputs, tasks, S: tl.constexpr):
-    """outputs[slots] = d_hidden[rows] W13 for each row tile and BN2 columns."""
+    """Store outputs[slots] = d_hidden[rows] W13 for each row tile and BN2 columns."""
     tiles = tl.load(t.num_tiles)
     width: tl.constexpr = 2 * S.I if S.GATED else S.I
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
@@ -137,7 +137,7 @@ def token_gradient_kernel(w13_deep, t, d_hidden, outputs, tasks, S: tl.constexpr
 
 @triton.jit
 def _read_rows(source, index, inside, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """source[index, column], zero where there is no row or no column."""
+    """Load source[index, column], zero where there is no row or no column."""
     place = places(source, index, column, WIDTH)
     if WIDTH % BLOCK == 0:
         return tl.load(place, mask=inside[:, None], other=0.0)
@@ -150,7 +150,7 @@ def weight_gradient_kernel(
     left, right, out, weights, ranges, t, tasks, P: tl.constexpr, Q: tl.constexpr,
     GATHER_LEFT: tl.constexpr, WEIGHTED: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """out[expert] = left^T right over the expert's rows, [P, Q], tile by tile: BM by BN2.
+    """Store out[expert] = left^T right over the expert's rows, [P, Q], in tiles of BM x BN2.
 
     Zero where there are no rows. One of the two has a row per token and is gathered, the other has
     the rows themselves. Where WEIGHTED, rows of ``right`` are multiplied by their routing weight.
@@ -188,7 +188,7 @@ def bias_gradient_kernel(
     source, out, weights, ranges, t, tasks, N: tl.constexpr, GATHER: tl.constexpr,
     WEIGHTED: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """out[expert] = the sum of an expert's rows of ``source`` [., N], weighted or not."""
+    """Store out[expert] = the sum of an expert's rows of ``source`` [., N], weighted or not."""
     columns: tl.constexpr = (N + S.BN - 1) // S.BN
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         expert = task // columns
@@ -211,7 +211,7 @@ def bias_gradient_kernel(
 
 @triton.jit(do_not_specialize=["num_slots", "tasks"])
 def routing_gradient_kernel(given, gradient, t, partial, out, num_slots, tasks, S: tl.constexpr):
-    """Dw of BT slots: all tiles' parts, in the order of columns, and g . b2; 0 for dropped ones.
+    """Add up dw of BT slots: all tiles' parts, in the order of columns, and g . b2; 0 if dropped.
 
     BN is that of the launch that wrote the parts.
     """

@@ -56,7 +56,7 @@ def count_chunk(chunk, ids, t, num_slots, S: tl.constexpr):
 
 @triton.jit
 def add_counts(t, chunk, num_chunks, S: tl.constexpr):
-    """Assignments of each expert: of all chunks, and of those before a chunk; None for none."""
+    """Add up the assignments of each expert, of all chunks and of those before ``chunk``."""
     bins = tl.arange(0, S.EP)
     total = tl.full([S.EP], 0, tl.int32)
     before = tl.full([S.EP], 0, tl.int32)
@@ -112,7 +112,7 @@ def place_chunk(chunk, ids, t, num_slots, num_chunks, S: tl.constexpr):
 
 @triton.jit
 def _gathered_product(m, n, given, w13, t, inner, hidden, S: tl.constexpr):
-    """The first product of row tile m, whose tokens are gathered."""
+    """Compute the first product of row tile m, whose tokens are gathered."""
     expert, row, inside, slot = tile_rows(t, m, S)
     first_product(
         n, expert, row, inside, given.x, slot // S.K, given.weights + slot, w13, given.b13, inner,
@@ -122,7 +122,7 @@ def _gathered_product(m, n, given, w13, t, inner, hidden, S: tl.constexpr):
 
 @triton.jit
 def _scattered_product(m, n, given, w2, t, inner, outputs, S: tl.constexpr):
-    """The second product of row tile m, written to the slots."""
+    """Compute the second product of row tile m and write it to the slots."""
     expert, row, inside, slot = tile_rows(t, m, S)
     total, column = second_product(n, expert, row, inside, inner, w2, given.b2, S)
     store_rows(outputs, slot, column, total, inside, S.H, S)
@@ -130,7 +130,7 @@ def _scattered_product(m, n, given, w2, t, inner, outputs, S: tl.constexpr):
 
 @triton.jit
 def product_task(index, num_groups, lag, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Which step, which product and which place within the step an index of the products means.
+    """Return which product, which group and which place within it an index of the products means.
 
     FIRST and SECOND are how many tasks of either product a group of row tiles has. The first
     ``lag`` steps have first products only, the last ``lag`` second products only.
@@ -153,6 +153,23 @@ def product_task(index, num_groups, lag, FIRST: tl.constexpr, SECOND: tl.constex
     return second, group, place
 
 
+@triton.jit
+def _place_rows(given, t, control, num_slots, num_chunks, limit_ns, S: tl.constexpr):
+    """Count and place all chunks with the other programs; return the next ticket."""
+    ticket = take(control, 0)
+    while ticket < num_chunks:
+        count_chunk(ticket, given.ids, t, num_slots, S)
+        publish(control + COUNTED)
+        ticket = take(control, 0)
+    while ticket < 2 * num_chunks:
+        wait(control + COUNTED, num_chunks, control, limit_ns)
+        place_chunk(ticket - num_chunks, given.ids, t, num_slots, num_chunks, S)
+        publish(control + PLACED)
+        ticket = take(control, 0)
+    wait(control + PLACED, num_chunks, control, limit_ns)
+    return ticket
+
+
 @triton.jit(
     do_not_specialize=[
         "num_tokens",
@@ -167,25 +184,13 @@ def moe_kernel(
     given, w13, w2, t, inner, hidden, outputs, control, num_tokens, num_slots, max_tiles, max_lag,
     combine_columns, limit_ns, S: tl.constexpr,
 ):  # fmt: skip
-    """The whole forward in one launch."""
+    """Compute the whole forward in one launch."""
     first_columns: tl.constexpr = (S.I + S.BN - 1) // S.BN
     second_columns: tl.constexpr = (S.H + S.BN2 - 1) // S.BN2
     first_done = control + FLAGS
     second_done = control + FLAGS + max_tiles
     num_chunks = (num_slots + S.CHUNK - 1) // S.CHUNK
-
-    ticket = take(control, 0)
-    while ticket < num_chunks:
-        count_chunk(ticket, given.ids, t, num_slots, S)
-        publish(control + COUNTED)
-        ticket = take(control, 0)
-    while ticket < 2 * num_chunks:
-        wait(control + COUNTED, num_chunks, control, limit_ns)
-        place_chunk(ticket - num_chunks, given.ids, t, num_slots, num_chunks, S)
-        publish(control + PLACED)
-        ticket = take(control, 0)
-
-    wait(control + PLACED, num_chunks, control, limit_ns)
+    ticket = _place_rows(given, t, control, num_slots, num_chunks, limit_ns, S)
     tiles = tl.load(t.num_tiles)
     groups = (tiles + S.GROUP - 1) // S.GROUP
     lag = tl.minimum(max_lag, groups)
@@ -232,20 +237,20 @@ def moe_kernel(
 
 @triton.jit(do_not_specialize=["num_slots"])
 def count_kernel(given, t, num_slots, S: tl.constexpr):
-    """``count_chunk`` as a launch of its own."""
+    """Run ``count_chunk`` as a launch of its own."""
     count_chunk(tl.program_id(0), given.ids, t, num_slots, S)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
 def place_kernel(given, t, num_slots, S: tl.constexpr):
-    """``place_chunk`` as a launch of its own."""
+    """Run ``place_chunk`` as a launch of its own."""
     num_chunks = (num_slots + S.CHUNK - 1) // S.CHUNK
     place_chunk(tl.program_id(0), given.ids, t, num_slots, num_chunks, S)
 
 
 @triton.jit
 def first_kernel(given, w13, t, inner, hidden, S: tl.constexpr):
-    """The first product as a launch of its own, over the most tiles there can be."""
+    """Compute the first product in a launch of its own, over the most tiles there can be."""
     m, n = tile_in_step(tl.program_id(0), (S.I + S.BN - 1) // S.BN, S)
     if m < tl.load(t.num_tiles):
         _gathered_product(m, n, given, w13, t, inner, hidden, S)
@@ -253,7 +258,7 @@ def first_kernel(given, w13, t, inner, hidden, S: tl.constexpr):
 
 @triton.jit
 def second_kernel(given, w2, t, inner, outputs, S: tl.constexpr):
-    """The second product as a launch of its own, over the most tiles there can be."""
+    """Compute the second product in a launch of its own, over the most tiles there can be."""
     m, n = tile_in_step(tl.program_id(0), (S.H + S.BN2 - 1) // S.BN2, S)
     if m < tl.load(t.num_tiles):
         _scattered_product(m, n, given, w2, t, inner, outputs, S)
@@ -261,7 +266,7 @@ def second_kernel(given, w2, t, inner, outputs, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "combine_columns"])
 def combine_kernel(given, t, outputs, num_tokens, combine_columns, S: tl.constexpr):
-    """``combine`` as a launch of its own."""
+    """Run ``combine`` as a launch of its own."""
     parts = (S.H + combine_columns - 1) // combine_columns
     combine(
         tl.program_id(0) // parts, tl.program_id(0) % parts * combine_columns, combine_columns,

@@ -70,19 +70,19 @@ class Rank(NamedTuple):
 
 @triton.jit
 def base_of(r, heap):
-    """Address of a rank's own heap; loaded where needed, or it would keep registers occupied."""
+    """Return the address of a rank's own heap; loaded where needed, to free registers."""
     return tl.load(heap.bases + r.rank)
 
 
 @triton.jit
 def section(base, at, dtype: tl.constexpr):
-    """A part of a heap."""
+    """Return a part of a heap."""
     return (base + at).to(tl.pointer_type(dtype))
 
 
 @triton.jit
 def rows_at(base, at, dtype: tl.constexpr):
-    """Rows in a heap; they begin at a multiple of 16 bytes, which shows in how they are read."""
+    """Return rows in a heap; they begin at multiples of 16 bytes, so that reads are wide."""
     return tl.multiple_of(section(base, at, dtype), 16)
 
 
@@ -94,13 +94,13 @@ def _count(r, which, peers, number, mask, S: tl.constexpr):
 
 @triton.jit
 def _count_matrix(r, heap, S: tl.constexpr):
-    """This rank's copy of all ranks' counts [P, E], compact layout."""
+    """Return this rank's copy of all ranks' counts [P, E], compact layout."""
     return section(base_of(r, heap), heap.counts, tl.int32) + (r.epoch % 2) * S.P * S.E
 
 
 @triton.jit
 def _rows_for(matrix, rank, S: tl.constexpr):
-    """Rows from each source for each expert of a rank, [PP, LP]."""
+    """Return the rows from each source for each expert of a rank, [PP, LP]."""
     peers = tl.arange(0, S.PP)
     local = tl.arange(0, S.LP)
     return tl.load(
@@ -112,7 +112,7 @@ def _rows_for(matrix, rank, S: tl.constexpr):
 
 @triton.jit
 def _one(value):
-    """A block of one."""
+    """Return a block of one."""
     return tl.full([1], 0, tl.int32) + value
 
 
@@ -146,7 +146,7 @@ def announce(peer, r, heap, t, p, S: tl.constexpr):
 
 @triton.jit
 def plan(r, heap, p, max_rows, S: tl.constexpr):
-    """Compact layout: from all ranks' counts, where their rows come to lie, and the row tiles."""
+    """Lay out the rows to come (compact layout) from the counts of all ranks, and their tiles."""
     peers = tl.arange(0, S.PP)
     local = tl.arange(0, S.LP)
     bins = tl.arange(0, S.EP)
@@ -253,7 +253,7 @@ def copy_rows(source, index, target, inside, S: tl.constexpr):
 
 @triton.jit
 def _written(words, r, mask, S: tl.constexpr):
-    """Debugging: note who writes a row, and complain if it was written in this epoch already."""
+    """Note who writes a row, and complain if it was written in this epoch already (debugging)."""
     before = tl.atomic_xchg(words, r.epoch * S.P + r.rank + 1, mask=mask, sem="relaxed")
     again = mask & (before > r.epoch * S.P)
     if tl.max(again.to(tl.int32), 0) > 0:
@@ -263,7 +263,7 @@ def _written(words, r, mask, S: tl.constexpr):
 
 @triton.jit
 def received_tiles(r, p, S: tl.constexpr):
-    """Row tiles that this rank receives, as far as it knows; none where the plan is missing."""
+    """Return the row tiles that this rank receives, as far as it knows; 0 without a plan."""
     tiles = 0
     if S.C > 0:
         tiles += S.P * S.L * (S.C // S.BM)
@@ -274,7 +274,7 @@ def received_tiles(r, p, S: tl.constexpr):
 
 @triton.jit
 def _sources_of(r, heap, p, local, S: tl.constexpr):
-    """Compact layout: rows from each source for an expert of this rank, and where they end."""
+    """Return the rows from each source for a local expert, and their ends (compact layout)."""
     peers = tl.arange(0, S.PP)
     place = _count_matrix(r, heap, S) + peers * S.E + r.rank * S.L + local
     count = tl.load(place, mask=peers < S.P, other=0)
@@ -363,7 +363,7 @@ def address_rows(m, local, first, stop, r, heap, p, S: tl.constexpr):
 
 @triton.jit
 def received_product(n, first, stop, expert, w13, b13, inner, r, heap, S: tl.constexpr):
-    """The first product on the rows of a receive tile."""
+    """Compute the first product on the rows of a receive tile."""
     row = first + tl.arange(0, S.BM)
     received = rows_at(base_of(r, heap), heap.receive, inner.dtype.element_ty)
     factors = section(base_of(r, heap), heap.weights, tl.float32) + row
@@ -372,7 +372,7 @@ def received_product(n, first, stop, expert, w13, b13, inner, r, heap, S: tl.con
 
 @triton.jit
 def returned_product(m, n, first, stop, expert, w2, b2, inner, r, p, S: tl.constexpr):
-    """The second product, into the heaps of the ranks that the rows came from."""
+    """Compute the second product, into the heaps of the ranks that the rows came from."""
     row = first + tl.arange(0, S.BM)
     inside = row < stop
     total, column = second_product(n, expert, row, inside, inner, w2, b2, S)
@@ -450,7 +450,7 @@ def combine_returned(block, first_column, columns, r, given, heap, t, p, S: tl.c
 
 @triton.jit
 def scalars_back(block, out, r, heap, t, p, S: tl.constexpr):
-    """The numbers that came back, by slot; after ``combine_returned`` waited for the same rows."""
+    """Store the numbers that came back, by slot; after ``combine_returned`` waited for the rows."""
     slot, mask, tile = slots_of_block(block, r.tokens, t, S)
     used = mask & (tile >= 0)
     row = tl.load(p.return_row + slot, mask=used, other=0)

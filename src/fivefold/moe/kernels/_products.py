@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_rows(t, m, S: tl.constexpr):
-    """Expert, rows and slots of row tile m, and which rows there are."""
+    """Return expert, rows and slots of row tile m, and which rows there are."""
     expert = tl.load(t.tile_expert + m)
     row = tl.load(t.tile_first + m) + tl.arange(0, S.BM)
     inside = row < tl.load(t.tile_stop + m)
@@ -25,20 +25,20 @@ def tile_rows(t, m, S: tl.constexpr):
 
 @triton.jit
 def tile_in_step(index, COLUMNS: tl.constexpr, S: tl.constexpr):
-    """Row tile and column tile of a task: GROUP row tiles share their columns of the weights."""
+    """Return row and column tile of a task: GROUP row tiles share columns of the weights."""
     place = index % (S.GROUP * COLUMNS)
     return index // (S.GROUP * COLUMNS) * S.GROUP + place % S.GROUP, place // S.GROUP
 
 
 @triton.jit
 def places(pointer, index, column, WIDTH: tl.constexpr):
-    """Pointers to some columns of rows of WIDTH."""
+    """Return pointers to some columns of rows of WIDTH."""
     return pointer + index.to(tl.int64)[:, None] * WIDTH + column[None, :]
 
 
 @triton.jit
 def narrow(value, dtype: tl.constexpr, S: tl.constexpr):
-    """To the data type of storage, to nearest even; the interpreter cuts bfloat16 off instead."""
+    """Round to the data type of storage, to nearest even; the interpreter truncates bfloat16."""
     if S.INTERPRETED:
         if dtype == tl.bfloat16:
             bits = value.to(tl.int32, bitcast=True)
@@ -49,7 +49,7 @@ def narrow(value, dtype: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def store_rows(target, index, column, value, inside, WIDTH: tl.constexpr, S: tl.constexpr):
-    """target[index, column] = value."""
+    """Store target[index, column] = value."""
     tl.store(
         places(target, index, column, WIDTH),
         narrow(value, target.dtype.element_ty, S),
@@ -77,7 +77,7 @@ def to_tf32(value, S: tl.constexpr):
 
 @triton.jit
 def add_product(a, b, total, PRECISION: tl.constexpr, S: tl.constexpr):
-    """Total + a b, in float32."""
+    """Return total + a b, in float32."""
     if S.INTERPRETED:  # its bfloat16 are bit patterns that numpy cannot multiply
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -92,7 +92,7 @@ def _weight_tile(
     w, expert, column, k, DEPTH: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
     DEEP: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Columns [column, column + BN) of depth [k, k + BK) of an expert's weight, [BK, BN].
+    """Load columns [column, column + BN) of depth [k, k + BK) of an expert's weight, [BK, BN].
 
     Zero beyond the depth: behind it lies the next expert, whose numbers may be infinite. Columns
     beyond the width are anything: no one stores what they give.
@@ -128,7 +128,7 @@ def multiply(
     source, index, inside, w, expert, column, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     BN: tl.constexpr, OTHER: tl.constexpr, DEEP: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """source[index] times an expert's weight, columns [column, column + BN), in float32.
+    """Multiply source[index] by an expert's weight, columns [column, column + BN), in float32.
 
     The weight lies as [WIDTH, DEPTH], or as [DEPTH, WIDTH] where DEEP. Where OTHER is not 0, the
     second result has the columns OTHER further on.
@@ -153,7 +153,7 @@ def multiply(
 
 @triton.jit
 def activate(h, S: tl.constexpr):
-    """f(h)."""
+    """Return f(h)."""
     if S.ACTIVATION == "silu":
         h = h * tl.sigmoid(h)
     elif S.ACTIVATION == "gelu":
@@ -172,7 +172,7 @@ def activate(h, S: tl.constexpr):
 
 @triton.jit
 def slope_of(h, S: tl.constexpr):
-    """f'(h)."""
+    """Return f'(h)."""
     if S.ACTIVATION == "silu":
         s = tl.sigmoid(h)
         slope = s * (1.0 + h * (1.0 - s))
@@ -202,7 +202,7 @@ def add_bias(total, bias, expert, first, column, WIDTH: tl.constexpr, LIMIT: tl.
 
 @triton.jit
 def weigh_and_bias(gate, up, factors, inside, expert, column, b13, S: tl.constexpr):
-    """From W13 x to what the activation takes; ``factors`` points to the rows' routing weights."""
+    """Return what the activation takes, from W13 x; ``factors`` points to the routing weights."""
     width: tl.constexpr = 2 * S.I if S.GATED else S.I
     if S.WEIGHT_ON_INPUT:  # W (w x) = w (W x), and in float32
         factor = tl.load(factors, mask=inside, other=0.0).to(tl.float32)
@@ -230,7 +230,7 @@ def keep_columns(hidden, row, column, gate, up, inside, S: tl.constexpr):
 def first_product(
     n, expert, row, inside, x, token, factors, w13, b13, inner, hidden, S: tl.constexpr
 ):  # fmt: skip
-    """inner[row, n BN : (n+1) BN] = f(W13 x[token] + b13).
+    """Store inner[row, n BN : (n+1) BN] = f(W13 x[token] + b13).
 
     W13 x itself goes to ``hidden``, for the backward, where that is not None; ``inner`` may be
     None then.
@@ -251,7 +251,7 @@ def first_product(
 
 @triton.jit
 def second_product(n, expert, row, inside, inner, w2, b2, S: tl.constexpr):
-    """W2 inner[row] + b2, columns n BN2 : (n+1) BN2, and their numbers."""
+    """Return W2 inner[row] + b2, columns n BN2 : (n+1) BN2, and their numbers."""
     total, _ = multiply(inner, row, inside, w2, expert, n * S.BN2, S.I, S.H, S.BN2, 0, False, S)
     column = n * S.BN2 + tl.arange(0, S.BN2)
     return add_bias(total, b2, expert, 0, column, S.H, S.H), column
@@ -262,7 +262,7 @@ def combine(
     block, first_column, columns, outputs, row_of_slot, weights, t, out, num_tokens, came,
     S: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = sum over k, in order and in float32, of weight[t, k] outputs[t, k].
+    """Store out[t] = sum over k, in order and in float32, of weight[t, k] outputs[t, k].
 
     ``row_of_slot`` says where outputs lie; None: by slot. ``came`` says whether they did: NaN where
     not, as an error is raised, but not at once on a GPU; None: they did.
@@ -298,7 +298,7 @@ def combine(
 
 @triton.jit
 def slots_of_block(block, num_tokens, t, S: tl.constexpr):
-    """Slots of a combining task's tokens, and their row tiles; below 0 where there is none."""
+    """Return the slots of a combining task's tokens, and their row tiles; below 0 for none."""
     index = tl.arange(0, S.BT * S.KP)
     token = block * S.BT + index // S.KP
     slot = token * S.K + index % S.KP

@@ -56,7 +56,7 @@ def _triton_problem() -> str | None:
 
 
 def missing_fused(device: torch.device) -> str | None:
-    """Why the kernel cannot work on a device, or None where it can."""
+    """Return why the kernel cannot work on a device, or None where it can."""
     return _triton_problem() or (
         _problem_of_cuda(device) if device.type == "cuda" else _problem_of_other(device)
     )
@@ -64,7 +64,7 @@ def missing_fused(device: torch.device) -> str | None:
 
 def _problem_of_other(device: torch.device) -> str | None:
     if device.type != "cpu":
-        return f"it needs a CUDA device; {device.type} is none"
+        return f"it needs a CUDA device; got {device.type}"
     if interpreting():
         return None
     return "it needs a CUDA device (for tests, TRITON_INTERPRET=1 runs it on the CPU, slowly)"
@@ -106,13 +106,13 @@ def descriptor(weight: torch.Tensor, columns: int, depth: int) -> Any:
 
 
 def lag_for(tiles: Tiles, intermediate: int, programs: int) -> int:
-    """Steps by which the second product trails: two waves of first products lie between."""
+    """Return by how many steps the second product trails: two waves of first products between."""
     in_a_step = tiles.group * -(-intermediate // tiles.columns)
     return max(1, -(-2 * programs // in_a_step))
 
 
 def combine_columns_for(tiles: Tiles, hidden: int, blocks: int, programs: int) -> int:
-    """Columns of a combining task: with few tokens a few programs would do it all, so fewer."""
+    """Return the columns of a combining task: fewer where a few programs would do it all."""
     steps = -(-hidden // tiles.combine_columns)
     return min(steps, max(1, steps * blocks // (4 * programs))) * tiles.combine_columns
 
@@ -127,7 +127,7 @@ class Call:
     layout: Layout
 
     def per_tile(self, width: int, columns: int) -> int:
-        """Tasks of a launch over the most row tiles there can be."""
+        """Return the tasks of a launch over the most row tiles there can be."""
         padded = -(-self.layout.max_tiles // self.tiles.group) * self.tiles.group
         return padded * -(-width // columns)
 
@@ -300,7 +300,7 @@ def _look_for_errors(control: torch.Tensor) -> None:
 def forward_split(
     *operands: torch.Tensor, workspace: Workspace | None = None, **options: Any
 ) -> torch.Tensor:
-    """``forward_fused`` in five launches, ordered by their borders instead of flags."""
+    """Compute ``forward_fused`` in five launches, ordered by their ends instead of flags."""
     x, ids = operands[0], operands[3]
     if x.numel() == 0 or ids.numel() == 0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -337,7 +337,7 @@ def backward_fused(
     programs: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of x, w13, w2, weights, b13 and b2; the same bits every time.
+    """Return the gradients of x, w13, w2, weights, b13 and b2; the same bits every time.
 
     The rows are placed as in the forward; z = W13 x is computed again unless ``hidden`` has it.
     ``programs`` is the most of a launch of the new kernels; the result does not depend on it.

@@ -18,13 +18,17 @@ layout) first.
 
 One launch serves V ranks: one where ranks are GPUs or processes, all of them where they are virtual
 and share a GPU. Tokens lie one rank after the other.
+
+The gate is a task of the kernel as well, and does what ``route`` does, with the logits in float32
+whatever the tokens are. All experts of a token are in one tile, so nothing travels between
+programs. Ties go to the lower expert, and to the lower group. A token whose logits are not numbers
+keeps K distinct experts, with weights that are none.
 """
 
 import triton
 import triton.language as tl
 
 from fivefold.moe.kernels._forward import count_chunk, place_chunk, product_task
-from fivefold.moe.kernels._gate import route_block
 from fivefold.moe.kernels._one_sided_tasks import (
     Rank,
     address_rows,
@@ -40,6 +44,7 @@ from fivefold.moe.kernels._one_sided_tasks import (
     scalars_back,
     section,
 )
+from fivefold.moe.kernels._products import add_product
 from fivefold.moe.kernels.arguments import Plan, Tables
 from fivefold.moe.kernels.sync import (
     ANNOUNCED,
@@ -60,8 +65,104 @@ from fivefold.moe.kernels.sync import (
 
 
 @triton.jit
+def _logits(token, x, gate, num_tokens, S: tl.constexpr):
+    expert = tl.arange(0, S.EP)
+    total = tl.full([S.BG, S.EP], 0, tl.float32)
+    for start in range(0, S.H, S.BD):
+        depth = start + tl.arange(0, S.BD)
+        a = tl.load(
+            x + token.to(tl.int64)[:, None] * S.H + depth[None, :],
+            mask=(token < num_tokens)[:, None] & (depth < S.H)[None, :],
+            other=0.0,
+        )
+        b = tl.load(
+            gate + expert[:, None] * S.H + depth[None, :],
+            mask=(expert < S.E)[:, None] & (depth < S.H)[None, :],
+            other=0.0,
+        )
+        total = add_product(a, b.T, total, "ieee", S)
+    return total
+
+
+@triton.jit
+def _best(value, free, column, S: tl.constexpr):
+    """Return the lowest free column with the largest value; EP where none is a number."""
+    largest = tl.max(tl.where(free, value, float("-inf")), 1)
+    return tl.min(tl.where(free & (value == largest[:, None]), column, S.EP), 1)
+
+
+@triton.jit
+def _open_groups(choice, free, column, S: tl.constexpr):
+    """Return which experts are in the best groups."""
+    size: tl.constexpr = S.E // S.GROUPS
+    group = column // size
+    worth = choice
+    for g in range(S.GROUPS):
+        inside = free & (group == g)
+        first = _best(choice, inside, column, S)
+        value = tl.max(tl.where(inside, choice, float("-inf")), 1)
+        if S.GROUP_SUM:
+            others = inside & (column != first[:, None])
+            value += tl.max(tl.where(others, choice, float("-inf")), 1)
+        worth = tl.where(inside, value[:, None], worth)
+    opened = column < 0
+    for _ in range(S.TOP_GROUPS):
+        best = _best(worth, free & (opened == 0), column, S)
+        opened = opened | (group == (best // size)[:, None])
+    return opened & free
+
+
+@triton.jit
+def route_block(block, x, gate, selection_bias, ids, weights, num_tokens, S: tl.constexpr):
+    """Choose experts and weights for a block of tokens."""
+    token = block * S.BG + tl.arange(0, S.BG)
+    logits = _logits(token, x, gate, num_tokens, S)
+    column = tl.full([S.BG, S.EP], 0, tl.int32) + tl.arange(0, S.EP)[None, :]
+    free = column < S.E
+    logits = tl.where(free, logits, float("-inf"))
+    if S.SCORE == "softmax":
+        raised = tl.exp(logits - tl.max(logits, 1)[:, None])
+        wanted = raised / tl.sum(raised, 1)[:, None]
+    elif S.SCORE == "sigmoid":
+        wanted = tl.sigmoid(logits)
+    else:
+        tl.static_assert(S.SCORE == "topk_softmax", "no such score on the device")
+        wanted = logits
+    choice = wanted
+    if selection_bias is not None:
+        experts = tl.arange(0, S.EP)
+        bias = tl.load(selection_bias + experts, mask=experts < S.E, other=0.0)
+        choice += bias.to(tl.float32)[None, :]
+    if S.GROUPS > 1:
+        free = _open_groups(choice, free, column, S)
+    place = tl.full([S.BG, S.KP], 0, tl.int32) + tl.arange(0, S.KP)[None, :]
+    chosen = tl.full([S.BG, S.KP], 0, tl.float32)
+    expert = tl.full([S.BG, S.KP], 0, tl.int32)
+    for k in range(S.K):
+        best = _best(choice, free, column, S)
+        here = column == best[:, None]
+        weight = tl.sum(tl.where(here, wanted, 0.0), 1)
+        lost = best >= S.E
+        weight = tl.where(lost, float("nan"), weight)
+        best = tl.where(lost, k, best)
+        chosen = tl.where(place == k, weight[:, None], chosen)
+        expert = tl.where(place == k, best[:, None], expert)
+        free = free & (here == 0)
+    if S.SCORE == "topk_softmax":
+        first = tl.where(place < S.K, chosen, float("-inf"))
+        raised = tl.exp(first - tl.max(first, 1)[:, None])
+        chosen = raised / tl.sum(raised, 1)[:, None]
+    elif S.NORMALIZE:
+        chosen = chosen / (tl.sum(chosen, 1)[:, None] + 1e-20)
+    keep = (place < S.K) & (token < num_tokens)[:, None]
+    target = token[:, None] * S.K + place
+    tl.store(ids + target, expert, mask=keep)
+    tl.store(weights + target, chosen * S.SCALE, mask=keep)
+
+
+@triton.jit
 def _rank(v, launch, first_rank, S: tl.constexpr):
-    """Rank v of this launch."""
+    """Return rank v of this launch."""
     first = tl.load(launch.token_first + v)
     tokens = tl.load(launch.token_first + v + 1) - first
     chunks = tl.maximum((tokens * S.K + S.CHUNK - 1) // S.CHUNK, 1)
@@ -79,7 +180,7 @@ def _rank(v, launch, first_rank, S: tl.constexpr):
 
 @triton.jit
 def _at(v, launch, t, p):
-    """The private tables of rank v of this launch."""
+    """Return the private tables of rank v of this launch."""
     at = tl.cast(launch.scratch_words, tl.int64) * v
     tables = Tables(
         t.counts + at, t.num_tiles + at, t.tile_expert + at, t.tile_first + at, t.tile_stop + at,
@@ -110,7 +211,7 @@ def one_sided_kernel(
 
 @triton.jit(do_not_specialize=["first_rank"])
 def scatter_kernel(given, row_expert, launch, heap, t, p, first_rank, S: tl.constexpr):
-    """Rows [T, H] to the ranks of their experts; row_expert says what came, and for whom."""
+    """Send rows [T, H] to their experts' ranks; row_expert says what came, and for whom."""
     _place(given, None, None, launch, heap, t, p, first_rank, S)
     _send(given, launch, heap, t, p, first_rank, S)
     for v in range(S.V):
@@ -131,7 +232,7 @@ def gather_kernel(
     given, rows, scalars, scalars_out, launch, heap, t, p, first_rank, combine_columns,
     S: tl.constexpr,
 ):  # fmt: skip
-    """A row of [R, H] back for each that came, and their sum for every token."""
+    """Return a row of [R, H] for each that came, and add them up for every token."""
     for v in range(S.V):
         r = _rank(v, launch, first_rank, S)
         _, mine = _at(v, launch, t, p)
@@ -153,7 +254,7 @@ def gather_kernel(
 
 @triton.jit
 def _place(given, gate, selection_bias, launch, heap, t, p, first_rank, S: tl.constexpr):
-    """Phases 0 and 1: gate and counts; what peers must know, and the places of the rank's rows."""
+    """Run phases 0 and 1: gate and counts; what peers must know, the places of the rank's rows."""
     for v in range(S.V):
         r = _rank(v, launch, first_rank, S)
         tables, _ = _at(v, launch, t, p)
@@ -191,7 +292,7 @@ def _place(given, gate, selection_bias, launch, heap, t, p, first_rank, S: tl.co
 
 @triton.jit
 def _send(given, launch, heap, t, p, first_rank, S: tl.constexpr):
-    """Phase 2: the plan first, then one task for each row tile of the rank's own."""
+    """Run phase 2: the plan first, then one task for each row tile of the rank's own."""
     for v in range(S.V):
         r = _rank(v, launch, first_rank, S)
         tables, mine = _at(v, launch, t, p)
@@ -216,7 +317,7 @@ def _send(given, launch, heap, t, p, first_rank, S: tl.constexpr):
 def _products(
     given, w13, w2, launch, heap, t, p, inner, first_rank, max_lag, S: tl.constexpr
 ):  # fmt: skip
-    """Phase 3: first and second products on received rows, in the order of the single kernel."""
+    """Run phase 3: both products on received rows, in the order of the single kernel."""
     first_columns: tl.constexpr = (S.I + S.BN - 1) // S.BN
     second_columns: tl.constexpr = (S.H + S.BN2 - 1) // S.BN2
     in_group: tl.constexpr = S.GROUP * (first_columns + second_columns)
@@ -260,7 +361,7 @@ def _products(
 def _combine(
     given, scalars_out, launch, heap, t, p, first_rank, combine_columns, S: tl.constexpr
 ):  # fmt: skip
-    """Phase 4: sums of the rows that came back, and the numbers that came with them."""
+    """Run phase 4: sums of the rows that came back, and the numbers that came with them."""
     parts = (S.H + combine_columns - 1) // combine_columns
     for v in range(S.V):
         r = _rank(v, launch, first_rank, S)

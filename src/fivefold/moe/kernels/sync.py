@@ -113,7 +113,7 @@ else:
 
 @triton.jit
 def take(control, phase):
-    """The next number of a queue, for all threads of this program."""
+    """Take the next number of a queue, for all threads of this program."""
     return tl.atomic_add(control + QUEUES + phase * LINE, 1, sem="relaxed", scope="gpu")
 
 
@@ -158,7 +158,7 @@ def fail(control, kind, peer, detail):
 
 @triton.jit
 def _give_up(behind, control, began, limit_ns, kind, peer, detail):
-    """Whether to stop waiting: for too long, or someone else of this rank stopped."""
+    """Return whether to stop waiting: for too long, or because another of this rank stopped."""
     if behind & (_clock_ns() - began >= limit_ns):
         fail(control, kind, peer, detail)
     return tl.atomic_add(control + ERROR, 0, sem="relaxed", scope="gpu") != 0

@@ -222,7 +222,7 @@ def _add_by_expert(total: torch.Tensor, rows: torch.Tensor, block: Block) -> Non
 
 
 def _as_given(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Products in the type of their operands, also where torch.autocast is on."""
+    """Compute products in the type of their operands, also where torch.autocast is on."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
@@ -327,6 +327,7 @@ def _call(
 class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        """Compute the operator and keep what the backward needs."""
         x, w13, w2, weights, b13, b2, ids, options, recompute = given
         call = _call(x, w13, w2, ids, weights, b13=b13, b2=b2, **options)
         kept: list[torch.Tensor] = []
@@ -341,6 +342,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: _Optional) -> tuple[_Optional, ...]:
+        """Return the gradients that are asked for."""
         if gradient is None:  # nothing downstream depends on the output
             return (None,) * 9
         x, w13, w2, weights, b13, b2, slots, tokens, places, ends, *kept = ctx.saved_tensors
@@ -374,11 +376,13 @@ class _Last(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, found: Gradients, *operands: _Optional) -> Gradients:
+        """Return the gradients as they are."""
         del ctx, operands
         return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: _Optional) -> tuple[_Optional, ...]:
+        """Refuse second derivatives."""
         del ctx, gradients
         message = "fused_moe has no second derivatives"
         raise UnsupportedError(message, hint="leave create_graph out")

@@ -160,7 +160,7 @@ class Block:
         return sum(self.sizes) / (len(self.sizes) - self.sizes.count(0))
 
     def parts(self, *tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-        """The number within the block of each expert with rows, and its rows of tensors."""
+        """Yield the number within the block of each expert with rows, and its rows of tensors."""
         # Cut all at once: with small experts a slice costs as much as a product.
         busy = [number for number, size in enumerate(self.sizes) if size]
         sizes = [self.sizes[number] for number in busy]
@@ -228,7 +228,7 @@ class ExpertWeights:
     def applied(
         self, rows: torch.Tensor, block: Block, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Rows W^T + b of each expert of a block: [R, K] to [R, N], in ``out`` where given."""
+        """Return rows W^T + b of each expert of a block: [R, K] to [R, N], in ``out`` if given."""
         turned = self.weight.mT
         if len(block.sizes) == 1:
             weight = turned[block.experts.start]
@@ -256,7 +256,7 @@ class ExpertWeights:
     def pulled(
         self, rows: torch.Tensor, block: Block, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Rows W of each expert of a block: [R, N] to [R, K], in ``out`` where given."""
+        """Return rows W of each expert of a block: [R, N] to [R, K], in ``out`` where given."""
         if len(block.sizes) == 1:
             return torch.mm(rows, self.weight[block.experts.start], out=out)
         if self.is_grouped:
@@ -273,7 +273,7 @@ class ExpertGradient:
         self._found: torch.Tensor | None = None
 
     def add(self, left: torch.Tensor, right: torch.Tensor, block: Block) -> None:
-        """Left^T right of each expert of a block: [R, N] and [R, K] to [N, K]."""
+        """Add left^T right of each expert of a block: [R, N] and [R, K] to [N, K]."""
         weight = self._weights.weight
         num_bytes = weight.numel() * weight.element_size()
         whole = len(block.sizes) == len(weight) > 1 and num_bytes < LARGE_BYTES
@@ -291,11 +291,11 @@ class ExpertGradient:
             torch.mm(lefts.t(), rights, out=found[number])
 
     def result(self) -> torch.Tensor:
-        """Of all blocks."""
+        """Return the gradient over all blocks."""
         return self._blank() if self._found is None else self._found
 
     def _blank(self) -> torch.Tensor:
-        """Zeros for the experts without rows, anything for the others."""
+        """Return zeros for the experts without rows, anything for the others."""
         weight = self._weights.weight
         if weight.mT.is_contiguous() and not weight.is_contiguous():
             made = large_empty(weight, *weight.mT.shape).mT

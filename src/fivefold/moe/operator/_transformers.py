@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe.operator._operator import fused_moe
 from fivefold.moe.operator.activations import GATED_NAMES, Activation, activation_named
-from fivefold.moe.operator.backend import backend_for
+from fivefold.moe.operator.fused import backend_for, fused_moe
 
 # Classes of transformers' activation functions, by what they compute.
 _NAMES = {
@@ -178,6 +177,7 @@ class _Own(Activation):
     def with_gradient(
         self, hidden: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output and the gradient of ``hidden``, both by the module's own function."""
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_()
             output = self.function(leaf)
@@ -186,7 +186,7 @@ class _Own(Activation):
 
 
 def _name_of(function: Any) -> str | None:
-    """Our name of an activation function or module; None where we have none."""
+    """Return our name of an activation function or module; None where we have none."""
     if function in _FUNCTIONS:
         return _FUNCTIONS[function]
     name = _NAMES.get(type(function).__name__)

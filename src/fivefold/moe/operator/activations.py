@@ -9,6 +9,7 @@ References: Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202; 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -66,40 +67,23 @@ class Activation:
         return 2 * intermediate if self.gated else intermediate
 
 
-def _pull_silu(gradient: torch.Tensor, at: torch.Tensor, out: torch.Tensor) -> None:
-    _ATEN.silu_backward.grad_input(gradient, at, grad_input=out)
-
-
-def _pull_gelu(gradient: torch.Tensor, at: torch.Tensor, out: torch.Tensor) -> None:
-    _ATEN.gelu_backward.grad_input(gradient, at, approximate="none", grad_input=out)
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _pull_gelu_tanh(gradient: torch.Tensor, at: torch.Tensor, out: torch.Tensor) -> None:
-    _ATEN.gelu_backward.grad_input(gradient, at, approximate="tanh", grad_input=out)
-
-
-def _pull_relu(gradient: torch.Tensor, at: torch.Tensor, out: torch.Tensor) -> None:
-    _ATEN.threshold_backward.grad_input(gradient, at, 0, grad_input=out)
-
-
-def _relu_squared(x: torch.Tensor) -> torch.Tensor:
-    return torch.relu(x) ** 2
-
-
-def _pull_relu_squared(gradient: torch.Tensor, at: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mul(gradient, 2.0 * torch.relu(at), out=out)
+def _pull_gelu(approximate: str) -> Pull:
+    pull = _ATEN.gelu_backward.grad_input
+    return lambda gradient, at, out: pull(gradient, at, approximate=approximate, grad_input=out)
 
 
 _FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Pull]] = {
-    "silu": (F.silu, _pull_silu),
-    "gelu": (F.gelu, _pull_gelu),
-    "gelu_tanh": (_gelu_tanh, _pull_gelu_tanh),
-    "relu": (torch.relu, _pull_relu),
-    "relu2": (_relu_squared, _pull_relu_squared),
+    "silu": (F.silu, lambda g, at, out: _ATEN.silu_backward.grad_input(g, at, grad_input=out)),
+    "gelu": (F.gelu, _pull_gelu("none")),
+    "gelu_tanh": (functools.partial(F.gelu, approximate="tanh"), _pull_gelu("tanh")),
+    "relu": (
+        torch.relu,
+        lambda g, at, out: _ATEN.threshold_backward.grad_input(g, at, 0, grad_input=out),
+    ),
+    "relu2": (
+        lambda x: torch.relu(x) ** 2,
+        lambda g, at, out: torch.mul(g, 2.0 * torch.relu(at), out=out),
+    ),
 }
 GATED_NAMES = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 

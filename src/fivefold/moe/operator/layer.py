@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from fivefold.errors import ConfigurationError
-from fivefold.moe.operator._operator import OperatorGroup, fused_moe
 from fivefold.moe.operator.activations import activation_named
-from fivefold.moe.operator.backend import backends
+from fivefold.moe.operator.fused import OperatorGroup, backends, fused_moe
 from fivefold.moe.operator.operands import as_autocast
 from fivefold.moe.routing.families import layer_options
 from fivefold.moe.routing.router import (
@@ -325,7 +324,7 @@ class MoE(nn.Module):
             return nn.functional.linear(tokens.to(wide), self.gate.weight.to(wide))
 
     def _within_capacity(self, routing: Routing) -> torch.Tensor:
-        """Expert ids with -1 for what is dropped; a rank's tokens compete among themselves."""
+        """Return expert ids with -1 for the dropped; a rank's tokens compete among themselves."""
         config = self.config
         if config.capacity_factor is None:
             return routing.ids_TK
@@ -371,7 +370,7 @@ class MoE(nn.Module):
         )
 
     def auxiliary_loss(self, *, balance: float = 0.01, z: float = 0.0) -> torch.Tensor:
-        """Losses of the last forward to add to the task's: balance * aux + z * z loss.
+        """Return the last forward's losses to add to the task's: balance * aux + z * z loss.
 
         Args:
             balance: Coefficient of ``load_balancing_loss``.
@@ -392,11 +391,11 @@ class MoE(nn.Module):
 
     @property
     def expert_parameters(self) -> list[str]:
-        """Names of the parameters that each rank of the group has a share of."""
+        """Return the names of the parameters that each rank of the group has a share of."""
         return [f"experts.{name}" for name, _ in self.experts.named_parameters()]
 
     def extra_repr(self) -> str:
-        """Sizes, for ``print``."""
+        """Return the sizes, for ``print``."""
         config = self.config
         return (
             f"hidden={config.hidden}, intermediate={config.intermediate}, "
@@ -406,6 +405,6 @@ class MoE(nn.Module):
 
 
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """In the type of torch.autocast, where it is on: the operator takes one type for all."""
+    """Cast to the type of torch.autocast, where it is on: the operator takes one type for all."""
     cast: torch.Tensor = as_autocast((tensor,), tensor.device.type)[0]
     return cast

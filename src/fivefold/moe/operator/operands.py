@@ -161,7 +161,7 @@ def check_ids(ids: torch.Tensor, num_experts: int) -> None:
 
 
 def check_values(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> None:
-    """``check_ids``, and that the weights are numbers; waits for the device."""
+    """Do ``check_ids`` and check that the weights are numbers; waits for the device."""
     check_ids(ids, num_experts)
     if bool(torch.isnan(weights.detach().sum())):  # one pass where all is well
         bad = torch.isnan(weights)

@@ -132,7 +132,7 @@ class OneSidedConfig:
 
     @property
     def local_experts(self) -> int:
-        """Experts of a rank, L."""
+        """Return the experts of a rank, L."""
         return self.experts // self.ranks
 
     @property
@@ -143,7 +143,7 @@ class OneSidedConfig:
 
     @property
     def tiles(self) -> Tiles:
-        """The kernel's variant; narrower than on one rank: peers' addresses take registers."""
+        """Return the kernel's variant, narrower than on one rank: addresses take registers."""
         gated = activation_named(self.activation).gated
         tiles = tiles_for(
             self.dtype,
@@ -164,12 +164,12 @@ class OneSidedConfig:
 
     @property
     def cell_rows(self) -> int:
-        """C: the capacity in whole row tiles, as cells have them; 0 in the compact layout."""
+        """Return C, the rows of a cell: the capacity in whole row tiles; 0 if compact."""
         return 0 if self.capacity is None else _up(self.capacity, self.tiles.rows)
 
     @property
     def receive_rows(self) -> int:
-        """Rows that a rank has room to receive."""
+        """Return the rows that a rank has room to receive."""
         if self.capacity is not None:
             return self.experts * self.cell_rows
         most = self.ranks * self.max_tokens * min(self.top_k, self.local_experts)
@@ -177,7 +177,7 @@ class OneSidedConfig:
 
     @property
     def return_rows(self) -> int:
-        """Rows that a rank has room for when its own come back."""
+        """Return the rows that a rank has room for when its own come back."""
         own = self.max_tokens * self.top_k
         return own if self.capacity is None else self.experts * self.cell_rows
 
@@ -207,13 +207,13 @@ def _up(number: int, multiple: int) -> int:
 
 
 def source_tiles(config: OneSidedConfig) -> int:
-    """Most row tiles that a rank's own rows are cut into."""
+    """Return the most row tiles that a rank's own rows are cut into."""
     slots = config.max_tokens * config.top_k
     return slots // config.tiles.rows + min(config.experts, slots)
 
 
 def receive_tiles(config: OneSidedConfig) -> int:
-    """Most row tiles that the rows which a rank receives are cut into."""
+    """Return the most row tiles that the rows which a rank receives are cut into."""
     if config.capacity is not None:
         return config.receive_rows // config.tiles.rows
     return config.receive_rows // config.tiles.rows + min(config.local_experts, config.receive_rows)

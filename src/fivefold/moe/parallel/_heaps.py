@@ -205,7 +205,7 @@ class TorchSymmetricHeap(SymmetricHeap):
 
     Examples:
         >>> TorchSymmetricHeap.missing(torch.device("cpu"))
-        'torch symmetric memory needs a CUDA device; cpu is none'
+        'torch symmetric memory needs a CUDA device; got cpu'
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class TorchSymmetricHeap(SymmetricHeap):
     def missing(device: torch.device) -> str | None:
         """Return why it cannot work on a device of this process, or None where it can."""
         if device.type != "cuda":
-            return f"torch symmetric memory needs a CUDA device; {device.type} is none"
+            return f"torch symmetric memory needs a CUDA device; got {device.type}"
         if not torch.cuda.is_available():
             return "torch symmetric memory needs a CUDA device; torch finds none"
         if not torch.distributed.is_available():

@@ -43,7 +43,7 @@ from fivefold.moe.kernels.launch import (
 )
 from fivefold.moe.kernels.workspace import Layout
 from fivefold.moe.operator.activations import activation_named
-from fivefold.moe.operator.backend import Backend, backend_for
+from fivefold.moe.operator.fused import Backend, backend_for
 from fivefold.moe.operator.layer import ExpertLoad, LocalExperts, MoEConfig
 from fivefold.moe.operator.operands import Precision, check_ids, check_weight_on_input
 from fivefold.moe.parallel._config import (
@@ -466,7 +466,7 @@ class OneSidedGroup:
         return {name: self._stats[:, row].tolist() for row, name in enumerate(_STATISTICS)}
 
     def check_if_cheap(self) -> None:
-        """``check`` where it waits for nothing, or where one is debugging."""
+        """Do ``check`` where it waits for nothing, or where one is debugging."""
         if interpreting() or debugging():
             self.check()
 
@@ -558,7 +558,7 @@ class _Call:
         return self._gather(results, None)[0]
 
     def backward(self, gradient: _Tensor) -> tuple[_Optional, ...]:
-        """Gradients of x, w13, w2, weights, b13 and b2, by the same way out and back.
+        """Return the gradients of x, w13, w2, weights, b13 and b2, by the same way out and back.
 
         A token's row goes out with the row of its gradient; the experts' ranks compute the first
         product again.
@@ -678,6 +678,7 @@ class _Recorded(Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> _Tensor:
+        """Make the call and keep its operands."""
         # The tensors come back from ctx, so that torch sees when one was changed in between.
         ctx.save_for_backward(*given[:7])
         ctx.options = given[7]
@@ -685,6 +686,7 @@ class _Recorded(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: _Tensor) -> tuple[Any, ...]:
+        """Return the gradients, by another collective call."""
         call = _Call(*ctx.saved_tensors, **ctx.options)
         call.group._check_whole()  # noqa: SLF001 - of this file
         return *call.backward(gradients[0].contiguous()), None, None

@@ -172,7 +172,7 @@ class AllToAllGroup:
         return told
 
     def _check_alike(self, tokens: torch.Tensor, ids: torch.Tensor, num_experts: int) -> None:
-        """Once per kind of call: a message of the wrong length would look like a lost peer."""
+        """Compare sizes once per kind of call: a wrong length would look like a lost peer."""
         sizes = (tokens.shape[1], ids.shape[1], num_experts, tokens.element_size())
         kind = (*sizes, int(tokens.requires_grad))
         if kind in self._agreed:
@@ -238,6 +238,7 @@ class _Dispatch(Function):
     def forward(
         ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, plan: _Plan, group: AllToAllGroup
     ) -> tuple[torch.Tensor, ...]:
+        """Send tokens, weights and expert numbers out."""
         ctx.plan, ctx.group = plan, group
         ctx.token_type, ctx.weight_type = tokens.dtype, weights.dtype
         of_others = plan.ids < 0
@@ -251,6 +252,7 @@ class _Dispatch(Function):
     def backward(
         ctx: Any, *gradients: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        """Bring the gradients of tokens and weights back."""
         plan: _Plan = ctx.plan
         sent = list(gradients[:2])
         packed = ctx.group.send(_packed(sent), plan, name="gradients of the tokens", back=True)
@@ -265,6 +267,7 @@ class _Combine(Function):
 
     @staticmethod
     def forward(ctx: Any, partial: torch.Tensor, plan: _Plan, group: AllToAllGroup) -> torch.Tensor:
+        """Bring the sums back and add them up by token."""
         ctx.plan, ctx.group = plan, group
         packed = group.send(_packed([partial]), plan, name="results", back=True)
         (rows,) = _unpacked(packed, [partial])
@@ -272,6 +275,7 @@ class _Combine(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Send the gradients of the sums out."""
         sent = gradients[0][ctx.plan.tokens]
         packed = ctx.group.send(
             _packed([sent]), ctx.plan, name="gradients of the results", back=False
@@ -281,7 +285,7 @@ class _Combine(Function):
 
 
 def _packed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Tensors [N, ...] side by side as rows of bytes: one message instead of several."""
+    """Put tensors [N, ...] side by side as rows of bytes: one message instead of several."""
     return torch.cat([_as_bytes(part) for part in parts], dim=1)
 
 
@@ -305,7 +309,7 @@ def _unpacked(rows: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor
 
 
 def _summed(rows: torch.Tensor, plan: _Plan) -> torch.Tensor:
-    """Rows [S, N] added to their tokens [T, N], rank after rank, in float32 at least.
+    """Add rows [S, N] to their tokens [T, N], rank after rank, in float32 at least.
 
     A token is in a rank's rows at most once, so the order of each sum is that of the ranks.
     """

@@ -2,23 +2,23 @@
 
 A family is known by ``model_type``. What it does cannot be read off the configuration's fields: a
 DeepSeek-V3 router is chosen by biased sigmoids and the two best of a group, a DeepSeek-V2 router,
-with fields of the same names, by probabilities and the best alone. So every family is written down
-here and compared with transformers' own block in the tests, and one that is not is refused.
+with fields of the same names, by probabilities and the best alone. So every family has a row in
+``families.toml`` and is compared with transformers' own block in the tests; others are refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
+import tomllib
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from typing import Any
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 
 _Options = dict[str, Any]
-
-
-def _names(text: str) -> list[str]:
-    return text.split()
 
 
 def _sigmoid_of_groups(config: Any) -> _Options:
@@ -38,15 +38,6 @@ def _axk2(config: Any) -> _Options:
             config.model_type, "lets a token leave its groups where a bias makes scores negative"
         )
     return _sigmoid_of_groups(config)
-
-
-def _sigmoid(scale: str | None = None) -> Callable[[Any], _Options]:
-    """Return a router by sigmoids, normalised, with a factor on the weights."""
-    return lambda config: {"score": "sigmoid", "scale": getattr(config, scale) if scale else 1.0}
-
-
-def _softmax(config: Any) -> _Options:
-    return {"score": "softmax", "normalize": config.norm_topk_prob}
 
 
 def _deepseek_v2(config: Any) -> _Options:
@@ -109,134 +100,17 @@ def _muse(config: Any) -> _Options:
     return {"score": "sigmoid", "scale": config.routed_scaling_factor, "epsilon": 1e-15}
 
 
-def _longcat(config: Any) -> _Options:
-    return {"normalize": False, "scale": config.routed_scaling_factor}
-
-
-_ROUTERS: dict[str, Callable[[Any], _Options]] = {
-    **dict.fromkeys(
-        _names(
-            """axk1 bailing_hybrid beam deepseek_v3 deepseek_v32 dots1 dots3_note exaone_moe
-            glm4_moe glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa hy_v4 kimi_linear
-            mimo_v2_flash nemotron_h solar_open"""
-        ),
-        _sigmoid_of_groups,
-    ),
-    **dict.fromkeys(
-        _names(
-            """flex_olmo mellum olmoe qwen2_moe qwen3_moe qwen3_next qwen4_exp qwen3_omni_moe
-            qwen3_omni_moe_talker"""
-        ),
-        _softmax,
-    ),
-    **dict.fromkeys(
-        ("hunyuan_v1_moe", "minimax", "mixtral", "qwen3_5_moe", "qwen3_vl_moe"),
-        lambda _: {"normalize": True},
-    ),
-    **dict.fromkeys(
-        _names(
-            """aria gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared
-            jetmoe openai_privacy_filter"""
-        ),
-        lambda _: {"score": "topk_softmax"},
-    ),
-    **dict.fromkeys(("deepseek_ocr2", "deepseek_v2", "unlimited_ocr"), _deepseek_v2),
-    **dict.fromkeys(("mistral4", "mistral_large4"), _softmax_of_groups),
-    **dict.fromkeys(("deepseek_v4", "inkling2"), _by_scoring_func),
-    **dict.fromkeys(("ernie4_5_moe", "ernie4_5_vl_moe"), _ernie),
-    "afmoe": _sigmoid("route_scale"),
+_RULES: dict[str, Callable[[Any], _Options]] = {
     "axk2": _axk2,
-    "cohere2_moe": _cohere2,
+    "by_scoring_func": _by_scoring_func,
+    "cohere2": _cohere2,
     "dbrx": _dbrx,
-    "flint": lambda config: {"score": "sigmoid", "normalize": config.norm_topk_prob},
-    "hy_v3": _sigmoid("router_scaling_factor"),
-    "jamba": lambda _: {"normalize": False},
-    "kolibri1": lambda config: {"score": "topk_sigmoid", "normalize": config.norm_topk_prob},
+    "deepseek_v2": _deepseek_v2,
+    "ernie": _ernie,
     "laguna": _laguna,
-    "lfm2_moe": lambda config: {
-        "score": "sigmoid",
-        "normalize": config.norm_topk_prob,
-        "scale": config.routed_scaling_factor,
-        "epsilon": 1e-6,
-    },
-    "llama4": lambda _: {"score": "topk_sigmoid", "normalize": False},
-    "longcat_flash": _longcat,
-    "minimax_m2": _sigmoid(),
-    "minimax_m3_vl": _sigmoid("routed_scaling_factor"),
-    "muse_spark": _muse,
-    "step3p5": _sigmoid("moe_router_scaling_factor"),
-}
-
-_NO_ROUTER = {
-    **dict.fromkeys(
-        ("gemma4", "diffusion_gemma"), "scales weights by expert, and normalises tokens"
-    ),
-    "doge": "chooses by product keys",
-    "inkling": "weighs shared experts among the others",
-    **dict.fromkeys(("nllb-moe", "switch_transformers"), "drops tokens in the router"),
-    "phimoe": "samples its experts (sparse mixer)",
-    "vitpose_backbone": "chooses by the data set",
-    "zaya": "routes by a network with a state",
-}
-_NO_LAYER = {
-    **dict.fromkeys(
-        _names(
-            """deepseek_v4 glm5_next gpt_oss hy_v4 inkling2 minimax_m3_vl
-            openai_privacy_filter step3p5"""
-        ),
-        "has a gate of its own in its experts",
-    ),
-    "axk1": "normalises its output",
-    "ernie4_5_vl_moe": "has experts by modality",
-    "jetmoe": "adds a bias to its output",
-    "longcat_flash": "has experts that return their tokens",
-    "muse_spark": "projects tokens before its experts",
-}
-_BIASED = frozenset(
-    {"afmoe", "axk2", "deepseek_v4", "ernie4_5_moe", "ernie4_5_vl_moe", "hy_v3", "inkling2"}
-    | {"kolibri1", "laguna", "longcat_flash", "minimax_m2", "minimax_m3_vl", "muse_spark"}
-    | {"step3p5"}
-    | {name for name, make in _ROUTERS.items() if make is _sigmoid_of_groups}
-)
-_INNER_OF_THE_MODEL = frozenset(
-    {"aria", "cohere2_moe", "flex_olmo", "granitemoe", "granitemoe_swa", "granitemoehybrid"}
-    | {"granitemoeshared", "hunyuan_v1_moe", "jamba", "llama4", "minimax", "minimax_m2", "mixtral"}
-    | {"olmoe"}
-)
-_GATED_SHARED = frozenset(
-    {"qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen4_exp", "qwen3_omni_moe_talker"}
-)
-
-
-def _times(number: str, width: str = "moe_intermediate_size") -> Callable[[Any], int]:
-    return lambda config: getattr(config, width) * (getattr(config, number) or 0)
-
-
-_SHARED: dict[str, Callable[[Any], int]] = {
-    **dict.fromkeys(
-        _names(
-            """axk2 bailing_hybrid deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32 dots1
-            glm4_moe glm4_moe_lite glm4v_moe glm_moe_dsa mistral4 mistral_large4
-            solar_open unlimited_ocr"""
-        ),
-        _times("n_shared_experts"),
-    ),
-    **dict.fromkeys(("afmoe", "exaone_moe", "hy_v3"), _times("num_shared_experts")),
-    **dict.fromkeys(
-        ("flint", "kolibri1", "laguna", *_GATED_SHARED),
-        lambda config: int(config.shared_expert_intermediate_size),
-    ),
-    **dict.fromkeys(
-        ("granitemoehybrid", "granitemoeshared"),
-        lambda config: int(config.shared_intermediate_size),
-    ),
-    **dict.fromkeys(("hunyuan_v1_moe", "llama4"), lambda config: int(config.intermediate_size)),
-    "aria": _times("moe_num_shared_experts", "intermediate_size"),
-    "dots3_note": _times("n_shared_experts", "shared_experts_intermediate_size"),
-    "cohere2_moe": _times("num_shared_experts", "intermediate_size"),
-    "ernie4_5_moe": _times("moe_num_shared_experts"),
-    "kimi_linear": _times("num_shared_experts"),
-    "nemotron_h": lambda config: int(config.moe_shared_expert_intermediate_size),
+    "muse": _muse,
+    "sigmoid_of_groups": _sigmoid_of_groups,
+    "softmax_of_groups": _softmax_of_groups,
 }
 _PLAIN = {
     "silu": "silu",
@@ -250,12 +124,21 @@ _PLAIN = {
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 
+@functools.cache
+def _families() -> dict[str, dict[str, Any]]:
+    """Return the row of each family in ``families.toml``."""
+    text = (files("fivefold.moe.routing") / "families.toml").read_text(encoding="utf-8")
+    rows = tomllib.loads(text)["family"]
+    return {name: row for row in rows for name in row["names"].split()}
+
+
 def router_options(config: Any) -> _Options:
     """Return the fields of a ``Router`` for a configuration of transformers."""
     config, family = _text_part(config)
-    if family in _NO_ROUTER:
-        raise _unfit(family, _NO_ROUTER[family])
-    if family not in _ROUTERS:
+    row = _families().get(family, {})
+    if "no_router" in row:
+        raise _unfit(family, row["no_router"])
+    if not row:
         raise UnsupportedError(
             f"the router of model_type {family!r} is not known here",
             hint="write it as a Router by hand, and compare it with the model's own block",
@@ -263,7 +146,24 @@ def router_options(config: Any) -> _Options:
     part = config.ffn_config if family == "dbrx" else config
     names = ("num_experts_per_tok", "moe_topk", "moe_top_k")
     with _fields_of(family):
-        return {"top_k": _number(part, *names), **_ROUTERS[family](config)}
+        return {"top_k": _number(part, *names), **_routing(row["router"], config)}
+
+
+def _routing(rule: str | _Options, config: Any) -> _Options:
+    if isinstance(rule, str):
+        return _RULES[rule](config)
+    return {
+        name: getattr(config, value[1:]) if isinstance(value, str) and value[0] == "@" else value
+        for name, value in rule.items()
+    }
+
+
+def _shared_width(family: str, config: Any) -> int:
+    """Return the inner width of the shared experts, in sum; 0 for none."""
+    fields = _families()[family].get("shared")
+    if fields is None:
+        return 0
+    return math.prod(int(getattr(config, name) or 0) for name in fields.split(" * "))
 
 
 def layer_options(config: Any) -> _Options:
@@ -276,17 +176,19 @@ def layer_options(config: Any) -> _Options:
 
 
 def _layer_options(config: Any, family: str) -> _Options:
+    row = _families()[family]
     part = config.ffn_config if family == "dbrx" else config
-    inner = "intermediate_size" if family in _INNER_OF_THE_MODEL else "moe_intermediate_size"
+    inner = "ffn_hidden_size" if family == "dbrx" else row.get("inner", "moe_intermediate_size")
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    biased = row.get("biased", False) or bool(getattr(config, "use_expert_bias", False))
     return {
         "hidden": _number(config, "hidden_size"),
-        "intermediate": _number(part, "ffn_hidden_size" if family == "dbrx" else inner),
+        "intermediate": _number(part, inner),
         "experts": _number(part, *names),
         "activation": _activation(part, family),
-        "shared_intermediate": _SHARED.get(family, lambda _: 0)(config),
-        "shared_gate": family in _GATED_SHARED,
-        "selection_bias": family in _BIASED or bool(getattr(config, "use_expert_bias", False)),
+        "shared_intermediate": _shared_width(family, config),
+        "shared_gate": row.get("shared_gate", False),
+        "selection_bias": biased,
         "weight_on_input": family == "llama4",
     }
 
@@ -305,11 +207,11 @@ def _fields_of(family: str) -> Iterator[None]:
 
 def _check_layer(config: Any, family: str) -> None:
     """Refuse what the block does and the layer does not."""
-    shared = _SHARED.get(family, lambda _: 0)(config)
+    shared, no_layer = _shared_width(family, config), _families()[family].get("no_layer", "")
     average = getattr(config, "shared_expert_combination_strategy", "sum") != "sum"
     biased = getattr(config, "mlp_bias", False) or getattr(config, "use_bias", False)
     problems = (
-        (_NO_LAYER.get(family, ""), family in _NO_LAYER),
+        (no_layer, no_layer),
         ("averages the shared expert's output with the others'", shared and average),
         ("projects tokens before its experts", getattr(config, "moe_latent_size", None)),
         ("adds noise to tokens in training", getattr(config, "router_jitter_noise", 0.0)),
@@ -342,7 +244,7 @@ def _text_part(config: Any) -> tuple[Any, str]:
     family = getattr(config, "model_type", None)
     if not isinstance(family, str):
         raise ConfigurationError(
-            f"a {type(config).__name__} is no configuration of transformers: it has no model_type",
+            f"a {type(config).__name__} is not a transformers configuration: it has no model_type",
             hint="pass model.config, or AutoConfig.from_pretrained(...)",
         )
     return config, family.removesuffix("_text")
@@ -362,6 +264,6 @@ def _number(config: Any, *names: str) -> int:
 
 def _unfit(family: str, problem: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{family} {problem}, which there is no option for",
+        f"{family} {problem}, which is not supported",
         hint="use the model's own block, with its experts by register_transformers_backend()",
     )

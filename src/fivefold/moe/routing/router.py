@@ -40,7 +40,7 @@ def check_capacity(capacity: int | None, policy: str) -> int | None:
 
 
 def capacity_for(num_tokens: int, num_experts: int, *, top_k: int, factor: float = 1.0) -> int:
-    """Tokens per expert at a capacity factor: ceil(T K / E * factor), at least 1 where T > 0.
+    """Return the tokens per expert at a capacity factor: ceil(T K / E * factor).
 
     Examples:
         >>> capacity_for(10, 4, top_k=2, factor=1.25)
@@ -116,7 +116,7 @@ _SMALL = 1e-20  # keeps a token whose scores all underflowed from dividing by ze
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether a tensor has values to look at now: not while compiling, not fake, not on meta."""
+    """Return whether a tensor has values now: it is not compiled, not fake, not on meta."""
     return type(x) in PLAIN_TYPES and x.device.type != "meta" and not torch.compiler.is_compiling()
 
 
@@ -235,7 +235,7 @@ class Routing:
 
     @property
     def load_E(self) -> torch.Tensor:  # noqa: N802 - shape suffix
-        """Tokens per expert, int64 [E]."""
+        """Return the tokens per expert, int64 [E]."""
         return counts_of(self.ids_TK, self.scores_TE.shape[1])
 
     def detached(self) -> Routing:
@@ -326,7 +326,7 @@ def _limited_to_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
 
 
 def load_balancing_loss(routing: Routing, *, load: torch.Tensor | None = None) -> torch.Tensor:
-    """The auxiliary loss E * sum_e f_e P_e; 1 where the load is even, E where one expert has all.
+    """Return E * sum_e f_e P_e: 1 where the load is even, E where one expert has all.
 
     f_e is the share of all assignments that go to expert e (a constant for the gradient), P_e the
     mean score of e, with the scores of a token normalised to one. Multiply it by K to compare with
@@ -352,7 +352,7 @@ def load_balancing_loss(routing: Routing, *, load: torch.Tensor | None = None) -
 
 
 def router_z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """Mean over the tokens of logsumexp(logits) squared: keeps router logits small.
+    """Return the mean over the tokens of logsumexp(logits) squared: keeps router logits small.
 
     Args:
         logits: Shape [T, E].
@@ -369,7 +369,7 @@ def router_z_loss(logits: torch.Tensor) -> torch.Tensor:
 def updated_selection_bias(
     bias: torch.Tensor, load: torch.Tensor, *, rate: float = 1e-3
 ) -> torch.Tensor:
-    """One step of balancing without an auxiliary loss: raise what is underused, lower the rest.
+    """Take a step of balancing without an auxiliary loss: raise the underused, lower the rest.
 
     bias + rate * sign(mean(load) - load), DeepSeek-V3, section 2.1.2.
 

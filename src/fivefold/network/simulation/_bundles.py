@@ -26,6 +26,8 @@ from fivefold.network.simulation._state import (
     Loads,
 )
 
+_LONG_ROW = 64  # links; a ring over thousands of ranks is not compared link by link
+
 
 class Incidence(NamedTuple):
     """Which rows load which links: a sparse matrix by rows."""
@@ -53,7 +55,9 @@ def form_bundles(
 ) -> Bundles:
     """Bundle flows."""
     merged = _merged(routes, len(capacities))
-    kept = _undominated(merged, np.asarray(capacities), _transposed(merged, len(capacities)))
+    by_link = _transposed(merged, len(capacities))
+    alike = _tightest_alike(np.asarray(capacities), _signatures(by_link))
+    kept = _undominated(merged, np.asarray(capacities), by_link, alike)
     reduced = _without(merged, kept)
     of_row, first_rows = _classes(reduced, keys, groups, np.empty(_table_size(len(keys)), np.int64))
     order = np.argsort(of_row, kind="stable")
@@ -156,12 +160,38 @@ def _transposed(routes: Incidence, num_links: int) -> Incidence:
 
 
 @njit
-def _undominated(routes: Incidence, capacities: Any, by_link: Incidence) -> Any:
-    """Return whether each link can be the first to fill up."""
+def _signatures(by_link: Incidence) -> Any:
+    """Return a number for each link that is the same for links with the same rows."""
+    found = np.zeros(by_link.offsets.size - 1, np.uint64)
+    for link in range(found.size):
+        mixed = np.uint64(0)
+        for at in range(by_link.offsets[link], by_link.offsets[link + 1]):
+            mixed ^= np.uint64(by_link.links[at] + 1)
+            mixed *= np.uint64(0xBF58476D1CE4E5B9)
+            mixed ^= mixed >> np.uint64(29)
+        found[link] = mixed
+    return found
+
+
+def _tightest_alike(capacities: Any, signatures: Any) -> Any:
+    """Return for each link the one with the same rows that has least capacity."""
+    order = np.lexsort((capacities, signatures))
+    begins = np.append(True, np.diff(signatures[order]) != 0)
+    alike = np.empty(len(order), np.int64)
+    alike[order] = order[np.flatnonzero(begins)][np.cumsum(begins) - 1]
+    return alike
+
+
+@njit
+def _undominated(routes: Incidence, capacities: Any, by_link: Incidence, alike: Any) -> Any:
+    """Return whether each link can be the first to fill up, as far as a short look tells."""
     kept = np.ones(capacities.size, np.bool_)
     for link in range(capacities.size):
         start, end = by_link.offsets[link], by_link.offsets[link + 1]
         if start == end:
+            continue
+        if _covers(routes, capacities, by_link, (link, alike[link])):
+            kept[link] = False
             continue
         shortest = by_link.links[start]
         for at in range(start, min(end, start + 8)):
@@ -169,7 +199,10 @@ def _undominated(routes: Incidence, capacities: Any, by_link: Incidence) -> Any:
             length = routes.offsets[row + 1] - routes.offsets[row]
             if length < routes.offsets[shortest + 1] - routes.offsets[shortest]:
                 shortest = row
-        for at in range(routes.offsets[shortest], routes.offsets[shortest + 1]):
+        first, after = routes.offsets[shortest], routes.offsets[shortest + 1]
+        if after - first > _LONG_ROW:
+            continue
+        for at in range(first, after):
             other = routes.links[at]
             if _covers(routes, capacities, by_link, (link, other)):
                 kept[link] = False

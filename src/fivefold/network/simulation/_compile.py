@@ -11,7 +11,14 @@ import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.simulation._bundles import Incidence
-from fivefold.network.simulation._tasks import AggregationRequest, Compute, Flow, FlowTable, Task
+from fivefold.network.simulation._tasks import (
+    AggregationRequest,
+    Compute,
+    CoupledFlows,
+    Flow,
+    FlowTable,
+    Task,
+)
 
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
@@ -137,9 +144,10 @@ def compile_tasks(
     """Check tasks against a topology and turn them into arrays."""
     listed = list(tasks)
     for task in listed:
-        if not isinstance(task, Flow | Compute | AggregationRequest):
+        if not isinstance(task, Task):
             raise ConfigurationError(
-                f"a task must be a Flow, a Compute or an AggregationRequest; got {task!r}"
+                "a task must be a Flow, CoupledFlows, a Compute or an AggregationRequest; got "
+                f"{task!r}"
             )
     requests = [task for task in listed if isinstance(task, AggregationRequest)]
     stand_ins = [
@@ -158,6 +166,8 @@ def compile_tasks(
 def _id_of(task: Task) -> Hashable:
     if isinstance(task, Flow):
         return task.flow_id
+    if isinstance(task, CoupledFlows):
+        return task.flows_id
     return task.task_id if isinstance(task, Compute) else task.request_id
 
 
@@ -234,6 +244,8 @@ def _size_of(task: Any) -> float:
 def _latency_of(task: Any, trees: Mapping[Hashable, Tree]) -> float:
     if isinstance(task, AggregationRequest):
         return trees[task.request_id].latency_s
+    if isinstance(task, CoupledFlows):
+        return float(task.latency_s)
     return 0.0 if isinstance(task, Compute) else float("nan")
 
 
@@ -251,6 +263,17 @@ def _route_of(
         return trees[task.request_id].route
     if isinstance(task, Compute):
         return ()
+    if isinstance(task, CoupledFlows):
+        for link in task.links:
+            if not 0 <= link < topology.num_links:
+                raise _unknown_link(topology, task.flows_id, link)
+        return task.links
+    return _checked_route(topology, task, checked)
+
+
+def _checked_route(
+    topology: Topology, task: Flow, checked: dict[Any, Sequence[int]]
+) -> Sequence[int]:
     route = tuple(task.route)
     key = task.source, task.target, route
     if key in checked and bool not in map(type, route):  # True is a key like 1
@@ -258,11 +281,7 @@ def _route_of(
     here, target = topology.index(task.source), topology.index(task.target)
     for link in route:
         if isinstance(link, bool) or not 0 <= link < topology.num_links:
-            raise ConfigurationError(
-                f"flow {task.flow_id!r} uses link {link!r}, but {topology.name!r} has "
-                f"{topology.num_links} links",
-                hint=f"links are numbered from 0 to {topology.num_links - 1}",
-            )
+            raise _unknown_link(topology, task.flow_id, link)
         if topology.link_sources[link] != here:
             raise ConfigurationError(
                 f"the route of flow {task.flow_id!r} is at {topology.nodes[here].name!r}, but its "
@@ -278,6 +297,13 @@ def _route_of(
         )
     checked[key] = route
     return route
+
+
+def _unknown_link(topology: Topology, flow: Hashable, link: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"flow {flow!r} uses link {link!r}, but {topology.name!r} has {topology.num_links} links",
+        hint=f"links are numbered from 0 to {topology.num_links - 1}",
+    )
 
 
 def _requests(

@@ -115,6 +115,42 @@ class Flow(_Released):
 
 
 @dataclass(frozen=True)
+class CoupledFlows(_Released):
+    """Flows that begin together, have one rate and end together, as one task: edges of a ring.
+
+    Args:
+        flows_id: Unique among all tasks.
+        size_bytes: Bytes of each flow.
+        links: Links of all flows; one that several of them use is listed as often.
+        latency_s: From the last byte sent to the last received.
+        release_s: Earliest start.
+        depends_on: Ids of tasks that must end first.
+        priority: Lower numbers come first, strictly.
+        job: Whose flows they are.
+        group: Tasks that share one rate as well name the same group. None is a rate of its own.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+
+    Examples:
+        >>> CoupledFlows("ring", size_bytes=1e6, links=(0, 1, 1)).latency_s
+        0.0
+    """
+
+    flows_id: Hashable
+    size_bytes: float
+    links: Sequence[int]
+    latency_s: float = 0.0
+    group: Hashable | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        name = f"flows {self.flows_id!r}"
+        self._check_release(name)
+        _check_number(f"{name}: size_bytes", self.size_bytes, low=0.0)
+        _check_number(f"{name}: latency_s", self.latency_s, low=0.0)
+
+
+@dataclass(frozen=True)
 class Compute(_Released):
     """Work that takes a time and no link.
 
@@ -246,7 +282,7 @@ class AggregationRequest(_Released):
         return tuple(sorted(adding))
 
 
-Task = Flow | Compute | AggregationRequest
+Task = Flow | CoupledFlows | Compute | AggregationRequest
 
 
 def _check_number(name: str, value: Any, *, low: float) -> None:

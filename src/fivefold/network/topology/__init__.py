@@ -13,7 +13,6 @@ from fivefold.network.topology._direct import (
     torus,
 )
 from fivefold.network.topology._draw import draw_topology
-from fivefold.network.topology._elements import Aggregation, Link, Node, SwitchAbility
 from fivefold.network.topology._fabrics import (
     Port,
     clos,
@@ -23,6 +22,7 @@ from fivefold.network.topology._fabrics import (
     rail_only,
     rail_optimized,
 )
+from fivefold.network.topology._graph import Aggregation, Link, Node, SwitchAbility
 from fivefold.network.topology._machines import load_lingjun, named_topology
 from fivefold.network.topology._taccl import TacclProfile
 from fivefold.network.topology._topology import Topology

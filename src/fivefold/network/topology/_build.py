@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fivefold.errors import ConfigurationError, require_one_of, require_whole
-from fivefold.network.topology._elements import COMPUTE_KINDS, Link, Node, NodeKind, SwitchAbility
+from fivefold.network.topology._graph import COMPUTE_KINDS, Link, Node, NodeKind, SwitchAbility
 from fivefold.network.topology._topology import Topology
 from fivefold.units import parse_bytes_per_s, parse_duration_s
 

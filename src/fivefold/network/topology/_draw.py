@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +17,19 @@ from fivefold.network.topology._graph import FloatArray
 from fivefold.network.topology._topology import Topology
 from fivefold.units import format_bytes, format_bytes_per_s
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 _GRID_NAME = re.compile(r"(?:mesh|torus):(\d+(?:x\d+)+)\b")
 _DETAILED_NODES = 150  # beyond, a host is one mark
-_ROW_OF_UNITS = 40  # beyond, the hosts of a rack stand in several rows
+_ROW_OF_HOSTS = 40  # beyond, the hosts of a rack stand in several rows
 _TIERS = {"nic": 0, "pcie": 0, "nvswitch": 0, "switch": 1, "tor": 1, "agg": 2, "core": 3}
 _DEPTH = (0.42, 0.31)  # how far back a third dimension goes, right and up
+_RANKS = "ranks"
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """The outline of a host."""
 
     label: str
@@ -38,46 +41,29 @@ class Box:
 
 @dataclass
 class Layout:
-    """A place for each node."""
+    """A place for each node, and the node in whose place it is drawn."""
 
     places: FloatArray
-    marks: list[int]
+    marks: npt.NDArray[np.int64]
     boxes: list[Box] = field(default_factory=list)
     grid: bool = False
 
 
 def lay_out(topology: Topology) -> Layout:
     """Choose the layout that suits a topology."""
-    if bool(topology.is_rank.all()) and len(topology.hosts) < 2:
-        return _regular(topology)
+    layout = Layout(np.zeros((topology.num_nodes, 2)), np.arange(topology.num_nodes))
     fabric = [n for n, node in enumerate(topology.nodes) if not node.is_rank and node.host is None]
-    if _among_themselves(topology, fabric):
-        return _circle_of_routers(topology, fabric)
-    return _tiers(topology, fabric)
-
-
-def _regular(topology: Topology) -> Layout:
-    marks = list(range(topology.num_nodes))
-    named = _GRID_NAME.match(topology.name)
-    shape = tuple(map(int, named[1].split("x"))) if named else ()
-    if math.prod(shape) == topology.num_nodes and len(shape) in (2, 3):
-        places = np.array([_grid_place(place) for place in itertools.product(*map(range, shape))])
-        return Layout(places, marks, grid=True)
-    if topology.num_nodes == 8 and topology.name.startswith("hypercube"):
-        return Layout(
-            np.array([_grid_place(place) for place in itertools.product((0, 1), repeat=3)]), marks
-        )
-    if topology.name.startswith("star") and topology.num_nodes > 2:
-        return Layout(np.vstack([[[0.0, 0.0]], _circle(topology.num_nodes - 1)]), marks)
-    return Layout(_circle(topology.num_nodes), marks)
-
-
-def _grid_place(place: Sequence[int]) -> tuple[float, float]:
-    if len(place) == 2:
-        return float(place[1]), -float(place[0])
-    back, row, column = place
-    size = 1.0
-    return column * size + back * _DEPTH[0], -row * size + back * _DEPTH[1]
+    tier = np.full(topology.num_nodes, -1)
+    tier[fabric] = [_TIERS.get(topology.nodes[node].kind, 0) for node in fabric]
+    first, second = tier[topology.link_sources], tier[topology.link_targets]
+    if bool(topology.is_rank.all()) and len(topology.hosts) < 2:
+        _place_regular(topology, layout)
+    elif bool(((first >= 0) & (first == second)).any()):  # joined to each other: a dragonfly
+        _place_around(topology, fabric, layout)
+    else:
+        corner = _place_hosts(topology, set(fabric), layout)
+        _place_fabric(topology, tier, layout, corner)
+    return layout
 
 
 def _circle(number: int, *, radius: float | None = None) -> FloatArray:
@@ -86,181 +72,131 @@ def _circle(number: int, *, radius: float | None = None) -> FloatArray:
     return np.column_stack([around * np.cos(angles), around * np.sin(angles)])
 
 
-def _among_themselves(topology: Topology, fabric: Sequence[int]) -> bool:
-    """Return whether switches of one tier are joined to each other, as in a dragonfly."""
-    tier = np.full(topology.num_nodes, -1)
-    tier[list(fabric)] = [_TIERS.get(topology.nodes[node].kind, 0) for node in fabric]
-    first, second = tier[topology.link_sources], tier[topology.link_targets]
-    return bool(((first >= 0) & (first == second)).any())
+def _place_regular(topology: Topology, layout: Layout) -> None:
+    """Place ranks without switches on a grid, around the first one, or in a circle."""
+    named, count = _GRID_NAME.match(topology.name), topology.num_nodes
+    shape = tuple(map(int, named[1].split("x"))) if named else ()
+    if topology.name.startswith("hypercube"):
+        shape = (2, 2, 2)
+    if len(shape) in (2, 3) and math.prod(shape) == count:
+        back, row, column = np.indices((1, *shape)[-3:]).reshape(3, -1)
+        layout.places[:] = np.column_stack([column, -row]) + back[:, None] * _DEPTH
+        layout.grid = True
+    elif topology.name.startswith("star") and count > 2:
+        layout.places[1:] = _circle(count - 1)
+    else:
+        layout.places[:] = _circle(count)
 
 
-def _circle_of_routers(topology: Topology, fabric: Sequence[int]) -> Layout:
-    places = np.zeros((topology.num_nodes, 2))
-    inner = _circle(len(fabric), radius=max(2.0, len(fabric) / 6))
-    places[list(fabric)] = inner
-    around = dict(zip(fabric, inner, strict=True))
-    children: dict[int, list[int]] = {}
-    for node in set(range(topology.num_nodes)) - set(fabric):
-        out = [int(t) for t in topology.link_targets[topology.out_links(node)]]
-        children.setdefault(next((t for t in out if t in around), fabric[0]), []).append(node)
-    for router, nodes in children.items():
-        angle = math.atan2(around[router][1], around[router][0])
-        width = 2 * math.pi / max(len(fabric), 1) * 0.8
-        radius = float(np.hypot(*around[router])) * 1.25 + 0.3
-        for index, node in enumerate(sorted(nodes)):
-            turn = angle - width * ((index + 0.5) / len(nodes) - 0.5)
-            places[node] = radius * math.cos(turn), radius * math.sin(turn)
-    return Layout(places, list(range(topology.num_nodes)))
+def _place_around(topology: Topology, fabric: Sequence[int], layout: Layout) -> None:
+    """Place routers in a circle, and what hangs on each in an arc outside of it."""
+    radius = max(2.0, len(fabric) / 6)
+    layout.places[list(fabric)] = _circle(len(fabric), radius=radius)
+    number = {node: place for place, node in enumerate(fabric)}
+    hanging: list[list[int]] = [[] for _ in fabric]
+    for node in sorted(set(range(topology.num_nodes)) - set(fabric)):
+        out = topology.link_targets[topology.out_links(node)].tolist()
+        hanging[next((number[target] for target in out if target in number), 0)].append(node)
+    for place, nodes in enumerate(hanging):
+        aside = 0.8 * ((np.arange(len(nodes)) + 0.5) / max(len(nodes), 1) - 0.5)
+        angles = math.pi / 2 - 2 * math.pi / len(fabric) * (place + aside)
+        arc = np.column_stack([np.cos(angles), np.sin(angles)])
+        layout.places[nodes] = (1.25 * radius + 0.3) * arc
 
 
-@dataclass
-class _Unit:
-    """A host, or a rank that belongs to none: what stands at the bottom."""
-
-    label: str
-    nodes: list[int]
-    above: frozenset[int]
-
-
-def _units(topology: Topology, fabric: Sequence[int]) -> list[_Unit]:
-    inside: dict[str, list[int]] = {}
-    above = set(fabric)
+def _place_hosts(topology: Topology, fabric: set[int], layout: Layout) -> tuple[float, float]:
+    """Place the hosts of each rack side by side; return where the last ends, and the height."""
+    hosts: dict[str, list[int]] = {}
     for index, node in enumerate(topology.nodes):
-        if index not in above:
-            inside.setdefault(node.host or f"\0{index}", []).append(index)
-    units = []
-    for host, nodes in inside.items():
+        if index not in fabric:
+            hosts.setdefault(node.host or f"\0{index}", []).append(index)
+    racks: dict[frozenset[int], list[str]] = {}
+    for host, nodes in hosts.items():
         targets = np.concatenate([topology.link_targets[topology.out_links(n)] for n in nodes])
-        switches = frozenset(int(t) for t in targets if int(t) in above)
-        units.append(_Unit(host if host[0] != "\0" else "", nodes, switches))
-    return units
-
-
-def _tiers(topology: Topology, fabric: Sequence[int]) -> Layout:
-    units = _units(topology, fabric)
-    layout = Layout(np.zeros((topology.num_nodes, 2)), list(range(topology.num_nodes)))
-    detailed = topology.num_nodes <= _DETAILED_NODES
-    racks: dict[frozenset[int], list[_Unit]] = {}
-    for unit in units:
-        racks.setdefault(unit.above, []).append(unit)
+        racks.setdefault(frozenset(fabric & set(targets.tolist())), []).append(host)
     right = top = 0.0
     for rack in racks.values():
-        if detailed:
-            for unit in rack:
-                width, height = _place_inside(topology, unit, layout, right)
+        if topology.num_nodes <= _DETAILED_NODES:
+            for host in rack:
+                width, height = _place_inside(topology, host, hosts[host], layout, right)
                 right, top = right + width + 0.5, max(top, height)
-        else:
-            right = _place_block(rack, layout, right, many=len(units) > _ROW_OF_UNITS) + 1.0
-    _place_fabric(topology, fabric, layout, (right, top))
-    return layout
-
-
-def _place_block(rack: Sequence[_Unit], layout: Layout, left: float, *, many: bool) -> float:
-    """Place hosts of one rack as marks, several rows deep where many; return the right end."""
-    columns = math.ceil(math.sqrt(len(rack))) if many else len(rack)
-    for index, unit in enumerate(rack):
-        row, column = divmod(index, columns)
-        layout.places[unit.nodes] = left + column, -float(row)
-        for node in unit.nodes:
-            layout.marks[node] = unit.nodes[0]
-    return left + columns
+            continue
+        columns = math.ceil(math.sqrt(len(rack))) if len(hosts) > _ROW_OF_HOSTS else len(rack)
+        for index, host in enumerate(rack):
+            layout.places[hosts[host]] = right + index % columns, -float(index // columns)
+            layout.marks[hosts[host]] = hosts[host][0]
+        right += columns + 1.0
+    return right, top
 
 
 def _place_inside(
-    topology: Topology, unit: _Unit, layout: Layout, left: float
+    topology: Topology, host: str, nodes: Sequence[int], layout: Layout, left: float
 ) -> tuple[float, float]:
-    """Place all devices of a host; return the width and height that it takes."""
-    ranks = [n for n in unit.nodes if topology.nodes[n].is_rank]
-    others: dict[str, list[int]] = {}
-    for node in unit.nodes:
-        if not topology.nodes[node].is_rank:
-            others.setdefault(topology.nodes[node].kind, []).append(node)
-    inside = set(ranks)
-    wired = any(
-        int(t) in inside for n in ranks for t in topology.link_targets[topology.out_links(n)]
-    )
-    if wired and len(ranks) > 2:
-        places = _circle(len(ranks), radius=max(1.0, len(ranks) / 6))
-        places -= places.min(axis=0)
-    else:
-        places = np.column_stack([np.arange(len(ranks), dtype=float), np.zeros(len(ranks))])
-    low = 0.0
-    if "nvswitch" in others:
-        low = 1.2
-        _spread(others["nvswitch"], layout, left, (float(places[:, 0].max(initial=0.0)), 0.0))
-    layout.places[ranks] = places + np.array([left, low])
-    width = float(places[:, 0].max(initial=0.0))
-    height = low + float(places[:, 1].max(initial=0.0))
-    for kind in ("pcie", "switch", "nic"):
-        if kind in others:
-            height += 0.9
-            _spread(others[kind], layout, left, (width, height))
-    if len(unit.nodes) > 1:
-        layout.boxes.append(Box(unit.label, left - 0.4, -0.4, width + 0.8, height + 0.8))
-    return width + 0.8, height
-
-
-def _spread(nodes: Sequence[int], layout: Layout, left: float, size: tuple[float, float]) -> None:
-    width, height = size
-    for index, node in enumerate(nodes):
-        layout.places[node] = left + width * (index + 0.5) / len(nodes), height
+    """Place the devices of a host, row by row; return the width and height that it takes."""
+    rows: dict[str, list[int]] = {}
+    for node in nodes:
+        entry = topology.nodes[node]
+        rows.setdefault(_RANKS if entry.is_rank else entry.kind, []).append(node)
+    ranks = rows.get(_RANKS, [])
+    out = [topology.link_targets[topology.out_links(rank)] for rank in ranks]
+    shape = np.column_stack([np.arange(len(ranks), dtype=float), np.zeros(len(ranks))])
+    if len(ranks) > 2 and np.isin(np.concatenate(out), ranks).any():  # wired to each other
+        shape = _circle(len(ranks), radius=max(1.0, len(ranks) / 6))
+        shape -= shape.min(axis=0)
+    width, tall = shape.max(axis=0, initial=0.0).tolist()
+    height = top = 0.0
+    for kind in ("nvswitch", _RANKS, "pcie", "switch", "nic"):
+        if kind in rows:
+            number = len(rows[kind])
+            even = np.column_stack([width * (np.arange(number) + 0.5) / number, np.zeros(number)])
+            layout.places[rows[kind]] = (left, height) + (shape if kind == _RANKS else even)
+            top = height + (tall if kind == _RANKS else 0.0)
+            height = top + (1.2 if kind == "nvswitch" else 0.9)
+    if len(nodes) > 1:
+        layout.boxes.append(Box(host, left - 0.4, -0.4, width + 0.8, top + 0.8))
+    return width + 0.8, top
 
 
 def _place_fabric(
-    topology: Topology, fabric: Sequence[int], layout: Layout, corner: tuple[float, float]
+    topology: Topology, tier: npt.NDArray[np.int64], layout: Layout, corner: tuple[float, float]
 ) -> None:
     """Place each tier above the one below, every switch over the middle of what hangs on it."""
-    right, height = corner
-    width = max(right - 1.0, 1.0)
-    tiers: dict[int, list[int]] = {}
-    for node in fabric:
-        tiers.setdefault(_TIERS.get(topology.nodes[node].kind, 0), []).append(node)
-    placed = np.ones(topology.num_nodes, np.bool_)
-    placed[list(fabric)] = False
-    step = max(1.6, width / 7)
-    for level in sorted(tiers):
-        height += step
-        middles = []
-        for node in tiers[level]:
+    width, height = max(corner[0] - 1.0, 1.0), corner[1]
+    placed = tier < 0
+    for level in np.unique(tier[~placed]).tolist():
+        height += max(1.6, width / 7)
+        nodes = np.flatnonzero(tier == level)
+        middles = np.full(len(nodes), width / 2)
+        for place, node in enumerate(nodes.tolist()):
             below = topology.link_targets[topology.out_links(node)]
-            below = below[placed[below]]
-            middles.append(float(layout.places[below, 0].mean()) if len(below) else width / 2)
+            if placed[below].any():
+                middles[place] = layout.places[below[placed[below]], 0].mean()
         order = np.argsort(middles, kind="stable")
-        for place, position in enumerate(order.tolist()):
-            even = width * (place + 0.5) / len(order)
-            # Over what hangs on it where that leaves room, evenly where it does not.
-            own = middles[position] if _spaced(middles, width) else even
-            layout.places[tiers[level][position]] = own, height
-        placed[tiers[level]] = True
+        # Over what hangs on them where that leaves room, evenly where it does not.
+        apart = np.diff(middles[order]).min(initial=np.inf) > 0.35 * width / len(nodes)
+        even = width * (np.arange(len(nodes)) + 0.5) / len(nodes)
+        layout.places[nodes[order], 0] = middles[order] if apart else even
+        layout.places[nodes, 1] = height
+        placed[nodes] = True
 
 
-def _spaced(middles: Sequence[float], width: float) -> bool:
-    gaps = np.diff(np.sort(middles))
-    return bool(len(gaps) == 0 or gaps.min() > 0.35 * width / len(middles))
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_KINDS = {  # marker, colour
-    "gpu": ("s", "#2a78d6"),
-    "cpu": ("s", "#4b5b76"),
-    "nvswitch": ("D", "#1baf7a"),
-    "pcie": ("v", "#8a8a85"),
-    "nic": ("^", "#b07a12"),
-    "tor": ("o", "#d1603d"),
-    "agg": ("o", "#a23e83"),
-    "core": ("o", "#5a4fcf"),
-    "switch": ("o", "#d1603d"),
+_KINDS = {  # marker, colour, name
+    "gpu": ("s", "#2a78d6", "GPU"),
+    "cpu": ("s", "#4b5b76", "CPU"),
+    "nvswitch": ("D", "#1baf7a", "nvswitch"),
+    "pcie": ("v", "#8a8a85", "pcie"),
+    "nic": ("^", "#b07a12", "NIC"),
+    "tor": ("o", "#d1603d", "rack switch"),
+    "agg": ("o", "#a23e83", "aggregation switch"),
+    "core": ("o", "#5a4fcf", "core switch"),
+    "switch": ("o", "#d1603d", "switch"),
 }
-_NAMES = {"tor": "rack switch", "agg": "aggregation switch", "core": "core switch", "nic": "NIC"}
-_LINK = "#9aa0a6"
-_WRAP = "#c3c7cb"
+_LINK, _WRAP = "#9aa0a6", "#c3c7cb"
 _LABELLED = 80  # marks; beyond, names would lie on one another
-_ASIDE = 0.07  # how far a direction's line keeps to the right
+_ASIDE = 0.05  # how far a direction's line keeps to the right
+_STUB = 0.35  # of a link that goes round the back of a grid
 _WHOLE = 1.0 + 1e-9  # loads up to here are shares
-_MAX_ARROWS = 300
+_MOST_ARROWS = 300
 _UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
@@ -270,20 +206,18 @@ def draw_topology(
     *,
     link_loads: npt.ArrayLike | None = None,
     title: str | None = None,
-    size_inches: tuple[float, float] | None = None,
 ) -> Figure:
     """Draw a topology, with what its links carry if that is given.
 
     Many hosts are drawn as one mark each, links that then lie on one another as one line. The width
     of a line follows its capacity. With loads every direction has its own line, to the right of the
-    straight one as seen by the traffic; a single direction without loads has an arrow.
+    middle as seen by the traffic; a single direction without loads has an arrow.
 
     Args:
         topology: What to draw.
         path: Where to save it (``.png``, ``.svg`` or ``.pdf``); None to save nothing.
         link_loads: Per link, bytes or (where none is above 1) the share of its capacity in use.
         title: Heading; None for name and counts.
-        size_inches: Width and height; None chooses.
 
     Returns:
         The figure.
@@ -298,14 +232,16 @@ def draw_topology(
         2
     """
     figure_class = optional_module("matplotlib.figure", extra="network", use="a picture").Figure
-    loads = _checked_loads(topology, link_loads)
+    loads = None if link_loads is None else _checked_loads(topology, link_loads)
     layout = lay_out(topology)
-    size = size_inches or _size(layout)
+    spans = np.ptp(layout.places, axis=0) + 1.5
+    scale = min(14 / spans[0], 10 / spans[1], 1.2)
+    size = (max(6.0, spans[0] * scale), max(4.0, spans[1] * scale + 1.4))
     figure: Figure = figure_class(figsize=size, layout="constrained", dpi=120)
     axes = figure.add_subplot()
     _draw_boxes(axes, layout)
     _draw_links(figure, axes, topology, layout, loads)
-    _draw_nodes(figure, axes, topology, layout)
+    _draw_nodes(axes, topology, layout, columns=max(1, int(size[0] / 1.8)))
     axes.set_title(title or _heading(topology), fontsize=9.5, loc="left", pad=14)
     axes.set_aspect("equal")
     axes.axis("off")
@@ -314,9 +250,7 @@ def draw_topology(
     return figure
 
 
-def _checked_loads(topology: Topology, link_loads: npt.ArrayLike | None) -> FloatArray | None:
-    if link_loads is None:
-        return None
+def _checked_loads(topology: Topology, link_loads: npt.ArrayLike) -> FloatArray:
     loads = np.asarray(link_loads, np.float64)
     if loads.shape != (topology.num_links,) or not np.isfinite(loads).all() or (loads < 0).any():
         raise ConfigurationError(
@@ -325,12 +259,6 @@ def _checked_loads(topology: Topology, link_loads: npt.ArrayLike | None) -> Floa
             hint="give bytes or the share of the capacity for every link of the topology",
         )
     return loads
-
-
-def _size(layout: Layout) -> tuple[float, float]:
-    spans = np.ptp(layout.places, axis=0) + 1.5
-    scale = min(14 / spans[0], 10 / spans[1], 1.2)
-    return max(6.0, spans[0] * scale), max(4.0, spans[1] * scale + 1.4)
 
 
 def _heading(topology: Topology) -> str:
@@ -345,87 +273,56 @@ def _heading(topology: Topology) -> str:
 
 
 def _draw_boxes(axes: Axes, layout: Layout) -> None:
-    from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415 - as above
+    from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415 - heavy and optional
 
+    style = {"boxstyle": "round,pad=0.02,rounding_size=0.15", "fc": "#f4f5f7", "ec": "#d5d8dc"}
     for box in layout.boxes:
-        style = "round,pad=0.02,rounding_size=0.15"
-        axes.add_patch(
-            FancyBboxPatch(
-                (box.x, box.y),
-                box.width,
-                box.height,
-                boxstyle=style,
-                facecolor="#f4f5f7",
-                edgecolor="#d5d8dc",
-                linewidth=1.0,
-                zorder=0,
-            )
-        )
+        outline = FancyBboxPatch((box.x, box.y), box.width, box.height, zorder=0, **style)  # type: ignore[arg-type]
+        axes.add_patch(outline)
         axes.text(box.x + 0.05, box.y - 0.12, box.label, fontsize=8, va="top", color="#4b5b76")
 
 
 def _draw_links(
     figure: Figure, axes: Axes, topology: Topology, layout: Layout, loads: FloatArray | None
 ) -> None:
+    from matplotlib.collections import LineCollection  # noqa: PLC0415 - heavy and optional
+
     ends, capacities, carried = _merged(topology, layout, loads)
     if not len(ends):
         return
-    starts, stops = layout.places[ends[:, 0]], layout.places[ends[:, 1]]
+    lines, link, wraps = _lines(layout, ends, aside=0.0 if carried is None else _ASIDE)
     widths = 0.5 + 3.0 * np.sqrt(capacities / capacities.max()) / (1 + len(ends) / 400)
-    wraps = _is_wrap(starts, stops) if layout.grid else np.zeros(len(ends), np.bool_)
     if carried is None:
+        alone = ~np.isin(ends @ [1, topology.num_nodes], ends @ [topology.num_nodes, 1])
+        once = (alone | (ends[:, 0] < ends[:, 1]))[link]  # one line for both directions
+        lines, link = lines[once], link[once]
+        colours = np.where(wraps, _WRAP, _LINK)[link].tolist()
         # Thousands of lines lie on one another, but in a grid: let each shine through.
         alpha = 1.0 if layout.grid else float(np.clip(1800 / len(ends), 0.25, 1.0))
-        _draw_plain(axes, ends, (starts, stops, wraps), widths, alpha=alpha)
+        drawn = LineCollection(list(lines), color=colours, alpha=alpha)
+        for start, stop in layout.places[ends[alone & ~wraps][:_MOST_ARROWS]]:
+            style = {"arrowstyle": "-|>", "color": _LINK, "lw": 0}
+            tip, tail = start + 0.55 * (stop - start), start + 0.53 * (stop - start)
+            axes.annotate("", tip, tail, arrowprops=style, zorder=1)
     else:
+        order = np.argsort(carried[link], kind="stable")  # the busiest on top
+        lines, link = lines[order], link[order]
         top = 1.0 if carried.max(initial=0.0) <= _WHOLE else float(carried.max())
-        lines = [*_curves(starts[~wraps], stops[~wraps]), *_stubs(starts[wraps], stops[wraps])]
-        values = np.concatenate([carried[~wraps], carried[wraps], carried[wraps]])
-        wide = np.concatenate([widths[~wraps], widths[wraps], widths[wraps]])
-        order = np.argsort(values, kind="stable").tolist()  # the busiest on top
-        collection = _lines(axes, [lines[index] for index in order], np.maximum(wide[order], 1.2))
-        collection.set_cmap("YlOrRd")
-        collection.set_array(values[order])
-        collection.set_clim(-0.12 * top, top)  # an idle link stays visible
-        _colour_bar(figure, axes, collection, top)
+        drawn = LineCollection(list(lines), cmap="YlOrRd", array=carried[link])
+        drawn.set_clim(-0.12 * top, top)  # an idle link stays visible
+        _draw_scale(figure, axes, drawn, top)
+    widths = np.where(wraps, 1.0, widths) if carried is None else np.maximum(widths, 1.2)
+    drawn.set(linewidths=widths[link].tolist(), zorder=1)
+    axes.add_collection(drawn)
     axes.autoscale_view()
-
-
-def _draw_plain(
-    axes: Axes,
-    ends: npt.NDArray[np.int64],
-    geometry: tuple[FloatArray, FloatArray, npt.NDArray[np.bool_]],
-    widths: FloatArray,
-    *,
-    alpha: float,
-) -> None:
-    """Draw one line for both directions of a link, an arrow where there is only one."""
-    starts, stops, wraps = geometry
-    both = {tuple(pair) for pair in ends.tolist()}
-    alone = np.array([(second, first) not in both for first, second in ends.tolist()])
-    once = ~wraps & (alone | (ends[:, 0] < ends[:, 1]))
-    stubs = _stubs(starts[wraps], stops[wraps], aside=0.0)
-    _lines(axes, stubs, np.ones(len(stubs)), color=_WRAP)
-    straight = np.stack([starts[once], stops[once]], axis=1)
-    _lines(axes, straight, widths[once], color=_LINK, alpha=alpha)
-    if alone.sum() <= _MAX_ARROWS:
-        _arrows(axes, starts[alone & ~wraps], stops[alone & ~wraps])
-
-
-def _lines(axes: Axes, lines: Any, widths: FloatArray, **style: Any) -> Any:
-    from matplotlib.collections import LineCollection  # noqa: PLC0415 - as above
-
-    collection = LineCollection(lines, linewidths=widths.tolist(), zorder=1, **style)
-    axes.add_collection(collection)
-    return collection
 
 
 def _merged(
     topology: Topology, layout: Layout, loads: FloatArray | None
 ) -> tuple[npt.NDArray[np.int64], FloatArray, FloatArray | None]:
     """Merge links between the same two marks: capacities added, bytes added, shares at most."""
-    marks = np.array(layout.marks, np.int64)
-    pairs = np.column_stack([marks[topology.link_sources], marks[topology.link_targets]])
+    ends = np.stack([topology.link_sources, topology.link_targets], axis=1)
+    pairs = layout.marks[ends]
     outside = pairs[:, 0] != pairs[:, 1]
     found, where = np.unique(pairs[outside], axis=0, return_inverse=True)
     where = where.reshape(-1)
@@ -438,47 +335,30 @@ def _merged(
     return found.astype(np.int64), capacities.astype(np.float64), carried
 
 
-def _is_wrap(starts: FloatArray, stops: FloatArray) -> npt.NDArray[np.bool_]:
+def _lines(
+    layout: Layout, ends: npt.NDArray[np.int64], *, aside: float
+) -> tuple[FloatArray, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Return lines, the link of each, and which links go round the back of a grid.
+
+    Of those one short line leaves the grid and another comes back to it on the other side.
+    """
+    starts, stops = layout.places[ends[:, 0]], layout.places[ends[:, 1]]
     lengths = np.hypot(*(stops - starts).T)
-    return np.asarray(lengths > 1.05 * np.maximum(1.0, lengths.min(initial=1.0)))
+    ahead = (stops - starts) / np.maximum(lengths, 1e-9)[:, None]
+    wraps = layout.grid & (lengths > 1.05 * max(1.0, lengths.min()))
+    ahead[wraps] *= -1
+    right = aside * np.column_stack([ahead[:, 1], -ahead[:, 0]])
+    starts, stops = starts + right, stops + right
+    out = np.where(wraps[:, None], starts + _STUB * ahead, stops)
+    whole = np.stack([starts, out], axis=1)
+    back = np.stack([stops - _STUB * ahead, stops], axis=1)[wraps]
+    link = np.concatenate([np.arange(len(ends)), np.flatnonzero(wraps)])
+    return np.concatenate([whole, back]), link, np.asarray(wraps)
 
 
-def _stubs(starts: FloatArray, stops: FloatArray, *, aside: float = _ASIDE) -> FloatArray:
-    """Return wrap-around links as short lines: all that leave the grid, then all that come back."""
-    steps = stops - starts
-    steps = 0.35 * steps / np.maximum(np.hypot(*steps.T), 1e-9)[:, None]
-    shift = aside / 0.35 * np.column_stack([-steps[:, 1], steps[:, 0]])  # right of the way out
-    leaving = np.stack([starts, starts - steps], axis=1)
-    returning = np.stack([stops + steps, stops], axis=1)
-    both = np.concatenate([leaving, returning]) + np.concatenate([shift, shift])[:, None]
-    return np.asarray(both)
-
-
-def _curves(starts: FloatArray, stops: FloatArray) -> FloatArray:
-    """Return lines from start to stop that keep to the right, as seen from the start."""
-    steps = stops - starts
-    right = np.column_stack([steps[:, 1], -steps[:, 0]])
-    right *= (_ASIDE / np.maximum(np.hypot(*right.T), 1e-9))[:, None]
-    turns = (starts + stops) / 2 + 2 * right
-    along = np.linspace(0, 1, 9)[None, :, None]
-    curved = (
-        (1 - along) ** 2 * starts[:, None]
-        + 2 * along * (1 - along) * turns[:, None]
-        + along**2 * stops[:, None]
-    )
-    return np.asarray(curved)
-
-
-def _arrows(axes: Axes, starts: FloatArray, stops: FloatArray) -> None:
-    for start, stop in zip(starts, stops, strict=True):
-        middle = start + 0.55 * (stop - start)
-        style = {"arrowstyle": "-|>", "color": _LINK, "lw": 0}
-        axes.annotate("", middle, start + 0.53 * (stop - start), arrowprops=style, zorder=1)
-
-
-def _colour_bar(figure: Figure, axes: Axes, collection: Any, top: float) -> None:
+def _draw_scale(figure: Figure, axes: Axes, drawn: Any, top: float) -> None:
     share = top == 1.0
-    bar = figure.colorbar(collection, ax=axes, shrink=0.6, aspect=30, pad=0.01)
+    bar = figure.colorbar(drawn, ax=axes, shrink=0.6, aspect=30, pad=0.01)
     ticks = np.linspace(0, top, 5)
     labels = [f"{100 * tick:.0f} %" if share else format_bytes(float(tick)) for tick in ticks]
     bar.set_ticks(ticks.tolist(), labels=labels)
@@ -486,75 +366,45 @@ def _colour_bar(figure: Figure, axes: Axes, collection: Any, top: float) -> None
     bar.set_label("share of the capacity in use" if share else "carried per link")
 
 
-def _draw_nodes(figure: Figure, axes: Axes, topology: Topology, layout: Layout) -> None:
-    first = [node for node, mark in enumerate(layout.marks) if node == mark]
+def _draw_nodes(axes: Axes, topology: Topology, layout: Layout, *, columns: int) -> None:
+    first = np.flatnonzero(layout.marks == np.arange(topology.num_nodes)).tolist()
+    hosts = len(first) < topology.num_nodes
     size = max(12.0, min(260.0, 9000.0 / len(first)))
-    sizes = np.bincount(layout.marks, minlength=topology.num_nodes)
-    by_kind: dict[str, list[int]] = {}
-    for node in first:
-        by_kind.setdefault(topology.nodes[node].kind, []).append(node)
-    hosts = bool((sizes > 1).any())
-    for kind, nodes in sorted(by_kind.items(), key=lambda item: list(_KINDS).index(item[0])):
-        marker, colour = _KINDS[kind]
-        name = _NAMES.get(kind, kind.upper() if kind in ("gpu", "cpu") else kind)
-        if hosts and topology.nodes[nodes[0]].is_rank:
-            name = "host"
-        x, y = layout.places[nodes].T
-        axes.scatter(
-            x,
-            y,
-            s=size,
-            marker=marker,
-            c=colour,
-            edgecolors="white",
-            linewidths=0.6,
-            zorder=3,
-            label=f"{name} ({len(nodes)})",
-        )
-    if len(first) <= _LABELLED:
-        _label_nodes(axes, topology, layout, first, above_points=math.sqrt(size) / 2 + 5)
-    width_inches = float(figure.get_size_inches()[0])
-    legend = axes.legend(
-        loc="upper left",
-        bbox_to_anchor=(0, -0.04),
-        ncols=max(1, int(width_inches / 1.8)),
-        fontsize=8,
-        frameon=False,
-        borderpad=0.2,
-    )
+    for kind, (marker, colour, plain) in _KINDS.items():
+        nodes = [node for node in first if topology.nodes[node].kind == kind]
+        if nodes:
+            name = "host" if hosts and topology.nodes[nodes[0]].is_rank else plain
+            x, y = layout.places[nodes].T
+            axes.scatter(
+                x, y, s=size, marker=marker, c=colour, edgecolors="white",
+                linewidths=0.6, zorder=3, label=f"{name} ({len(nodes)})",
+            )  # fmt: skip
+    for node in first if len(first) <= _LABELLED else ():
+        _label(axes, topology, layout, node, hosts=hosts, above_points=math.sqrt(size) / 2 + 5)
+    style: dict[str, Any] = {"fontsize": 8, "frameon": False, "borderpad": 0.2}
+    legend = axes.legend(loc="upper left", bbox_to_anchor=(0, -0.04), ncols=columns, **style)
     for handle in filter(None, legend.legend_handles):
         handle.set(sizes=[40.0])  # the marks of a large picture are too small for a legend
 
 
-def _label_nodes(
-    axes: Axes, topology: Topology, layout: Layout, first: list[int], *, above_points: float
+def _label(
+    axes: Axes, topology: Topology, layout: Layout, node: int, *, hosts: bool, above_points: float
 ) -> None:
-    hosts = len(first) < topology.num_nodes
-    for node in first:
-        entry = topology.nodes[node]
-        rank = int(topology.rank_of_node[node])
-        inside = rank >= 0 and not hosts
-        below = entry.kind == "nvswitch"  # its links go up
-        text = str(rank) if inside else entry.name.rpartition("/")[2]
-        if hosts and rank >= 0:
-            text = (entry.host or entry.name).rpartition("/")[2]
-        axes.annotate(
-            text,
-            layout.places[node],
-            xytext=(0, 0 if inside else -above_points if below else above_points),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontsize=7,
-            color="white" if inside else "#33383f",
-            zorder=4,
-        )
+    entry, rank = topology.nodes[node], int(topology.rank_of_node[node])
+    inside = rank >= 0 and not hosts
+    name = (entry.host or entry.name) if rank >= 0 else entry.name
+    away = -above_points if entry.kind == "nvswitch" else above_points  # its links go up
+    axes.annotate(
+        str(rank) if inside else name.rpartition("/")[2], layout.places[node],
+        xytext=(0, 0 if inside else away), textcoords="offset points", ha="center", va="center",
+        fontsize=7, color="white" if inside else "#33383f", zorder=4,
+    )  # fmt: skip
 
 
 def _save(figure: Figure, path: Path) -> None:
     endings = (".png", ".svg", ".pdf")
     require_one_of(path.suffix.lower(), endings, f"a picture cannot be saved as {path.name!r}")
-    import matplotlib as mpl  # noqa: PLC0415 - as above
+    import matplotlib as mpl  # noqa: PLC0415 - heavy and optional
 
     path.parent.mkdir(parents=True, exist_ok=True)
     # The same picture is the same file: no date, and ids that do not depend on the run.

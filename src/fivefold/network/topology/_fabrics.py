@@ -14,7 +14,7 @@ from typing import Literal
 from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.network.topology._build import Builder, HostSpec, Wire, add_host, check_count
 from fivefold.network.topology._direct import DEFAULT_BANDWIDTH
-from fivefold.network.topology._elements import NodeKind
+from fivefold.network.topology._graph import NodeKind
 from fivefold.network.topology._topology import Topology
 from fivefold.units import parse_bytes_per_s
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.files import read_text
 from fivefold.network.topology._build import Builder, HostSpec, Wire, check_count
-from fivefold.network.topology._elements import Aggregation, SwitchAbility
 from fivefold.network.topology._fabrics import Port, add_clos
+from fivefold.network.topology._graph import Aggregation, SwitchAbility
 from fivefold.network.topology._topology import Topology
 
 # Physical links between two devices, in each direction.

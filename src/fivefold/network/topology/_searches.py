@@ -2,8 +2,9 @@
 
 For a pair in a large network the whole tree of its source is a waste: two searches that meet see a
 small part of the network. They go on until their radii together exceed the distance; then every
-link of every shortest route has its ends seen by the forward search, or both by the backward one,
-or crosses from the first to the second, so both kinds of search choose alike among equals.
+shortest route begins with nodes that the forward search has settled and goes on with nodes that
+the backward one has. How far the latter are from the source follows from the distance of the pair,
+so one walk back from the target serves both kinds of search: they choose alike among equals.
 """
 
 from __future__ import annotations
@@ -199,6 +200,25 @@ def _choose(
 
 
 @njit
+def _walk(graph: Any, costs: Any, ends: Any, digits: int, found: Any, end: int) -> None:
+    """Walk a route back by distances from its source, and write its links down before an end.
+
+    Where several links are equally good the widest go first, and of those the selector's lowest
+    digit decides, to the base of their number; the rest of the selector decides farther up.
+    """
+    source, node = ends
+    place = end
+    while node != source:
+        link, equals = _choose(graph, costs, (source, node), 0)
+        if equals > 1:
+            link, _ = _choose(graph, costs, (source, node), digits % equals)
+            digits //= equals
+        place -= 1
+        found[place] = link
+        node = np.int64(graph[2][link])
+
+
+@njit
 def walk_back(
     graph: tuple[IntArray, IntArray, IntArray, LongArray],
     costs: tuple[LongArray, LongArray, IntArray, npt.NDArray[np.bool_]],
@@ -206,30 +226,17 @@ def walk_back(
     targets: IntArray,
     selectors: IntArray,
 ) -> IntArray:
-    """Walk routes from a source to targets, one behind the other, by distances already known.
-
-    Where several links are equally good the widest go first, and of those the selector's lowest
-    digit decides, to the base of their
-    number; the rest of the selector decides farther up.
-    """
-    link_sources, hops = graph[2], costs[2]
+    """Walk routes from a source to targets, one behind the other, by distances already known."""
+    hops = costs[2]
     total = 0
     for target in targets:
         total += hops[target]
     found = np.empty(total, np.int32)
     end = 0
     for route in range(len(targets)):
-        node, digits = targets[route], selectors[route]
+        node, digits = np.int64(targets[route]), np.int64(selectors[route])
         end += hops[node]
-        place = end
-        while node != source:
-            link, equals = _choose(graph, costs, (source, node), 0)
-            if equals > 1:
-                link, _ = _choose(graph, costs, (source, node), digits % equals)
-                digits //= equals
-            place -= 1
-            found[place] = link
-            node = link_sources[link]
+        _walk(graph, costs, (np.int64(source), node), digits, found, end)
     return found
 
 
@@ -263,107 +270,44 @@ def _search(forward: Any, backward: Any, out: Any, into: Any, blocked: Any, ends
 
 
 @njit
-def _is_entered(forward: Any, backward: Any, into: Any, blocked: Any, goal: Any, node: int) -> bool:
-    """Return whether a shortest route enters a node of the backward search from the forward one."""
-    source, _, best_ticks, best_hops, _, _ = goal
-    for position in range(into[0][node], into[0][node + 1]):
-        link = into[1][position]
-        previous = into[2][link]
-        if previous != source and (forward[2][previous] != -2 or blocked[previous]):
-            continue
-        ticks = forward[0][previous] + into[3][link] + backward[0][node]
-        hops = forward[1][previous] + 1 + backward[1][node]
-        if ticks == best_ticks and hops == best_hops:
-            return True
-    return False
+def _is_on_route(forward: Any, backward: Any, end: int, best: Any, node: int) -> bool:
+    """Return whether a node is known from both ends and as near to them as the best route is."""
+    known = forward[1][node] >= 0 and (backward[2][node] == -2 or node == end)
+    ticks, hops = forward[0][node] + backward[0][node], forward[1][node] + backward[1][node]
+    return bool(known and ticks == best[0] and hops == best[1])
 
 
 @njit
-def _mark(forward: Any, backward: Any, out: Any, into: Any, blocked: Any, goal: Any) -> None:
-    """Mark the nodes of the backward search that lie on a shortest route, as far as the target."""
-    source, target, best_ticks, best_hops, good, stack = goal
+def _complete(
+    forward: Any, backward: Any, out: Any, blocked: Any, ends: Any, best: Any, stack: Any
+) -> None:
+    """Give the nodes of the backward search on shortest routes their distances from the source."""
+    ticks, hops, _, _, state, touched = forward
     size = 0
     for index in range(backward[4][1]):
-        node = backward[5][index]
-        good[node] = False
-        if backward[2][node] != -2 and node != target:
-            continue
-        if forward[2][node] == -2 or node == source:
-            ticks, hops = forward[0][node], forward[1][node]
-            good[node] = (
-                ticks + backward[0][node] == best_ticks and hops + backward[1][node] == best_hops
-            )
-        else:
-            good[node] = _is_entered(forward, backward, into, blocked, goal, node)
-        if good[node]:
-            stack[size] = node
+        if _is_on_route(forward, backward, ends[1], best, backward[5][index]):
+            stack[size] = backward[5][index]
             size += 1
-    _spread(backward, out, blocked, goal, size)
-
-
-@njit
-def _spread(backward: Any, out: Any, blocked: Any, goal: Any, size: int) -> None:
-    """Mark what the marked nodes on the stack lead to on their way to the target."""
-    source, target, _, _, good, stack = goal
     while size > 0:
         size -= 1
         node = stack[size]
-        if blocked[node] and node != source:
+        if blocked[node] and node != ends[0]:
             continue
         for position in range(out[0][node], out[0][node + 1]):
             link = out[1][position]
             onward = out[2][link]
-            if (backward[2][onward] != -2 and onward != target) or good[onward]:
+            if _is_on_route(forward, backward, ends[1], best, onward):
+                continue  # it is, or was, on the stack
+            before = ticks[onward], hops[onward]
+            ticks[onward], hops[onward] = ticks[node] + out[3][link], hops[node] + 1
+            if not _is_on_route(forward, backward, ends[1], best, onward):
+                ticks[onward], hops[onward] = before
                 continue
-            if backward[0][node] != out[3][link] + backward[0][onward]:
-                continue
-            if backward[1][node] == backward[1][onward] + 1:
-                good[onward] = True
-                stack[size] = onward
-                size += 1
-
-
-@njit
-def _is_on_route(forward: Any, backward: Any, step: Any, goal: Any) -> bool:
-    """Return whether a link into a node of a shortest route is on a shortest route as well."""
-    source, target, best_ticks, best_hops, good, _ = goal
-    previous, node, ticks = step
-    back_known = backward[2][node] == -2 or node == target
-    if forward[2][previous] == -2 or previous == source:
-        if back_known:
-            total = forward[0][previous] + ticks + backward[0][node]
-            length = forward[1][previous] + 1 + backward[1][node]
-            return bool(total == best_ticks and length == best_hops)
-        tight = forward[0][previous] + ticks == forward[0][node]
-        return bool(tight and forward[1][previous] + 1 == forward[1][node])
-    if not back_known or backward[2][previous] != -2 or not good[previous]:
-        return False
-    tight = backward[0][previous] == ticks + backward[0][node]
-    return bool(tight and backward[1][previous] == backward[1][node] + 1)
-
-
-@njit
-def _pick(
-    forward: Any, backward: Any, into: Any, blocked: Any, goal: Any, at: Any
-) -> tuple[int, int]:
-    """Pick the wanted one of the links into a node on shortest routes, and count them."""
-    node, wanted = at
-    source = goal[0]
-    equals, found, width = 0, -1, np.int64(-1)
-    for position in range(into[0][node], into[0][node + 1]):
-        link = into[1][position]
-        previous = into[2][link]
-        if blocked[previous] and previous != source:
-            continue
-        if not _is_on_route(forward, backward, (previous, node, into[3][link]), goal):
-            continue
-        if equals > 0 and into[4][link] != width:  # sorted, the widest first
-            break
-        width = into[4][link]
-        if equals == wanted:
-            found = link
-        equals += 1
-    return found, equals
+            if before[1] < 0:
+                touched[state[1]] = onward
+                state[1] += 1
+            stack[size] = onward
+            size += 1
 
 
 @njit
@@ -378,29 +322,21 @@ def meeting_routes(
     sources, targets = pairs
     num_nodes = len(out[0]) - 1
     forward, backward = _side(num_nodes), _side(num_nodes)
-    good, stack = np.zeros(num_nodes, np.bool_), np.zeros(num_nodes, np.int64)
+    stack = np.zeros(num_nodes, np.int64)
+    graph = into[0], into[1], into[2], into[4]
+    costs = into[3], forward[0], forward[1], blocked
     offsets = np.zeros(len(sources) + 1, np.int64)
     found = np.empty(8 * len(sources) + 64, np.int32)
     for pair in range(len(sources)):
-        source, target = np.int64(sources[pair]), np.int64(targets[pair])
-        ticks, hops = _search(forward, backward, out, into, blocked, (source, target))
-        if hops < 0:
+        ends = np.int64(sources[pair]), np.int64(targets[pair])
+        best = _search(forward, backward, out, into, blocked, ends)
+        if best[1] < 0:
             return offsets, found, pair
-        offsets[pair + 1] = offsets[pair] + hops
+        offsets[pair + 1] = offsets[pair] + best[1]
         while offsets[pair + 1] > len(found):
             found = np.concatenate((found, np.empty_like(found)))
-        goal = (source, target, ticks, hops, good, stack)
-        _mark(forward, backward, out, into, blocked, goal)
-        node, digits, place = target, np.int64(selectors[pair]), offsets[pair + 1]
-        while node != source:
-            link, equals = _pick(forward, backward, into, blocked, goal, (node, 0))
-            if equals > 1:
-                wanted = digits % equals
-                link, _ = _pick(forward, backward, into, blocked, goal, (node, wanted))
-                digits //= equals
-            place -= 1
-            found[place] = link
-            node = np.int64(into[2][link])
+        _complete(forward, backward, out, blocked, ends, best, stack)
+        _walk(graph, costs, ends, np.int64(selectors[pair]), found, offsets[pair + 1])
     return offsets, found[: offsets[-1]], -1
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.files import read_json
 from fivefold.network.topology._build import Builder, check_count
-from fivefold.network.topology._elements import Link
+from fivefold.network.topology._graph import Link
 from fivefold.network.topology._machines import DGX1_PAIRS
 from fivefold.network.topology._topology import Topology
 from fivefold.units import parse_bytes

@@ -18,10 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError
-from fivefold.network.topology._elements import Aggregation, Link, Node, SwitchAbility
 from fivefold.network.topology._graph import (
+    Aggregation,
     FloatArray,
+    Link,
     LinkGraph,
+    Node,
+    SwitchAbility,
     frozen,
     group_by,
     listed,

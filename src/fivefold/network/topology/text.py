@@ -28,7 +28,6 @@ from fivefold.network.topology._direct import (
     switch,
     torus,
 )
-from fivefold.network.topology._elements import Aggregation, Link, Node, SwitchAbility
 from fivefold.network.topology._fabrics import (
     Port,
     clos,
@@ -38,6 +37,7 @@ from fivefold.network.topology._fabrics import (
     rail_only,
     rail_optimized,
 )
+from fivefold.network.topology._graph import Aggregation, Link, Node, SwitchAbility
 from fivefold.network.topology._machines import MACHINES, load_lingjun, named_topology
 from fivefold.network.topology._taccl import PUBLISHED, TacclProfile
 from fivefold.network.topology._topology import Topology

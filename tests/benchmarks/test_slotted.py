@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from benchmarks.collectives.slotted import SlotModel, SlotTimes, search_slots, slotted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +19,7 @@ from fivefold.collectives.schedules import (
     reduce_scatter,
     verify_schedule,
 )
-from fivefold.collectives.synthesis import SlotModel, slotted
 from fivefold.collectives.synthesis._instance import Instance, Orbits
-from fivefold.collectives.synthesis._slotted import SlotTimes, search_slots
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
     Link,

@@ -1,11 +1,10 @@
 """The k-synchronous search: the published points, a brute-force reference, bad input."""
 
 import itertools
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from benchmarks.collectives.k_synchronous import k_synchronous, pareto_synthesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +22,6 @@ from fivefold.collectives.schedules import (
     scatter,
     verify_schedule,
 )
-from fivefold.collectives.synthesis import k_synchronous, pareto_synthesis
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
     Link,
@@ -274,20 +272,3 @@ def test_bad_input_says_what_to_do():
         k_synchronous(all_to_all(64), fully_connected(64), steps=2, rounds=2)
     with pytest.raises(ConfigurationError, match="max_chunks"):
         pareto_synthesis(lambda chunks: all_gather(8, chunks), DGX1, max_chunks=0)
-
-
-def test_a_search_leaves_ctrl_c_as_it_was():
-    """The solver has a handler of its own, behind Python's back."""
-    code = (
-        "import os, signal\n"
-        "from fivefold.collectives.schedules import all_gather\n"
-        "from fivefold.collectives.synthesis import k_synchronous\n"
-        "from fivefold.network.topology import ring\n"
-        "k_synchronous(all_gather(3), ring(3), steps=2, rounds=2)\n"
-        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()\n"
-        "except KeyboardInterrupt:\n    print('interrupted')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.stdout == "interrupted\n", done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""The operator as torch knows it: a custom op with a schema, shapes without values, and gradients.
+"""The operator: who computes it, and how torch knows it, as a custom op with shapes and gradients.
 
 ``fused_moe`` is what users call. Below it ``fivefold::fused_moe`` and its backward are registered
 with ``torch.library``, so that ``torch.compile`` sees one opaque call whatever the backend, and the
@@ -7,14 +7,23 @@ number of tokens may change without compiling again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.moe.kernels.launch import (
+    DTYPES,
+    backward_fused,
+    forward_fused,
+    forward_split,
+    missing_fused,
+)
 from fivefold.moe.kernels.workspace import Workspace
+from fivefold.moe.operator._grouped import backward_grouped, forward_grouped, recorded_grouped
 from fivefold.moe.operator.activations import ACTIVATIONS, Activation, activation_named
-from fivefold.moe.operator.backend import Backend, backend_for
 from fivefold.moe.operator.operands import (
     Precision,
     as_autocast,
@@ -27,6 +36,74 @@ from fivefold.moe.operator.operands import (
     is_eager,
 )
 from fivefold.moe.routing.router import DropPolicy, check_capacity, drop_beyond_capacity, is_plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One way to compute the operator; the same bits every time."""
+
+    name: str
+    forward: Callable[..., torch.Tensor]  # what the backward needs goes to ``hidden``
+    backward: Callable[..., tuple[torch.Tensor | None, ...]]
+    missing: Callable[[torch.device], str | None]  # why it cannot work on a device
+    recorded: Callable[..., torch.Tensor] | None = None
+    """``forward`` with its own record for autograd, outside of graphs; None: the custom op's."""
+    dtypes: frozenset[torch.dtype] | None = None  # None: every floating-point type
+
+    def refuses(self, x: torch.Tensor) -> str | None:
+        """Return why it cannot take these tokens, or None where it can."""
+        if self.dtypes is not None and x.dtype not in self.dtypes:
+            names = ", ".join(sorted(str(dtype) for dtype in self.dtypes))
+            return f"it takes {names}; got {x.dtype}"
+        return self.missing(x.device)
+
+
+_KERNELS: dict[str, Any] = {"backward": backward_fused, "missing": missing_fused, "dtypes": DTYPES}
+_BACKENDS = {
+    "fused": Backend(name="fused", forward=forward_fused, **_KERNELS),
+    "split": Backend(name="split", forward=forward_split, **_KERNELS),
+    "reference": Backend(
+        name="reference",
+        forward=forward_grouped,
+        backward=backward_grouped,
+        recorded=recorded_grouped,
+        missing=lambda _device: None,
+    ),
+}
+_AUTO = "reference"  # the kernels have not run on a GPU yet
+
+
+def backends(device: str | torch.device = "cpu") -> dict[str, str | None]:
+    """Return all backends, with what is missing for each on a device, or None.
+
+    "fused" is the single kernel, "split" the same work in five launches, both with the same kernels
+    for the backward; "reference" is plain torch.
+
+    Args:
+        device: Where the tokens would be.
+
+    Returns:
+        Reasons by name.
+
+    Examples:
+        >>> backends("cpu")["reference"] is None
+        True
+    """
+    return {name: found.missing(torch.device(device)) for name, found in _BACKENDS.items()}
+
+
+def backend_for(name: str, x: torch.Tensor) -> Backend:
+    """Return the backend of a name, or the best one for these tokens where it is "auto"."""
+    found = _BACKENDS.get(_AUTO if name == "auto" else name)
+    if found is None:
+        raise ConfigurationError(
+            f"there is no backend {name!r}", hint=f"use auto, {', '.join(_BACKENDS)}"
+        )
+    reason = found.refuses(x)
+    if reason is not None:
+        raise UnsupportedError(f"backend {name!r} cannot work here: {reason}", hint="use auto")
+    return found
+
 
 _Optional = torch.Tensor | None
 
@@ -286,7 +363,7 @@ def _check_own(kind: Activation, where: str, *, refused: bool) -> None:
     """Refuse an activation that only Python knows where others have to know it by name."""
     if refused and ACTIVATIONS.get(kind.name) is not kind:
         raise UnsupportedError(
-            f"the activation {kind.name!r} is none of ACTIVATIONS, and cannot be had {where}",
+            f"the activation {kind.name!r} is not one of ACTIVATIONS and cannot be used {where}",
             hint='use backend="reference", outside of torch.compile and without a group',
         )
 

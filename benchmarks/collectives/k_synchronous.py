@@ -18,23 +18,25 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.collectives.schedules import Collective, Schedule
-from fivefold.collectives.schedules.bounds import bandwidth_bound
-from fivefold.collectives.synthesis._instance import (
+from benchmarks.collectives.exact import (
     ExactResult,
-    Instance,
-    Logical,
     NoSchedule,
-    Orbits,
     Refuted,
     Undecided,
     answer,
     integer_capacities,
-    logical_of,
     reach,
+)
+from benchmarks.collectives.slotted import SendModel
+from fivefold.collectives.schedules import Collective, Schedule
+from fivefold.collectives.schedules.bounds import bandwidth_bound
+from fivefold.collectives.synthesis._instance import (
+    Instance,
+    Logical,
+    Orbits,
+    logical_of,
     schedule_of,
 )
-from fivefold.collectives.synthesis._slotted import SendModel
 from fivefold.collectives.synthesis._solver import OutOfTime, check_time, solve, time_limit
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology

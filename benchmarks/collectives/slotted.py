@@ -19,21 +19,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.collectives.schedules import Collective, Schedule, evaluate
-from fivefold.collectives.schedules.timing import with_times
-from fivefold.collectives.synthesis._instance import (
+from benchmarks.collectives.exact import (
     ExactResult,
-    Instance,
-    Logical,
-    Orbits,
     Refuted,
     Undecided,
     answer,
-    bound_of,
     integer_capacities,
+    reach,
+)
+from fivefold.collectives.schedules import Collective, Schedule, evaluate
+from fivefold.collectives.schedules.timing import with_times
+from fivefold.collectives.synthesis._instance import (
+    Instance,
+    Logical,
+    Orbits,
+    bound_of,
     logical_of,
     prune,
-    reach,
     reached,
     schedule_of,
 )
@@ -266,7 +268,7 @@ class _Search:
         left_s = self.deadline_s - time.perf_counter()
         if self._too_many(slots, left_s):
             message = f"{instance.num_chunks} chunks on {instance.num_links} links in {slots} slots"
-            hint = "allow more time, give symmetries, or use method='trees' or 'matching'"
+            hint = "allow more time, or give symmetries"
             raise ConfigurationError(f"{message} are too many for an exact search", hint=hint)
         limit_s = max(left_s * self.share, 1.0)
         outcome, transfers = search_slots(

@@ -1,0 +1,457 @@
+"""A job's collectives as flows: what is alike is one array, and replicas are simulated once.
+
+A collective of a mesh runs in thousands of groups side by side, most of them alike. Phases of one
+shape are kept as one array of edges. Before a simulation, flows and links that nothing tells apart
+are found by refining colours: a link by the flows on it, a flow by its links, until nothing
+changes. Links of one colour then carry as much of each colour of flows, so filling gives all flows
+of a colour one rate at every moment, and one of each stands for the rest.
+
+References:
+    M. Grohe, K. Kersting, M. Mladenov, E. Selman, Dimension Reduction via Colour Refinement, 2014.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fivefold.codesign.jobs import JobSpec
+from fivefold.codesign.plans import JobPlan
+from fivefold.collectives.pricing.phases import (
+    Phase,
+    Tree,
+    collective_phases,
+    host_groups,
+    phases_time_s,
+)
+from fivefold.flows.paths import path_choices
+from fivefold.network.topology import Topology
+
+_AGGREGATED_AXES = {"", "data"}  # the empty one stands for all ranks of a job
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """Who sends to whom in phases of one shape; the same object wherever it is the same."""
+
+    ranks: IntArray  # source and target, int64 [phases, edges, 2]
+    places: IntArray  # order of the phases among those of their step, int64 [phases]
+
+
+@dataclass(frozen=True)
+class PhaseGroup:
+    """Phases alike that run side by side: those of several process groups or hosts.
+
+    Attributes:
+        edges: Who sends to whom.
+        edge_bytes: Bytes over each edge.
+        steps: Times that each edge's latency is paid.
+        coupled: Whether the edges of a phase share one rate.
+        tree: Links of a phase that switches aggregate; the edges are its leaves.
+    """
+
+    edges: Edges
+    edge_bytes: float
+    steps: int
+    coupled: bool = True
+    tree: Tree | None = None
+
+    def phases(self) -> list[Phase]:
+        """Write the phases out one by one."""
+        return [
+            Phase(tuple(map(tuple, own)), self.edge_bytes, self.steps, self.tree, self.coupled)
+            for own in self.edges.ranks.tolist()
+        ]
+
+
+def steps_of(
+    topology: Topology, job: JobSpec, plan: JobPlan, *, kind: str, size_bytes: float
+) -> list[list[PhaseGroup]]:
+    """Return the phases of one collective: what is in one entry runs side by side.
+
+    Args:
+        topology: The cluster.
+        job: The job.
+        plan: Its plan.
+        kind: Kind of the collective, of a split job followed by ``" over "`` and the axis.
+        size_bytes: The logical buffer per rank.
+
+    Raises:
+        InfeasibleError: The plan's algorithm is not possible for a group.
+    """
+    if size_bytes == 0:
+        return []
+    chosen = job.split_as(plan.split)
+    how = (plan.order, plan.algorithm, plan.root, plan.roots)
+    return _steps(topology, chosen, how, kind, size_bytes)
+
+
+@functools.lru_cache(maxsize=512)  # plans that differ in paths, classes or times only ask the same
+def _steps(
+    topology: Topology, job: JobSpec, how: tuple[Any, ...], kind: str, size_bytes: float
+) -> list[list[PhaseGroup]]:
+    order, algorithm, root, roots = how
+    plan = JobPlan(order=order, algorithm=algorithm, root=root, roots=roots, slots=1)
+    collective, _, axis = kind.partition(" over ")
+    if collective in {"send", "return"}:
+        edges = _sent(job, axis, back=collective == "return")
+        sent = [PhaseGroup(edges, size_bytes, steps=1, coupled=False)] if edges else []
+        return [[_at_reached_rate(topology, job, one, exchange=True) for one in sent]] * bool(sent)
+    if algorithm == "in_network" and axis not in _AGGREGATED_AXES:
+        algorithm = "hierarchical"
+    trees = 0
+    steps: list[list[PhaseGroup]] = []
+    for alike in _alike(topology, job, order, axis, apart=algorithm == "in_network"):
+        local = len((host_groups(topology, alike.first) or [()])[0])
+        chosen: tuple[str, ...] = ()
+        if algorithm == "in_network" and len(alike.first) > 1:
+            chosen = tuple(plan.root_of(trees + place) for place in range(local))
+            trees += local
+        found = collective_phases(
+            topology, alike.first, collective, size_bytes, algorithm=algorithm, roots=chosen,
+            every_port=job.mesh is not None,
+        )  # fmt: skip
+        steps += [[] for _ in range(len(found) - len(steps))]
+        for joint, phases in zip(steps, found, strict=False):
+            joint += [
+                _at_reached_rate(topology, job, one, exchange=collective == "all_to_all")
+                for one in alike.stacked(topology, phases)
+            ]
+    return steps
+
+
+def _at_reached_rate(
+    topology: Topology, job: JobSpec, group: PhaseGroup, *, exchange: bool
+) -> PhaseGroup:
+    """Phases with as many bytes as take the time at the link's rate that they take in truth."""
+    if job.mesh is None:
+        return group
+    inside, across = (reached[exchange] for reached in job.mesh.reached)
+    far = group.tree is not None or _is_far(topology, group.edges.ranks)
+    reached = across if far else inside
+    if reached == 1.0:
+        return group
+    size = group.edge_bytes / reached
+    return PhaseGroup(group.edges, size, group.steps, group.coupled, group.tree)
+
+
+def _is_far(topology: Topology, ranks: IntArray) -> bool:
+    """Return whether an edge leaves its host."""
+    hosts = _host_numbers(topology)[ranks]
+    return bool((hosts[..., 0] != hosts[..., 1]).any())
+
+
+@functools.lru_cache(maxsize=8)
+def _host_numbers(topology: Topology) -> IntArray:
+    """Return the number of each rank's host; a rank without one is a host of its own."""
+    names: dict[Hashable, int] = {}
+    hosts = ((topology.host_of(rank), rank) for rank in range(topology.num_ranks))
+    return np.array(
+        [
+            names.setdefault((None, rank) if host is None else host, len(names))
+            for host, rank in hosts
+        ],
+        np.int64,
+    )
+
+
+class _Alike:
+    """Groups whose ranks lie on hosts in the same way, so that their phases have one form."""
+
+    def __init__(self, numbers: Sequence[int], groups: Sequence[tuple[int, ...]]) -> None:
+        self.first = groups[0]
+        self._numbers = np.array(numbers, np.int64)
+        self._ranks = np.array(groups, np.int64)
+        self._position = {rank: place for place, rank in enumerate(self.first)}
+        self._known: dict[Hashable, Edges] = {}
+
+    def stacked(self, topology: Topology, phases: Sequence[Phase]) -> list[PhaseGroup]:
+        """Return the phases of the first group as those of all of them, by shape."""
+        shapes: dict[Hashable, list[int]] = {}
+        for place, phase in enumerate(phases):
+            far = phase.tree is None and _is_far(topology, np.array(phase.edges))
+            shape = (phase.edge_bytes, phase.steps, phase.coupled, len(phase.edges), far)
+            shapes.setdefault((shape, place) if phase.tree else shape, []).append(place)
+        found = []
+        for places in shapes.values():
+            one = phases[places[0]]
+            edges = self._edges(tuple(phases[i].edges for i in places), tuple(places), len(phases))
+            found.append(PhaseGroup(edges, one.edge_bytes, one.steps, one.coupled, one.tree))
+        return found
+
+    def _edges(
+        self, edges: tuple[tuple[tuple[int, int], ...], ...], places: tuple[int, ...], count: int
+    ) -> Edges:
+        key = edges, places, count
+        if key not in self._known:
+            flat = itertools.chain.from_iterable(itertools.chain.from_iterable(edges))
+            positions = np.fromiter((self._position[rank] for rank in flat), np.int64)
+            positions = positions.reshape(len(edges), -1, 2)
+            ranks = self._ranks[:, positions].reshape(-1, *positions.shape[1:])
+            self._known[key] = Edges(
+                ranks, (self._numbers[:, None] * count + np.array(places)).ravel()
+            )
+        return self._known[key]
+
+
+@functools.lru_cache(maxsize=128)
+def _alike(
+    topology: Topology, job: JobSpec, order: tuple[int, ...], axis: str, *, apart: bool
+) -> list[_Alike]:
+    """Groups of an axis by how they lie on hosts; or each by itself."""
+    hosts = _host_numbers(topology).tolist()
+    found: dict[Hashable, tuple[list[int], list[tuple[int, ...]]]] = {}
+    for number, group in enumerate(job_groups(job, JobPlan(order=order), axis)):
+        seen: dict[int, int] = {}
+        form = tuple([seen.setdefault(hosts[rank], len(seen)) for rank in group])
+        numbers, groups = found.setdefault((number, form) if apart else form, ([], []))
+        numbers.append(number)
+        groups.append(group)
+    return [_Alike(*of_form) for of_form in found.values()]
+
+
+def job_groups(job: JobSpec, plan: JobPlan, axis: str) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of an axis (empty: all ranks), each in the order of the plan's ring."""
+    if not axis or job.mesh is None:
+        return (plan.order,)
+    place = {rank: number for number, rank in enumerate(plan.order)}
+    groups = job.mesh.groups(axis)
+    return tuple(tuple(sorted(group, key=place.__getitem__)) for group in groups)
+
+
+@functools.lru_cache(maxsize=64)
+def _sent(job: JobSpec, axis: str, *, back: bool) -> Edges | None:
+    """Return what every stage sends to the next one, or to the one before."""
+    chains = np.array(job.mesh.groups(axis) if job.mesh is not None else (), np.int64)
+    if chains.size == 0 or chains.shape[1] < 2:
+        return None
+    pairs = np.stack([chains[:, :-1], chains[:, 1:]], axis=-1).reshape(1, -1, 2)
+    return Edges(pairs[..., ::-1] if back else pairs, np.zeros(1, np.int64))
+
+
+class Roads(NamedTuple):
+    """The links of every edge of some phases, phase by phase."""
+
+    offsets: IntArray  # slice of links of each edge, int64 [edges + 1]
+    links: IntArray
+    latencies_s: FloatArray  # [edges]
+    slowest_bytes_per_s: FloatArray  # rate of the slowest link of each edge [edges]
+
+
+def edge_route(topology: Topology, plan: JobPlan, edge: tuple[int, int]) -> tuple[int, ...]:
+    """Return the links of an edge: as planned, else the first of the shortest paths."""
+    planned = plan.paths.get(edge)
+    if planned is not None:
+        return planned
+    first: tuple[int, ...] = path_choices(topology, *edge, relay=True)[0]
+    return first
+
+
+class Ways:
+    """The links of a plan's edges, each looked up once."""
+
+    def __init__(self, topology: Topology, plan: JobPlan) -> None:
+        self.topology, self._plan = topology, plan
+        self._known: dict[Edges, Roads] = {}
+
+    def route(self, edge: tuple[int, int]) -> tuple[int, ...]:
+        """Return the links of one edge."""
+        return edge_route(self.topology, self._plan, edge)
+
+    def of(self, edges: Edges) -> Roads:
+        """Return the links of every edge of some phases."""
+        if not self._plan.paths:
+            return _shortest(self.topology, edges)
+        if edges not in self._known:
+            self._known[edges] = _roads(self.topology, self._plan, edges)
+        return self._known[edges]
+
+    def step_time_s(self, groups: Sequence[PhaseGroup], *, slots: int) -> float:
+        """Return the seconds of phases side by side, with the network to themselves."""
+        topology = self.topology
+        if any(group.tree is not None for group in groups):
+            phases = [phase for group in groups for phase in group.phases()]
+            return phases_time_s(topology, phases, route=self.route, slots=slots)
+        loads, latency_s = np.zeros(topology.num_links), 0.0
+        for group in groups:
+            roads = self.of(group.edges)
+            latency_s = max(latency_s, group.steps * float(roads.latencies_s.max(initial=0.0)))
+            np.add.at(loads, roads.links, group.edge_bytes)
+        return float((loads / topology.capacities_bytes_per_s).max(initial=0.0)) + latency_s
+
+
+@functools.lru_cache(maxsize=256)
+def _shortest(topology: Topology, edges: Edges) -> Roads:
+    return _roads(topology, JobPlan(order=()), edges)
+
+
+def _roads(topology: Topology, plan: JobPlan, edges: Edges) -> Roads:
+    pairs = edges.ranks.reshape(-1, 2).tolist()
+    routes = [edge_route(topology, plan, (source, target)) for source, target in pairs]
+    lengths = np.fromiter(map(len, routes), np.int64, len(routes))
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    links = np.fromiter(itertools.chain.from_iterable(routes), np.int64, int(offsets[-1]))
+    latencies_s, slowest = np.zeros(len(routes)), np.full(len(routes), np.inf)
+    for length in np.unique(lengths[lengths > 0]).tolist():
+        rows = np.flatnonzero(lengths == length)
+        own = links[offsets[rows][:, None] + np.arange(length)]
+        latencies_s[rows] = topology.latencies_s[own].sum(axis=1)
+        slowest[rows] = topology.capacities_bytes_per_s[own].min(axis=1)
+    return Roads(offsets, links, latencies_s, slowest)
+
+
+class Row(NamedTuple):
+    """Flows that are one task of the simulator: they have one rate and end together."""
+
+    phase: int  # rows of one phase share its rate
+    links: tuple[int, ...]  # of all flows; one that several use is listed as often
+    latency_s: float
+
+
+Part = tuple[Hashable, Edges, bool]
+"""A job, edges of one of its phases, and whether the edges of a phase share one rate."""
+
+
+def rows_of(
+    parts: Mapping[Part, Roads],
+    capacities_bytes_per_s: FloatArray,
+    *,
+    single: Iterable[Sequence[int]] | None = None,
+) -> tuple[dict[Part, list[Row]], IntArray]:
+    """Return the tasks that stand for some phases, and for each link the one that stands for it.
+
+    Args:
+        parts: Links of every edge, of each job's different phases.
+        capacities_bytes_per_s: Of each link.
+        single: Links of everything else that is simulated, each unlike all others. None lets
+            every flow and every link stand for itself.
+
+    Returns:
+        Rows of each part; and by link, the link whose load is its own, int64 [links].
+    """
+    entries = _entries(parts, () if single is None else tuple(single))
+    stands = np.arange(len(capacities_bytes_per_s))
+    rows = np.arange(len(entries.colours))
+    if single is not None:
+        rows, links = _refined(entries, capacities_bytes_per_s)
+        first = np.full(len(stands), len(stands))
+        np.minimum.at(first, links, stands)
+        stands = first[links]
+    found = {
+        part: _rows(entries.between(*ends), rows, stands)
+        for part, ends in zip(parts, itertools.pairwise(entries.firsts), strict=False)
+    }
+    return found, stands
+
+
+class _Entries(NamedTuple):
+    """Which rows load which links; a row is a phase whose edges share one rate, or an edge."""
+
+    colours: IntArray  # what tells rows apart to begin with, int64 [rows]
+    owners: IntArray  # row of each entry
+    links: IntArray
+    tags: IntArray  # entries of one row with different tags are told apart
+    latencies_s: FloatArray
+    firsts: list[int]  # first entry of each part, and the end of the last
+
+    def between(self, first: int, end: int) -> _Entries:
+        """Return a slice of the entries."""
+        part = slice(first, end)
+        return self._replace(
+            owners=self.owners[part],
+            links=self.links[part],
+            tags=self.tags[part],
+            latencies_s=self.latencies_s[part],
+        )
+
+
+def _entries(parts: Mapping[Part, Roads], single: Sequence[Sequence[int]]) -> _Entries:
+    rates = np.unique(np.concatenate([[0.0], *(one.slowest_bytes_per_s for one in parts.values())]))
+    none, count, firsts = np.zeros(0, np.int64), 0, [0]
+    colours, owners, links, tags, latencies = [none], [none], [none], [none], [np.zeros(0)]
+    for number, ((_, edges, coupled), roads) in enumerate(parts.items()):
+        phases, each, _ = edges.ranks.shape
+        rows = np.repeat(np.arange(phases), each) if coupled else np.arange(phases * each)
+        lengths = np.diff(roads.offsets)
+        owners.append(np.repeat(count + rows, lengths))
+        links.append(roads.links)
+        tags.append(np.repeat(np.searchsorted(rates, roads.slowest_bytes_per_s), lengths))
+        latencies.append(np.repeat(roads.latencies_s, lengths))
+        colours.append(np.full(int(rows[-1]) + 1, number))
+        count += len(colours[-1])
+        firsts.append(firsts[-1] + len(roads.links))
+    for number, own in enumerate(single):
+        owners.append(np.full(len(own), count + number))
+        links.append(np.array(own, np.int64))
+        tags.append(np.zeros(len(own), np.int64))
+        latencies.append(np.zeros(len(own)))
+        colours.append(np.array([len(parts) + number]))
+    return _Entries(
+        colours=np.concatenate(colours),
+        owners=np.concatenate(owners),
+        links=np.concatenate(links),
+        tags=np.concatenate(tags),
+        latencies_s=np.concatenate(latencies),
+        firsts=firsts,
+    )
+
+
+def _rows(entries: _Entries, colours: IntArray, stands: IntArray) -> list[Row]:
+    """Return the flows of each colour, on the links that stand for all."""
+    names = colours[entries.owners]
+    order = np.lexsort((entries.tags, names))
+    names, tags = names[order], entries.tags[order]
+    starts = np.flatnonzero(np.r_[True, (np.diff(names) != 0) | (np.diff(tags) != 0)][: len(names)])
+    latencies = np.maximum.reduceat(entries.latencies_s[order], starts) if len(starts) else starts
+    # Of a colour's links each has as many entries; the others are of links that another stands for.
+    links, kept = entries.links[order], (stands[entries.links] == entries.links)[order]
+    return [
+        Row(int(names[start]), tuple(links[start:end][kept[start:end]].tolist()), float(latency_s))
+        for (start, end), latency_s in zip(
+            itertools.pairwise([*starts.tolist(), len(names)]), latencies, strict=False
+        )
+    ]
+
+
+def _refined(entries: _Entries, capacities_bytes_per_s: FloatArray) -> tuple[IntArray, IntArray]:
+    """Split colours of rows by their links and of links by their rows, until none is split."""
+    rows, before = entries.colours, -1
+    links: IntArray = np.unique(capacities_bytes_per_s, return_inverse=True)[1]
+    while True:
+        links = _split(links, entries.links, _mixed(rows[entries.owners], entries.tags))
+        rows = _split(rows, entries.owners, _mixed(links[entries.links], entries.tags))
+        found = int(rows.max(initial=0)) + int(links.max(initial=0))
+        if found == before:
+            return rows, links
+        before = found
+
+
+def _split(colours: IntArray, owners: IntArray, marks: npt.NDArray[np.uint64]) -> IntArray:
+    """Give things of one colour different ones where the marks of their entries differ.
+
+    Marks of 64 random bits are added up: that two sums are equal by chance is likely once in 1e9
+    simulations of 1e5 links.
+    """
+    sums = np.zeros(len(colours), np.uint64)
+    np.add.at(sums, owners, marks)
+    found: IntArray = np.unique(_mixed(colours, sums), return_inverse=True)[1]
+    return found
+
+
+def _mixed(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Return 64 bits that look random, of two numbers (SplitMix64)."""
+    bits = one.astype(np.uint64)
+    for add in (np.uint64(0x9E3779B97F4A7C15), other.astype(np.uint64)):
+        bits = bits + add
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits = bits ^ (bits >> np.uint64(31))
+    return bits
