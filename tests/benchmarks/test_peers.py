@@ -13,7 +13,9 @@ from benchmarks.optim._peers._case import Case
 from benchmarks.optim._peers._figures import Curve, curve_of, error_of, seconds_to_target, timing_of
 from benchmarks.optim._peers._pace import Pacer
 from benchmarks.optim._peers._rows import Measured, rows_of
-from benchmarks.optim._peers._table import CASES, find_case
+from benchmarks.optim._peers._table import CASES, choice_text, find_case
+
+from fivefold.optim import DelayCorrected
 
 pytestmark = pytest.mark.alone
 
@@ -193,14 +195,16 @@ def test_longer_work_than_the_stated_time_is_an_overrun():
     assert pacer.overrun_s > 0
 
 
-def test_cases_have_names_of_their_own_and_a_chosen_tau_makes_a_case():
+def test_cases_have_names_of_their_own_and_a_chosen_round_makes_a_case():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
     assert CASES[0].kind == "alone"
     assert "DDP" in names
-    fixed = find_case("CO2 tau 8 = 3")
-    assert (fixed.round_steps, fixed.settings["options"]["tau"]) == (3, 3)
-    assert find_case("CO2 tau 8").round_steps == 8
+    chosen = {"tau": 6, "fragments": 3, "delay_steps": 2, "codec": "int8"}
+    fixed = find_case(f"delay-corrected auto = {choice_text(chosen)}")
+    assert (fixed.round_steps, fixed.settings["codec"]) == (6, "int8")
+    assert DelayCorrected(**fixed.settings["options"]).delay_steps == 2
+    assert find_case("delay-corrected auto").settings["options"]["tau"] == "auto"
 
 
 @pytest.mark.distributed
