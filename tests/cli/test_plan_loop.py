@@ -100,7 +100,7 @@ def test_a_program_that_cannot_run_what_is_asked_says_so(tmp_path, ethernet):
     )
     with pytest.raises(InfeasibleError, match="torchtitan cannot run zero"):
         plan(job, "--cluster", ethernet, "--for", "torchtitan")
-    with pytest.raises(ConfigurationError, match="no program"):
+    with pytest.raises(ConfigurationError, match="does not know the program"):
         plan(job, "--cluster", ethernet, "--for", "nemo")
 
 

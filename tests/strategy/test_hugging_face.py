@@ -65,7 +65,7 @@ def test_flops_are_those_of_its_forward(family):
 @pytest.mark.parametrize(
     ("config", "said", "hint"),
     [
-        ({"model_type": "gemma4_text"}, "'gemma4_text' are not read", "describe it under"),
+        ({"model_type": "gemma4_text"}, "'gemma4_text' cannot be read", "describe it under"),
         ({"model_type": "llama4", "text_config": {"hidden_size": 8}}, "and more", "text_config"),
     ],
 )

@@ -176,7 +176,7 @@ def _signatures(by_link: Incidence) -> Any:
 def _tightest_alike(capacities: Any, signatures: Any) -> Any:
     """Return for each link the one with the same rows that has least capacity."""
     order = np.lexsort((capacities, signatures))
-    begins = np.append(True, np.diff(signatures[order]) != 0)
+    begins = np.append(True, np.diff(signatures[order]) != 0)[: len(order)]  # no links at all
     alike = np.empty(len(order), np.int64)
     alike[order] = order[np.flatnonzero(begins)][np.cumsum(begins) - 1]
     return alike
