@@ -57,7 +57,7 @@ def check_time() -> None:
     """Do nothing while there is time."""
     ends_s, limit_s = _LIMIT.get()
     if time.perf_counter() > ends_s:
-        within = f"within {limit_s:.3g} s" if limit_s > 0 else "before the time limit"
+        within = f"within {limit_s:.3g} s" if limit_s >= 0 else "before the time limit"
         raise OutOfTime(
             f"no schedule was found {within}",
             hint="allow more time, fewer chunks, or ask for method='library' or 'matching'",
