@@ -124,7 +124,9 @@ def _kept(job: Job, rate: str | None, keep: Path | None) -> Path | None:
     """Where a job's answers are kept: under what it ran, with all settings."""
     if keep is None:
         return None
-    text = json.dumps([job, rate, asdict(find_case(job["case"]))], sort_keys=True, default=dict)
+    settings = asdict(find_case(job["case"]))
+    del settings["lr"]  # a learning run has it in its problem, no other measurement reads it
+    text = json.dumps([job, rate, settings], sort_keys=True, default=dict)
     return keep / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
