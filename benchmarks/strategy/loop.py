@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 
@@ -143,7 +144,7 @@ def fivefold(words: list[str]) -> str:
     return done.stdout
 
 
-def figures_of(report: dict) -> Figures:
+def figures_of(report: dict[str, Any]) -> Figures:
     """Return predicted and measured by part, of the report of one planned run."""
     (run,) = report["predicted"]
     for finding in run["findings"]:
