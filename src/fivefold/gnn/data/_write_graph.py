@@ -352,7 +352,7 @@ def _without_duplicates(columns: dict[str, Array]) -> dict[str, Array]:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeRules:
-    """What is done to edges before they are stored.
+    """Changes to the edges of a source before they are stored.
 
     Attributes:
         add_reverse: Store every edge in both directions.

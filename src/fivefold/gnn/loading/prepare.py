@@ -57,7 +57,7 @@ _LESS = {"training_epochs"}  # of a recipe: no reason to pack again
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreRecipe:
-    """What a packed store is made by, besides the data set and the seeds.
+    """Options that make a packed store, besides the data set and the seeds.
 
     ``threads`` and ``training_epochs`` do not make another store; ``disk_bytes`` of None is four
     fifths of what is free, ``segment_batches`` of 0 the number that costs least.
@@ -84,7 +84,7 @@ _OF_SAMPLES = ("fanouts", "batch_size", "epochs", "first_epoch", "seed", "edge_i
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What a loader of packed batches reads, by node type and by edge type.
+    """Stores that a loader of packed batches reads, by node type and by edge type.
 
     Of a graph of one type the only keys are None. ``samples`` tells of nodes without features.
     """
@@ -192,6 +192,7 @@ class _Preparation:
         show: Text,
         accept: Text,
     ) -> Prepared:
+        """Sample, plan and pack what is not there yet; return the opened stores."""
         tables = self._tables()
         if not all((table.folder / "store.json").exists() for table in tables):
             self._note_change()

@@ -29,7 +29,7 @@ from fivefold.units import format_bytes, format_duration_s
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """How many bytes a packed store and its training may take.
+    """Most bytes that a packed store and its training may take.
 
     Args:
         host_bytes: Host memory for the feature cache, the buffers of batches in flight and the
@@ -59,7 +59,7 @@ class Budgets:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentCost:
-    """What one number of batches per segment costs, over all batches."""
+    """Cost of one number of batches per segment, over all batches."""
 
     segment_batches: int
     read_seconds: float
@@ -77,7 +77,7 @@ class SegmentCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a plan will read, write and take.
+    """Reads, writes and times that a plan will need.
 
     Args:
         sampled_epochs: Epochs that the samples make up; values per epoch are means over them.
@@ -151,7 +151,7 @@ _KIND = "plan"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What goes where, and what that costs.
+    """Levels of all rows, order of the packed ones, and what that costs.
 
     Args:
         policy: ``"static"`` or ``"belady"``.

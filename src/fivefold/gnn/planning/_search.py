@@ -214,7 +214,7 @@ class SegmentQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """What one segment size leads to."""
+    """Reads that one segment size leads to."""
 
     segment_rows: Ids  # rows before each segment, and all of them at the end [segments + 1]
     requests: Ids  # [batches]

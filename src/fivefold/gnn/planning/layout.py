@@ -93,7 +93,7 @@ _MINHASH_FUNCTIONS = 2  # as DiskGNN has it
 
 @dataclasses.dataclass(frozen=True)
 class SegmentLayout:
-    """Where the cold rows of one segment lie."""
+    """Storage order of the cold rows of one segment, and the rows of each of its batches."""
 
     order: Ids
     rows: list[Ids]

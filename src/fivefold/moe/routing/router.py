@@ -122,7 +122,7 @@ def is_plain(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How logits become a routing.
+    """Rule by which logits become a routing.
 
     Attributes:
         top_k: Experts per token, K.
@@ -220,7 +220,7 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a router decided.
+    """Decision of a router.
 
     Attributes:
         ids_TK: Experts of each token by descending score, int64; distinct within a token.
