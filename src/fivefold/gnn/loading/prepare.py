@@ -72,7 +72,6 @@ class StoreRecipe:
     host_bytes: int = 1_000_000_000
     disk_bytes: int | None = None
     policy: Literal["static", "belady"] = "static"
-    layout: Literal["gray", "minhash"] = "gray"
     segment_batches: int = 0
     buffer_batches: int = 3
     edge_ids: bool = False
@@ -372,7 +371,6 @@ class _Preparation:
                 job.budgets,
                 self._probe(job),
                 policy="static" if job.of_edges else recipe.policy,
-                layout=recipe.layout,
                 segment_batches=recipe.segment_batches or None,
                 buffer_batches=recipe.buffer_batches,
                 training_epochs=recipe.training_epochs,

@@ -21,7 +21,6 @@ from fivefold.gnn.planning._search import (
     segments_of,
 )
 from fivefold.gnn.planning.geometry import Geometry, least_memory_bytes, packing_ways
-from fivefold.gnn.planning.layout import Layout, check_layout
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, DiskProfile
 from fivefold.units import format_bytes
@@ -36,7 +35,6 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
     profile: DiskProfile,
     *,
     policy: Policy = "static",
-    layout: Layout = "gray",
     segment_batches: int | None = None,
     max_gap_bytes: int | None = None,
     buffer_batches: int = 3,
@@ -56,7 +54,6 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         policy: ``"static"``: the most used rows are cached and batches may come in any order;
             ``"belady"``: batches come in the order of the samples, and the host cache holds what
             will be needed soonest.
-        layout: Order of the packed rows within a segment.
         segment_batches: Batches per segment; None: the size of least cost within the budget.
         max_gap_bytes: Gaps up to this size are read through; None: what the disk makes cheapest.
         buffer_batches: Batches in flight whose rows are kept in host memory, and in device
@@ -75,7 +72,6 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         StorageError: The scratch file cannot be written.
     """
     _check_inputs(samples, features, policy)
-    check_layout(layout)
     _at_least(1, segment_batches=segment_batches)
     _at_least(
         0,
@@ -94,14 +90,13 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
     kept = KeptArrays(tally.cold_ids(), limit=samples.num_nodes, scratch=scratch)
     with contextlib.closing(kept) as cold:
         found = search_segments(
-            inputs.question(cold, layout, max_gap_bytes),
+            inputs.question(cold, max_gap_bytes),
             inputs.space(caches, tally.cold_rows),
             segment_batches=segment_batches,
             num_passes=training_epochs / samples.num_epochs,
         )
     return Plan(
         policy=policy,
-        layout=layout,
         max_gap_bytes=found.reads.max_gap_bytes,
         row_bytes=row_bytes,
         num_nodes=samples.num_nodes,
@@ -168,13 +163,10 @@ class _Inputs:
             scratch=scratch,
         )
 
-    def question(
-        self, cold: KeptArrays, layout: Layout, max_gap_bytes: int | None
-    ) -> SegmentQuestion:
+    def question(self, cold: KeptArrays, max_gap_bytes: int | None) -> SegmentQuestion:
         """Return what the search for a segment size asks, of these cold ids."""
         return SegmentQuestion(
             cold=cold,
-            layout=layout,
             row_bytes=self.row_bytes,
             disk=self.disk,
             gaps_bytes=GAPS_BYTES if max_gap_bytes is None else (max_gap_bytes,),

@@ -21,7 +21,7 @@ from fivefold.errors import ConfigurationError, DataError
 from fivefold.files import parse_json
 from fivefold.gnn.planning._caches import Caches, CacheSchedule, Policy
 from fivefold.gnn.planning.geometry import Geometry
-from fivefold.gnn.planning.layout import Layout, SegmentLayout, segment_layout
+from fivefold.gnn.planning.layout import SegmentLayout, segment_layout
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.gnn.storage.pages import Array, Ids
 from fivefold.units import format_bytes, format_duration_s
@@ -145,7 +145,7 @@ class Prediction:
         return cls(**(values | {"packing": Geometry(**values["packing"])}))
 
 
-_VERSION = 2
+_VERSION = 3
 _KIND = "plan"
 
 
@@ -155,7 +155,6 @@ class Plan:
 
     Args:
         policy: ``"static"`` or ``"belady"``.
-        layout: Order of the packed rows within a segment.
         max_gap_bytes: Gaps up to this size are read through.
         row_bytes: Bytes of a row.
         num_nodes: Rows of the features.
@@ -177,7 +176,6 @@ class Plan:
     """
 
     policy: Policy
-    layout: Layout
     max_gap_bytes: int
     row_bytes: int
     num_nodes: int
@@ -224,8 +222,6 @@ class Plan:
             "features": self.features_fingerprint,
             "samples": self.samples_fingerprint,
             "policy": self.policy,
-            "layout": self.layout,
-            "functions": 2 if self.layout == "minhash" else 0,
             "segments": [list(segment) for segment in self.segments],
             "slots": self.num_host_slots,
             "device": _hash(self.device_rows),
@@ -257,14 +253,9 @@ class Plan:
             schedule=self.cache_schedule,
         )
 
-    def lay_out(self, segment: int, cold_ids: Sequence[Ids]) -> SegmentLayout:
+    def lay_out(self, cold_ids: Sequence[Ids]) -> SegmentLayout:
         """Return the order of a segment's packed rows, from the cold ids of its batches."""
-        return segment_layout(
-            cold_ids,
-            layout=self.layout,
-            first_batch=self.segments[segment][0],
-            num_batches=self.num_batches,
-        )
+        return segment_layout(cold_ids)
 
     def explain(self) -> str:
         """Return the plan as a table for people."""
@@ -418,10 +409,9 @@ def _sizes(plan: Plan) -> str:
         "",
     ]
     remark = (
-        f"{plan.layout} layout. amplification: bytes read over bytes needed. Larger segments "
-        "share more rows,\nwhich saves space, and scatter them more, which costs requests and "
-        "bytes. "
-        "Of the sizes within\n2 % of the least time the one of least space is taken."
+        "amplification: bytes read over bytes needed. Larger segments share more rows, which saves "
+        "space,\nand scatter them more, which costs requests and bytes. Of the sizes within 2 % "
+        "of the least time\nthe one of least space is taken."
     )
     return f"{_table(head, rows)}\n{remark}"
 
