@@ -135,7 +135,8 @@ class ChunkSender:
                 waited_s = waited_s + time.perf_counter() - before_s if self._ready else 0.0
                 if waited_s > self._timeout_s:
                     raise CommunicationError(
-                        f"bucket {self._order[0][0] if self._order else '?'} was not ready within "
+                        f"rank {dist.get_rank()}: bucket "
+                        f"{self._order[0][0] if self._order else '?'} was not ready within "
                         f"{self._timeout_s:g} s of others",
                         hint="every backward pass must reach all parameters, as DDP needs too",
                     )
@@ -325,7 +326,10 @@ class ScheduledReduction:
         try:
             dist.broadcast_object_list(made, group=self._group, group_src=0)
         except RuntimeError as error:
-            raise CommunicationError(f"the plan did not reach all ranks: {error}") from error
+            raise CommunicationError(
+                f"rank {self._group.rank()}: the plan did not reach all ranks: {error}",
+                hint="look at the other ranks' output: one of them probably ended first",
+            ) from error
         if isinstance(made[0], ConfigurationError):
             raise made[0]
         order: SendOrder = made[0]
@@ -446,7 +450,9 @@ class ScheduledReduction:
         self._waits.append((begun_s, time.perf_counter()))
         if not there:
             raise CommunicationError(
-                f"the gradients of bucket {number} did not arrive within {self._timeout_s:g} s"
+                f"rank {self._group.rank()}: the gradients of bucket {number} did not arrive "
+                f"within {self._timeout_s:g} s",
+                hint="look at the other ranks' output, or raise timeout_s if they are only slow",
             )
         if bucket.error is not None:
             raise bucket.error

@@ -284,8 +284,11 @@ def check_column(table: TableReader, name: str | None) -> None:
 
 def check_whole(batch: Any, path: Path) -> None:
     """Raise where a field is empty."""
-    if any(column.null_count for column in batch.columns):
-        raise DataError(f"{path} has an empty field", hint="fill it or leave it out")
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if column.null_count:
+            raise DataError(
+                f"column {name!r} of {path} has an empty field", hint="fill it or leave it out"
+            )
 
 
 class NodeTable:
