@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from fivefold.errors import ConfigurationError, DataError, InfeasibleError
+from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.planning._caches import Caches, KeptArrays, Policy, Scratch, Tally
 from fivefold.gnn.planning._plan import Budgets, Plan, Prediction
 from fivefold.gnn.planning._search import (
@@ -137,29 +137,22 @@ class _Inputs:
 
     def fill_caches(self, policy: Policy, scratch: Scratch) -> Caches:
         """Fill the slots of the device and of the host that the buffers leave."""
-        budgets, buffer_bytes = self.budgets, self.buffer_bytes
-        spare_bytes = budgets.host_bytes - buffer_bytes
-        if spare_bytes < 0:
-            raise InfeasibleError(
-                f"host memory of {format_bytes(budgets.host_bytes)} does not hold the rows of "
-                f"{self.buffer_batches} batches in flight",
-                hint=f"give at least host_bytes={buffer_bytes} ({format_bytes(buffer_bytes)}), "
-                "lower buffer_batches, or sample smaller batches",
-            )
-        device_slots = max(0, budgets.device_bytes - buffer_bytes) // self.row_bytes
-        if budgets.device_bytes and not device_slots:
+        device_slots, host_slots = self.budgets.cache_slots(
+            self.row_bytes, buffer_batches=self.buffer_batches, buffer_bytes=self.buffer_bytes
+        )
+        if self.budgets.device_bytes and not device_slots:
             _log.warning(
                 "no rows are cached on the device: %s do not exceed the %s of the %d batches in "
                 "flight there",
-                format_bytes(budgets.device_bytes),
-                format_bytes(buffer_bytes),
+                format_bytes(self.budgets.device_bytes),
+                format_bytes(self.buffer_bytes),
                 self.buffer_batches,
             )
         return Caches.fill(
             self.samples,
             policy,
             device_slots=device_slots,
-            host_slots=spare_bytes // self.row_bytes,
+            host_slots=host_slots,
             scratch=scratch,
         )
 

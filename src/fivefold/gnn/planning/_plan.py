@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, InfeasibleError
 from fivefold.files import parse_json
 from fivefold.gnn.planning._caches import Caches, CacheSchedule, Policy
 from fivefold.gnn.planning.geometry import Geometry
@@ -55,6 +55,29 @@ class Budgets:
                     f"{name} must be a whole number of at least 0; got {value!r}",
                     hint="sizes are in bytes; fivefold.units.parse_bytes reads texts like '2 GB'",
                 )
+
+    def cache_slots(
+        self, row_bytes: int, *, buffer_batches: int, buffer_bytes: int
+    ) -> tuple[int, int]:
+        """Return the rows that the device and the host hold beside the batches in flight.
+
+        Args:
+            row_bytes: Bytes of a row.
+            buffer_batches: Batches in flight.
+            buffer_bytes: Bytes of their rows, which are on the host and on the device.
+
+        Raises:
+            InfeasibleError: The host does not hold the batches in flight.
+        """
+        spare_bytes = self.host_bytes - buffer_bytes
+        if spare_bytes < 0:
+            raise InfeasibleError(
+                f"host memory of {format_bytes(self.host_bytes)} does not hold the rows of "
+                f"{buffer_batches} batches in flight",
+                hint=f"give at least host_bytes={buffer_bytes} ({format_bytes(buffer_bytes)}), "
+                "lower buffer_batches, or sample smaller batches",
+            )
+        return max(0, self.device_bytes - buffer_bytes) // row_bytes, spare_bytes // row_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

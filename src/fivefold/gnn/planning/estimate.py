@@ -229,7 +229,13 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
     used, edges, expanded = model.batch(size, fanouts)
     batches = math.ceil(graph.seeds / batch_size)
     nodes = float((model.nodes * used).sum())
-    slots = _cache_slots(graph.row_bytes, budgets, buffer_batches, nodes)
+    slots = sum(
+        budgets.cache_slots(
+            graph.row_bytes,
+            buffer_batches=buffer_batches,
+            buffer_bytes=int(buffer_batches * nodes * graph.row_bytes),
+        )
+    )
     cold = model.without_hottest(slots)
     cold_rows = float((cold * used).sum())
     work = _Work(
@@ -271,19 +277,6 @@ def _check_run(fanouts: Sequence[int], batch_size: int, epochs: int) -> None:
             f"batch_size={batch_size}, fanouts={list(fanouts)}, epochs={epochs}",
             hint="use positive numbers; a fan-out of -1 takes all neighbours",
         )
-
-
-def _cache_slots(row_bytes: int, budgets: Budgets, buffer_batches: int, nodes: float) -> int:
-    """Return the rows that the caches hold beside the batches in flight, each of ``nodes`` rows."""
-    buffers = int(buffer_batches * nodes * row_bytes)
-    slots = (budgets.host_bytes - buffers) // row_bytes
-    if slots < 0:
-        raise InfeasibleError(
-            f"host memory of {format_bytes(budgets.host_bytes)} does not hold the rows of "
-            f"{buffer_batches} batches in flight",
-            hint=f"give at least {format_bytes(buffers)}, or sample smaller batches",
-        )
-    return slots + budgets.device_bytes // row_bytes
 
 
 @dataclass(frozen=True)
