@@ -45,10 +45,10 @@ def test_shared_rows_go_by_the_minima_and_private_ones_by_batch(batches):
 
 @pytest.mark.parametrize("policy", ["static", "belady"])
 def test_a_store_by_minhash_is_read_as_its_plan_says(tmp_path, policy):
-    with generate_graph(tmp_path / "data", nodes=900, dim=30, seed=1, threads=1) as data:
+    with generate_graph(tmp_path / "data", nodes=2000, dim=130, seed=1, threads=1) as data:
         sampler = NeighborSampler(data.topology(), [4, 3], seed=0, threads=1)
         samples = sample_epochs(
-            sampler, np.arange(300), tmp_path / "samples.fvf", batch_size=24, seed=4
+            sampler, np.arange(400), tmp_path / "samples.fvf", batch_size=24, seed=4
         )
         budgets = Budgets(host_bytes=90 * data.row_bytes, disk_bytes=10**9)
         gray = make_plan(
@@ -67,7 +67,9 @@ def test_a_store_by_minhash_is_read_as_its_plan_says(tmp_path, policy):
                 rows, uses = np.unique(
                     np.concatenate([record.cold_rows for record in records]), return_counts=True
                 )
-                assert rows[uses > 1].max() < rows[uses == 1].min()
+                shared = rows[uses > 1]  # the short last segment may have none
+                assert len(shared) or stop == store.num_batches
+                assert shared.max(initial=-1) < rows[uses == 1].min()
                 for number, record in enumerate(records, start=first):
                     x = np.zeros((len(record.node_ids), store.dim), store.dtype)
                     cost = reader.read_runs(
@@ -77,6 +79,6 @@ def test_a_store_by_minhash_is_read_as_its_plan_says(tmp_path, policy):
                     assert cost.requests == plan.batch_requests[number]
                     cold = record.cold_destinations
                     assert np.array_equal(x[cold], values[record.node_ids[cold]])
-                    own = np.setdiff1d(record.cold_rows, rows[uses > 1])
+                    own = np.setdiff1d(record.cold_rows, shared)
                     assert own.max() - own.min() + 1 == len(own) == record.num_private
         samples.close()

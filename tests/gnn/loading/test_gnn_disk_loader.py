@@ -1,4 +1,4 @@
-"""Bit identity: for any dtype, policy, layout, back end and order, x is features[n_id]."""
+"""Bit identity: for any dtype, policy, back end and order, x is features[n_id]."""
 
 import numpy as np
 import pytest

@@ -66,8 +66,8 @@ def test_what_is_wrong_is_said(run):
     run(*SAMPLE)
     with pytest.raises(ConfigurationError, match="not a size"):
         run(*PLAN, "--disk", "50 XB")
-    with pytest.raises(ConfigurationError, match="layout is 'best'"):
-        run(*PLAN, "--disk", "50 MB", "--layout", "best")
+    with pytest.raises(ConfigurationError, match="policy is 'best'"):
+        run(*PLAN, "--disk", "50 MB", "--policy", "best")
     with pytest.raises(InfeasibleError, match="disk budget"):
         run(*PLAN, "--disk", "1 kB")
 

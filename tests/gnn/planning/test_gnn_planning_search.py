@@ -115,15 +115,15 @@ def space_of(disk, disk_rows):
 
 def test_too_small_a_disk_names_the_smallest_that_does(question, disk):
     with pytest.raises(InfeasibleError, match="disk_bytes=") as caught:
-        search_segments(question("gray"), space_of(disk, 200), segment_batches=None, num_passes=50)
+        search_segments(question(), space_of(disk, 200), segment_batches=None, num_passes=50)
     least = int(caught.value.hint.split("disk_bytes=")[1].split()[0])
     assert least % ROW_BYTES == 0
     enough = space_of(disk, least // ROW_BYTES)
-    found = search_segments(question("gray"), enough, segment_batches=None, num_passes=50)
+    found = search_segments(question(), enough, segment_batches=None, num_passes=50)
     assert int(found.reads.segment_rows[-1]) * ROW_BYTES <= least
     with pytest.raises(InfeasibleError):
         search_segments(
-            question("gray"),
+            question(),
             space_of(disk, least // ROW_BYTES - 1),
             segment_batches=None,
             num_passes=50,
