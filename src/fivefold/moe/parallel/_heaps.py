@@ -57,7 +57,7 @@ class SymmetricHeap(AbstractContextManager["SymmetricHeap"]):
 
 def _check_sizes(ranks: int, nbytes: int, rank: int = 0) -> None:
     if ranks < 1 or nbytes < 1:
-        raise ConfigurationError(f"ranks and nbytes must be positive; got {ranks} and {nbytes}")
+        raise ConfigurationError(f"a heap needs ranks and bytes; got {ranks} and {nbytes}")
     if not 0 <= rank < ranks:
         raise ConfigurationError(
             f"rank is {rank}, there are {ranks} ranks", hint="ranks count from 0"
