@@ -197,7 +197,7 @@ def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
 
 
 def flags_of(text: str) -> CoDesigns:
-    """Co-designs as the command line spells them."""
+    """Read co-designs as the command line spells them."""
     if text in {"all", "none"}:
         return CoDesigns.all() if text == "all" else CoDesigns.none()
     names = {"V": "vertical", "H": "horizontal", "II": "intra_inter", "HN": "host_net"}
@@ -221,7 +221,7 @@ def typed_command() -> str:
 
 
 def change_of(before: float, after: float) -> str:
-    """By how much one differs from the other, in percent."""
+    """Write by how much one differs from the other, in percent."""
     return f"{100 * (after / before - 1):>+6.1f}%"
 
 
@@ -307,7 +307,7 @@ def _write(folder: Path, found: CoDesignResult) -> None:
 def _write_programs(
     folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
 ) -> None:
-    """Collectives of every job whose hosts do all the work; the others are named."""
+    """Write the collectives of every job whose hosts do all the work; name the others."""
     for number, job in enumerate(jobs):
         try:
             programs = msccl_programs(topology, job, found.plan.jobs[job.job_id])

@@ -111,7 +111,7 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run of a plan showed.
+    """Measurements of a plan's run.
 
     Attributes:
         iteration_s: Mean seconds per iteration of each job.

@@ -47,7 +47,7 @@ def change(ratio: float) -> str:
 
 
 def ordering_words(plan: JobPlan) -> str:
-    """Layer 2 of a plan."""
+    """Describe a plan's layer 2."""
     if plan.bucket_bytes is None:
         fused = "layer by layer"
     elif plan.bucket_bytes == 0:
@@ -59,7 +59,7 @@ def ordering_words(plan: JobPlan) -> str:
 
 
 def flow_words(plan: JobPlan, baseline: JobPlan) -> str:
-    """Layer 4 of a plan, where it differs from today."""
+    """Describe a plan's layer 4 where it differs from the baseline's."""
     words = [f"class {plan.priority}"] if plan.priority else []
     if plan.shift_s:
         words.append(f"{format_duration_s(plan.shift_s)} later")
@@ -91,7 +91,7 @@ def _choice(record: DecisionRecord) -> Decision:
 
 
 def _chosen(record: DecisionRecord, *, taken: bool) -> str | None:
-    """The alternative that was decided for; a name need not be the decision's, word for word."""
+    """Return the alternative that was decided for; its name may say more than the decision's."""
     if not taken:
         return "as before" if "as before" in record.alternatives else None
     if record.decision in record.alternatives:

@@ -156,7 +156,7 @@ def _row(label: str, samples: Sequence[_Sample]) -> AblationRow:
 
 
 def _bootstrap(values: FloatArray) -> tuple[float, float] | None:
-    """95 % bootstrap interval of the mean; None of one value, which has none."""
+    """Return the 95 % bootstrap interval of the mean; None for one value, which has none."""
     if len(values) < 2:
         return None
     draw = np.random.default_rng(0)
@@ -231,7 +231,7 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
 
 
 def _apart(marks: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """Names of lines that would lie on one another share one."""
+    """Let lines whose names would lie on one another share one."""
     if len(marks) == 2 and abs(marks[0][1] - marks[1][1]) < 0.06:
         return ((marks[0][0], marks[0][1]), ("", marks[1][1]))
     return tuple(marks)

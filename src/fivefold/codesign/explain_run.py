@@ -31,7 +31,7 @@ _PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """What a step of a run came to, in the mean.
+    """Mean parts of a run's steps.
 
     Args:
         rest_s: All but waits for messages and for data.

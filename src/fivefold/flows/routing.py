@@ -166,6 +166,7 @@ class _Choices:
         self._middles: dict[int, tuple[object, npt.NDArray[np.int64]]] = {}
 
     def of(self, source: int, target: int) -> PathChoices:
+        """Return the paths between two ranks, each pair looked up once."""
         pair = source, target
         if pair not in self._found:
             self._found[pair] = path_choices(self._topology, *pair, limit=self._limit, relay=True)

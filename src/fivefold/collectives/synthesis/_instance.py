@@ -75,7 +75,7 @@ def reached(
 
 
 class Orbits:
-    """Which (chunk, link) and (chunk, rank) pairs a group of symmetries makes equal."""
+    """Classes of (chunk, link) and (chunk, rank) pairs that a group of symmetries makes equal."""
 
     def __init__(
         self, instance: Instance, permutations: Sequence[NDArray[np.int32]] | None = None
@@ -105,7 +105,7 @@ def _product_map(chunk_map: NDArray[np.int64], other: NDArray[np.int64]) -> NDAr
 
 
 def _merge(labels: NDArray[np.int64], maps: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The least number in each orbit, by passing labels along the maps until nothing changes."""
+    """Find the least number in each orbit: pass labels along the maps until nothing changes."""
     changed = bool(maps)
     while changed:
         check_time()
@@ -178,7 +178,7 @@ class Logical(Instance):
     boxes: tuple[tuple[int, ...], ...]
 
     def seconds_per_byte(self) -> NDArray[np.float64]:
-        """Inverse rate of the narrowest resource of each logical link."""
+        """Return the inverse rate of the narrowest resource of each logical link."""
         narrowest = [
             min(float(self.capacities_bytes_per_s[resource]) for resource in resources)
             for resources in self.resources
@@ -186,7 +186,7 @@ class Logical(Instance):
         return np.asarray(1.0 / np.array(narrowest, np.float64))
 
     def chunk_bytes(self, size_bytes: float) -> float:
-        """Size of every chunk."""
+        """Return the size of every chunk."""
         sizes = np.unique(self.collective.chunk_bytes(size_bytes))
         if len(sizes) > 1:
             message = f"chunks of {sizes[0]:.0f} to {sizes[-1]:.0f} bytes"
@@ -196,7 +196,7 @@ class Logical(Instance):
 
 
 def boxes_of(topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """Ranks by host, in the order of ranks; ranks without a host share one box."""
+    """Return the ranks by host, in the order of ranks; ranks without a host share one box."""
     boxes: dict[str | None, list[int]] = {}
     for rank in range(topology.num_ranks):
         boxes.setdefault(topology.host_of(rank), []).append(rank)
@@ -210,7 +210,7 @@ def logical_of(
     allow: Callable[[int, int], bool] | None = None,
     boxes: Sequence[Sequence[int]] | None = None,
 ) -> Logical:
-    """Chunks, holders, receivers and logical links of a collective that copies."""
+    """Return chunks, holders, receivers and logical links of a collective that copies."""
     if collective.reducing:
         message = f"{collective.name} sums"
         raise ConfigurationError(message, hint="solve its inverse on the reversed topology")
@@ -321,7 +321,7 @@ def all_reduce_halves(collective: Collective) -> tuple[Collective, Collective]:
 
 
 def bound_of(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
-    """The best bound, or none where some ranks cannot reach others but nobody asks them to."""
+    """Return the best bound, or none where ranks cannot reach others but nobody asks them to."""
     try:
         return lower_bound(collective, topology, size_bytes)
     except InfeasibleError:

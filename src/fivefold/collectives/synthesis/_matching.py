@@ -117,7 +117,7 @@ def _check(collective: Collective, topology: Topology, seeds: int | None) -> Non
 
 @dataclass(frozen=True)
 class _Tries:
-    """How many runs, from which seed, and for how long."""
+    """Number of runs, their seed, and their time limit."""
 
     seeds: int
     seed: int
@@ -213,7 +213,7 @@ def _held_at_first(collective: Collective) -> int:
 
 
 def _start(collective: Collective, near: Neighbourhoods) -> tuple[Holdings, Neighbourhoods]:
-    """Bit sets and counts before anything is sent."""
+    """Return bit sets and counts before anything is sent."""
     chunks, ranks = collective.num_chunks, collective.num_ranks
     words = max(1, -(-chunks // 64))
     held = np.zeros((ranks, words), np.uint64)

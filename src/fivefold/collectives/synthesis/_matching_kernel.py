@@ -29,7 +29,7 @@ _MOST_RATES = 32
 
 
 def build_neighbourhoods(topology: Topology) -> Neighbourhoods:
-    """The sets of ranks at each bandwidth that changes them, the fastest first; counts are empty.
+    """Find the sets of ranks at each bandwidth that changes them, the fastest first.
 
     Level 0 are the single ranks, the last level is everybody.
     """
@@ -65,7 +65,7 @@ def build_neighbourhoods(topology: Topology) -> Neighbourhoods:
 
 
 def build_fabric(topology: Topology, near: Neighbourhoods) -> Fabric:
-    """Ports and what they reach."""
+    """Return the ports and what they reach."""
     is_rank = topology.is_rank
     sources, targets = topology.link_sources, topology.link_targets
     hops = np.zeros((topology.num_ranks, 0), np.int16)
@@ -100,7 +100,7 @@ def _offsets(sorted_keys: Ints, count: int) -> Longs:
 
 
 def _wishes(topology: Topology, near: Neighbourhoods, hops: NDArray[np.int16], link: int) -> Longs:
-    """Ranks that a port serves: round the ring of ranks, or of neighbourhoods for slow ports."""
+    """Order the ranks that a port serves: round the ring, or that of sets for slow ports."""
     head = int(topology.link_targets[link])
     if topology.is_rank[head]:
         return topology.rank_of_node[[head]].astype(np.int64)
@@ -119,7 +119,7 @@ def _wishes(topology: Topology, near: Neighbourhoods, hops: NDArray[np.int16], l
 
 
 def _places(sets: Ints) -> Longs:
-    """Position of each rank within its set."""
+    """Return the position of each rank within its set."""
     order = np.argsort(sets, kind="stable")
     starts = np.searchsorted(sets[order], sets[order])
     places = np.empty(len(sets), np.int64)
@@ -131,7 +131,7 @@ def _places(sets: Ints) -> Longs:
 def hops_through_switches(
     in_offsets: Any, in_links: Any, link_sources: Any, is_rank: Any, rank_nodes: Any
 ) -> Any:
-    """Links from each node to each rank over switches, int16 [ranks, nodes]; -1 for no way."""
+    """Count links from each node to each rank over switches, int16 [ranks, nodes]; -1: no way."""
     num_nodes = len(is_rank)
     hops = np.full((len(rank_nodes), num_nodes), -1, np.int16)
     queue = np.empty(num_nodes, np.int64)
@@ -192,7 +192,7 @@ class Holdings(NamedTuple):
 
 
 class Transfers(NamedTuple):
-    """What is decided, in order of start; the arrays have room for all of it."""
+    """Transfers that are decided, in order of start; the arrays have room for all of them."""
 
     chunks: Ints
     ports: Ints
@@ -203,7 +203,7 @@ class Transfers(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """How to decide."""
+    """Sizes and rules by which transfers are decided."""
 
     num_chunks: int
     chunk_bytes: float
@@ -237,7 +237,7 @@ def _random(state: Any, below: int) -> int:
 
 @njit(inline="always")
 def _lowest(word: Any) -> int:
-    """Place of the lowest bit that is set."""
+    """Return the place of the lowest bit that is set."""
     return int(_BIT[((word & (~word + _ONE)) * _DE_BRUIJN) >> _TOP])
 
 
@@ -338,7 +338,7 @@ def _last_link_free(fabric: Any, free_s: Any, now_s: float, rank: int) -> bool:
 
 
 class Loop(NamedTuple):
-    """What changes while time passes."""
+    """State that changes while time passes."""
 
     free_s: Floats
     heap: tuple[Floats, Longs]
@@ -356,6 +356,7 @@ _EVENTS, _QUEUED, _IDLE, DONE, _TURN = range(5)
 
 @njit
 def new_loop(fabric: Any, transfers: Any, seed: int) -> Any:
+    """Return the state before anything is sent, all ports queued."""
     num_ports, num_links = len(fabric.ports), len(fabric.sources)
     per_transfer = 1 if len(transfers.route_offsets) == 0 else 4
     room = len(transfers.chunks) * per_transfer + num_links
@@ -381,7 +382,7 @@ def new_loop(fabric: Any, transfers: Any, seed: int) -> Any:
 def _choose(
     fabric: Any, near: Any, holdings: Any, loop: Any, rules: Any, port: int, now_s: float
 ) -> tuple[int, int, int]:
-    """Target, chunk and length of the route that a free port takes; target -1 for nothing."""
+    """Choose target, chunk and length of the route that a free port takes; target -1: nothing."""
     link = fabric.ports[port]
     source = fabric.rank_of_node[fabric.sources[link]]
     direct = fabric.rank_of_node[fabric.targets[link]] >= 0
@@ -408,7 +409,7 @@ def _choose(
 
 @njit
 def _cost(fabric: Any, path: Any, length: int, size: float) -> tuple[float, float]:
-    """Latency of a route, and the time that its narrowest link needs."""
+    """Return the latency of a route, and the time that its narrowest link needs."""
     latency_s, bytes_s = 0.0, 0.0
     for place in range(length):
         latency_s += fabric.costs[1, path[place]]
@@ -418,7 +419,7 @@ def _cost(fabric: Any, path: Any, length: int, size: float) -> tuple[float, floa
 
 @njit
 def _take(holdings: Any, near: Any, rank: int, chunk: int, num_chunks: int) -> None:
-    """The rank awaits the chunk: count it in all its sets."""
+    """Note that the rank awaits the chunk: count it in all its sets."""
     holdings.taken[rank, chunk >> 6] |= _ONE << np.uint64(chunk & 63)
     for level in range(1, len(near.member)):
         first = near.offsets[level] + np.int64(near.member[level, rank]) * num_chunks

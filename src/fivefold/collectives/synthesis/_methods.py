@@ -45,7 +45,7 @@ _SOME, _MANY = 32, 128  # ranks up to which auto tries TACCL, trees
 
 
 def _library(request: Request) -> Iterator[Schedule]:
-    """Every algorithm of the textbooks that fits."""
+    """Yield every algorithm of the textbooks that fits."""
     for count, collective in request.chunkings(most=8):
         if count > 1 and collective.name not in {"broadcast", "reduce"}:
             return
@@ -150,7 +150,7 @@ SHARES = {"matching": 0.3}
 
 
 def in_auto(method: str, request: Request) -> str | None:
-    """Why ``auto`` leaves a method out; None where it tries it."""
+    """Return why ``auto`` leaves a method out; None where it tries it."""
     ranks, name = request.topology.num_ranks, request.collective.name
     if method in {"trees", "matching"} and name not in _TREE_COLLECTIVES:
         return f"does not do {name}"
@@ -214,7 +214,7 @@ def overlapped(
 
 
 def roots_of(topology: Topology) -> Iterator[int]:
-    """Ranks to try as the root: all of few, else those with the widest links each way."""
+    """Return ranks to try as the root: all of few, else those with the widest links each way."""
     nodes, rates = topology.rank_nodes, topology.capacities_bytes_per_s
     width = [
         min(
@@ -264,7 +264,7 @@ class Request:
         return named_collective(plain.name, plain.num_ranks, chunks=count * ranks, root=root)
 
     def chunkings(self, *, most: int) -> Iterator[tuple[int, Collective]]:
-        """The collective in 1, 2, 4, ... chunks where that is free, as far as it can pay."""
+        """Yield the collective in 1, 2, 4, ... chunks where that is free, as far as it can pay."""
         yield 1, self.collective
         if not self.free or self.collective.name not in COLLECTIVES:
             return

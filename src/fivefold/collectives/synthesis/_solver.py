@@ -29,7 +29,7 @@ class OutOfTime(InfeasibleError):  # noqa: N818 - what happened, not whose fault
 
 @contextmanager
 def time_limit(limit_s: float | None, *, slack_s: float = 0.0) -> Iterator[None]:
-    """Within it ``check_time`` raises once the time and the slack are over."""
+    """Let ``check_time`` raise, within this context, once the time and the slack are over."""
     outer = _LIMIT.get()
     own = math.inf if limit_s is None else limit_s
     token = _LIMIT.set(min(outer, (time.perf_counter() + own + slack_s, own)))
@@ -41,7 +41,7 @@ def time_limit(limit_s: float | None, *, slack_s: float = 0.0) -> Iterator[None]
 
 @contextmanager
 def off_the_clock() -> Iterator[None]:
-    """Within it time does not count: for what is compiled at its first use on a machine."""
+    """Stop the clock of the limits: for what is compiled at its first use on a machine."""
     started_s = time.perf_counter()
     yield
     ends_s, limit_s = _LIMIT.get()
@@ -49,7 +49,7 @@ def off_the_clock() -> Iterator[None]:
 
 
 def time_left_s() -> float:
-    """Seconds until the time is over, negative afterwards, infinite where there is no limit."""
+    """Return the seconds until the time is over, negative afterwards, infinite without a limit."""
     return _LIMIT.get()[0] - time.perf_counter()
 
 
@@ -70,7 +70,7 @@ Status = Literal["optimal", "found", "infeasible", "unknown"]
 
 @dataclass(frozen=True)
 class CpOutcome:
-    """What the solver said."""
+    """Result of the solver."""
 
     status: Status
     solver: Any

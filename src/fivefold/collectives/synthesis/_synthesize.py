@@ -42,7 +42,7 @@ _OPTIMAL = 1e-9  # relative: a schedule this close to the bound is optimal
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesisOptions:
-    """How to search.
+    """Options of a search.
 
     Args:
         model: Cost model by which schedules are compared and timed.
@@ -79,7 +79,7 @@ class SynthesisOptions:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one method came to."""
+    """Result of one method."""
 
     method: str
     time_s: float | None
