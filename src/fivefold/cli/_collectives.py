@@ -65,8 +65,11 @@ with later():
     from fivefold.runs import write_text
 
 
+_Collective = Annotated[str, typer.Argument(help="Such as all_reduce.")]
+
+
 def bench_algorithms(
-    collective: Annotated[str, typer.Argument(help="Such as all_reduce.")],
+    collective: _Collective,
     topology: Annotated[
         str | None, typer.Argument(help="A topology; none where ranks are running (torchrun).")
     ] = None,
@@ -266,67 +269,73 @@ _SEARCH = "Search"
 _ELEMENTS = 7  # integers in each chunk of a trial run
 
 
+_Root = Annotated[int, typer.Option(min=0, help="Root of a broadcast, reduce, scatter or gather.")]
+_Method = Annotated[
+    str,
+    typer.Option(help="auto, library, trees, matching, flow or taccl.", rich_help_panel=_SEARCH),
+]
+_Chunks = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Chunks that a buffer is cut into (all_reduce: the whole buffer; others: each "
+        "rank's share).",
+        show_default="chosen",
+        rich_help_panel=_SEARCH,
+    ),
+]
+_Sketch = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|NAME",
+        help="Communication sketch for taccl: .toml, TACCL's .json, or a published one.",
+        rich_help_panel=_SEARCH,
+    ),
+]
+_TimeLimit = Annotated[str, typer.Option(help="Limit of the search.", rich_help_panel=_SEARCH)]
+_Gap = Annotated[
+    str,
+    typer.Option(
+        help="Stop at the first answer so little above the lower bound; 0% searches on.",
+        rich_help_panel=_SEARCH,
+    ),
+]
+_Model = Annotated[
+    str, typer.Option(help="Cost model: serial, slotted or fluid.", rich_help_panel=_SEARCH)
+]
+_Seed = Annotated[int, typer.Option(help="Random seed.", rich_help_panel=_SEARCH)]
+_Cache = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder of known answers, read and added to.",
+        rich_help_panel=_SEARCH,
+    ),
+]
+_Output = Annotated[
+    Path | None, output_option("The algorithm: .json, .xml (MSCCL) or .plan.json (MSCCL++).")
+]
+_Report = Annotated[
+    Path | None, typer.Option(help="HTML page to write: pictures, methods, other sizes.")
+]
+
+
 def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
-    collective: Annotated[str, typer.Argument(help="Such as all_reduce.")],
+    collective: _Collective,
     topology: _Network,
     *,
     size: SizeOption = "16MB",
-    root: Annotated[
-        int, typer.Option(min=0, help="Root of a broadcast, reduce, scatter or gather.")
-    ] = 0,
-    method: Annotated[
-        str,
-        typer.Option(
-            help="auto, library, trees, matching, flow or taccl.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = "auto",
-    chunks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Chunks that a buffer is cut into (all_reduce: the whole buffer; others: each "
-            "rank's share).",
-            show_default="chosen",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = None,
-    sketch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|NAME",
-            help="Communication sketch for taccl: .toml, TACCL's .json, or a published one.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = None,
-    time_limit: Annotated[
-        str, typer.Option(help="Limit of the search.", rich_help_panel=_SEARCH)
-    ] = "60s",
-    gap: Annotated[
-        str,
-        typer.Option(
-            help="Stop at the first answer so little above the lower bound; 0% searches on.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = _GAP,
-    model: Annotated[
-        str, typer.Option(help="Cost model: serial, slotted or fluid.", rich_help_panel=_SEARCH)
-    ] = "serial",
-    seed: Annotated[int, typer.Option(help="Random seed.", rich_help_panel=_SEARCH)] = 0,
-    cache: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Folder of known answers, read and added to.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, output_option("The algorithm: .json, .xml (MSCCL) or .plan.json (MSCCL++).")
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="HTML page to write: pictures, methods, other sizes.")
-    ] = None,
+    root: _Root = 0,
+    method: _Method = "auto",
+    chunks: _Chunks = None,
+    sketch: _Sketch = None,
+    time_limit: _TimeLimit = "60s",
+    gap: _Gap = _GAP,
+    model: _Model = "serial",
+    seed: _Seed = 0,
+    cache: _Cache = None,
+    output: _Output = None,
+    report: _Report = None,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
     as_json: JsonOption = False,
