@@ -141,7 +141,6 @@ _PASSES = (
     ("exposed_communication", "compute waits"),
 )
 
-FloatArray = npt.NDArray[np.float64]
 _SENT = {"reduce", "exchange"}
 Times = dict[tuple[int, str, bool], tuple[float, float]]
 """By iteration, task, and whether it computes: when it began and ended."""
@@ -377,16 +376,10 @@ class _Rates:
         return TimelineLane(name=arrow, loads=tuple(load for load in loads if load is not None))
 
     def _load(self, name: str, tasks: npt.NDArray[np.int64], capacity: float) -> LaneLoad | None:
-        steps: list[tuple[FloatArray, FloatArray]] = []
-        for task in tasks.tolist():
-            at_s, rate = self._window.result.rates_of(self._window.result.table.name_of(task))
-            if len(at_s):
-                steps.append((at_s, np.diff(rate, prepend=0.0)))
-        if not steps:
+        moments, load = self._window.result.load_of(tasks.tolist())
+        if not len(moments):
             return None
-        moments, places = np.unique(np.concatenate([s[0] for s in steps]), return_inverse=True)
-        change = np.bincount(places, np.concatenate([s[1] for s in steps]), len(moments))
-        shares = np.maximum(np.cumsum(change), 0.0) / capacity
+        shares = load / capacity
         place = self._jobs.index(name)
         return LaneLoad(
             kind=job_colour(place),
