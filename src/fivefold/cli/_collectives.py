@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from fivefold.cli._collectives_report import Asked, collective_page, loads_title, used_shares
 from fivefold.cli._later import later
@@ -27,6 +24,7 @@ from fivefold.cli._options import (
     output_option,
     require_writable,
     seconds_of,
+    show,
     topology_of,
     write_json,
 )
@@ -62,6 +60,7 @@ with later():
     )
     from fivefold.network.topology import Topology, draw_topology
     from fivefold.report import write_html
+    from fivefold.report.page import DataTable
     from fivefold.runs import write_text
 
 
@@ -101,7 +100,8 @@ def bench_algorithms(
     if as_json and rows:
         write_json(rows)
     elif rows:
-        _table(rows)
+        how = "measured" if topology is None else f"predicted on {topology}"
+        show(f"{collective}, {how}", _table(rows))
 
 
 def _priced(collective: str, network: Topology, sizes: list[int]) -> list[dict[str, Any]]:
@@ -156,14 +156,13 @@ def _measured(collective: str, sizes: list[int], repetitions: int) -> list[dict[
     return rows if rank == 0 else []
 
 
-def _table(rows: list[dict[str, Any]]) -> None:
-    table = Table()
+def _table(rows: list[dict[str, Any]]) -> DataTable:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    for name in names:
-        table.add_column(plain_name(name))
-    for row in rows:
-        table.add_row(*[escape(value_text(name, row.get(name, ""))) for name in names])
-    Console().print(table)
+    return DataTable.of(
+        list(map(plain_name, names)),
+        [tuple(value_text(name, row.get(name, "")) for name in names) for row in rows],
+        text_columns=(1,),
+    )
 
 
 SizeOption = Annotated[str, typer.Option(help="Size of the collective, such as 16MB.")]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli._codesign import typed_command, write_page
+from fivefold.cli._codesign import write_page
 from fivefold.cli._later import later
 from fivefold.cli._options import (
     ArgumentError,
@@ -36,6 +37,7 @@ from fivefold.units import format_bytes
 
 with later():
     from fivefold.report import print_page
+    from fivefold.report.format import typed_command
     from fivefold.runs import write_text
     from fivefold.strategy import (
         TARGETS,
@@ -199,7 +201,7 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     if output is not None:
         write_text(output, _fastest(planned, found, target, base=torchtitan_base))
     if report is not None:
-        write_page(split_page(found, command=typed_command()), report)
+        write_page(split_page(found, command=typed_command(sys.argv)), report)
     _put_out(form, found)
     if output is not None:
         typer.echo(f"written: {output}", err=True)

@@ -124,6 +124,7 @@ def plan_page(
     *,
     measured: Mapping[str, float] | None = None,
     command: str = "",
+    pictures: bool = True,
 ) -> Page:
     """Return the page of a planned cluster, and of its execution where one was measured.
 
@@ -133,13 +134,14 @@ def plan_page(
         found: What ``plan_cluster`` found for them.
         measured: Seconds per iteration of each job in a real run; None where there was none.
         command: How to make it again.
+        pictures: Whether links and timelines are drawn; a terminal shows neither.
 
     Returns:
-        The page, for ``fivefold.report.write_html``.
+        The page, for ``fivefold.report.write_html`` and ``print_page``.
 
     Raises:
         ConfigurationError: A job was not measured.
-        UnsupportedError: matplotlib is not installed.
+        UnsupportedError: Pictures are wanted, and matplotlib is not installed.
 
     Examples:
         >>> from fivefold.codesign import plan_cluster
@@ -158,26 +160,23 @@ def plan_page(
     before = objective_s(jobs, found.baseline_outcome.completion_s)
     after = found.mean_completion_s(jobs)
     sections = [] if measured is None else [_reality(jobs, found.outcome, measured)]
-    sections += [
+    sections.append(
         PageSection(
             heading="Jobs",
             parts=(_job_table(topology, jobs, found), _job_bars(topology, jobs, found)),
-        ),
-        PageSection(
-            heading="What the links carry",
-            how=f"{_LOADS}: what is dark is the bottleneck. Every direction has its own line, to "
-            "the right as seen by the traffic.",
-            parts=_pictures(topology, found),
-        ),
-        *_timelines(topology, jobs, found),
+        )
+    )
+    if pictures:
+        sections += [_pictures(topology, found), *_timelines(topology, jobs, found)]
+    sections.append(
         PageSection(
             heading="Who decided what",
             how="In the order in which layers spoke, with what they knew and whose it was. Seconds "
             "of a job's own layer are those of its iteration alone on the network; seconds of all "
             "jobs are their weighted mean completion.",
             parts=(choice_log(found.decisions),),
-        ),
-    ]
+        )
+    )
     return Page(
         title=f"{len(jobs)} job{'s' if len(jobs) != 1 else ''} on {topology.name}",
         finding=_finding(jobs, found, (before, after), measured),
@@ -318,7 +317,7 @@ def _most_changed(jobs: Sequence[JobSpec], found: CoDesignResult) -> list[JobSpe
     return [job for job in jobs if job.job_id in chosen]
 
 
-def _pictures(topology: Topology, found: CoDesignResult) -> tuple[PagePart, ...]:
+def _pictures(topology: Topology, found: CoDesignResult) -> PageSection:
     parts = []
     for name, outcome in (("Planned", found.outcome), ("Baseline", found.baseline_outcome)):
         total_s = outcome.result.total_s
@@ -328,7 +327,12 @@ def _pictures(topology: Topology, found: CoDesignResult) -> tuple[PagePart, ...]
         parts.append(picture_of(figure, heading))
         if found.plan == found.baseline:
             break
-    return tuple(parts)
+    return PageSection(
+        heading="What the links carry",
+        how=f"{_LOADS}: what is dark is the bottleneck. Every direction has its own line, to the "
+        "right as seen by the traffic.",
+        parts=tuple(parts),
+    )
 
 
 def _timelines(
