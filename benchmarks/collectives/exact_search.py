@@ -1,12 +1,12 @@
 """Exact searches against published optima and proofs, and TACCL's instances in TACCL's model.
 
 Five tables. k-synchronous points (chunks, steps, rounds) on DGX-1, rings, tori, cubes and meshes:
-each must be found and verified, or refuted by the solver. All-gathers in time slots on two boxes of
-DGX-2 and NDv2, the length and the refutation of one slot less, without help by bounds. Both of
-these searches are peers of the product's methods. What `synthesize` finds by itself on DGX-1, beside the points at
-which SCCL's algorithms need least bandwidth. TACCL's instances: the final time of TACCL in its own
-model, and its solver's time. All-gather on two boxes of NDv2 over sizes, beside the published
-schedules of TE-CCL and TACCL.
+each must be found and verified, or refuted by the solver. All-gathers in time slots on two boxes
+of DGX-2 and NDv2, the length and the refutation of one slot less, without help by bounds. Both of
+these searches are peers of the product's methods. What `synthesize` finds by itself on DGX-1,
+beside the points at which SCCL's algorithms need least bandwidth. TACCL's instances: the final
+time of TACCL in its own model, and its solver's time. All-gather on two boxes of NDv2 over sizes,
+beside the published schedules of TE-CCL and TACCL.
 
     python -m benchmarks.collectives.exact_search [--only points,slots,dgx1,taccl,sizes] [--quick]
 """
