@@ -8,7 +8,6 @@ no solver.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,20 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.collectives.schedules import (
-    Collective,
-    Schedule,
-    Transfer,
-    broadcast,
-    evaluate,
-    lower_bound,
-    verify_schedule,
-)
+from fivefold.collectives.schedules import Collective, Schedule, lower_bound
 from fivefold.collectives.schedules.bounds import Bound
 from fivefold.collectives.schedules.schedule import compose_all_reduce, require_match
 from fivefold.collectives.synthesis._solver import check_time
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.topology import Topology, line
+from fivefold.network.topology import Topology
 
 UNREACHABLE = 1 << 40
 """A distance longer than every schedule."""
@@ -332,13 +323,3 @@ def bound_of(collective: Collective, topology: Topology, size_bytes: float) -> B
                         topology.shortest_route(holder, receiver)
         reason = "the topology is not connected both ways, and the bounds need that"
         return Bound(seconds=0.0, kind="none", reason=reason)
-
-
-@functools.cache
-def compile_pricing() -> None:
-    """Compile what verifies and prices schedules: at its first use it is no part of a search."""
-    move = Transfer(chunk=0, source=0, target=1)
-    schedule = Schedule.from_transfers([move], collective=broadcast(2), topology=line(2))
-    for one in (schedule, schedule.inverted()):
-        verify_schedule(one)
-        evaluate(one, size_bytes=1.0)

@@ -25,12 +25,11 @@ from fivefold.collectives.schedules.timing import with_times
 from fivefold.collectives.synthesis._instance import (
     bound_of,
     by_inversion,
-    compile_pricing,
     schedule_of,
 )
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._sketched import Sketched, derive_sketch, sketched
-from fivefold.collectives.synthesis._solver import SLACK_S, OutOfTime, time_limit
+from fivefold.collectives.synthesis._solver import SLACK_S, OutOfTime, clock_s, time_limit
 from fivefold.collectives.synthesis._taccl_order import (
     Prices,
     Timed,
@@ -118,7 +117,6 @@ def taccl(
         >>> taccl(reduce_scatter(3), net, size_bytes=3e3).schedule.num_transfers
         6
     """
-    compile_pricing()
     with time_limit(time_limit_s, slack_s=SLACK_S):
         if sketch is None:
             sketch = derive_sketch(topology, collective, size_bytes=size_bytes)
@@ -162,7 +160,7 @@ class _Run:
 
     def find(self, collective: Collective, topology: Topology, plan: Sketch) -> Schedule:
         """Search the stages of TACCL; return the best schedule."""
-        self.deadline_s = time.perf_counter() + self.time_limit_s
+        self.deadline_s = clock_s() + self.time_limit_s
         self.sketch = sketched(collective, topology, plan)
         self.prices = prices_of(self.sketch.logical, size_bytes=self.size_bytes)
         # Routes without a solver come first: there is something to return whenever time is over.
@@ -186,7 +184,7 @@ class _Run:
         return best
 
     def _left_s(self, share: float = 1.0) -> float:
-        return max(self.deadline_s - time.perf_counter(), 0.0) * share
+        return max(self.deadline_s - clock_s(), 0.0) * share
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from fivefold.collectives.synthesis._instance import Instance, Logical
 from fivefold.collectives.synthesis._sketched import Sketched
-from fivefold.collectives.synthesis._solver import CpOutcome, check_time, new_model, solve
+from fivefold.collectives.synthesis._solver import CpOutcome, check_time, clock_s, new_model, solve
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def best_order(
     seed: int = 0,
 ) -> Timed:
     """Return the best of several list schedules."""
-    deadline_s = time.perf_counter() + time_limit_s
+    deadline_s = clock_s() + time_limit_s
     instance = sketch.logical
     parents = parents_of(instance, moves)
     tails, weights = _tails(prices, moves, parents), _weights(moves, parents)
@@ -88,7 +87,7 @@ def best_order(
     ]
     found: Timed | None = None
     attempt = 0
-    while attempt < len(priorities) or (time.perf_counter() < deadline_s and attempt < 200):
+    while attempt < len(priorities) or (clock_s() < deadline_s and attempt < 200):
         if attempt < len(priorities):
             priority = priorities[attempt]
         else:
