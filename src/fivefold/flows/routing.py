@@ -162,7 +162,7 @@ class _Choices:
     def __init__(self, topology: Topology, limit: int) -> None:
         self._topology, self._limit = topology, limit
         self._found: dict[tuple[int, int], PathChoices] = {}
-        # What lies between two doors, as an array, by the tuple's identity.
+        # What lies between two gateways, as an array, by the tuple's identity.
         self._middles: dict[int, tuple[object, npt.NDArray[np.int64]]] = {}
 
     def of(self, source: int, target: int) -> PathChoices:

@@ -459,7 +459,7 @@ def _hops(
 Path = tuple[int, ...]
 PathTable = dict[tuple[int, int], list[Path]]
 
-_DUST = 1e-9
+_NEGLIGIBLE = 1e-9
 """Share of a demand below which what a solver leaves is no flow."""
 
 _MORE_PATHS = 6
@@ -485,8 +485,8 @@ def _strip(flow: FlowOptimum, source: int) -> dict[int, list[Path]]:
     """Cut one source's flow into paths."""
     topology = flow.topology
     left = flow.flows[source].copy()
-    dust = _DUST * float(flow.demands[source].max(initial=0.0))
-    left[left <= dust] = 0.0
+    negligible = _NEGLIGIBLE * float(flow.demands[source].max(initial=0.0))
+    left[left <= negligible] = 0.0
     tails = topology.link_sources.tolist()
     entering = [topology.in_links(node).tolist() for node in range(topology.num_nodes)]
     start = topology.node_of_rank(source)
@@ -494,7 +494,7 @@ def _strip(flow: FlowOptimum, source: int) -> dict[int, list[Path]]:
     for target in np.flatnonzero(flow.demands[source] > 0).tolist():
         wanted = float(flow.demands[source, target])
         paths: list[Path] = []
-        while wanted > dust:
+        while wanted > negligible:
             check_time()
             end = topology.node_of_rank(target)
             path = _trace(left, entering, tails, (start, end))
@@ -502,7 +502,7 @@ def _strip(flow: FlowOptimum, source: int) -> dict[int, list[Path]]:
                 break
             amount = min(wanted, float(left[list(path)].min()))
             left[list(path)] -= amount
-            left[left <= dust] = 0.0
+            left[left <= negligible] = 0.0
             wanted -= amount
             paths.append(path)
         found[target] = paths or [tuple(topology.shortest_route(source, target))]

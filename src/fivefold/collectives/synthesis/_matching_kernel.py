@@ -74,7 +74,7 @@ def build_fabric(topology: Topology, near: Neighbourhoods) -> Fabric:
         hops = hops_through_switches(*arrays, topology.rank_nodes)
     leaving = np.flatnonzero(is_rank[sources])
     ports = leaving[np.argsort(topology.rank_of_node[sources[leaving]], kind="stable")]
-    wishes = [_wishes(topology, near, hops, int(link)) for link in ports]
+    target_order = [_target_order(topology, near, hops, int(link)) for link in ports]
     entering = np.flatnonzero(is_rank[targets] & ~is_rank[sources])
     last = entering[np.argsort(topology.rank_of_node[targets[entering]], kind="stable")]
     count = topology.num_ranks
@@ -85,8 +85,8 @@ def build_fabric(topology: Topology, near: Neighbourhoods) -> Fabric:
         rank_of_node=topology.rank_of_node,
         ports=ports.astype(np.int32),
         port_offsets=_offsets(topology.rank_of_node[sources[ports]], count),
-        wish_offsets=np.cumsum([0, *map(len, wishes)]).astype(np.int64),
-        wishes=np.concatenate([*wishes, np.zeros(0)]).astype(np.int32),
+        target_offsets=np.cumsum([0, *map(len, target_order)]).astype(np.int64),
+        target_order=np.concatenate([*target_order, np.zeros(0)]).astype(np.int32),
         out_offsets=topology.outgoing.offsets.astype(np.int64),
         out_links=topology.outgoing.links,
         last_offsets=_offsets(topology.rank_of_node[targets[last]], count),
@@ -99,7 +99,9 @@ def _offsets(sorted_keys: Ints, count: int) -> Longs:
     return np.searchsorted(sorted_keys, np.arange(count + 1)).astype(np.int64)
 
 
-def _wishes(topology: Topology, near: Neighbourhoods, hops: NDArray[np.int16], link: int) -> Longs:
+def _target_order(
+    topology: Topology, near: Neighbourhoods, hops: NDArray[np.int16], link: int
+) -> Longs:
     """Order the ranks that a port serves: round the ring, or that of sets for slow ports."""
     head = int(topology.link_targets[link])
     if topology.is_rank[head]:
@@ -166,8 +168,8 @@ class Fabric(NamedTuple):
     rank_of_node: Ints
     ports: Ints
     port_offsets: Longs
-    wish_offsets: Longs
-    wishes: Ints
+    target_offsets: Longs
+    target_order: Ints
     out_offsets: Longs
     out_links: Ints
     last_offsets: Longs
@@ -387,8 +389,8 @@ def _choose(
     source = fabric.rank_of_node[fabric.sources[link]]
     direct = fabric.rank_of_node[fabric.targets[link]] >= 0
     loop.path[0] = link
-    for place in range(fabric.wish_offsets[port], fabric.wish_offsets[port + 1]):
-        target = fabric.wishes[place]
+    for place in range(fabric.target_offsets[port], fabric.target_offsets[port + 1]):
+        target = fabric.target_order[place]
         if not direct and not _last_link_free(fabric, loop.free_s, now_s, target):
             continue
         level = _level(near.member, source, target)
