@@ -51,7 +51,7 @@ class MeasuredStep:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Return the seconds of a step."""
         return self.rest_s + self.loading_s + self.waits_s
 
     def with_messages(self, sent_s: float, *, beside_s: float | None = None) -> float:

@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def even_only(self) -> bool:
-        """Whether the unit must be a multiple of ``parts``: some slot holds chunks of two sizes."""
+        """Return whether ``parts`` must divide the unit: some slot holds chunks of two sizes."""
         return bool((self.scratch < 0).any())
 
     def offsets(self, unit: int) -> dict[Buffer, list[int]]:
