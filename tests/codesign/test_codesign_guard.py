@@ -120,8 +120,8 @@ def test_the_budget_is_kept_and_a_second_look_has_one_more(case, budget):
         assert found.simulations <= budget * (1 if iterations >= longest else 2)
 
 
-@pytest.mark.parametrize("shortest", [4, 1])
-def test_a_gain_that_one_iteration_does_not_show_is_found_by_looking_at_all(shortest):
+@pytest.mark.parametrize("beside", [(), ("short",)])
+def test_a_gain_that_one_iteration_does_not_show_is_found_by_looking_at_all(beside):
     """The first iteration ends with the computation; later ones wait for each other's messages."""
     thin, wide = (
         LayerCost(forward_s=0.2, backward_s=0.2, gradient_bytes=size) for size in (10**9, 4 * 10**9)
@@ -130,15 +130,17 @@ def test_a_gain_that_one_iteration_does_not_show_is_found_by_looking_at_all(shor
     jobs = [
         JobSpec(job_id="a", ranks=(0, 1), layers=(wide,), iterations=8),
         JobSpec(job_id="b", ranks=(3, 1), layers=(thin, thin), iterations=8),
-        JobSpec(job_id="c", ranks=(3, 2), layers=(late,), iterations=shortest),
+        JobSpec(job_id="c", ranks=(3, 2), layers=(late,), iterations=4),
     ]
+    silent = (LayerCost(forward_s=0.1, backward_s=0.1, gradient_bytes=0),)
+    jobs += [JobSpec(job_id=name, ranks=(0,), layers=silent, iterations=1) for name in beside]
     topology, together = switch(4, bandwidth="10 GB/s"), CoDesigns(horizontal=True)
     options = PlanningOptions(budget=12, iterations=1)
     found = plan_cluster(topology, jobs, together, options=options)
     assert found.worse == ()
     assert found.plan != found.baseline
     before = found.baseline_outcome.completion_s
-    assert found.mean_completion_s(jobs) < sum(before.values()) / 3
+    assert found.mean_completion_s(jobs) < sum(before.values()) / len(jobs)
 
 
 @FEW
