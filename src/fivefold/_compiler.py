@@ -54,7 +54,7 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return made
 
 
-class _Clock(event.Listener, threading.local):  # type: ignore[misc]  # numba has no types
+class _Clock(event.Listener, threading.local):
     """Seconds for which each thread has held the compiler, to compile or to load what is kept."""
 
     spent_s, _depth, _since_s = 0.0, 0, 0.0
