@@ -27,7 +27,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -124,7 +124,9 @@ def _kept(job: Job, rate: str | None, keep: Path | None) -> Path | None:
     """Where a job's answers are kept: under what it ran, with all settings."""
     if keep is None:
         return None
-    text = json.dumps([job, rate, asdict(find_case(job["case"]))], sort_keys=True, default=dict)
+    settings = asdict(find_case(job["case"]))
+    del settings["lr"]  # a learning run has it in its problem, no other measurement reads it
+    text = json.dumps([job, rate, settings], sort_keys=True, default=dict)
     return keep / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
@@ -152,18 +154,31 @@ def measure(arguments: argparse.Namespace) -> Measured:
 
 
 def _with_chosen_rounds(measured: Measured) -> list[Case]:
-    """The cases, but each round that one chose by itself at a rate as a case of its own."""
-    found = {case.name: case for case in measured.cases if not _adapts(case)}
-    for case in filter(_adapts, measured.cases):
-        for rate in measured.rates:
-            windows = measured.timings.get((rate, case.name), [])
-            choices = [timing.chosen for timing in windows if timing.chosen is not None]
-            if choices:
-                fixed = with_choice(case, statistics.mode(map(choice_text, choices)))
-                found[fixed.name] = fixed
-                measured.chosen[rate, case.name] = fixed.name
+    """The cases, but each round that one chose by itself at a rate as a case of its own.
+
+    Without a given number of fragments a fixed tau chooses too: by the link.
+    """
+    found: dict[str, Case] = {}
+    for case in measured.cases:
+        chosen = {
+            rate: statistics.mode(map(choice_text, choices))
+            for rate in measured.rates
+            if (choices := _choices(measured, rate, case))
+        }
+        if not _adapts(case) and len(set(chosen.values())) < 2:
+            found[case.name] = case
+            continue
+        for rate, choice in chosen.items():
+            fixed = with_choice(case, choice)
+            found[fixed.name] = fixed
+            measured.chosen[rate, case.name] = fixed.name
     measured.cases = [*measured.cases, *(c for c in found.values() if c not in measured.cases)]
     return list(found.values())
+
+
+def _choices(measured: Measured, rate: str, case: Case) -> list[Mapping[str, Any]]:
+    windows = measured.timings.get((rate, case.name), [])
+    return [timing.chosen for timing in windows if timing.chosen is not None]
 
 
 def _adapts(case: Case) -> bool:

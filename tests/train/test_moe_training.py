@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import time
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.moe import MoE
 from fivefold.runs.checkpoints import checkpoint_folders, read_checkpoint
-from fivefold.train import Transformer, load_config, train
+from fivefold.runs.ranks import close_ranks, open_ranks
+from fivefold.train import Transformer, load_config, profile, train
 from fivefold.train._mixture import mixture_blocks
 from fivefold.train.config import MixtureConfig, ModelConfig
+from helpers.forked_ranks import ForkedRanks
 
 
 def with_table(config, table, **changes):
@@ -253,3 +256,31 @@ def test_every_so_many_th_block_is_a_mixture_and_the_last_one_always(layers, eve
     model = Transformer(config, vocab_size=7, sequence_length=4)
     assert set(model.mixtures.layers) == mixed
     assert model.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.distributed
+def test_a_profile_of_shared_experts_leaves_their_exchanges_out(moe_config, tmp_path, monkeypatch):
+    """What a slow network adds to the passes is the network's, not the device's."""
+    config = moe_config("ddp", moe={"expert_parallel": 2})
+    exchange, slow_s = torch.distributed.all_to_all_single, 0.02
+
+    def slow_exchange(*arguments, **options):
+        time.sleep(slow_s)
+        return exchange(*arguments, **options)
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", slow_exchange)
+    monkeypatch.setattr(profile, "_MEASURED_S", 0.1)
+    file = tmp_path / "times"
+
+    def work():
+        ranks = open_ranks(device="cpu", timeout_s=30.0)
+        times = profile.measure_steps(config, ranks)
+        if ranks.is_main:
+            file.write_text(repr(times.model_s))
+        close_ranks(ranks)
+        return 0
+
+    world = ForkedRanks(tmp_path / "world", work, world_size=2)
+    assert set(world.wait().values()) == {0}, world.logs()
+    exchanges = 2 * 2 * 2  # blocks, there and back, forward and backward
+    assert float(file.read_text()) < exchanges * slow_s / 2

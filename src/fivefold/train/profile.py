@@ -6,6 +6,7 @@ ranks measure at the same time, as they will train at the same time, and the slo
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from fivefold.runs.machine import ProcessMeter
 from fivefold.runs.ranks import Ranks
 from fivefold.train._corpus import load_corpus, load_tokenizer
-from fivefold.train._expert_ranks import share_experts
+from fivefold.train._expert_ranks import ExpertRanks, share_experts
 from fivefold.train._loop import make_optimizer
 from fivefold.train._methods import Method
 from fivefold.train._model import Transformer
@@ -28,11 +29,13 @@ from fivefold.train.config import TrainConfig
 _PRODUCT = 1024  # rows and columns of the matrix products that are timed
 _COPIED_BYTES = 64_000_000
 _REPETITIONS = 5
+_WARM_UP = 3  # steps
+_LEAST_STEPS, _MOST_STEPS, _MEASURED_S = 12, 60, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Median seconds of one optimizer step's parts, of the slowest rank."""
+    """Mean seconds of one optimizer step's parts, of the slowest rank."""
 
     model_s: float  # forward and backward passes
     optimizer_s: float  # the optimizer's update
@@ -85,16 +88,16 @@ class _TimedMethod(Method):
         self.updates_s.append(self.now() - began_s)
 
 
-def measure_steps(config: TrainConfig, ranks: Ranks, *, steps: int = 12) -> StepTimes:
+def measure_steps(config: TrainConfig, ranks: Ranks) -> StepTimes:
     """Time the trainer's step on every rank at once, without communication.
 
     Args:
         config: The run's configuration; its method of synchronisation is left out.
         ranks: The ranks.
-        steps: Steps that are timed, after three that are not.
 
     Returns:
-        Medians, equal on all ranks.
+        Means, as a training feels them, equal on all ranks; of 12 to 60 steps that take 10 seconds
+        if they can, because the speed of a shared machine changes from second to second.
 
     Raises:
         DataError: There is no usable text.
@@ -114,25 +117,29 @@ def measure_steps(config: TrainConfig, ranks: Ranks, *, steps: int = 12) -> Step
     optimizer = make_optimizer(model, config)
     parts = TrainedParts(model=model, optimizer=optimizer, method=method, mixtures=model.mixtures)
     runner = StepRunner(config, ranks, parts=parts, tokens=corpus.train)
-    for step in range(3):
-        runner.run(step)
-    ranks.gather(None, what="the begin of the measured steps")
-    method.passes_s.clear()
-    method.updates_s.clear()
-    meter, wholes_s = ProcessMeter(), []
-    for step in range(3, 3 + steps):
+    for step in range(_WARM_UP):
         began_s = method.now()
         runner.run(step)
-        wholes_s.append(method.now() - began_s)
+    last_s = max(ranks.gather(method.now() - began_s, what="the begin of the measured steps"))
+    steps = min(max(math.ceil(_MEASURED_S / last_s), _LEAST_STEPS), _MOST_STEPS)
+    method.passes_s.clear()
+    method.updates_s.clear()
+    meter, wholes_s, exchanges_s = ProcessMeter(), [], []
+    _take_exchanges_s(experts)
+    for step in range(_WARM_UP, _WARM_UP + steps):
+        began_s = method.now()
+        runner.run(step)
+        exchanges_s.append(_take_exchanges_s(experts))
+        wholes_s.append(method.now() - began_s - exchanges_s[-1])
     waited = meter.record()["waited_for_cpu"] or 0.0
     if experts is not None:
         experts.close()
-    passes_s = statistics.median(method.passes_s) * config.optim.accumulation
-    update_s = statistics.median(method.updates_s)
+    passes_s = (sum(method.passes_s) - sum(exchanges_s)) / steps
+    update_s = sum(method.updates_s) / steps
     own = StepTimes(
         model_s=passes_s,
         optimizer_s=update_s,
-        rest_s=max(statistics.median(wholes_s) - passes_s - update_s, 0.0),
+        rest_s=max(sum(wholes_s) / steps - passes_s - update_s, 0.0),
         num_parameters=model.num_parameters,
         vocab=tokenizer.vocab_size,
         memory_bytes=float(meter.record()["memory_bytes"]),
@@ -140,6 +147,15 @@ def measure_steps(config: TrainConfig, ranks: Ranks, *, steps: int = 12) -> Step
     )
     found = ranks.gather(asdict(own), what="the times of a step")
     return StepTimes(**{name: max(one[name] for one in found) for name in found[0]})
+
+
+def _take_exchanges_s(experts: ExpertRanks | None) -> float:
+    """Return the seconds in exchanges between the experts' ranks since the last call.
+
+    They lie in the passes, and are the network's time.
+    """
+    calls = [] if experts is None else experts.take_calls()
+    return sum(call.end_s - call.start_s for call in calls)
 
 
 def measure_device(ranks: Ranks, *, threads: int = 1) -> DeviceRates:
