@@ -1,12 +1,14 @@
 """Exact searches against published optima and proofs, and TACCL's instances in TACCL's model.
 
-Four tables. k-synchronous points (chunks, steps, rounds) on DGX-1, rings, tori, cubes and meshes:
-each must be found and verified, or refuted by the solver. All-gathers in time slots on two boxes of
-DGX-2 and NDv2, the length and the refutation of one slot less, without help by bounds. TACCL's
-instances: the final time of TACCL in its own model, and its solver's time. All-gather on two boxes
-of NDv2 over sizes, beside the published schedules of TE-CCL and TACCL.
+Five tables. k-synchronous points (chunks, steps, rounds) on DGX-1, rings, tori, cubes and meshes:
+each must be found and verified, or refuted by the solver. All-gathers in time slots on two boxes
+of DGX-2 and NDv2, the length and the refutation of one slot less, without help by bounds. Both of
+these searches are peers of the product's methods. What `synthesize` finds by itself on DGX-1,
+beside the points at which SCCL's algorithms need least bandwidth. TACCL's instances: the final
+time of TACCL in its own model, and its solver's time. All-gather on two boxes of NDv2 over sizes,
+beside the published schedules of TE-CCL and TACCL.
 
-    python -m benchmarks.collectives.exact_search [--only points,slots,taccl,sizes] [--quick]
+    python -m benchmarks.collectives.exact_search [--only points,slots,dgx1,taccl,sizes] [--quick]
 """
 
 from __future__ import annotations
@@ -98,6 +100,16 @@ SCCL_SECONDS = {
     (4, 3, 5): 6.5,
     (6, 3, 7): 56.1,
 }
+# Points of least bandwidth on DGX-1.
+SCCL_OPTIMA: list[tuple[Make, Point]] = [
+    (all_gather, (6, 3, 7)),
+    (reduce_scatter, (6, 3, 7)),
+    (all_reduce, (48, 6, 14)),
+    (gather, (6, 3, 7)),
+    (scatter, (6, 3, 7)),
+    (all_to_all, (3, 2, 8)),
+]
+NVLINK_BYTES_PER_S = 25e9  # what carries one chunk per round
 # TACCL run with HiGHS in place of Gurobi: sketch, profile, boxes, connections, collective, final
 # time in the profile's units, seconds of its stages 1 and 3.
 TACCL_RUNS: list[tuple[str, str, int, Literal["relay", "direct-map"], Make, float, float]] = [
@@ -221,6 +233,38 @@ def slots(*, quick: bool) -> Iterator[BenchmarkRow]:
     yield summary("lengths in slots", verdicts)
 
 
+def dgx1(*, quick: bool) -> Iterator[BenchmarkRow]:
+    """The product's default search on DGX-1, and SCCL's points of least bandwidth."""
+    topology, size_bytes = named_topology("dgx1"), 64e6
+    synthesize("all_gather", topology, size_bytes=size_bytes, time_limit_s=5)  # compiles
+    for make, point in SCCL_OPTIMA[: 2 if quick else None]:
+        chunks, _, rounds = point
+        chunk_bytes = float(make(topology.num_ranks, chunks).chunk_bytes(size_bytes)[0])
+        peer_us = rounds * chunk_bytes / NVLINK_BYTES_PER_S * 1e6
+        started_s = time.perf_counter()
+        found = synthesize(make.__name__, topology, size_bytes=size_bytes, time_limit_s=30)
+        seconds = time.perf_counter() - started_s
+        case = f"dgx1 {make.__name__} of 64 MB by synthesize: {found.method}"
+        yield BenchmarkRow(
+            case=case,
+            metric="modelled time",
+            unit="us",
+            ours=round(found.time_s * 1e6, 2),
+            peers={"SCCL's least bandwidth": round(peer_us, 2)},
+            limit=round(found.bound.seconds * 1e6, 2),
+            target=round(peer_us, 2),
+            met=found.time_s * 1e6 <= peer_us * (1 + 1e-9),
+        )
+        known = make is all_gather
+        yield BenchmarkRow(
+            case=case,
+            metric="time of synthesis",
+            unit="s",
+            ours=round(seconds, 3),
+            peers={"SCCL (z3, its documentation)": SCCL_SECONDS[point]} if known else {},
+        )
+
+
 class Reached:
     """Listens to a synthesis, and notes when a schedule was first as short as ``target_s``."""
 
@@ -311,6 +355,7 @@ def sizes(*, quick: bool) -> Iterator[BenchmarkRow]:
 TABLES: dict[str, Callable[..., Iterator[BenchmarkRow]]] = {
     "points": points,
     "slots": slots,
+    "dgx1": dgx1,
     "taccl": taccl_runs,
     "sizes": sizes,
 }

@@ -11,6 +11,7 @@ import fcntl
 import functools
 import hashlib
 import inspect
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,11 +21,12 @@ from fivefold.errors import UnsupportedError
 
 try:
     import numba
+    from numba.core import event
 except ImportError as error:  # pragma: no cover - the development environment has it
     message = "numba is not installed, and fivefold compiles its hot loops with it"
     raise UnsupportedError(message, hint="pip install 'fivefold[all]'") from error
 
-__all__ = ["njit", "numba"]
+__all__ = ["compiled_s", "njit", "numba"]
 
 PATIENCE_S = 10.0  # a turn takes milliseconds; who was stopped in the middle of it holds up no one
 
@@ -50,6 +52,33 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         kept._source_stamp = (_stamp_of(package), kept._source_stamp)  # noqa: SLF001 - no public way
         kept.load, kept.save = _in_turn(kept, "load"), _in_turn(kept, "save")
     return made
+
+
+class _Clock(event.Listener, threading.local):
+    """Seconds for which each thread has held the compiler, to compile or to load what is kept."""
+
+    spent_s, _depth, _since_s = 0.0, 0, 0.0
+
+    def on_start(self, _: Any) -> None:
+        """Start counting at the outermost function."""
+        if not self._depth:
+            self._since_s = time.perf_counter()
+        self._depth += 1
+
+    def on_end(self, _: Any) -> None:
+        """Stop counting at the outermost function."""
+        self._depth -= 1
+        if not self._depth:
+            self.spent_s += time.perf_counter() - self._since_s
+
+
+_CLOCK = _Clock()
+event.register("numba:compiler_lock", _CLOCK)
+
+
+def compiled_s() -> float:
+    """Return the seconds that this thread has spent on compiling or loading hot loops."""
+    return _CLOCK.spent_s
 
 
 def _in_turn(kept: Any, name: str) -> Callable[..., Any]:

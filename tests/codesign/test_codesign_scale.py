@@ -7,7 +7,7 @@ from fivefold.codesign import ClusterPlan, JobPlan, JobSpec, run_plan
 from fivefold.codesign.baselines import null_plan
 from fivefold.codesign.jobs import Split
 from fivefold.codesign.simulate import compile_job
-from fivefold.codesign.steps import Ways, rows_of, steps_of
+from fivefold.codesign.steps import PlannedRoutes, merged_rows, steps_of
 from fivefold.network.simulation import CoupledFlows, Flow, simulate
 from fivefold.network.topology import Link, parse_topology
 from fivefold.strategy import ParallelPlan
@@ -109,19 +109,19 @@ def test_rings_as_one_task_take_what_their_edges_take(cluster, algorithm):
     """A step of a reduction, beside a flow that meets it: as tasks, and edge by edge."""
     topology, job = parse_topology(cluster), two_jobs()[0]
     plan = JobPlan(order=job.ranks, algorithm=algorithm)
-    ways, ranks = Ways(topology, plan), topology.ranks
-    route = ways.route((0, 40))
+    routes, ranks = PlannedRoutes(topology, plan), topology.ranks
+    route = routes.route((0, 40))
     other = Flow("other", ranks[0], ranks[40], 3e8, route, release_s=1e-3)
     for groups in steps_of(topology, job, plan, kind="all_reduce over data", size_bytes=2e8):
-        parts = {("a", group.edges, group.coupled): ways.of(group.edges) for group in groups}
-        rows, stands = rows_of(parts, topology.capacities_bytes_per_s, single=[route])
+        parts = {("a", group.edges, group.coupled): routes.of(group.edges) for group in groups}
+        rows, representatives = merged_rows(parts, topology.capacities_bytes_per_s, single=[route])
         together = [
             CoupledFlows((n, m), group.edge_bytes, row.links, row.latency_s, group=(n, row.phase))
             for n, (group, own) in enumerate(zip(groups, rows.values(), strict=True))
             for m, row in enumerate(own)
         ]
         apart = [
-            Flow((n, m, edge), ranks[edge[0]], ranks[edge[1]], phase.edge_bytes, ways.route(edge),
+            Flow((n, m, edge), ranks[edge[0]], ranks[edge[1]], phase.edge_bytes, routes.route(edge),
                  group=(n, m))
             for n, group in enumerate(groups)
             for m, phase in enumerate(group.phases())
@@ -133,7 +133,10 @@ def test_rings_as_one_task_take_what_their_edges_take(cluster, algorithm):
         assert found.finish_of("other") == pytest.approx(wanted.finish_of("other"), rel=1e-9)
         for name in BOOKS:
             np.testing.assert_allclose(
-                getattr(found, name)[stands], getattr(wanted, name), rtol=1e-9, err_msg=name
+                getattr(found, name)[representatives],
+                getattr(wanted, name),
+                rtol=1e-9,
+                err_msg=name,
             )
 
 

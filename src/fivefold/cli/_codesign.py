@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,7 +26,6 @@ from fivefold.cli._options import (
 )
 from fivefold.cli._plan_files import make_folder
 from fivefold.errors import InfeasibleError, UnsupportedError
-from fivefold.units import format_duration_s
 
 with later():
     from fivefold.codesign import (
@@ -44,11 +42,11 @@ with later():
         plan_page,
         synthetic_jobs,
     )
-    from fivefold.codesign.ablation import AblationRow
     from fivefold.codesign.exports import timeline_of
     from fivefold.codesign.plans import decisions_to_json
     from fivefold.network.topology import Topology
-    from fivefold.report import write_html
+    from fivefold.report import print_page, write_html
+    from fivefold.report.format import typed_command
     from fivefold.report.page import Page
     from fivefold.runs import ProgressBar, write_text
 
@@ -122,12 +120,11 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     if chakra is not None:
         _write_traces(chakra, topology, specs, found)
     if report is not None:
-        write_page(plan_page(topology, specs, found, command=typed_command()), report)
+        write_page(plan_page(topology, specs, found, command=typed_command(sys.argv)), report)
     if as_json:
         write_json(_record(specs, found))
         return
-    for line in _described(topology, specs, found):
-        typer.echo(line)
+    print_page(plan_page(topology, specs, found, pictures=False))
     if output is not None:
         typer.echo(f"plan, decisions, timeline and programs: {output}", err=True)
 
@@ -175,12 +172,13 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
             progress=lambda done, total: show("ablation", done, total),
         )
     if report is not None:
-        write_page(ablation_page(rows, cluster=topology.name, command=typed_command()), report)
+        write_page(
+            ablation_page(rows, cluster=topology.name, command=typed_command(sys.argv)), report
+        )
     if as_json:
         write_json([asdict(row) for row in rows])
         return
-    for line in _table(rows):
-        typer.echo(line)
+    print_page(ablation_page(rows, cluster=topology.name))
 
 
 def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
@@ -197,7 +195,7 @@ def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
 
 
 def flags_of(text: str) -> CoDesigns:
-    """Co-designs as the command line spells them."""
+    """Read co-designs as the command line spells them."""
     if text in {"all", "none"}:
         return CoDesigns.all() if text == "all" else CoDesigns.none()
     names = {"V": "vertical", "H": "horizontal", "II": "intra_inter", "HN": "host_net"}
@@ -213,16 +211,6 @@ def flags_of(text: str) -> CoDesigns:
 def write_page(page: Page, path: Path) -> None:
     """Write a page and say where it is."""
     typer.echo(f"report: {write_html(page, path)}", err=True)
-
-
-def typed_command() -> str:
-    """Return the command line of this process, as one would type it again."""
-    return shlex.join(["fivefold", *sys.argv[1:]])
-
-
-def change_of(before: float, after: float) -> str:
-    """By how much one differs from the other, in percent."""
-    return f"{100 * (after / before - 1):>+6.1f}%"
 
 
 def _count(number: int, name: str) -> str:
@@ -262,42 +250,6 @@ def _record(jobs: Sequence[JobSpec], found: CoDesignResult) -> dict[str, Any]:
     }
 
 
-def _described(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult) -> list[str]:
-    width = max(len("job"), *(len(job.job_id) for job in jobs))
-    tried = _count(found.simulations, "simulation")
-    lines = [
-        f"{topology.name}: {_count(len(jobs), 'job')}, {tried} while planning",
-        "",
-        f"{'job':<{width}}  {'ranks':>5}  {'baseline':>11}  {'planned':>11}  {'change':>7}  how",
-    ]
-    for job in jobs:
-        plan = found.plan.jobs[job.job_id]
-        before = found.baseline_outcome.iteration_s[job.job_id]
-        after = found.outcome.iteration_s[job.job_id]
-        how = f"{job.splits[plan.split].name}; " if job.splits else ""
-        how += plan.algorithm.replace("_", " ")
-        how += f" at {plan.root}" if plan.root else ""
-        how += f", class {plan.priority}" if plan.priority else ""
-        how += f", {format_duration_s(plan.shift_s)} later" if plan.shift_s else ""
-        how += ", overlaps forward" if plan.overlap_forward else ""
-        lines.append(
-            f"{job.job_id:<{width}}  {len(job.ranks):>5}  {format_duration_s(before):>11}  "
-            f"{format_duration_s(after):>11}  {change_of(before, after)}  {how}"
-        )
-    mean = found.mean_completion_s(jobs)
-    base = sum(j.weight * found.baseline_outcome.completion_s[j.job_id] for j in jobs)
-    base /= sum(j.weight for j in jobs)
-    change = (
-        f"{format_duration_s(base)} -> {format_duration_s(mean)} ({change_of(base, mean).strip()})"
-    )
-    lines += [
-        "",
-        f"mean completion {change}; worse off: {', '.join(found.worse) or 'nobody'}",
-        "baseline and planned are simulated seconds per iteration",
-    ]
-    return lines
-
-
 def _write(folder: Path, found: CoDesignResult) -> None:
     write_text(folder / "plan.json", found.plan.to_json() + "\n")
     write_text(folder / "decisions.jsonl", decisions_to_json(found.decisions))
@@ -307,7 +259,7 @@ def _write(folder: Path, found: CoDesignResult) -> None:
 def _write_programs(
     folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
 ) -> None:
-    """Collectives of every job whose hosts do all the work; the others are named."""
+    """Write the collectives of every job whose hosts do all the work; name the others."""
     for number, job in enumerate(jobs):
         try:
             programs = msccl_programs(topology, job, found.plan.jobs[job.job_id])
@@ -326,25 +278,3 @@ def _write_traces(
     for name, content in files.items():
         (folder / name).write_bytes(content)
     typer.echo(f"{len(files) - 1} Chakra traces: {folder}", err=True)
-
-
-def _table(rows: Sequence[AblationRow]) -> list[str]:
-    size = f"{_count(rows[0].seeds, 'seed')}, {_count(rows[0].jobs, 'job')}"
-    heads = f"{'co-designs':<14}  {'to B0':>5}  {'interval':>13}  {'to B1':>5}  {'interval':>13}"
-    lines = [
-        f"{size}; ratios of mean completion time, lower is better; "
-        + ("95 % intervals" if rows[0].seeds > 1 else "one seed has no interval: --seeds 5"),
-        "",
-        f"{heads}  {'tail':>5}  worse than B0, B1",
-    ]
-    lines.extend(
-        f"{row.label:<14}  {row.to_null:>5.3f}  {_interval(row.to_null_interval):>13}  "
-        f"{row.to_best:>5.3f}  {_interval(row.to_best_interval):>13}  "
-        f"{row.tail_to_null:>5.3f}  {row.jobs_worse}, {row.jobs_worse_than_best}"
-        for row in rows
-    )
-    return lines
-
-
-def _interval(ends: tuple[float, float] | None) -> str:
-    return "" if ends is None else f"{ends[0]:.3f}-{ends[1]:.3f}"

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from fivefold.cli._collectives_report import Asked, collective_page, loads_title, used_shares
 from fivefold.cli._later import later
@@ -27,6 +24,7 @@ from fivefold.cli._options import (
     output_option,
     require_writable,
     seconds_of,
+    show,
     topology_of,
     write_json,
 )
@@ -62,11 +60,15 @@ with later():
     )
     from fivefold.network.topology import Topology, draw_topology
     from fivefold.report import write_html
+    from fivefold.report.page import DataTable
     from fivefold.runs import write_text
 
 
+_Collective = Annotated[str, typer.Argument(help="Such as all_reduce.")]
+
+
 def bench_algorithms(
-    collective: Annotated[str, typer.Argument(help="Such as all_reduce.")],
+    collective: _Collective,
     topology: Annotated[
         str | None, typer.Argument(help="A topology; none where ranks are running (torchrun).")
     ] = None,
@@ -98,7 +100,8 @@ def bench_algorithms(
     if as_json and rows:
         write_json(rows)
     elif rows:
-        _table(rows)
+        how = "measured" if topology is None else f"predicted on {topology}"
+        show(f"{collective}, {how}", _table(rows))
 
 
 def _priced(collective: str, network: Topology, sizes: list[int]) -> list[dict[str, Any]]:
@@ -153,14 +156,13 @@ def _measured(collective: str, sizes: list[int], repetitions: int) -> list[dict[
     return rows if rank == 0 else []
 
 
-def _table(rows: list[dict[str, Any]]) -> None:
-    table = Table()
+def _table(rows: list[dict[str, Any]]) -> DataTable:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    for name in names:
-        table.add_column(plain_name(name))
-    for row in rows:
-        table.add_row(*[escape(value_text(name, row.get(name, ""))) for name in names])
-    Console().print(table)
+    return DataTable.of(
+        list(map(plain_name, names)),
+        [tuple(value_text(name, row.get(name, "")) for name in names) for row in rows],
+        text_columns=(1,),
+    )
 
 
 SizeOption = Annotated[str, typer.Option(help="Size of the collective, such as 16MB.")]
@@ -266,67 +268,73 @@ _SEARCH = "Search"
 _ELEMENTS = 7  # integers in each chunk of a trial run
 
 
+_Root = Annotated[int, typer.Option(min=0, help="Root of a broadcast, reduce, scatter or gather.")]
+_Method = Annotated[
+    str,
+    typer.Option(help="auto, library, trees, matching, flow or taccl.", rich_help_panel=_SEARCH),
+]
+_Chunks = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Chunks that a buffer is cut into (all_reduce: the whole buffer; others: each "
+        "rank's share).",
+        show_default="chosen",
+        rich_help_panel=_SEARCH,
+    ),
+]
+_Sketch = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|NAME",
+        help="Communication sketch for taccl: .toml, TACCL's .json, or a published one.",
+        rich_help_panel=_SEARCH,
+    ),
+]
+_TimeLimit = Annotated[str, typer.Option(help="Limit of the search.", rich_help_panel=_SEARCH)]
+_Gap = Annotated[
+    str,
+    typer.Option(
+        help="Stop at the first answer so little above the lower bound; 0% searches on.",
+        rich_help_panel=_SEARCH,
+    ),
+]
+_Model = Annotated[
+    str, typer.Option(help="Cost model: serial, slotted or fluid.", rich_help_panel=_SEARCH)
+]
+_Seed = Annotated[int, typer.Option(help="Random seed.", rich_help_panel=_SEARCH)]
+_Cache = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder of known answers, read and added to.",
+        rich_help_panel=_SEARCH,
+    ),
+]
+_Output = Annotated[
+    Path | None, output_option("The algorithm: .json, .xml (MSCCL) or .plan.json (MSCCL++).")
+]
+_Report = Annotated[
+    Path | None, typer.Option(help="HTML page to write: pictures, methods, other sizes.")
+]
+
+
 def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
-    collective: Annotated[str, typer.Argument(help="Such as all_reduce.")],
+    collective: _Collective,
     topology: _Network,
     *,
     size: SizeOption = "16MB",
-    root: Annotated[
-        int, typer.Option(min=0, help="Root of a broadcast, reduce, scatter or gather.")
-    ] = 0,
-    method: Annotated[
-        str,
-        typer.Option(
-            help="auto, library, trees, matching, flow or taccl.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = "auto",
-    chunks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Chunks that a buffer is cut into (all_reduce: the whole buffer; others: each "
-            "rank's share).",
-            show_default="chosen",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = None,
-    sketch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|NAME",
-            help="Communication sketch for taccl: .toml, TACCL's .json, or a published one.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = None,
-    time_limit: Annotated[
-        str, typer.Option(help="Limit of the search.", rich_help_panel=_SEARCH)
-    ] = "60s",
-    gap: Annotated[
-        str,
-        typer.Option(
-            help="Stop at the first answer so little above the lower bound; 0% searches on.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = _GAP,
-    model: Annotated[
-        str, typer.Option(help="Cost model: serial, slotted or fluid.", rich_help_panel=_SEARCH)
-    ] = "serial",
-    seed: Annotated[int, typer.Option(help="Random seed.", rich_help_panel=_SEARCH)] = 0,
-    cache: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Folder of known answers, read and added to.",
-            rich_help_panel=_SEARCH,
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, output_option("The algorithm: .json, .xml (MSCCL) or .plan.json (MSCCL++).")
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="HTML page to write: pictures, methods, other sizes.")
-    ] = None,
+    root: _Root = 0,
+    method: _Method = "auto",
+    chunks: _Chunks = None,
+    sketch: _Sketch = None,
+    time_limit: _TimeLimit = "60s",
+    gap: _Gap = _GAP,
+    model: _Model = "serial",
+    seed: _Seed = 0,
+    cache: _Cache = None,
+    output: _Output = None,
+    report: _Report = None,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
     as_json: JsonOption = False,

@@ -70,7 +70,7 @@ class Prices:
 def price_sizes(
     found: Schedule, network: Topology, size_bytes: float, *, model: CostModel = "serial"
 ) -> Prices:
-    """Times of the found schedule, the library's and the lower bound, over six decades."""
+    """Price the found schedule, the library's and the lower bound over six decades of sizes."""
     rivals = _rivals(found, network)
     work = found.num_transfers + sum(schedule.num_transfers for schedule in rivals.values())
     sizes = _sizes(size_bytes, _POINTS if work <= _MANY else _FEW_POINTS)
@@ -87,7 +87,7 @@ def price_sizes(
 
 
 def fastest_ranges(prices: Prices, *kinds: str) -> tuple[tuple[str, str], ...]:
-    """Which algorithm is fastest from which size on; the limits are where two curves cross."""
+    """Return which algorithm is fastest in which range of sizes; curves cross at the limits."""
     rivals = [price for price in prices.curves if price.kind in kinds]
     rivals.sort(key=lambda price: price.kind != "synthesized")  # a draw is the synthesized one's
     if not rivals:
@@ -230,7 +230,7 @@ class Asked:
 
 
 def used_shares(network: Topology, timing: Timing) -> NDArray[np.float64]:
-    """Share of every link's capacity that is in use from start to end."""
+    """Return the share of every link's capacity that is in use from start to end."""
     most_bytes = network.capacities_bytes_per_s * timing.total_s
     shares = timing.link_bytes / np.maximum(most_bytes, np.finfo(np.float64).tiny)
     return np.asarray(np.minimum(shares, 1.0))
@@ -301,7 +301,7 @@ def _tiles(found: Synthesis) -> tuple[tuple[str, str, str], ...]:
 
 
 def _gap(found: Synthesis, time_s: float | None) -> str:
-    """Share by which a time is above the bound."""
+    """Write the share by which a time is above the bound."""
     if time_s is None or found.bound.seconds <= 0:
         return format_percent(None)
     gap = max(time_s / found.bound.seconds - 1.0, 0.0)
@@ -367,7 +367,7 @@ def _sizes_section(prices: Prices, found: Synthesis) -> PageSection:
 
 
 def _size_charts(prices: Prices) -> tuple[CurveChart, ...]:
-    """Times, and times over the lower bound where there is one."""
+    """Draw times, and times over the lower bound where there is one."""
     times = [time for price in prices.curves for time in price.times_s if time > 0]
     if not times:
         return ()  # one rank alone takes no time at any size
@@ -430,7 +430,7 @@ def _point(size: float, time_s: float, share: float | None) -> str:
 def _decades(
     values: Sequence[float], write: Callable[[float], str]
 ) -> tuple[tuple[float, str], ...]:
-    """Powers of ten around some values, which the curves' ends may lie a little beyond."""
+    """Return powers of ten around some values; the curves' ends may lie a little beyond."""
     least, most = min(values) / 10, max(values) * 10
     return tuple(
         (tick, write(tick)) for tick in (10.0**power for power in range(-10, 16))

@@ -285,7 +285,7 @@ def _write_facts(dataset: Dataset | HeteroDataset, *, as_json: bool) -> None:
 
 
 def _lines(facts: dict[str, Any], indent: str) -> list[str]:
-    """One fact a line, the nested ones below their name."""
+    """Write one fact a line, the nested ones below their name."""
     lines = []
     for key, value in facts.items():
         label = f"{indent}{key.replace('_', ' ')}:"

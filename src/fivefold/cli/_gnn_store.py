@@ -47,7 +47,6 @@ DiskOption = Annotated[
 PolicyOption = Annotated[
     str, typer.Option(help="Cache contents: static, or belady for a fixed order of batches.")
 ]
-LayoutOption = Annotated[str, typer.Option(help="Order of rows: gray or minhash.")]
 SegmentOption = Annotated[
     int | None, typer.Option(min=1, help="Batches per segment; left out, the cheapest.")
 ]
@@ -114,39 +113,47 @@ def probe_command(
         typer.echo(profile.explain())
 
 
+_DatasetOrCounts = Annotated[
+    str,
+    typer.Argument(
+        help="Folder of the data set. With --estimate also papers100M, MAG240M, IGB-full, or "
+        "counts such as nodes=1e8,edges=1.6e9,row_bytes=512,seeds=1e6."
+    ),
+]
+_OptionalSamples = Annotated[
+    Path | None, typer.Argument(help="File of sampled batches.", exists=True, dir_okay=False)
+]
+_PlanOutput = Annotated[Path | None, output_option("The plan, for pack.")]
+_Estimate = Annotated[
+    bool,
+    typer.Option(
+        "--estimate",
+        help="Estimate time, memory and disk of every stage from the counts of the graph: "
+        "nothing is sampled or written.",
+    ),
+]
+_EstimateFanouts = Annotated[str, typer.Option(help="Of --estimate: neighbours per hop.")]
+_EstimateBatch = Annotated[int, typer.Option(min=1, help="Of --estimate: seeds per batch.")]
+_DiskSpeed = Annotated[
+    str | None,
+    typer.Option(help="Of --estimate: speed of the disk; left out, this disk is measured."),
+]
+
+
 def plan_command(  # noqa: PLR0913 - the command's options
-    dataset: Annotated[
-        str,
-        typer.Argument(
-            help="Folder of the data set. With --estimate also papers100M, MAG240M, IGB-full, or "
-            "counts such as nodes=1e8,edges=1.6e9,row_bytes=512,seeds=1e6."
-        ),
-    ],
-    samples: Annotated[
-        Path | None, typer.Argument(help="File of sampled batches.", exists=True, dir_okay=False)
-    ] = None,
+    dataset: _DatasetOrCounts,
+    samples: _OptionalSamples = None,
     *,
     host_memory: HostOption = "1 GB",
     device_memory: DeviceOption = "0 B",
     disk: DiskOption | None = None,
     policy: PolicyOption = "static",
-    layout: LayoutOption = "gray",
     segment_batches: SegmentOption = None,
-    output: Annotated[Path | None, output_option("The plan, for pack.")] = None,
-    estimated: Annotated[
-        bool,
-        typer.Option(
-            "--estimate",
-            help="Estimate time, memory and disk of every stage from the counts of the graph: "
-            "nothing is sampled or written.",
-        ),
-    ] = False,
-    fanouts: Annotated[str, typer.Option(help="Of --estimate: neighbours per hop.")] = "10,10,10",
-    batch_size: Annotated[int, typer.Option(min=1, help="Of --estimate: seeds per batch.")] = 1024,
-    disk_speed: Annotated[
-        str | None,
-        typer.Option(help="Of --estimate: speed of the disk; left out, this disk is measured."),
-    ] = None,
+    output: _PlanOutput = None,
+    estimated: _Estimate = False,
+    fanouts: _EstimateFanouts = "10,10,10",
+    batch_size: _EstimateBatch = 1024,
+    disk_speed: _DiskSpeed = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a packed store would hold, take and cost, before anything of it is written.
@@ -180,7 +187,6 @@ def plan_command(  # noqa: PLR0913 - the command's options
             budgets,
             _probe(samples.parent),
             policy=_one_of("policy", policy, ("static", "belady")),
-            layout=_one_of("layout", layout, ("gray", "minhash")),
             segment_batches=segment_batches,
         )
     if output is not None:
@@ -324,7 +330,6 @@ def _facts_of_samples(sampled: SampleFile) -> dict[str, Any]:
 def _facts_of_plan(plan: Plan) -> dict[str, Any]:
     return {
         "policy": plan.policy,
-        "layout": plan.layout,
         "segment_batches": plan.segment_batches,
         "device_rows": len(plan.device_rows),
         "host_rows": plan.num_host_slots,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fivefold.cli._codesign import change_of, flags_of, say_shared_ranks, typed_command, write_page
+from fivefold.cli._codesign import flags_of, say_shared_ranks, write_page
 from fivefold.cli._later import later
 from fivefold.cli._options import (
     ArgumentError,
@@ -55,6 +56,7 @@ with later():
     from fivefold.lab import LabResult, LabSpec, clean_lab, probe_capabilities, run_lab
     from fivefold.lab.capabilities import Capabilities
     from fivefold.network.topology import Topology, read_topology
+    from fivefold.report.format import typed_command
     from fivefold.report.page import DataTable
 
 
@@ -103,7 +105,7 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
     measured = run_in_the_lab(topology, specs, found.plan, timeout_s=seconds_of(timeout))
     if report is not None:
         page = plan_page(
-            topology, specs, found, measured=measured.iteration_s, command=typed_command()
+            topology, specs, found, measured=measured.iteration_s, command=typed_command(sys.argv)
         )
         write_page(page, report)
     show_measured(specs, found.plan, found.outcome.iteration_s, measured, as_json=as_json)
@@ -111,7 +113,7 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run of a plan showed.
+    """Measurements of a plan's run.
 
     Attributes:
         iteration_s: Mean seconds per iteration of each job.
@@ -167,18 +169,19 @@ def show_measured(
         }
         write_json(record)
         return
-    width = max(len("job"), *(len(job.job_id) for job in jobs))
-    typer.echo(f"{'job':<{width}}  {'predicted':>10}  {'measured':>10}  {'off':>7}  how")
+    rows = []
     for job in jobs:
         before, after = predicted[job.job_id], measured.iteration_s[job.job_id]
-        typer.echo(
-            f"{job.job_id:<{width}}  {before:>8.3f} s  {after:>8.3f} s  "
-            f"{change_of(before, after)}  {_how(plan, job.job_id)}"
-        )
-    for node, counts in measured.aggregation.items():
-        refused = counts["misses"] + counts["expired"]
-        typer.echo(f"{node} aggregated {counts['hits']} chunks and left {refused} to the hosts")
-    typer.echo("seconds per iteration; compute is a sleep, reductions are real", err=True)
+        off = f"{100 * (after / before - 1):+.1f} %"
+        times = format_duration_s(before), format_duration_s(after)
+        rows.append((job.job_id, *times, off, _how(plan, job.job_id)))
+    table = DataTable.of(("job", "predicted", "measured", "off", "how"), rows, text_columns=(4,))
+    lines = [
+        f"{node} aggregated {counts['hits']} chunks and left "
+        f"{counts['misses'] + counts['expired']} to the hosts"
+        for node, counts in measured.aggregation.items()
+    ]
+    show("Seconds per iteration; compute is a sleep, reductions are real", table, *lines)
 
 
 def _how(plan: ClusterPlan, job_id: str) -> str:

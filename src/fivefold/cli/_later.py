@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _Later:
-    """What stands for one name of one module until it is used."""
+    """Placeholder of one name of one module until it is used."""
 
     __slots__ = ("_found", "_module", "_name")
 
@@ -65,7 +65,7 @@ class _Module:
 
 
 class _Package:
-    """What ``import a.b as c`` takes its last name from."""
+    """Placeholder that ``import a.b as c`` takes its last name from."""
 
     def __init__(self, name: str) -> None:
         self._name = name

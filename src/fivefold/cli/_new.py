@@ -48,7 +48,7 @@ _NEXT: dict[Problem, tuple[str, ...]] = {
 
 
 class Launcher(StrEnum):
-    """What starts the ranks of a run on several machines."""
+    """Starters of a run's ranks on several machines."""
 
     SLURM = "slurm"
     KUBERNETES = "kubernetes"

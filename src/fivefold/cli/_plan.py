@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli._codesign import typed_command, write_page
+from fivefold.cli._codesign import write_page
 from fivefold.cli._later import later
 from fivefold.cli._options import (
     ArgumentError,
@@ -22,13 +23,21 @@ from fivefold.cli._options import (
 from fivefold.cli._plan_compare import check as check_folder
 from fivefold.cli._plan_compare import compare as compare_on
 from fivefold.cli._plan_compare import plan_record, write_csv
-from fivefold.cli._plan_files import JobSizes, as_sent, read_job, runnable, write_plan_files
+from fivefold.cli._plan_files import (
+    JobSizes,
+    PlannedJob,
+    as_sent,
+    read_job,
+    runnable,
+    write_plan_files,
+)
 from fivefold.cli._plan_page import FoundPlans, split_page
 from fivefold.errors import InfeasibleError
 from fivefold.units import format_bytes
 
 with later():
     from fivefold.report import print_page
+    from fivefold.report.format import typed_command
     from fivefold.runs import write_text
     from fivefold.strategy import (
         TARGETS,
@@ -187,19 +196,25 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     if planned.config is not None or target == "train":
         where = as_sent(where, planned.config)
     found = _found(planned.job, where, top=top, front=front or report is not None, target=target)
-    best = found.best[0]
     if write is not None:
-        write_plan_files(write, planned, best, where, base=torchtitan_base)
+        write_plan_files(write, planned, found.best[0], where, base=torchtitan_base)
     if output is not None:
-        text = plan_to_toml(best.plan)
-        if target is not None:
-            text = runnable(target, planned, best, where, base=torchtitan_base)
-        write_text(output, text)
+        write_text(output, _fastest(planned, found, target, base=torchtitan_base))
     if report is not None:
-        write_page(split_page(found, command=typed_command()), report)
+        write_page(split_page(found, command=typed_command(sys.argv)), report)
     _put_out(form, found)
     if output is not None:
         typer.echo(f"written: {output}", err=True)
+
+
+def _fastest(
+    planned: PlannedJob, found: FoundPlans, target: str | None, *, base: str | None
+) -> str:
+    """Return the fastest plan as a table, or as the file that a program runs."""
+    best = found.best[0]
+    if target is None:
+        return plan_to_toml(best.plan)
+    return runnable(target, planned, best, found.cluster, base=base)
 
 
 def _put_out(form: str, found: FoundPlans) -> None:

@@ -41,7 +41,7 @@ _UNITS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class Price:
-    """What an hour of a GPU costs."""
+    """Price of an hour of a GPU."""
 
     amount: float
     currency: str

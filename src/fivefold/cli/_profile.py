@@ -60,7 +60,7 @@ _BUSY = 0.05  # share of the time without a processor that spoils a measurement
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredJob:
-    """What the trainer's step and its all-reduces took."""
+    """Times of the trainer's step and its all-reduces."""
 
     config: TrainConfig
     times: StepTimes

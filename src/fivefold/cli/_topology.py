@@ -189,7 +189,7 @@ def _facts(topology: Topology) -> dict[str, Any]:
 
 
 def _least_out(topology: Topology) -> float:
-    """Least capacity that leaves a rank: no rank can send faster."""
+    """Return the least capacity that leaves a rank."""
     out = np.bincount(
         topology.link_sources, topology.capacities_bytes_per_s, minlength=topology.num_nodes
     )

@@ -47,7 +47,7 @@ def change(ratio: float) -> str:
 
 
 def ordering_words(plan: JobPlan) -> str:
-    """Layer 2 of a plan."""
+    """Describe a plan's layer 2."""
     if plan.bucket_bytes is None:
         fused = "layer by layer"
     elif plan.bucket_bytes == 0:
@@ -59,7 +59,7 @@ def ordering_words(plan: JobPlan) -> str:
 
 
 def flow_words(plan: JobPlan, baseline: JobPlan) -> str:
-    """Layer 4 of a plan, where it differs from today."""
+    """Describe a plan's layer 4 where it differs from the baseline's."""
     words = [f"class {plan.priority}"] if plan.priority else []
     if plan.shift_s:
         words.append(f"{format_duration_s(plan.shift_s)} later")
@@ -91,7 +91,7 @@ def _choice(record: DecisionRecord) -> Decision:
 
 
 def _chosen(record: DecisionRecord, *, taken: bool) -> str | None:
-    """The alternative that was decided for; a name need not be the decision's, word for word."""
+    """Return the alternative that was decided for; its name may say more than the decision's."""
     if not taken:
         return "as before" if "as before" in record.alternatives else None
     if record.decision in record.alternatives:
@@ -124,6 +124,7 @@ def plan_page(
     *,
     measured: Mapping[str, float] | None = None,
     command: str = "",
+    pictures: bool = True,
 ) -> Page:
     """Return the page of a planned cluster, and of its execution where one was measured.
 
@@ -133,13 +134,14 @@ def plan_page(
         found: What ``plan_cluster`` found for them.
         measured: Seconds per iteration of each job in a real run; None where there was none.
         command: How to make it again.
+        pictures: Whether links and timelines are drawn; a terminal shows neither.
 
     Returns:
-        The page, for ``fivefold.report.write_html``.
+        The page, for ``fivefold.report.write_html`` and ``print_page``.
 
     Raises:
         ConfigurationError: A job was not measured.
-        UnsupportedError: matplotlib is not installed.
+        UnsupportedError: Pictures are wanted, and matplotlib is not installed.
 
     Examples:
         >>> from fivefold.codesign import plan_cluster
@@ -158,26 +160,23 @@ def plan_page(
     before = objective_s(jobs, found.baseline_outcome.completion_s)
     after = found.mean_completion_s(jobs)
     sections = [] if measured is None else [_reality(jobs, found.outcome, measured)]
-    sections += [
+    sections.append(
         PageSection(
             heading="Jobs",
             parts=(_job_table(topology, jobs, found), _job_bars(topology, jobs, found)),
-        ),
-        PageSection(
-            heading="What the links carry",
-            how=f"{_LOADS}: what is dark is the bottleneck. Every direction has its own line, to "
-            "the right as seen by the traffic.",
-            parts=_pictures(topology, found),
-        ),
-        *_timelines(topology, jobs, found),
+        )
+    )
+    if pictures:
+        sections += [_pictures(topology, found), *_timelines(topology, jobs, found)]
+    sections.append(
         PageSection(
             heading="Who decided what",
             how="In the order in which layers spoke, with what they knew and whose it was. Seconds "
             "of a job's own layer are those of its iteration alone on the network; seconds of all "
             "jobs are their weighted mean completion.",
             parts=(choice_log(found.decisions),),
-        ),
-    ]
+        )
+    )
     return Page(
         title=f"{len(jobs)} job{'s' if len(jobs) != 1 else ''} on {topology.name}",
         finding=_finding(jobs, found, (before, after), measured),
@@ -318,7 +317,7 @@ def _most_changed(jobs: Sequence[JobSpec], found: CoDesignResult) -> list[JobSpe
     return [job for job in jobs if job.job_id in chosen]
 
 
-def _pictures(topology: Topology, found: CoDesignResult) -> tuple[PagePart, ...]:
+def _pictures(topology: Topology, found: CoDesignResult) -> PageSection:
     parts = []
     for name, outcome in (("Planned", found.outcome), ("Baseline", found.baseline_outcome)):
         total_s = outcome.result.total_s
@@ -328,7 +327,12 @@ def _pictures(topology: Topology, found: CoDesignResult) -> tuple[PagePart, ...]
         parts.append(picture_of(figure, heading))
         if found.plan == found.baseline:
             break
-    return tuple(parts)
+    return PageSection(
+        heading="What the links carry",
+        how=f"{_LOADS}: what is dark is the bottleneck. Every direction has its own line, to the "
+        "right as seen by the traffic.",
+        parts=tuple(parts),
+    )
 
 
 def _timelines(

@@ -17,7 +17,7 @@ from fivefold.codesign.plans import CoDesigns
 from fivefold.codesign.simulate import run_plan
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology
-from fivefold.report.page import DataTable, Page, PageSection, RangeChart, RangeRow
+from fivefold.report.page import DataTable, Page, PageSection, RangeChart, RangeRow, TextBlock
 
 FloatArray = npt.NDArray[np.float64]
 Progress = Callable[[int, int], None]
@@ -156,7 +156,7 @@ def _row(label: str, samples: Sequence[_Sample]) -> AblationRow:
 
 
 def _bootstrap(values: FloatArray) -> tuple[float, float] | None:
-    """95 % bootstrap interval of the mean; None of one value, which has none."""
+    """Return the 95 % bootstrap interval of the mean; None for one value, which has none."""
     if len(values) < 2:
         return None
     draw = np.random.default_rng(0)
@@ -224,14 +224,14 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
             PageSection(
                 heading="The same over every layer at its best alone (B1)", parts=(against,)
             ),
-            PageSection(heading="All figures", parts=(_ablation_table(rows),)),
+            PageSection(heading="All figures", parts=(_ablation_table(rows), *_one_seed(rows))),
         ),
         command=command,
     )
 
 
 def _apart(marks: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """Names of lines that would lie on one another share one."""
+    """Let lines whose names would lie on one another share one."""
     if len(marks) == 2 and abs(marks[0][1] - marks[1][1]) < 0.06:
         return ((marks[0][0], marks[0][1]), ("", marks[1][1]))
     return tuple(marks)
@@ -263,6 +263,12 @@ def _ablation_table(rows: Sequence[AblationRow]) -> DataTable:
         for row in rows
     )  # fmt: skip
     return DataTable(columns=columns, rows=cells)
+
+
+def _one_seed(rows: Sequence[AblationRow]) -> tuple[TextBlock, ...]:
+    return (TextBlock(text="One seed has no interval; --seeds 5 gives one."),) * (
+        rows[0].seeds == 1
+    )
 
 
 def _with_ends(value: float, ends: tuple[float, float] | None) -> tuple[float, float, float]:

@@ -35,7 +35,7 @@ _INPUTS["network"] = (("SwitchState.slots_free", "network"), *_LOADS)
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningOptions:
-    """How hard the coordinator tries.
+    """Guard and budget of the coordinator's search.
 
     Args:
         guard: With Horizontal on: whether nobody may end later than under the baseline.
@@ -70,7 +70,7 @@ class _Judged:
 
 
 def objective_s(jobs: Sequence[JobSpec], completion_s: Mapping[str, float]) -> float:
-    """Weighted mean completion time."""
+    """Return the weighted mean completion time."""
     weight = sum(job.weight for job in jobs)
     return sum(job.weight * completion_s[job.job_id] for job in jobs) / weight
 
@@ -112,7 +112,7 @@ class Arbiter:
         return self._known[plan]
 
     def worse(self, found: Mapping[str, float], floor: Mapping[str, float]) -> list[str]:
-        """Jobs that end later than they may, the worst first."""
+        """Return the jobs that end later than they may, the worst first."""
         late = [name for name in floor if found[name] > floor[name] * (1 + _TOLERANCE)]
         return sorted(late, key=lambda name: -found[name] / floor[name])
 
@@ -145,7 +145,7 @@ class Arbiter:
         return taken
 
     def _late(self, candidate: _Judged) -> list[str]:
-        """Jobs that the guard does not let through."""
+        """Return the jobs for which the guard refuses the candidate."""
         if not self.options.guard:
             return []
         return self.worse(candidate.completion_s, self.floor.completion_s)
@@ -194,7 +194,7 @@ class Arbiter:
         return candidate
 
     def _without_harm(self, candidate: _Judged, name: str) -> _Judged | None:
-        """The candidate with the hurt job first in line, or with its neighbours as they were."""
+        """Return the candidate with the hurt job first in line or with its neighbours as before."""
         moves: list[Callable[[], ClusterPlan]] = [
             lambda: self._ahead(candidate.plan, name),
             lambda: self._as_before(candidate.plan, [name]),
@@ -251,7 +251,7 @@ class Arbiter:
         return ClusterPlan({n: replace(p, shift_s=shifts[n]) for n, p in plan.jobs.items()})
 
     def _split_again(self, splits: Mapping[str, Sequence[JobPlan]]) -> None:
-        """Layer 1 hears what its other candidates cost beside the other jobs."""
+        """Try layer 1's other candidates at what they cost beside the other jobs."""
         for job in self.jobs:
             for other in splits.get(job.job_id, ()):
                 plan = ClusterPlan({**self.best.plan.jobs, job.job_id: other})
@@ -266,7 +266,7 @@ class Arbiter:
         return plan.changed(name, paths=found.jobs[name].paths)
 
     def _give_slots(self) -> None:
-        """Job by job, the largest sender first: its aggregation moves to switches, where all gain.
+        """Move aggregation to switches where all gain, job by job, the largest sender first.
 
         Who was refused asks again while others change, as long as anything is gained.
         """
@@ -277,7 +277,7 @@ class Arbiter:
         return sorted(self.jobs, key=lambda job: (-job.gradient_bytes * len(job.ranks), job.job_id))
 
     def _give_slots_to(self, job: JobSpec) -> bool:
-        """Trees for one job where the load of the others leaves most room."""
+        """Propose trees for a job where links are least loaded; return whether they were taken."""
         plan, name = self.best.plan, job.job_id
         if not self._may_aggregate(job):
             return False
@@ -297,7 +297,7 @@ class Arbiter:
         return self.consider("network", decision, proposal, entity=name, tags=("HN",), mend=False)
 
     def _may_aggregate(self, job: JobSpec) -> bool:
-        """Several ranks of a host reduce inside it first, which only Intra-Inter may plan."""
+        """Return whether switches may aggregate: several ranks of a host need Intra-Inter first."""
         plan = self.best.plan.jobs[job.job_id]
         columns = aggregated_columns(self.topology, job, plan)
         hosts = {self.topology.host_of(rank) or f"rank {rank}" for rank in job.ranks}
@@ -324,7 +324,7 @@ class Arbiter:
         return loads
 
     def _leave_slots(self) -> None:
-        """The job that gains least from its slots gives them up."""
+        """Let the job that gains least from its slots give them up, while that helps."""
         for _ in range(len(self.jobs)):
             plan = self.best.plan
             aggregating = [n for n, p in plan.jobs.items() if p.algorithm == "in_network"]

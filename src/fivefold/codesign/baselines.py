@@ -23,7 +23,7 @@ from fivefold.network.topology import Topology
 
 
 def null_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 0) -> ClusterPlan:
-    """B0: tensors as they become ready, ring in rank order, hashed paths, fair share."""
+    """Return B0: tensors as they become ready, ring in rank order, hashed paths, fair share."""
     plain = ClusterPlan(
         {job.job_id: JobPlan(order=job.split_as(0).ranks, bucket_bytes=None) for job in jobs}
     )
@@ -31,7 +31,7 @@ def null_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 0) -> 
 
 
 def best_alone_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 0) -> ClusterPlan:
-    """B1: order of need, ring along the topology, paths by the job's own load."""
+    """Return B1: order of need, ring along the topology, paths by the job's own load."""
     best = {
         job.job_id: JobPlan(
             order=local_order(topology, job.split_as(0).ranks),
@@ -45,7 +45,7 @@ def best_alone_plan(topology: Topology, jobs: Sequence[JobSpec], *, seed: int = 
 
 
 def local_order(topology: Topology, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Ranks such that neighbours in the ring are near: each followed by the nearest one left.
+    """Order ranks so that neighbours in the ring are near: each is followed by the nearest left.
 
     Near is fewest links, then the least latency; equals keep the order given.
     """

@@ -52,13 +52,14 @@ class _Weighed:
 
     @property
     def name(self) -> str:
+        """Return the names of split, algorithm and tasks."""
         parts = (self.split, self.algorithm, self.tasks)
         return ", ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)
 class SinglePlan:
-    """What a job plans for itself."""
+    """Plan that a job makes for itself."""
 
     plan: JobPlan
     decisions: tuple[DecisionRecord, ...]
@@ -91,7 +92,7 @@ def _weighed(
     co_designs: CoDesigns,
     switches: SwitchState | None,
 ) -> Iterator[_Weighed]:
-    """Every option of layers 1 to 3 at the price that the layers below ask for it."""
+    """Yield every option of layers 1 to 3 at the price that the layers below ask for it."""
     for number in range(max(1, len(job.splits))):
         split = job.splits[number].name if job.splits else ""
         begin = start
@@ -148,7 +149,7 @@ def _by_rule(
     co_designs: CoDesigns,
     switches: SwitchState | None,
 ) -> SinglePlan:
-    """Nobody is asked: what the co-design offers last is taken, and layer 1's own favourite."""
+    """Take, without asking for prices, the last collective on offer and layer 1's favourite."""
     chosen = list(collective_options(topology, job, start, co_designs, switches))[-1]
     records = []
     if job.splits:
@@ -168,7 +169,7 @@ def _by_rule(
 
 
 def nominal_record(job: JobSpec) -> DecisionRecord:
-    """Layer 1 by itself: the cheapest split by the devices' nominal constants."""
+    """Record layer 1's choice by itself: the cheapest split by the devices' nominal constants."""
     return DecisionRecord(
         layer="strategy",
         entity=job.job_id,
@@ -186,7 +187,7 @@ def collective_options(
     co_designs: CoDesigns,
     switches: SwitchState | None = None,
 ) -> Iterator[_Option]:
-    """What layer 3 may choose among; the plan so far comes first."""
+    """Yield what layer 3 may choose among; the plan so far comes first."""
     yield _Option("ring in the order given", start, ())
     ranks = start.order
     order = local_order(topology, ranks) if co_designs.vertical else ranks
@@ -215,7 +216,7 @@ def _aggregation_options(
     how: tuple[tuple[str, ...], SwitchState],
     vertical: bool,  # noqa: FBT001 - passed on
 ) -> Iterator[_Option]:
-    """Trees where switches carry least so far; with Vertical also all at one that serves nobody."""
+    """Yield trees where switches carry least; with Vertical also all at one that serves nobody."""
     tags, switches = how
     apart = spread_trees(topology, job, start, loads=switches.loads, free=switches.free)
     choices = [apart] if apart is not None else []
@@ -229,7 +230,7 @@ def _aggregation_options(
 
 
 def _reducing_groups(job: JobSpec, plan: JobPlan) -> list[tuple[int, ...]]:
-    """Groups that reduce gradients."""
+    """Return the groups that reduce gradients."""
     axes = [""]
     if job.mesh is not None:
         axes = [
@@ -239,7 +240,7 @@ def _reducing_groups(job: JobSpec, plan: JobPlan) -> list[tuple[int, ...]]:
 
 
 def task_options(plan: JobPlan) -> Iterator[JobPlan]:
-    """What layer 2 may choose among; the plan so far comes first."""
+    """Yield what layer 2 may choose among; the plan so far comes first."""
     yield plan
     for bucket in _BUCKETS:
         for overlap in (False, True):
@@ -289,7 +290,7 @@ class CoDesignResult:
         return tuple(name for name in before if after[name] > before[name] * (1 + 1e-6))
 
     def mean_completion_s(self, jobs: Sequence[JobSpec]) -> float:
-        """Weighted mean completion of the plan."""
+        """Return the weighted mean completion of the plan."""
         return objective_s(jobs, self.outcome.completion_s)
 
 
@@ -367,7 +368,7 @@ def _plan_together(
     options: PlanningOptions,
     progress: Progress | None,
 ) -> CoDesignResult:
-    """With Horizontal: what jobs plan for themselves is put before all of them."""
+    """Plan with Horizontal: put before all jobs what each planned for itself."""
     subsets = [s for s in CoDesigns.combinations() if s in allowed and not s.horizontal]
     singles = {}
     for number, subset in enumerate(subsets):
@@ -419,7 +420,7 @@ def _judging_longer(
 
 @dataclass(frozen=True)
 class _Singles:
-    """What all jobs planned for themselves; with Vertical, each job's other splits too."""
+    """Plans that all jobs made for themselves; with Vertical, each job's other splits too."""
 
     plan: ClusterPlan
     decisions: tuple[DecisionRecord, ...]
@@ -434,7 +435,7 @@ def _nominal(jobs: Sequence[JobSpec]) -> list[DecisionRecord]:
 def _other_splits(
     jobs: Sequence[JobSpec], singles: Iterable[_Singles]
 ) -> dict[str, tuple[JobPlan, ...]]:
-    """Of each job its other splits, as the planners with most information have them."""
+    """Return each job's other splits, as the planners with most information have them."""
     found: dict[str, tuple[JobPlan, ...]] = {}
     for one in singles:  # combinations come in order of what they let through
         found |= {name: plans for name, plans in one.splits.items() if plans}
@@ -462,7 +463,7 @@ def _plan_singles(
     allowed: CoDesigns,
     seed: int,
 ) -> _Singles:
-    """Layers 1 to 3 of each job, and with Vertical its paths, as if it were alone."""
+    """Plan layers 1 to 3 of each job, and with Vertical its paths, as if it were alone."""
     plan, splits = baseline, {}
     decisions: list[DecisionRecord] = []
     switches = SwitchState(topology)
@@ -490,7 +491,7 @@ def _plan_singles(
 def _keep_promise(
     topology: Topology, jobs: Sequence[JobSpec], arbiter: Arbiter
 ) -> tuple[ClusterPlan, Outcome, Outcome]:
-    """The last accepted plan that also in full simulation hurts nobody; the baseline hurts none."""
+    """Return the last accepted plan that hurts nobody in full simulation; else the baseline."""
     floor = _outcome(topology, tuple(jobs), arbiter.baseline)
     before = objective_s(jobs, floor.completion_s)
     for accepted in reversed(arbiter.history[1:]):

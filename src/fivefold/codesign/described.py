@@ -79,7 +79,7 @@ def job_from_plan(topology: Topology, described: ModelJob, ranks: Sequence[int])
 
 
 def _candidates(topology: Topology, described: ModelJob) -> list[PlanPrediction]:
-    """Plans that fit in memory, by layer 1's own order, then those that the topology suggests."""
+    """Return plans that fit in memory in layer 1's order, then those the topology suggests."""
     job, devices = described.job, described.devices
     if job.plan is not None:
         return [_judged(described, job.plan)]
@@ -162,7 +162,7 @@ def _split(
 
 
 def _fabric_below(topology: Topology, devices: Cluster, num_gpus: int) -> FabricSpec:
-    """Tiers of the topology, as much of them as the devices' software reaches."""
+    """Return the topology's tiers at the rates that the devices' software reaches."""
     tiers = _tiers(topology)
     if tiers is None or tiers.num_gpus < num_gpus:
         return devices.fabric
@@ -200,7 +200,7 @@ def _priced_alike(
 
 
 def _with_waits(demand: IterationDemand, more_s: float) -> IterationDemand:
-    """More seconds of waiting; where there is too little to take away, less compute."""
+    """Add seconds of waiting; where there are too few to take away, take away compute."""
     overhead_s = demand.overhead_s + more_s
     bubble_s = demand.bubble_s + min(overhead_s, 0.0)
     computed_s = demand.micro_batches * demand.segments * (demand.forward_s + demand.backward_s)
@@ -215,7 +215,7 @@ def _with_waits(demand: IterationDemand, more_s: float) -> IterationDemand:
 
 
 def split_name(plan: ParallelPlan) -> str:
-    """Degrees over 1, micro-batch and switches, in a few words."""
+    """Describe a split in a few words: degrees over 1, micro-batch and settings."""
     degrees = (("d", plan.data), ("t", plan.tensor), ("p", plan.pipeline), ("c", plan.context),
                ("e", plan.expert))  # fmt: skip
     words = [f"{letter}{degree}" for letter, degree in degrees if degree > 1]

@@ -151,7 +151,7 @@ def execution_command(path: Path) -> list[str]:
 
 
 def read_measurements(lines: Sequence[str]) -> Mapping[str, float]:
-    """Mean seconds per iteration of each job from what rank 0 printed."""
+    """Read the mean seconds per iteration of each job from what rank 0 printed."""
     found: dict[str, float] = {}
     for line in lines:
         if line.startswith('{"iteration_s"'):

@@ -68,7 +68,7 @@ class _Rank:
         return took_s / self._job.iterations
 
     def _iterate(self) -> None:
-        """One rotated iteration: compute sleeps, communication goes to the sending thread."""
+        """Run one rotated iteration: compute sleeps, communication goes to the sending thread."""
         names = self._graph.order
         self._done = {name: threading.Event() for name in names}
         for name in self._order:

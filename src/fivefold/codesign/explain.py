@@ -64,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Where the time of an iteration goes, and what would change it.
+    """Parts of an iteration's time, and changes that would shorten it.
 
     Args:
         subject: What is explained.
@@ -162,6 +162,7 @@ class _Question:
 
     @property
     def plan(self) -> ParallelPlan:
+        """Return the plan in question."""
         return self.now.plan
 
     @property
@@ -170,6 +171,7 @@ class _Question:
         return self.tiers(lambda _, tier: _faster(tier, rate=_FREE, latency=0.0))
 
     def with_plan(self, plan: ParallelPlan, **hardware: Any) -> PlanPrediction:
+        """Predict a plan, on changed hardware where that is given."""
         device = hardware.get("device", self.cluster.device)
         fabric = hardware.get("fabric", self.cluster.fabric)
         return evaluate_plan(self.job.model, device, fabric, plan=plan)
@@ -188,25 +190,28 @@ class _Question:
             yield self.change(layer, action, found.time_s, kind, fields)
 
     def hardware(self, layer: str, action: str, kind: Kind, **changed: Any) -> Change:
+        """Return the change to other hardware under the same plan."""
         return self.change(layer, action, self.with_plan(self.plan, **changed).time_s, kind)
 
     def change(
         self, layer: str, action: str, seconds: float, kind: Kind,
         settings: Mapping[str, Any] | None = None,
     ) -> Change:  # fmt: skip
+        """Return a change by the time that it leads to."""
         return Change(
             layer=layer, action=action, seconds=seconds, saves_s=self.now.time_s - seconds,
             kind=kind, settings=settings or {},
         )  # fmt: skip
 
     def tiers(self, change: Callable[[int, Tier], Tier]) -> FabricSpec:
+        """Return the fabric with every tier changed."""
         fabric = self.cluster.fabric
         tiers = tuple(change(place, tier) for place, tier in enumerate(fabric.tiers))
         return dataclasses.replace(fabric, tiers=tiers)
 
 
 def _parts(asked: _Question) -> dict[str, float]:
-    """Where the time goes; waits for ZeRO-3's parameters are communication, not compute."""
+    """Split the iteration's time; waits for ZeRO-3's parameters count as communication."""
     parts: dict[str, float] = dataclasses.asdict(asked.now.time)
     free = asked.with_plan(asked.plan, fabric=asked.free).time
     waits_s = max(parts["compute_s"] - free.compute_s, 0.0)
@@ -216,7 +221,7 @@ def _parts(asked: _Question) -> dict[str, float]:
 
 
 def _searches(asked: _Question) -> Iterator[Change]:
-    """Layer 1: the fastest split of the space, of a wider one, and of one with local updates."""
+    """Yield layer 1's fastest split: of the space, a wider one, and one with local updates."""
     space = asked.job.space
     wide = dataclasses.replace(
         space, schedules=tuple(dict.fromkeys((*space.schedules, *_SCHEDULES))),
@@ -247,7 +252,7 @@ def _differences(asked: _Question, plan: ParallelPlan) -> dict[str, Any]:
 
 
 def _strategy(asked: _Question) -> Iterator[Change]:
-    """Layer 1: each setting of this split by itself."""
+    """Yield layer 1's changes: each setting of this split by itself."""
     plan = asked.plan
     for kept in ("none", "selective"):
         yield from asked.setting("strategy", f"recompute {kept}", recompute=kept)
@@ -307,13 +312,13 @@ def _local_updates(asked: _Question) -> Iterator[Change]:
 
 
 def _ranks_of_a_node(asked: _Question) -> int:
-    """Data-parallel ranks of a node, which may share the states of one worker."""
+    """Return the data-parallel ranks of a node, which may share the states of one worker."""
     plan, node = asked.plan, asked.cluster.fabric.gpus_per_node
     return math.gcd(plan.data * plan.context, max(node // plan.group("data").stride, 1))
 
 
 def _tasks(asked: _Question) -> Iterator[Change]:
-    """Layer 2: what more could run beside compute."""
+    """Yield layer 2's changes: what more could run beside compute."""
     plan = asked.plan
     if plan.data * plan.context > 1:
         yield from asked.setting("tasks", "gradients beside the backward pass", data_overlap=True)
@@ -338,7 +343,7 @@ def _tasks(asked: _Question) -> Iterator[Change]:
 
 
 def _collectives(asked: _Question) -> Iterator[Change]:
-    """Layer 3: an algorithm that wastes nothing of the links, and fewer bytes."""
+    """Yield layer 3's changes: an algorithm that wastes nothing of the links, and fewer bytes."""
     full = asked.tiers(
         lambda _, tier: dataclasses.replace(
             _faster(tier, latency=0.0), efficiency=max(1.0, tier.efficiency), exchange_efficiency=1
@@ -368,7 +373,7 @@ def _collectives(asked: _Question) -> Iterator[Change]:
 
 
 def _flows(asked: _Question) -> Iterator[Change]:
-    """Layer 4: who else is on the links, and what an oversubscribed tier costs."""
+    """Yield layer 4's changes: neighbours on the links, and tiers without oversubscription."""
     tiers = asked.cluster.fabric.tiers
     if len(tiers) > 2:
         wide = tiers[1].bandwidth_bytes_per_s
@@ -389,7 +394,7 @@ def _flows(asked: _Question) -> Iterator[Change]:
 
 
 def _network(asked: _Question) -> Iterator[Change]:
-    """Layer 5: each tier twice as fast, or at half the latency."""
+    """Yield layer 5's changes: each tier twice as fast, or at half the latency."""
     for place, tier in enumerate(asked.cluster.fabric.tiers):
         for factor, what in (
             ({"rate": 2.0}, "links of {} twice as fast"),

@@ -72,10 +72,12 @@ class _Question:
         self.now_s = self.seconds(topology, plan)
 
     def seconds(self, topology: Topology, plan: ClusterPlan) -> float:
+        """Return the objective of a plan, simulated for a few iterations."""
         found = run_plan(topology, self.jobs, plan, iterations=_ITERATIONS)
         return objective_s(self.jobs, found.completion_s)
 
     def change(self, layer: str, action: str, seconds: float, kind: Kind = "setting") -> Change:
+        """Return a change by the objective that it leads to."""
         return Change(
             layer=layer, action=action, seconds=seconds, saves_s=self.now_s - seconds, kind=kind
         )

@@ -31,7 +31,7 @@ _PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """What a step of a run came to, in the mean.
+    """Mean parts of a run's steps.
 
     Args:
         rest_s: All but waits for messages and for data.
@@ -51,7 +51,7 @@ class MeasuredStep:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Return the seconds of a step."""
         return self.rest_s + self.loading_s + self.waits_s
 
     def with_messages(self, sent_s: float, *, beside_s: float | None = None) -> float:

@@ -36,7 +36,7 @@ _VERSION = "0.0.4"
 def chakra_traces(
     topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan
 ) -> Mapping[str, bytes]:
-    """One iteration of every job as Chakra traces.
+    """Return one iteration of every job as Chakra traces.
 
     Args:
         topology: The cluster; its ranks are the traces' processors.
@@ -84,7 +84,7 @@ def _schema() -> Any:
 
 
 def _nodes(schema: Any, topology: Topology, job: JobSpec, plan: JobPlan, group: str) -> list[Any]:
-    """Nodes of one rank: all ranks of a data-parallel job do the same."""
+    """Return the nodes of one rank: all ranks of a data-parallel job do the same."""
     if job.split_as(plan.split).mesh is not None:
         raise UnsupportedError(
             f"job {job.job_id!r} is split along several axes, and traces are made of "
@@ -139,7 +139,7 @@ def _compute(schema: Any, number: int, name: str, seconds: float) -> Any:
 
 
 def _file(schema: Any, nodes: Sequence[Any]) -> bytes:
-    """Messages one after the other, each behind its length as a varint."""
+    """Write messages one after the other, each behind its length as a varint."""
     out = io.BytesIO()
     for message in (schema.GlobalMetadata(version=_VERSION), *nodes):
         content = message.SerializeToString()

@@ -33,7 +33,7 @@ class Split:
     reached: tuple[tuple[float, float], tuple[float, float]] = ((1.0, 1.0), (1.0, 1.0))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each group of an axis."""
+        """Return the ranks of each group of an axis."""
         return groups_over(self.plan, axis, self.ranks)
 
     @property
@@ -203,7 +203,7 @@ def check_ranks(topology: Topology, job_id: str, ranks: Sequence[int]) -> None:
 def groups_over(
     plan: ParallelPlan, axis: str, ranks: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each group of an axis of a mesh that lies on some ranks."""
+    """Return the ranks of each group of an axis of a mesh that lies on some ranks."""
     return tuple(tuple(ranks[place] for place in group) for group in axis_groups(plan, axis))
 
 

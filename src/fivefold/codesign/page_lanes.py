@@ -85,7 +85,7 @@ def _iterations(job: JobSpec, begin_s: float, until_s: float, outcome: Outcome) 
 
 
 def _written_out(job_id: str, once: Sequence[SimulatorTask], count: int) -> list[SimulatorTask]:
-    """Iterations one after the other: each begins when all tasks of the one before have ended."""
+    """Repeat an iteration: each begins when all tasks of the one before have ended."""
     found: list[SimulatorTask] = []
     before: tuple[Hashable, ...] = ()
     for number in range(count):
@@ -141,14 +141,13 @@ _PASSES = (
     ("exposed_communication", "compute waits"),
 )
 
-FloatArray = npt.NDArray[np.float64]
 _SENT = {"reduce", "exchange"}
 Times = dict[tuple[int, str, bool], tuple[float, float]]
 """By iteration, task, and whether it computes: when it began and ended."""
 
 
 def job_colour(place: int) -> str:
-    """Kind of a job's boxes, by its place among the jobs."""
+    """Return the kind of a job's boxes, by its place among the jobs."""
     return f"job{place % _COLOURS}"
 
 
@@ -179,7 +178,7 @@ def job_timeline(window: Window, jobs: Sequence[JobSpec]) -> Timeline:
 
 
 def layer_timelines(window: Window, jobs: Sequence[JobSpec]) -> list[Folded]:
-    """One iteration of each job, a row per layer."""
+    """Return one iteration of each job, a row per layer."""
     times = _task_times(window)
     return [
         timeline
@@ -215,7 +214,7 @@ def _largest(jobs: Sequence[JobSpec]) -> list[JobSpec]:
 
 
 def _task_times(window: Window) -> dict[str, Times]:
-    """By job: when each task of each iteration began and ended."""
+    """Return by job when each task of each iteration began and ended."""
     table = window.result.table
     found: dict[str, Times] = {}
     for place in range(len(table)):
@@ -319,7 +318,7 @@ def _layer_lanes(spans: Sequence[LaneSpan]) -> tuple[tuple[TimelineLane, ...], i
 
 
 def _layers_of(span: LaneSpan) -> range:
-    """Layers of a task: 3 of ``backward 3``, 4 to 7 of ``reduce 7-4``."""
+    """Return the layers of a task: 3 of ``backward 3``, 4 to 7 of ``reduce 7-4``."""
     if not span.label:
         return range(0)
     ends = [int(part) for part in span.label.split("-")]
@@ -345,7 +344,7 @@ class _Rates:
         self._numbered = numbered
 
     def busiest(self) -> list[int]:
-        """Of each tier the links that carry most within the window for their rate."""
+        """Return each tier's links that carry most within the window for their rate."""
         sizes = self._window.result.table.sizes[self._tasks]
         carried = np.bincount(self._links, sizes, self._topology.num_links)
         shares = carried / self._topology.capacities_bytes_per_s
@@ -364,7 +363,7 @@ class _Rates:
         return nodes[int(ends[0])].kind, nodes[int(ends[1])].kind
 
     def lane(self, link: int) -> TimelineLane:
-        """Its row."""
+        """Return the row of a link."""
         ends = self._topology.links[link]
         rate = float(self._topology.capacities_bytes_per_s[link])
         tasks = self._tasks[self._links == link]
@@ -377,16 +376,10 @@ class _Rates:
         return TimelineLane(name=arrow, loads=tuple(load for load in loads if load is not None))
 
     def _load(self, name: str, tasks: npt.NDArray[np.int64], capacity: float) -> LaneLoad | None:
-        steps: list[tuple[FloatArray, FloatArray]] = []
-        for task in tasks.tolist():
-            at_s, rate = self._window.result.rates_of(self._window.result.table.name_of(task))
-            if len(at_s):
-                steps.append((at_s, np.diff(rate, prepend=0.0)))
-        if not steps:
+        moments, load = self._window.result.load_of(tasks.tolist())
+        if not len(moments):
             return None
-        moments, places = np.unique(np.concatenate([s[0] for s in steps]), return_inverse=True)
-        change = np.bincount(places, np.concatenate([s[1] for s in steps]), len(moments))
-        shares = np.maximum(np.cumsum(change), 0.0) / capacity
+        shares = load / capacity
         place = self._jobs.index(name)
         return LaneLoad(
             kind=job_colour(place),
@@ -397,5 +390,5 @@ class _Rates:
 
 
 def _job_of(name: Any) -> str:
-    """Job of a task by its id, ``(iteration, (job, ...))``."""
+    """Return the job of a task by its id, ``(iteration, (job, ...))``."""
     return str(_parts(name)[1][0])

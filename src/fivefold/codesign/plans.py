@@ -21,7 +21,7 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """How one job communicates.
+    """Communication of one job.
 
     Attributes:
         ordering: Layer 2: which communication goes first where several wait.
@@ -178,7 +178,7 @@ _LETTERS = {"vertical": "V", "horizontal": "H", "intra_inter": "II", "host_net":
 
 @dataclass(frozen=True, kw_only=True)
 class CoDesigns:
-    """Which information may cross which boundary.
+    """Information that may cross boundaries between layers and jobs.
 
     Args:
         vertical: Layers of one job tell each other intent and cost.
@@ -208,17 +208,17 @@ class CoDesigns:
 
     @classmethod
     def none(cls) -> CoDesigns:
-        """No co-design: today's stack of layers."""
+        """Return no co-design: a plain stack of layers."""
         return cls()
 
     @classmethod
     def all(cls) -> CoDesigns:
-        """All four co-designs."""
+        """Return all four co-designs."""
         return cls(vertical=True, horizontal=True, intra_inter=True, host_net=True)
 
     @classmethod
     def combinations(cls) -> Iterator[CoDesigns]:
-        """All sixteen, from none to all."""
+        """Yield all sixteen combinations, from none to all."""
         for flags in sorted(product((False, True), repeat=4), key=sum):
             names = (field.name for field in fields(cls))
             yield cls(**dict(zip(names, flags, strict=True)))

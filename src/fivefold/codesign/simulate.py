@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
-from fivefold.codesign.steps import Part, PhaseGroup, Roads, Row, Ways, rows_of, steps_of
+from fivefold.codesign.steps import (
+    EdgeRoutes,
+    Part,
+    PhaseGroup,
+    PlannedRoutes,
+    Row,
+    merged_rows,
+    steps_of,
+)
 from fivefold.collectives.pricing.fabric import Quote
 from fivefold.collectives.pricing.phases import tree_links
 from fivefold.errors import ConfigurationError
@@ -43,12 +51,12 @@ def iteration_of(job: JobSpec, plan: JobPlan, quote: Quote) -> TaskGraph:
 
 
 def schedule_iteration(job: JobSpec, plan: JobPlan, quote: Quote) -> TaskSchedule:
-    """When everything happens where prices hold: the job's own prediction."""
+    """Schedule an iteration at given prices: the job's own prediction."""
     return schedule_tasks(iteration_of(job, plan, quote), ordering=plan.ordering)
 
 
 def communication_order(schedule: TaskSchedule) -> list[str]:
-    """Names of the communications in the order in which their channels take them."""
+    """Name the communications in the order in which their channels take them."""
     return [span.task_id for span in schedule.spans if span.resource.startswith("network")]
 
 
@@ -57,7 +65,7 @@ SimulatorTask = Flow | CoupledFlows | Compute | AggregationRequest
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulation of a plan found."""
+    """Result of a plan's simulation."""
 
     completion_s: Mapping[str, float]
     iteration_s: Mapping[str, float]
@@ -93,9 +101,9 @@ def run_plan(
         {'a': 9.0}
     """
     compilers = [_Compiler(topology, job, plan.jobs[job.job_id]) for job in jobs]
-    parts = {part: roads for one in compilers for part, roads in one.parts().items()}
+    parts = {part: routes for one in compilers for part, routes in one.parts().items()}
     single = [links for one in compilers for links in one.single()]
-    rows, stands = rows_of(parts, topology.capacities_bytes_per_s, single=single)
+    rows, representatives = merged_rows(parts, topology.capacities_bytes_per_s, single=single)
     tasks = [task for one in compilers for task in one.tasks(rows)]
     counts: dict[Hashable, int] = {
         job.job_id: job.iterations if iterations is None else min(iterations, job.iterations)
@@ -103,7 +111,7 @@ def run_plan(
     }
     result = simulate(topology, tasks, iterations=counts)
     books = ("link_bytes", "link_busy_s", "over_capacity_s")
-    result = replace(result, **{name: getattr(result, name)[stands] for name in books})
+    result = replace(result, **{name: getattr(result, name)[representatives] for name in books})
     completion_s, iteration_s = {}, {}
     for job in jobs:
         begun_s = job.arrival_s + plan.jobs[job.job_id].shift_s
@@ -123,7 +131,7 @@ def run_plan(
 def compile_job(topology: Topology, job: JobSpec, plan: JobPlan) -> list[SimulatorTask]:
     """Return the tasks of one iteration of a job: each phase of each of its groups."""
     compiler = _Compiler(topology, job, plan)
-    return compiler.tasks(rows_of(compiler.parts(), topology.capacities_bytes_per_s)[0])
+    return compiler.tasks(merged_rows(compiler.parts(), topology.capacities_bytes_per_s)[0])
 
 
 def alone_quote(topology: Topology, job: JobSpec, plan: JobPlan) -> Quote:
@@ -134,13 +142,13 @@ def alone_quote(topology: Topology, job: JobSpec, plan: JobPlan) -> Quote:
     found: dict[tuple[str, float], float] = {}
     job = job.split_as(plan.split)
     plan = replace(plan, split=0)
-    ways = Ways(topology, plan)
+    routes = PlannedRoutes(topology, plan)
 
     def quote(kind: str, size_bytes: float) -> float:
         if (kind, size_bytes) not in found:
             steps = steps_of(topology, job, plan, kind=kind, size_bytes=size_bytes)
             found[kind, size_bytes] = sum(
-                ways.step_time_s(groups, slots=plan.slots) for groups in steps
+                routes.step_time_s(groups, slots=plan.slots) for groups in steps
             )
         return found[kind, size_bytes]
 
@@ -148,7 +156,7 @@ def alone_quote(topology: Topology, job: JobSpec, plan: JobPlan) -> Quote:
 
 
 def planned_order(topology: Topology, job: JobSpec, plan: JobPlan) -> list[str]:
-    """Names of a job's communications in the order in which its channel takes them."""
+    """Name a job's communications in the order in which its channel takes them."""
     quote = alone_quote(topology, job, plan)
     return communication_order(schedule_iteration(job, plan, quote))
 
@@ -160,15 +168,15 @@ class _Compiler:
         job, plan = job.split_as(plan.split), replace(plan, split=0)
         self._topology, self._job, self._plan = topology, job, plan
         self._schedule = schedule_iteration(job, plan, alone_quote(topology, job, plan))
-        self._ways = Ways(topology, plan)
+        self._routes = PlannedRoutes(topology, plan)
         self._rows: Mapping[Part, list[Row]] = {}
         self._out: list[SimulatorTask] = []
         self._ends: dict[str, Hashable] = {}  # of each task, what stands for its end
 
-    def parts(self) -> dict[Part, Roads]:
+    def parts(self) -> dict[Part, EdgeRoutes]:
         """Return the links of the job's different phases."""
         return {
-            self._part(group): self._ways.of(group.edges)
+            self._part(group): self._routes.of(group.edges)
             for group in self._groups()
             if group.tree is None
         }
@@ -178,7 +186,7 @@ class _Compiler:
         for group in self._groups():
             if group.tree is not None:
                 yield tree_links(self._topology, group.tree)
-                yield from (self._ways.route(edge) for edge in _stand_in(group)[0])
+                yield from (self._routes.route(edge) for edge in _stand_in(group)[0])
 
     def _groups(self) -> Iterator[PhaseGroup]:
         for task in self._schedule.graph.communication:
@@ -262,7 +270,9 @@ class _Compiler:
 
     def _waits_s(self, groups: Sequence[PhaseGroup]) -> float:
         paid = [group for group in groups if group.tree is None and group.steps > 1]
-        waits = ((g.steps - 1) * self._ways.of(g.edges).latencies_s.max(initial=0.0) for g in paid)
+        waits = (
+            (g.steps - 1) * self._routes.of(g.edges).latencies_s.max(initial=0.0) for g in paid
+        )
         return float(max(waits, default=0.0))
 
     def _phases(
@@ -301,7 +311,7 @@ class _Compiler:
                 ranks[edge[0]],
                 ranks[edge[1]],
                 edge_bytes,
-                self._ways.route(edge),
+                self._routes.route(edge),
                 group=(job_id, *name, "fallback"),
                 priority=self._plan.priority,
                 job=job_id,

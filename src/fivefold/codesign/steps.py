@@ -109,7 +109,8 @@ def _steps(
         algorithm = "hierarchical"
     trees = 0
     steps: list[list[PhaseGroup]] = []
-    for alike in _alike(topology, job, order, axis, apart=algorithm == "in_network"):
+    separate = algorithm == "in_network"
+    for alike in _equivalent_groups(topology, job, order, axis, separate=separate):
         local = len((host_groups(topology, alike.first) or [()])[0])
         chosen: tuple[str, ...] = ()
         if algorithm == "in_network" and len(alike.first) > 1:
@@ -131,7 +132,7 @@ def _steps(
 def _at_reached_rate(
     topology: Topology, job: JobSpec, group: PhaseGroup, *, exchange: bool
 ) -> PhaseGroup:
-    """Phases with as many bytes as take the time at the link's rate that they take in truth."""
+    """Return the phases, their bytes divided by the share of the links' rate that is reached."""
     if job.mesh is None:
         return group
     inside, across = (reached[exchange] for reached in job.mesh.reached)
@@ -163,8 +164,8 @@ def _host_numbers(topology: Topology) -> IntArray:
     )
 
 
-class _Alike:
-    """Groups whose ranks lie on hosts in the same way, so that their phases have one form."""
+class _EquivalentGroups:
+    """Groups whose ranks lie on hosts in the same way, so that their phases have one shape."""
 
     def __init__(self, numbers: Sequence[int], groups: Sequence[tuple[int, ...]]) -> None:
         self.first = groups[0]
@@ -203,19 +204,19 @@ class _Alike:
 
 
 @functools.lru_cache(maxsize=128)
-def _alike(
-    topology: Topology, job: JobSpec, order: tuple[int, ...], axis: str, *, apart: bool
-) -> list[_Alike]:
-    """Groups of an axis by how they lie on hosts; or each by itself."""
+def _equivalent_groups(
+    topology: Topology, job: JobSpec, order: tuple[int, ...], axis: str, *, separate: bool
+) -> list[_EquivalentGroups]:
+    """Return the groups of an axis, by how they lie on hosts or each by itself."""
     hosts = _host_numbers(topology).tolist()
     found: dict[Hashable, tuple[list[int], list[tuple[int, ...]]]] = {}
     for number, group in enumerate(job_groups(job, JobPlan(order=order), axis)):
         seen: dict[int, int] = {}
         form = tuple([seen.setdefault(hosts[rank], len(seen)) for rank in group])
-        numbers, groups = found.setdefault((number, form) if apart else form, ([], []))
+        numbers, groups = found.setdefault((number, form) if separate else form, ([], []))
         numbers.append(number)
         groups.append(group)
-    return [_Alike(*of_form) for of_form in found.values()]
+    return [_EquivalentGroups(*of_form) for of_form in found.values()]
 
 
 def job_groups(job: JobSpec, plan: JobPlan, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -237,7 +238,7 @@ def _sent(job: JobSpec, axis: str, *, back: bool) -> Edges | None:
     return Edges(pairs[..., ::-1] if back else pairs, np.zeros(1, np.int64))
 
 
-class Roads(NamedTuple):
+class EdgeRoutes(NamedTuple):
     """The links of every edge of some phases, phase by phase."""
 
     offsets: IntArray  # slice of links of each edge, int64 [edges + 1]
@@ -255,23 +256,23 @@ def edge_route(topology: Topology, plan: JobPlan, edge: tuple[int, int]) -> tupl
     return first
 
 
-class Ways:
+class PlannedRoutes:
     """The links of a plan's edges, each looked up once."""
 
     def __init__(self, topology: Topology, plan: JobPlan) -> None:
         self.topology, self._plan = topology, plan
-        self._known: dict[Edges, Roads] = {}
+        self._known: dict[Edges, EdgeRoutes] = {}
 
     def route(self, edge: tuple[int, int]) -> tuple[int, ...]:
         """Return the links of one edge."""
         return edge_route(self.topology, self._plan, edge)
 
-    def of(self, edges: Edges) -> Roads:
+    def of(self, edges: Edges) -> EdgeRoutes:
         """Return the links of every edge of some phases."""
         if not self._plan.paths:
             return _shortest(self.topology, edges)
         if edges not in self._known:
-            self._known[edges] = _roads(self.topology, self._plan, edges)
+            self._known[edges] = _edge_routes(self.topology, self._plan, edges)
         return self._known[edges]
 
     def step_time_s(self, groups: Sequence[PhaseGroup], *, slots: int) -> float:
@@ -282,18 +283,18 @@ class Ways:
             return phases_time_s(topology, phases, route=self.route, slots=slots)
         loads, latency_s = np.zeros(topology.num_links), 0.0
         for group in groups:
-            roads = self.of(group.edges)
-            latency_s = max(latency_s, group.steps * float(roads.latencies_s.max(initial=0.0)))
-            np.add.at(loads, roads.links, group.edge_bytes)
+            routes = self.of(group.edges)
+            latency_s = max(latency_s, group.steps * float(routes.latencies_s.max(initial=0.0)))
+            np.add.at(loads, routes.links, group.edge_bytes)
         return float((loads / topology.capacities_bytes_per_s).max(initial=0.0)) + latency_s
 
 
 @functools.lru_cache(maxsize=256)
-def _shortest(topology: Topology, edges: Edges) -> Roads:
-    return _roads(topology, JobPlan(order=()), edges)
+def _shortest(topology: Topology, edges: Edges) -> EdgeRoutes:
+    return _edge_routes(topology, JobPlan(order=()), edges)
 
 
-def _roads(topology: Topology, plan: JobPlan, edges: Edges) -> Roads:
+def _edge_routes(topology: Topology, plan: JobPlan, edges: Edges) -> EdgeRoutes:
     pairs = edges.ranks.reshape(-1, 2).tolist()
     routes = [edge_route(topology, plan, (source, target)) for source, target in pairs]
     lengths = np.fromiter(map(len, routes), np.int64, len(routes))
@@ -305,7 +306,7 @@ def _roads(topology: Topology, plan: JobPlan, edges: Edges) -> Roads:
         own = links[offsets[rows][:, None] + np.arange(length)]
         latencies_s[rows] = topology.latencies_s[own].sum(axis=1)
         slowest[rows] = topology.capacities_bytes_per_s[own].min(axis=1)
-    return Roads(offsets, links, latencies_s, slowest)
+    return EdgeRoutes(offsets, links, latencies_s, slowest)
 
 
 class Row(NamedTuple):
@@ -320,13 +321,13 @@ Part = tuple[Hashable, Edges, bool]
 """A job, edges of one of its phases, and whether the edges of a phase share one rate."""
 
 
-def rows_of(
-    parts: Mapping[Part, Roads],
+def merged_rows(
+    parts: Mapping[Part, EdgeRoutes],
     capacities_bytes_per_s: FloatArray,
     *,
     single: Iterable[Sequence[int]] | None = None,
 ) -> tuple[dict[Part, list[Row]], IntArray]:
-    """Return the tasks that stand for some phases, and for each link the one that stands for it.
+    """Merge what colour refinement cannot tell apart into one task, and links into one of them.
 
     Args:
         parts: Links of every edge, of each job's different phases.
@@ -335,25 +336,26 @@ def rows_of(
             every flow and every link stand for itself.
 
     Returns:
-        Rows of each part; and by link, the link whose load is its own, int64 [links].
+        Rows of each part; and by link its representative, which has the same load, int64
+        [links].
     """
     entries = _entries(parts, () if single is None else tuple(single))
-    stands = np.arange(len(capacities_bytes_per_s))
+    representatives = np.arange(len(capacities_bytes_per_s))
     rows = np.arange(len(entries.colours))
     if single is not None:
         rows, links = _refined(entries, capacities_bytes_per_s)
-        first = np.full(len(stands), len(stands))
-        np.minimum.at(first, links, stands)
-        stands = first[links]
+        first = np.full(len(representatives), len(representatives))
+        np.minimum.at(first, links, representatives)
+        representatives = first[links]
     found = {
-        part: _rows(entries.between(*ends), rows, stands)
+        part: _rows(entries.between(*ends), rows, representatives)
         for part, ends in zip(parts, itertools.pairwise(entries.firsts), strict=False)
     }
-    return found, stands
+    return found, representatives
 
 
 class _Entries(NamedTuple):
-    """Which rows load which links; a row is a phase whose edges share one rate, or an edge."""
+    """Links that rows load; a row is a phase whose edges share one rate, or an edge."""
 
     colours: IntArray  # what tells rows apart to begin with, int64 [rows]
     owners: IntArray  # row of each entry
@@ -373,21 +375,21 @@ class _Entries(NamedTuple):
         )
 
 
-def _entries(parts: Mapping[Part, Roads], single: Sequence[Sequence[int]]) -> _Entries:
+def _entries(parts: Mapping[Part, EdgeRoutes], single: Sequence[Sequence[int]]) -> _Entries:
     rates = np.unique(np.concatenate([[0.0], *(one.slowest_bytes_per_s for one in parts.values())]))
     none, count, firsts = np.zeros(0, np.int64), 0, [0]
     colours, owners, links, tags, latencies = [none], [none], [none], [none], [np.zeros(0)]
-    for number, ((_, edges, coupled), roads) in enumerate(parts.items()):
+    for number, ((_, edges, coupled), routes) in enumerate(parts.items()):
         phases, each, _ = edges.ranks.shape
         rows = np.repeat(np.arange(phases), each) if coupled else np.arange(phases * each)
-        lengths = np.diff(roads.offsets)
+        lengths = np.diff(routes.offsets)
         owners.append(np.repeat(count + rows, lengths))
-        links.append(roads.links)
-        tags.append(np.repeat(np.searchsorted(rates, roads.slowest_bytes_per_s), lengths))
-        latencies.append(np.repeat(roads.latencies_s, lengths))
+        links.append(routes.links)
+        tags.append(np.repeat(np.searchsorted(rates, routes.slowest_bytes_per_s), lengths))
+        latencies.append(np.repeat(routes.latencies_s, lengths))
         colours.append(np.full(int(rows[-1]) + 1, number))
         count += len(colours[-1])
-        firsts.append(firsts[-1] + len(roads.links))
+        firsts.append(firsts[-1] + len(routes.links))
     for number, own in enumerate(single):
         owners.append(np.full(len(own), count + number))
         links.append(np.array(own, np.int64))
@@ -404,15 +406,16 @@ def _entries(parts: Mapping[Part, Roads], single: Sequence[Sequence[int]]) -> _E
     )
 
 
-def _rows(entries: _Entries, colours: IntArray, stands: IntArray) -> list[Row]:
+def _rows(entries: _Entries, colours: IntArray, representatives: IntArray) -> list[Row]:
     """Return the flows of each colour, on the links that stand for all."""
     names = colours[entries.owners]
     order = np.lexsort((entries.tags, names))
     names, tags = names[order], entries.tags[order]
     starts = np.flatnonzero(np.r_[True, (np.diff(names) != 0) | (np.diff(tags) != 0)][: len(names)])
     latencies = np.maximum.reduceat(entries.latencies_s[order], starts) if len(starts) else starts
-    # Of a colour's links each has as many entries; the others are of links that another stands for.
-    links, kept = entries.links[order], (stands[entries.links] == entries.links)[order]
+    # Of a colour's links each has as many entries; the others are of links with another
+    # representative.
+    links, kept = entries.links[order], (representatives[entries.links] == entries.links)[order]
     return [
         Row(int(names[start]), tuple(links[start:end][kept[start:end]].tolist()), float(latency_s))
         for (start, end), latency_s in zip(
@@ -437,8 +440,8 @@ def _refined(entries: _Entries, capacities_bytes_per_s: FloatArray) -> tuple[Int
 def _split(colours: IntArray, owners: IntArray, marks: npt.NDArray[np.uint64]) -> IntArray:
     """Give things of one colour different ones where the marks of their entries differ.
 
-    Marks of 64 random bits are added up: that two sums are equal by chance is likely once in 1e9
-    simulations of 1e5 links.
+    Marks are hashes of 64 bits and are added up. Different sums collide with probability 2^-64, so
+    among 1e5 links two collide with a probability below 3e-10.
     """
     sums = np.zeros(len(colours), np.uint64)
     np.add.at(sums, owners, marks)

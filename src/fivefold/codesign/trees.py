@@ -60,7 +60,7 @@ class TreeChoice:
 
 
 class SwitchState:
-    """What the switches themselves know: trees that they serve, so load of links and slots left.
+    """Knowledge of the switches: trees that they serve, so load of links and slots left.
 
     Args:
         topology: The cluster.
@@ -89,14 +89,14 @@ class SwitchState:
 
 
 def _tree_rate(job: JobSpec, trees: int) -> float:
-    """Bytes per second of compute that a tree carries."""
+    """Return the bytes that a tree carries per second of compute."""
     return job.gradient_bytes / max(job.compute_s, 1e-9) / trees
 
 
 def aggregated_columns(
     topology: Topology, job: JobSpec, plan: JobPlan
 ) -> list[tuple[int, ...]] | None:
-    """Ranks that a tree of switches would aggregate, tree by tree; None where hosts differ.
+    """Return the ranks that switches would aggregate, tree by tree; None where hosts differ.
 
     Inside a host ranks reduce first, so a tree has one rank per host.
     """
@@ -116,7 +116,7 @@ def aggregated_columns(
 
 
 def nearest_roots(topology: Topology, job: JobSpec, plan: JobPlan) -> list[TreeChoice]:
-    """One root for all trees: the nearest switches that can serve every one of them."""
+    """Choose one root for all trees among the nearest switches that can serve every one."""
     columns = aggregated_columns(topology, job, plan)
     if not columns:
         return []
@@ -142,7 +142,7 @@ def spread_trees(
     loads: Mapping[int, float] | None = None,
     free: Mapping[str, int] | None = None,
 ) -> TreeChoice | None:
-    """Roots tree by tree, each where the busiest link of its tree has least to carry."""
+    """Choose roots tree by tree, each where the busiest link of its tree has least to carry."""
     columns = aggregated_columns(topology, job, plan)
     if not columns:
         return None
@@ -173,7 +173,7 @@ def spread_trees(
 def free_slots(
     topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan, *, without: str
 ) -> dict[str, int]:
-    """Slots of each switch that other jobs leave."""
+    """Return the slots of each switch that other jobs leave."""
     left = dict(_pools(topology))
     for job in jobs:
         own = plan.jobs[job.job_id]
@@ -193,7 +193,7 @@ def job_trees(topology: Topology, job: JobSpec, plan: JobPlan) -> list[Tree]:
 
 
 def slots_for(topology: Topology, tree: Tree) -> int:
-    """Slots that keep a tree busy: what its fastest link carries in a round trip to the root."""
+    """Return the slots for what a tree's fastest link carries in a round trip to the root."""
     above = dict(tree)
     links = dict(zip((child for child, _ in tree), tree_links(topology, tree)[::2], strict=True))
     delays_s, wanted = [], 0.0
@@ -211,7 +211,7 @@ def slots_for(topology: Topology, tree: Tree) -> int:
 
 
 def _slots(topology: Topology, trees: Sequence[Tree], pools: Mapping[str, int]) -> int:
-    """Slots per tree such that all of them fit; 0 where not even one does."""
+    """Return the slots per tree such that all of them fit; 0 where not even one does."""
     through = Counter(name for tree in trees for name in tree_switches(tree))
     most = min((pools.get(name, 0) // count for name, count in through.items()), default=0)
     return min(most, max(slots_for(topology, tree) for tree in trees))
@@ -226,7 +226,7 @@ def _busiest(topology: Topology, tree: Tree, busy: Mapping[int, float], rate: fl
 
 @functools.lru_cache(maxsize=4096)
 def _trees(topology: Topology, column: tuple[int, ...]) -> tuple[tuple[str, Tree], ...]:
-    """Roots that can aggregate a column, the nearest first, with their trees."""
+    """Return roots that can aggregate a column, the nearest first, with their trees."""
     found = []
     for node in _nearby(topology, column):
         tree = aggregation_tree(topology, column, node)
@@ -237,7 +237,7 @@ def _trees(topology: Topology, column: tuple[int, ...]) -> tuple[tuple[str, Tree
 
 @functools.lru_cache(maxsize=4096)
 def _nearby(topology: Topology, column: tuple[int, ...]) -> tuple[str, ...]:
-    """Aggregation switches by the links to the furthest of some ranks, the nearest first."""
+    """Order aggregation switches by the links to the furthest of some ranks."""
     step = max(1, len(column) // _MOST_SAMPLED)
     links = [_links_from(topology, rank) for rank in column[::step]]
     far = {
@@ -249,7 +249,7 @@ def _nearby(topology: Topology, column: tuple[int, ...]) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=2048)
 def _links_from(topology: Topology, rank: int) -> IntArray:
-    """Links on a shortest way from a rank to every node; ranks do not forward."""
+    """Count links on a shortest way from a rank to every node; ranks do not forward."""
     distance = np.full(topology.num_nodes, topology.num_nodes, np.int64)
     start = topology.node_of_rank(rank)
     distance[start] = 0

@@ -194,7 +194,6 @@ def synthetic_jobs(
     seed: int,
     sizes: Sequence[int] = (8, 16, 16, 32, 64),
     iterations: int = 100,
-    placement: Placement = "random",
 ) -> list[JobSpec]:
     """Draw jobs: sizes, compute of 0.1 to 0.5 s and gradients of 0.5 to 3 GB per iteration.
 
@@ -207,7 +206,6 @@ def synthetic_jobs(
         seed: Seed of the draw and of the placement.
         sizes: Numbers of ranks that are drawn from.
         iterations: Iterations of each job.
-        placement: Which hosts come first.
 
     Returns:
         The jobs.
@@ -230,7 +228,7 @@ def synthetic_jobs(
         raise InfeasibleError(
             f"no job of {min(sizes)} ranks fits {topology.num_ranks}", hint="draw smaller sizes"
         )
-    placed = place_jobs(topology, wanted, policy=placement, seed=seed)
+    placed = place_jobs(topology, wanted, policy="random", seed=seed)
     return [
         _even(
             name,

@@ -94,7 +94,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 def _pair_losses(routing: Routing, names: list[str], priority: FloatArray) -> FloatArray:
-    """[urgent, less urgent]: the urgent one's priority where they share a link, else 0."""
+    """Return by [urgent, less urgent] the urgent one's priority where they share links, else 0."""
     lost = np.zeros((len(names), len(names)))
     for a, name in enumerate(names):
         for b in range(a + 1, len(names)):

@@ -160,6 +160,7 @@ class _Circle:
 
     @property
     def demand(self) -> float:
+        """Return the mean demand of all jobs, in units of one link's capacity."""
         return self.count * float(sum(wave.mean() for wave in self.waves))
 
     def excess(self, steps: Mapping[str, int]) -> float:
@@ -171,7 +172,7 @@ class _Circle:
 
 
 def _circles(routing: Routing, grid: _Grid) -> tuple[list[_Circle], tuple[tuple[str, str], ...]]:
-    """Links that several jobs use; links with the same jobs at the same demand are one."""
+    """Return links that several jobs use; links with the same jobs at the same demand are one."""
     names = [job.job_id for job in routing.traffic if job.job_id in grid.slots]
     capacities = routing.topology.capacities_bytes_per_s
     loads = np.array([routing.link_bytes(name) for name in names]) / capacities
@@ -250,7 +251,7 @@ def _search(
 def _descend(
     start: dict[str, int], names: Sequence[str], circles: Sequence[_Circle], grid: _Grid
 ) -> dict[str, int]:
-    """One job at a time, each to its best step, until none moves."""
+    """Move one job at a time to its best step, until none moves."""
     steps = dict(start)
     for _ in range(_ROUNDS):
         moved = False

@@ -102,7 +102,7 @@ class PathChoices(Sequence[tuple[int, ...]]):
 
     Attributes:
         first: Links that every path begins with.
-        middle: Links of each path between these ends; shared by all ranks behind the same doors.
+        middle: Links of each path between these ends; shared by all ranks behind the same gateways.
         last: Links that every path ends with.
     """
 
@@ -149,9 +149,9 @@ def path_choices(
     if host is not None and topology.nodes[end].host == host:
         found = PathChoices((), _inside(topology, begin, end, limit), ())
     else:
-        out, into = _door(topology, begin, 0), _door(topology, end, 1)
+        out, into = _gateway(topology, begin, 0), _gateway(topology, end, 1)
         if end in out.behind or begin in into.behind or into.node in out.behind:
-            out, into = _Door(begin), _Door(end)
+            out, into = _Gateway(begin), _Gateway(end)
         found = PathChoices(
             out.links, _between(topology, out.node, into.node, limit), into.links[::-1]
         )
@@ -165,16 +165,16 @@ def path_choices(
     )
 
 
-class _Door(NamedTuple):
+class _Gateway(NamedTuple):
     """A node that every path from (or to) a rank passes, but for those to nodes behind it."""
 
     node: int
-    links: tuple[int, ...] = ()  # from the rank to the door; side 1: from the door, last one first
+    links: tuple[int, ...] = ()  # from the rank to the gateway; side 1: from it, last one first
     behind: frozenset[int] = frozenset()
 
 
 @functools.lru_cache(maxsize=1 << 17)
-def _door(topology: Topology, node: int, side: int) -> _Door:
+def _gateway(topology: Topology, node: int, side: int) -> _Gateway:
     """Follow a rank's links as long as there is only one way on."""
     links: list[int] = []
     behind: set[int] = set()
@@ -188,13 +188,13 @@ def _door(topology: Topology, node: int, side: int) -> _Door:
             elif other not in behind:
                 further.append((link, other))
         if len(further) != 1:
-            return _Door(node, tuple(links), frozenset(behind))
+            return _Gateway(node, tuple(links), frozenset(behind))
         behind |= near
         ((link, node),) = further
         links.append(link)
 
 
-@functools.lru_cache(maxsize=1 << 17)  # planners ask for the same doors again and again
+@functools.lru_cache(maxsize=1 << 17)  # planners ask for the same gateways again and again
 def _between(topology: Topology, begin: int, end: int, limit: int) -> tuple[tuple[int, ...], ...]:
     """Return the shortest paths from one node to another, in the order of their link numbers."""
     if begin == end:

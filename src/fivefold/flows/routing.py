@@ -162,10 +162,11 @@ class _Choices:
     def __init__(self, topology: Topology, limit: int) -> None:
         self._topology, self._limit = topology, limit
         self._found: dict[tuple[int, int], PathChoices] = {}
-        # What lies between two doors, as an array, by the tuple's identity.
+        # What lies between two gateways, as an array, by the tuple's identity.
         self._middles: dict[int, tuple[object, npt.NDArray[np.int64]]] = {}
 
     def of(self, source: int, target: int) -> PathChoices:
+        """Return the paths between two ranks, each pair looked up once."""
         pair = source, target
         if pair not in self._found:
             self._found[pair] = path_choices(self._topology, *pair, limit=self._limit, relay=True)

@@ -406,7 +406,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the caller asks of the supervisor."""
+    """Request of the caller to the supervisor."""
 
     spec: dict[str, Any]  # the cluster, as LabSpec.to_dict writes it
     facts: dict[str, Any]  # what the ranks may know of their links

@@ -39,7 +39,7 @@ _FULL_RATE_BYTES_PER_S = 12.5e9
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What every path has in common."""
+    """Conditions that all paths have in common."""
 
     delay_s: float = 0.0  # one way
     jitter_s: float = 0.0  # half the width of the delay's uniform distribution
@@ -52,7 +52,7 @@ class Conditions:
 
 @dataclass
 class FabricCounts:
-    """What happened to the packets."""
+    """Counts of delivered and lost packets."""
 
     delivered: int = 0
     delivered_bytes: int = 0

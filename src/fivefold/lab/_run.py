@@ -44,7 +44,7 @@ _END_WAIT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """How one rank ended."""
+    """Result of one rank."""
 
     rank: int
     host: int
@@ -64,7 +64,7 @@ class RankResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LabResult:
-    """How a run ended.
+    """Result of a run.
 
     Args:
         ranks: One entry per rank.

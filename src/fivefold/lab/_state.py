@@ -149,7 +149,7 @@ def _without_proc(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class CleanReport:
-    """What was found."""
+    """Leftovers of runs: removed, still active, or failed to be removed."""
 
     removed: tuple[str, ...]
     active: tuple[str, ...]

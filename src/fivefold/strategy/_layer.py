@@ -76,7 +76,7 @@ class LayerKey:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """What one layer costs for one micro-batch on one GPU.
+    """Cost of one layer for one micro-batch on one GPU.
 
     Args:
         forward_s: Forward, communication included.

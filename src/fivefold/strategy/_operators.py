@@ -75,7 +75,7 @@ class Operator:
     experts: MixtureOfExperts | None = None
 
     def copies_by_node(self, nodes: float) -> float:
-        """Copies of a token that cross to other nodes when each gets one, over its experts."""
+        """Return a token's copies that cross nodes when each gets one, over its experts."""
         assert self.experts is not None, "only messages between experts are asked"
         return min(self.experts.nodes_of_token(nodes) / self.experts.top_k, 1.0)
 

@@ -29,7 +29,7 @@ from fivefold.tasks.schedule import exposed_s
 
 @dataclass(frozen=True, kw_only=True)
 class TimeUse:
-    """Where the time of an iteration goes; the parts add up.
+    """Time of an iteration by what it goes into; the parts add up.
 
     Args:
         compute_s: Forward and backward of all micro-batches on the slowest stage.
@@ -65,7 +65,7 @@ class TimeUse:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPrediction:
-    """What one iteration of a plan costs.
+    """Time and memory of one iteration of a plan.
 
     Args:
         plan: The plan.

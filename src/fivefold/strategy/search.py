@@ -48,7 +48,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSearchResult:
-    """What a search found.
+    """Plans that a search found, and how many it looked at.
 
     Args:
         best: The fastest plans that fit, fastest first.

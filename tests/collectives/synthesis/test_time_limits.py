@@ -2,10 +2,11 @@
 
 import time
 
+import numba
 import pytest
 
 from fivefold.collectives.schedules import all_gather, all_to_all, verify_schedule
-from fivefold.collectives.synthesis import synthesize
+from fivefold.collectives.synthesis import SynthesisOptions, synthesize
 from fivefold.errors import InfeasibleError, UnsupportedError
 from fivefold.network.topology import named_topology, ring, torus
 
@@ -46,3 +47,20 @@ def test_taccl_keeps_what_it_has_when_the_time_is_over():
         verify_schedule(found.schedule, topology=network, check_times=True).num_transfers
         == 8 * 7 * 20
     )
+
+
+@pytest.mark.alone
+def test_compiling_takes_nothing_from_the_limit():
+    network = named_topology("dgx1")
+    for method in ("library", "trees"):
+        synthesize("all_gather", network, size_bytes=1e6, method=method)  # compiles what it needs
+
+    def compile_long(_):
+        began_s = time.perf_counter()
+        while time.perf_counter() < began_s + 2 * LIMIT_S:
+            numba.njit(lambda x: x + 1)(1)
+
+    options = SynthesisOptions(progress=compile_long)
+    found = synthesize("all_gather", network, size_bytes=1e6, time_limit_s=LIMIT_S, options=options)
+    assert [attempt.method for attempt in found.log[:2]] == ["library", "trees"]
+    assert found.log[1].time_s is not None  # else its note is "no time left"

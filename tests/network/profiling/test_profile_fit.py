@@ -108,7 +108,7 @@ def test_one_port_a_rank_becomes_a_switch_that_predicts_every_pair():
     assert [node.kind for node in topology.nodes].count("switch") == 1
     for a in range(4):
         for b in set(range(4)) - {a}:
-            wanted = profile.predict_s(a, b, 1 << 20)
+            wanted = profile.alpha_s[a, b] + profile.beta_s_per_byte[a, b] * (1 << 20)
             assert route_s(topology, a, b, 1 << 20) == pytest.approx(wanted, rel=1e-6)
     again = read_topology(topology.to_toml())
     np.testing.assert_allclose(again.capacities_bytes_per_s, topology.capacities_bytes_per_s)

@@ -87,7 +87,7 @@ def _is_ring(order: list[int], near: Neighbours, width: float) -> bool:
 
 
 def _slowness(order: list[int], near: Neighbours) -> float:
-    """Sum of the hops' times for one byte."""
+    """Return the sum of the hops' times for one byte."""
     following = [*order[1:], order[0]]
     return sum(1.0 / near[a][b] for a, b in zip(order, following, strict=True))
 

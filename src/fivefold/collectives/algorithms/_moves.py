@@ -48,7 +48,7 @@ def moves_of(chunks: Any, sources: Any, targets: Any, steps: Any) -> Moves:
 
 
 def no_moves() -> Moves:
-    """Nothing to do."""
+    """Return an empty list of moves."""
     return moves_of([], [], [], [])
 
 
@@ -86,7 +86,7 @@ def backwards(moves: Moves) -> Moves:
 
 
 def _travelling(chunks: Ints, sources: Ints, targets: Ints) -> tuple[Ints, Ints, Ints]:
-    """Without those that stay where they are."""
+    """Return the chunks that do not stay where they are."""
     away = sources != targets
     return chunks[away], sources[away], targets[away]
 
@@ -99,7 +99,7 @@ def direct_exchange_moves(n: int, chunks: Ints, sources: Ints, targets: Ints) ->
 
 
 def pairwise_exchange_moves(n: int, chunks: Ints, sources: Ints, targets: Ints) -> Moves:
-    """In step k rank r sends to r xor k, or to r + k where n is no power of two."""
+    """Send from rank r to r xor k in step k, or to r + k where n is no power of two."""
     chunks, sources, targets = _travelling(chunks, sources, targets)
     power = n & (n - 1) == 0
     steps = (sources ^ targets) if power else (targets - sources) % np.int32(n)
@@ -127,7 +127,7 @@ def bruck_exchange_moves(
 
 
 def grouped_exchange_moves(chunks: Ints, sources: Ints, targets: Ints, groups: list[Ints]) -> Moves:
-    """First inside the group to the member with the target's place, then across groups.
+    """Send first inside the group to the member with the target's place, then across groups.
 
     A rank so sends to few others outside its group, and what it sends them is larger.
     """
@@ -221,7 +221,7 @@ def core_ranks(n: int) -> tuple[Ints, Ints]:
 
 
 def recursive_doubling_moves(n: int, owners: Ints) -> Moves:
-    """In step s everyone exchanges all it has with the rank that differs in bit s.
+    """Exchange in step s all that each rank has with the rank that differs in bit s.
 
     Where n is no power of two, the ranks too many give theirs to a partner first and get everything
     from it at last.
@@ -247,7 +247,7 @@ def recursive_doubling_moves(n: int, owners: Ints) -> Moves:
 
 
 def bruck_moves(n: int, owners: Ints) -> Moves:
-    """In step s everyone sends the first 2^s blocks it has to the rank 2^s before it."""
+    """Send in step s the first 2^s blocks that each rank has to the rank 2^s before it."""
     chunks = np.arange(owners.size, dtype=np.int32)
     parts = []
     step, distance = 0, 1
@@ -299,7 +299,7 @@ def direct_moves(n: int, owners: Ints) -> Moves:
 
 
 def _down_a_tree(parents: Ints, chunks: Ints) -> Moves:
-    """Chunks from the root down to all, one step later for each chunk."""
+    """Send chunks from the root down to all, one step later for each chunk."""
     depths = np.full(parents.size, -1, dtype=np.int32)
     depths[parents < 0] = 0
     while (depths < 0).any():
@@ -318,7 +318,7 @@ def _down_a_tree(parents: Ints, chunks: Ints) -> Moves:
 
 
 def binary_tree_moves(n: int, owners: Ints) -> Moves:
-    """Chunks go down a complete binary tree whose root owns them all."""
+    """Send chunks down a complete binary tree whose root owns them all."""
     if n < 2 or not owners.size:
         return no_moves()
     places = np.arange(n, dtype=np.int32)
@@ -338,7 +338,7 @@ def _in_order_parents(n: int) -> Ints:
 
 
 def double_tree_moves(n: int, owners: Ints) -> Moves:
-    """Even and odd chunks go down two trees; a leaf of one forwards in the other.
+    """Send even and odd chunks down two trees; a leaf of one forwards in the other.
 
     The owner of all chunks stands outside both trees and feeds their roots.
     """
@@ -389,7 +389,7 @@ def hierarchical_moves(owners: Ints, groups: list[Ints], *, intra: Spread, inter
 
 
 def _across(owners: Ints, chunks: Ints, groups: list[Ints], group_of: Ints, inter: Spread) -> Moves:
-    """Chunks whose owners have one place, to the rank of that place in every group."""
+    """Send chunks whose owners have one place to the rank of that place in every group."""
     home = group_of[owners[chunks]]
     place = int(np.flatnonzero(groups[int(home[0])] == owners[chunks[0]])[0])
     members = np.array([group[place % group.size] for group in groups], dtype=np.int32)
@@ -398,7 +398,7 @@ def _across(owners: Ints, chunks: Ints, groups: list[Ints], group_of: Ints, inte
 
 
 def one_shot_sums(n: int, num_chunks: int) -> Moves:
-    """Everyone sends all it has to everyone, in one step."""
+    """Send all that each rank has to everyone, in one step."""
     offsets = np.arange(1, n, dtype=np.int32)[:, None, None]
     ranks = np.arange(n, dtype=np.int32)[None, :, None]
     chunks = np.arange(num_chunks, dtype=np.int32)[None, None, :]
@@ -406,7 +406,7 @@ def one_shot_sums(n: int, num_chunks: int) -> Moves:
 
 
 def doubling_sums(n: int, num_chunks: int) -> tuple[Moves, int]:
-    """In step s everyone swaps and adds its whole sum with the rank that differs in bit s.
+    """Swap and add in step s the whole sums of ranks that differ in bit s.
 
     Returns the moves, and how many of them, from the first on, are sums.
     """

@@ -51,7 +51,7 @@ class GlooHosts:
         self._size, self._rank = int(group.size()), int(group.rank())
 
     def minimum(self, flags: np.ndarray) -> np.ndarray:
-        """Element-wise minimum over all ranks."""
+        """Return the element-wise minimum over all ranks."""
         options = c10d.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         least = torch.from_numpy(flags.copy())
@@ -59,7 +59,7 @@ class GlooHosts:
         return least.numpy()
 
     def sum(self, values: np.ndarray, dtype: str) -> np.ndarray:
-        """Sum over all ranks, in their order."""
+        """Return the sum over all ranks, added in their order."""
         width = -(-values.size // self._size)
         own = np.zeros(width * self._size, values.dtype)
         own[: values.size] = values
@@ -71,7 +71,7 @@ class GlooHosts:
         return sums[: values.size]
 
     def _exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """All-to-all in pieces: of long messages gloo moves one direction at a time for a while."""
+        """Exchange in pieces: gloo moves long messages one direction at a time for a while."""
         arriving = received.view(self._size, -1)
         leaving = sent.view(self._size, -1)
         works = []

@@ -436,15 +436,15 @@ class FivefoldGroup(Collectives, _ProcessGroup):
         return self.engine.size
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Name of the backend."""
+        """Return the name of the backend."""
         return BACKEND
 
     def name(self) -> str:
-        """Name of the backend."""
+        """Return the name of the backend."""
         return BACKEND
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        """Name of the group."""
+        """Return the name of the group."""
         return self.group_name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
@@ -466,7 +466,7 @@ class FivefoldGroup(Collectives, _ProcessGroup):
         return BACKEND
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Calls between start and end are run as they come."""
+        """Do nothing: calls between start and end are run as they come."""
 
     def _end_coalescing(self, device: torch.device) -> FivefoldWork:
         del device
@@ -475,7 +475,7 @@ class FivefoldGroup(Collectives, _ProcessGroup):
         return work
 
     def _set_sequence_number_for_group(self) -> None:
-        """Sequence numbers are for torch's debug wrapper, which is not put around this group."""
+        """Do nothing: only torch's debug wrapper, never put around this group, needs a number."""
 
     def _get_sequence_number_for_group(self) -> int:
         return 0

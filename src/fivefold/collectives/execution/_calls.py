@@ -57,7 +57,7 @@ class CollectiveError(CommunicationError, dist.DistBackendError):
 
 
 class CallKind(NamedTuple):
-    """What all ranks must call alike."""
+    """Properties of a collective call that all ranks must agree on."""
 
     name: str  # name of the collective
     size_bytes: int = -1  # size that all ranks see; -1 where it may differ

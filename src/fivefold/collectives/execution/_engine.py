@@ -324,7 +324,7 @@ class Engine:
         return work
 
     def _needs_job(self, call: Call | None, finish: Callable[[], None] | None) -> bool:
-        """Whether more is to be done, or waited for, than to hand the call to the inner group."""
+        """Return whether the call needs more than the inner group's own, or has to wait first."""
         if finish is not None or self._queue.is_busy:
             return True
         if call is None or not self._has_own(call):

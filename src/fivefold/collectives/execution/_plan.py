@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def even_only(self) -> bool:
-        """Whether the unit must be a multiple of ``parts``: some slot holds chunks of two sizes."""
+        """Return whether ``parts`` must divide the unit: some slot holds chunks of two sizes."""
         return bool((self.scratch < 0).any())
 
     def offsets(self, unit: int) -> dict[Buffer, list[int]]:
@@ -143,6 +143,7 @@ class _Compiler:
         self._sent_from: dict[int, list[int]] = defaultdict(list)
 
     def add(self, executed: Executed, *, level: int, sent_level: int) -> None:
+        """Add the task of one operation."""
         operation, kind = executed.operation, executed.operation.kind
         block, number = self._blocks[executed.block], len(self.tasks)
         first, count = operation.source_offset, operation.count
@@ -206,10 +207,12 @@ class _Tracer(Machine[list[int]]):
         self.chunks = list(self._memory[rank])
 
     def read(self, executed: Executed, buffer: Buffer, offset: int) -> list[int]:
+        """Return the chunks that the cells hold."""
         memory = self._memory[executed.rank]
         return [memory[cell] for cell in self.cells(executed, buffer, offset).tolist()]
 
     def write(self, executed: Executed, buffer: Buffer, offset: int, values: list[int]) -> None:
+        """Note which chunks the cells hold now."""
         cells = self.cells(executed, buffer, offset).tolist()
         for cell, chunk in zip(cells, values, strict=True):
             self._memory[executed.rank][cell] = chunk
@@ -218,6 +221,7 @@ class _Tracer(Machine[list[int]]):
                 self.chunks[cell] = chunk if alone else -1
 
     def add(self, _: Executed, first: list[int], __: list[int]) -> list[int]:
+        """Return the first: both hold the same chunks."""
         return first
 
 
@@ -235,7 +239,7 @@ def _layout(program: Program, rank: int, chunks: list[int]) -> Layout:
 
 
 def _parts(collective: Collective) -> int:
-    """Chunks of one rank's unit of elements."""
+    """Return the number of chunks that one rank's unit of elements is cut into."""
     units = 1
     if collective.name in _PER_RANK:
         units = collective.num_ranks

@@ -37,7 +37,7 @@ PLAIN_RECEIVES = {OpKind.RECEIVE, OpKind.RECEIVE_COPY_SEND}
 
 @dataclass
 class RunContext:
-    """What one collective works on."""
+    """Buffers, group and settings of one collective."""
 
     inner: Any  # group that carries the messages
     inputs: torch.Tensor  # input buffer, flat
@@ -75,6 +75,7 @@ class _Memory:
         }
 
     def view(self, span: Span) -> torch.Tensor:
+        """Return the elements of a span."""
         offsets = self._offsets[span.buffer]
         return self._buffers[span.buffer][offsets[span.first] : offsets[span.last]]
 
@@ -275,7 +276,7 @@ class Runner:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Messages are bytes: gloo has no float8, and a bool or complex is none of its business."""
+    """View a message as bytes: gloo knows no float8, and bool and complex mean nothing to it."""
     return tensor.view(torch.uint8)
 
 

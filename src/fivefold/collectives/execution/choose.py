@@ -44,7 +44,7 @@ _MOST_ROOTS = 16
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs a collective of one size class."""
+    """Algorithm that runs a collective of one size class."""
 
     label: str  # name of the algorithm; "inner" for the inner backend's own
     program: Program | None  # None for the inner backend
@@ -165,7 +165,7 @@ def _program_s(program: Program, topology: Topology, settings: Settings, size_by
 def _in_pieces(
     schedule: Schedule, topology: Topology, settings: Settings, size_bytes: int
 ) -> tuple[Program, float] | None:
-    """Twice as many parts as long as that helps."""
+    """Double the number of parts as long as that helps."""
     best: tuple[int, float] | None = None
     pieces = 1
     while pieces <= settings.max_pieces:
@@ -279,7 +279,7 @@ def _tree_schedules(collective: Collective, topology: Topology) -> Iterator[Sche
 
 
 def _rooted_schedules(topology: Topology) -> Iterator[Schedule]:
-    """All-reduce as a reduction to one rank and a broadcast from it, both down the same trees.
+    """Return an all-reduce as a reduction to one rank and a broadcast back down the same trees.
 
     Its two halves use opposite directions of the links, so that parts of the buffer overlap in
     time; no rank needs to own a share, which suits ranks behind slow links.

@@ -21,7 +21,7 @@ from fivefold.collectives.lowering.program import Buffer, Program
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """What a program is made of; it exists only for programs that are right."""
+    """Counts of a program's parts; it exists only for programs that are right."""
 
     num_ranks: int
     num_blocks: int
@@ -125,6 +125,7 @@ class _Checker(Machine[list[_Value]]):
             self._memory[int(rank)][int(cell)] = _Value(int(chunk), contributors)
 
     def step(self, place: int, executed: Executed) -> None:
+        """Run one operation and advance its block's vector clock."""
         rank, operation = executed.rank, executed.operation
         self._clock = clock = self._clocks[rank][executed.block]
         if operation.wait_block >= 0:
@@ -140,6 +141,7 @@ class _Checker(Machine[list[_Value]]):
             self._ended[rank, executed.block, executed.step] = clock.copy()
 
     def read(self, executed: Executed, buffer: Buffer, offset: int) -> list[_Value]:
+        """Return the values of cells that were written before."""
         rank = executed.rank
         values = []
         for cell in self.cells(executed, buffer, offset).tolist():
@@ -154,6 +156,7 @@ class _Checker(Machine[list[_Value]]):
         return values
 
     def write(self, executed: Executed, buffer: Buffer, offset: int, values: list[_Value]) -> None:
+        """Write values to cells that nobody else uses at the time."""
         rank, cells = executed.rank, self.cells(executed, buffer, offset).tolist()
         for cell, value in zip(cells, values, strict=True):
             for access in [self._writer[rank][cell], *self._readers[rank][cell]]:
@@ -172,6 +175,7 @@ class _Checker(Machine[list[_Value]]):
             )
 
     def add(self, executed: Executed, first: list[_Value], second: list[_Value]) -> list[_Value]:
+        """Add values of the same chunks from different ranks."""
         total = []
         for one, other in zip(first, second, strict=True):
             if one.chunk != other.chunk:
@@ -187,6 +191,7 @@ class _Checker(Machine[list[_Value]]):
         return total
 
     def require_outputs(self) -> None:
+        """Require the collective's result in every output slot."""
         collective = self.program.collective
         addresses = collective.output_address(collective.post_chunks, collective.post_ranks)
         pairs = zip(collective.post_chunks, collective.post_ranks, addresses, strict=True)

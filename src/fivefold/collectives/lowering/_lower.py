@@ -279,7 +279,7 @@ class _RankLowering:
         receive.send_block = send.block
 
     def _drop_unread_writes(self) -> None:
-        """A sum that is only passed on need not be stored."""
+        """Turn sums that are only passed on into operations that do not store them."""
         needed = [cell in self._outputs for cell in range(self._num_cells)]
         for action in reversed(self._actions):
             if action.kind is OpKind.RECEIVE_REDUCE_COPY_SEND and not any(
@@ -295,6 +295,7 @@ class _RankLowering:
     # -- numbering and waiting -----------------------------------------------------------------
 
     def blocks(self) -> tuple[ThreadBlock, ...]:
+        """Return the thread blocks, with the waits that their order needs."""
         keys = list(dict.fromkeys(action.block for action in self._actions))
         number = {key: at for at, key in enumerate(keys)}
         waits = _Waits(self._num_cells, len(keys))
@@ -331,6 +332,7 @@ class _Waits:
         self._known: dict[tuple[int, int], np.ndarray] = {}
 
     def add(self, action: _Action, at: int) -> None:
+        """Append an operation to a block, behind the waits that it needs."""
         for block, step in self._needed(action, at):
             self._append(Operation(OpKind.NOP, wait_block=block, wait_step=step), at)
             np.maximum(self._clock[at], self._known[block, step], out=self._clock[at])

@@ -167,7 +167,7 @@ def _groups(schedule: Schedule, events: np.ndarray, window: int | None) -> np.nd
 
 
 def _moments(schedule: Schedule, group: np.ndarray) -> list[tuple[float, ...]]:
-    """Transfers of equal moments may be one message."""
+    """Number the moments of the transfers: those of one moment may be one message."""
     groups = group.tolist()
     if schedule.has_steps:  # steps say more than times, where there are both
         return list(zip(groups, schedule.steps.tolist(), strict=True))
@@ -191,7 +191,7 @@ def _choose_channels(legs: list[_Leg], *, channels: int, instances: int) -> None
 
 
 def _joined(legs: list[_Leg], *, max_count: int) -> list[Message]:
-    """One message for legs of one moment over adjacent slots, where no event is overtaken."""
+    """Join legs of one moment over adjacent slots into messages, where no event is overtaken."""
     joined: list[Message] = []
     last: dict[tuple[int, int, int], tuple[int, tuple[float, ...]]] = {}
     for leg in legs:
@@ -239,7 +239,7 @@ def _continues(first: Message, second: Message) -> bool:
 
 
 class _Places:
-    """Where every rank holds every chunk, as the transfers go by."""
+    """Place of every chunk at every rank, as the transfers go by."""
 
     def __init__(self, schedule: Schedule, *, in_place: bool) -> None:
         collective = schedule.collective
@@ -267,6 +267,7 @@ class _Places:
             self._now[rank, chunk] = (Buffer.INPUT, slot)
 
     def held(self, rank: int, chunk: int, *, transfer: int) -> Place:
+        """Return where a rank holds a chunk that it sends."""
         place = self._now.get((rank, chunk))
         if place is None:
             raise DataError(
@@ -297,7 +298,7 @@ class _Places:
         return self._home[key]
 
     def final_copies(self, *, max_count: int) -> list[Copy]:
-        """Outputs that no transfer wrote: the rank's own chunks."""
+        """Return the outputs that no transfer writes: the rank's own chunks."""
         copies: list[Copy] = []
         for (rank, chunk), slot in sorted(
             self._outputs.items(), key=lambda item: (item[0][0], item[1])

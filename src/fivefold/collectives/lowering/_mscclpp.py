@@ -112,7 +112,7 @@ def _require_limits(gpus: list[dict[str, Any]]) -> None:
 
 
 class _Layout:
-    """What sender and receiver must agree on: queues' numbers and where each message lands."""
+    """Agreement of senders and receivers: queues' numbers and where each message lands."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -169,7 +169,7 @@ def _cells(program: Program, step: Executed) -> list[int]:
 
 @dataclass
 class _Block:
-    """What is collected for one thread block."""
+    """Operations, channels and buffers collected for one thread block."""
 
     operations: list[dict[str, Any]] = field(default_factory=list)
     channels: list[int] = field(default_factory=list)
@@ -201,6 +201,7 @@ class _Gpu:
                     self._releases[operation.wait_block, operation.wait_step].append(identity)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the entry of the rank in the plan's JSON."""
         program, rank = self._program, self._rank
         blocks = [self._thread_block(number) for number in range(len(self._blocks))]
         peers = [
@@ -315,7 +316,7 @@ def _chunk(slot: Slot, count: int) -> dict[str, Any]:
 
 
 def _local(listed: list[int], value: int) -> int:
-    """Operations name channels and buffers by their place in their block's list."""
+    """Return the place of a channel or buffer in its block's list, which operations name it by."""
     if value not in listed:
         listed.append(value)
     return listed.index(value)

@@ -115,7 +115,7 @@ def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
 
 
 def _chunks_per_loop(collective: Collective) -> int:
-    """Chunks in the buffer that MSCCL divides: N times the count where it multiplies by N."""
+    """Return the chunks that MSCCL divides a buffer into, before it multiplies them by N."""
     if collective.name in {"all_to_all", "gather", "scatter"}:
         chunks = collective.num_chunks // collective.num_ranks
         return max(chunks, 1)
@@ -405,7 +405,7 @@ def _collective_of(root: _Element, ranks: tuple[RankProgram, ...]) -> Collective
 
 
 def _with_slots(collective: Collective, ranks: tuple[RankProgram, ...]) -> tuple[RankProgram, ...]:
-    """Buffers of the collective's size: files may leave out what a rank does not touch."""
+    """Give buffers the collective's size: files may leave out what a rank does not touch."""
     return tuple(
         replace(
             program,

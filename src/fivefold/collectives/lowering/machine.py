@@ -93,6 +93,7 @@ class _Runner:
         _check_queues(program)
 
     def run(self) -> list[Executed]:
+        """Run all operations; return them in the order of their times."""
         while self._ready:
             now_s, at = heapq.heappop(self._ready)
             self._advance(now_s, at)
@@ -223,7 +224,7 @@ def _in_words(cause: tuple[object, ...]) -> str:
 
 
 def _check_queues(program: Program) -> None:
-    """Peers and steps that exist, and one sending and one receiving block for each queue."""
+    """Require peers and steps that exist, and one sending and one receiving block per queue."""
     users: dict[tuple[str, int, int, int], int] = {}
     for rank, number, block in program.blocks():
         where = f"rank {rank} block {number}"
@@ -376,13 +377,16 @@ class _Interpreter(Machine[_Array]):
         self.memory = _load(program, inputs)
 
     def read(self, executed: Executed, buffer: Buffer, offset: int) -> _Array:
+        """Return the values of the cells."""
         held: _Array = self.memory[executed.rank][self.cells(executed, buffer, offset)]
         return held
 
     def write(self, executed: Executed, buffer: Buffer, offset: int, values: _Array) -> None:
+        """Write the values to the cells."""
         self.memory[executed.rank][self.cells(executed, buffer, offset)] = values
 
     def add(self, _: Executed, first: _Array, second: _Array) -> _Array:
+        """Combine two values."""
         return self._combine(first, second)
 
 

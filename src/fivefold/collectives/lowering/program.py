@@ -29,7 +29,7 @@ _PROTOCOLS = ("Simple", "LL", "LL128")
 
 
 class Buffer(StrEnum):
-    """Where a slot lies."""
+    """Kinds of buffers that slots lie in; the values are MSCCL's."""
 
     INPUT = "i"
     OUTPUT = "o"
@@ -37,7 +37,7 @@ class Buffer(StrEnum):
 
 
 class OpKind(StrEnum):
-    """What an operation does; the values are MSCCL's."""
+    """Kinds of operations; the values are MSCCL's."""
 
     SEND = "s"
     RECEIVE = "r"
@@ -115,7 +115,7 @@ class ThreadBlock:
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """What one rank runs."""
+    """Program of one rank."""
 
     blocks: tuple[ThreadBlock, ...]  # thread blocks; they run side by side
     input_slots: int  # number of chunk slots of the input buffer
@@ -276,7 +276,7 @@ def _require_whole(what: str, value: object, *, least: int = 0, most: int = 1 <<
 
 
 def _check_block(where: str, block: ThreadBlock) -> None:
-    """Types and ranges; whether what is named exists is for `run_order` to say."""
+    """Check types and ranges; `run_order` checks that what is named exists."""
     for name in ("send_peer", "receive_peer"):
         _require_whole(f"{where}: {name}", getattr(block, name), least=-1)
     _require_whole(f"{where}: channel", block.channel, most=1 << 20)

@@ -28,7 +28,7 @@ _TREE_SHARE = 0.92  # of the bandwidth, as NCCL's tuner has it
 
 @dataclass(frozen=True)
 class _Places:
-    """Where groups lie, one entry for each way in which a group does."""
+    """Positions of groups on the tiers, one entry for each way in which a group lies on them."""
 
     row: Ints | None
     size: Ints
@@ -74,7 +74,7 @@ def _places(fabric: FabricSpec, groups: Groups) -> _Places:
 
 @functools.lru_cache(maxsize=10_000)
 def _ways(size: int, stride: int, ranks: int, levels: tuple[int, ...]) -> Ints:
-    """Units touched and fewest members, by level, of all groups of an axis; each pair once."""
+    """Return the different units touched and fewest members, by level, of an axis's groups."""
     period = min(ranks, math.lcm(size * stride, levels[-1]))  # beyond it, places repeat
     first = np.arange(max(period, 1))
     first = first[
@@ -94,7 +94,7 @@ def _ways(size: int, stride: int, ranks: int, levels: tuple[int, ...]) -> Ints:
 
 
 class _Rings:
-    """What rings over groups meet, tier by tier."""
+    """Hops of rings over groups, tier by tier."""
 
     def __init__(self, fabric: FabricSpec, groups: Groups, *, ends: bool = False) -> None:
         places = _places(fabric, groups)
@@ -111,11 +111,11 @@ class _Rings:
         self.carries = [self.crossed[0], *(touched > 1 for touched in units[1:])]
 
     def of(self, values: Floats) -> Floats:
-        """Values by group, for each of its places."""
+        """Return values by group for each of its places."""
         return values if self._row is None else values[self._row]
 
     def slowest(self, time_s: Floats) -> Floats:
-        """Times by place, as the worst of each group."""
+        """Return times by place as the worst of each group."""
         if self._row is None:
             return time_s
         worst_s = np.zeros(self._count)
@@ -148,7 +148,7 @@ class _Rings:
         return np.where(number == 1, gain, 1.0)
 
     def latency_s(self, *, tree: bool) -> Floats:
-        """As NCCL counts it: every member of a ring, the logarithm of a tree's nodes."""
+        """Return the latency as NCCL counts it: a ring's members, the log of a tree's nodes."""
         total = self.most("base_s")
         for i, tier in enumerate(self.tiers):
             outer, inner = self.units[i], self.units[i + 1]
@@ -161,7 +161,7 @@ class _Rings:
         return total
 
     def tree_s(self, size_bytes: Floats) -> Floats:
-        """Two trees of half the data each: a unit sends 2 (units - 1) / units of it.
+        """Price two trees of half the data each: a unit sends 2 (units - 1) / units of it.
 
         Over two nodes that is half of what the ring carries, for the ring passes by every member.
         """
@@ -201,7 +201,7 @@ def _all_reduce_s(
 
 
 def _all_to_all_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> Floats:
-    """All-to-alls: each tier carries what goes beyond the unit below it; the slowest rules."""
+    """Price all-to-alls: each tier carries what goes beyond the unit below; the slowest counts."""
     ring = _Rings(fabric, groups)
     whole, size = ring.of(size_bytes), ring.size
     sent_s, start_s = np.zeros(size.shape), np.zeros(size.shape)

@@ -129,7 +129,7 @@ class FabricSpec:
         return self.tiers[-1].gpus
 
     def holds_in_node(self, size: int, num_gpus: int) -> bool:
-        """Whether groups of ``size`` neighbouring ranks, of so many GPUs, all lie inside nodes."""
+        """Return whether groups of ``size`` neighbours among so many GPUs all lie inside nodes."""
         return num_gpus <= self.gpus_per_node or self.gpus_per_node % size == 0
 
 
@@ -235,7 +235,7 @@ def _hosts(topology: Topology) -> list[_Unit]:
 
 
 def _racks(topology: Topology, hosts: list[_Unit]) -> list[_Unit]:
-    """Hosts on the same switches, where there are several such groups of one size."""
+    """Return hosts on the same switches, where there are several such groups of one size."""
     owner = {topology.nodes[topology.node_of_rank(r)].host: unit for unit in hosts for r in unit}
     names = [node.host for node in topology.nodes]
     above: dict[_Unit, set[int]] = {unit: set() for unit in hosts}

@@ -100,7 +100,7 @@ def _ring(order: Sequence[int], sent_bytes: float, *, rounds: int) -> Phase:
 
 
 def _rings(hosts: list[tuple[int, ...]], sent_bytes: float, *, rounds: int) -> list[Phase]:
-    """As many rings as the smallest host has members, each leaving a host by another member.
+    """Return as many rings as the smallest host has members; each leaves a host by another one.
 
     So all ports of that host carry a share, as the closed form over tiers counts on.
     """
@@ -138,7 +138,7 @@ def _tree_phase(topology: Topology, leaves: Sequence[int], root: str, size_bytes
 
 
 def ranks_by_host(topology: Topology, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    """Ranks by host, in order of first appearance."""
+    """Return the ranks by host, in order of first appearance."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         host = topology.host_of(rank)

@@ -106,7 +106,7 @@ def _check_room(
     leading: Longs,
     message_bytes: Floats,
 ) -> None:
-    """On every link the messages must fit one after another between their starts and ends."""
+    """Require that the messages of every link fit one after another between their times."""
     assert schedule.starts_s is not None, "times were checked before"
     assert schedule.ends_s is not None, "times were checked before"
     offsets, places = rows_of(routes.offsets, routes.rows[leading])
@@ -222,7 +222,7 @@ SLACK = 1e-9  # of the whole duration: what sums of floats may be off by
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationReport:
-    """What the verifier found in a schedule that is right."""
+    """Findings of the verifier about a schedule that is right."""
 
     num_transfers: int
     num_redundant: int

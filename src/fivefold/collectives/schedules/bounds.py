@@ -133,7 +133,7 @@ def _worth_it(topology: Topology) -> bool:
 
 
 def _message_bound(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
-    """An all-reduce among k groups: 2 (k - 1) messages for each byte, unless switches aggregate."""
+    """Bound an all-reduce of k groups by 2 (k - 1) messages a byte, unless switches aggregate."""
     adding = any(switch.aggregation is not None for switch in topology.switches)
     if collective.name != "all_reduce" or adding:
         return NO_BOUND

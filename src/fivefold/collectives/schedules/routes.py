@@ -115,7 +115,7 @@ def relays_of(schedule: Schedule) -> list[tuple[int, ...]]:
 
 
 def _check_paths(schedule: Schedule, topology: Topology, table: RouteTable) -> None:
-    """Every route is a path of links that exist, from its source to its target."""
+    """Require that every route is a path of links that exist, from its source to its target."""
     links, offsets = table.links, table.offsets
     if links.size and (links.min() < 0 or links.max() >= topology.num_links):
         at = int(np.argmax((links < 0) | (links >= topology.num_links)))

@@ -525,7 +525,7 @@ def _all_or_none(what: str, has: list[bool]) -> bool:
 
 
 def _require_two_trees(schedule: Schedule) -> None:
-    """Every chunk is summed once, in one tree, and copied in one: else backwards is no sum."""
+    """Require one summing and one copying tree for each chunk: else backwards is no sum."""
     sums = np.bincount(schedule.chunks[schedule.reduces], minlength=schedule.collective.num_chunks)
     moves = np.bincount(schedule.chunks, minlength=schedule.collective.num_chunks)
     edges = schedule.collective.num_ranks - 1

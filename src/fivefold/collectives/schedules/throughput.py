@@ -243,7 +243,7 @@ class _CutFinder:
         return worst, tuple(int(node) for node in np.flatnonzero(inside))
 
     def _set_rate(self, inverse_rate: Fraction) -> None:
-        """Weights flow at 1 / inverse_rate: capacities and supplies become integers again."""
+        """Let weights flow at 1 / inverse_rate: capacities and supplies become integers again."""
         p, q = inverse_rate.denominator, inverse_rate.numerator
         largest = q * int(self._capacities.sum()) + p * int(self._weights.sum())
         if largest >= 2**63:
@@ -269,7 +269,7 @@ class _CutFinder:
 def _scatter_ratio(
     topology: Topology, links: tuple[Longs, Array], shares: Longs, *, root: int
 ) -> tuple[Fraction, tuple[int, ...]]:
-    """A scatter is one flow: from the root to every rank at once, which is its reverse's gather."""
+    """Return the worst ratio of a scatter and its cut: those of its reverse's gather."""
     away = np.where(np.arange(shares.size) == root, 0, shares)
     reverse = topology.reversed()
     finder = _CutFinder(reverse, links, list(zip(topology.rank_nodes, away, strict=True)))

@@ -397,7 +397,7 @@ def event_order(schedule: Schedule) -> Longs:
 
 @dataclass(frozen=True, kw_only=True)
 class Dependencies:
-    """Which transfers must have arrived before each one may start."""
+    """Transfers that must have arrived before each one may start."""
 
     offsets: Longs
     transfers: Longs
@@ -502,7 +502,7 @@ def _find_dependencies(
 
 @njit
 def _by_steps(members: Any, steps: Any, events: Any) -> None:
-    """Reads of a step before its writes: events 2 * m + (0 reads, 1 writes) of member m."""
+    """Order reads of a step before its writes: events 2 * m + (0 reads, 1 writes) of member m."""
     count = members.size
     sorted_already = True
     for m in range(1, count):
@@ -528,7 +528,7 @@ def _by_steps(members: Any, steps: Any, events: Any) -> None:
 
 @njit
 def _by_times(members: Any, times: tuple[Any, Any], slack_s: float, events: Any) -> None:
-    """In order of time; a write counts before a read that starts within the slack after it."""
+    """Order by time; a write counts before a read that starts within the slack after it."""
     starts_s, ends_s = times
     count = members.size
     instants = np.empty(2 * count, np.float64)
@@ -546,7 +546,7 @@ def _by_times(members: Any, times: tuple[Any, Any], slack_s: float, events: Any)
 def order_events(
     members: Any, steps: Any, times: tuple[Any, Any], mode: int, slack_s: float
 ) -> Any:
-    """Reads and writes of one chunk's transfers in the order in which they take effect.
+    """Return reads and writes of one chunk's transfers in the order in which they take effect.
 
     2 * m is the read and 2 * m + 1 the write of member m.
     """

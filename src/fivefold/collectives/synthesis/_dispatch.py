@@ -51,7 +51,7 @@ def dispatch(schedule: Schedule, *, size_bytes: float, by_load: bool = False) ->
 
 
 def _predecessors(schedule: Schedule) -> NDArray[np.int64]:
-    """For each transfer the one that brings the chunk to its source; -1 where it is there."""
+    """Return by transfer the one that brings the chunk to its source; -1 where it is there."""
     ranks = np.int64(schedule.collective.num_ranks)
     arrives = schedule.chunks.astype(np.int64) * ranks + schedule.targets
     leaves = schedule.chunks.astype(np.int64) * ranks + schedule.sources
@@ -105,7 +105,7 @@ def _first_free(
     now_s: float,
     left: Any,
 ) -> int:
-    """Place of the transfer of a queue to start, all links of which are free; -1 for none.
+    """Return the place of a queue's transfer to start, all links of which are free; -1: none.
 
     The first, or where ``left`` is given the one over the link with most left to carry.
     """
@@ -147,7 +147,7 @@ def _start(
 
 @njit
 def _add_loads(left: Any, routes: tuple[Any, Any], costs: tuple[Any, Any], sizes: Any) -> None:
-    """Time that every link will be busy."""
+    """Add to ``left`` the time that every link will be busy."""
     offsets, links = routes
     for number in range(len(sizes)):
         latency_s = 0.0
@@ -159,7 +159,7 @@ def _add_loads(left: Any, routes: tuple[Any, Any], costs: tuple[Any, Any], sizes
 
 @njit
 def _port_queues(predecessors: Any, routes: tuple[Any, Any], num_links: int) -> tuple[Any, ...]:
-    """Each transfer's first link, and a queue per link of those that are ready from the start."""
+    """Return each transfer's first link, and a queue per link of those ready from the start."""
     offsets, links = routes
     count = len(predecessors)
     port_of = links[offsets[:-1]]
@@ -207,7 +207,7 @@ def _serve(
 def _run(
     predecessors: Any, routes: tuple[Any, Any], costs: tuple[Any, Any], sizes: Any, by_load: int
 ) -> tuple[Any, Any]:
-    """Starts and arrivals of all transfers."""
+    """Return the starts and arrivals of all transfers."""
     count, num_links = len(predecessors), len(costs[0])
     after, members = group_by_key(predecessors + 1, count + 1)  # key 0: wait for nobody
     port_of, queues, ends = _port_queues(predecessors, routes, num_links)

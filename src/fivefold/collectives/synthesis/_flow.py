@@ -106,7 +106,7 @@ def _checked(topology: Topology, demands: NDArray[np.float64] | None) -> Floats:
 
 
 def graph_of_links(topology: Topology, weights: Floats) -> coo_array:
-    """Links as a matrix that keeps the lightest of parallel ones."""
+    """Return the links as a matrix that keeps the lightest of parallel ones."""
     ends = np.stack([topology.link_sources, topology.link_targets])
     order = np.lexsort((weights, ends[1], ends[0]))
     sorted_ends = ends[:, order]
@@ -131,7 +131,7 @@ def _priced(topology: Topology, demands: Floats, prices: Floats) -> float:
 def _proof(
     topology: Topology, demands: Floats, symmetry: Symmetry, prices: Floats
 ) -> tuple[Floats, float]:
-    """Prices whose bound is best, from those that the smaller program gives.
+    """Return the prices whose bound is best, from those that the smaller program gives.
 
     Averaging them over the mappings again and again makes them as symmetric as the network, which
     the program itself has no reason to do; every step is a bound of its own.
@@ -231,7 +231,7 @@ class Symmetry:
 
 
 def symmetry_of(topology: Topology, demands: NDArray[np.float64]) -> Symmetry:
-    """Symmetries that keep links, capacities and demands."""
+    """Find symmetries that keep links, capacities and demands."""
     ranks, links, nodes = topology.num_ranks, topology.num_links, topology.num_nodes
     search = _Search(topology)
     marked = [search.refined(search.plain, int(node)) for node in topology.rank_nodes]
@@ -289,7 +289,7 @@ class _Search:
         return colours
 
     def refined(self, colours: Colours, node: int) -> Colours:
-        """Colours after one node has been marked."""
+        """Return the colours after one node has been marked."""
         check_time()
         self.refinements += 1
         marked = colours.copy()
@@ -297,7 +297,7 @@ class _Search:
         return self._settle(marked)
 
     def mapping(self, first: Colours, second: Colours) -> Longs | None:
-        """An image of each node that turns the first colours into the second; None for none."""
+        """Find an image of each node that turns the first colours into the second, or None."""
         self.branches = 0
         return self._mapping(first, second)
 
@@ -327,13 +327,13 @@ class _Search:
         return None
 
     def _ordered(self, mapping: Longs) -> tuple[Longs, Longs]:
-        """Links by their mapped ends and capacity, as an order and sorted rows."""
+        """Sort the links by their mapped ends and capacity; return an order and sorted rows."""
         rows = np.stack([self.classes, mapping[self.heads], mapping[self.tails]])
         order = np.lexsort(rows)
         return order, rows[:, order]
 
     def link_map(self, mapping: Longs) -> Longs | None:
-        """Image of each link; None where a link has none, so that it is no symmetry."""
+        """Return the image of each link; None where a link has none, so that it is no symmetry."""
         order, keys = self._ordered(mapping)
         if (keys != self.keys).any():
             return None
@@ -405,7 +405,7 @@ def _dispatched(schedule: Schedule, size_bytes: float) -> Schedule:
 
 
 def _pairs(collective: Collective, topology: Topology) -> tuple[Longs, Longs, Longs]:
-    """Chunks that move, where from and where to."""
+    """Return the chunks that move, where from and where to."""
     require_match(collective, topology)
     if collective.reducing or not (collective.single_source and collective.single_target):
         raise ConfigurationError(
@@ -420,7 +420,7 @@ def _pairs(collective: Collective, topology: Topology) -> tuple[Longs, Longs, Lo
 
 
 def _as_rows(paths: list[Path]) -> Rows:
-    """Paths as offsets and links."""
+    """Return the paths as offsets and links."""
     offsets = np.cumsum([0, *map(len, paths)]).astype(np.int64)
     return offsets, np.array([link for path in paths for link in path], np.int32)
 
@@ -428,7 +428,7 @@ def _as_rows(paths: list[Path]) -> Rows:
 def _hops(
     collective: Collective, topology: Topology, moved: Longs, paths: Rows, *, by_need: bool
 ) -> Schedule:
-    """Transfers between ranks, the longest way to go first, or hop by hop."""
+    """Return the transfers between ranks, the longest way to go first, or hop by hop."""
     offsets, links = paths
     owner = np.repeat(np.arange(len(moved)), np.diff(offsets))
     last = np.flatnonzero(topology.is_rank[topology.link_targets[links]])  # a hop ends at a rank
@@ -459,7 +459,7 @@ def _hops(
 Path = tuple[int, ...]
 PathTable = dict[tuple[int, int], list[Path]]
 
-_DUST = 1e-9
+_NEGLIGIBLE = 1e-9
 """Share of a demand below which what a solver leaves is no flow."""
 
 _MORE_PATHS = 6
@@ -470,7 +470,7 @@ _STEEPNESS = 6  # the sixth power of loads is nearly their maximum
 
 
 def flow_paths(flow: FlowOptimum, *, seed: int = 0) -> PathTable:
-    """Paths of every pair that has a demand, those of the flow first."""
+    """Return the paths of every pair that has a demand, those of the flow first."""
     table = {
         (source, target): paths
         for source in range(flow.topology.num_ranks)
@@ -485,8 +485,8 @@ def _strip(flow: FlowOptimum, source: int) -> dict[int, list[Path]]:
     """Cut one source's flow into paths."""
     topology = flow.topology
     left = flow.flows[source].copy()
-    dust = _DUST * float(flow.demands[source].max(initial=0.0))
-    left[left <= dust] = 0.0
+    negligible = _NEGLIGIBLE * float(flow.demands[source].max(initial=0.0))
+    left[left <= negligible] = 0.0
     tails = topology.link_sources.tolist()
     entering = [topology.in_links(node).tolist() for node in range(topology.num_nodes)]
     start = topology.node_of_rank(source)
@@ -494,7 +494,7 @@ def _strip(flow: FlowOptimum, source: int) -> dict[int, list[Path]]:
     for target in np.flatnonzero(flow.demands[source] > 0).tolist():
         wanted = float(flow.demands[source, target])
         paths: list[Path] = []
-        while wanted > dust:
+        while wanted > negligible:
             check_time()
             end = topology.node_of_rank(target)
             path = _trace(left, entering, tails, (start, end))
@@ -502,7 +502,7 @@ def _strip(flow: FlowOptimum, source: int) -> dict[int, list[Path]]:
                 break
             amount = min(wanted, float(left[list(path)].min()))
             left[list(path)] -= amount
-            left[left <= dust] = 0.0
+            left[left <= negligible] = 0.0
             wanted -= amount
             paths.append(path)
         found[target] = paths or [tuple(topology.shortest_route(source, target))]
@@ -512,7 +512,7 @@ def _strip(flow: FlowOptimum, source: int) -> dict[int, list[Path]]:
 def _trace(
     left: Floats, entering: list[list[int]], tails: list[int], ends: tuple[int, int]
 ) -> Path | None:
-    """A path of the flow from one node to another, found backwards; None where there is none."""
+    """Return a path of the flow between two nodes, found backwards; None where there is none."""
     start, node = ends
     path: list[int] = []
     seen = {node: 0}
@@ -565,7 +565,7 @@ def _add_cheapest(
 def spread_chunks(
     topology: Topology, moves: tuple[Longs, Longs], weights: Floats, table: PathTable
 ) -> list[Path]:
-    """A path for each chunk, so that the fullest link is as empty as local changes make it."""
+    """Choose each chunk's path so that the fullest link is as empty as local changes make it."""
     per_byte = 1.0 / topology.capacities_bytes_per_s
     loads = np.zeros(topology.num_links)
     options = []

@@ -8,7 +8,6 @@ no solver.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,20 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.collectives.schedules import (
-    Collective,
-    Schedule,
-    Transfer,
-    broadcast,
-    evaluate,
-    lower_bound,
-    verify_schedule,
-)
+from fivefold.collectives.schedules import Collective, Schedule, lower_bound
 from fivefold.collectives.schedules.bounds import Bound
 from fivefold.collectives.schedules.schedule import compose_all_reduce, require_match
 from fivefold.collectives.synthesis._solver import check_time
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.topology import Topology, line
+from fivefold.network.topology import Topology
 
 UNREACHABLE = 1 << 40
 """A distance longer than every schedule."""
@@ -75,7 +66,7 @@ def reached(
 
 
 class Orbits:
-    """Which (chunk, link) and (chunk, rank) pairs a group of symmetries makes equal."""
+    """Classes of (chunk, link) and (chunk, rank) pairs that a group of symmetries makes equal."""
 
     def __init__(
         self, instance: Instance, permutations: Sequence[NDArray[np.int32]] | None = None
@@ -105,7 +96,7 @@ def _product_map(chunk_map: NDArray[np.int64], other: NDArray[np.int64]) -> NDAr
 
 
 def _merge(labels: NDArray[np.int64], maps: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The least number in each orbit, by passing labels along the maps until nothing changes."""
+    """Find the least number in each orbit: pass labels along the maps until nothing changes."""
     changed = bool(maps)
     while changed:
         check_time()
@@ -178,7 +169,7 @@ class Logical(Instance):
     boxes: tuple[tuple[int, ...], ...]
 
     def seconds_per_byte(self) -> NDArray[np.float64]:
-        """Inverse rate of the narrowest resource of each logical link."""
+        """Return the inverse rate of the narrowest resource of each logical link."""
         narrowest = [
             min(float(self.capacities_bytes_per_s[resource]) for resource in resources)
             for resources in self.resources
@@ -186,7 +177,7 @@ class Logical(Instance):
         return np.asarray(1.0 / np.array(narrowest, np.float64))
 
     def chunk_bytes(self, size_bytes: float) -> float:
-        """Size of every chunk."""
+        """Return the size of every chunk."""
         sizes = np.unique(self.collective.chunk_bytes(size_bytes))
         if len(sizes) > 1:
             message = f"chunks of {sizes[0]:.0f} to {sizes[-1]:.0f} bytes"
@@ -196,7 +187,7 @@ class Logical(Instance):
 
 
 def boxes_of(topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """Ranks by host, in the order of ranks; ranks without a host share one box."""
+    """Return the ranks by host, in the order of ranks; ranks without a host share one box."""
     boxes: dict[str | None, list[int]] = {}
     for rank in range(topology.num_ranks):
         boxes.setdefault(topology.host_of(rank), []).append(rank)
@@ -210,7 +201,7 @@ def logical_of(
     allow: Callable[[int, int], bool] | None = None,
     boxes: Sequence[Sequence[int]] | None = None,
 ) -> Logical:
-    """Chunks, holders, receivers and logical links of a collective that copies."""
+    """Return chunks, holders, receivers and logical links of a collective that copies."""
     if collective.reducing:
         message = f"{collective.name} sums"
         raise ConfigurationError(message, hint="solve its inverse on the reversed topology")
@@ -321,7 +312,7 @@ def all_reduce_halves(collective: Collective) -> tuple[Collective, Collective]:
 
 
 def bound_of(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
-    """The best bound, or none where some ranks cannot reach others but nobody asks them to."""
+    """Return the best bound, or none where ranks cannot reach others but nobody asks them to."""
     try:
         return lower_bound(collective, topology, size_bytes)
     except InfeasibleError:
@@ -332,13 +323,3 @@ def bound_of(collective: Collective, topology: Topology, size_bytes: float) -> B
                         topology.shortest_route(holder, receiver)
         reason = "the topology is not connected both ways, and the bounds need that"
         return Bound(seconds=0.0, kind="none", reason=reason)
-
-
-@functools.cache
-def compile_pricing() -> None:
-    """Compile what verifies and prices schedules: at its first use it is no part of a search."""
-    move = Transfer(chunk=0, source=0, target=1)
-    schedule = Schedule.from_transfers([move], collective=broadcast(2), topology=line(2))
-    for one in (schedule, schedule.inverted()):
-        verify_schedule(one)
-        evaluate(one, size_bytes=1.0)

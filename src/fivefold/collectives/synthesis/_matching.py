@@ -13,7 +13,6 @@ References: TACOS, arXiv 2304.05301.
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -40,7 +39,7 @@ from fivefold.collectives.synthesis._solver import (
     SLACK_S,
     OutOfTime,
     check_time,
-    off_the_clock,
+    clock_s,
     time_limit,
 )
 from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of
@@ -117,18 +116,18 @@ def _check(collective: Collective, topology: Topology, seeds: int | None) -> Non
 
 @dataclass(frozen=True)
 class _Tries:
-    """How many runs, from which seed, and for how long."""
+    """Number of runs, their seed, and their time limit."""
 
     seeds: int
     seed: int
     limit_s: float | None
-    started_s: float = field(default_factory=time.perf_counter)
+    started_s: float = field(default_factory=clock_s)
 
     def limit(self, number: int) -> AbstractContextManager[None]:
         """Return what a run may take: the first must end, the others are only for better ones."""
         if self.limit_s is None:
             return time_limit(None)
-        left_s = self.limit_s - (time.perf_counter() - self.started_s)
+        left_s = self.limit_s - (clock_s() - self.started_s)
         return time_limit(left_s, slack_s=0.0 if number else SLACK_S)
 
 
@@ -187,9 +186,8 @@ def _run(
         route_offsets=np.zeros(room + 1 if switched else 0, np.int64),
         route_links=np.empty(_ROUTE_LINKS * room if switched else 0, np.int32),
     )
-    with off_the_clock():
-        loop = new_loop(fabric, transfers, rules.seed)
-        now_s = match(fabric, counted, holdings, transfers, rules, loop, (0.0, 0))
+    loop = new_loop(fabric, transfers, rules.seed)
+    now_s = 0.0
     while now_s >= 0:
         check_time()
         now_s = match(fabric, counted, holdings, transfers, rules, loop, (now_s, _TURNS))
@@ -213,7 +211,7 @@ def _held_at_first(collective: Collective) -> int:
 
 
 def _start(collective: Collective, near: Neighbourhoods) -> tuple[Holdings, Neighbourhoods]:
-    """Bit sets and counts before anything is sent."""
+    """Return bit sets and counts before anything is sent."""
     chunks, ranks = collective.num_chunks, collective.num_ranks
     words = max(1, -(-chunks // 64))
     held = np.zeros((ranks, words), np.uint64)

@@ -29,7 +29,7 @@ _MOST_RATES = 32
 
 
 def build_neighbourhoods(topology: Topology) -> Neighbourhoods:
-    """The sets of ranks at each bandwidth that changes them, the fastest first; counts are empty.
+    """Find the sets of ranks at each bandwidth that changes them, the fastest first.
 
     Level 0 are the single ranks, the last level is everybody.
     """
@@ -65,7 +65,7 @@ def build_neighbourhoods(topology: Topology) -> Neighbourhoods:
 
 
 def build_fabric(topology: Topology, near: Neighbourhoods) -> Fabric:
-    """Ports and what they reach."""
+    """Return the ports and what they reach."""
     is_rank = topology.is_rank
     sources, targets = topology.link_sources, topology.link_targets
     hops = np.zeros((topology.num_ranks, 0), np.int16)
@@ -74,7 +74,7 @@ def build_fabric(topology: Topology, near: Neighbourhoods) -> Fabric:
         hops = hops_through_switches(*arrays, topology.rank_nodes)
     leaving = np.flatnonzero(is_rank[sources])
     ports = leaving[np.argsort(topology.rank_of_node[sources[leaving]], kind="stable")]
-    wishes = [_wishes(topology, near, hops, int(link)) for link in ports]
+    target_order = [_target_order(topology, near, hops, int(link)) for link in ports]
     entering = np.flatnonzero(is_rank[targets] & ~is_rank[sources])
     last = entering[np.argsort(topology.rank_of_node[targets[entering]], kind="stable")]
     count = topology.num_ranks
@@ -85,8 +85,8 @@ def build_fabric(topology: Topology, near: Neighbourhoods) -> Fabric:
         rank_of_node=topology.rank_of_node,
         ports=ports.astype(np.int32),
         port_offsets=_offsets(topology.rank_of_node[sources[ports]], count),
-        wish_offsets=np.cumsum([0, *map(len, wishes)]).astype(np.int64),
-        wishes=np.concatenate([*wishes, np.zeros(0)]).astype(np.int32),
+        target_offsets=np.cumsum([0, *map(len, target_order)]).astype(np.int64),
+        target_order=np.concatenate([*target_order, np.zeros(0)]).astype(np.int32),
         out_offsets=topology.outgoing.offsets.astype(np.int64),
         out_links=topology.outgoing.links,
         last_offsets=_offsets(topology.rank_of_node[targets[last]], count),
@@ -99,8 +99,10 @@ def _offsets(sorted_keys: Ints, count: int) -> Longs:
     return np.searchsorted(sorted_keys, np.arange(count + 1)).astype(np.int64)
 
 
-def _wishes(topology: Topology, near: Neighbourhoods, hops: NDArray[np.int16], link: int) -> Longs:
-    """Ranks that a port serves: round the ring of ranks, or of neighbourhoods for slow ports."""
+def _target_order(
+    topology: Topology, near: Neighbourhoods, hops: NDArray[np.int16], link: int
+) -> Longs:
+    """Order the ranks that a port serves: round the ring, or that of sets for slow ports."""
     head = int(topology.link_targets[link])
     if topology.is_rank[head]:
         return topology.rank_of_node[[head]].astype(np.int64)
@@ -119,7 +121,7 @@ def _wishes(topology: Topology, near: Neighbourhoods, hops: NDArray[np.int16], l
 
 
 def _places(sets: Ints) -> Longs:
-    """Position of each rank within its set."""
+    """Return the position of each rank within its set."""
     order = np.argsort(sets, kind="stable")
     starts = np.searchsorted(sets[order], sets[order])
     places = np.empty(len(sets), np.int64)
@@ -131,7 +133,7 @@ def _places(sets: Ints) -> Longs:
 def hops_through_switches(
     in_offsets: Any, in_links: Any, link_sources: Any, is_rank: Any, rank_nodes: Any
 ) -> Any:
-    """Links from each node to each rank over switches, int16 [ranks, nodes]; -1 for no way."""
+    """Count links from each node to each rank over switches, int16 [ranks, nodes]; -1: no way."""
     num_nodes = len(is_rank)
     hops = np.full((len(rank_nodes), num_nodes), -1, np.int16)
     queue = np.empty(num_nodes, np.int64)
@@ -166,8 +168,8 @@ class Fabric(NamedTuple):
     rank_of_node: Ints
     ports: Ints
     port_offsets: Longs
-    wish_offsets: Longs
-    wishes: Ints
+    target_offsets: Longs
+    target_order: Ints
     out_offsets: Longs
     out_links: Ints
     last_offsets: Longs
@@ -192,7 +194,7 @@ class Holdings(NamedTuple):
 
 
 class Transfers(NamedTuple):
-    """What is decided, in order of start; the arrays have room for all of it."""
+    """Transfers that are decided, in order of start; the arrays have room for all of them."""
 
     chunks: Ints
     ports: Ints
@@ -203,7 +205,7 @@ class Transfers(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """How to decide."""
+    """Sizes and rules by which transfers are decided."""
 
     num_chunks: int
     chunk_bytes: float
@@ -237,7 +239,7 @@ def _random(state: Any, below: int) -> int:
 
 @njit(inline="always")
 def _lowest(word: Any) -> int:
-    """Place of the lowest bit that is set."""
+    """Return the place of the lowest bit that is set."""
     return int(_BIT[((word & (~word + _ONE)) * _DE_BRUIJN) >> _TOP])
 
 
@@ -338,7 +340,7 @@ def _last_link_free(fabric: Any, free_s: Any, now_s: float, rank: int) -> bool:
 
 
 class Loop(NamedTuple):
-    """What changes while time passes."""
+    """State that changes while time passes."""
 
     free_s: Floats
     heap: tuple[Floats, Longs]
@@ -356,6 +358,7 @@ _EVENTS, _QUEUED, _IDLE, DONE, _TURN = range(5)
 
 @njit
 def new_loop(fabric: Any, transfers: Any, seed: int) -> Any:
+    """Return the state before anything is sent, all ports queued."""
     num_ports, num_links = len(fabric.ports), len(fabric.sources)
     per_transfer = 1 if len(transfers.route_offsets) == 0 else 4
     room = len(transfers.chunks) * per_transfer + num_links
@@ -381,13 +384,13 @@ def new_loop(fabric: Any, transfers: Any, seed: int) -> Any:
 def _choose(
     fabric: Any, near: Any, holdings: Any, loop: Any, rules: Any, port: int, now_s: float
 ) -> tuple[int, int, int]:
-    """Target, chunk and length of the route that a free port takes; target -1 for nothing."""
+    """Choose target, chunk and length of the route that a free port takes; target -1: nothing."""
     link = fabric.ports[port]
     source = fabric.rank_of_node[fabric.sources[link]]
     direct = fabric.rank_of_node[fabric.targets[link]] >= 0
     loop.path[0] = link
-    for place in range(fabric.wish_offsets[port], fabric.wish_offsets[port + 1]):
-        target = fabric.wishes[place]
+    for place in range(fabric.target_offsets[port], fabric.target_offsets[port + 1]):
+        target = fabric.target_order[place]
         if not direct and not _last_link_free(fabric, loop.free_s, now_s, target):
             continue
         level = _level(near.member, source, target)
@@ -408,7 +411,7 @@ def _choose(
 
 @njit
 def _cost(fabric: Any, path: Any, length: int, size: float) -> tuple[float, float]:
-    """Latency of a route, and the time that its narrowest link needs."""
+    """Return the latency of a route, and the time that its narrowest link needs."""
     latency_s, bytes_s = 0.0, 0.0
     for place in range(length):
         latency_s += fabric.costs[1, path[place]]
@@ -418,7 +421,7 @@ def _cost(fabric: Any, path: Any, length: int, size: float) -> tuple[float, floa
 
 @njit
 def _take(holdings: Any, near: Any, rank: int, chunk: int, num_chunks: int) -> None:
-    """The rank awaits the chunk: count it in all its sets."""
+    """Note that the rank awaits the chunk: count it in all its sets."""
     holdings.taken[rank, chunk >> 6] |= _ONE << np.uint64(chunk & 63)
     for level in range(1, len(near.member)):
         first = near.offsets[level] + np.int64(near.member[level, rank]) * num_chunks

@@ -7,7 +7,6 @@ that was asked for by name) or only this method (``auto``).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -32,6 +31,7 @@ from fivefold.collectives.synthesis._flow import all_to_all_flow
 from fivefold.collectives.synthesis._instance import bound_of
 from fivefold.collectives.synthesis._matching import matching
 from fivefold.collectives.synthesis._sketch import Sketch
+from fivefold.collectives.synthesis._solver import clock_s
 from fivefold.collectives.synthesis._taccl import taccl
 from fivefold.collectives.synthesis._trees import spanning_trees
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError, require_one_of
@@ -45,7 +45,7 @@ _SOME, _MANY = 32, 128  # ranks up to which auto tries TACCL, trees
 
 
 def _library(request: Request) -> Iterator[Schedule]:
-    """Every algorithm of the textbooks that fits."""
+    """Yield every algorithm of the textbooks that fits."""
     for count, collective in request.chunkings(most=8):
         if count > 1 and collective.name not in {"broadcast", "reduce"}:
             return
@@ -82,7 +82,7 @@ def _pipelined(request: Request) -> Iterator[Schedule]:
 
 def _matching(request: Request) -> Iterator[Schedule]:
     for _, collective in request.chunkings(most=8):
-        started_s = time.perf_counter()
+        started_s = clock_s()
         yield matching(
             collective,
             request.topology,
@@ -90,20 +90,20 @@ def _matching(request: Request) -> Iterator[Schedule]:
             seed=request.seed,
             time_limit_s=request.left_s(0.5),
         )
-        if request.left_s() < 2 * (time.perf_counter() - started_s):
+        if request.left_s() < 2 * (clock_s() - started_s):
             return  # twice the chunks would take longer than is left
 
 
 def _flow(request: Request) -> Iterator[Schedule]:
     for _, collective in request.chunkings(most=8):
-        started_s = time.perf_counter()
+        started_s = clock_s()
         yield all_to_all_flow(
             collective,
             request.topology,
             size_bytes=request.size_bytes,
             time_limit_s=request.left_s(),
         )
-        if request.left_s(0.5) < 2 * (time.perf_counter() - started_s):
+        if request.left_s(0.5) < 2 * (clock_s() - started_s):
             return
 
 
@@ -150,7 +150,7 @@ SHARES = {"matching": 0.3}
 
 
 def in_auto(method: str, request: Request) -> str | None:
-    """Why ``auto`` leaves a method out; None where it tries it."""
+    """Return why ``auto`` leaves a method out; None where it tries it."""
     ranks, name = request.topology.num_ranks, request.collective.name
     if method in {"trees", "matching"} and name not in _TREE_COLLECTIVES:
         return f"does not do {name}"
@@ -214,7 +214,7 @@ def overlapped(
 
 
 def roots_of(topology: Topology) -> Iterator[int]:
-    """Ranks to try as the root: all of few, else those with the widest links each way."""
+    """Return ranks to try as the root: all of few, else those with the widest links each way."""
     nodes, rates = topology.rank_nodes, topology.capacities_bytes_per_s
     width = [
         min(
@@ -247,7 +247,7 @@ class Request:
 
     def left_s(self, share: float = 1.0) -> float:
         """Return a share of the time that is left; 0 where none is."""
-        return max((self.deadline_s - time.perf_counter()) * share, 0.0)
+        return max((self.deadline_s - clock_s()) * share, 0.0)
 
     def say(self, line: str) -> None:
         """Report progress."""
@@ -264,7 +264,7 @@ class Request:
         return named_collective(plain.name, plain.num_ranks, chunks=count * ranks, root=root)
 
     def chunkings(self, *, most: int) -> Iterator[tuple[int, Collective]]:
-        """The collective in 1, 2, 4, ... chunks where that is free, as far as it can pay."""
+        """Yield the collective in 1, 2, 4, ... chunks where that is free, as far as it can pay."""
         yield 1, self.collective
         if not self.free or self.collective.name not in COLLECTIVES:
             return

@@ -57,11 +57,11 @@ class Network:
         return [node for node in range(self.num_nodes) if node not in ranks]
 
     def with_capacities(self, capacities: Longs) -> Network:
-        """The same arcs with other capacities; the unit is 1 then, for it has no meaning more."""
+        """Return the same arcs with other capacities; the unit is then 1, as it has no meaning."""
         return replace(self, capacities=np.asarray(capacities, np.int64), unit=Fraction(1))
 
     def excess(self, node: int) -> int:
-        """Capacity into a node less the capacity out of it."""
+        """Return the capacity into a node less the capacity out of it."""
         entering = int(self.capacities[self.heads == node].sum())
         return entering - int(self.capacities[self.tails == node].sum())
 
@@ -131,7 +131,7 @@ def _smallest_change(network: Network, u: Fraction) -> Fraction:
 
 
 def _sufficiency(network: Network, roots: list[int]) -> Callable[[Fraction], bool]:
-    """Tells of a U whether every rank can be reached by all trees of all roots."""
+    """Test for a U that every rank can be reached by all trees of all roots."""
     solver = FlowSolver()
     arcs = solver.add(network.tails.tolist(), network.heads.tolist(), network.capacities.tolist())
     source, terminals = network.num_nodes, network.terminals.tolist()
@@ -186,7 +186,7 @@ SplitNetwork = dict[tuple[int, int], Bundle]
 
 
 def remove_switches(network: Network, roots: Sequence[int], *, spread: str) -> SplitNetwork:
-    """Direct arcs between compute nodes that let in as many trees as the network with switches."""
+    """Return direct arcs between compute nodes for as many trees as the network with switches."""
     arcs: SplitNetwork = defaultdict(Bundle)
     for link in range(len(network.tails)):
         if amount := int(network.capacities[link]):
@@ -253,7 +253,7 @@ class _Splitter:
             del self.arcs[pair]
 
     def _shares(self) -> dict[tuple[int, int], int]:
-        """Each pair's part when every source spreads over all targets: this keeps trees flat."""
+        """Return each pair's part if all sources spread over all targets: this keeps trees flat."""
         entering = {u: self.arcs[u, self.switch].capacity for u in self.sources}
         leaving = {t: self.arcs[self.switch, t].capacity for t in self.targets}
         total = sum(leaving.values())
@@ -322,7 +322,7 @@ class _Splitter:
 def _joined(
     first: list[tuple[Path, int]], second: list[tuple[Path, int]]
 ) -> list[tuple[Path, int]]:
-    """Paths end to end, matched in order."""
+    """Join paths end to end, matched in order."""
     joined = []
     left, right = Bundle(first), Bundle(second)
     while left.paths:
@@ -377,7 +377,7 @@ def pack_trees(
     latencies_s: NDArray[np.float64],
     roots: Sequence[int],
 ) -> list[PackedTree]:
-    """Spanning out-trees that use each arc at most as often as its capacity says."""
+    """Pack spanning out-trees that use each arc at most as often as its capacity says."""
     return _Packer(num_nodes, ends, list(capacities), latencies_s, list(roots)).run()
 
 
@@ -404,7 +404,7 @@ class _Packer:
         self._build()
 
     def _build(self) -> None:
-        """The solver: the arcs, a hub that the tail feeds, and what the hub feeds in turn."""
+        """Build the solver: the arcs, a hub that the tail feeds, and what the hub feeds in turn."""
         count, self.hub = self.num_nodes, self.num_nodes
         self.solver = FlowSolver()
         self.solver.add(self.tails, self.heads, self.residual)
@@ -417,7 +417,7 @@ class _Packer:
             self._add_helper(number)
 
     def _add_helper(self, number: int) -> None:
-        """A node that the hub feeds with the tree's multiplicity, joined to all it covers."""
+        """Add a node that the hub feeds with the tree's multiplicity, joined to all it covers."""
         tree, node = self.live[number], self.next_node
         self.next_node += 1
         self.helper_of[number] = node

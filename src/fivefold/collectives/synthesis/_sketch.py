@@ -73,7 +73,7 @@ class SwitchSketch:
 
 @dataclass(frozen=True, kw_only=True)
 class Sketch:
-    """What an algorithm may use and what it must look like.
+    """Sketch of an algorithm: what it may use and what it must look like.
 
     Args:
         name: Name, for logs and the cache.
@@ -169,7 +169,7 @@ class Sketch:
         return None
 
     def connects(self, source: int, target: int) -> bool:
-        """Whether a rank of one box may send to a rank of another; both counted inside the box."""
+        """Return whether a rank of a box may send to one of another; both count inside the box."""
         if isinstance(self.connections, str):
             return self.connections != "direct-map" or source == target
         return target in self.connections.get(source, ())
@@ -339,7 +339,7 @@ _BOX = 16  # GPUs of a DGX-2
 
 
 def published_sketch(name: str) -> Sketch:
-    """One of TACCL's published sketches.
+    """Return one of TACCL's published sketches.
 
     Args:
         name: One of ``published_sketch_names``.
@@ -357,7 +357,7 @@ def published_sketch(name: str) -> Sketch:
 
 
 def published_sketch_names() -> tuple[str, ...]:
-    """Names of the published sketches."""
+    """Return the names of the published sketches."""
     return tuple(_PUBLISHED)
 
 

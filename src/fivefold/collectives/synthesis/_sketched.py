@@ -28,7 +28,7 @@ _CHEAP_CONNECTIONS = 2_000  # logical links between boxes that a router can look
 
 @dataclass(frozen=True)
 class Sketched:
-    """What a sketch makes of a collective on a topology."""
+    """Sketch applied to a collective on a topology."""
 
     logical: Logical
     sketch: Sketch
@@ -105,7 +105,7 @@ def _policies(logical: Logical, sketch: Sketch, size: int) -> NDArray[np.int64]:
 
 
 def _allowed(logical: Logical, sketch: Sketch, size: int) -> NDArray[np.bool_]:
-    """Chunks leave the box that holds them only through the sender of a rank that holds them."""
+    """Let chunks leave the box that holds them only through the sender of a rank that does."""
     instance = logical
     allowed = np.ones((instance.num_chunks, instance.num_links), np.bool_)
     if sketch.senders is None:
@@ -197,7 +197,7 @@ def _equal_boxes(topology: Topology) -> int:
 
 
 def _connections(logical: Logical, size: int) -> Connections:
-    """Rails where every rank has one and a box can spread what came in, or where all are many.
+    """Choose rails where each rank has one and boxes can spread what comes in, or all are many.
 
     Behind a switch between boxes a rank's connections share its own link, so that a copy for
     every rank of the other box costs as much as all of them together.
@@ -216,7 +216,7 @@ def _connections(logical: Logical, size: int) -> Connections:
 
 
 def _switches(logical: Logical, size: int, size_bytes: float) -> tuple[SwitchSketch, ...]:
-    """Ranks of the first box that reach one another through a switch."""
+    """Return the ranks of the first box that reach one another through a switch."""
     instance = logical
     groups: dict[int, set[int]] = {}
     for link in range(instance.num_links):
@@ -235,7 +235,7 @@ def _switches(logical: Logical, size: int, size_bytes: float) -> tuple[SwitchSke
 
 
 def _symmetries(logical: Logical) -> tuple[tuple[int, int], ...]:
-    """Rotations that keep links, rates, sharing and chunks, the widest blocks first.
+    """Return the rotations that keep links, rates, sharing and chunks, the widest blocks first.
 
     The group they generate must move every rank (act freely): a symmetry that leaves a rank where
     it is would forbid that rank to treat two equal neighbours one after the other.

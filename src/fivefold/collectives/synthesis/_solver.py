@@ -14,13 +14,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fivefold._compiler import compiled_s
 from fivefold.errors import InfeasibleError, optional_module
 
 SLACK_S = 2.0
 """Seconds past its limit in which a method may complete a first schedule, where it has none."""
 
 _LIMIT: ContextVar[tuple[float, float]] = ContextVar("limit", default=(math.inf, math.inf))
-"""When the time is over, on the clock of ``time.perf_counter``, and how long it was."""
+"""When the time is over, by ``clock_s``, and how long it was."""
 
 
 class OutOfTime(InfeasibleError):  # noqa: N818 - what happened, not whose fault it is
@@ -29,34 +30,30 @@ class OutOfTime(InfeasibleError):  # noqa: N818 - what happened, not whose fault
 
 @contextmanager
 def time_limit(limit_s: float | None, *, slack_s: float = 0.0) -> Iterator[None]:
-    """Within it ``check_time`` raises once the time and the slack are over."""
+    """Let ``check_time`` raise, within this context, once the time and the slack are over."""
     outer = _LIMIT.get()
     own = math.inf if limit_s is None else limit_s
-    token = _LIMIT.set(min(outer, (time.perf_counter() + own + slack_s, own)))
+    token = _LIMIT.set(min(outer, (clock_s() + own + slack_s, own)))
     try:
         yield
     finally:
         _LIMIT.reset(token)
 
 
-@contextmanager
-def off_the_clock() -> Iterator[None]:
-    """Within it time does not count: for what is compiled at its first use on a machine."""
-    started_s = time.perf_counter()
-    yield
-    ends_s, limit_s = _LIMIT.get()
-    _LIMIT.set((ends_s + time.perf_counter() - started_s, limit_s))
+def clock_s() -> float:
+    """Return the time by the clock of all limits, which stands still while loops are compiled."""
+    return time.perf_counter() - compiled_s()
 
 
 def time_left_s() -> float:
-    """Seconds until the time is over, negative afterwards, infinite where there is no limit."""
-    return _LIMIT.get()[0] - time.perf_counter()
+    """Return the seconds until the time is over, negative afterwards, infinite without a limit."""
+    return _LIMIT.get()[0] - clock_s()
 
 
 def check_time() -> None:
     """Do nothing while there is time."""
     ends_s, limit_s = _LIMIT.get()
-    if time.perf_counter() > ends_s:
+    if clock_s() > ends_s:
         within = f"within {limit_s:.3g} s" if limit_s >= 0 else "before the time limit"
         raise OutOfTime(
             f"no schedule was found {within}",
@@ -70,7 +67,7 @@ Status = Literal["optimal", "found", "infeasible", "unknown"]
 
 @dataclass(frozen=True)
 class CpOutcome:
-    """What the solver said."""
+    """Result of the solver."""
 
     status: Status
     solver: Any

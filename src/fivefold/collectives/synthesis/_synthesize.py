@@ -19,10 +19,10 @@ from fivefold.collectives.schedules import (
 )
 from fivefold.collectives.schedules.bounds import Bound
 from fivefold.collectives.schedules.timing import MODELS, CostModel, with_times
-from fivefold.collectives.synthesis._instance import bound_of, compile_pricing
+from fivefold.collectives.synthesis._instance import bound_of
 from fivefold.collectives.synthesis._methods import METHODS, SHARES, Request, in_auto
 from fivefold.collectives.synthesis._sketch import Sketch
-from fivefold.collectives.synthesis._solver import SLACK_S, time_left_s, time_limit
+from fivefold.collectives.synthesis._solver import SLACK_S, clock_s, time_left_s, time_limit
 from fivefold.errors import (
     ConfigurationError,
     DataError,
@@ -42,7 +42,7 @@ _OPTIMAL = 1e-9  # relative: a schedule this close to the bound is optimal
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesisOptions:
-    """How to search.
+    """Options of a search.
 
     Args:
         model: Cost model by which schedules are compared and timed.
@@ -79,7 +79,7 @@ class SynthesisOptions:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one method came to."""
+    """Result of one method."""
 
     method: str
     time_s: float | None
@@ -172,7 +172,6 @@ def synthesize(
     """
     chosen = SynthesisOptions() if options is None else options
     _check(method, size_bytes, time_limit_s)
-    compile_pricing()
     request = Request(
         collective=_asked(collective, topology.num_ranks, chosen.root),
         free=isinstance(collective, str),
@@ -180,7 +179,7 @@ def synthesize(
         size_bytes=float(size_bytes),
         model=chosen.model,
         sketch=sketch,
-        deadline_s=time.perf_counter() + time_limit_s,
+        deadline_s=clock_s() + time_limit_s,
         seed=chosen.seed,
         progress=chosen.progress,
     )
@@ -331,7 +330,7 @@ class _Search:
         """Return the request with the time that a method may take."""
         if self.method != "auto" or name not in SHARES:
             return self.request
-        ends_s = time.perf_counter() + self.request.left_s(SHARES[name])
+        ends_s = clock_s() + self.request.left_s(SHARES[name])
         return replace(self.request, deadline_s=ends_s)
 
     def _consider(self, schedule: Schedule, name: str, solver_s: float) -> float:

@@ -25,12 +25,11 @@ from fivefold.collectives.schedules.timing import with_times
 from fivefold.collectives.synthesis._instance import (
     bound_of,
     by_inversion,
-    compile_pricing,
     schedule_of,
 )
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._sketched import Sketched, derive_sketch, sketched
-from fivefold.collectives.synthesis._solver import SLACK_S, OutOfTime, time_limit
+from fivefold.collectives.synthesis._solver import SLACK_S, OutOfTime, clock_s, time_limit
 from fivefold.collectives.synthesis._taccl_order import (
     Prices,
     Timed,
@@ -118,7 +117,6 @@ def taccl(
         >>> taccl(reduce_scatter(3), net, size_bytes=3e3).schedule.num_transfers
         6
     """
-    compile_pricing()
     with time_limit(time_limit_s, slack_s=SLACK_S):
         if sketch is None:
             sketch = derive_sketch(topology, collective, size_bytes=size_bytes)
@@ -161,7 +159,8 @@ class _Run:
         self.stages: dict[str, Any] = {"routing_s": 0.0, "ordering_s": 0.0, "scheduling_s": 0.0}
 
     def find(self, collective: Collective, topology: Topology, plan: Sketch) -> Schedule:
-        self.deadline_s = time.perf_counter() + self.time_limit_s
+        """Search the stages of TACCL; return the best schedule."""
+        self.deadline_s = clock_s() + self.time_limit_s
         self.sketch = sketched(collective, topology, plan)
         self.prices = prices_of(self.sketch.logical, size_bytes=self.size_bytes)
         # Routes without a solver come first: there is something to return whenever time is over.
@@ -185,7 +184,7 @@ class _Run:
         return best
 
     def _left_s(self, share: float = 1.0) -> float:
-        return max(self.deadline_s - time.perf_counter(), 0.0) * share
+        return max(self.deadline_s - clock_s(), 0.0) * share
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -198,7 +197,7 @@ class _Run:
             self.progress(line)
 
     def _improved(self, greedy: Routing, bounds_s: list[float]) -> Iterator[Schedule]:
-        """Schedules by the solver, until one meets the lower bound; the routings' bounds."""
+        """Yield the solver's schedules until one meets the lower bound; note routings' bounds."""
         logical = self.sketch.logical
         least_s = bound_of(logical.collective, logical.topology, self.size_bytes).seconds
         enough_s, best_s = least_s * (1 + 1e-9), float("inf")
@@ -213,7 +212,7 @@ class _Run:
         yield from self._jointly(best_s, enough_s)
 
     def _jointly(self, best_s: float, enough_s: float) -> Iterator[Schedule]:
-        """Shorter schedules from routes and times together, in the time that is left."""
+        """Yield shorter schedules from routes and times together, in the time that is left."""
         sketch, prices = self.sketch, self.prices
         for detour in (0, 1, 2):
             left_s = self._left_s()
@@ -236,7 +235,7 @@ class _Run:
                     yield schedule
 
     def _routings(self, greedy: Routing) -> Iterator[tuple[Routing, bool]]:
-        """Symmetric routes, then free ones, then the greedy ones where no solver found any."""
+        """Yield symmetric routes, then free ones, then greedy ones where no solver found any."""
         pairs = int(candidates(self.sketch).sum())
         if pairs > _MOST_PAIRS:
             message = f"{pairs} choices of chunk and link are too many for the routing model"
@@ -309,7 +308,7 @@ class _Run:
     def _timed(
         self, moves: Sequence[tuple[int, int]], times_s: tuple[list[float], list[float]] | None
     ) -> Schedule:
-        """The moves in the order of their times, else as listed, with the times they really get."""
+        """Return moves in order of their times, else as listed, with the times they really get."""
         logical = self.sketch.logical
         attributes = {"sketch": self.sketch.sketch.name}
         order = schedule_of(logical, moves, times_s=times_s, name="taccl", attributes=attributes)
@@ -318,7 +317,7 @@ class _Run:
 
 
 def _places_beside(sketch: Sketched, timed: Timed) -> list[int]:
-    """For each transfer the place of its link among those between the same two ranks."""
+    """Return by transfer the place of its link among those between the same two ranks."""
     instance = sketch.logical
     counts: dict[tuple[int, int], int] = {}
     places = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from fivefold.collectives.synthesis._instance import Instance, Logical
 from fivefold.collectives.synthesis._sketched import Sketched
-from fivefold.collectives.synthesis._solver import CpOutcome, check_time, new_model, solve
+from fivefold.collectives.synthesis._solver import CpOutcome, check_time, clock_s, new_model, solve
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def chunk_by_chunk(
 
 
 def parents_of(instance: Instance, moves: Sequence[tuple[int, int]]) -> list[int]:
-    """For each transfer the one that brings its chunk to its source; -1 where it is held."""
+    """Return by transfer the one that brings its chunk to its source; -1 where it is held."""
     brought = {
         (chunk, int(instance.targets[link])): number for number, (chunk, link) in enumerate(moves)
     }
@@ -75,7 +74,7 @@ def best_order(
     seed: int = 0,
 ) -> Timed:
     """Return the best of several list schedules."""
-    deadline_s = time.perf_counter() + time_limit_s
+    deadline_s = clock_s() + time_limit_s
     instance = sketch.logical
     parents = parents_of(instance, moves)
     tails, weights = _tails(prices, moves, parents), _weights(moves, parents)
@@ -88,7 +87,7 @@ def best_order(
     ]
     found: Timed | None = None
     attempt = 0
-    while attempt < len(priorities) or (time.perf_counter() < deadline_s and attempt < 200):
+    while attempt < len(priorities) or (clock_s() < deadline_s and attempt < 200):
         if attempt < len(priorities):
             priority = priorities[attempt]
         else:
@@ -119,7 +118,7 @@ def _own_first(sketch: Sketched, moves: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _tails(prices: Prices, moves: Sequence[tuple[int, int]], parents: list[int]) -> list[int]:
-    """Time from the start of each transfer to the last arrival that depends on it."""
+    """Return the time from each transfer's start to the last arrival that depends on it."""
     tails = [int(prices.delays[link]) for _, link in moves]
     for number in reversed(range(len(moves))):
         parent = parents[number]
@@ -255,7 +254,7 @@ class _Joining:
             self._add_link(link, numbers, _LARGEST_MESSAGE if joins else 1)
 
     def _own_resources(self, link: int) -> bool:
-        """Whether no other link shares the resources: then the order on it is the only one."""
+        """Return whether no other link shares the resources: its order is then the only one."""
         return all(self.users[resource] == {link} for resource in self.instance.resources[link])
 
     def _add_link(self, link: int, numbers: list[int], largest: int) -> None:
@@ -281,7 +280,7 @@ class _Joining:
             self.model.add_exactly_one(options)
 
     def _add_shared(self) -> None:
-        """Consecutive users of a resource that several links share keep their order."""
+        """Keep the order of consecutive users of a resource that several links share."""
         for resource, links in self.users.items():
             check_time()
             if len(links) < 2:
@@ -298,6 +297,7 @@ class _Joining:
                 self.model.add(self.starts[after] >= free)
 
     def result(self, outcome: CpOutcome) -> Timed:
+        """Return the times of a solution."""
         starts = tuple(outcome.value(start) for start in self.starts)
         arrivals = tuple(outcome.value(arrival) for arrival in self.arrivals)
         return Timed(self.timed.moves, starts, arrivals, outcome.value(self.length)).in_order()

@@ -37,7 +37,7 @@ class Routing:
 
 
 def candidates(sketch: Sketched, *, detour: int = 0) -> NDArray[np.bool_]:
-    """Links that a chunk may take: those on its shortest paths in hops, and ``detour`` more."""
+    """Return links that a chunk may take: on its shortest paths in hops, and ``detour`` more."""
     instance = sketch.logical
     kept = np.zeros(sketch.allowed.shape, np.bool_)
     for chunk in range(instance.num_chunks):
@@ -114,7 +114,7 @@ class _Model:
         return self.starts[orbit]
 
     def _add_trees(self) -> None:
-        """One way into each receiver, at most one elsewhere, and only from where the chunk is."""
+        """Require one way into a receiver, at most one elsewhere, only from where the chunk is."""
         first = self.orbits.representative_ranks()
         into: dict[tuple[int, int], list[int]] = {}
         out_of: dict[tuple[int, int], list[int]] = {}
@@ -162,7 +162,7 @@ class _Model:
             self.loads.append(load)
 
     def _add_cuts(self) -> None:
-        """A chunk that a box lacks enters it over one of the links between boxes at least."""
+        """Require that a chunk that a box lacks enters it over at least one link between boxes."""
         ends = self.instance
         for box in self.sketch.needs_cut():
             entering: dict[int, list[Any]] = {}
@@ -207,7 +207,7 @@ class _Model:
         return begins
 
     def _add_own_first(self, begins: dict[int, Any]) -> None:
-        """A sender between boxes sends its own chunks before those that it passes on."""
+        """Order the sends of each link between boxes: own chunks before those passed on."""
         crossing: dict[int, tuple[list[int], list[int]]] = {}
         for chunk, link in self.pairs:
             if self.sketch.logical.crosses[link]:
@@ -233,7 +233,7 @@ class _Model:
         return chunk_by_chunk(self.prices, order, [starts[pair] for pair in order], length)
 
     def _add_objective(self) -> None:
-        """T first; then the policy of the switches and the balance of the links."""
+        """Minimise T first, then by the policy of the switches and the balance of the links."""
         scale = round(1 / _POLICY_WEIGHT)
         chunk = int(np.median(self.prices.delays)) if len(self.prices.delays) else 1
         objective = scale * self.length
@@ -248,7 +248,7 @@ class _Model:
         self.model.minimize(objective)
 
     def bound(self, objective: float) -> int:
-        """Least T of a routing, from a bound of the objective: what else it can add comes off."""
+        """Return the least T of a routing: the objective's bound less all else it can add."""
         few = int(np.count_nonzero(self.sketch.policies > 0))
         added = few * (int(np.median(self.prices.delays)) if len(self.prices.delays) else 1)
         minmax = self.sketch.sketch.balance == "minmax"  # the largest load is T at most
@@ -324,7 +324,7 @@ def route(
 
 
 def greedy_routes(sketch: Sketched, prices: Prices) -> Routing:
-    """A routing without a solver: chunk after chunk the fastest tree, loaded links costing more."""
+    """Route without a solver: chunk after chunk by the fastest tree, loaded links costing more."""
     instance = sketch.logical
     loads = [0] * instance.num_resources
     out_of: list[list[int]] = [[] for _ in range(instance.num_ranks)]

@@ -258,7 +258,7 @@ def _plan(network: Network, roots: list[int], optimum: Fraction, k: int | None) 
 def _search(
     network: Network, roots: list[int], rate: FixedRate, connections: str
 ) -> tuple[FixedRate, list[SpanningTree]]:
-    """Trees at this rate, or at slower and slower ones where switches copy too little."""
+    """Search trees at this rate, or at slower and slower ones where switches copy too little."""
     for attempt in range(_FINE_ATTEMPTS + _COARSE_ATTEMPTS):
         counts = [rate.k * number for number in roots]
         try:
@@ -355,7 +355,7 @@ def _best(
 
 
 def _counts(packing: TreePacking) -> list[int]:
-    """Chunks per root worth trying: powers of two below k, then k times powers of two."""
+    """Return chunks per root worth trying: powers of two below k, then k times powers of two."""
     ranks = packing.topology.num_ranks
     roots = 1 if packing.root is not None else ranks
     most = max(1, _MOST_TRANSFERS // (roots * max(1, ranks - 1)))
@@ -445,7 +445,7 @@ class _Table:
 
 
 def _shares(packing: TreePacking, chunks: int) -> list[Longs]:
-    """Chunk numbers of each tree: whole rounds by multiplicity, the rest where links are idle."""
+    """Deal chunks to trees: whole rounds by multiplicity, the rest where links are idle."""
     trees = packing.trees
     rounds, rest = divmod(chunks, packing.k)
     counts = [rounds * tree.multiplicity for tree in trees]

@@ -250,7 +250,7 @@ _LABEL_BYTES = 4
 
 
 class HostGroup(Protocol):
-    """What the ranks can do without a switch; every rank of the job calls the same in one order.
+    """Sums without a switch; every rank of the job calls the same in one order.
 
     Both must end in bounded time, with an ``OSError`` or a ``RuntimeError`` where a rank is gone.
 
@@ -276,7 +276,7 @@ class HostGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AggregationOptions:
-    """How a client uses a switch.
+    """Settings of a switch's client.
 
     Args:
         window: Chunks under way at a time; the switch may grant fewer.
@@ -304,7 +304,7 @@ class AggregationOptions:
 
 @dataclass(frozen=True)
 class AggregationOutcome:
-    """How an all-reduce went; the same on all ranks but for the reason.
+    """Outcome of an all-reduce; the same on all ranks but for the reason.
 
     Attributes:
         chunks: Chunks of the buffer; 0 where the switch was not asked.

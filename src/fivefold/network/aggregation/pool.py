@@ -28,7 +28,7 @@ Reply = tuple[str, tuple[int, ...], Frame]  # job, ranks, frame
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchState:
-    """What a switch reports of itself.
+    """Report of a switch about itself.
 
     Attributes:
         slots_total: Slots that it has.

@@ -26,7 +26,7 @@ _CLOSED = "the peer closed the connection"
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """Kinds of frames."""
 
     JOIN = 1
     WELCOME = 2

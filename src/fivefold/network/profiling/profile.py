@@ -180,11 +180,6 @@ class Profile:
     def _table(self, read: Any) -> FloatArray:
         return np.array([[read(fit) for fit in row] for row in self._fits], np.float64)
 
-    def predict_s(self, source: int, target: int, size_bytes: float) -> float:
-        """Return the time of one message between two ranks, by the fitted line."""
-        fit = self._fits[source][target]
-        return fit.alpha_s + fit.beta_s_per_byte * size_bytes
-
     @property
     def rates_bytes_per_s(self) -> FloatArray:
         """One over beta; ``inf`` where no time grew with the size; float64 [ranks, ranks]."""

@@ -30,7 +30,7 @@ _LONG_ROW = 64  # links; a ring over thousands of ranks is not compared link by 
 
 
 class Incidence(NamedTuple):
-    """Which rows load which links: a sparse matrix by rows."""
+    """Links that each row loads: a sparse matrix by rows."""
 
     offsets: Any  # int64 [rows + 1]
     links: Any  # int32 [entries]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -182,10 +182,16 @@ class SimulationResult:
         return self._rates_at(self.position_of(name))
 
     def link_rates(self, link: int) -> tuple[FloatArray, FloatArray]:
-        """Return the load of a link over time.
+        """Return the load of a link over time, as `load_of` gives that of its flows."""
+        routes = self.table.routes
+        owners = np.searchsorted(routes.offsets, np.flatnonzero(routes.links == link), "right") - 1
+        return self.load_of(owners.tolist())
+
+    def load_of(self, tasks: Iterable[int]) -> tuple[FloatArray, FloatArray]:
+        """Return the sum of some flows' rates over time.
 
         Args:
-            link: Its index.
+            tasks: Their positions.
 
         Returns:
             Times in seconds, and bytes per second from each time to the next.
@@ -193,10 +199,8 @@ class SimulationResult:
         Raises:
             ConfigurationError: Rates were not recorded.
         """
-        routes = self.table.routes
-        owners = np.searchsorted(routes.offsets, np.flatnonzero(routes.links == link), "right") - 1
         times, steps = [np.zeros(0)], [np.zeros(0)]
-        for task in owners.tolist():
+        for task in tasks:
             at_s, rate = self._rates_at(task)
             times.append(at_s)
             steps.append(np.diff(rate, prepend=0.0))

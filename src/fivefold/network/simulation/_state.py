@@ -135,7 +135,7 @@ LOG = np.dtype([("time_s", "f8"), ("level", "f8"), ("bundle", "i8")])
 
 
 class Loads(NamedTuple):
-    """What the solver of rates reads and writes."""
+    """State that the solver of rates reads and writes."""
 
     bundles: Any  # BUNDLE [bundles + 1]
     entries: Any  # ENTRY [entries]

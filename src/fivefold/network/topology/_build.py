@@ -17,7 +17,7 @@ _MOST_LINKS = 1_000_000
 
 @dataclass(frozen=True)
 class Wire:
-    """What a link is like: bandwidth and latency as text with units or as numbers, and count."""
+    """Kind of link: bandwidth and latency as text with units or as numbers, and count."""
 
     bandwidth: str | float
     latency: str | float = 0.0

@@ -172,7 +172,7 @@ class Aggregation:
 
 @dataclass(frozen=True, slots=True)
 class SwitchAbility:
-    """What a forwarding node can do besides forwarding.
+    """Abilities of a forwarding node besides forwarding.
 
     Args:
         node: Its name.

@@ -97,7 +97,7 @@ _GENERATORS: Mapping[str, _Generator] = {
 
 
 class Catalogue(NamedTuple):
-    """What :func:`parse_topology` knows by name."""
+    """Names that :func:`parse_topology` knows."""
 
     machines: Mapping[str, str]
     generators: Mapping[str, tuple[str, str]]
