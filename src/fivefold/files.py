@@ -73,7 +73,7 @@ _STORAGE_HINTS = {
 
 @dataclass(frozen=True)
 class _Form:
-    """What a kind of text is called, how large it may be, and how its errors end."""
+    """Name, most bytes and error of a kind of text."""
 
     name: str
     most_bytes: int

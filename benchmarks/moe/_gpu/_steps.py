@@ -86,7 +86,7 @@ def machine(bench: Bench, _allowed: set[str]) -> None:
         bench.row("multiprocessors", "", properties.multi_processor_count)
         bench.row("memory", "bytes", properties.total_memory)
     say(event="machine", step=bench.step, versions=found)
-    from fivefold.moe.kernels.sync import clear_kernel  # noqa: PLC0415 - triton may be missing
+    from benchmarks.moe._gpu._clear import clear_kernel  # noqa: PLC0415 - triton may be missing
 
     words = torch.full((3000,), 7, dtype=torch.int32, device=bench.device)
     bench.run(lambda: clear_kernel[1,](words, 2999), words)

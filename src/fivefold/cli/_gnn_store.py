@@ -47,7 +47,6 @@ DiskOption = Annotated[
 PolicyOption = Annotated[
     str, typer.Option(help="Cache contents: static, or belady for a fixed order of batches.")
 ]
-LayoutOption = Annotated[str, typer.Option(help="Order of rows: gray or minhash.")]
 SegmentOption = Annotated[
     int | None, typer.Option(min=1, help="Batches per segment; left out, the cheapest.")
 ]
@@ -149,7 +148,6 @@ def plan_command(  # noqa: PLR0913 - the command's options
     device_memory: DeviceOption = "0 B",
     disk: DiskOption | None = None,
     policy: PolicyOption = "static",
-    layout: LayoutOption = "gray",
     segment_batches: SegmentOption = None,
     output: _PlanOutput = None,
     estimated: _Estimate = False,
@@ -189,7 +187,6 @@ def plan_command(  # noqa: PLR0913 - the command's options
             budgets,
             _probe(samples.parent),
             policy=_one_of("policy", policy, ("static", "belady")),
-            layout=_one_of("layout", layout, ("gray", "minhash")),
             segment_batches=segment_batches,
         )
     if output is not None:
@@ -333,7 +330,6 @@ def _facts_of_samples(sampled: SampleFile) -> dict[str, Any]:
 def _facts_of_plan(plan: Plan) -> dict[str, Any]:
     return {
         "policy": plan.policy,
-        "layout": plan.layout,
         "segment_batches": plan.segment_batches,
         "device_rows": len(plan.device_rows),
         "host_rows": plan.num_host_slots,

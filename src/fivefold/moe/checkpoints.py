@@ -327,7 +327,9 @@ class _Files(Mapping[str, torch.Tensor]):
             found = read_json(folder / _INDEX)["weight_map"]
             places = {name: folder / file for name, file in found.items()}
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise DataError(f"{folder / _INDEX} is damaged: {error!r}") from error
+            raise DataError(
+                f"{folder / _INDEX} is damaged: {error!r}", hint="download it again"
+            ) from error
         missing = sorted({str(place) for place in places.values() if not place.is_file()})
         if missing:
             raise DataError(
@@ -347,7 +349,10 @@ class _Files(Mapping[str, torch.Tensor]):
         for file in files:
             for name in self._file(file).keys():  # noqa: SIM118 - no mapping: it has keys() only
                 if name in places:
-                    raise DataError(f"{name} is in {places[name]} and in {file}")
+                    raise DataError(
+                        f"{name} is in {places[name]} and in {file}",
+                        hint="give one of the files, or a folder that holds one model",
+                    )
                 places[name] = file
         return places
 
@@ -366,7 +371,10 @@ class _Files(Mapping[str, torch.Tensor]):
         try:
             tensor: torch.Tensor = self._file(file).get_tensor(name)
         except self._module.SafetensorError as error:
-            raise DataError(f"{file} does not have {name!r}, which its index says") from error
+            raise DataError(
+                f"{file} does not have {name!r}, which its index says",
+                hint="download the model again",
+            ) from error
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -122,7 +122,7 @@ class Job:
             run()
 
     def stamp(self) -> None:
-        """On CUDA: wait until the issued work has ended, and note when that was."""
+        """Wait on CUDA until the issued work has ended, and note when that was."""
         if self._handover is not None and self._error is None:
             self._handover.synchronize()
             self.completed_at_s = time.perf_counter()
@@ -189,6 +189,7 @@ class _Handover:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
+        """Run a block on the side streams, after what the launching streams had queued."""
         with contextlib.ExitStack() as stack:
             for side, started in zip(self._streams, self._started, strict=True):
                 side.wait_event(started)
@@ -197,10 +198,12 @@ class _Handover:
             self._ended = [_recorded(side) for side in self._streams]
 
     def hold_current_streams(self) -> None:
+        """Let the current streams wait for the job's work; the host goes on."""
         for side, ended in zip(self._streams, self._ended, strict=True):
             torch.cuda.current_stream(side.device).wait_event(ended)
 
     def synchronize(self) -> None:
+        """Block the host until the job's work has ended."""
         for ended in self._ended:
             ended.synchronize()
 

@@ -65,22 +65,26 @@ class _Bucket:
 
     @property
     def own_bytes(self) -> int:
+        """Encoded bytes of the slice that this rank owns."""
         return self.wire_bytes[self.rank]
 
     @property
     def own_elements(self) -> int:
+        """Elements of the slice that this rank owns."""
         return self.bounds[self.rank + 1] - self.bounds[self.rank]
 
     @property
     def sent_bytes(self) -> int:
-        """Send all slices but the own one to their owners, then the own one to all the others."""
+        """Bytes this rank sends: the others' slices to their owners, then its own to each."""
         return sum(self.wire_bytes) - self.own_bytes + (len(self.wire_bytes) - 1) * self.own_bytes
 
     @property
     def room_bytes(self) -> int:
+        """Bytes of a buffer that holds all encoded slices, or the own one of every rank."""
         return max(sum(self.wire_bytes), len(self.wire_bytes) * self.own_bytes)
 
     def slices(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return one view of a flat payload per rank."""
         at = self.start
         return [flat[at + a : at + b] for a, b in pairwise(self.bounds)]
 

@@ -268,7 +268,7 @@ class GradientHooks:
         return args, kwargs | {"closure": swapping}
 
     def complete(self) -> None:
-        """Before a launch: where the loop took no step, take it with what arrived."""
+        """Take the step with what arrived, before a launch, where the loop took none."""
         if not self._swapped:
             self._step_with_what_arrived()
         elif len(self._stepped) < len(self._optimizers):

@@ -206,11 +206,11 @@ class ElasticTransport:
         return self._all_reduce
 
     def state_dict(self) -> dict[str, Any]:
-        """Membership is never resumed: a worker that starts again joins again."""
+        """Return nothing: a worker that starts again joins again, membership is never resumed."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is kept."""
+        """Do nothing; ``state_dict()`` is empty."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Do nothing: ``join`` brings the state, parameters among it."""
@@ -277,7 +277,7 @@ class ElasticTransport:
     # -- membership -------------------------------------------------------------------------------
 
     def _silent_members(self, decision: Decision) -> list[str]:
-        """Who may have the job's state, where none of the voters has.
+        """Return who may have the job's state, where none of the voters has.
 
         Newcomers alone must not start a second job while a worker of the first is only slow.
         """

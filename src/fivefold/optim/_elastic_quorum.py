@@ -21,7 +21,7 @@ JOINING = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Ballot:
-    """What a worker tells the lighthouse."""
+    """Message of a worker to the lighthouse, to be read by all workers."""
 
     worker: str  # unique name of the process
     # Number of the all-reduce that is voted on; -1 for a worker that wants to join.
@@ -46,7 +46,7 @@ class Ballot:
         return self.turn == JOINING
 
     def to_data(self) -> dict[str, Any]:
-        """As the lighthouse carries it."""
+        """Return the fields as the lighthouse carries them."""
         return asdict(self)
 
 
@@ -61,7 +61,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What all who read the same ballots do next."""
+    """Next step of all workers that read the same ballots."""
 
     turn: int  # number of the all-reduce that was voted on; -1 at the start of a job
     history: str  # digest of this decision and all before it
@@ -77,7 +77,7 @@ class Decision:
     missing: tuple[str, ...] = ()
 
     def copiers_from(self, worker: str) -> list[str]:
-        """Workers that copy their state from this one."""
+        """Return the workers that copy their state from this one."""
         return [name for name, (source, _) in self.sources.items() if source == worker]
 
 
@@ -160,7 +160,7 @@ def _screen(
 
 
 def _seat(current: Sequence[Ballot], newcomers: Sequence[Ballot]) -> tuple[Member, ...]:
-    """Members keep their slots; newcomers get the lowest free ones."""
+    """Seat newcomers in the lowest free slots; members keep theirs."""
     seats = {ballot.slot: ballot for ballot in current}
     slot = 0
     for ballot in newcomers:

@@ -53,7 +53,7 @@ _LIVE = re.compile(r'class="heartbeat\s*"\s*>\s*(\S+): seen ')
 
 
 def lighthouse_url(address: str) -> str:
-    """``host:port`` or a URL as the URL that torchft wants."""
+    """Return ``host:port`` or a URL as the URL that torchft wants."""
     bare = address.removeprefix("http://").rstrip("/")
     host, _, port = bare.rpartition(":")
     if not host or not port.isdigit():
@@ -63,7 +63,7 @@ def lighthouse_url(address: str) -> str:
 
 
 class ElasticServices:
-    """What one worker needs to vote, to be found and to hand its state on."""
+    """Client of the lighthouse, address and state server of one worker."""
 
     def __init__(
         self, lighthouse: str, *, host: str | None, timeout_s: float, quorum_timeout_s: float
@@ -132,14 +132,14 @@ class ElasticServices:
                 time.sleep(10 * _POLL_S)
 
     def silent_workers(self, voters: Collection[str]) -> list[str]:
-        """Workers that are alive but are not among the voters of a quorum.
+        """Return workers that are alive but are not among the voters of a quorum.
 
         A quorum does not say so; the lighthouse's page does.
         """
         return sorted(set(_LIVE.findall(self._page())) - set(voters))
 
     def _ended(self) -> set[str]:
-        """Workers that the lighthouse knows, and has not heard for longer than its timeout."""
+        """Return workers that the lighthouse has not heard for longer than its timeout."""
         page = self._page()
         return set(_HEARD.findall(page)) - set(_LIVE.findall(page))
 
@@ -190,7 +190,7 @@ class ElasticServices:
         self._state_server.close()
 
     def _beat(self) -> None:
-        """Be alive from now on, in a native thread: a long step never looks like a death."""
+        """Send heartbeats from now on, in a native thread: a long step never looks like a death."""
         if self._heart is not None:
             return
         from torchft.coordination import ManagerServer  # noqa: PLC0415 - optional, slow
@@ -227,7 +227,7 @@ class ElasticServices:
 
 
 class ArrivalDeadline:
-    """How long to wait for a sum, from how long the last ones took.
+    """Longest wait for a sum, from how long the last ones took.
 
     A worker that vanished without a word is noticed after a few times the usual, with no constant
     to guess. A deadline that was missed is doubled for the next try, up to the longest there is, so
@@ -337,6 +337,7 @@ class _StateServer:
         self.address = f"http://{host}:{server.socket.getsockname()[1]}/checkpoint/"
 
     def serve(self, state: object, *, turn: int) -> None:
+        """Offer the state to peers that name this all-reduce."""
         self._transport.send_checkpoint([], turn, state, self._timeout)
 
     def retire(self) -> None:
@@ -346,12 +347,14 @@ class _StateServer:
         self._transport._step = -1  # noqa: SLF001 - as above
 
     def fetch(self, address: str, *, turn: int) -> Any:
+        """Return the state that a peer offers at ``address`` for this all-reduce."""
         with warnings.catch_warnings():
             # torch's streamed load warns that what it gives must not be written to.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             return self._transport.recv_checkpoint(0, address, turn, self._timeout)
 
     def close(self) -> None:
+        """End the server and free its port."""
         self._transport.shutdown(wait=True)
         self._transport._server.server_close()  # noqa: SLF001 - as above
 

@@ -139,7 +139,7 @@ class FlatGroup:
                 view.copy_(stage)
 
     def _stage(self, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """Room for so many live elements beside the outer state, kept for the next piece."""
+        """Return room for so many live elements beside the outer state, kept for the next piece."""
         stage = self._stages.get(dtype)
         if stage is None or stage.numel() < size:
             room = max(size, _CPU_PIECE_ELEMENTS)
@@ -162,7 +162,7 @@ class FlatGroup:
         torch._foreach_copy_(parts, views)
 
     def shaped(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Views of one buffer in the shapes of the parts."""
+        """Return views of one buffer in the shapes of the parts."""
         shapes = [local.shape for local in self.parts()]
         parts = torch.split(buffer, [shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -252,7 +252,7 @@ class Fragment(FragmentState):
         return arrived
 
     def _finish_compute(self) -> None:
-        """On CUDA: let the local steps end, which the host has only queued.
+        """Let the local steps end on CUDA, which the host has only queued.
 
         Once a round, so that what is measured from here on (the waits, the seconds per step that
         the automatic tau is set by) are the device's times and not those of the queue.
@@ -317,7 +317,7 @@ class Fragment(FragmentState):
         self._finite = measured.all_finite() and averaged.all_finite()
 
     def _average(self, task: MergeTask, reading: MetadataReading | None) -> PieceStatistics:
-        """Buffers are averaged by the delay-corrected merge, whatever the rule is."""
+        """Average the buffers by the delay-corrected merge, whatever the rule is."""
         plain = None
         if task.coefficients is not None and reading is not None:
             scale = 1.0 / reading.total_weight
@@ -380,7 +380,7 @@ class Fragment(FragmentState):
         )
 
     def _first_non_finite(self) -> int:
-        """Number, from 1, of this worker's first tensor with a non-finite payload; 0 for none."""
+        """Return the number, from 1, of the first tensor with a non-finite payload; 0 for none."""
         found = 0
         if not self._finite:
             groups = [*self.groups, *self.averaged]

@@ -160,14 +160,14 @@ def _cut(parameters: list[torch.nn.Parameter], number: int) -> list[list[torch.n
 
 
 def averaged_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Floating-point buffers of the state dict, each once."""
+    """Return the floating-point buffers of the state dict, each once."""
     kept = set(model.state_dict(keep_vars=True))
     found = [b for name, b in model.named_buffers() if name in kept and b.is_floating_point()]
     return list(dict.fromkeys(found))
 
 
 def fixed_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Frozen parameters and the buffers that are not averaged."""
+    """Return the frozen parameters and the buffers that are not averaged."""
     averaged = set(averaged_buffers(model))
     frozen = [p for p in dict.fromkeys(model.parameters()) if not p.requires_grad]
     return [*frozen, *(b for b in dict.fromkeys(model.buffers()) if b not in averaged)]
@@ -270,7 +270,7 @@ def find_worker(
 
 
 def parameter_shapes(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
-    """Names, local shapes and data types, for the comparison of the ranks."""
+    """Return names, local shapes and data types, for the comparison of the ranks."""
     named = model.named_parameters()
     return [(name, tuple(local_tensor(p).shape), str(p.dtype)) for name, p in named]
 

@@ -85,7 +85,7 @@ def require_own(path: Path, *, rank: int) -> Path:
 
 
 class _OuterSyncHooks:
-    """What differs from Lightning's ``DDPStrategy``, whose methods come after these."""
+    """Overrides of Lightning's ``DDPStrategy``, whose own methods come after these."""
 
     rule: OuterRule
     options: dict[str, Any]
@@ -103,6 +103,7 @@ class _OuterSyncHooks:
         """Leave the model as it is."""
 
     def setup(self, trainer: Any) -> None:
+        """Make the ``OuterSync`` once model and optimizers are set up; only to fit."""
         super().setup(trainer)  # type: ignore[misc]
         if trainer.state.fn == "fit":
             self._sync = OuterSync(
@@ -112,6 +113,7 @@ class _OuterSyncHooks:
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *arguments: Any, **options: Any
     ) -> Any:
+        """Step the optimizer, and the outer rule after the last one."""
         result = super().optimizer_step(optimizer, closure, *arguments, **options)  # type: ignore[misc]
         if (
             self._sync is not None
@@ -126,16 +128,19 @@ class _OuterSyncHooks:
         self._enter_anchor()
 
     def on_validation_end(self) -> None:
+        """Put the rank's own parameters back."""
         self._leave_anchor()
         super().on_validation_end()  # type: ignore[misc]
 
     def on_train_end(self) -> None:
+        """Apply all work under way and leave all replicas equal."""
         if self._sync is not None:
             self._sync.finalize()
             self._sync = None
         super().on_train_end()  # type: ignore[misc]
 
     def on_exception(self, *arguments: Any) -> None:
+        """Put the rank's own parameters back before Lightning tidies up."""
         self._leave_anchor()
         super().on_exception(*arguments)  # type: ignore[misc]
 
@@ -156,6 +161,7 @@ class _OuterSyncHooks:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
+        """Write Lightning's checkpoint, and beside it a file of each rank's own state."""
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
         if self._sync is None or "optimizer_states" not in checkpoint:  # weights only
             return
@@ -168,10 +174,12 @@ class _OuterSyncHooks:
             write_own(self._own_file(Path(filepath)), state)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint with this rank's own file."""
         super().remove_checkpoint(filepath)  # type: ignore[misc]
         self._own_file(Path(filepath)).unlink(missing_ok=True)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *arguments: Any, **options: Any) -> Any:
+        """Read a checkpoint, and note where this rank's own file lies."""
         self._resume = Path(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, *arguments, **options)  # type: ignore[misc]
 

@@ -30,7 +30,7 @@ from fivefold.optim._update import (
 
 @dataclass(frozen=True, kw_only=True)
 class MergeTask:
-    """What one pass has to do."""
+    """Orders for one pass over a fragment."""
 
     coefficients: OuterCoefficients | None  # scalars of the outer step; None where nothing arrived
     send: bool  # whether a payload is to be sent
@@ -255,7 +255,7 @@ def outer_coefficients(
 def _norms(
     penalty: GapPenalty, reading: MetadataReading, *, elements: int, shard_sum: ShardSum
 ) -> tuple[float, float]:
-    """Norms of the last movement and of the pseudo-gradient before it, over all shards."""
+    """Return the norms of the last movement and of the pseudo-gradient before it, of all shards."""
     move, received = reading.agreed(reading.move), reading.agreed(reading.delta)
     move_square, delta_square, total = shard_sum(
         [move * move, received * received, float(elements)]

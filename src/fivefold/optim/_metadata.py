@@ -18,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class MetadataReading:
-    """What all ranks wrote into the metadata of one all-reduce, in slot order.
+    """Entries of all ranks in the metadata of one all-reduce, in slot order.
 
     Each rank has a slot of its own, so a sum over the ranks is a table of what each rank wrote, the
     same bit for bit everywhere. All decisions of the engine (staleness gap, tau, replica check) are
@@ -49,7 +49,7 @@ class MetadataReading:
         return math.fsum(self.weight)  # sum() rounds by Python's version
 
     def fits(self, world_size: int) -> bool:
-        """Whether it has this many slots; not after a resume on another number of workers."""
+        """Return whether it has this many slots; not so after a resume on other workers."""
         return len(self.weight) == world_size
 
     def require_weights_alike(self) -> None:
@@ -62,7 +62,7 @@ class MetadataReading:
             raise ConfigurationError(message, hint="call step(weight=...) on every rank or nowhere")
 
     def agreed(self, values: list[float]) -> float:
-        """Mean over the ranks that took part, for values that are equal up to rounding."""
+        """Return the mean over the ranks that took part; the values are equal up to rounding."""
         taken = [v for v, weight in zip(values, self.weight, strict=True) if weight > 0]
         return math.fsum(taken) / len(taken) if taken else 0.0
 
@@ -113,7 +113,7 @@ class MetadataReading:
             )
 
     def numbers(self) -> dict[str, Any]:
-        """Plain numbers, for a checkpoint."""
+        """Return plain numbers, for a checkpoint."""
         return asdict(self)
 
     @classmethod

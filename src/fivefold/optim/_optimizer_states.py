@@ -108,7 +108,7 @@ class StateFragment(Fragment):
         self._look()
 
     def _agree_inside(self) -> None:
-        """States are sharded as their parameters are; only the weight is to be agreed on."""
+        """Agree on the weight alone; states are sharded as their parameters are."""
         worker = self._shared.worker
         if worker is not None and self._state.weight is not None:
             (self._state.weight,) = worker.sum([self._state.weight])

@@ -137,7 +137,7 @@ class OuterOptimizerStep:
         self._optimizer = fresh
 
     def _blank_state(self) -> dict[int, Any]:
-        """State of the same structure as after a step, from a step that moves only copies.
+        """Return a state of the structure after a step, from a step that moves only copies.
 
         Loaders that fill a prepared structure need it; ``steps`` says that it means nothing yet.
         """

@@ -24,7 +24,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class MessageTimes:
-    """How long messages take: of a part of the model with the share s, ``fixed + s * whole``.
+    """Times of messages; for a share s of the model, ``fixed + s * whole``.
 
     Args:
         fixed_s: For each codec the seconds of a message of nothing; the order of the codecs is

@@ -42,7 +42,7 @@ _ENDS = ("synchronous_start", "synchronous_end", "total_steps")  # which nearly 
 
 @dataclass(frozen=True, kw_only=True)
 class OuterRule:
-    """What every rule has; use one of its subclasses.
+    """Base of all outer rules; use one of its subclasses.
 
     Attributes:
         tau: Local steps per round; "auto" or ``AutoTau(...)`` for as few as hide the

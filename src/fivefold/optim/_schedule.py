@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """What to do now, in this order."""
+    """Orders for the boundary that has been reached, in this order."""
 
     # Round whose all-reduce is waited for and merged first; None if none is.
     arriving_round: int | None

@@ -36,7 +36,7 @@ _NORMS = ("last_move", "last_delta")
 
 @dataclass(frozen=True, kw_only=True)
 class StateForm:
-    """How one rank's state is written by parameter, and read again."""
+    """Form of a rank's state by parameter, in which checkpoints hold it."""
 
     fragments: list[Fragment]
     worker: WorkerGroup | None

@@ -51,7 +51,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RowShare:
-    """Which rows of every tensor a rank owns."""
+    """Rows of every tensor that a rank owns: part ``place`` of ``count``."""
 
     place: int = 0
     count: int = 1
@@ -182,10 +182,11 @@ class _RowBlock:
 
     @property
     def num_elements(self) -> int:
+        """Elements of these rows."""
         return self.num_rows * (self.tensor.numel() // max(self.tensor.shape[0], 1))
 
     def rows(self, place: int) -> torch.Tensor:
-        """These rows of the part at ``place``; fewer where that part is shorter."""
+        """Return these rows of the part at ``place``; fewer where that part is shorter."""
         part = _rows(self.tensor, place, self.count)
         first = min(self.first, part.shape[0])
         return part.narrow(0, first, min(self.num_rows, part.shape[0] - first))
@@ -276,7 +277,7 @@ def _given_ranks(shard_group: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...]
 
 
 def _sharded_ranks(model: torch.nn.Module, *, peers: set[int]) -> tuple[int, ...] | None:
-    """Ranks over which this model's parameters are sharded; None where they are not."""
+    """Return the ranks over which this model's parameters are sharded; None where they are not."""
     found: dict[tuple[int, ...], str] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):

@@ -92,7 +92,7 @@ class OuterState:
         return norm / self.usual_norm if known else 0.0
 
     def numbers(self) -> dict[str, Any]:
-        """Plain numbers, for a checkpoint."""
+        """Return plain numbers, for a checkpoint."""
         plain = dict(vars(self))
         return plain | {name: float(plain[name]) for name in ("last_move", "last_delta")}
 
@@ -154,7 +154,7 @@ def _buffers(group: FlatGroup, only: Sequence[str] | None) -> dict[str, torch.Te
 
 @dataclass(kw_only=True)
 class EngineContext:
-    """What all fragments of one engine share."""
+    """Rule, transport and settings that all fragments of one engine share."""
 
     rule: OuterRule  # the outer rule
     transport: Transport  # what moves the sums

@@ -175,20 +175,8 @@ class OuterSync:
         self._late = LateParameters(model)
         self._adopting = False
         require_codec_for(rule, codec, transport)
-        self._context = EngineContext(
-            rule=rule,
-            transport=self._transport,
-            meter=self._meter,
-            inner_lr=self._inner_lr,
-            check_every_rounds=check_every_rounds,
-            timeout_s=timeout_s,
-            worker=self._worker,
-            pending=lambda: self._late.announced,
-            name_of=self._name_of,
-            on_non_finite=self._begin_again,
-            on_reading=self._read,
-            outer_device=outer_device_of(outer_device),
-            outlier_factor=require_outlier_factor(outlier_factor),
+        self._context = self._make_context(
+            timeout_s=timeout_s, outer_device=outer_device, outlier_factor=outlier_factor
         )
         self._extras = state_extras(rule, may_lose=may_lose(self._transport))
         self._fragments = make_fragments(model, self._context, extras=self._extras)
@@ -204,6 +192,26 @@ class OuterSync:
             may_lose=may_lose(self._transport),
         )
         self._start_equal(model)
+
+    def _make_context(
+        self, *, timeout_s: float, outer_device: str, outlier_factor: float | None
+    ) -> EngineContext:
+        """Return what all fragments share, after a check of the two options."""
+        return EngineContext(
+            rule=self._rule,
+            transport=self._transport,
+            meter=self._meter,
+            inner_lr=self._inner_lr,
+            check_every_rounds=self._check_every_rounds,
+            timeout_s=timeout_s,
+            worker=self._worker,
+            pending=lambda: self._late.announced,
+            name_of=self._name_of,
+            on_non_finite=self._begin_again,
+            on_reading=self._read,
+            outer_device=outer_device_of(outer_device),
+            outlier_factor=require_outlier_factor(outlier_factor),
+        )
 
     def step(self, weight: float | None = None) -> None:
         """Count one local step; wait, merge and launch where the rule says so.

@@ -47,7 +47,7 @@ _WORTH_HIDING = 0.1  # of a step; less waiting is not worth a rule that learns l
 
 @dataclass(frozen=True, kw_only=True)
 class JobTimes:
-    """What a job was measured to take, on its slowest rank.
+    """Measured times of a job, on its slowest rank.
 
     Args:
         ranks: Ranks of the default process group.

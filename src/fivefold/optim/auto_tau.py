@@ -134,7 +134,7 @@ def named_auto_tau(tau: str | AutoTau) -> AutoTau:
 
 @dataclass(frozen=True, kw_only=True)
 class _Need:
-    """What the last rounds ask for; ``bare`` steps of delay are too few for this round as it is."""
+    """Choice from the last rounds; ``bare`` steps of delay are too few for this round as it is."""
 
     choice: RoundChoice
     bare: float
@@ -223,7 +223,7 @@ class TauController:
         return int(self.settings.patience * _PATIENCE_GROWTH**self._growths)
 
     def local_tau(self, rank: int) -> int:
-        """Local steps of this rank in the coming round; ``tau`` unless ``balance`` is on."""
+        """Return this rank's local steps in the coming round; ``tau`` unless ``balance`` is on."""
         return self._balance.steps[rank] if self.settings.balance else self.tau
 
     def begin_at(self, state: dict[str, Any]) -> None:

@@ -121,7 +121,7 @@ class ExactCodec(Codec):
         return "fp32"
 
     def encoded_bytes(self, num_elements: int) -> int:
-        """Four bytes per element."""
+        """Return four bytes per element."""
         return 4 * num_elements
 
     def encode_with_feedback_(
@@ -164,7 +164,7 @@ class CastCodec(Codec):
         return "bf16" if self.dtype == torch.bfloat16 else "fp16"
 
     def encoded_bytes(self, num_elements: int) -> int:
-        """Two bytes per element."""
+        """Return two bytes per element."""
         return 2 * num_elements
 
     def encode_with_feedback_(
@@ -250,7 +250,7 @@ class BlockCodec(Codec):
         return self.block
 
     def encoded_bytes(self, num_elements: int) -> int:
-        """Two bytes per block begun, ``bits`` per element, filled up to an even number."""
+        """Return two bytes per block begun and ``bits`` per element, made an even number."""
         data_bytes = -(-num_elements * self.bits // 8)
         return _WORD_BYTES * (self._num_blocks(num_elements) + -(-data_bytes // _WORD_BYTES))
 
@@ -391,7 +391,7 @@ class TopKCodec(Codec):
         return self.block
 
     def encoded_bytes(self, num_elements: int) -> int:
-        """Four bytes per block begun, and its bits; filled up to an even number."""
+        """Return four bytes per block begun and its bits, filled up to an even number."""
         whole, rest = divmod(num_elements, self.block)
         data_bytes = whole * self._row_bytes(self.block)
         if rest:

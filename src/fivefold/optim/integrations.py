@@ -144,6 +144,7 @@ class _Synchroniser:
         return wrapped
 
     def on_train_begin(self, *_: Any, model: torch.nn.Module, optimizer: Any, **__: Any) -> None:
+        """Make the ``OuterSync``, and go on from this rank's own file after a resume."""
         self._model = self._trainer.accelerator.unwrap_model(model)
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._sync = OuterSync(self._model, self._optimizer, rule=self._rule, **self._options)
@@ -155,10 +156,12 @@ class _Synchroniser:
             self._sync.load_state_dict(state["sync"])
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Count a local step."""
         assert self._sync is not None, "on_train_begin comes first"
         self._sync.step()
 
     def on_save(self, _: Any, trained: Any, *__: Any, **___: Any) -> None:
+        """Write this rank's own state beside the checkpoint."""
         assert self._sync is not None, "on_train_begin comes first"
         folder = Path(self._trainer.args.output_dir) / f"{_CHECKPOINT}-{trained.global_step}"
         state = {
@@ -169,6 +172,7 @@ class _Synchroniser:
         write_own(_own_file(folder), state)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Apply all work under way and leave all replicas equal."""
         assert self._sync is not None, "on_train_begin comes first"
         self._sync.finalize()
         self._sync = None

@@ -67,7 +67,7 @@ class PendingAllReduce(Protocol):
 
 
 class Transport(Protocol):
-    """What the engine needs of the world.
+    """Collectives and membership as the engine needs them.
 
     ``world_size`` is the number of slots that ranks can have; a transport whose membership
     changes keeps it and leaves slots empty.
@@ -111,7 +111,7 @@ class Transport(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold of the transport (error feedback); its shape never varies."""
+        """Return the state for a checkpoint (error feedback); its shape never varies."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -358,7 +358,7 @@ class ProcessGroupTransport:
             self._thread.submit(run, tensors=tensors, what=what).wait()
 
     def _buckets(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Views of a tensor that cover it once; a collective on nothing is left out."""
+        """Return views of a tensor that cover it once; a collective on nothing is left out."""
         if tensor.nbytes <= self._bucket_bytes:
             return [tensor] if tensor.numel() else []
         if not tensor.is_contiguous():

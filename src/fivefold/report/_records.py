@@ -58,7 +58,7 @@ class Lab(Record):
 
 
 class StartedRun(Record):
-    """What every manifest says: label, ranks, versions, command and machine."""
+    """Common part of all manifests: label, ranks, versions, command and machine."""
 
     schema_version: int = Field(alias="schema")
     fivefold: str
@@ -74,7 +74,7 @@ class StartedRun(Record):
 
 
 class Manifest(StartedRun):
-    """What was started: method, hosts and lab beside what every manifest says."""
+    """Manifest of a training run: method, hosts and lab beside the common part."""
 
     method: str
     hosts: PositiveInt | None = None
@@ -83,7 +83,7 @@ class Manifest(StartedRun):
 
 
 class LoggedPoint(Record):
-    """What every line of a log says: when."""
+    """Common part of all lines of a log: step and time."""
 
     step: NonNegativeInt
     wall_s: _Seconds
@@ -139,7 +139,7 @@ class TauPoint(LoggedPoint):
 
 
 class MixturePoint(LoggedPoint):
-    """Where the routers sent the tokens since the line before; lists are by block."""
+    """Tokens by expert since the line before; lists are by block."""
 
     blocks: tuple[NonNegativeInt, ...]
     ranks: PositiveInt = 1
@@ -157,7 +157,7 @@ class MixturePoint(LoggedPoint):
 
 
 class LinkBytes(Record):
-    """What the counters of a network interface moved by during the run."""
+    """Bytes that a network interface sent and received during the run."""
 
     interface: str | None = None
     sent: NonNegativeInt
@@ -276,7 +276,7 @@ class GraphFacts(Record):
 
 
 class GraphManifest(StartedRun):
-    """What was started."""
+    """Manifest of a run of a graph neural network."""
 
     mode: str
     model: str
@@ -284,7 +284,7 @@ class GraphManifest(StartedRun):
 
 
 class DataCounts(Record):
-    """What the data path of rank 0 did so far."""
+    """Counts of rank 0's data path so far."""
 
     rows: dict[str, int] = Field(default_factory=dict)
     row_bytes: NonNegativeInt = 0

@@ -18,7 +18,7 @@ from fivefold.report.summary import RunSummary, caveats, headline, summarise
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What every form of a report (text, HTML, JSON) is made of.
+    """Content of a report in all its forms (text, HTML, JSON).
 
     Attributes:
         runs: The runs, baselines first.

@@ -27,7 +27,7 @@ _Interval = tuple[float, float]
 
 
 class RankOverlap(BaseModel):
-    """What one rank's training thread did while messages were in flight.
+    """Time of one rank's training thread while messages were in flight.
 
     Attributes:
         rank: The rank.

@@ -146,7 +146,7 @@ class LaneSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class LaneLoad:
-    """What one of several asks of a lane, in steps.
+    """Load that one of several puts on a lane, in steps.
 
     Args:
         kind: Its colour.

@@ -48,7 +48,7 @@ _STRUCTURE = "structure"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
-    """What was written."""
+    """Path and size of a written checkpoint."""
 
     path: Path
     num_bytes: int

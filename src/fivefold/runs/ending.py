@@ -19,7 +19,7 @@ _INTERRUPTED = 130
 
 
 class StopRequest:
-    """Whether this process was asked to write a checkpoint and end."""
+    """Flag of this process: whether it was asked to write a checkpoint and end."""
 
     def __init__(self) -> None:
         self.requested = False

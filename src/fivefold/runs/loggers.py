@@ -37,7 +37,7 @@ _Record = tuple[int, dict[str, float]]
 
 @dataclass(frozen=True)
 class _Logger:
-    """What takes records, a step's numbers each, and what is told how the run ended."""
+    """Receiver of records, a step's numbers each, which is told how the run ended."""
 
     log: Callable[[list[_Record]], None]
     end: Callable[[str], None]  # "finished", "stopped" or "failed"

@@ -78,7 +78,7 @@ class LinkMeter:
 
 
 class ProcessMeter:
-    """What this process got of its machine since the meter was made: processor time and memory."""
+    """Meter of this process's processor time and memory since it was made."""
 
     def __init__(self, before: dict[str, Any] | None = None) -> None:
         self._before = before or {"wall_s": 0.0, "cpu_s": 0.0, "queued_s": 0.0}

@@ -47,7 +47,7 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What may be chosen; None means every value that divides, of ``tensor`` inside a node.
+    """Choices of a search; None means every value that divides, of ``tensor`` inside a node.
 
     Args:
         num_gpus: GPUs to use, all of them.
@@ -237,7 +237,7 @@ def _evens_out(model: ModelSpec, stages: int) -> bool:
 
 @dataclass(frozen=True)
 class Pattern:
-    """What of an outer choice decides which switches mean something."""
+    """Facts of an outer choice that decide which switches mean something."""
 
     split: bool
     copies: bool

@@ -63,7 +63,7 @@ def kinds_of(
 
 @dataclass(frozen=True)
 class ErrorBar:
-    """How far measured times lie from predicted ones, for nine rows of ten like it.
+    """Distance of measured times from predicted ones, for nine rows of ten like it.
 
     Args:
         share: Measured lies between predicted / (1 + share) and predicted x (1 + share).

@@ -23,7 +23,7 @@ _KEYS = {"model", "gpus", "global_batch", "seq_len", "search", "plan", "adapters
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be planned.
+    """Model, search space and given plan of a planning task.
 
     Args:
         model: What is trained.

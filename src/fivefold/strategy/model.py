@@ -356,12 +356,11 @@ class ModelSpec:
         }[letter]  # fmt: skip
         return own + self.norm_parameters + self.adapter_parameters(*BLOCKS[letter])
 
-    def flops_per_sequence(self, *, recompute: bool = False, causal_half: bool = False) -> float:
+    def flops_per_sequence(self, *, recompute: bool = False) -> float:
         """Return the FLOPs of forward and backward of one sample, as papers count them.
 
         Args:
             recompute: Count the forward of every layer twice (HFU, the 96-form of GPT).
-            causal_half: Count only the half of attention that a causal mask keeps.
 
         Examples:
             >>> gpt = ModelSpec(name="175B", num_layers=96, hidden=12288, num_heads=96,
@@ -379,7 +378,7 @@ class ModelSpec:
             number = self.num_layers * self.share_of(letter)
             layers += number * (passes + again) * 2.0 * self._active(parts)
             layers += number * (3.0 + again) * 2.0 * self._active(parts, adapters=True)
-        scores = self._score_flops() * (0.5 if causal_half else 1.0)
+        scores = self._score_flops()
         scans = 0.0 if self.mamba is None else self.mamba.scan_flops
         mixers = self.share_of("*") * scores + self.share_of("M") * scans
         layers += self.num_layers * (3.0 + again) * mixers

@@ -17,7 +17,7 @@ from fivefold.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape:
-    """What a schedule needs."""
+    """Bubble, stored activations and messages of a pipeline schedule."""
 
     bubble_s: Any
     stored: Any

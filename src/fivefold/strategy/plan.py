@@ -36,7 +36,7 @@ _TWO_CHUNKS = {"zb_v", "v_half", "v_min", "dualpipe_v"}
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """How a job is split.
+    """Split of a job over its GPUs.
 
     Args:
         global_batch: Samples of one iteration over all GPUs.

@@ -50,7 +50,7 @@ _ANOTHER = re.compile(r"\.\d|\d+(\.\d+)?[bm]|debug|distill|lite|mini|small|tiny"
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeVerdict:
-    """What was found of one recipe.
+    """Findings about one recipe.
 
     Args:
         path: The file.

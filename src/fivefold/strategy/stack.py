@@ -23,7 +23,7 @@ _DROPS = ("scores", "norm", "activation", "latent")
 
 @dataclass(frozen=True, kw_only=True)
 class StackSpec:
-    """What a training framework of one release does with a GPU.
+    """Properties of a training framework of one release on a GPU.
 
     Args:
         stack: Name of the stack.

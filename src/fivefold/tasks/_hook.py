@@ -80,7 +80,7 @@ class ChunkSender:
             self._changed.notify_all()
 
     def chunks_of(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of a bucket's chunks."""
+        """Return views of a bucket's chunks."""
         if self._chunk_bytes is None:
             return (buffer,)
         return torch.split(buffer, max(1, self._chunk_bytes // buffer.element_size()))
@@ -120,7 +120,7 @@ class ChunkSender:
                 return
 
     def _next(self, *, block: bool) -> tuple[Bucket, int] | None:
-        """The next chunk; None where there is none now (not blocking) or ever again (closed)."""
+        """Return the next chunk; None: none now (not blocking), or closed."""
         with self._changed:
             waited_s = 0.0
             while not self._closed:
@@ -135,7 +135,8 @@ class ChunkSender:
                 waited_s = waited_s + time.perf_counter() - before_s if self._ready else 0.0
                 if waited_s > self._timeout_s:
                     raise CommunicationError(
-                        f"bucket {self._order[0][0] if self._order else '?'} was not ready within "
+                        f"rank {dist.get_rank()}: bucket "
+                        f"{self._order[0][0] if self._order else '?'} was not ready within "
                         f"{self._timeout_s:g} s of others",
                         hint="every backward pass must reach all parameters, as DDP needs too",
                     )
@@ -274,7 +275,7 @@ class ScheduledReduction:
         return taken
 
     def waited(self) -> list[tuple[float, float]]:
-        """Stretches since the last call in which this rank stood still for gradients.
+        """Return the times since the last call in which this rank stood still for gradients.
 
         With ``update`` only; without it the backward pass itself waits, from ``handed_over_s`` on.
         """
@@ -325,7 +326,10 @@ class ScheduledReduction:
         try:
             dist.broadcast_object_list(made, group=self._group, group_src=0)
         except RuntimeError as error:
-            raise CommunicationError(f"the plan did not reach all ranks: {error}") from error
+            raise CommunicationError(
+                f"rank {self._group.rank()}: the plan did not reach all ranks: {error}",
+                hint="look at the other ranks' output: one of them probably ended first",
+            ) from error
         if isinstance(made[0], ConfigurationError):
             raise made[0]
         order: SendOrder = made[0]
@@ -334,7 +338,7 @@ class ScheduledReduction:
         return order
 
     def step(self) -> None:
-        """In place of ``optimizer.step()`` and ``zero_grad()`` where ``update`` was given.
+        """Do what ``optimizer.step()`` and ``zero_grad()`` do, where ``update`` was given.
 
         Updates what has arrived; the rest is updated before the forward pass that needs it.
 
@@ -349,7 +353,7 @@ class ScheduledReduction:
             self._apply(number)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that ``update`` made, one per parameter: for learning-rate schedules."""
+        """Return the optimizers that ``update`` made, one per parameter: for rate schedules."""
         return list(self._optimizers.values())
 
     def finish(self) -> None:
@@ -400,7 +404,7 @@ class ScheduledReduction:
             return error
 
     def _reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """DDP's hook: called when all gradients of a bucket are there."""
+        """Take a bucket as DDP's hook, which is called when all its gradients are there."""
         number, buffer = bucket.index(), bucket.buffer()
         now_s = time.perf_counter()
         if number == 0:
@@ -446,7 +450,9 @@ class ScheduledReduction:
         self._waits.append((begun_s, time.perf_counter()))
         if not there:
             raise CommunicationError(
-                f"the gradients of bucket {number} did not arrive within {self._timeout_s:g} s"
+                f"rank {self._group.rank()}: the gradients of bucket {number} did not arrive "
+                f"within {self._timeout_s:g} s",
+                hint="look at the other ranks' output, or raise timeout_s if they are only slow",
             )
         if bucket.error is not None:
             raise bucket.error
@@ -482,7 +488,7 @@ class ScheduledReduction:
             self._find_users(self._model.module, self._model.module)
 
     def _find_users(self, module: torch.nn.Module, user: torch.nn.Module) -> None:
-        """A module that only holds parameters is never called: who called is around it."""
+        """Note who uses which parameters; a module that only holds some is never called itself."""
         assert self._used_by is not None, "made by the caller"
         user = module if id(module) in self._called else user
         held = list(module.parameters(recurse=False))

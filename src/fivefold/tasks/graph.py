@@ -102,7 +102,7 @@ class CommunicationTask:
         return self.latency_s + size_bytes * self.cost_s_per_byte
 
     def chunks(self, chunk_bytes: int | None) -> tuple[int, ...]:
-        """Sizes of its chunks: all of ``chunk_bytes``, the last one smaller.
+        """Return the sizes of its chunks: all of ``chunk_bytes``, the last one smaller.
 
         Args:
             chunk_bytes: Largest chunk; None for one piece.

@@ -13,7 +13,7 @@ from fivefold.tasks.graph import CommunicationTask, ComputeTask, Task, TaskGraph
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """What a layer computes and sends in one iteration, for one rank.
+    """Compute and messages of a layer in one iteration, for one rank.
 
     Args:
         forward_s: Seconds of its forward pass.
@@ -113,7 +113,7 @@ def bucket_is_full(bucket_bytes: int | None, held_bytes: int) -> bool:
 
 
 def bucket_name(bucket: Sequence[int]) -> str:
-    """First and last layer of a bucket."""
+    """Return the name of a bucket by its first and last layer."""
     return f"{bucket[0]}" if len(bucket) == 1 else f"{bucket[0]}-{bucket[-1]}"
 
 
@@ -135,6 +135,7 @@ class _Builder:
         self._reduced: dict[int, str] = {}  # layer to the task that brings its gradients
 
     def forward(self, suffix: str = "", *, overlap: bool) -> None:
+        """Add the forward passes; with ``overlap`` each waits for its own gradients alone."""
         everything = tuple(dict.fromkeys(self._reduced.values()))
         for index, layer in enumerate(self._layers):
             own = (self._reduced[index],) if index in self._reduced else ()
@@ -142,6 +143,7 @@ class _Builder:
             self._pass(f"forward {index}{suffix}", layer, layer.forward_s, awaited)
 
     def backward(self, suffix: str = "") -> None:
+        """Add the layers' backward passes and the all-reduces of their gradients, by bucket."""
         self._reduced = {}
         bucket: list[int] = []
         for index in reversed(range(len(self._layers))):
@@ -220,7 +222,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationDemand:
-    """What one rank computes and sends in one iteration of a split job.
+    """Compute and messages of one rank in one iteration of a split job.
 
     A rank runs ``micro_batches`` times through ``segments`` equal runs of layers.
 
@@ -295,7 +297,7 @@ class _MeshBuilder:
         self._updated: dict[int, list[str]] = {}
 
     def graph(self) -> TaskGraph:
-        """Backward, reductions, update, forward, the other micro-batches."""
+        """Return backward, reductions, update, forward and the other micro-batches."""
         demand = self._demand
         segments = range(demand.segments)
         last_of_all = demand.segments - 1
@@ -329,7 +331,7 @@ class _MeshBuilder:
         return TaskGraph(tuple(self._tasks))
 
     def _others(self, count: int) -> None:
-        """Forward and backward of the micro-batches between the first and the last."""
+        """Add forward and backward of the micro-batches between the first and the last."""
         demand = self._demand
         before = self._last
         p2p = [
@@ -384,7 +386,7 @@ class _MeshBuilder:
                 self._reduced[i].append(name)
 
     def _update(self) -> None:
-        """The optimizer: all at once, or run by run where forward waits for its own only."""
+        """Add the optimizer: all at once, or run by run where forward waits for its own only."""
         demand, segments = self._demand, range(self._demand.segments)
         together = not self._overlap_forward
         everything = tuple(dict.fromkeys(n for names in self._reduced.values() for n in names))

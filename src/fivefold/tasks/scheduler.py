@@ -43,7 +43,7 @@ def communication_keys(graph: TaskGraph, ordering: Ordering) -> dict[str, float]
 
 
 def _by_need(graph: TaskGraph) -> dict[str, float]:
-    """The place in the program of the first compute task that waits, directly or through others."""
+    """Return the place of the first compute task that waits for each task, even indirectly."""
     place = {task.task_id: number for number, task in enumerate(graph.tasks)}
     needed: dict[str, float] = {}
     for name in reversed(graph.order):
@@ -135,6 +135,7 @@ class _Run:
         self._spans: list[TaskSpan] = []
 
     def until_done(self) -> list[TaskSpan]:
+        """Handle events until no task is left; return all spans."""
         for place, task in enumerate(self._tasks):
             if self._waits_for[place] == 0:
                 heapq.heappush(self._events, (task.release_s, 1, place, 0))

@@ -18,7 +18,7 @@ from fivefold.tasks.scheduler import Ordering, schedule_tasks
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCost:
-    """What is known of a gradient bucket."""
+    """Size and times of a gradient bucket."""
 
     size_bytes: int
     ready_s: float

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _Board:
-    """What the ranks have put up, by the running number of their collective."""
+    """Values that the ranks have put up, by the running number of their collective."""
 
     def __init__(self, world_size: int, *, timeout_s: float) -> None:
         self.world_size = world_size

@@ -32,7 +32,7 @@ _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|i
 
 
 class Tokenizer(Protocol):
-    """What the corpus and the model need of a tokenizer."""
+    """Tokenizer as the corpus and the model need it."""
 
     @property
     def vocab_size(self) -> int:

@@ -42,7 +42,7 @@ _LABELS = {
 
 
 class LanguageModel(Protocol):
-    """What the trainer needs of a model, beside being a ``torch.nn.Module``."""
+    """Model as the trainer needs it, beside being a ``torch.nn.Module``."""
 
     def loss(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:  # noqa: N803 - shape suffixes
         """Return the mean loss in nats per token."""
@@ -185,7 +185,7 @@ _LAB_VARIABLE = "FIVEFOLD_LAB"
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What one run reached, seen from this rank.
+    """Outcome of one run, seen from this rank.
 
     Args:
         output: The run's folder.

@@ -221,7 +221,7 @@ class OuterMethod(Method):
         self._timed(self._sync.step, name="outer step")
 
     def finalize(self) -> None:
-        """Drain: all replicas are equal afterwards."""
+        """Drain all that is under way: all replicas are equal afterwards."""
         self._timed(self._sync.finalize, name="drain")
 
     def evaluation(self) -> AbstractContextManager[None]:

@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedParts:
-    """What a step changes."""
+    """Objects that a step changes."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer

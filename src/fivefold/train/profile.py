@@ -50,7 +50,7 @@ class StepTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """What plain kernels reach on the device of a rank, all ranks at work, the slowest counted."""
+    """Rates of plain kernels on a rank's device, all ranks at work, the slowest counted."""
 
     product_flops: float
     copy_bytes_per_s: float

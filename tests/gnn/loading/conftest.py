@@ -63,7 +63,7 @@ def make_dataset(  # noqa: PLR0913 - settings of one graph, all by name
     return Dataset.open(folder)
 
 
-def make_store(folder, dataset, *, policy="static", layout="gray", epochs=1, **options):
+def make_store(folder, dataset, *, policy="static", epochs=1, **options):
     """Sample, plan and pack; budgets are given in rows."""
     fanouts, batch_size = options.get("fanouts", (4, 3)), options.get("batch_size", 9)
     topology = dataset.topology()
@@ -86,7 +86,6 @@ def make_store(folder, dataset, *, policy="static", layout="gray", epochs=1, **o
         budgets,
         Disk(),
         policy=policy,
-        layout=layout,
         segment_batches=options.get("segment_batches", 3),
         buffer_batches=0,
     )

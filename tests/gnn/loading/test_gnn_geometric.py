@@ -141,7 +141,7 @@ def test_the_adapter_serves_rows_through_pygs_own_interface(stores, dim, dtype):
     assert store.get_tensor("paper", "x", index=None) is None
     assert not store.put_tensor(x, None, "x", index=None)
     assert not store.remove_tensor(None, "x", None)
-    with pytest.raises(DataError, match="outside"):
+    with pytest.raises(DataError, match="there are"):
         store.get_tensor(None, "x", index=torch.tensor([500]))
     with pytest.raises(ConfigurationError, match="mask"):
         store.get_tensor(None, "x", index=mask[1:])

@@ -8,7 +8,6 @@ from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.storage import RowReader
 
 STRATEGIES = ["resident", "passes", "spill"]
-LAYOUTS = ["gray", "minhash"]
 
 
 def deliver(store, reader, record, host):
@@ -39,11 +38,10 @@ def check_store(world, store):
 
 
 @pytest.mark.parametrize("policy", ["static", "belady"])
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_row_of_every_batch_arrives(make_world, tmp_path, strategy, layout, policy):
+def test_every_row_of_every_batch_arrives(make_world, tmp_path, strategy, policy):
     world = make_world()
-    plan = world.plan(layout=layout, policy=policy, segment_batches=3)
+    plan = world.plan(policy=policy, segment_batches=3)
     with pack(
         world.features,
         world.samples,
@@ -108,7 +106,7 @@ def test_no_cache_and_caches_of_everything(make_world, tmp_path, policy, device,
 )
 def test_graphs_and_batches_of_odd_shapes(make_world, tmp_path, shape):
     world = make_world(**shape)
-    plan = world.plan(device=1, host=2, layout="gray")
+    plan = world.plan(device=1, host=2)
     with pack(
         world.features, world.samples, plan, tmp_path / "store", memory_bytes=2 << 20
     ) as store:
@@ -118,10 +116,9 @@ def test_graphs_and_batches_of_odd_shapes(make_world, tmp_path, shape):
 
 
 @pytest.mark.parametrize("policy", ["static", "belady"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_read_is_what_the_plan_said(make_world, tmp_path, layout, policy):
+def test_what_is_read_is_what_the_plan_said(make_world, tmp_path, policy):
     world = make_world(nodes=2000, seeds=400, batch_size=64, dim=50)
-    plan = world.plan(policy=policy, layout=layout, segment_batches=4, max_gap_bytes=0)
+    plan = world.plan(policy=policy, segment_batches=4, max_gap_bytes=0)
     with (
         pack(
             world.features, world.samples, plan, tmp_path / "store", memory_bytes=2 << 20
@@ -141,23 +138,3 @@ def test_what_is_read_is_what_the_plan_said(make_world, tmp_path, layout, policy
             private += record.num_private
         assert store.rows.sections["rows"].shape[0] == plan.predicted.packed_rows
         assert 0 < private < plan.predicted.packed_rows
-
-
-def test_shared_rows_and_private_chunks_as_published(make_world, tmp_path):
-    """DiskGNN's layout: rows of several batches of a segment first, then a chunk per batch."""
-    world = make_world(nodes=600, seeds=200)
-    plan = world.plan(layout="minhash", segment_batches=5)
-    with pack(
-        world.features, world.samples, plan, tmp_path / "store", memory_bytes=2 << 20
-    ) as store:
-        for first, stop in plan.segments:
-            records = [store.record(number) for number in range(first, stop)]
-            rows, uses = np.unique(
-                np.concatenate([record.cold_rows for record in records]), return_counts=True
-            )
-            shared = rows[uses > 1]
-            assert shared.max() < rows[uses == 1].min()
-            for record in records:
-                own = np.setdiff1d(record.cold_rows, shared)
-                assert len(own) == record.num_private
-                assert own.max() - own.min() + 1 == len(own)  # one extent

@@ -40,8 +40,8 @@ def test_from_a_data_set_to_a_store(run, tmp_path):
     sampled = run(*SAMPLE)
     assert sampled["fanouts"] == [4, 4]
     assert run(*SAMPLE)["fingerprint"] == sampled["fingerprint"]
-    planned = run(*PLAN, "--disk", "50 MB", "--policy", "belady", "--layout", "minhash")
-    assert (planned["policy"], planned["layout"]) == ("belady", "minhash")
+    planned = run(*PLAN, "--disk", "50 MB", "--policy", "belady")
+    assert planned["policy"] == "belady"
     packed = run("pack", "data", "s.fvf", "plan.fvf", "store", "--memory", "2 MB")
     assert packed["batches"] == sampled["batches"]
     assert packed["written_bytes"] >= planned["predicted"]["packed_bytes"]
@@ -66,8 +66,8 @@ def test_what_is_wrong_is_said(run):
     run(*SAMPLE)
     with pytest.raises(ConfigurationError, match="not a size"):
         run(*PLAN, "--disk", "50 XB")
-    with pytest.raises(ConfigurationError, match="layout is 'best'"):
-        run(*PLAN, "--disk", "50 MB", "--layout", "best")
+    with pytest.raises(ConfigurationError, match="policy is 'best'"):
+        run(*PLAN, "--disk", "50 MB", "--policy", "best")
     with pytest.raises(InfeasibleError, match="disk budget"):
         run(*PLAN, "--disk", "1 kB")
 

@@ -70,6 +70,19 @@ def test_times_are_those_that_were_measured(millions):
     assert seconds["epoch, data path"] == pytest.approx(rows["epoch, data path"], rel=0.15)
 
 
+def test_device_memory_holds_the_batches_in_flight_before_a_cache():
+    graph = KNOWN_GRAPHS["papers100M"]
+
+    def with_device(device_bytes):
+        budgets = Budgets(host_bytes=6 * 10**9, disk_bytes=10**12, device_bytes=device_bytes)
+        return estimate(graph, [10, 10], 1024, budgets, **SPEED)
+
+    none = with_device(0)
+    in_flight_bytes = 3 * none.nodes_per_batch * graph.row_bytes
+    assert with_device(int(0.9 * in_flight_bytes)).hit_rate == none.hit_rate
+    assert with_device(int(in_flight_bytes) + 10**9).hit_rate > none.hit_rate
+
+
 def test_more_memory_or_disk_never_costs_more():
     graph = KNOWN_GRAPHS["MAG240M"]
     most = [

@@ -1,15 +1,11 @@
-"""Layouts against slow references that say what they are."""
+"""The layout of a segment against slow references that say what it is."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.errors import ConfigurationError
 from fivefold.gnn.planning.id_sets import union_of
-from fivefold.gnn.planning.layout import Refinement, permutations, runs_of, segment_layout
-
-LAYOUTS = ["gray", "minhash"]
+from fivefold.gnn.planning.layout import Refinement, runs_of, segment_layout
 
 
 def gray_rank(mask):
@@ -34,13 +30,6 @@ def slow_gray(batches):
     return sorted(masks, key=lambda v: (gray_rank(masks[v]), v))
 
 
-def slow_shared(batches, key):
-    of = users(batches)
-    shared = sorted((v for v in of if len(of[v]) > 1), key=lambda v: (key(of[v]), v))
-    private = [v for i, _ in enumerate(batches) for v in of if of[v] == [i]]
-    return shared + private
-
-
 @st.composite
 def segments(draw, most_batches=9):
     num_nodes = draw(st.integers(1, 40))
@@ -50,9 +39,9 @@ def segments(draw, most_batches=9):
 
 
 @settings(max_examples=150, deadline=None)
-@given(segments(), st.sampled_from(LAYOUTS))
-def test_every_batch_finds_its_rows(batches, layout):
-    laid_out = segment_layout(batches, layout=layout)
+@given(segments())
+def test_every_batch_finds_its_rows(batches):
+    laid_out = segment_layout(batches)
     assert len(laid_out.rows) == len(batches)
     for number, ids in enumerate(batches):
         rows = laid_out.rows[number]
@@ -64,38 +53,20 @@ def test_every_batch_finds_its_rows(batches, layout):
 @settings(max_examples=100, deadline=None)
 @given(segments())
 def test_gray_orders_by_rank_of_the_mask_then_by_id(batches):
-    assert segment_layout(batches, layout="gray").order.tolist() == slow_gray(batches)
+    assert segment_layout(batches).order.tolist() == slow_gray(batches)
 
 
 def test_gray_takes_more_batches_than_a_word_has_bits(make_batches):
     source = make_batches(0, num_nodes=300, num_batches=150, share=0.3)
     batches = [np.sort(source.node_ids(i)) for i in range(150)]
-    assert segment_layout(batches, layout="gray").order.tolist() == slow_gray(batches)
-
-
-@settings(max_examples=100, deadline=None)
-@given(segments(), st.integers(0, 5))
-def test_minhash_is_the_published_key(batches, first):
-    total = first + len(batches) + 2
-    hashes = permutations(2, total)
-
-    def key(of):
-        return tuple(min(function[first + i] for i in of) for function in hashes)
-
-    laid_out = segment_layout(
-        batches,
-        layout="minhash",
-        first_batch=first,
-        num_batches=total,
-    )
-    assert laid_out.order.tolist() == slow_shared(batches, key)
+    assert segment_layout(batches).order.tolist() == slow_gray(batches)
 
 
 def test_where_every_mask_occurs_gray_is_the_reflected_code():
     # Id v is in the batches whose bits v has, so that all masks of 6 bits occur once.
     ids = np.arange(64)
     batches = [ids[(ids >> bit) & 1 == 1] for bit in range(6)]
-    gray = segment_layout(batches, layout="gray")
+    gray = segment_layout(batches)
     # The reflected code changes one bit from row to row: 2**t - 1 changes need 2**(t - 1) runs.
     assert [len(gray.runs(batch)[0]) for batch in range(6)] == [1, 1, 2, 4, 8, 16]
 
@@ -105,14 +76,9 @@ def test_where_every_mask_occurs_gray_is_the_reflected_code():
 def test_runs_of_a_batch_are_known_when_it_is_split_off(batches):
     union = union_of(batches)
     refinement = Refinement(len(union))
-    laid_out = segment_layout(batches, layout="gray")
+    laid_out = segment_layout(batches)
     for number, ids in enumerate(batches):
         starts, counts = refinement.split(union.locate(ids))
         starts = starts + len(union) - refinement.num_seen
         expected = runs_of(laid_out.rows[number])
         assert (starts.tolist(), counts.tolist()) == tuple(part.tolist() for part in expected)
-
-
-def test_what_is_not_allowed_is_refused():
-    with pytest.raises(ConfigurationError, match="use one of gray"):
-        segment_layout([], layout="sorted")

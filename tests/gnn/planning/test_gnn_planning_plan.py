@@ -37,7 +37,7 @@ def samples(make_batches):
 
 def layout_of(plan, segment, samples):
     batches = range(*plan.segments[segment])
-    return plan.lay_out(segment, [plan.cold_ids(b, samples.node_ids(b)) for b in batches])
+    return plan.lay_out([plan.cold_ids(b, samples.node_ids(b)) for b in batches])
 
 
 @pytest.fixture
@@ -69,13 +69,10 @@ def check_reads(extents_of):
 
 
 @pytest.mark.parametrize("policy", ["static", "belady"])
-@pytest.mark.parametrize("layout", ["gray", "minhash"])
 @pytest.mark.parametrize("row_bytes", [512, 1100])
-def test_predicted_reads_are_those_of_the_layouts(
-    check_reads, samples, disk, policy, layout, row_bytes
-):
+def test_predicted_reads_are_those_of_the_layouts(check_reads, samples, disk, policy, row_bytes):
     plan = plan_of(
-        samples, disk, cache_rows=100, device_rows=40, policy=policy, layout=layout,
+        samples, disk, cache_rows=100, device_rows=40, policy=policy,
         row_bytes=row_bytes, segment_batches=5,
     )  # fmt: skip
     check_reads(plan, samples)
@@ -134,7 +131,6 @@ def test_the_hottest_rows_go_by_count_then_by_id(counts, num_rows):
 
 
 @pytest.mark.parametrize("policy", ["static", "belady"])
-@pytest.mark.parametrize("layout", ["gray", "minhash"])
 @pytest.mark.parametrize(
     "batches",
     [
@@ -146,9 +142,9 @@ def test_the_hottest_rows_go_by_count_then_by_id(counts, num_rows):
     ],
 )
 @pytest.mark.parametrize("cache_rows", [0, 1, 100])
-def test_tiny_cases(check_reads, disk, policy, layout, batches, cache_rows):
+def test_tiny_cases(check_reads, disk, policy, batches, cache_rows):
     samples = Batches([np.array(ids, np.int64) for ids in batches], num_nodes=6)
-    plan = plan_of(samples, disk, cache_rows=cache_rows, policy=policy, layout=layout)
+    plan = plan_of(samples, disk, cache_rows=cache_rows, policy=policy)
     check_reads(plan, samples)
     if cache_rows == 100 and policy == "static":
         assert plan.predicted.cold_rows == plan.predicted.packed_rows == 0
@@ -208,20 +204,19 @@ def test_a_plan_survives_its_file(samples, disk, policy, tmp_path):
         assert np.array_equal(again.cold_ids(batch, ids), plan.cold_ids(batch, ids))
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", "[1]", '{"version": 2}', '{"version": 3}'])
+@pytest.mark.parametrize("text", [None, "", "{}", "[1]", '{"version": 3}', '{"version": 2}'])
 def test_foreign_plans_are_refused(tmp_path, text):
     path = tmp_path / "plan.fvf"
     sections = {"host_rows": (np.int64, (0,))}
     with ContainerWriter(path, kind="plan", sections=sections, attributes={"plan": text}) as made:
         made.commit().close()
-    with pytest.raises(DataError, match="version 3" if text == '{"version": 3}' else "no plan"):
+    with pytest.raises(DataError, match="version 2" if text == '{"version": 2}' else "no plan"):
         Plan.open(path)
 
 
 def test_wrong_arguments_are_refused(samples, disk):
     for options in (
         {"policy": "random"},
-        {"layout": "sorted"},
         {"segment_batches": 0},
         {"max_gap_bytes": -1},
         {"buffer_batches": -1},

@@ -34,10 +34,9 @@ def question(make_batches, disk):
     source = make_batches(5, num_nodes=900, num_batches=21, share=0.5)
     cold = [np.sort(source.node_ids(i)) for i in range(21)]
 
-    def ask(layout, gaps_bytes=(0, 4096, 16384)):
+    def ask(gaps_bytes=(0, 4096, 16384)):
         return SegmentQuestion(
             cold=KeptArrays(iter(cold), limit=900),
-            layout=layout,
             row_bytes=ROW_BYTES,
             disk=disk,
             gaps_bytes=gaps_bytes,
@@ -46,16 +45,13 @@ def question(make_batches, disk):
     return ask
 
 
-@pytest.mark.parametrize("layout", ["gray", "minhash"])
 @pytest.mark.parametrize("size", [1, 4, 21])
-def test_counted_reads_are_the_pages_of_the_layout(question, layout, size):
-    asked = question(layout, gaps_bytes=(0,))
+def test_counted_reads_are_the_pages_of_the_layout(question, size):
+    asked = question(gaps_bytes=(0,))
     reads = count_reads(asked, size)
     offset = 0
     for number, (first, stop) in enumerate(segments_of(21, size)):
-        laid_out = segment_layout(
-            asked.cold.segment(first, stop), layout=layout, first_batch=first, num_batches=21
-        )
+        laid_out = segment_layout(asked.cold.segment(first, stop))
         assert reads.segment_rows[number] == offset
         for batch in range(first, stop):
             pages = pages_of(laid_out.rows[batch - first].tolist(), ROW_BYTES, offset)
@@ -65,9 +61,9 @@ def test_counted_reads_are_the_pages_of_the_layout(question, layout, size):
 
 
 def test_the_gap_is_the_cheapest_one(question):
-    asked = question("minhash")
+    asked = question()
     chosen = count_reads(asked, 7)
-    alone = {gap: count_reads(question("minhash", (gap,)), 7) for gap in asked.gaps_bytes}
+    alone = {gap: count_reads(question((gap,)), 7) for gap in asked.gaps_bytes}
     least = min(reads.seconds for reads in alone.values())
     assert chosen.seconds == pytest.approx(least)
     assert chosen.read_bytes.tolist() == alone[chosen.max_gap_bytes].read_bytes.tolist()
@@ -75,7 +71,7 @@ def test_the_gap_is_the_cheapest_one(question):
 
 def test_one_window_over_all_batches_is_nearly_exact(question):
     """Only the place of a segment within a page is left out, so bytes differ by few pages."""
-    asked = question("gray", gaps_bytes=(0,))
+    asked = question(gaps_bytes=(0,))
     costs = WindowCosts(asked, 21)
     rows, _, read_bytes, requests, _ = costs.estimate(21)
     reads = count_reads(asked, 21)
@@ -84,10 +80,9 @@ def test_one_window_over_all_batches_is_nearly_exact(question):
     assert read_bytes == pytest.approx(int(reads.read_bytes.sum()), rel=0.03)
 
 
-@pytest.mark.parametrize("layout", ["gray", "minhash"])
 @pytest.mark.parametrize("disk_rows", [10_000, 3000, 1500])
-def test_the_search_finds_what_trying_all_sizes_finds(question, disk, layout, disk_rows):
-    asked = question(layout)
+def test_the_search_finds_what_trying_all_sizes_finds(question, disk, disk_rows):
+    asked = question()
     space = space_of(disk, disk_rows)
     found = search_segments(asked, space, segment_batches=None, num_passes=50)
     costs = {}
@@ -120,15 +115,15 @@ def space_of(disk, disk_rows):
 
 def test_too_small_a_disk_names_the_smallest_that_does(question, disk):
     with pytest.raises(InfeasibleError, match="disk_bytes=") as caught:
-        search_segments(question("gray"), space_of(disk, 200), segment_batches=None, num_passes=50)
+        search_segments(question(), space_of(disk, 200), segment_batches=None, num_passes=50)
     least = int(caught.value.hint.split("disk_bytes=")[1].split()[0])
     assert least % ROW_BYTES == 0
     enough = space_of(disk, least // ROW_BYTES)
-    found = search_segments(question("gray"), enough, segment_batches=None, num_passes=50)
+    found = search_segments(question(), enough, segment_batches=None, num_passes=50)
     assert int(found.reads.segment_rows[-1]) * ROW_BYTES <= least
     with pytest.raises(InfeasibleError):
         search_segments(
-            question("gray"),
+            question(),
             space_of(disk, least // ROW_BYTES - 1),
             segment_batches=None,
             num_passes=50,

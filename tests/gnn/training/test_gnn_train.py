@@ -158,7 +158,6 @@ def test_a_finished_run_can_be_made_longer(make_config):
     "changes",
     [
         {"plan": {"policy": "belady"}, "loader": {"shuffle": False}},
-        {"plan": {"layout": "minhash"}},
         {"plan": {"segment_batches": 1}, "data": {"mapped": True}},
         {"plan": {"segment_batches": 3}, "sampling": {"epochs": 2}},
         {"sampling": {"fanouts": (-1, 2)}, "validation": {"fanouts": (-1, -1)}},
@@ -166,7 +165,7 @@ def test_a_finished_run_can_be_made_longer(make_config):
         {"loader": {"verify": False}},
     ],
 )
-def test_policies_layouts_and_engines_train_and_resume(changes, make_config, monkeypatch):
+def test_policies_and_engines_train_and_resume(changes, make_config, monkeypatch):
     def changed(**options):
         config = make_config(checkpoint_every_steps=5, **options)
         tables = {

@@ -24,7 +24,7 @@ def test_another_run_in_the_folder_is_refused_before_sampling_and_packing(make_c
         train_graph(other)
     assert not (tmp_path / "other").exists()
     stores = {path.name for path in (tmp_path / "store").glob("store-*")}
-    plan = config.plan.model_copy(update={"layout": "minhash"})
+    plan = config.plan.model_copy(update={"segment_batches": 2})
     with pytest.raises(CheckpointError, match="another plan") as refused:
         train_graph(config.model_copy(update={"plan": plan}))
     assert "[plan]" in refused.value.hint

@@ -208,7 +208,7 @@ _NPY_SPLITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """What a path alone does not say.
+    """Options of a source: all that its path alone does not say.
 
     Attributes:
         kind: One of npy, ogb, mag240m, pyg and table; None: found from the path.

@@ -52,7 +52,7 @@ _ONE = np.uint64(1)
 
 @dataclass(frozen=True, kw_only=True)
 class GraphRecipe:
-    """What decides a generated graph."""
+    """Sizes, seed and random laws of a generated graph."""
 
     nodes: int
     dim: int
@@ -250,6 +250,7 @@ class _Generator:
     # --- edges --------------------------------------------------------------------------------
 
     def edges(self) -> _GeneratedEdges:
+        """Return the edges, drawn as they are read."""
         return _GeneratedEdges(self)
 
     def degrees(self, first: int, stop: int) -> Ids:
@@ -289,6 +290,7 @@ class _Generator:
     # --- features and labels ------------------------------------------------------------------
 
     def features(self) -> _GeneratedFeatures:
+        """Return the feature rows, drawn as they are read."""
         return _GeneratedFeatures(self)
 
     @cached_property
@@ -305,6 +307,7 @@ class _Generator:
         return rows
 
     def labels(self) -> LabelPart:
+        """Return the labels, drawn as they are read, and the node ids of the splits."""
         options, first, splits = self.options, 0, {}
         for name in ("train", "valid", "test"):
             count = min(round(getattr(options, name) * options.nodes), options.nodes - first)
@@ -370,6 +373,7 @@ class _GeneratedFeatures:
         self.dtype = np.dtype(generator.options.dtype)
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Array]:
+        """Yield the rows from ``first_row`` on, in blocks of at most ``max_rows``."""
         generator = self.generator
         group = generator.row_group
         step = max(1, max_rows // (2 * generator.threads) // group) * group

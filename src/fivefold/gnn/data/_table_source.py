@@ -142,7 +142,7 @@ class TableSource:
         return count
 
     def prepare(self, folder: Path, *, memory_bytes: int, progress: Progress | None) -> None:
-        """Number the nodes, where ids are names; their list goes to ``names.parquet``."""
+        """Number the nodes where ids are names; their list goes to ``names.parquet``."""
         if not self.text_ids:
             return
         if (folder / GRAPH_FILE).is_file():  # nothing will be asked of the edges
@@ -240,6 +240,7 @@ class _TableEdges:
         self.expected_edges = sum(size // 4 for size in sizes)
 
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
+        """Yield the edges from ``position`` on, in blocks of at most ``max_edges``."""
         for part, row in rest_of(self._batches(), position, max_edges):
             arrays = [column.to_numpy() for column in part.columns]
             yield EdgeBlock(arrays[0], arrays[1], row, arrays[2] if len(arrays) > 2 else None)

@@ -250,7 +250,7 @@ _MOST_CLASSES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class TableColumns:
-    """Which column is what, by name; of a table without header the names are 0, 1, 2, ...
+    """Names of the columns of tables; without a header they are 0, 1, 2, ...
 
     Attributes:
         source: Of the edge tables; None: the first column.
@@ -284,8 +284,11 @@ def check_column(table: TableReader, name: str | None) -> None:
 
 def check_whole(batch: Any, path: Path) -> None:
     """Raise where a field is empty."""
-    if any(column.null_count for column in batch.columns):
-        raise DataError(f"{path} has an empty field", hint="fill it or leave it out")
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if column.null_count:
+            raise DataError(
+                f"column {name!r} of {path} has an empty field", hint="fill it or leave it out"
+            )
 
 
 class NodeTable:
@@ -388,6 +391,7 @@ class NodeTable:
         return True
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Array]:
+        """Yield the feature rows from ``first_row`` on, in blocks of at most ``max_rows``."""
         batches = self.table.batches(self.feature_names, self._feature_types())
         for part, _ in rest_of(batches, first_row, max_rows):
             yield self._block(part)

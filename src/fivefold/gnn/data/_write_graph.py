@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.errors import DataError, InfeasibleError
@@ -352,7 +351,7 @@ def _without_duplicates(columns: dict[str, Array]) -> dict[str, Array]:
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeRules:
-    """What is done to edges before they are stored.
+    """Changes to the edges of a source before they are stored.
 
     Attributes:
         add_reverse: Store every edge in both directions.
@@ -476,13 +475,15 @@ def _check_ids(block: EdgeBlock, attributes: Mapping[str, Any]) -> None:
                 f" (edge {int(block.sources[wrong])} -> {int(block.targets[wrong])})",
                 hint="ids count from 0; give the number of nodes if it is larger",
             )
-    if block.weights is not None and not _is_weight(block.weights):
-        message = "an edge weight is negative, infinite or not a number"
-        raise DataError(message, hint="give finite weights of 0 or more")
-
-
-def _is_weight(weights: NDArray[np.float32]) -> bool:
-    return bool(np.isfinite(weights).all() and (weights >= 0).all())
+    if block.weights is not None:
+        bad = np.flatnonzero(~(np.isfinite(block.weights) & (block.weights >= 0)))
+        if bad.size:
+            wrong = int(bad[0])
+            raise DataError(
+                f"an edge weight is negative, infinite or not a number: {block.weights[wrong]} "
+                f"(edge {int(block.sources[wrong])} -> {int(block.targets[wrong])})",
+                hint="give finite weights of 0 or more",
+            )
 
 
 def _ruled(block: EdgeBlock, rules: EdgeRules) -> EdgeBlock:

@@ -136,7 +136,10 @@ def _positions(index: Any, count: int) -> Ids:
     array = index.cpu().numpy() if isinstance(index, Tensor) else np.atleast_1d(np.asarray(index))
     if array.dtype == np.bool_:
         if array.shape != (count,):
-            raise ConfigurationError(f"the mask has shape {array.shape}, the rows are {count}")
+            raise ConfigurationError(
+                f"the mask has shape {array.shape}, there are {count} rows",
+                hint=f"give a mask of shape ({count},)",
+            )
         return np.flatnonzero(array)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigurationError(
@@ -144,7 +147,10 @@ def _positions(index: Any, count: int) -> Ids:
             hint="use integers or a mask in one dimension, a slice, or None",
         )
     ids = array.astype(np.int64)
-    ids = np.where(ids < 0, ids + count, ids)
-    if len(ids) and not 0 <= ids.min() <= ids.max() < count:
-        raise DataError(f"the index has a row outside of 0..{count - 1}")
-    return ids
+    outside = (ids < -count) | (ids >= count)
+    if outside.any():
+        raise DataError(
+            f"the index has row {ids[outside][0]}, there are {count} rows",
+            hint=f"use {-count} to {count - 1}; below 0 counts from the end",
+        )
+    return np.where(ids < 0, ids + count, ids)

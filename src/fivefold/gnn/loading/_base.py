@@ -144,9 +144,12 @@ def checked_ids(ids: ArrayLike, num_nodes: int, *, distinct: bool = True) -> Ids
             f"ids go from {values.min()} to {values.max()}, the graph has {num_nodes} nodes",
             hint="ids of nodes count from 0",
         )
-    if distinct and np.unique(values).size != values.size:
-        message = "ids name a node twice"
-        raise ConfigurationError(message, hint="name each node once")
+    if distinct:
+        found, counts = np.unique(values, return_counts=True)
+        if found.size != values.size:
+            raise ConfigurationError(
+                f"ids name node {found[counts > 1][0]} twice", hint="name each node once"
+            )
     return np.ascontiguousarray(values, np.int64)
 
 

@@ -132,19 +132,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         self._buffers = buffer_count(
             batch_bytes=batch_bytes, memory_bytes=memory_bytes, prefetch=prefetch
         )
-        # Closed in this order: engines, then what from_dataset opened for them.
-        self._closing = contextlib.ExitStack()
-        readers = 2 if self._buffers >= _BUFFERS_FOR_TWO_READERS else 1
-        self._features: dict[str | None, FeatureStore] = {}
-        self._edges: dict[EdgeType | None, FeatureStore] = {}
-        for kind, rows in stores.items():
-            self._features[kind] = FeatureStore(
-                rows, device=settings.device, threads=threads, readers=readers, **settings.engine
-            )
-            self._closing.callback(self._features[kind].close)
-        for edge_type, rows in packed.edges.items():
-            self._edges[edge_type] = FeatureStore(rows, threads=threads, **settings.engine)
-            self._closing.callback(self._edges[edge_type].close)
+        self._open_engines(packed, settings, threads)
         super().__init__(settings, self._closing.close)
         pinned = settings.device.type == "cuda"
         self._ring = BufferRing(self._buffers, size_bytes=batch_bytes, pinned=pinned)
@@ -161,6 +149,24 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
             transfer=self._transfer,
             edges=self._edges,
         )
+
+    def _open_engines(
+        self, packed: Prepared, settings: LoaderSettings, threads: int | None
+    ) -> None:
+        """Open a reading engine for each store of rows of nodes and of edges."""
+        # Closed in this order: engines, then what from_dataset opened for them.
+        self._closing = contextlib.ExitStack()
+        readers = 2 if self._buffers >= _BUFFERS_FOR_TWO_READERS else 1
+        self._features: dict[str | None, FeatureStore] = {}
+        self._edges: dict[EdgeType | None, FeatureStore] = {}
+        for kind, rows in packed.nodes.items():
+            self._features[kind] = FeatureStore(
+                rows, device=settings.device, threads=threads, readers=readers, **settings.engine
+            )
+            self._closing.callback(self._features[kind].close)
+        for edge_type, rows in packed.edges.items():
+            self._edges[edge_type] = FeatureStore(rows, threads=threads, **settings.engine)
+            self._closing.callback(self._edges[edge_type].close)
 
     @classmethod
     def from_dataset(  # noqa: PLR0913 - those of NeighborLoader, and what is packed

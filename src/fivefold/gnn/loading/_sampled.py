@@ -273,7 +273,7 @@ class _TimedSeeds:
 
 @dataclasses.dataclass
 class _Reading:
-    """What was read so far; apart from the loader, so that its threads need not hold it."""
+    """Counts of all reads so far; not the loader's own, so that its threads need not hold it."""
 
     total: ReadStatistics = dataclasses.field(default_factory=ReadStatistics)
     edges: ReadStatistics = dataclasses.field(default_factory=ReadStatistics)
@@ -379,30 +379,36 @@ class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
             raise ConfigurationError(message, hint="give node_time or edge_time too")
         else:
             self._sampler = NeighborSampler(topology, fanouts, seed=seed, edge_ids=carried)
-        if self._sampler.topology.num_nodes != dataset.num_nodes:
-            raise ConfigurationError(
-                f"the topology has {self._sampler.topology.num_nodes} nodes, the data set "
-                f"{dataset.num_nodes}",
-                hint="give the topology of this data set, or None",
-            )
-        self._rows = open_rows(
-            dataset.features,
-            features,
-            cache_bytes=cache_bytes,
-            cache_policy=cache_policy,
-            **settings.engine,
-        )
-        self._edge_rows = None
-        if dataset.edge_features is not None:
-            self._edge_rows = DiskRows(dataset.edge_features, **settings.engine)
+        _check_topology(self._sampler.topology, dataset)
         self._read = _Reading()
-        closing = contextlib.ExitStack()
-        for opened in (self._rows, self._edge_rows):
-            if opened is not None:
-                closing.callback(opened.close)
-        super().__init__(seeds, batch_size, settings, closing.close)
+        opened = self._open_rows(dataset, features, cache_bytes, cache_policy, settings)
+        super().__init__(seeds, batch_size, settings, opened.close)
         if form == "data":
             self._made_into = LabelledData(dataset)
+
+    def _open_rows(
+        self,
+        dataset: Dataset,
+        features: Literal["disk", "memory"] | Array,
+        cache_bytes: int,
+        cache_policy: CachePolicy,
+        settings: LoaderSettings,
+    ) -> contextlib.ExitStack:
+        """Open the rows of nodes and of edges; return the stack that closes them."""
+        with contextlib.ExitStack() as opened:
+            self._rows = open_rows(
+                dataset.features,
+                features,
+                cache_bytes=cache_bytes,
+                cache_policy=cache_policy,
+                **settings.engine,
+            )
+            opened.callback(self._rows.close)
+            self._edge_rows: DiskRows | None = None
+            if dataset.edge_features is not None:
+                self._edge_rows = DiskRows(dataset.edge_features, **settings.engine)
+                opened.callback(self._edge_rows.close)
+            return opened.pop_all()
 
     def _start(self, epoch: int, first: int) -> Pipeline:
         seeds, reading, drawn = self._epoch_seeds(epoch), self._read, epoch * self._resample
@@ -477,6 +483,15 @@ class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
             edge_bytes=self._read.edges.bytes_read,
             stage_s=self._stage_s(self._pipeline),
             wait_s=self._wait_s(self._pipeline),
+        )
+
+
+def _check_topology(topology: Adjacency, dataset: Dataset) -> None:
+    """Refuse a topology of another graph."""
+    if topology.num_nodes != dataset.num_nodes:
+        raise ConfigurationError(
+            f"the topology has {topology.num_nodes} nodes, the data set {dataset.num_nodes}",
+            hint="give the topology of this data set, or None",
         )
 
 

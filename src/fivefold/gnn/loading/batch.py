@@ -74,7 +74,7 @@ class Block:
 
 
 class _Tensors:
-    """What a batch is besides its fields: tensors that move together."""
+    """Methods of a batch that treat its tensors alike, whatever its fields are."""
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of this batch."""

@@ -153,7 +153,7 @@ def _lookup(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by one
 
 @njit
 def _sieve_victim(newer: Slots, visited: Mask, state: Ids) -> Any:
-    """The hand walks from old to new, spares the visited once, and stays where it evicted."""
+    """Walk the hand from old to new, sparing each visited slot once; return where it stops."""
     hand = state[_HAND]
     if hand < 0:
         hand = state[_TAIL]

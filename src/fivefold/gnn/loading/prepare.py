@@ -57,7 +57,7 @@ _LESS = {"training_epochs"}  # of a recipe: no reason to pack again
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreRecipe:
-    """What a packed store is made by, besides the data set and the seeds.
+    """Options that make a packed store, besides the data set and the seeds.
 
     ``threads`` and ``training_epochs`` do not make another store; ``disk_bytes`` of None is four
     fifths of what is free, ``segment_batches`` of 0 the number that costs least.
@@ -72,7 +72,6 @@ class StoreRecipe:
     host_bytes: int = 1_000_000_000
     disk_bytes: int | None = None
     policy: Literal["static", "belady"] = "static"
-    layout: Literal["gray", "minhash"] = "gray"
     segment_batches: int = 0
     buffer_batches: int = 3
     edge_ids: bool = False
@@ -84,7 +83,7 @@ _OF_SAMPLES = ("fanouts", "batch_size", "epochs", "first_epoch", "seed", "edge_i
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What a loader of packed batches reads, by node type and by edge type.
+    """Stores that a loader of packed batches reads, by node type and by edge type.
 
     Of a graph of one type the only keys are None. ``samples`` tells of nodes without features.
     """
@@ -192,6 +191,7 @@ class _Preparation:
         show: Text,
         accept: Text,
     ) -> Prepared:
+        """Sample, plan and pack what is not there yet; return the opened stores."""
         tables = self._tables()
         if not all((table.folder / "store.json").exists() for table in tables):
             self._note_change()
@@ -371,7 +371,6 @@ class _Preparation:
                 job.budgets,
                 self._probe(job),
                 policy="static" if job.of_edges else recipe.policy,
-                layout=recipe.layout,
                 segment_batches=recipe.segment_batches or None,
                 buffer_batches=recipe.buffer_batches,
                 training_epochs=recipe.training_epochs,

@@ -252,7 +252,7 @@ class _Run:
 
 
 class _Job:
-    """What an unfinished run has settled: its inputs, its geometry, and whether both at once."""
+    """Settled facts of an unfinished run: its inputs, its geometry, and whether both at once."""
 
     def __init__(self, files: StoreFiles, inputs: dict[str, str], *, memory_bytes: int) -> None:
         self._files, self._path = files, files.scratch / "job.json"

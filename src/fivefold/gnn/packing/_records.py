@@ -35,8 +35,8 @@ from fivefold.gnn.storage.parallel import in_threads
 from fivefold.units import format_bytes
 
 KIND_LAYOUTS = "packing-layouts"
-# Measured: ids, places and what a layout keeps while it sorts, for each batch and cold node.
-_BYTES_PER_COLD_ENTRY = {"gray": 28, "minhash": 42}
+# Measured: ids, places and what the layout keeps while it sorts, for each batch and cold node.
+_BYTES_PER_COLD_ENTRY = 28
 _THREADS = 2
 _COLD = -1
 
@@ -152,7 +152,7 @@ class _Work:
     def add_segment(self, number: int) -> None:
         """Lay one segment out."""
         first, stop = self._plan.segments[number]
-        layout = self._plan.lay_out(number, self._cold_ids(first, stop))
+        layout = self._plan.lay_out(self._cold_ids(first, stop))
         if self._rows + len(layout.order) != self._plan.segment_rows[number + 1]:
             message = f"segment {number} has other rows than the plan says"
             raise DataError(message, hint="make the plan again from these samples")
@@ -190,7 +190,7 @@ class _Work:
         return sort_distinct(cold, self._samples.num_nodes)
 
     def _check_memory(self, cold_ids: list[Ids], first: int, stop: int) -> None:
-        needed = _BYTES_PER_COLD_ENTRY[self._plan.layout] * sum(map(len, cold_ids))
+        needed = _BYTES_PER_COLD_ENTRY * sum(map(len, cold_ids))
         if needed > self._memory_bytes:
             total = format_bytes(needed * (stop - first) / len(cold_ids) + self._tracker.nbytes)
             raise InfeasibleError(

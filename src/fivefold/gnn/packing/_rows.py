@@ -47,6 +47,7 @@ class Window:
 
     @property
     def num_rows(self) -> int:
+        """Rows of this window."""
         return self.stop - self.start
 
 
@@ -94,7 +95,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Mover:
-    """What every way needs: where rows come from and where they go."""
+    """Source, destination and geometry, which all ways of moving rows need."""
 
     reader: RowReader  # of the features' rows
     num_nodes: int
@@ -298,7 +299,7 @@ def _pass_over(mover: Mover, writer: ContainerWriter, finished: Finished) -> Non
 
 
 class Cells:
-    """Where the rows of each range wait for their window in the spill, and which rows they are.
+    """Places in the spill where the rows of each range wait for their window.
 
     A cell holds the rows that one window takes from one range, in the window's order. Cells of a
     window stand next to one another, each from a page boundary on: a range is written as large

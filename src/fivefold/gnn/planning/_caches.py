@@ -43,7 +43,7 @@ _COUNTED_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """Where planning may put a file, and how large."""
+    """Folder and most bytes of the files that planning may write."""
 
     folder: Path | None = None  # None: the system's for temporary files
     most_bytes: float = math.inf
@@ -139,7 +139,7 @@ _ABSENT, _PINNED = -1, -2
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CacheSchedule:
-    """Which rows of each batch are misses, and which rows enter the cache after it."""
+    """Misses of each batch, and the rows that enter the cache after it."""
 
     hit_bits: Bytes  # a bit per node id of the samples, each batch from a new byte on
     hit_starts: Ids  # [batches + 1], first byte of each batch

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
-from fivefold.errors import ConfigurationError, DataError, InfeasibleError
+from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.planning._caches import Caches, KeptArrays, Policy, Scratch, Tally
 from fivefold.gnn.planning._plan import Budgets, Plan, Prediction
 from fivefold.gnn.planning._search import (
@@ -20,7 +21,6 @@ from fivefold.gnn.planning._search import (
     segments_of,
 )
 from fivefold.gnn.planning.geometry import Geometry, least_memory_bytes, packing_ways
-from fivefold.gnn.planning.layout import Layout, check_layout
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, DiskProfile
 from fivefold.units import format_bytes
@@ -35,7 +35,6 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
     profile: DiskProfile,
     *,
     policy: Policy = "static",
-    layout: Layout = "gray",
     segment_batches: int | None = None,
     max_gap_bytes: int | None = None,
     buffer_batches: int = 3,
@@ -55,7 +54,6 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         policy: ``"static"``: the most used rows are cached and batches may come in any order;
             ``"belady"``: batches come in the order of the samples, and the host cache holds what
             will be needed soonest.
-        layout: Order of the packed rows within a segment.
         segment_batches: Batches per segment; None: the size of least cost within the budget.
         max_gap_bytes: Gaps up to this size are read through; None: what the disk makes cheapest.
         buffer_batches: Batches in flight whose rows are kept in host memory, and in device
@@ -73,52 +71,35 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         InfeasibleError: A budget is short; says which, and the smallest that would do.
         StorageError: The scratch file cannot be written.
     """
-    rows = features.section("x")
-    num_nodes, row_bytes = rows.num_rows, rows.row_bytes
-    if samples.num_nodes != num_nodes:
-        raise DataError(
-            f"the samples are of a graph of {samples.num_nodes} nodes, the features of {num_nodes}",
-            hint="sample the graph that these features belong to",
-        )
-    if policy not in {"static", "belady"}:
-        raise ConfigurationError(f"policy is {policy!r}", hint="use 'static' or 'belady'")
-    _at_least("segment_batches", segment_batches, 1)
-    _at_least("max_gap_bytes", max_gap_bytes, 0)
-    _at_least("buffer_batches", buffer_batches, 0)
-    _at_least("training_epochs", training_epochs, 0)
-    check_layout(layout)
+    _check_inputs(samples, features, policy)
+    _at_least(1, segment_batches=segment_batches)
+    _at_least(
+        0,
+        max_gap_bytes=max_gap_bytes,
+        buffer_batches=buffer_batches,
+        training_epochs=training_epochs,
+    )
+    row_bytes = features.section("x").row_bytes
+    inputs = _Inputs(samples, row_bytes, budgets, profile, buffer_batches)
     scratch = Scratch(
         folder=samples.path.parent if scratch_folder is None else Path(scratch_folder),
         most_bytes=budgets.disk_bytes,
     )
-    largest = max(map(samples.num_nodes_of, range(samples.num_batches)), default=0)
-    buffer_bytes = buffer_batches * largest * row_bytes
-    device_slots, host_slots = _slots(row_bytes, budgets, buffer_batches, buffer_bytes)
-    caches = Caches.fill(
-        samples, policy, device_slots=device_slots, host_slots=host_slots, scratch=scratch
-    )
+    caches = inputs.fill_caches(policy, scratch)
     tally = Tally(samples, row_bytes, caches, profile)
     kept = KeptArrays(tally.cold_ids(), limit=samples.num_nodes, scratch=scratch)
     with contextlib.closing(kept) as cold:
-        question = SegmentQuestion(
-            cold=cold,
-            layout=layout,
-            row_bytes=row_bytes,
-            disk=profile,
-            gaps_bytes=GAPS_BYTES if max_gap_bytes is None else (max_gap_bytes,),
-        )
         found = search_segments(
-            question,
-            _space(samples, row_bytes, budgets, profile, caches, tally.cold_rows),
+            inputs.question(cold, max_gap_bytes),
+            inputs.space(caches, tally.cold_rows),
             segment_batches=segment_batches,
             num_passes=training_epochs / samples.num_epochs,
         )
     return Plan(
         policy=policy,
-        layout=layout,
         max_gap_bytes=found.reads.max_gap_bytes,
         row_bytes=row_bytes,
-        num_nodes=num_nodes,
+        num_nodes=samples.num_nodes,
         num_batches=samples.num_batches,
         features_fingerprint=features.fingerprint,
         samples_fingerprint=samples.fingerprint,
@@ -131,121 +112,141 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         segment_rows=found.reads.segment_rows,
         batch_bytes=found.reads.read_bytes,
         batch_requests=found.reads.requests,
-        predicted=_predict(samples, row_bytes, profile, caches, tally, found, buffer_bytes),
+        predicted=inputs.predict(caches, tally, found),
         choices=found.choices,
         cache_schedule=caches.schedule,
     )
 
 
-def _slots(
-    row_bytes: int, budgets: Budgets, buffer_batches: int, buffer_bytes: int
-) -> tuple[int, int]:
-    """Return the slots of the device and of the host that the buffers leave."""
-    spare_bytes = budgets.host_bytes - buffer_bytes
-    if spare_bytes < 0:
-        raise InfeasibleError(
-            f"host memory of {format_bytes(budgets.host_bytes)} does not hold the rows of "
-            f"{buffer_batches} batches in flight",
-            hint=f"give at least host_bytes={buffer_bytes} ({format_bytes(buffer_bytes)}), lower "
-            "buffer_batches, or sample smaller batches",
+@dataclass(frozen=True)
+class _Inputs:
+    """Samples, row size, budgets and disk that a plan is made for."""
+
+    samples: SampleFile
+    row_bytes: int
+    budgets: Budgets
+    disk: DiskProfile
+    buffer_batches: int
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """Bytes of rows of the batches in flight, each as large as the largest."""
+        samples = self.samples
+        largest = max(map(samples.num_nodes_of, range(samples.num_batches)), default=0)
+        return self.buffer_batches * largest * self.row_bytes
+
+    def fill_caches(self, policy: Policy, scratch: Scratch) -> Caches:
+        """Fill the slots of the device and of the host that the buffers leave."""
+        device_slots, host_slots = self.budgets.cache_slots(
+            self.row_bytes, buffer_batches=self.buffer_batches, buffer_bytes=self.buffer_bytes
         )
-    device_slots = max(0, budgets.device_bytes - buffer_bytes) // row_bytes
-    if budgets.device_bytes and not device_slots:
-        _log.warning(
-            "no rows are cached on the device: %s do not exceed the %s of the %d batches in "
-            "flight there",
-            format_bytes(budgets.device_bytes),
-            format_bytes(buffer_bytes),
-            buffer_batches,
-        )
-    return device_slots, spare_bytes // row_bytes
-
-
-def _space(
-    samples: SampleFile,
-    row_bytes: int,
-    budgets: Budgets,
-    disk: DiskProfile,
-    caches: Caches,
-    cold_rows: int,
-) -> Space:
-    """Return what the disk budget leaves for packed rows."""
-    cached = {"device": len(caches.device_rows), "host": len(caches.host_rows)}
-
-    @functools.cache
-    def ways(packed_rows: int) -> list[Geometry]:
-        return packing_ways(
-            num_nodes=samples.num_nodes,
-            row_bytes=row_bytes,
-            sections={"rows": packed_rows, **cached},
-            # With less, packing refuses; a plan may be made for its reads alone.
-            memory_bytes=max(budgets.host_bytes, least_memory_bytes(row_bytes)),
-            read_bytes_per_s=disk.sequential_read_bytes_per_s,
-            write_bytes_per_s=disk.sequential_write_bytes_per_s,
+        if self.budgets.device_bytes and not device_slots:
+            _log.warning(
+                "no rows are cached on the device: %s do not exceed the %s of the %d batches in "
+                "flight there",
+                format_bytes(self.budgets.device_bytes),
+                format_bytes(self.buffer_bytes),
+                self.buffer_batches,
+            )
+        return Caches.fill(
+            self.samples,
+            policy,
+            device_slots=device_slots,
+            host_slots=host_slots,
+            scratch=scratch,
         )
 
-    return Space(
-        disk_bytes=budgets.disk_bytes,
-        fixed_bytes=caches.filled_rows * row_bytes,
-        record_bytes=lambda rows: _record_bytes(samples, rows, cold_rows),
-        row_bytes=row_bytes,
-        ways=ways,
-    )
-
-
-def _record_bytes(samples: SampleFile, packed_rows: int, cold_rows: int) -> int:
-    """Estimate the bytes that packing writes besides rows: records, and while it runs the layouts.
-
-    Records are about as large as the samples; the layouts take a node id per packed row and a
-    number per cold row of a batch.
-    """
-    id_bytes = 4 if samples.num_nodes <= 2**32 else 8
-    return samples.nbytes + packed_rows * id_bytes + 4 * cold_rows
-
-
-def _predict(
-    samples: SampleFile,
-    row_bytes: int,
-    disk: DiskProfile,
-    caches: Caches,
-    tally: Tally,
-    found: Found,
-    buffer_bytes: int,
-) -> Prediction:
-    """Sum up what the choices lead to; sums over all batches become means per epoch."""
-    reads, packing = found.reads, found.packing
-    packed_rows = int(reads.segment_rows[-1])
-    read_bytes = int(reads.read_bytes.sum())
-    epochs = samples.num_epochs
-    cold_bytes = tally.cold_rows * row_bytes
-    cache_bytes = caches.filled_rows * row_bytes
-    return Prediction(
-        sampled_epochs=epochs,
-        read_bytes_per_epoch=round(read_bytes / epochs),
-        requests_per_epoch=round(int(reads.requests.sum()) / epochs),
-        read_seconds=reads.seconds / epochs,
-        cold_rows=tally.cold_rows,
-        accesses=tally.accesses,
-        packed_rows=packed_rows,
-        packed_bytes=packed_rows * row_bytes,
-        cache_bytes=cache_bytes,
-        fill_seconds=cache_bytes / disk.sequential_read_bytes_per_s,
-        record_bytes=_record_bytes(samples, packed_rows, tally.cold_rows),
-        sample_bytes=samples.nbytes,
-        scratch_bytes=packing.scratch_bytes,
-        buffer_bytes=buffer_bytes,
-        blow_up=packed_rows / max(1, samples.num_nodes),
-        amplification=read_bytes / cold_bytes if cold_bytes else 1.0,
-        hit_rates=tally.hit_rates,
-        packing=packing,
-        packing_seconds=packing.seconds,
-        online_seconds=tally.online_seconds / epochs,
-    )
-
-
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ConfigurationError(
-            f"{name} must be at least {least}; got {value}",
-            hint="leave it out for the default",
+    def question(self, cold: KeptArrays, max_gap_bytes: int | None) -> SegmentQuestion:
+        """Return what the search for a segment size asks, of these cold ids."""
+        return SegmentQuestion(
+            cold=cold,
+            row_bytes=self.row_bytes,
+            disk=self.disk,
+            gaps_bytes=GAPS_BYTES if max_gap_bytes is None else (max_gap_bytes,),
         )
+
+    def space(self, caches: Caches, cold_rows: int) -> Space:
+        """Return what the disk budget leaves for packed rows."""
+        cached = {"device": len(caches.device_rows), "host": len(caches.host_rows)}
+
+        @cache
+        def ways(packed_rows: int) -> list[Geometry]:
+            return packing_ways(
+                num_nodes=self.samples.num_nodes,
+                row_bytes=self.row_bytes,
+                sections={"rows": packed_rows, **cached},
+                # With less, packing refuses; a plan may be made for its reads alone.
+                memory_bytes=max(self.budgets.host_bytes, least_memory_bytes(self.row_bytes)),
+                read_bytes_per_s=self.disk.sequential_read_bytes_per_s,
+                write_bytes_per_s=self.disk.sequential_write_bytes_per_s,
+            )
+
+        return Space(
+            disk_bytes=self.budgets.disk_bytes,
+            fixed_bytes=caches.filled_rows * self.row_bytes,
+            record_bytes=lambda rows: self.record_bytes(rows, cold_rows),
+            row_bytes=self.row_bytes,
+            ways=ways,
+        )
+
+    def record_bytes(self, packed_rows: int, cold_rows: int) -> int:
+        """Estimate the bytes that packing writes besides rows: records, and for a while layouts.
+
+        Records are about as large as the samples; the layouts take a node id per packed row and a
+        number per cold row of a batch.
+        """
+        id_bytes = 4 if self.samples.num_nodes <= 2**32 else 8
+        return self.samples.nbytes + packed_rows * id_bytes + 4 * cold_rows
+
+    def predict(self, caches: Caches, tally: Tally, found: Found) -> Prediction:
+        """Sum up what the choices lead to; sums over all batches become means per epoch."""
+        reads, packing = found.reads, found.packing
+        packed_rows = int(reads.segment_rows[-1])
+        read_bytes = int(reads.read_bytes.sum())
+        epochs = self.samples.num_epochs
+        cold_bytes = tally.cold_rows * self.row_bytes
+        cache_bytes = caches.filled_rows * self.row_bytes
+        return Prediction(
+            sampled_epochs=epochs,
+            read_bytes_per_epoch=round(read_bytes / epochs),
+            requests_per_epoch=round(int(reads.requests.sum()) / epochs),
+            read_seconds=reads.seconds / epochs,
+            cold_rows=tally.cold_rows,
+            accesses=tally.accesses,
+            packed_rows=packed_rows,
+            packed_bytes=packed_rows * self.row_bytes,
+            cache_bytes=cache_bytes,
+            fill_seconds=cache_bytes / self.disk.sequential_read_bytes_per_s,
+            record_bytes=self.record_bytes(packed_rows, tally.cold_rows),
+            sample_bytes=self.samples.nbytes,
+            scratch_bytes=packing.scratch_bytes,
+            buffer_bytes=self.buffer_bytes,
+            blow_up=packed_rows / max(1, self.samples.num_nodes),
+            amplification=read_bytes / cold_bytes if cold_bytes else 1.0,
+            hit_rates=tally.hit_rates,
+            packing=packing,
+            packing_seconds=packing.seconds,
+            online_seconds=tally.online_seconds / epochs,
+        )
+
+
+def _check_inputs(samples: SampleFile, features: Container, policy: str) -> None:
+    """Refuse samples and features of different graphs, and a policy that there is not."""
+    num_nodes = features.section("x").num_rows
+    if samples.num_nodes != num_nodes:
+        raise DataError(
+            f"the samples are of a graph of {samples.num_nodes} nodes, the features of {num_nodes}",
+            hint="sample the graph that these features belong to",
+        )
+    if policy not in {"static", "belady"}:
+        raise ConfigurationError(f"policy is {policy!r}", hint="use 'static' or 'belady'")
+
+
+def _at_least(least: int, **given: int | None) -> None:
+    """Refuse the first number below ``least``; None is none."""
+    for name, value in given.items():
+        if value is not None and value < least:
+            raise ConfigurationError(
+                f"{name} must be at least {least}; got {value}",
+                hint="leave it out for the default",
+            )

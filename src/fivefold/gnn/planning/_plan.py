@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, InfeasibleError
 from fivefold.files import parse_json
 from fivefold.gnn.planning._caches import Caches, CacheSchedule, Policy
 from fivefold.gnn.planning.geometry import Geometry
-from fivefold.gnn.planning.layout import Layout, SegmentLayout, segment_layout
+from fivefold.gnn.planning.layout import SegmentLayout, segment_layout
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.gnn.storage.pages import Array, Ids
 from fivefold.units import format_bytes, format_duration_s
@@ -29,7 +29,7 @@ from fivefold.units import format_bytes, format_duration_s
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """How many bytes a packed store and its training may take.
+    """Most bytes that a packed store and its training may take.
 
     Args:
         host_bytes: Host memory for the feature cache, the buffers of batches in flight and the
@@ -56,10 +56,33 @@ class Budgets:
                     hint="sizes are in bytes; fivefold.units.parse_bytes reads texts like '2 GB'",
                 )
 
+    def cache_slots(
+        self, row_bytes: int, *, buffer_batches: int, buffer_bytes: int
+    ) -> tuple[int, int]:
+        """Return the rows that the device and the host hold beside the batches in flight.
+
+        Args:
+            row_bytes: Bytes of a row.
+            buffer_batches: Batches in flight.
+            buffer_bytes: Bytes of their rows, which are on the host and on the device.
+
+        Raises:
+            InfeasibleError: The host does not hold the batches in flight.
+        """
+        spare_bytes = self.host_bytes - buffer_bytes
+        if spare_bytes < 0:
+            raise InfeasibleError(
+                f"host memory of {format_bytes(self.host_bytes)} does not hold the rows of "
+                f"{buffer_batches} batches in flight",
+                hint=f"give at least host_bytes={buffer_bytes} ({format_bytes(buffer_bytes)}), "
+                "lower buffer_batches, or sample smaller batches",
+            )
+        return max(0, self.device_bytes - buffer_bytes) // row_bytes, spare_bytes // row_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentCost:
-    """What one number of batches per segment costs, over all batches."""
+    """Cost of one number of batches per segment, over all batches."""
 
     segment_batches: int
     read_seconds: float
@@ -77,7 +100,7 @@ class SegmentCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a plan will read, write and take.
+    """Reads, writes and times that a plan will need.
 
     Args:
         sampled_epochs: Epochs that the samples make up; values per epoch are means over them.
@@ -145,17 +168,16 @@ class Prediction:
         return cls(**(values | {"packing": Geometry(**values["packing"])}))
 
 
-_VERSION = 2
+_VERSION = 3
 _KIND = "plan"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What goes where, and what that costs.
+    """Levels of all rows, order of the packed ones, and what that costs.
 
     Args:
         policy: ``"static"`` or ``"belady"``.
-        layout: Order of the packed rows within a segment.
         max_gap_bytes: Gaps up to this size are read through.
         row_bytes: Bytes of a row.
         num_nodes: Rows of the features.
@@ -177,7 +199,6 @@ class Plan:
     """
 
     policy: Policy
-    layout: Layout
     max_gap_bytes: int
     row_bytes: int
     num_nodes: int
@@ -224,8 +245,6 @@ class Plan:
             "features": self.features_fingerprint,
             "samples": self.samples_fingerprint,
             "policy": self.policy,
-            "layout": self.layout,
-            "functions": 2 if self.layout == "minhash" else 0,
             "segments": [list(segment) for segment in self.segments],
             "slots": self.num_host_slots,
             "device": _hash(self.device_rows),
@@ -257,14 +276,9 @@ class Plan:
             schedule=self.cache_schedule,
         )
 
-    def lay_out(self, segment: int, cold_ids: Sequence[Ids]) -> SegmentLayout:
+    def lay_out(self, cold_ids: Sequence[Ids]) -> SegmentLayout:
         """Return the order of a segment's packed rows, from the cold ids of its batches."""
-        return segment_layout(
-            cold_ids,
-            layout=self.layout,
-            first_batch=self.segments[segment][0],
-            num_batches=self.num_batches,
-        )
+        return segment_layout(cold_ids)
 
     def explain(self) -> str:
         """Return the plan as a table for people."""
@@ -418,10 +432,9 @@ def _sizes(plan: Plan) -> str:
         "",
     ]
     remark = (
-        f"{plan.layout} layout. amplification: bytes read over bytes needed. Larger segments "
-        "share more rows,\nwhich saves space, and scatter them more, which costs requests and "
-        "bytes. "
-        "Of the sizes within\n2 % of the least time the one of least space is taken."
+        "amplification: bytes read over bytes needed. Larger segments share more rows, which saves "
+        "space,\nand scatter them more, which costs requests and bytes. Of the sizes within 2 % "
+        "of the least time\nthe one of least space is taken."
     )
     return f"{_table(head, rows)}\n{remark}"
 

@@ -4,11 +4,11 @@ Larger segments share more rows, which saves disk space and packing time, and sc
 batch over more extents, which costs reading time. The cost is seconds: packing once, and reading
 all batches as often as training will.
 
-For membership layouts one pass over the batches estimates every size up to a window, and the window
-grows until a size fits the disk. Other layouts have no such pass: powers of two are
-counted. Then the best size and its neighbours are counted exactly, all segments of them, until the
-best one is among those. Sizes whose cost is within 2 percent of the least are held to be as good,
-for the prices are not more exact than that; of them the one of least disk space is the best.
+One pass over the batches estimates every size up to a window, and the window grows until a size
+fits the disk. Then the best size and its neighbours are counted exactly, all segments of them,
+until the best one is among those. Sizes whose cost is within 2 percent of the least are held to be
+as good, for the prices are not more exact than that; of them the one of least disk space is the
+best.
 """
 
 from __future__ import annotations
@@ -23,13 +23,7 @@ from fivefold.gnn.planning._caches import KeptArrays
 from fivefold.gnn.planning._plan import SegmentCost
 from fivefold.gnn.planning.geometry import Geometry
 from fivefold.gnn.planning.id_sets import IdSet, SortedIds, union_of
-from fivefold.gnn.planning.layout import (
-    SIZE_CLASSES,
-    Layout,
-    Refinement,
-    read_costs,
-    segment_layout,
-)
+from fivefold.gnn.planning.layout import SIZE_CLASSES, Refinement, read_costs
 from fivefold.gnn.storage import DiskProfile
 from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Ids
 from fivefold.units import format_bytes
@@ -97,12 +91,7 @@ class _Search:
         self._costs: dict[int, SegmentCost] = {}
 
     def look_around(self) -> None:
-        """Estimate or count many sizes, until one fits or there are no more."""
-        if self._question.layout != "gray":
-            for power in range(self._most.bit_length()):
-                self.count(2**power)
-            self.count(self._most)
-            return
+        """Estimate many sizes, until one fits or there are no more."""
         window = min(_WINDOW, self._most)
         self._estimate(window)
         while window < self._most and not any(map(self._fits, self._costs.values())):
@@ -206,7 +195,6 @@ class SegmentQuestion:
     """All that the cost of a segment size depends on, but the size."""
 
     cold: KeptArrays
-    layout: Layout
     row_bytes: int
     disk: DiskProfile
     gaps_bytes: tuple[int, ...] = GAPS_BYTES
@@ -214,7 +202,7 @@ class SegmentQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """What one segment size leads to."""
+    """Reads that one segment size leads to."""
 
     segment_rows: Ids  # rows before each segment, and all of them at the end [segments + 1]
     requests: Ids  # [batches]
@@ -236,15 +224,15 @@ def count_reads(question: SegmentQuestion, segment_batches: int) -> Reads:
     rows = [0]
     for first, stop in segments_of(num_batches, segment_batches):
         batches = question.cold.segment(first, stop)
-        num_rows, runs = _segment_runs(question, batches, first)
-        for batch, (starts, counts) in enumerate(runs, start=first):
+        union = union_of(batches)
+        for batch, (starts, counts) in enumerate(_runs(union, batches), start=first):
             costs[batch] = read_costs(
                 starts + rows[-1],
                 counts,
                 row_bytes=question.row_bytes,
                 gaps_bytes=np.array(question.gaps_bytes),
             )
-        rows.append(rows[-1] + num_rows)
+        rows.append(rows[-1] + len(union))
     best, seconds = choose_gap(question, costs.sum(axis=0))
     return Reads(
         segment_rows=np.array(rows, np.int64),
@@ -272,23 +260,8 @@ def choose_gap(question: SegmentQuestion, costs: Array) -> tuple[int, float]:
     return best, float(seconds[best])
 
 
-def _segment_runs(
-    question: SegmentQuestion, batches: list[Ids], first: int
-) -> tuple[int, Iterator[tuple[Ids, Ids]]]:
-    """Return the rows of a segment, and starts and counts of the runs of each of its batches."""
-    if question.layout == "gray":
-        union = union_of(batches)
-        return len(union), _membership_runs(union, batches)
-    laid_out = segment_layout(
-        batches,
-        layout=question.layout,
-        first_batch=first,
-        num_batches=len(question.cold),
-    )
-    return len(laid_out.order), (laid_out.runs(batch) for batch in range(len(batches)))
-
-
-def _membership_runs(union: IdSet | SortedIds, batches: list[Ids]) -> Iterator[tuple[Ids, Ids]]:
+def _runs(union: IdSet | SortedIds, batches: list[Ids]) -> Iterator[tuple[Ids, Ids]]:
+    """Yield starts and counts of the runs of each batch of a segment, whose rows are the union."""
     refinement = Refinement(len(union))
     for ids in batches:
         starts, counts = refinement.split(union.locate(ids))
@@ -299,7 +272,7 @@ def _membership_runs(union: IdSet | SortedIds, batches: list[Ids]) -> Iterator[t
 class WindowCosts:
     """The cost of all segment sizes at once, from segments that begin at every window.
 
-    In a membership layout the runs of a batch depend on the batches before it in the segment and
+    The runs of a batch depend on the batches before it in the segment and
     on no later one. So one refinement over a window of w batches shows the segments of 1, 2, ..., w
     batches that begin there, and one pass over all batches shows every size up to w in all windows.
     What it leaves out: segments that begin elsewhere, and a segment's first row within a page.

@@ -96,7 +96,7 @@ KNOWN_GRAPHS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What one stage takes: seconds, the most memory, and bytes that stay on the disk."""
+    """Seconds of one stage, the most memory it takes, and bytes that stay on the disk."""
 
     name: str
     seconds: float
@@ -218,11 +218,7 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
         >>> found.batches, 0.4e6 < found.nodes_per_batch < 1.6e6
         (1179, True)
     """
-    if batch_size < 1 or not fanouts or min(fanouts) < -1 or epochs < 1:
-        raise ConfigurationError(
-            f"batch_size={batch_size}, fanouts={list(fanouts)}, epochs={epochs}",
-            hint="use positive numbers; a fan-out of -1 takes all neighbours",
-        )
+    _check_run(fanouts, batch_size, epochs)
     if not (read_bytes_per_s > 0 and write_bytes_per_s > 0):
         raise ConfigurationError(
             f"the disk reads {read_bytes_per_s} and writes {write_bytes_per_s} bytes/s",
@@ -233,15 +229,13 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
     used, edges, expanded = model.batch(size, fanouts)
     batches = math.ceil(graph.seeds / batch_size)
     nodes = float((model.nodes * used).sum())
-    buffers = int(buffer_batches * nodes * graph.row_bytes)
-    slots = (budgets.host_bytes - buffers) // graph.row_bytes
-    if slots < 0:
-        raise InfeasibleError(
-            f"host memory of {format_bytes(budgets.host_bytes)} does not hold the rows of "
-            f"{buffer_batches} batches in flight",
-            hint=f"give at least {format_bytes(buffers)}, or sample smaller batches",
+    slots = sum(
+        budgets.cache_slots(
+            graph.row_bytes,
+            buffer_batches=buffer_batches,
+            buffer_bytes=int(buffer_batches * nodes * graph.row_bytes),
         )
-    slots += budgets.device_bytes // graph.row_bytes
+    )
     cold = model.without_hottest(slots)
     cold_rows = float((cold * used).sum())
     work = _Work(
@@ -276,6 +270,15 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
     )
 
 
+def _check_run(fanouts: Sequence[int], batch_size: int, epochs: int) -> None:
+    """Refuse counts that no run can have."""
+    if batch_size < 1 or not fanouts or min(fanouts) < -1 or epochs < 1:
+        raise ConfigurationError(
+            f"batch_size={batch_size}, fanouts={list(fanouts)}, epochs={epochs}",
+            hint="use positive numbers; a fan-out of -1 takes all neighbours",
+        )
+
+
 @dataclass(frozen=True)
 class _Popularity:
     """Nodes in classes of falling weight: how many, and the weight of one relative to the mean."""
@@ -286,6 +289,7 @@ class _Popularity:
 
     @classmethod
     def of(cls, graph: GraphSize) -> _Popularity:
+        """Return the classes of a graph; weights follow a clipped power law of mean 1."""
         bounds = np.unique(np.geomspace(1, graph.nodes + 1, _CLASSES).astype(np.int64)) - 1
         nodes = np.diff(bounds).astype(np.float64)
         middle = (bounds[:-1] + bounds[1:]) / 2
@@ -328,7 +332,7 @@ def _mean_of_least(degrees: Floats, fanout: int) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """What all batches together ask for."""
+    """Means of a batch and rows by class, from which all stages are priced."""
 
     graph: GraphSize
     batches: int
@@ -344,12 +348,14 @@ class _Work:
 
     @property
     def sample_bytes(self) -> int:
+        """Bytes of the file of samples."""
         ids = 4 if self.graph.nodes <= 2**31 else 8
         per_batch = ids * self.nodes + self.expanded + 4 * self.edges
         return int(self.batches * per_batch) + 4 * self.graph.nodes
 
     @property
     def record_bytes(self) -> int:
+        """Bytes of all batch records."""
         local, cached = _width(self.nodes), self.nodes - float((self.cold * self.used).sum())
         per_batch = _width(self.graph.nodes) * self.nodes + _BYTES_PER_CACHED_NODE * cached
         per_batch += (1 + local) * self.expanded + local * self.edges

@@ -1,26 +1,21 @@
 """In which order the cold rows of a segment lie on disk, and which of them each batch reads.
 
-A segment is a number of consecutive batches that share one stretch of the packed file. Layouts:
+A segment is a number of consecutive batches that share one stretch of the packed file. In it each
+row lies once, ordered by which batches need it (see ``Refinement``); ties go by node id. A pure
+function: no file, no page.
 
-* ``gray``: every row once, ordered by which batches need it (see ``Refinement``);
-* ``minhash``: DiskGNN's as published. Rows of two or more batches once, ordered by the minimum of
-  k random permutations over their batches; then a private chunk per batch.
-
-Ties go by node id, and so do the rows within a chunk. A pure function: no file, no page.
-
-References: DiskGNN, arXiv 2405.05231; Gray, US patent 2632058 (reflected binary code).
+Reference: Gray, US patent 2632058 (reflected binary code).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.errors import ConfigurationError
 from fivefold.gnn.planning.id_sets import sort_distinct, union_of
 from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Ids
 
@@ -87,13 +82,9 @@ def _add(costs: Any, pages: Any) -> Any:
         costs[size_class, 1] += rest
 
 
-Layout = Literal["gray", "minhash"]
-_MINHASH_FUNCTIONS = 2  # as DiskGNN has it
-
-
 @dataclasses.dataclass(frozen=True)
 class SegmentLayout:
-    """Where the cold rows of one segment lie."""
+    """Storage order of the cold rows of one segment, and the rows of each of its batches."""
 
     order: Ids
     rows: list[Ids]
@@ -107,43 +98,9 @@ class SegmentLayout:
         return runs_of(self.rows[batch])
 
 
-def segment_layout(
-    cold_ids: Sequence[Ids],
-    *,
-    layout: Layout,
-    first_batch: int = 0,
-    num_batches: int | None = None,
-) -> SegmentLayout:
-    """Lay out the cold rows of one segment, given the ascending cold ids of each of its batches.
-
-    The permutations of ``minhash`` are over all ``num_batches`` batches; None: over these.
-    """
-    check_layout(layout)
+def segment_layout(cold_ids: Sequence[Ids]) -> SegmentLayout:
+    """Lay out the cold rows of one segment, given the ascending cold ids of each of its batches."""
     batches = [np.ascontiguousarray(ids, np.int64) for ids in cold_ids]
-    if layout == "gray":
-        return _by_membership(batches)
-    total = first_batch + len(batches) if num_batches is None else num_batches
-    hashes = permutations(_MINHASH_FUNCTIONS, total)[:, first_batch:]
-    return _by_minhash(batches, hashes, total)
-
-
-def check_layout(layout: str) -> None:
-    """Check the name of a layout."""
-    if layout not in get_args(Layout):
-        raise ConfigurationError(
-            f"layout is {layout!r}", hint=f"use one of {', '.join(get_args(Layout))}"
-        )
-
-
-def _consecutive(batches: Sequence[Array], first: int) -> list[Ids]:
-    stops = first + np.cumsum([len(ids) for ids in batches], dtype=np.int64)
-    return [
-        np.arange(stop - len(ids), stop, dtype=np.int64)
-        for ids, stop in zip(batches, stops, strict=True)
-    ]
-
-
-def _by_membership(batches: Sequence[Ids]) -> SegmentLayout:
     union = union_of(batches)
     refinement = Refinement(len(union))
     members = [union.locate(ids) for ids in batches]
@@ -152,56 +109,7 @@ def _by_membership(batches: Sequence[Ids]) -> SegmentLayout:
     places = refinement.positions()
     order = np.empty(len(union), np.int64)
     order[places] = union.ascending()
-    return SegmentLayout(order, [_ascending_places(member, places) for member in members])
-
-
-def _by_minhash(batches: Sequence[Ids], hashes: Ids, num_batches: int) -> SegmentLayout:
-    """Put the rows that two batches need first, by key and id; then a chunk per batch."""
-    union = union_of(batches)
-    ids, members = union.ascending(), [union.locate(ids) for ids in batches]
-    uses = np.zeros(len(ids), np.int32)
-    for member in members:
-        uses[member] += 1
-    shared = uses > 1
-    common = np.flatnonzero(shared)
-    key = _minhash_key(members, len(ids), hashes, num_batches)
-    by_key = common[np.argsort(key[common], kind="stable")]
-    places = np.empty(len(ids), np.int32)
-    places[by_key] = np.arange(len(by_key), dtype=np.int32)
-    chunks = [member[~shared[member]] for member in members]
-    rows = [
-        np.concatenate([_ascending_places(member[shared[member]], places), chunk_rows])
-        for member, chunk_rows in zip(members, _consecutive(chunks, len(by_key)), strict=True)
-    ]
-    return SegmentLayout(ids[np.concatenate([by_key, *chunks])], rows)
-
-
-def permutations(number: int, num_batches: int) -> Ids:
-    """Return the hash functions of ``minhash``, [number, num_batches]."""
-    generator = np.random.Generator(np.random.PCG64(0))
-    rows = [generator.permutation(num_batches) for _ in range(number)]
-    return np.array(rows, np.int64).reshape(number, num_batches)
-
-
-def _minhash_key(members: Sequence[Array], num_rows: int, hashes: Ids, num_batches: int) -> Array:
-    """Return DiskGNN's key: the minima as the digits of a number in base ``num_batches``."""
-    key = np.zeros(num_rows, np.int64)
-    for function in hashes:
-        least = np.full(num_rows, num_batches, np.int64)
-        for member, value in zip(members, function, strict=False):
-            _lower(least, member, value)
-        key = key * (num_batches + 1) + least
-    return key
-
-
-def _ascending_places(member: Array, places: Array) -> Ids:
-    return sort_distinct(places[member], len(places))
-
-
-@njit
-def _lower(least: Any, member: Any, value: Any) -> None:
-    for row in member:
-        least[row] = min(least[row], value)
+    return SegmentLayout(order, [sort_distinct(places[member], len(places)) for member in members])
 
 
 class Refinement:

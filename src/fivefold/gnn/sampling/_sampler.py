@@ -45,7 +45,7 @@ Sampled = TypeVar("Sampled")
 
 
 class _Hop(NamedTuple):
-    """What one hop adds to a batch along one edge type."""
+    """Edges that one hop adds to a batch along one edge type."""
 
     degrees: NDArray[np.int32]
     sources: NDArray[np.int32]
@@ -80,7 +80,7 @@ class _NodeTable:
         self.count = seeds.size
 
     def enlarge(self) -> None:
-        """Double the room."""
+        """Double the number of slots."""
         if 2 * self.nodes.size > 1 << LOCAL_BITS:
             raise ConfigurationError(
                 f"a batch of more than {1 << LOCAL_BITS} nodes",
@@ -157,7 +157,7 @@ class _Buffers(threading.local):
 
 
 class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
-    """What samplers of one and of several types have in common."""
+    """Common part of the samplers of one and of several types."""
 
     def __init__(
         self,

@@ -450,7 +450,7 @@ def _finished(path: Path, attributes: dict[str, Any]) -> SampleFile | None:
 
 
 class _Sampling:
-    """What is to be sampled, and the running totals."""
+    """Batches that are to be sampled, and the running totals."""
 
     def __init__(
         self,

@@ -134,7 +134,7 @@ class Container(Closing):
         return container
 
     def check_kind(self, kind: str | None) -> None:
-        """Insist on a kind.
+        """Raise where the file is of another kind.
 
         Args:
             kind: What the file must be for; None takes any.

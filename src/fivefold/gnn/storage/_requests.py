@@ -40,7 +40,7 @@ class Requests(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the workers of one call share."""
+    """Arguments that all workers of one call share."""
 
     requests: Requests
     out: int  # address of the output

@@ -165,7 +165,7 @@ _LOW_32 = np.uint64(0xFFFFFFFF)
 
 
 class _Own(NamedTuple):
-    """What one worker has to itself: ring, descriptors, arena."""
+    """Ring, descriptors and arena of one worker."""
 
     ring: Ids
     direct: int

@@ -60,7 +60,7 @@ def read_ahead(
 
 
 class _DroppedError(Exception):
-    """What runs beside has failed: this is not needed any more."""
+    """Failure of the call beside this one, which is not needed any more."""
 
 
 def side_by_side(first: Callable[[Check], Any], second: Callable[[Check], Any]) -> tuple[Any, Any]:

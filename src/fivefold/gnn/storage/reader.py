@@ -67,6 +67,7 @@ class _Round:
         self.error: BaseException | None = None
 
     def finish(self, error: BaseException | None) -> None:
+        """Count one more task as ended; the first error stays."""
         self.error = self.error or error
         self._ended.release()
 
@@ -197,7 +198,7 @@ class ReadStatistics:
 
 
 class PagedFile(Protocol):
-    """What a reader needs of a container."""
+    """Container as a reader needs it."""
 
     path: Path
     file_id: int

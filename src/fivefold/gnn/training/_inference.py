@@ -52,7 +52,7 @@ Int64 = Ids
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """What one layer took."""
+    """Ranges, reads and seconds of one layer."""
 
     layer: int
     ranges: int = 0
@@ -79,7 +79,7 @@ class LayerReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InferenceResult:
-    """Where the outputs are, and what they took.
+    """File of the outputs, and what each layer took.
 
     Args:
         path: Container of kind "embeddings" with section "x", float32 [nodes, classes].
@@ -170,17 +170,19 @@ def _check(model: LayeredModel, dataset: Dataset, folder: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _LayerFiles:
-    """Where the outputs of the layers are, and what they are of."""
+    """Files of the layers' outputs, and the model that they come from."""
 
     folder: Path
     num_layers: int
     model: str
 
     def path(self, number: int) -> Path:
+        """Return the file of a layer's outputs; the last layer's has a name of its own."""
         last = number == self.num_layers
         return self.folder / ("output.fvf" if last else f"layer-{number:02d}.fvf")
 
     def attributes(self, number: int) -> dict[str, Any]:
+        """Return the attributes by which a file is known to be of this model and layer."""
         return {"model": self.model, "layer": number}
 
     def newest(self, features: Container) -> tuple[int, Container]:
@@ -200,7 +202,7 @@ class _LayerFiles:
 
 @dataclasses.dataclass(kw_only=True)
 class _Run:
-    """What the layers share."""
+    """Settings that all layers of one inference share."""
 
     topology: Adjacency
     profile: DiskProfile
@@ -283,6 +285,7 @@ class _LayerWork:
         self.ways: list[str] = []
 
     def run(self, row_bytes: int, gap_bytes: int) -> LayerReport:
+        """Compute all target ranges that are not done yet; return what that took."""
         started_s = time.perf_counter()
         first = (self.writer.progress or {"next": 0})["next"]
         count, nodes = 0, self.run_.topology.num_nodes
@@ -385,7 +388,7 @@ _CHUNK_ROWS = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInference:
-    """What inference over a whole graph gave.
+    """Outputs and accuracy of inference over a whole graph.
 
     Args:
         outputs: Where the class scores of all nodes are, and what each layer took.

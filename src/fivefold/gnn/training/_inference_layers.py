@@ -40,7 +40,7 @@ Float64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Aggregate:
-    """What targets have received so far."""
+    """Messages that targets have received so far, summed or weighted."""
 
     sums: Float32
     norms: Float64
@@ -124,6 +124,7 @@ class _Sage(_Mean):
         self.own_weight: Tensor = conv.lin_r.weight.detach().cpu()
 
     def finish(self, aggregate: Aggregate, places: slice, own: Tensor | None) -> Tensor:
+        """Return the outputs [T, out_dim], the nodes' own rows added to their neighbours' means."""
         assert own is not None, "GraphSAGE adds the node's own row"
         return super().finish(aggregate, places, None) + own @ self.own_weight.T
 
@@ -155,6 +156,7 @@ class _Gat:
         self.extra = 3 * self.heads
 
     def messages(self, rows: Tensor) -> tuple[Float32, Float32]:
+        """Return the values [S, width] and scores [S, heads] of source rows [S, in_dim]."""
         values = rows @ self.weight.T
         return values.numpy(), self._scores(values, self.source).numpy()
 
@@ -162,6 +164,7 @@ class _Gat:
         return (values.view(-1, self.heads, self.head_dim) * vector).sum(-1)
 
     def begin(self, aggregate: Aggregate, start: int, own: Tensor) -> None:
+        """Put the targets' own rows [T, in_dim] in from place start on, as first neighbours."""
         values = own @ self.weight.T
         places = slice(start, start + len(own))
         tops, totals, targets = self._norms(aggregate)
@@ -175,6 +178,7 @@ class _Gat:
     def add(
         self, aggregate: Aggregate, keys: Int64, shift: int, messages: tuple[Float32, Float32]
     ) -> None:
+        """Add messages along sorted edges, weighted by a running softmax."""
         values, scores = messages
         add_attention(
             keys,
@@ -187,6 +191,7 @@ class _Gat:
         )
 
     def finish(self, aggregate: Aggregate, places: slice, own: Tensor | None) -> Tensor:
+        """Return the outputs [T, out_dim]: each head divided by the sum of its weights."""
         del own
         totals = torch.from_numpy(self._norms(aggregate)[1][places])
         sums = torch.from_numpy(aggregate.sums[places]).view(-1, self.heads, self.head_dim)
@@ -347,7 +352,7 @@ _MOST_BUFFERS = 64  # the engine has at most 16, and as much again in flight and
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shares:
-    """How much of each thing is in memory at once."""
+    """Targets, edges and rows that are in memory at once, and bytes of the reader."""
 
     targets: int
     edges: int

@@ -25,7 +25,7 @@ _MODE_NAMES = {"disk": "packed on disk", "memory": "in memory", "online": "onlin
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GnnResult:
-    """What one run reached.
+    """Accuracy, times and counts of one run.
 
     Args:
         output: The run's folder.

@@ -106,7 +106,7 @@ _SEED = 20_250  # of the sampled neighbours; apart from training's
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """How well a model does on some nodes."""
+    """Accuracy and loss of a model on some nodes."""
 
     accuracy: float
     loss: float

@@ -110,8 +110,6 @@ class PlanConfig(Section):
 
     policy: Literal["static", "belady"] = "static"
     """what the host cache holds: the rows used most, or those used next"""
-    layout: Literal["gray", "minhash"] = "gray"
-    """order of the rows inside a segment"""
     segment_batches: Count = 0
     """batches that share rows on disk; 0 for the number that costs least"""
 

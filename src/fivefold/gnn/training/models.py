@@ -139,7 +139,7 @@ class GATConv(torch.nn.Module):
 
 
 class LayeredModel(torch.nn.Module):
-    """What the three models share: convolutions with ReLU and dropout between them."""
+    """Base of the three models: convolutions with ReLU and dropout between them."""
 
     name = "layered"
     adds_self_loops = False

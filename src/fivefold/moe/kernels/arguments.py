@@ -31,7 +31,7 @@ class Operands(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Where rows are. Rows are slots sorted by expert; an expert's are cut into row tiles."""
+    """Tables of rows: slots sorted by expert; an expert's rows are cut into row tiles."""
 
     counts: Any  # of each chunk of slots and expert
     num_tiles: Any
@@ -79,7 +79,7 @@ class Plan(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What the ranks of a launch share; their private tables lie ``scratch_words`` apart."""
+    """Arguments that the ranks of a launch share; private tables are ``scratch_words`` apart."""
 
     control: Any
     stats: Any
@@ -93,7 +93,7 @@ class Launch(NamedTuple):
 
 
 class GatedFunction(Protocol):
-    """What the kernels need to know of an activation."""
+    """Activation as the kernels need it."""
 
     @property
     def plain(self) -> str:

@@ -253,9 +253,3 @@ def clear_control(control, num_flags):
     counts = (line * LINE < ERROR) & (line * LINE != LEFT)
     tl.store(control + line * LINE, tl.full([16], 0, tl.int32), mask=counts)
     clear(control + FLAGS, num_flags)
-
-
-@triton.jit
-def clear_kernel(words, num_words):
-    """Set words to zero, as a launch of its own: the least that shows that kernels run."""
-    clear(words, num_words)

@@ -35,7 +35,7 @@ class CallSizes(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where what lies in a buffer."""
+    """Offsets of the sections of a buffer."""
 
     sections: dict[str, tuple[int, int, torch.dtype]]  # offset in bytes, elements, data type
     nbytes: int

@@ -158,7 +158,7 @@ class _Experts(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class _Decision:
-    """What the last forward decided, with its graph: for the losses, and for this layer alone.
+    """Routing of the last forward with its graph: for the losses, and for this layer alone.
 
     A copy of the layer starts without: what has a graph can be neither copied nor pickled.
     """

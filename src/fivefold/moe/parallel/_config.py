@@ -101,14 +101,17 @@ class OneSidedConfig:
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be positive; got {getattr(self, name)}")
         if self.ranks > 1024:
-            raise ConfigurationError(f"at most 1024 ranks; got {self.ranks}")
+            raise ConfigurationError(f"ranks must be at most 1024; got {self.ranks}")
         if self.experts % self.ranks:
             raise ConfigurationError(
                 f"{self.experts} experts cannot be shared out evenly among {self.ranks} ranks",
                 hint="choose a number of ranks that divides the number of experts",
             )
         if self.top_k > self.experts:
-            raise ConfigurationError(f"top_k is {self.top_k}, there are {self.experts} experts")
+            raise ConfigurationError(
+                f"top_k is {self.top_k}, there are {self.experts} experts",
+                hint="use at most as many as there are experts",
+            )
         activation_named(self.activation)
         check_precision(self.precision)
         self._check_memory()
@@ -346,7 +349,9 @@ def check_call(
             hint="a rank passes the weights of its own experts, a virtual heap those of all",
         )
     if x.device != heap.device:
-        raise ConfigurationError(f"x is on {x.device}, the heap on {heap.device}")
+        raise ConfigurationError(
+            f"x is on {x.device}, the heap on {heap.device}", hint="bring x there first"
+        )
     if num_tokens is None:  # as evenly as can be
         each, more = divmod(len(x), heap.num_local)
         num_tokens = [each + (place < more) for place in range(heap.num_local)]
@@ -417,7 +422,10 @@ def check_gate(
             hint="route first, and call fused_moe(..., group=group)",
         )
     if router.top_k != config.top_k:
-        raise ConfigurationError(f"the router has top_k {router.top_k}, the group {config.top_k}")
+        raise ConfigurationError(
+            f"the router has top_k {router.top_k}, the group {config.top_k}",
+            hint="make Router and OneSidedConfig with the same top_k",
+        )
     if config.capacity is not None and config.capacity < config.max_tokens:
         raise UnsupportedError(
             f"capacity is {config.capacity}, below max_tokens {config.max_tokens}: who is "
@@ -431,10 +439,13 @@ def check_gate(
         if tensor is not None and (tensor.shape != shape or tensor.device != x.device):
             raise ConfigurationError(
                 f"{name} is {tuple(tensor.shape)} on {tensor.device}; it must be {shape} on "
-                f"{x.device}"
+                f"{x.device}",
+                hint="every rank passes that of all experts",
             )
     if gate.dtype != x.dtype:
-        raise ConfigurationError(f"gate has dtype {gate.dtype}, x has {x.dtype}")
+        raise ConfigurationError(
+            f"gate has dtype {gate.dtype}, x has {x.dtype}", hint="cast the gate to x's"
+        )
 
 
 def check_layer(config: OneSidedConfig, layer: MoEConfig) -> None:

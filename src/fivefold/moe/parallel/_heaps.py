@@ -59,7 +59,9 @@ def _check_sizes(ranks: int, nbytes: int, rank: int = 0) -> None:
     if ranks < 1 or nbytes < 1:
         raise ConfigurationError(f"a heap needs ranks and bytes; got {ranks} and {nbytes}")
     if not 0 <= rank < ranks:
-        raise ConfigurationError(f"rank is {rank}, there are {ranks} ranks")
+        raise ConfigurationError(
+            f"rank is {rank}, there are {ranks} ranks", hint="ranks count from 0"
+        )
 
 
 def _rounded(nbytes: int) -> int:

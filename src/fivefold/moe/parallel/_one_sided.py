@@ -104,7 +104,10 @@ class OneSidedGroup:
     ) -> None:
         reason = missing_fused(heap.device)
         if reason is not None:
-            raise UnsupportedError(f"a one-sided group cannot work here: {reason}")
+            raise UnsupportedError(
+                f"a one-sided group cannot work here: {reason}",
+                hint="AllToAllGroup needs no kernel, and works over gloo and NCCL",
+            )
         if heap.ranks != config.ranks:
             raise ConfigurationError(
                 f"the heap has {heap.ranks} ranks, the configuration {config.ranks}",

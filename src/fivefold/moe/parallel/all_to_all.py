@@ -50,7 +50,7 @@ class AllToAllCall:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Which token goes to which rank."""
+    """Rows that go to and come from each rank."""
 
     tokens: torch.Tensor  # [S], by rank, then by token
     ids: torch.Tensor  # [S, K], numbers among the receiver's experts, -1 for others'

@@ -122,7 +122,7 @@ def is_plain(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How logits become a routing.
+    """Rule by which logits become a routing.
 
     Attributes:
         top_k: Experts per token, K.
@@ -214,13 +214,16 @@ class Router:
                 hint="lower top_k, or raise top_groups or the number of experts",
             )
         if self.group_score == "top2_sum" and num_experts // self.groups < 2:
-            message = 'group_score "top2_sum" needs two experts in each group'
-            raise ConfigurationError(message, hint='use "max"')
+            raise ConfigurationError(
+                'group_score "top2_sum" needs two experts in each group; got '
+                f"{num_experts} experts in {self.groups} groups",
+                hint='use "max", or fewer groups',
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What a router decided.
+    """Decision of a router.
 
     Attributes:
         ids_TK: Experts of each token by descending score, int64; distinct within a token.
@@ -273,7 +276,10 @@ def route(
         ([[1, 2]], 1.0)
     """
     if logits.ndim != 2:
-        raise ConfigurationError(f"logits must be [tokens, experts]; got {tuple(logits.shape)}")
+        raise ConfigurationError(
+            f"logits must be [tokens, experts]; got {tuple(logits.shape)}",
+            hint="flatten batch and sequence: logits.flatten(0, -2)",
+        )
     num_experts = logits.shape[1]
     router.check_experts(num_experts)
     if selection_bias is not None and selection_bias.shape != (num_experts,):
@@ -281,8 +287,11 @@ def route(
             f"selection_bias must be [{num_experts}]; got {tuple(selection_bias.shape)}"
         )
     if is_plain(logits) and logits.device.type == "cpu" and bool(torch.isnan(logits).any()):
-        message = "router logits hold NaN"
-        raise DataError(message, hint="look for a diverged router or input before this layer")
+        token = int(torch.isnan(logits).any(dim=1).nonzero()[0, 0])
+        raise DataError(
+            f"router logits hold NaN, first for token {token}",
+            hint="look for a diverged router or input before this layer",
+        )
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = _scores(values, router.score)
     wanted = values if router.score.startswith("topk") else scores
