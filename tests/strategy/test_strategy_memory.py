@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from fivefold.errors import ConfigurationError
 from fivefold.strategy import ModelSpec, ParallelPlan, evaluate_plan, load_cluster, load_model
 from fivefold.strategy._operators import LayerShape, layer_operators
 from fivefold.strategy.parts import MixtureOfExperts
@@ -190,3 +191,46 @@ def test_the_embeddings_dropout_keeps_a_byte_an_element(tensor, sequence):
 
     split = tensor if sequence else 1
     assert 2 * kept(4) - kept(8) == pytest.approx(2048 * 1024 / split, rel=1e-9)
+
+
+def test_a_step_in_32_bits_is_twice_as_wide():
+    """Parameters, activations and what ranks send of them; no copy of the parameters beside."""
+    cluster = load_cluster("cpu-lab")
+    device = dataclasses.replace(cluster.device, loss_chunks=1_000_000)  # logits are always wide
+    model = load_model("gpt3-1.3b")
+    found = {
+        dtype: evaluate_plan(
+            model, device, cluster.fabric,
+            plan=ParallelPlan(global_batch=8, data=2, pipeline=2, dtype=dtype),
+        ).memory
+        for dtype in ("bf16", "fp32")
+    }  # fmt: skip
+    narrow, wide = found["bf16"], found["fp32"]
+    assert wide.weights_bytes == 2 * narrow.weights_bytes
+    assert wide.gradients_bytes == narrow.gradients_bytes
+    assert wide.optimizer_bytes == narrow.optimizer_bytes * 8 / 12
+    assert 1.7 * narrow.activations_bytes < wide.activations_bytes < 2 * narrow.activations_bytes
+
+
+def test_experts_in_32_bits_send_twice_the_bytes():
+    cluster = load_cluster("cpu-lab")
+    tiers = tuple(dataclasses.replace(tier, base_s=0.0, hop_s=0.0) for tier in cluster.fabric.tiers)
+    fabric = dataclasses.replace(cluster.fabric, tiers=tiers)
+    sent = {}
+    for dtype in ("bf16", "fp32"):
+        plan = ParallelPlan(global_batch=4, data=4, expert=4, dtype=dtype)
+        sent[dtype] = evaluate_plan(load_model("mixtral-8x7b"), cluster.device, fabric, plan=plan)
+    assert sent["fp32"].time.expert_s == pytest.approx(2 * sent["bf16"].time.expert_s)
+
+
+def test_a_gpu_without_a_figure_for_32_bits_is_not_priced_as_if_it_had_16():
+    cluster, model = load_cluster("h100-nemo"), load_model("gpt3-1.3b")
+    plan = ParallelPlan(global_batch=8, data=8, dtype="fp32")
+    with pytest.raises(ConfigurationError, match="32 bits is not known"):
+        evaluate_plan(model, cluster.device, cluster.fabric, plan=plan)
+    device = dataclasses.replace(cluster.device, peak_flops_fp32=67e12)
+    slow = evaluate_plan(model, device, cluster.fabric, plan=plan)
+    fast = evaluate_plan(
+        model, device, cluster.fabric, plan=dataclasses.replace(plan, dtype="bf16")
+    )
+    assert slow.time.compute_s > 8 * fast.time.compute_s

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from fivefold.strategy._operators import (
-    ELEMENT_BYTES,
     LayerShape,
     Operator,
     head_operators,
@@ -69,12 +68,12 @@ def trained_head(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
     )
 
 
-def widened_bytes(model: ModelSpec, operators: tuple[Operator, ...]) -> float:
+def widened_bytes(model: ModelSpec, shape: LayerShape, operators: tuple[Operator, ...]) -> float:
     """Return the bytes of the largest matrix while it is widened from the type it is kept in."""
     if model.adapters is None or model.adapters.base == "bf16":
         return 0.0
     sizes = [op.batch * op.n * op.k for op in operators if op.frozen and op.name != "router"]
-    return ELEMENT_BYTES * max(sizes, default=0.0)
+    return shape.element_bytes * max(sizes, default=0.0)
 
 
 def _adapted(model: ModelSpec, shape: LayerShape, op: Operator) -> Iterator[Operator]:
@@ -85,7 +84,7 @@ def _adapted(model: ModelSpec, shape: LayerShape, op: Operator) -> Iterator[Oper
     adapted = [m for m in model.matrices(part) if m.module in modules and model.is_adapted(m)]
     yield dataclasses.replace(op, frozen=True, stored_bytes=op.stored_bytes if adapted else 0.0)
     if adapters.base != "bf16":
-        moved = (BASE_BYTES[adapters.base] + ELEMENT_BYTES) * op.batch * op.n * op.k
+        moved = (BASE_BYTES[adapters.base] + shape.element_bytes) * op.batch * op.n * op.k
         yield Operator(
             name=f"{op.name} widened", kind="memory", moved_bytes=moved, backward_moved_bytes=moved
         )
@@ -98,11 +97,11 @@ def _adapted(model: ModelSpec, shape: LayerShape, op: Operator) -> Iterator[Oper
     if part == "experts" and shape.expert_tensor is not None:
         split = shape.expert_tensor
     for matrix in adapted:
-        yield from _adapter(model, op, matrix, split=split)
+        yield from _adapter(model, op, matrix, split=split, width=shape.element_bytes)
 
 
 def _adapter(
-    model: ModelSpec, op: Operator, matrix: WeightMatrix, *, split: int
+    model: ModelSpec, op: Operator, matrix: WeightMatrix, *, split: int, width: float
 ) -> Iterator[Operator]:
     """Yield an adapter's two products, their sum with the frozen one's result, and the message.
 
@@ -122,12 +121,12 @@ def _adapter(
         batch=op.batch, plain=True, grouped=grouped,
     )  # fmt: skip
     if split > 1:
-        yield tensor_message(f"{matrix.module} adapter", ELEMENT_BYTES * rows * rank)
+        yield tensor_message(f"{matrix.module} adapter", width * rows * rank)
     yield Operator(
         name=f"{matrix.module} B", kind="gemm", m=op.m, n=outputs, k=rank, batch=op.batch,
-        plain=True, grouped=grouped, stored_bytes=ELEMENT_BYTES * rows * rank,
+        plain=True, grouped=grouped, stored_bytes=width * rows * rank,
     )  # fmt: skip
     yield Operator(
-        name=f"{matrix.module} sum", kind="memory", moved_bytes=3 * ELEMENT_BYTES * rows * outputs,
-        backward_moved_bytes=3 * ELEMENT_BYTES * rows * inputs,
+        name=f"{matrix.module} sum", kind="memory", moved_bytes=3 * width * rows * outputs,
+        backward_moved_bytes=3 * width * rows * inputs,
     )  # fmt: skip

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from fivefold.collectives.pricing import FabricSpec, collective_time_s
 from fivefold.collectives.pricing.fabric import Groups
 from fivefold.strategy._layer import LayerCost, LayerKey, head_cost, mean_layer_cost
+from fivefold.strategy._operators import ELEMENT_BYTES
 from fivefold.strategy.cluster import DeviceSpec
 from fivefold.strategy.model import BLOCKS, ModelSpec
 from fivefold.strategy.parts import BASE_BYTES
@@ -24,6 +25,8 @@ from fivefold.strategy.plan import PlanTable, decode
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+MASTER_BYTES = 4.0
+"""Width of the copy of the parameters that an optimizer of 16-bit parameters updates."""
 _COSTS = tuple(field.name for field in fields(LayerCost))
 _KEYED = ("micro_batch", "sequence_parallel", "regather", "recompute", "tensor_overlap", "dtype",
           "expert_tensor", "shared_overlap")  # fmt: skip
@@ -53,6 +56,13 @@ class Columns:
         # Where nothing but the tensor group talks inside a layer, its place does not matter.
         self.layer_stride: Ints = np.where(t.context * t.expert > 1, self.data_stride, 0)
         self.pipe_stride: Ints = np.where(tcdp, t.tensor * self.replicas, t.tensor)
+        self.wide: npt.NDArray[np.bool_] = t.is_word("dtype", "fp32")
+        self.element_bytes: Floats = np.where(self.wide, 4.0, ELEMENT_BYTES)
+        # In 32 bits the optimizer has no copy of the parameters beside them.
+        states = self.device.optimizer_state_bytes
+        self.state_bytes: Floats = np.where(self.wide, max(states - MASTER_BYTES, 0.0), states)
+        wire = self.device.parameter_wire_bytes
+        self.parameter_wire_bytes: Floats = np.where(self.wide, 4.0, wire)
         self.micro_batches: Ints = t.global_batch // (t.data * t.micro_batch)
         # Experts that tensor ranks do not split lie on neighbours, tensor ranks included.
         self.own_experts = t.expert_tensor == 1
@@ -160,12 +170,12 @@ class Columns:
         routed = count * model.share_of("E") * model.routed_parameters
         return count * kept / t.tensor, routed / (self.expert_split * t.expert)
 
-    def frozen_bytes(self, stage: int, *, width: float) -> tuple[Floats, Floats]:
+    def frozen_bytes(self, stage: int, *, width: Floats) -> tuple[Floats, Floats]:
         """Return the bytes of frozen parameters, kept and routed, each of ``width`` at most."""
         none = np.zeros(len(self.table))
         if self.model.adapters is None:
             return none, none
-        base = min(width, BASE_BYTES[self.model.adapters.base])
+        base = np.minimum(width, BASE_BYTES[self.model.adapters.base])
         split, norms, routed = self._of_layers(stage)
         return base * split + width * (norms + self._outside(stage)), base * routed
 

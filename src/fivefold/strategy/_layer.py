@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from fivefold.collectives.pricing import FabricSpec, Group, collective_time_s
 from fivefold.strategy._adapters import trained_head, trained_operators, widened_bytes
 from fivefold.strategy._operators import ELEMENT_BYTES, LayerShape, Operator, tokens_of
-from fivefold.strategy.cluster import MATRIX_BYTES, DeviceSpec, gemm_time_s, memory_time_s
+from fivefold.strategy.cluster import (
+    MATRIX_BYTES,
+    DeviceSpec,
+    element_bytes,
+    gemm_time_s,
+    memory_time_s,
+)
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
 from fivefold.tasks.schedule import exposed_s
@@ -64,7 +70,7 @@ class LayerKey:
             expert=self.expert, expert_tensor=self.expert_tensor,
             sequence_parallel=self.sequence_parallel,
             fused_attention=device.fused_attention, imbalance=device.expert_imbalance,
-            expert_passes=device.expert_passes,
+            expert_passes=device.expert_passes, element_bytes=element_bytes(self.dtype),
         )  # fmt: skip
 
 
@@ -119,29 +125,28 @@ def layer_cost(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, key: LayerKey, kind: str
 ) -> LayerCost:  # fmt: skip
     """Return the cost of one layer of a kind, in the letters of a pattern."""
-    operators = trained_operators(model, key.shape(device), kind)
+    shape = key.shape(device)
+    operators = trained_operators(model, shape, kind)
     stored = sum(_stored_bytes(op, device, key.dtype) for op in operators)
     dropped = 0.0
     if key.recompute == "selective":
         dropped = sum(
             _stored_bytes(op, device, key.dtype) for op in operators if _is_dropped(op, device)
         )
-    inputs = ELEMENT_BYTES * tokens_of(model, key.shape(device)) * model.hidden
+    inputs = shape.element_bytes * tokens_of(model, shape) * model.hidden
     kept = stored - dropped
     if key.sequence_parallel and not key.regather:
         # Two inputs of column-parallel products are kept whole instead of gathered again.
         kept += 2 * inputs * (1 - 1 / key.tensor)
     if key.recompute == "selective" and device.selective_products:
-        kept = min(
-            kept, _every_second_product(inputs / key.shape(device).sequence_split, operators)
-        )
+        kept = min(kept, _every_second_product(inputs, shape, operators))
         dropped = stored - kept
     if key.recompute == "full":
         kept = inputs / (key.tensor if key.sequence_parallel or device.splits_checkpoints else 1)
         kept = min(kept, stored)
         dropped = stored
     cost = _timed(device, fabric, key=key, operators=operators, causal=model.causal)
-    working = dropped + widened_bytes(model, operators)
+    working = dropped + widened_bytes(model, shape, operators)
     return dataclasses.replace(cost, stored_bytes=kept, working_bytes=working)
 
 
@@ -164,11 +169,14 @@ def _is_dropped(op: Operator, device: DeviceSpec) -> bool:
     return (op.scores and "scores" in drops) or op.after in drops
 
 
-def _every_second_product(input_bytes: float, operators: tuple[Operator, ...]) -> float:
+def _every_second_product(
+    input_bytes: float, shape: LayerShape, operators: tuple[Operator, ...]
+) -> float:
     """Return the bytes of a layer's input, half of its products' outputs and attention's output."""
     outputs = sum(op.batch * op.m * op.n for op in operators if op.kind == "gemm")
     attention = sum(op.m * op.k for op in operators if op.kind == "attention")
-    return input_bytes + ELEMENT_BYTES * (outputs / 2 + attention)
+    kept = shape.element_bytes * (outputs / 2 + attention)
+    return input_bytes / shape.sequence_split + kept
 
 
 def mean_layer_cost(
@@ -347,8 +355,10 @@ def _operator_times(device: DeviceSpec, op: Operator, *, dtype: str, causal: boo
 
 
 def _product_times(device: DeviceSpec, op: Operator, *, dtype: str) -> _Times:
-    forward_s = gemm_time_s(device, m=op.m, n=op.n, k=op.k, batch=op.batch, dtype=dtype)
-    input_s = gemm_time_s(device, m=op.m, n=op.k, k=op.n, batch=op.batch, dtype=dtype)
+    timed = functools.partial(
+        gemm_time_s, device, m=op.m, batch=op.batch, dtype=dtype, output_bytes=element_bytes(dtype)
+    )
+    forward_s, input_s = timed(n=op.n, k=op.k), timed(n=op.k, k=op.n)
     weight_s, copies = 0.0, 1
     if not op.frozen:
         # Weight gradients add up over micro-batches: read and written at their own width.

@@ -15,7 +15,6 @@ from fivefold.strategy._columns import Columns, Floats
 from fivefold.strategy._muon import spared_bytes
 from fivefold.strategy.pipeline import stored_at
 
-WEIGHT_BYTES = 2.0
 _LAYERS_AT_WORK = 2.0
 
 
@@ -82,16 +81,17 @@ def stage_bytes(columns: Columns, stage: int) -> dict[str, Floats]:
     kept, routed = columns.parameters(stage)
     states, shared = kept + routed, kept / columns.shards + routed / columns.expert_shards
     copies = np.where(t.is_word("schedule", "dualpipe") & (t.pipeline > 1), 2.0, 1.0)
-    frozen = columns.frozen_bytes(stage, width=WEIGHT_BYTES)
+    width = columns.element_bytes
+    frozen = columns.frozen_bytes(stage, width=width)
     held, spread = sum(frozen), frozen[0] / columns.shards + frozen[1] / columns.expert_shards
-    weights = copies * WEIGHT_BYTES * np.where(t.zero >= 3, shared, states)
+    weights = copies * width * np.where(t.zero >= 3, shared, states)
     weights = weights + copies * np.where(t.zero >= 3, spread, held)
     gradients = copies * device.gradient_bytes * np.where(t.zero >= 2, shared, states)
-    optimizer = device.optimizer_state_bytes * np.where(t.zero >= 1, shared, states)
+    optimizer = columns.state_bytes * np.where(t.zero >= 1, shared, states)
     optimizer = optimizer - spared_bytes(columns, stage)
     stored = stored_bytes(columns, stage)
     layers = np.maximum(columns.model.num_layers / t.pipeline, 1.0)
-    gathered = device.gathered_layers * (WEIGHT_BYTES + device.gradient_bytes) * states / layers
+    gathered = device.gathered_layers * (width + device.gradient_bytes) * states / layers
     gathered = gathered + device.gathered_layers * held / layers
     working = columns.layer["working_bytes"] + np.where(t.zero == 3, gathered, 0.0)
     workers = np.where(t.zero >= 3, columns.replicas / columns.shards, columns.replicas)

@@ -15,19 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.strategy._columns import Columns, Floats
+from fivefold.strategy._columns import MASTER_BYTES, Columns, Floats
 from fivefold.strategy.cluster import DeviceSpec, gemm_time_s
 from fivefold.strategy.model import BLOCKS, ModelSpec
 from fivefold.strategy.parts import WeightMatrix
 
 _STEPS = 5
 _MOMENTUM_BYTES = 2.0
-_MASTER_BYTES = 4.0
 
 
 def moment_bytes(device: DeviceSpec) -> float:
     """Return the width of one of AdamW's moments: half of what stands beside the master copy."""
-    return min(max(device.optimizer_state_bytes - _MASTER_BYTES, 0.0) / 2, 4.0)
+    return min(max(device.optimizer_state_bytes - MASTER_BYTES, 0.0) / 2, 4.0)
 
 
 def spared_bytes(columns: Columns, stage: int) -> Floats | float:

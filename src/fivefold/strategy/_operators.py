@@ -15,6 +15,7 @@ from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import MambaMixer, MixtureOfExperts
 
 ELEMENT_BYTES = 2.0
+"""Width of activations and parameters in a step of 16 bits or fewer; of 32 bits it is 4."""
 _MASK_BYTES = 1.0
 # A clamped gate is ten kernels, most in 32 bits, as PyTorch runs the activation of GPT-OSS.
 _CLAMPED_PASSES = (40, 80)
@@ -33,6 +34,7 @@ class LayerShape:
     fused_attention: bool = False
     imbalance: float = 1.0
     expert_passes: float = 1.0
+    element_bytes: float = ELEMENT_BYTES
 
     @property
     def sequence_split(self) -> int:
@@ -104,7 +106,7 @@ def tokens_of(model: ModelSpec, shape: LayerShape) -> float:
 
 
 def _norm_operators(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Operator, ...]:
-    size = ELEMENT_BYTES * tokens_of(model, shape) * model.hidden / shape.sequence_split
+    size = shape.element_bytes * tokens_of(model, shape) * model.hidden / shape.sequence_split
     return (
         Operator(
             name=f"{name} norm", kind="memory", moved_bytes=2 * size,
@@ -119,8 +121,8 @@ def _residual_operators(model: ModelSpec, shape: LayerShape, name: str) -> tuple
     return (
         Operator(
             name=f"{name} residual", kind="memory", stored_bytes=mask,
-            moved_bytes=3 * ELEMENT_BYTES * elements + mask,
-            backward_moved_bytes=(2 if model.dropout else 1) * ELEMENT_BYTES * elements + mask,
+            moved_bytes=3 * shape.element_bytes * elements + mask,
+            backward_moved_bytes=(1 + model.dropout) * shape.element_bytes * elements + mask,
         ),
     )  # fmt: skip
 
@@ -128,7 +130,7 @@ def _residual_operators(model: ModelSpec, shape: LayerShape, name: str) -> tuple
 def _tensor_message(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Operator, ...]:
     if shape.tensor == 1:
         return ()
-    size = ELEMENT_BYTES * tokens_of(model, shape) * model.hidden
+    size = shape.element_bytes * tokens_of(model, shape) * model.hidden
     return (tensor_message(name, size),)
 
 
@@ -139,7 +141,7 @@ def tensor_message(name: str, size_bytes: float) -> Operator:
 
 def _input_bytes(model: ModelSpec, shape: LayerShape) -> float:
     """Return a column-parallel product's input, stored as the norm's output is split."""
-    return ELEMENT_BYTES * tokens_of(model, shape) * model.hidden / shape.sequence_split
+    return shape.element_bytes * tokens_of(model, shape) * model.hidden / shape.sequence_split
 
 
 def _attention_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
@@ -148,7 +150,7 @@ def _attention_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator,
     queries = model.num_heads * width / t
     # A key head that fewer ranks share than there are tensor ranks is held by several.
     keys = max(model.kv_heads / t, 1.0) * width
-    rotary = 2 * ELEMENT_BYTES * tokens * (queries + keys)
+    rotary = 2 * shape.element_bytes * tokens * (queries + keys)
     rotation = Operator(
         name="rotary", kind="memory", moved_bytes=rotary, backward_moved_bytes=rotary
     )
@@ -162,7 +164,7 @@ def _attention_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator,
         *_core_operators(model, shape, queries=queries, keys=keys, values=queries),
         Operator(
             name="attention projection", kind="gemm", m=tokens, n=h, k=queries,
-            stored_bytes=ELEMENT_BYTES * tokens * queries,
+            stored_bytes=shape.element_bytes * tokens * queries,
         ),
         *_tensor_message(model, shape, "attention"),
     )  # fmt: skip
@@ -173,14 +175,14 @@ def _core_operators(
 ) -> tuple[Operator, ...]:
     """Return scores, softmax, dropout and weighted values, in one kernel or in several."""
     tokens, heads = tokens_of(model, shape), model.num_heads / shape.tensor
-    inputs = ELEMENT_BYTES * tokens * (queries + 2 * keys)
+    inputs = shape.element_bytes * tokens * (queries + 2 * keys)
     flops = 2.0 * tokens * model.seq_len * (queries + values) * model.attention_share
-    ring = ELEMENT_BYTES * 2 * keys * tokens * shape.context
+    ring = shape.element_bytes * 2 * keys * tokens * shape.context
     context = (
         Operator(name="keys, values", kind="message", message="context", message_bytes=ring),
     ) * (shape.context > 1)
     if shape.fused_attention:
-        moved = inputs + ELEMENT_BYTES * tokens * values
+        moved = inputs + shape.element_bytes * tokens * values
         statistics = 4.0 * tokens * heads
         core = Operator(
             name="attention", kind="attention", flops=flops, moved_bytes=moved,
@@ -190,7 +192,8 @@ def _core_operators(
         )  # fmt: skip
         return (*context, core)
     scores = heads * tokens * model.seq_len
-    drop = 1 if model.dropout else 0
+    width, drop = shape.element_bytes, 1 if model.dropout else 0
+    dropped = drop * (2 * width + _MASK_BYTES)
     return (
         *context,
         Operator(
@@ -201,8 +204,9 @@ def _core_operators(
         # Softmax reads and writes, dropout reads, writes and marks; twice of each is stored.
         Operator(
             name="scores", kind="memory", scores=True, kernels=2 + drop,
-            moved_bytes=scores * (4 + 5 * drop), backward_moved_bytes=scores * (6 + 5 * drop),
-            stored_bytes=scores * (ELEMENT_BYTES + drop * (ELEMENT_BYTES + _MASK_BYTES)),
+            moved_bytes=scores * (2 * width + dropped),
+            backward_moved_bytes=scores * (3 * width + dropped),
+            stored_bytes=scores * (width + drop * (width + _MASK_BYTES)),
         ),
     )  # fmt: skip
 
@@ -223,16 +227,16 @@ def _latent_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
         ),
         Operator(
             name="queries", kind="gemm", m=tokens, n=query, k=query_in, after="expands",
-            stored_bytes=ELEMENT_BYTES * tokens * query_in,
+            stored_bytes=shape.element_bytes * tokens * query_in,
         ),
         Operator(
             name="keys, values", kind="gemm", m=tokens, n=heads * model.head_width + value,
-            k=lat.kv_rank, after="expands", stored_bytes=ELEMENT_BYTES * tokens * lat.kv_rank,
+            k=lat.kv_rank, after="expands", stored_bytes=shape.element_bytes * tokens * lat.kv_rank,
         ),
         *_core_operators(model, shape, queries=query, keys=(query + value) / 2, values=value),
         Operator(
             name="attention projection", kind="gemm", m=tokens, n=h, k=value,
-            stored_bytes=ELEMENT_BYTES * tokens * value,
+            stored_bytes=shape.element_bytes * tokens * value,
         ),
         *_tensor_message(model, shape, "attention"),
     )  # fmt: skip
@@ -248,29 +252,30 @@ def _mamba_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...
     assert ssm is not None, "only called for Mamba layers"
     tokens, t, h = tokens_of(model, shape), shape.tensor, model.hidden
     inner, convolved = ssm.inner / t, ssm.convolved / t
-    size = ELEMENT_BYTES * tokens * inner
+    size = shape.element_bytes * tokens * inner
     steps: tuple[Operator, ...] = ()
-    kept = ELEMENT_BYTES * tokens * ssm.projected / t + size
+    kept = shape.element_bytes * tokens * ssm.projected / t + size
     if ssm.step_rank:
         rank = ssm.step_rank
         steps = (
             Operator(name="mamba step, B, C", kind="gemm", m=tokens, n=rank + 2 * ssm.state,
                      k=inner),
-            *((tensor_message("mamba", ELEMENT_BYTES * tokens * (rank + 2 * ssm.state)),)
+            *((tensor_message("mamba", shape.element_bytes * tokens * (rank + 2 * ssm.state)),)
               if t > 1 else ()),
             Operator(name="mamba step", kind="gemm", m=tokens, n=inner, k=rank,
-                     stored_bytes=ELEMENT_BYTES * tokens * (rank + 2 * ssm.state)),
+                     stored_bytes=shape.element_bytes * tokens * (rank + 2 * ssm.state)),
         )  # fmt: skip
         kept += size  # the step sizes
-    moved, again = _scan_bytes(ssm)
+    moved, again = _scan_bytes(ssm, shape.element_bytes)
     return (
         Operator(
             name="mamba in", kind="gemm", m=tokens, n=ssm.projected / t, k=h, after="norm",
             stored_bytes=_input_bytes(model, shape),
         ),
         Operator(
-            name="convolution", kind="memory", moved_bytes=2 * ELEMENT_BYTES * tokens * convolved,
-            backward_moved_bytes=5 * ELEMENT_BYTES * tokens * convolved,
+            name="convolution", kind="memory",
+            moved_bytes=2 * shape.element_bytes * tokens * convolved,
+            backward_moved_bytes=5 * shape.element_bytes * tokens * convolved,
         ),
         *steps,
         Operator(
@@ -285,22 +290,22 @@ def _mamba_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...
     )  # fmt: skip
 
 
-def _scan_bytes(ssm: MambaMixer) -> tuple[float, float]:
+def _scan_bytes(ssm: MambaMixer, width: float) -> tuple[float, float]:
     """Return the bytes that a token's scan moves forward, and FLOPs that its backward repeats.
 
     Mamba-2 is five kernels: step sizes, states of chunks (32 bits: written, passed on in a read and
     a write, read), C with B of chunks (32 bits), and the result. The first two are repeated.
     """
     if ssm.step_rank:  # x, step, gate, result; B and C
-        return ELEMENT_BYTES * (4 * ssm.inner + 2 * ssm.state), ssm.scan_flops
-    channels, shared = ELEMENT_BYTES * ssm.inner, ELEMENT_BYTES * ssm.groups * ssm.state
+        return width * (4 * ssm.inner + 2 * ssm.state), ssm.scan_flops
+    channels, shared = width * ssm.inner, width * ssm.groups * ssm.state
     states = 4 * 4.0 * ssm.state * ssm.inner / ssm.chunk
     moved = 3 * channels + 4 * shared + states + 2 * 4.0 * ssm.groups * ssm.chunk
     return moved, 2.0 * ssm.chunk * ssm.groups * ssm.state + 2.0 * ssm.state * ssm.inner
 
 
 def _feed_forward(
-    model: ModelSpec, *, rows: float, inner: float, name: str, batch: float = 1.0
+    model: ModelSpec, shape: LayerShape, *, rows: float, inner: float, name: str, batch: float = 1.0
 ) -> tuple[Operator, ...]:
     """Return two products and the activation between; the first one's input is not counted."""
     elements = rows * inner * batch
@@ -311,20 +316,21 @@ def _feed_forward(
                  batch=batch),
         Operator(
             name=f"{name} activation", kind="memory",
-            moved_bytes=passes * ELEMENT_BYTES * elements,
-            backward_moved_bytes=backward_passes * ELEMENT_BYTES * elements,
-            stored_bytes=gates * ELEMENT_BYTES * elements,
+            moved_bytes=passes * shape.element_bytes * elements,
+            backward_moved_bytes=backward_passes * shape.element_bytes * elements,
+            stored_bytes=gates * shape.element_bytes * elements,
         ),
         Operator(
             name=f"{name} down", kind="gemm", m=rows, n=model.hidden, k=inner, batch=batch,
-            stored_bytes=ELEMENT_BYTES * elements, after="activation",
+            stored_bytes=shape.element_bytes * elements, after="activation",
         ),
     )  # fmt: skip
 
 
 def _dense_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
     inner = model.ffn_width / shape.tensor
-    up, *rest = _feed_forward(model, rows=tokens_of(model, shape), inner=inner, name="feed-forward")
+    tokens = tokens_of(model, shape)
+    up, *rest = _feed_forward(model, shape, rows=tokens, inner=inner, name="feed-forward")
     return (
         dataclasses.replace(up, stored_bytes=_input_bytes(model, shape), after="norm"),
         *rest,
@@ -343,7 +349,7 @@ def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
     tokens, t = tokens_of(model, shape), shape.tensor
     busy = shape.imbalance if shape.expert > 1 else 1.0  # the group waits for its fullest rank
     visits = busy * tokens * moe.top_k / (t if shape.sequence_parallel else 1)
-    visit_bytes = ELEMENT_BYTES * visits * model.hidden
+    visit_bytes = shape.element_bytes * visits * model.hidden
     local = moe.num_experts / shape.expert
     # The whole expert group's tokens meet this rank's experts. Either t ranks split each expert and
     # have all tokens, or each has its own experts and its share of the tokens.
@@ -366,13 +372,14 @@ def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
         backward_moved_bytes=2 * sorts * shape.expert_passes * visit_bytes,
     )  # fmt: skip
     up, *rest = _feed_forward(
-        model, rows=rows, inner=moe.expert_ffn / inner_split, name="experts", batch=local
+        model, shape, rows=rows, inner=moe.expert_ffn / inner_split, name="experts", batch=local
     )
     up = dataclasses.replace(up, grouped=True)
     rest = [dataclasses.replace(op, grouped=op.kind == "gemm") for op in rest]
     shared: tuple[Operator, ...] = ()
     if moe.shared_ffn:
-        shared = _feed_forward(model, rows=tokens, inner=moe.shared_ffn / t, name="shared expert")
+        inner = moe.shared_ffn / t
+        shared = _feed_forward(model, shape, rows=tokens, inner=inner, name="shared expert")
         if inner_split < t:
             shared = (*shared, *_tensor_message(model, shape, "shared expert"))
     gathered = _visit_message(model, shape, busy * moe.top_k) if inner_split == t else ()
@@ -382,7 +389,7 @@ def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
             k=model.hidden, stored_bytes=_input_bytes(model, shape), kernels=6,
         ),
         moves, *exchange, *gathered,
-        _storing(up, ELEMENT_BYTES * rows * local * model.hidden), *rest,
+        _storing(up, shape.element_bytes * rows * local * model.hidden), *rest,
         *exchange, moves, *shared,
     )  # fmt: skip
 
@@ -406,9 +413,9 @@ def _convolution_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operato
             ("convolution", stage.width, 9 * stage.width),
             ("expand", stage.outputs, stage.width),
         ):
-            size = ELEMENT_BYTES * pixels * n * share
+            size = shape.element_bytes * pixels * n * share
             ops.append(Operator(name=name, kind="gemm", m=pixels, n=n, k=k, batch=share,
-                                stored_bytes=ELEMENT_BYTES * pixels * k * share / (
+                                stored_bytes=shape.element_bytes * pixels * k * share / (
                                     9 if name == "convolution" else 1)))  # fmt: skip
             ops.append(Operator(name=f"{name} norm", kind="memory", moved_bytes=4 * size,
                                 backward_moved_bytes=6 * size, stored_bytes=size))  # fmt: skip

@@ -39,6 +39,11 @@ _LEAST_DEPTH = 1024
 MATRIX_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "fp32": 4.0}
 
 
+def element_bytes(dtype: str) -> float:
+    """Return the width of what is no narrow product's input: parameters, activations, messages."""
+    return max(MATRIX_BYTES[dtype], MATRIX_BYTES["bf16"])
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec(StackSpec):
     """One GPU, what it reaches under one software stack, and that stack's constants.
@@ -48,6 +53,8 @@ class DeviceSpec(StackSpec):
         peak_flops: Dense peak of 16-bit matrix products.
         peak_flops_fp8: The same of 8-bit products; 0 where there are none.
         peak_flops_fp4: The same of 4-bit products; 0 where there are none.
+        peak_flops_fp32: The same of 32-bit products; 0 where it is not known. A processor's is
+            ``peak_flops``.
         memory_bytes: Device memory.
         memory_bandwidth_bytes_per_s: Peak of device memory.
         multiprocessors: How many tiles run at a time.
@@ -78,6 +85,7 @@ class DeviceSpec(StackSpec):
     multiprocessors: int
     peak_flops_fp8: float = 0.0
     peak_flops_fp4: float = 0.0
+    peak_flops_fp32: float = 0.0
     gemm_efficiency: float = 0.75
     gemm_efficiency_fp8: float = 0.6
     gemm_efficiency_mxfp8: float = 0.0
@@ -112,8 +120,13 @@ class DeviceSpec(StackSpec):
             message = f"dtype {dtype!r} is unknown"
             raise ConfigurationError(message, hint=f"use one of {', '.join(MATRIX_BYTES)}")
         peaks = {"fp8": self.peak_flops_fp8, "mxfp8": self.peak_flops_fp8,
-                 "nvfp4": self.peak_flops_fp4}  # fmt: skip
+                 "nvfp4": self.peak_flops_fp4,
+                 "fp32": self.peak_flops_fp32 or self.peak_flops * (self.gpu == "cpu")}  # fmt: skip
         peak = peaks.get(dtype, self.peak_flops)
+        if not peak and dtype == "fp32":
+            message = f"how fast {self.name} multiplies in 32 bits is not known"
+            hint = "set peak_flops_fp32 under [device] of a cluster file, or use 'bf16'"
+            raise ConfigurationError(message, hint=hint)
         if not peak:
             bits = 4 if dtype == "nvfp4" else 8
             message = f"{self.name} has no {bits}-bit matrix products"

@@ -18,7 +18,7 @@ from fivefold.collectives.pricing import FabricSpec
 from fivefold.collectives.pricing.closed_form import chain_time_s
 from fivefold.errors import ConfigurationError
 from fivefold.strategy._columns import Columns, Floats
-from fivefold.strategy._memory import WEIGHT_BYTES, MemoryUse, fullest_bytes, memory_use
+from fivefold.strategy._memory import MemoryUse, fullest_bytes, memory_use
 from fivefold.strategy._muon import muon_s
 from fivefold.strategy.cluster import Cluster, DeviceSpec
 from fivefold.strategy.model import ModelSpec
@@ -321,7 +321,7 @@ def _message_s(columns: Columns) -> tuple[Floats, Floats]:
     t, model, fabric = columns.table, columns.model, columns.fabric
     if model.stages:
         return np.zeros(len(t)), np.zeros(len(t))
-    whole = 2.0 * t.micro_batch * model.seq_len / t.context * model.hidden
+    whole = columns.element_bytes * t.micro_batch * model.seq_len / t.context * model.hidden
     parallel = t.sequence_parallel == 1
     split = ~parallel & (t.tensor > 1) & columns.device.splits_stage_messages
     tensor = columns.group(t.tensor, np.ones_like(t.tensor))
@@ -343,7 +343,8 @@ def _offload_waits_s(columns: Columns, layer: dict[str, Floats], slow: Floats) -
     kept, routed = columns.parameters(1)
     stored = columns.model.num_layers / t.pipeline * layer["stored_bytes"]
     stored = stored * columns.share_of_layers("offload_layers")
-    weights = WEIGHT_BYTES * (kept + routed) + sum(columns.frozen_bytes(1, width=WEIGHT_BYTES))
+    width = columns.element_bytes
+    weights = width * (kept + routed) + sum(columns.frozen_bytes(1, width=width))
     moved = np.where(t.offload_weights == 1, weights, 0.0)
     moved = moved + np.where(t.offload_activations == 1, stored, 0.0)
     moved_s = moved / device.host_bandwidth_bytes_per_s
@@ -409,7 +410,7 @@ def _tied_s(columns: Columns) -> Floats:
 def _state_messages_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
     """Return the seconds of gradients reduced and parameters gathered once an iteration."""
     t = columns.table
-    device, parameters = columns.device, columns.device.parameter_wire_bytes
+    device, parameters = columns.device, columns.parameter_wire_bytes
     wide = np.where(t.tau > 1, device.outer_wire_bytes, device.gradient_wire_bytes)
     whole = columns.group(columns.replicas, columns.data_stride)
     experts = columns.group(columns.expert_replicas, columns.expert_stride * t.expert)
@@ -468,7 +469,7 @@ def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Fl
         return layer
     count = columns.counts[1]
     kept, routed = columns.parameters(1)
-    frozen = [size / count for size in columns.frozen_bytes(1, width=_wire_bytes(columns))]
+    frozen = [size / count for size in columns.frozen_bytes(1, width=columns.parameter_wire_bytes)]
     gather_s, scatter_s = _shared_s(columns, kept / count, routed / count, frozen=frozen)
     backward_s = layer["input_s"] + layer["weight_s"]
     forward_s = _beside(columns, layer["forward_s"], gather_s)
@@ -486,17 +487,15 @@ def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Fl
     }
 
 
-def _wire_bytes(columns: Columns) -> float:
-    """Return the width of a parameter that is gathered."""
-    return columns.device.parameter_wire_bytes
-
-
 def _shared_s(
     columns: Columns, kept: Floats, routed: Floats, *, frozen: Sequence[Floats]
 ) -> tuple[Floats, Floats]:
     """Gather ZeRO-3's parameters, trained ones and bytes of frozen ones; scatter gradients."""
     share = columns.device.shard_gather_share
-    gather, scatter = _wire_bytes(columns) / share, columns.device.gradient_wire_bytes / share
+    gather, scatter = (
+        columns.parameter_wire_bytes / share,
+        columns.device.gradient_wire_bytes / share,
+    )
     return (
         _sharing_s(columns, gather * kept + frozen[0] / share, gather * routed + frozen[1] / share),
         _sharing_s(columns, scatter * kept, scatter * routed),
@@ -514,7 +513,7 @@ def _outside_s(
     each = count / columns.counts[1]
     outside = columns.parameters(number)[0] - each * columns.parameters(1)[0]
     frozen, layers = (
-        columns.frozen_bytes(place, width=_wire_bytes(columns))[0] for place in (number, 1)
+        columns.frozen_bytes(place, width=columns.parameter_wire_bytes)[0] for place in (number, 1)
     )
     frozen = frozen - each * layers
     # With one stage they are in the layers' share already.

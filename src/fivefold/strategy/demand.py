@@ -15,7 +15,7 @@ from fivefold.strategy._columns import Columns
 from fivefold.strategy._layer import LayerKey
 from fivefold.strategy._muon import whole_bytes
 from fivefold.strategy._operators import Operator
-from fivefold.strategy.cluster import DeviceSpec
+from fivefold.strategy.cluster import DeviceSpec, element_bytes
 from fivefold.strategy.cost import evaluate_plan
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.pipeline import pipeline_shape
@@ -129,9 +129,9 @@ def _state_messages(columns: Columns, plan: ParallelPlan, *, segments: int) -> t
     found: list[Message] = []
     local = plan.tau > 1
     wide = device.outer_wire_bytes / plan.tau if local else device.gradient_wire_bytes
-    frozen = (0.0, 0.0)
+    frozen, wire = (0.0, 0.0), float(columns.parameter_wire_bytes[0])
     if plan.zero == 3:  # gathered, and never summed
-        sizes = columns.frozen_bytes(0, width=device.parameter_wire_bytes)
+        sizes = columns.frozen_bytes(0, width=columns.parameter_wire_bytes)
         frozen = (float(sizes[0][0]), float(sizes[1][0]))
     for count, fixed, whole, shards, replica in (
         (kept, frozen[0], "data", "shard", "replica"),
@@ -143,7 +143,7 @@ def _state_messages(columns: Columns, plan: ParallelPlan, *, segments: int) -> t
         over = whole
         if plan.zero > 0:
             gradient = round(device.gradient_wire_bytes * count / segments)
-            parameter = round((device.parameter_wire_bytes * count + fixed) / segments)
+            parameter = round((wire * count + fixed) / segments)
             found += _sharded(plan, shards, gradient=gradient, parameter=parameter)
             over, summed = replica, summed // plan.group(shards).size
         if summed and plan.group(over).size > 1:
@@ -183,7 +183,9 @@ def _pipeline_messages(
     """Return activations to the next stage and their gradients back, per micro-batch."""
     if plan.pipeline == 1 or model.stages:
         return ()
-    size = 2.0 * plan.micro_batch * model.seq_len / plan.context * model.hidden
+    size = (
+        element_bytes(plan.dtype) * plan.micro_batch * model.seq_len / plan.context * model.hidden
+    )
     if plan.sequence_parallel or (device.splits_stage_messages and plan.tensor > 1):
         size /= plan.tensor
     shape = pipeline_shape(

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from fivefold.collectives.pricing import FabricSpec
 from fivefold.errors import FivefoldError, InfeasibleError
 from fivefold.strategy._columns import Columns, Floats
-from fivefold.strategy._memory import WEIGHT_BYTES, stored_bytes
+from fivefold.strategy._memory import stored_bytes
 from fivefold.strategy._muon import moment_bytes
 from fivefold.strategy._space import (
     Outer,
@@ -288,7 +288,7 @@ def _lower_bounds(
         if True in space.offload:
             stored = np.minimum(stored, 2.0 * columns.layer["stored_bytes"])
         least = (stored + columns.layer["working_bytes"]).reshape(shape).min(axis=1)
-        states = _least_states(columns, space, pattern).reshape(shape)[:, 0]
+        states = _least_states(columns, space, pattern).reshape(shape).min(axis=1)
         memory_bytes[rows] = least + states + device.reserved_bytes
     return time_s * (1 - _ROUNDING), memory_bytes * (1 - _ROUNDING)
 
@@ -301,14 +301,14 @@ def _least_states(columns: Columns, space: SearchSpace, pattern: Pattern) -> Flo
     most = max(levels)
     shards = columns.replicas
     shared = kept / shards + routed / np.maximum(shards / columns.table.expert, 1.0)
-    frozen = columns.frozen_bytes(0, width=WEIGHT_BYTES)
+    frozen = columns.frozen_bytes(0, width=columns.element_bytes)
     frozen_shared = frozen[0] / shards + frozen[1] / np.maximum(shards / columns.table.expert, 1.0)
-    weights = WEIGHT_BYTES * (shared if most >= 3 else whole)
+    weights = columns.element_bytes * (shared if most >= 3 else whole)
     weights = weights + (frozen_shared if most >= 3 else sum(frozen))
     gradients = columns.device.gradient_bytes * (shared if most >= 2 else whole)
-    bytes_each = columns.device.optimizer_state_bytes
+    bytes_each = columns.state_bytes
     if "muon" in space.optimizers:
-        bytes_each -= moment_bytes(columns.device)
+        bytes_each = bytes_each - moment_bytes(columns.device)
     optimizer = bytes_each * (shared if most >= 1 else whole)
     if True in space.offload:
         layers = np.maximum(columns.model.num_layers / columns.table.pipeline, 1.0)
