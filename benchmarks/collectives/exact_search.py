@@ -4,9 +4,9 @@ Five tables. k-synchronous points (chunks, steps, rounds) on DGX-1, rings, tori,
 each must be found and verified, or refuted by the solver. All-gathers in time slots on two boxes
 of DGX-2 and NDv2, the length and the refutation of one slot less, without help by bounds. Both of
 these searches are peers of the product's methods. What `synthesize` finds by itself on DGX-1,
-beside the points at which SCCL's algorithms need least bandwidth. TACCL's instances: the final
-time of TACCL in its own model, and its solver's time. All-gather on two boxes of NDv2 over sizes,
-beside the published schedules of TE-CCL and TACCL.
+beside SCCL's bandwidth-optimal points. TACCL's instances: the final time of TACCL in its own
+model, and its solver's time. All-gather on two boxes of NDv2 over sizes, beside the published
+schedules of TE-CCL and TACCL.
 
     python -m benchmarks.collectives.exact_search [--only points,slots,dgx1,taccl,sizes] [--quick]
 """
@@ -100,7 +100,7 @@ SCCL_SECONDS = {
     (4, 3, 5): 6.5,
     (6, 3, 7): 56.1,
 }
-# Points of least bandwidth on DGX-1.
+# Bandwidth-optimal points on DGX-1.
 SCCL_OPTIMA: list[tuple[Make, Point]] = [
     (all_gather, (6, 3, 7)),
     (reduce_scatter, (6, 3, 7)),
@@ -234,23 +234,23 @@ def slots(*, quick: bool) -> Iterator[BenchmarkRow]:
 
 
 def dgx1(*, quick: bool) -> Iterator[BenchmarkRow]:
-    """The product's default search on DGX-1, and SCCL's points of least bandwidth."""
+    """The product's default search on DGX-1, and SCCL's bandwidth-optimal points."""
     topology, size_bytes = named_topology("dgx1"), 64e6
     synthesize("all_gather", topology, size_bytes=size_bytes, time_limit_s=5)  # compiles
     for make, point in SCCL_OPTIMA[: 2 if quick else None]:
         chunks, _, rounds = point
         chunk_bytes = float(make(topology.num_ranks, chunks).chunk_bytes(size_bytes)[0])
         peer_us = rounds * chunk_bytes / NVLINK_BYTES_PER_S * 1e6
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         found = synthesize(make.__name__, topology, size_bytes=size_bytes, time_limit_s=30)
-        seconds = time.perf_counter() - started_s
+        seconds = time.process_time() - started_s
         case = f"dgx1 {make.__name__} of 64 MB by synthesize: {found.method}"
         yield BenchmarkRow(
             case=case,
             metric="modelled time",
             unit="us",
             ours=round(found.time_s * 1e6, 2),
-            peers={"SCCL's least bandwidth": round(peer_us, 2)},
+            peers={"SCCL's bandwidth-optimal point": round(peer_us, 2)},
             limit=round(found.bound.seconds * 1e6, 2),
             target=round(peer_us, 2),
             met=found.time_s * 1e6 <= peer_us * (1 + 1e-9),
@@ -258,7 +258,7 @@ def dgx1(*, quick: bool) -> Iterator[BenchmarkRow]:
         known = make is all_gather
         yield BenchmarkRow(
             case=case,
-            metric="time of synthesis",
+            metric="processor time of synthesis",
             unit="s",
             ours=round(seconds, 3),
             peers={"SCCL (z3, its documentation)": SCCL_SECONDS[point]} if known else {},

@@ -1,5 +1,8 @@
 """Compares synthesis with public synthesizers side by side: TACOS, ForestColl, SCCL.
 
+SCCL's rows compare its solver with a search in steps that is no method of the product
+(`k_synchronous`); what `synthesize` finds on DGX-1 is in `exact_search`'s table ``dgx1``.
+
 Peers are run from where the user has them; none is part of this repository:
 
 ``--forestcoll FOLDER``  a checkout of liangyuRain/ForestColl (Python, needs networkx).

@@ -20,10 +20,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 
+from fivefold.optim import MuonAdamW
 from fivefold.train import ShardedSampler, Transformer, load_corpus, load_tokenizer
 from fivefold.train._corpus import Corpus
 from fivefold.train.config import DataConfig, ModelConfig
@@ -38,13 +40,13 @@ __all__ = [
     "SEQUENCE_LENGTH",
     "Batch",
     "LossModule",
-    "MuonWithAdamW",
     "Problem",
     "Worker",
     "batches",
     "corpus",
     "learning_rate",
     "make_model",
+    "make_muon",
     "make_optimizer",
     "set_learning_rate",
     "validate",
@@ -135,31 +137,21 @@ def make_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=lr, betas=BETAS)
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon on the matrices of the layers, AdamW on embeddings and scales, as one optimizer.
+def make_muon(model: torch.nn.Module, lr: float) -> MuonAdamW:
+    """Muon on the matrices of the layers, AdamW without weight decay on embeddings and scales.
 
     Args:
         model: Its parameters are trained.
         lr: Learning rate of both; Muon's update is scaled to the size of one of AdamW.
     """
-
-    def __init__(self, model: torch.nn.Module, lr: float) -> None:
-        named = dict(model.named_parameters())
-        inner = {n for n, p in named.items() if p.dim() == 2 and "embedding" not in n}
-        rest = [p for name, p in named.items() if name not in inner]
-        super().__init__(list(named.values()), {"lr": lr})
-        self.muon = torch.optim.Muon(
-            [p for name, p in named.items() if name in inner],
-            lr=lr, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw",
-        )  # fmt: skip
-        self.adamw = torch.optim.AdamW(rest, lr=lr, betas=BETAS, weight_decay=0.0)
-        self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure here
-        """Step both."""
-        assert closure is None, "workers compute gradients before the step"
-        self.muon.step()  # type: ignore[no-untyped-call]  # untyped in torch
-        self.adamw.step()
+    named = dict(model.named_parameters())
+    matrices = {n: p for n, p in named.items() if p.dim() == 2 and "embedding" not in n}
+    rest = [p for name, p in named.items() if name not in matrices]
+    groups: list[dict[str, Any]] = [
+        {"params": list(matrices.values()), "algorithm": "muon"},
+        {"params": rest, "algorithm": "adamw", "weight_decay": 0.0},
+    ]
+    return MuonAdamW(groups, lr, weight_decay=WEIGHT_DECAY, betas=BETAS)
 
 
 def learning_rate(step: int, problem: Problem) -> float:
@@ -282,7 +274,7 @@ class Worker:
         self._clip_norm = clip_norm
         shape = MODEL.model_copy(update={"width": problem.width, "layers": problem.layers})
         self.model = make_model(problem.seed, shape)
-        make = MuonWithAdamW if problem.optimizer == MUON else make_optimizer
+        make = make_muon if problem.optimizer == MUON else make_optimizer
         self.optimizer: torch.optim.Optimizer = make(self.model, problem.lr)
         self.steps_done = 0
         self._batches = batches(

@@ -157,11 +157,14 @@ def _measured(collective: str, sizes: list[int], repetitions: int) -> list[dict[
 
 
 def _table(rows: list[dict[str, Any]]) -> DataTable:
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    """Return a column for each size: there are more algorithms than fit beside one another."""
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "size"]
     return DataTable.of(
-        list(map(plain_name, names)),
-        [tuple(value_text(name, row.get(name, "")) for name in names) for row in rows],
-        text_columns=(1,),
+        ("", *(row["size"] for row in rows)),
+        [
+            (plain_name(name), *(value_text(name, row.get(name, "")) for row in rows))
+            for name in names
+        ],
     )
 
 
