@@ -15,7 +15,7 @@ from fivefold.codesign.coordinator import CoDesignResult
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.page_lanes import job_timeline, layer_timelines, link_timeline, unrolled
 from fivefold.codesign.plans import ClusterPlan, DecisionRecord, JobPlan
-from fivefold.codesign.simulate import Outcome, alone_quote, schedule_iteration
+from fivefold.codesign.simulate import Outcome, iteration_of
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology, draw_topology
 from fivefold.report.page import (
@@ -163,7 +163,7 @@ def plan_page(
     sections.append(
         PageSection(
             heading="Jobs",
-            parts=(_job_table(topology, jobs, found), _job_bars(topology, jobs, found)),
+            parts=(_job_table(topology, jobs, found), _job_bars(jobs, found)),
         )
     )
     if pictures:
@@ -250,7 +250,7 @@ def _job_table(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResul
         before = found.baseline_outcome.iteration_s[job.job_id]
         after = found.outcome.iteration_s[job.job_id]
         plan = found.plan.jobs[job.job_id]
-        computes = _compute_s(topology, job, plan) / after
+        computes = _compute_s(job, plan) / after
         rows.append(
             (
                 job.job_id, f"{len(job.ranks)}", format_duration_s(before),
@@ -271,13 +271,13 @@ def _job_table(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResul
     )
 
 
-def _compute_s(topology: Topology, job: JobSpec, plan: JobPlan) -> float:
+def _compute_s(job: JobSpec, plan: JobPlan) -> float:
     """Return seconds per iteration in which a rank of the job computes, whatever it waits for."""
-    graph = schedule_iteration(job, plan, alone_quote(topology, job, plan)).graph
+    graph = iteration_of(job, plan, lambda _kind, _size_bytes: 0.0)  # messages are not asked
     return sum(task.duration_s for task in graph.compute if not task.task_id.startswith("wait"))
 
 
-def _job_bars(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult) -> BarChart:
+def _job_bars(jobs: Sequence[JobSpec], found: CoDesignResult) -> BarChart:
     """Compute and waiting of an iteration, baseline above plan."""
     rows = []
     variants = (
@@ -287,7 +287,7 @@ def _job_bars(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
     for job in _most_changed(jobs, found):
         for name, outcome, plan in variants:
             total_s = outcome.iteration_s[job.job_id]
-            compute_s = min(total_s, _compute_s(topology, job, plan.jobs[job.job_id]))
+            compute_s = min(total_s, _compute_s(job, plan.jobs[job.job_id]))
             waits_s = total_s - compute_s
             rows.append(
                 BarRow(
