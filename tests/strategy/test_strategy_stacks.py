@@ -18,7 +18,7 @@ from fivefold.strategy import (
     named_stacks,
     search_plans,
 )
-from fivefold.strategy.calibrate import ErrorBar
+from fivefold.strategy.calibrate import ErrorBar, calibrated_device
 
 BRIDGE = load_cluster("gb200-bridge")
 
@@ -201,3 +201,18 @@ def test_126_layers_have_an_interleaved_plan_of_8_stages():
     assert best.plan.embedding_layers
     assert best.plan.virtual > 1
     assert best.time_s < found[(False,)].time_s
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("cpu-lab", "fp32"), ("h100-nemo", "bf16"), ("h100-nemo", "fp8"), ("b200-bridge", "nvfp4")],
+)
+@pytest.mark.parametrize("slower", [0.5, 3.0])
+def test_a_device_calibrated_by_a_step_takes_that_long(name, dtype, slower):
+    cluster, model = load_cluster(name), load_model("gpt3-1.3b")
+    plan = ParallelPlan(global_batch=8, dtype=dtype)
+    known = evaluate_plan(model, cluster.device, cluster.fabric, plan=plan).time
+    model_s = slower * (known.compute_s + known.recompute_s)
+    device = calibrated_device(cluster, model, plan, model_s=model_s, optimizer_s=0.1, rest_s=0.02)
+    found = evaluate_plan(model, device, cluster.fabric, plan=plan)
+    assert found.time_s == pytest.approx(model_s + 0.12, rel=1e-6)

@@ -416,6 +416,8 @@ def _compute(asked: _Question) -> Iterator[Change]:
         device,
         peak_flops=2 * device.peak_flops,
         peak_flops_fp8=2 * device.peak_flops_fp8,
+        peak_flops_fp4=2 * device.peak_flops_fp4,
+        peak_flops_fp32=2 * device.peak_flops_fp32,
         memory_bandwidth_bytes_per_s=2 * device.memory_bandwidth_bytes_per_s,
         host_kernel_s=device.host_kernel_s / 2,
         kernel_gap_s=device.kernel_gap_s / 2,

@@ -155,8 +155,14 @@ def _unseen(model: ModelSpec, plan: ParallelPlan) -> list[str]:
     return [what for what, has in parts if has]
 
 
-_EFFICIENCIES = ("gemm_efficiency", "attention_efficiency", "memory_efficiency")
-_PEAKS = ("peak_flops", "peak_flops_fp8", "memory_bandwidth_bytes_per_s")
+_EFFICIENCIES = (
+    "gemm_efficiency", "gemm_efficiency_fp8", "gemm_efficiency_mxfp8", "gemm_efficiency_fp4",
+    "attention_efficiency", "memory_efficiency",
+)  # fmt: skip
+_PEAKS = (
+    "peak_flops", "peak_flops_fp8", "peak_flops_fp4", "peak_flops_fp32",
+    "memory_bandwidth_bytes_per_s",
+)  # fmt: skip
 _ROUNDS = 8
 _FIXED = ("tile_start_s", "kernel_gap_s", "host_kernel_s")
 
