@@ -298,7 +298,7 @@ def test_unknown_attribute_is_an_attribute_error():
         _ = fivefold.nothing
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # xdist itself ends a run whose workers collect differently
 @pytest.mark.timeout(900)  # two whole collections, which took 280 s beside other work
 def test_every_process_collects_the_same_tests(tmp_path):
     """Workers that share the tests compare their names, which may not hold times or addresses."""
