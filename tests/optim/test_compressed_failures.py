@@ -115,6 +115,7 @@ LEAVING = """
 import os, sys, time
 import torch, torch.distributed as dist
 from fivefold.optim import ProcessGroupTransport
+from fivefold.optim._comm_thread import Job
 
 rank, how = int(sys.argv[1]), sys.argv[2]
 store = dist.FileStore(sys.argv[3], 2)
@@ -125,7 +126,10 @@ transport.prepare([payload], fragment=0)
 transport.launch([payload], metadata=metadata, fragment=0, what="first").wait()
 if how == "forgotten":
     transport.launch([payload], metadata=metadata, fragment=0, what="second")
-elif how == "collected":
+elif how in {"collected", "collected, still at work"}:
+    if how == "collected, still at work":  # within torch, where a thread must not be cut off
+        a = torch.ones(1500, 1500)
+        Job.stamp = lambda _job: [a @ a for _ in range(20)]
     all_reduce = transport.launch([payload], metadata=metadata, fragment=0, what="second")
     del transport
     all_reduce.wait()
@@ -140,7 +144,7 @@ print("end")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["forgotten", "collected", "alone"])
+@pytest.mark.parametrize("how", ["forgotten", "collected", "collected, still at work", "alone"])
 def test_a_program_may_end_with_an_all_reduce_under_way(tmp_path, how):
     script = tmp_path / "leave.py"
     script.write_text(LEAVING)

@@ -15,6 +15,7 @@ for the other. This module knows nothing of codecs or rounds.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -232,8 +233,20 @@ def _carry_out_all(jobs: queue.SimpleQueue[Job | None]) -> None:
         del job  # not kept alive while waiting for the next
 
 
+_LEAVING: list[threading.Thread] = []
+
+
 def _end_thread(jobs: queue.SimpleQueue[Job | None], thread: threading.Thread) -> None:
     """Let the thread end after its jobs; gloo has no way to cut a collective off."""
     jobs.put(None)
-    if thread.ident is not None and thread is not threading.current_thread():
+    if thread is threading.current_thread():  # its last job held the last reference
+        _LEAVING[:] = [*(one for one in _LEAVING if one.is_alive()), thread]
+    elif thread.ident is not None:
+        thread.join(_PATIENCE_S)
+
+
+@atexit.register
+def _wait_for_leaving() -> None:
+    """Let threads end that nobody else waits for: cut off within torch they abort the process."""
+    for thread in _LEAVING:
         thread.join(_PATIENCE_S)
