@@ -21,23 +21,21 @@ import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.moe.kernels.arguments import (
+    CHUNK_SLOTS,
     GatedFunction,
+    Layout,
     Operands,
     Sizes,
     Tables,
     Tiles,
+    Workspace,
+    call_sizes,
     debugging,
     interpreting,
+    layout_for,
     sizes_for,
     tiles_for,
     wait_limit_ns,
-)
-from fivefold.moe.kernels.workspace import (
-    CHUNK_SLOTS,
-    Layout,
-    Workspace,
-    call_sizes,
-    layout_for,
 )
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})

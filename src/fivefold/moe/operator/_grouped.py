@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fivefold.errors import UnsupportedError
-from fivefold.moe.kernels.workspace import Workspace
+from fivefold.moe.kernels.arguments import Workspace
 from fivefold.moe.operator._products import (
     Assignments,
     Block,
