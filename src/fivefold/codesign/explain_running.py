@@ -1,22 +1,41 @@
-"""Which layer limits several jobs on one cluster: each change is simulated for all of them."""
+"""Which layer limits what runs already: several jobs on one cluster, or a run that was measured.
+
+Of several jobs each change is simulated for all. Of a run, the measured parts of a step (compute,
+messages in flight, waits) are put through layer 2's own law of what stays exposed
+(``fivefold.tasks``), with one part changed. Nothing is measured again.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from fivefold.codesign.arbiter import objective_s
 from fivefold.codesign.baselines import null_plan, routed_one_by_one
 from fivefold.codesign.coordinator import collective_options, plan_cluster, task_options
-from fivefold.codesign.explain import LEAST_SHARE, Change, Explanation, Kind
+from fivefold.codesign.explain import Change, Explanation, Kind, worth_saying
 from fivefold.codesign.jobs import JobSpec, check_jobs
 from fivefold.codesign.plans import ClusterPlan, CoDesigns, JobPlan
 from fivefold.codesign.simulate import alone_quote, run_plan, schedule_iteration
-from fivefold.errors import FivefoldError
+from fivefold.errors import DataError, FivefoldError
 from fivefold.network.topology import Topology
+from fivefold.report import build_report
+from fivefold.tasks.schedule import exposed_s
 
 _ITERATIONS = 12  # of each job in a simulation
 _MOST_FACTOR = 1e6  # of the rate of links that are as good as infinitely fast
+_MARGIN = 1.1  # of a round over its messages, as tau="auto" has it
+_HOW = (
+    "steps are means of rank 0 without validation and checkpoints; each line puts the measured "
+    "parts through the law of overlap with that one change"
+)
+_PARTS = {
+    "compute": "compute_s", "exposed_communication": "data_s", "boundary": "optimizer_s",
+    "data": "loading_s", "other": "overhead_s",
+}  # fmt: skip
 
 
 def explain_jobs(
@@ -49,7 +68,6 @@ def explain_jobs(
     asked = _Question(topology, tuple(jobs), plan or null_plan(topology, jobs, seed=seed))
     makers = (_strategy, _tasks, _collectives, _flows, _network, _compute)
     changes = [one for make in makers for one in make(asked)]
-    counted = [one for one in changes if abs(one.saves_s) >= LEAST_SHARE * asked.now_s]
     free_s = asked.seconds(_scaled(topology, _MOST_FACTOR), asked.plan)
     how = "as planned" if plan else "as today, uncoordinated"
     return Explanation(
@@ -57,7 +75,7 @@ def explain_jobs(
         what="mean completion",
         seconds=asked.now_s,
         parts_s={"compute_s": free_s, "data_s": max(asked.now_s - free_s, 0.0)},
-        changes=tuple(sorted(counted, key=lambda one: -one.saves_s)),
+        changes=worth_saying(changes, asked.now_s),
         notes=(
             "each line is all jobs simulated again with that one change; savings do not add up",
         ),
@@ -106,7 +124,7 @@ def _strategy(asked: _Question) -> Iterator[Change]:
         options.append((job, [
             start,
             *(
-                dataclasses.replace(start, split=number, order=split.ranks, paths={})
+                replace(start, split=number, order=split.ranks, paths={})
                 for number, split in enumerate(job.splits)
                 if number != start.split
             ),
@@ -166,10 +184,10 @@ def _network(asked: _Question) -> Iterator[Change]:
 
 def _compute(asked: _Question) -> Iterator[Change]:
     jobs = tuple(
-        dataclasses.replace(
+        replace(
             job,
             layers=tuple(
-                dataclasses.replace(x, forward_s=x.forward_s / 2, backward_s=x.backward_s / 2)
+                replace(x, forward_s=x.forward_s / 2, backward_s=x.backward_s / 2)
                 for x in job.layers
             ),
         )
@@ -183,7 +201,131 @@ def _compute(asked: _Question) -> Iterator[Change]:
 
 def _scaled(topology: Topology, factor: float) -> Topology:
     links = tuple(
-        dataclasses.replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s)
+        replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s)
         for link in topology.links
     )
-    return dataclasses.replace(topology, links=links)
+    return replace(topology, links=links)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """Mean parts of a run's steps.
+
+    Args:
+        rest_s: All but waits for messages and for data.
+        loading_s: Waits for data.
+        waits_s: Waits for messages.
+        sent_s: Messages in flight, waited for or not.
+        least_sent_s: What the link's rate allows for their bytes; None where it is not known.
+        tau: Steps between synchronisations; 1 for DDP.
+    """
+
+    rest_s: float
+    loading_s: float
+    waits_s: float
+    sent_s: float
+    least_sent_s: float | None
+    tau: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step."""
+        return self.rest_s + self.loading_s + self.waits_s
+
+    def with_messages(self, sent_s: float, *, beside_s: float | None = None) -> float:
+        """Return seconds of a step whose messages take ``sent_s``.
+
+        Args:
+            sent_s: Seconds that its messages take.
+            beside_s: Compute that they can hide behind; None for as much as they did.
+        """
+        hidden_s = max(self.sent_s - self.waits_s, 0.0) if beside_s is None else beside_s
+        left_s = self.waits_s - max(self.sent_s - hidden_s, 0.0)  # waits for no message of ours
+        waits_s = float(exposed_s(sent_s, hidden_s)) + (left_s if beside_s is None else 0.0)
+        return self.rest_s + self.loading_s + max(waits_s, 0.0)
+
+
+def explain_run(folder: Path | str) -> Explanation:
+    """Say which layer limits a training run, from what its folder holds.
+
+    Args:
+        folder: A run of ``fivefold train``.
+
+    Returns:
+        The explanation, of a step.
+
+    Raises:
+        DataError: The folder holds no run, several, or none of whose time anything is recorded.
+    """
+    report = build_report([folder])
+    if len(report.runs) != 1:
+        raise DataError(
+            f"{folder} holds {len(report.runs)} runs of a language model, and one is explained",
+            hint="name the folder of one run; fivefold report compares several",
+        )
+    summary = report.summaries[0]
+    if not summary.steps or summary.seconds is None:
+        raise DataError(
+            f"{folder} does not say where its time went: {summary.steps} steps are recorded",
+            hint="let the run take a few steps first",
+        )
+    parts = {name: summary.seconds[name] / summary.steps for name in _PARTS}
+    lab = report.runs[0].manifest.lab
+    rate = lab.rate_bytes_per_s if lab is not None and lab.shaped else None
+    least_bytes = summary.least_link_bytes_per_step
+    step = MeasuredStep(
+        rest_s=parts["compute"] + parts["boundary"] + parts["other"],
+        loading_s=parts["data"],
+        waits_s=parts["exposed_communication"],
+        sent_s=max((summary.in_flight_s or 0.0) / summary.steps, parts["exposed_communication"]),
+        least_sent_s=least_bytes / rate if least_bytes and rate else None,
+        tau=_tau_of(report.runs[0].config),
+    )
+    return Explanation(
+        subject=f"{summary.label}, {report.runs[0].manifest.world_size} ranks, "
+        f"{summary.steps} steps, measured",
+        what="step",
+        seconds=step.seconds,
+        parts_s={_PARTS[name]: value for name, value in parts.items() if value > 0},
+        changes=worth_saying(_changes(step, summary.method), step.seconds),
+        notes=(_HOW, *report.caveats),
+    )
+
+
+def _tau_of(config: dict[str, Any]) -> int:
+    tau = config.get("sync", {}).get("tau", 1)
+    return tau if isinstance(tau, int) else 1
+
+
+def _changes(step: MeasuredStep, method: str) -> Iterator[Change]:
+    def change(layer: str, action: str, seconds: float, kind: Kind = "setting") -> Change:
+        saves_s = step.seconds - seconds
+        return Change(layer=layer, action=action, seconds=seconds, saves_s=saves_s, kind=kind)
+
+    if step.sent_s > 0:
+        least_s = step.with_messages(step.sent_s, beside_s=step.rest_s)
+        if least_s < step.seconds:
+            yield change("tasks", "all communication beside compute", least_s, "bound")
+        if method == "ddp":
+            tau = max(2, math.ceil(_MARGIN * step.sent_s / step.rest_s))
+            seconds = step.with_messages(step.sent_s / tau, beside_s=step.rest_s)
+            action = f'local updates: method = "delay_corrected", tau = {tau}'
+            yield change("strategy", action, seconds, "convergence")
+        elif step.waits_s > 0 and method != "none":
+            tau = max(step.tau + 1, math.ceil(_MARGIN * step.tau * step.sent_s / step.rest_s))
+            seconds = step.with_messages(step.sent_s * step.tau / tau)
+            yield change("strategy", f"tau = {tau} instead of {step.tau}", seconds, "convergence")
+        if step.least_sent_s is not None and step.least_sent_s < step.sent_s:
+            yield change(
+                "collectives", "all-reduces at the link's full rate",
+                step.with_messages(step.least_sent_s), "bound",
+            )  # fmt: skip
+        half_s = step.with_messages(step.sent_s / 2)
+        yield change("collectives", "half as many bytes (16 bits for 32)", half_s, "convergence")
+        yield change("network", "links twice as fast", half_s, "purchase")
+        crowded_s = step.with_messages(2 * step.sent_s)
+        yield change("flows", "a neighbour takes half of the links", crowded_s, "risk")
+    if step.loading_s > 0:
+        ready_s = replace(step, loading_s=0.0).seconds
+        yield change("compute", "data that is there in time", ready_s, "bound")
+    yield change("compute", "a processor twice as fast", step.seconds - step.rest_s / 2, "purchase")
