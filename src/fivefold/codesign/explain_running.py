@@ -258,6 +258,11 @@ def explain_run(folder: Path | str) -> Explanation:
         DataError: The folder holds no run, several, or none of whose time anything is recorded.
     """
     report = build_report([folder])
+    if report.graph_runs and not report.runs:
+        raise DataError(
+            f"{folder} is a run on a graph, and only language models are explained",
+            hint=f"fivefold report {folder} says where its time went",
+        )
     if len(report.runs) != 1:
         raise DataError(
             f"{folder} holds {len(report.runs)} runs of a language model, and one is explained",
