@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.testing import _processes, free_port
+from fivefold.testing import _ranks, free_port
 
 
 def test_ports_are_bindable_distinct_and_not_the_kernels():
@@ -23,10 +23,10 @@ def test_a_port_in_use_is_passed_over_and_none_left_is_an_error(monkeypatch):
     with socket.socket() as server:
         server.bind(("127.0.0.1", start))
         server.listen()
-        monkeypatch.setattr(_processes, "_LOWEST", start)
-        monkeypatch.setattr(_processes, "_end", lambda: start + 2)
+        monkeypatch.setattr(_ranks, "_LOWEST", start)
+        monkeypatch.setattr(_ranks, "_end", lambda: start + 2)
         assert {free_port(), free_port()} == {start + 1}
-        monkeypatch.setattr(_processes, "_end", lambda: start + 1)
+        monkeypatch.setattr(_ranks, "_end", lambda: start + 1)
         with pytest.raises(OSError, match="are in use"):
             free_port()
 
@@ -34,7 +34,7 @@ def test_a_port_in_use_is_passed_over_and_none_left_is_an_error(monkeypatch):
 def test_neighbours_in_process_numbers_begin_far_apart(monkeypatch):
     ports = []
     for number in range(4000, 4008):
-        monkeypatch.setattr(_processes.os, "getpid", lambda number=number: number)
+        monkeypatch.setattr(_ranks.os, "getpid", lambda number=number: number)
         ports.append(free_port())
     ports.sort()
     assert min(b - a for a, b in itertools.pairwise(ports)) > 500

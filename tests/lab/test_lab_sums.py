@@ -148,7 +148,7 @@ _SUM = """
 import json, os, pathlib, signal, socket, sys, time
 import numpy as np
 from fivefold.network.aggregation import AggregationClient, AggregationOptions
-from fivefold.network.aggregation.elements import ordered_sum
+from fivefold.network.aggregation.wire import ordered_sum
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 class Hosts:

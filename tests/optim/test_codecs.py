@@ -11,20 +11,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._index_coding import (
-    index_bits,
-    pack_bits,
-    read_indices,
-    unpack_bits,
-    write_indices,
-)
 from fivefold.optim.codecs import (
     BlockCodec,
     CastCodec,
     Codec,
     ExactCodec,
     TopKCodec,
+    index_bits,
     named_codec,
+    pack_bits,
+    read_indices,
+    unpack_bits,
+    write_indices,
 )
 
 NAMES = ["fp32", "bf16", "fp16", "int8", "int4", "topk"]

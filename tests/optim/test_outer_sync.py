@@ -30,7 +30,7 @@ from fivefold.optim import (
     SlowMo,
     StabilityWarning,
 )
-from fivefold.optim._replica_hash import replica_hash
+from fivefold.optim._metadata import replica_hash
 from fivefold.testing import run_processes, run_world
 
 SEEDING = threading.Lock()  # ranks are threads, and torch has one global generator

@@ -296,3 +296,30 @@ def test_a_large_model_does_local_updates_with_its_states_shared_inside_nodes():
     found = search_plans(load_model("llama2-7b"), base.device, fabric, space=space).best[0]
     assert (found.plan.tau, found.plan.zero) == (16, 3)
     assert 1 < found.plan.shards <= 8
+
+
+def test_the_shortest_round_that_hides_its_updates_is_chosen():
+    """A longer one disturbs compute less often, at the price of what a token teaches."""
+    cluster = load_cluster("cpu-lab")
+    model = ModelSpec(name="x", num_layers=4, hidden=256, num_heads=4, seq_len=512, vocab=8000)
+    rounds = (1, 2, 4, 8, 16, 32, 64)
+    free, slowed, waiting = (
+        dataclasses.replace(cluster.device, **changes)
+        for changes in ({"overlap_slowdown": 0.0}, {"overlap_slowdown": 0.3}, {"outer_window": 0.0})
+    )
+
+    def best(device, *taus):
+        space = SearchSpace(num_gpus=2, global_batch=2, micro_batch=(1,), tau=taus)
+        return search_plans(model, device, cluster.fabric, space=space).best[0]
+
+    hiding = [tau for tau in rounds[1:] if best(free, tau).time.data_s == 0]
+    assert 2 < hiding[0] < hiding[-1]
+    for device in (free, slowed):
+        assert best(device, *rounds).plan.tau == best(device, *reversed(rounds)).plan.tau
+        assert best(device, *rounds).plan.tau == hiding[0]
+    sent_s = best(waiting, hiding[0]).time.data_s
+    found_s = best(slowed, hiding[0]).time_s - best(free, hiding[0]).time_s
+    assert found_s == pytest.approx(0.3 * sent_s, rel=1e-6)
+    # Where ranks wait for their updates, or none is hidden, a longer round is what helps.
+    assert best(waiting, *rounds).plan.tau == rounds[-1]
+    assert best(slowed, *rounds[:2]).plan.tau == 2

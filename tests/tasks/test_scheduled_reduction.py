@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.tasks import ScheduledReduction
-from fivefold.tasks.send_order import BucketCost, plan_send_order
+from fivefold.tasks.schedule import BucketCost, plan_send_order
 from fivefold.testing import run_processes
 
 pytestmark = pytest.mark.alone

@@ -388,7 +388,11 @@ def predict_step(
     """
     plan, device = best.plan, as_sent(cluster, config).device
     width = CODEC_BYTES[config.sync.codec or "fp32"]
-    time = evaluate_plan(planned.job.model, device, cluster.fabric, plan=plan).time
+    slowed = evaluate_plan(planned.job.model, device, cluster.fabric, plan=plan).time
+    # Ranks do not wait for what runs beside them: what it costs is compute that takes longer.
+    free = dataclasses.replace(device, overlap_slowdown=0.0)
+    time = evaluate_plan(planned.job.model, free, cluster.fabric, plan=plan).time
+    slower_s = slowed.total_s - time.total_s
     alone = dataclasses.replace(plan, tau=1, data_overlap=False)
     if plan.zero == 3:  # one worker's share, between workers
         alone = dataclasses.replace(plan, tau=1)
@@ -405,16 +409,18 @@ def predict_step(
     if config.sync.method == "delayed_gradients":  # behind the whole of the next step
         rest_s = time.total_s - time.data_s
         exposed_s += max(whole.data_s - rest_s, 0.0) - time.data_s
+        slower_s = device.overlap_slowdown * min(whole.data_s, rest_s)
     outer_s = 0.0
     if plan.tau > 1:
         states = 4.0 * planned.job.model.num_parameters / (plan.shards if plan.zero == 3 else 1)
         outer_s = memory_time_s(device, _OUTER_PASSES * states) / plan.tau
+    compute_s = time.compute_s + time.recompute_s + time.optimizer_s + time.offload_s
     outermost = cluster.fabric.tiers[-1]
     return PredictionConfig(
         cluster=cluster.name,
         ranks=plan.num_gpus,
         settings=settings_fingerprint(config, ranks=plan.num_gpus),
-        compute_s=time.compute_s + time.recompute_s + time.optimizer_s + time.offload_s + outer_s,
+        compute_s=compute_s + outer_s + slower_s,
         exposed_communication_s=exposed_s,
         bubble_s=time.pipeline_bubble_s,
         other_s=time.overhead_s,

@@ -48,7 +48,7 @@ with later():
 
 _DEVICE_KEYS = (
     *("peak_flops", "gemm_efficiency", "attention_efficiency", "memory_efficiency"),
-    *("tile_start_s", "optimizer_bytes_per_parameter"),
+    *("tile_start_s", "optimizer_bytes_per_parameter", "overlap_slowdown"),
 )
 _DEVICE_TEXTS = {
     "memory": ("memory_bytes", "B"), "memory_bandwidth": ("memory_bandwidth_bytes_per_s", "B/s"),
@@ -120,10 +120,13 @@ class MeasuredCluster:
             micro_batch=config.optim.batch_size,
             dtype=precision_of(config, cluster),
         )
-        return calibrated_device(
+        found = calibrated_device(
             cluster, model, plan, model_s=times.model_s, optimizer_s=times.optimizer_s,
             rest_s=times.rest_s, memory_bytes=times.memory_bytes,
         )  # fmt: skip
+        if times.overlap_slowdown is None:
+            return found
+        return dataclasses.replace(found, overlap_slowdown=times.overlap_slowdown)
 
     def cluster(self) -> Cluster:
         """Return the cluster without what its all-reduces took."""
@@ -152,6 +155,8 @@ class MeasuredCluster:
             if self.is_busy:
                 what += "; other programs were running"
             sources |= dict.fromkeys(("peak_flops", "memory_bandwidth", "step_overhead"), what)
+            if self.step.times.overlap_slowdown is not None:
+                sources["overlap_slowdown"] = "measured: the same steps beside all-reduces"
         if self.step is not None and self.step.all_reduces_s:
             outer = calibrated_fabric(
                 self.cluster(), ranks=self.profile.num_ranks,
@@ -188,6 +193,11 @@ class MeasuredCluster:
                 f"a step of the job       passes {format_duration_s(times.model_s)}, optimizer "
                 f"{format_duration_s(times.optimizer_s)}, rest {format_duration_s(times.rest_s)}"
             )
+            if times.overlap_slowdown is not None:
+                lines.append(
+                    f"beside an all-reduce    {times.overlap_slowdown:.0%} of its time is added to "
+                    "the steps"
+                )
             lines += [
                 f"all-reduce of {format_bytes(size):<9} {format_duration_s(time_s)}"
                 for size, time_s in zip(

@@ -10,8 +10,7 @@ from fivefold.codesign.ablation import ablate, ablation_page
 from fivefold.codesign.arbiter import PlanningOptions
 from fivefold.codesign.coordinator import CoDesignResult, plan_cluster
 from fivefold.codesign.explain import explain_plan
-from fivefold.codesign.explain_jobs import explain_jobs
-from fivefold.codesign.explain_run import explain_run
+from fivefold.codesign.explain_running import explain_jobs, explain_run
 from fivefold.codesign.exports import chakra_traces, msccl_programs
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, CoDesigns, JobPlan

@@ -27,7 +27,7 @@ from fivefold.codesign.trees import SwitchState, nearest_roots, spread_trees
 from fivefold.collectives.pricing.phases import host_groups
 from fivefold.network.topology import Topology
 from fivefold.tasks.iteration import STATE_AXES
-from fivefold.tasks.scheduler import Ordering
+from fivefold.tasks.schedule import Ordering
 
 _BUCKETS: tuple[int | None, ...] = (None, 25_000_000, 100_000_000, 0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ KINDS: Mapping[Kind, str] = {
     "bound": "cannot be passed",
     "risk": "may happen",
 }
-LEAST_SHARE = 0.001  # of the iteration: smaller savings are not worth a line
+_LEAST_SHARE = 0.001  # of the iteration: smaller savings are not worth a line
 _LIMITS_FROM = 0.05  # a layer that costs less of the iteration limits nothing
 _SCHEDULES = ("1f1b", "interleaved", "zb_1p", "zb_v")
 _SEARCHED_TAUS = (8, 64)
@@ -102,6 +102,12 @@ class Explanation:
         return most.layer
 
 
+def worth_saying(changes: Iterable[Change], seconds: float) -> tuple[Change, ...]:
+    """Return the changes that make a difference, the most saving first."""
+    counted = [one for one in changes if abs(one.saves_s) >= _LEAST_SHARE * seconds]
+    return tuple(sorted(counted, key=lambda one: -one.saves_s))
+
+
 def explain_plan(job: Job, cluster: Cluster) -> Explanation:
     """Say which layer limits one job, and what each change would bring.
 
@@ -124,20 +130,14 @@ def explain_plan(job: Job, cluster: Cluster) -> Explanation:
     """
     asked = _Question(job, cluster)
     now = asked.now
-    changes = [
-        change
-        for make in _LAYERS_ASKED
-        for change in make(asked)
-        if abs(change.saves_s) >= LEAST_SHARE * now.time_s
-    ]
-    changes.sort(key=lambda change: -change.saves_s)
+    changes = [change for make in _LAYERS_ASKED for change in make(asked)]
     searched = "the fastest plan of the space" if job.plan is None else "the plan given"
     return Explanation(
         subject=f"{job.model.name} on {now.plan.num_gpus} GPUs of {cluster.name}, {searched}: "
         f"{degrees_of(now.plan)}, {settings_of(now.plan)}",
         seconds=now.time_s,
         parts_s=_parts(asked),
-        changes=tuple(changes),
+        changes=worth_saying(changes, now.time_s),
         notes=tuple(_notes(asked)),
     )
 

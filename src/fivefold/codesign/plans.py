@@ -13,7 +13,7 @@ from typing import Any, Literal
 from fivefold.collectives.pricing.phases import Algorithm
 from fivefold.errors import ConfigurationError
 from fivefold.files import parse_json
-from fivefold.tasks.scheduler import Ordering
+from fivefold.tasks.schedule import Ordering
 
 _SCHEMA = "fivefold.codesign/1"
 Path = tuple[int, ...]

@@ -7,7 +7,7 @@ that reach each other's memory. All that users need stands here; behind it are `
 """
 
 from fivefold.moe.checkpoints import convert_checkpoint, export_checkpoint, open_checkpoint
-from fivefold.moe.kernels.workspace import Workspace
+from fivefold.moe.kernels.arguments import Workspace
 from fivefold.moe.operator._transformers import register_transformers_backend
 from fivefold.moe.operator.activations import ACTIVATIONS
 from fivefold.moe.operator.fused import backends, fused_moe

@@ -16,8 +16,12 @@ import torch
 
 from fivefold.errors import CommunicationError
 from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coefficients
-from fivefold.optim._metadata import MetadataReading
-from fivefold.optim._replica_hash import replica_hash, require_equal, require_equal_inside
+from fivefold.optim._metadata import (
+    MetadataReading,
+    replica_hash,
+    require_equal,
+    require_equal_inside,
+)
 from fivefold.optim._schedule import Boundary
 from fivefold.optim._shards import local_tensor
 from fivefold.optim._state import FragmentState, InAllReduce

@@ -39,7 +39,6 @@ from typing import Any, Literal
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._round_choice import MARGIN, MessageTimes, RoundChoice, choose_round
-from fivefold.optim._step_balance import StepBalance
 
 # Patience after each try that proved wrong, and how often it grows.
 _PATIENCE_GROWTH = 4
@@ -184,7 +183,7 @@ class TauController:
         self._steps: list[deque[float]] = [self._all_reduces.copy() for _ in range(world_size)]
         self._loads: deque[float] = deque([0.0] * _JITTER_ROUNDS, maxlen=_JITTER_ROUNDS)
         self._paces = self._loads.copy()
-        self._balance = StepBalance(world_size, tau=self.tau, patience=settings.patience)
+        self._balance = _StepBalance(world_size, tau=self.tau, patience=settings.patience)
         self._decisions: deque[TauDecision] = deque(maxlen=_KEPT_DECISIONS)
 
     @property
@@ -414,6 +413,61 @@ class TauController:
             if not (math.isfinite(time_s) and time_s >= 0):
                 message = f"{name} of rank {rank} must be finite and not negative; got {time_s!r}"
                 raise ConfigurationError(message, hint="0.0 stands for no measurement")
+
+
+# Counts stay while no rank's mean share is off by more than this.
+_SLACK_STEPS = 0.75
+
+
+class _StepBalance:
+    """Local steps per rank, so that ranks of uneven speed reach a boundary together."""
+
+    def __init__(self, world_size: int, *, tau: int, patience: int) -> None:
+        self.steps = [tau] * world_size
+        self.sums = [0.0] * world_size
+        self.rounds = 0
+        self._patience = patience
+
+    def update(self, step_s: Sequence[float], *, tau: int, at_once: bool) -> bool:
+        """Count one round's measurements; return whether a rank's steps changed."""
+        fastest_s = min(time_s for time_s in step_s if time_s > 0)
+        shares = [tau * fastest_s / (time_s or fastest_s) for time_s in step_s]
+        if at_once or self._is_far_off(shares):
+            return self._set(shares)
+        self.sums = [total + share for total, share in zip(self.sums, shares, strict=True)]
+        self.rounds += 1
+        if self.rounds < self._patience:
+            return False
+        means = [total / self.rounds for total in self.sums]
+        pairs = zip(means, self.steps, strict=True)
+        if any(abs(mean - steps) > _SLACK_STEPS for mean, steps in pairs):
+            return self._set(means)
+        self._forget()
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """Return plain numbers."""
+        sums = {"share_sums": list(self.sums), "share_rounds": self.rounds}
+        return {"local_steps": list(self.steps)} | sums
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from ``state()``."""
+        self.steps, self.sums = list(state["local_steps"]), list(state["share_sums"])
+        self.rounds = state["share_rounds"]
+
+    def _is_far_off(self, shares: Sequence[float]) -> bool:
+        """Return whether a rank is off by more than a step and more than a quarter of its steps."""
+        pairs = zip(shares, self.steps, strict=True)
+        return any(abs(share - steps) > max(1.0, steps / 4) for share, steps in pairs)
+
+    def _set(self, shares: Sequence[float]) -> bool:
+        self._forget()
+        before = self.steps
+        self.steps = [max(1, math.floor(share + 0.5)) for share in shares]
+        return before != self.steps
+
+    def _forget(self) -> None:
+        self.sums, self.rounds = [0.0] * len(self.steps), 0
 
 
 @dataclass

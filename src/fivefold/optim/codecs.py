@@ -24,13 +24,6 @@ from typing import Literal
 import torch
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._index_coding import (
-    index_bits,
-    pack_bits,
-    read_indices,
-    unpack_bits,
-    write_indices,
-)
 
 # On a CPU a piece stays in the second-level cache over all its passes, and is small enough that
 # torch runs it on the calling thread: the communication thread must not wake a pool of its own.
@@ -341,7 +334,7 @@ class TopKCodec(Codec):
     the residual. With the default, 84 bytes stand for 4096 elements: 1/195 of float32.
 
     Wire: a and b of all blocks as bfloat16; then for each block the bits of the places
-    (``fivefold.optim._index_coding``), of the signs and of the magnitudes, filled up to a byte; a
+    (``fivefold.optim.codecs``), of the signs and of the magnitudes, filled up to a byte; a
     byte of zero fills the wire up to an even size. Elements of 0 among the k repeat the first
     other one. A magnitude under 2^-126 is sent as 0. If one of the k is not finite, all k elements
     of the block arrive as not-a-number.
@@ -552,3 +545,62 @@ def _pieces(values: torch.Tensor, *, block: int) -> Iterator[tuple[int, int, int
         yield start, min(start + longest, whole), block
     if whole < size:
         yield whole, size, size - whole
+
+
+def index_bits(width: int, count: int) -> int:
+    """Return the bits of ``count`` indices below ``width``, near the fewest (Elias-Fano coding).
+
+    Of k ascending indices below n, the l = log2(n / k) lowest bits stand as they are; the rest
+    grows slowly, and is written as a bitmap in which the i-th index sets bit (index >> l) + i. The
+    size depends on n and k alone, so that all ranks know it. An index may stand there several
+    times.
+
+    References:
+        Elias, J. ACM 21 (1974); Fano, MIT Project MAC memorandum 61 (1971).
+    """
+    low = _low_bits(width, count)
+    return count * low + count + ((width - 1) >> low)
+
+
+def write_indices(indices: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the bits, uint8 [rows, index_bits] of 0 and 1, of ascending indices [rows, k]."""
+    rows, count = indices.shape
+    low = _low_bits(width, count)
+    shifts = torch.arange(low, device=indices.device)
+    lowest = ((indices.unsqueeze(2) >> shifts) & 1).to(torch.uint8).view(rows, count * low)
+    size = count + ((width - 1) >> low)
+    bitmap = torch.zeros((rows, size), dtype=torch.uint8, device=indices.device)
+    places = (indices >> low) + torch.arange(count, device=indices.device)
+    return torch.cat([lowest, bitmap.scatter_(1, places, 1)], dim=1)
+
+
+def read_indices(bits: torch.Tensor, *, width: int, count: int) -> torch.Tensor:
+    """Return every row's indices."""
+    rows = bits.shape[0]
+    low = _low_bits(width, count)
+    weights = 1 << torch.arange(low, device=bits.device)
+    lowest = (bits[:, : count * low].view(rows, count, low) * weights).sum(dim=2)
+    bitmap = bits[:, count * low :]
+    # A stable sort puts the set bits first, in their order: the places, without asking a GPU.
+    places = torch.sort(bitmap, dim=1, descending=True, stable=True).indices[:, :count]
+    highest = places - torch.arange(count, device=bits.device)
+    return (highest << low) + lowest
+
+
+def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Return uint8 [rows, ceil(n / 8)] of the bits [rows, n], the first one lowest."""
+    rows, size = bits.shape
+    whole = torch.nn.functional.pad(bits, (0, -size % 8)).view(rows, -1, 8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (whole << shifts).sum(dim=2, dtype=torch.uint8)
+
+
+def unpack_bits(packed: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the bits [rows, size] that ``pack_bits`` packed."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (packed.unsqueeze(2) >> shifts) & 1
+    return bits.view(packed.shape[0], -1)[:, :size]
+
+
+def _low_bits(width: int, count: int) -> int:
+    return (width // count).bit_length() - 1

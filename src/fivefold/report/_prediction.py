@@ -14,6 +14,7 @@ from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
 
 _OFF = 0.1  # of a step: a part that is off by more is named
 _BUSY = 0.05  # share of the time without a processor
+_LAST_WAIT = "last all-reduce"  # the cause of the waits after the last step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,9 @@ def _compared(run: Run, summary: RunSummary) -> PredictedRun | None:
         return sum(each[name] for name in names) if each else None
 
     compute, exposed = measured("compute", "boundary"), measured("exposed_communication")
+    once_s = (summary.waits or {}).get(_LAST_WAIT, 0.0)
+    if exposed is not None:
+        exposed -= once_s / steps
     bubble = float(said["bubble_s"])
     parts = [
         PredictedPart(name="compute", predicted=float(said["compute_s"]), measured=compute),
@@ -102,9 +106,11 @@ def _compared(run: Run, summary: RunSummary) -> PredictedRun | None:
             measured=measured("data", "other"),
         ),
     ]
-    whole = measured("compute", "boundary", "exposed_communication", "data", "other")
+    known = [part.measured for part in parts if part.measured is not None]
     step = PredictedPart(
-        name="step", predicted=sum(part.predicted for part in parts), measured=whole
+        name="step",
+        predicted=sum(part.predicted for part in parts),
+        measured=sum(known) if known else None,
     )
     exchange = PredictedPart(
         name="one exchange in flight",
@@ -116,11 +122,12 @@ def _compared(run: Run, summary: RunSummary) -> PredictedRun | None:
         name="memory", predicted=float(said["memory_bytes"]), measured=process.get("memory_bytes")
     )
     found = (step, *parts, exchange, memory)
+    findings = _findings(run, said, {part.name: part for part in found}, process)
+    if step.measured is not None and once_s > _OFF * step.measured:
+        wait = format_duration_s(once_s)
+        findings.append(f"After the last step, all replicas became equal in {wait}: in no step.")
     return PredictedRun(
-        label=run.label,
-        cluster=str(said["cluster"]),
-        parts=found,
-        findings=tuple(_findings(run, said, {part.name: part for part in found}, process)),
+        label=run.label, cluster=str(said["cluster"]), parts=found, findings=tuple(findings)
     )
 
 

@@ -73,7 +73,8 @@ class SearchSpace:
         pipeline_overlap: Whether stages may send beside compute, where the schedule can.
         offload: Whether weights, activations and optimizer states may go to the host.
         orders: Of the axes.
-        tau: Iterations between synchronisations; more than 1 changes convergence.
+        tau: Iterations between synchronisations; more than 1 changes convergence. Where a shorter
+            round hides its outer updates, longer ones are not looked at.
         optimizers: Optimizers; "muon" changes convergence.
         dtypes: Of products.
     """

@@ -89,10 +89,15 @@ class PlanPrediction:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Time of an iteration and bytes on the fullest GPU, per plan."""
+    """Time of an iteration and bytes on the fullest GPU, per plan.
+
+    ``least_tau`` is the shortest round that hides a plan's outer updates: 0 without local updates,
+    inf where ranks wait for them.
+    """
 
     time_s: Floats
     memory_bytes: Floats
+    least_tau: Floats
 
 
 def evaluate_plan(
@@ -173,10 +178,9 @@ def evaluate_table(
 ) -> CostTable:
     """Predict time and memory of every plan of a table that can run the model."""
     columns = Columns(model, device, fabric, table)
-    times = _time_columns(columns, _layer_of(columns))
-    return CostTable(
-        time_s=sum(times.values(), np.zeros(len(table))), memory_bytes=fullest_bytes(columns)
-    )
+    times, least_tau = _time_columns(columns, _layer_of(columns))
+    time_s = sum(times.values(), np.zeros(len(table)))
+    return CostTable(time_s=time_s, memory_bytes=fullest_bytes(columns), least_tau=least_tau)
 
 
 def _layer_of(columns: Columns) -> dict[str, Floats]:
@@ -186,7 +190,7 @@ def _layer_of(columns: Columns) -> dict[str, Floats]:
 def _time_parts(columns: Columns) -> dict[str, Floats]:
     """Return the fields of ``TimeUse`` for every plan of a table."""
     table, head, layer = columns.table, columns.head, _layer_of(columns)
-    times = _time_columns(columns, layer)
+    times, _ = _time_columns(columns, layer)
     m, layers = columns.micro_batches, np.max(columns.counts, axis=0)
     one = table.pipeline == 1
     parts = {
@@ -222,8 +226,11 @@ def _embedding_s(columns: Columns) -> Floats:
     return moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
 
 
-def _time_columns(columns: Columns, layer: dict[str, Floats]) -> dict[str, Floats]:
-    """Return the seconds of an iteration: ``busy_s`` in layers, the rest as in ``TimeUse``."""
+def _time_columns(columns: Columns, layer: dict[str, Floats]) -> tuple[dict[str, Floats], Floats]:
+    """Return the seconds of an iteration and ``CostTable.least_tau``.
+
+    The seconds are ``busy_s`` in layers, and the other fields of ``TimeUse``.
+    """
     t, device = columns.table, columns.device
     p, m = t.pipeline, columns.micro_batches
     stages = np.array(_stage_times(columns, layer))
@@ -265,12 +272,16 @@ def _time_columns(columns: Columns, layer: dict[str, Floats]) -> dict[str, Float
     local = t.tau > 1
     lag_s = lag * (local_s + tied_s + np.where(local, 0.0, data_s)) + device.step_overhead_s
     behind_s = device.outer_window * (local_s + lag_s)
-    data_s = np.where(local, exposed_s(data_s / t.tau, behind_s), data_s) + tied_s
+    outer_s = exposed_s(data_s / t.tau, behind_s, slowdown=device.overlap_slowdown)
+    least_tau = np.full(len(t), np.inf)
+    np.divide(data_s, behind_s, out=least_tau, where=behind_s > 0)
+    least_tau = np.where(local, least_tau, 0.0)
+    data_s = np.where(local, outer_s, data_s) + tied_s
     parts = {
         "busy_s": m * slowest_s, "pipeline_p2p_s": sent_s, "pipeline_bubble_s": bubble_s,
         "data_s": data_s, "offload_s": offload_s, "optimizer_s": optimizer_s, "overhead_s": lag_s,
     }  # fmt: skip
-    return parts if device.anchor == 1.0 else {k: device.anchor * v for k, v in parts.items()}
+    return {name: device.anchor * part_s for name, part_s in parts.items()}, least_tau
 
 
 def least_time_s(columns: Columns) -> Floats:

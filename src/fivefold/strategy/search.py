@@ -86,6 +86,7 @@ class _Found:
     front: list[tuple[float, float, ParallelPlan]] = field(default_factory=list)
     evaluated: int = 0
     over: int = 0
+    longer: int = 0
     least_bytes: float = np.inf
     least_plan: ParallelPlan | None = None
 
@@ -94,8 +95,14 @@ class _Found:
         """Return the time that a plan must beat to be kept."""
         return float(self.times[-1]) if len(self.times) == self.top else np.inf
 
-    def look_at(self, table: PlanTable, *, front: bool) -> None:
-        """Evaluate a block and keep what is best."""
+    def look_at(self, table: PlanTable, *, front: bool, taus: Sequence[int]) -> None:
+        """Evaluate a block and keep what is best.
+
+        Args:
+            table: The block.
+            front: Whether the Pareto front is wanted.
+            taus: Rounds of the space, ascending.
+        """
         if not len(table):
             return
         costs = evaluate_table(self.model, self.device, self.fabric, table=table)
@@ -106,7 +113,12 @@ class _Found:
         if costs.memory_bytes[least] < self.least_bytes:
             self.least_bytes = float(costs.memory_bytes[least])
             self.least_plan = table.plan(least)
-        rows = np.flatnonzero(fits)
+        # A longer round disturbs compute less often and learns less of a token: it is for plans
+        # whose outer updates a shorter one does not hide.
+        shorter = np.r_[0, taus][np.searchsorted(taus, table.tau)]
+        longer = fits & (shorter > 1) & (shorter >= costs.least_tau)
+        self.longer += int(longer.sum())
+        rows = np.flatnonzero(fits & ~longer)
         if not len(rows):
             return
         self._keep_best(table, rows, costs.time_s[rows])
@@ -188,6 +200,8 @@ def search_plans(
     if not found.plans:
         _raise_no_fit(found, space)
     ruled_out["memory: more than the device has"] += found.over
+    if found.longer:
+        ruled_out["tau: a shorter round hides its outer updates too"] = found.longer
     ruled_out.update({f"cannot run: {reason}": n for reason, n in outer.ruled_out.items()})
     listed = sorted(found.front, key=lambda point: point[0])
     return PlanSearchResult(
@@ -215,6 +229,7 @@ class _Walk:
         bounds: bool,
     ) -> None:  # fmt: skip
         self.found, self.plans, self.front = found, plans, front
+        self.taus = sorted(set(space.tau))
         self.ruled_out: Counter[str] = Counter()
         self.patterns = [Pattern.of(found.model, space, plan) for plan in plans]
         self.inner = {pattern: inner_table(space, pattern) for pattern in set(self.patterns)}
@@ -262,7 +277,7 @@ class _Walk:
             self.ruled_out[reason] += self.size(i)
         for pattern, plans in by_pattern.items():
             table = block_table(plans, self.inner[pattern])
-            self.found.look_at(table, front=self.front)
+            self.found.look_at(table, front=self.front, taus=self.taus)
 
 
 def _lower_bounds(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.tasks.graph import CommunicationTask, ComputeTask, TaskGraph
 from fivefold.tasks.iteration import LayerCost, iteration_graph
-from fivefold.tasks.scheduler import schedule_tasks
+from fivefold.tasks.schedule import schedule_tasks
 
 if TYPE_CHECKING:
     from fivefold.tasks._hook import ScheduledReduction

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError, UnsupportedError
-from fivefold.tasks.scheduler import Ordering
-from fivefold.tasks.send_order import BucketCost, SendOrder, plan_send_order
+from fivefold.tasks.schedule import BucketCost, Ordering, SendOrder, plan_send_order
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,39 @@
-"""When everything happens, and what of the communication is left exposed."""
+"""When everything happens, by list scheduling, and what of the communication is left exposed.
+
+Compute tasks go in the order of the program. Communications are cut into chunks; at the end of
+each chunk the channel takes the most urgent one that waits, so an urgent task overtakes a long one
+at a chunk's boundary. With a credit, chunks that were handed over are sent in that order whatever
+comes after, as an asynchronous library does (ByteScheduler's window).
+
+Collectives must be issued in one order everywhere, or they meet the wrong partners. So a
+``SendOrder`` is not decided while sending, when ranks see different moments, but planned before
+from one rank's measurements; every rank then follows it and waits where its gradients are late.
+
+References:
+    ByteScheduler, SOSP 2019 (partition, priority, credit).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.tasks.graph import CommunicationTask, TaskGraph
+from fivefold.errors import ConfigurationError
+from fivefold.tasks.graph import CommunicationTask, ComputeTask, Task, TaskGraph
+
+Floats = npt.NDArray[np.float64]
+Ordering = Literal["fifo", "priority", "all_to_all_first", "critical_path"]
+"""``"fifo"``: as they become ready. ``"priority"``: what the program needs first (P3,
+ByteScheduler). ``"all_to_all_first"``: all-to-all before anything else (Lina).
+``"critical_path"``: what the longest chain of work waits for."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +125,6 @@ class TaskSchedule:
         )
 
 
-Floats = npt.NDArray[np.float64]
-
-
 def exposed_s(
     sent_s: npt.ArrayLike,
     beside_s: npt.ArrayLike,
@@ -121,3 +141,255 @@ def exposed_s(
     hidden = np.minimum(sent if pieces is None else sent - sent / pieces, beside_s)
     exposed: Floats = sent - (1.0 - slowdown) * hidden
     return exposed
+
+
+def communication_keys(graph: TaskGraph, ordering: Ordering) -> dict[str, float]:
+    """Return the key of each communication; the smallest goes first."""
+    if ordering not in get_args(Ordering):
+        known = ", ".join(get_args(Ordering))
+        raise ConfigurationError(f"there is no ordering {ordering!r}", hint=f"use {known}")
+    if ordering == "priority":
+        return _by_need(graph)
+    rules: dict[str, Callable[[CommunicationTask], float]] = {
+        "fifo": lambda _: 0.0,
+        "all_to_all_first": lambda task: float(task.kind != "all_to_all"),
+        "critical_path": lambda task: -graph.tails_s[task.task_id],
+    }
+    return {task.task_id: rules[ordering](task) for task in graph.communication}
+
+
+def _by_need(graph: TaskGraph) -> dict[str, float]:
+    """Return the place of the first compute task that waits for each task, even indirectly."""
+    place = {task.task_id: number for number, task in enumerate(graph.tasks)}
+    needed: dict[str, float] = {}
+    for name in reversed(graph.order):
+        below = [
+            place[follower] if isinstance(graph.by_id[follower], ComputeTask) else needed[follower]
+            for follower in graph.followers[name]
+        ]
+        needed[name] = min(below, default=math.inf)  # what nobody waits for goes last
+    return {
+        task.task_id: needed[task.task_id] if task.priority is None else float(task.priority)
+        for task in graph.communication
+    }
+
+
+def schedule_tasks(
+    graph: TaskGraph,
+    *,
+    ordering: Ordering = "fifo",
+    chunk_bytes: int | None = None,
+    credit: int = 1,
+) -> TaskSchedule:
+    """Say when every task runs.
+
+    Args:
+        graph: The tasks.
+        ordering: Which of several waiting communications goes first.
+        chunk_bytes: Largest chunk of a communication; None sends each in one piece.
+        credit: Chunks that may be handed to a channel at once; those go in the order in which
+            they were handed over. 1 decides anew for every chunk.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ConfigurationError: The ordering, the chunk size or the credit is not allowed.
+
+    Examples:
+        >>> from fivefold.tasks import LayerCost, iteration_graph
+        >>> layer = LayerCost(forward_s=1.0, backward_s=2.0, gradient_bytes=3)
+        >>> graph = iteration_graph([layer] * 3, cost_s_per_byte=1.0, iterations=3)
+        >>> schedule_tasks(graph).iteration_s, schedule_tasks(
+        ...     graph, ordering="priority", chunk_bytes=1
+        ... ).iteration_s
+        (14.0, 12.0)
+    """
+    if chunk_bytes is not None and chunk_bytes < 1:
+        raise ConfigurationError(
+            f"chunk_bytes must be at least 1; got {chunk_bytes}", hint="None sends whole tensors"
+        )
+    if credit < 1:
+        raise ConfigurationError(
+            f"credit must be at least 1; got {credit}", hint="1 decides anew for every chunk"
+        )
+    run = _Run(graph, communication_keys(graph, ordering), chunk_bytes, credit)
+    spans = run.until_done()
+    return TaskSchedule(graph, tuple(sorted(spans, key=lambda s: (s.start_s, s.end_s))), ordering)
+
+
+Entry = tuple[float, float, int, int]  # key, when it became ready, place in the program, chunk
+
+
+@dataclass
+class _Resource:
+    """Who waits for a resource, what was handed to it, and whether it is busy."""
+
+    waiting: list[Entry] = field(default_factory=list)
+    handed: list[Entry] = field(default_factory=list)  # a queue: first in, first out
+    busy: bool = False
+
+
+class _Run:
+    """One pass of events over a graph; ties are broken by the order of the program."""
+
+    def __init__(
+        self, graph: TaskGraph, keys: dict[str, float], chunk_bytes: int | None, credit: int
+    ) -> None:
+        self._tasks: tuple[Task, ...] = graph.tasks
+        self._place = {task.task_id: number for number, task in enumerate(graph.tasks)}
+        self._graph, self._keys, self._credit = graph, keys, credit
+        self._chunks = [
+            task.chunks(chunk_bytes) if isinstance(task, CommunicationTask) else (0,)
+            for task in graph.tasks
+        ]
+        self._waits_for = [len(set(task.depends_on)) for task in graph.tasks]
+        self._left = [len(chunks) for chunks in self._chunks]
+        self._resources = {task.resource: _Resource() for task in graph.tasks}
+        # (time, 0 for an end and 1 for a release, place, chunk): ends come before releases.
+        self._events: list[tuple[float, int, int, int]] = []
+        self._spans: list[TaskSpan] = []
+
+    def until_done(self) -> list[TaskSpan]:
+        """Handle events until no task is left; return all spans."""
+        for place, task in enumerate(self._tasks):
+            if self._waits_for[place] == 0:
+                heapq.heappush(self._events, (task.release_s, 1, place, 0))
+        while self._events:
+            now_s = self._events[0][0]
+            touched: set[str] = set()
+            while self._events and self._events[0][0] == now_s:
+                _, kind, place, _ = heapq.heappop(self._events)
+                if kind == 0:
+                    self._end_chunk(place, now_s)
+                else:
+                    self._enter(place, now_s)
+                touched.add(self._tasks[place].resource)
+            for name in sorted(touched):
+                self._start_next(self._resources[name], now_s)
+        return self._spans
+
+    def _end_chunk(self, place: int, now_s: float) -> None:
+        self._resources[self._tasks[place].resource].busy = False
+        self._left[place] -= 1
+        if self._left[place]:
+            return
+        for name in self._graph.followers[self._tasks[place].task_id]:
+            follower = self._place[name]
+            self._waits_for[follower] -= 1
+            if self._waits_for[follower] == 0:
+                release_s = max(now_s, self._tasks[follower].release_s)
+                heapq.heappush(self._events, (release_s, 1, follower, 0))
+
+    def _enter(self, place: int, now_s: float) -> None:
+        task = self._tasks[place]
+        key = self._keys.get(task.task_id, 0.0)
+        # Compute goes as the program has it; communication of one key as it became ready.
+        ready_s = now_s if isinstance(task, CommunicationTask) else 0.0
+        for chunk in range(len(self._chunks[place])):
+            heapq.heappush(self._resources[task.resource].waiting, (key, ready_s, place, chunk))
+
+    def _start_next(self, resource: _Resource, now_s: float) -> None:
+        while resource.waiting and len(resource.handed) + resource.busy < self._credit:
+            resource.handed.append(heapq.heappop(resource.waiting))
+        if resource.busy or not resource.handed:
+            return
+        _, _, place, chunk = resource.handed.pop(0)
+        if resource.waiting and len(resource.handed) + 1 < self._credit:
+            resource.handed.append(heapq.heappop(resource.waiting))
+        task = self._tasks[place]
+        duration_s = (
+            task.time_s(self._chunks[place][chunk])
+            if isinstance(task, CommunicationTask)
+            else task.duration_s
+        )
+        end_s = now_s + duration_s
+        resource.busy = True
+        self._spans.append(TaskSpan(task.task_id, task.resource, now_s, end_s, chunk))
+        heapq.heappush(self._events, (end_s, 0, place, chunk))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketCost:
+    """Size and times of a gradient bucket."""
+
+    size_bytes: int
+    ready_s: float
+    forward_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class SendOrder:
+    """Chunks in the order in which all ranks send them."""
+
+    chunks: tuple[tuple[int, int], ...]
+    chunk_bytes: int | None
+    predicted_s: float
+
+
+def plan_send_order(
+    buckets: Sequence[BucketCost],
+    *,
+    cost_s_per_byte: float,
+    latency_s: float = 0.0,
+    ordering: Ordering = "priority",
+    chunk_bytes: int | None = None,
+    overlap_forward: bool = True,
+) -> SendOrder:
+    """Plan the order from what was measured."""
+    in_order = all(before.ready_s <= after.ready_s for before, after in pairwise(buckets))
+    if not buckets or not in_order:
+        message = "buckets must be given in the order in which they become ready"
+        raise ConfigurationError(message, hint="the last layers of the model come first")
+    graph = _graph(buckets, cost_s_per_byte, latency_s, overlap_forward=overlap_forward)
+    schedule = schedule_tasks(graph, ordering=ordering, chunk_bytes=chunk_bytes)
+    sends = sorted(
+        (span for span in schedule.spans if span.resource == "network"),
+        key=lambda span: (span.start_s, span.end_s),
+    )
+    chunks = tuple((int(span.task_id.removeprefix("reduce ")), span.chunk) for span in sends)
+    return SendOrder(chunks, chunk_bytes, schedule.end_s)
+
+
+def _graph(
+    buckets: Sequence[BucketCost],
+    cost_s_per_byte: float,
+    latency_s: float,
+    *,
+    overlap_forward: bool,
+) -> TaskGraph:
+    """Return a backward pass, the reductions, and the forward pass behind it."""
+    last = len(buckets) - 1
+    tasks: list[Task] = []
+    ready_s = 0.0
+    for number, bucket in enumerate(buckets):
+        before = (f"backward {number - 1}",) if number else ()
+        tasks.append(
+            ComputeTask(
+                task_id=f"backward {number}", duration_s=bucket.ready_s - ready_s, depends_on=before
+            )
+        )
+        ready_s = bucket.ready_s
+    reductions = tuple(f"reduce {number}" for number in range(len(buckets)))
+    for number in reversed(range(len(buckets))):  # the forward pass needs the last bucket first
+        needed = (f"reduce {number}",) if overlap_forward else reductions
+        before = (f"forward {number + 1}",) if number < last else (f"backward {last}",)
+        tasks.append(
+            ComputeTask(
+                task_id=f"forward {number}",
+                duration_s=buckets[number].forward_s,
+                depends_on=(*before, *needed),
+            )
+        )
+    tasks += [
+        CommunicationTask(
+            task_id=f"reduce {number}",
+            kind="all_reduce",
+            size_bytes=bucket.size_bytes,
+            cost_s_per_byte=cost_s_per_byte,
+            latency_s=latency_s,
+            depends_on=(f"backward {number}",),
+        )
+        for number, bucket in enumerate(buckets)
+    ]
+    return TaskGraph(tuple(tasks))

@@ -7,7 +7,6 @@ for a server that is started a moment later.
 
 from __future__ import annotations
 
-from fivefold.testing._processes import free_port, run_processes
-from fivefold.testing._world import InMemoryTransport, run_world
+from fivefold.testing._ranks import InMemoryTransport, free_port, run_processes, run_world
 
 __all__ = ["InMemoryTransport", "free_port", "run_processes", "run_world"]

@@ -1,4 +1,4 @@
-"""What this machine needs for the trainer's own step, timed without communication.
+"""What this machine needs for the trainer's own step, alone and beside an all-reduce.
 
 The step is that of ``fivefold train``: same model, data, optimizer, precision and threads. All
 ranks measure at the same time, as they will train at the same time, and the slowest counts.
@@ -10,7 +10,8 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ _COPIED_BYTES = 64_000_000
 _REPETITIONS = 5
 _WARM_UP = 3  # steps
 _LEAST_STEPS, _MOST_STEPS, _MEASURED_S = 12, 60, 10.0
+_TURNS = 4  # of steps alone and steps beside an all-reduce
+_FIRST_BYTES = 2**16
+_BESIDE_S = 0.5  # of the longest all-reduce beside steps, so that there are many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,9 @@ class StepTimes:
     # Share of the time in which the rank was ready and had no processor: more than a few percent
     # tells that other programs were running.
     waited_for_cpu: float
+    # Seconds by which steps take longer for each second of all-reduces (their time alone) that
+    # runs beside them; None where that was not measured.
+    overlap_slowdown: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +69,7 @@ class _TimedMethod(Method):
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         super().__init__(model)
         self._device = device
-        self.passes_s: list[float] = []
-        self.updates_s: list[float] = []
+        self.passes_s = self.updates_s = 0.0  # of all since they were last set to 0
 
     def now(self) -> float:
         """Return the time when all that was issued is done."""
@@ -79,17 +85,21 @@ class _TimedMethod(Method):
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward pass; the clock stops."""
         super().backward(loss)
-        self.passes_s.append(self.now() - self._began_s)
+        self.passes_s += self.now() - self._began_s
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Do and time the optimizer's step."""
         began_s = self.now()
         super().update(optimizer)
-        self.updates_s.append(self.now() - began_s)
+        self.updates_s += self.now() - began_s
 
 
 def measure_steps(config: TrainConfig, ranks: Ranks) -> StepTimes:
-    """Time the trainer's step on every rank at once, without communication.
+    """Time the trainer's step on every rank at once, without communication and beside it.
+
+    On processors, where a message in the background takes time from the passes, as many steps are
+    timed beside all-reduces as alone, in turns; not with experts on several ranks, whose exchanges
+    would share the link.
 
     Args:
         config: The run's configuration; its method of synchronisation is left out.
@@ -102,51 +112,94 @@ def measure_steps(config: TrainConfig, ranks: Ranks) -> StepTimes:
     Raises:
         DataError: There is no usable text.
     """
-    torch.set_num_threads(config.run.threads)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    corpus = load_corpus(config.data, tokenizer)
-    experts = share_experts(config, ranks)
-    model = Transformer(
-        config.model,
-        vocab_size=tokenizer.vocab_size,
-        sequence_length=config.data.sequence_length,
-        seed=config.run.seed,
-        group=None if experts is None else experts.for_layers,
-    ).to(ranks.device)
-    method = _TimedMethod(model, ranks.device)
-    optimizer = make_optimizer(model, config)
-    parts = TrainedParts(model=model, optimizer=optimizer, method=method, mixtures=model.mixtures)
-    runner = StepRunner(config, ranks, parts=parts, tokens=corpus.train)
-    for step in range(_WARM_UP):
-        began_s = method.now()
-        runner.run(step)
-    last_s = max(ranks.gather(method.now() - began_s, what="the begin of the measured steps"))
-    steps = min(max(math.ceil(_MEASURED_S / last_s), _LEAST_STEPS), _MOST_STEPS)
-    method.passes_s.clear()
-    method.updates_s.clear()
-    meter, wholes_s, exchanges_s = ProcessMeter(), [], []
-    _take_exchanges_s(experts)
-    for step in range(_WARM_UP, _WARM_UP + steps):
-        began_s = method.now()
-        runner.run(step)
-        exchanges_s.append(_take_exchanges_s(experts))
-        wholes_s.append(method.now() - began_s - exchanges_s[-1])
-    waited = meter.record()["waited_for_cpu"] or 0.0
-    if experts is not None:
-        experts.close()
-    passes_s = (sum(method.passes_s) - sum(exchanges_s)) / steps
-    update_s = sum(method.updates_s) / steps
-    own = StepTimes(
-        model_s=passes_s,
-        optimizer_s=update_s,
-        rest_s=max(sum(wholes_s) / steps - passes_s - update_s, 0.0),
-        num_parameters=model.num_parameters,
-        vocab=tokenizer.vocab_size,
-        memory_bytes=float(meter.record()["memory_bytes"]),
-        waited_for_cpu=waited,
-    )
-    found = ranks.gather(asdict(own), what="the times of a step")
-    return StepTimes(**{name: max(one[name] for one in found) for name in found[0]})
+    steps = _TimedSteps(config, ranks)
+    last_s = max(ranks.gather(steps.warm_up(), what="the begin of the measured steps"))
+    count = min(max(math.ceil(_MEASURED_S / last_s), _LEAST_STEPS), _MOST_STEPS)
+    if ranks.world_size > 1 and steps.experts is None and ranks.device.type == "cpu":
+        slowdown = _measure_overlap(steps, ranks, count)
+    else:
+        slowdown = None
+        steps.run(count)
+    found = ranks.gather(steps.means(), what="the times of a step")
+    steps.close()
+    slowest = {name: max(one[name] for one in found) for name in found[0]}
+    return StepTimes(**slowest, overlap_slowdown=slowdown)
+
+
+class _TimedSteps:
+    """The trainer's steps without synchronisation; those of ``run`` are counted."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+        torch.set_num_threads(config.run.threads)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        corpus = load_corpus(config.data, tokenizer)
+        self.experts = share_experts(config, ranks)
+        model = Transformer(
+            config.model,
+            vocab_size=tokenizer.vocab_size,
+            sequence_length=config.data.sequence_length,
+            seed=config.run.seed,
+            group=None if self.experts is None else self.experts.for_layers,
+        ).to(ranks.device)
+        self._method = _TimedMethod(model, ranks.device)
+        optimizer = make_optimizer(model, config)
+        parts = TrainedParts(
+            model=model, optimizer=optimizer, method=self._method, mixtures=model.mixtures
+        )
+        self._runner = StepRunner(config, ranks, parts=parts, tokens=corpus.train)
+        self.num_parameters, self._vocab = model.num_parameters, tokenizer.vocab_size
+        self._next = self._counted = 0
+        self._passes_s = self._updates_s = self._wholes_s = 0.0
+        self._machine: dict[str, Any] | None = None
+        self._memory_bytes = 0.0
+
+    def warm_up(self) -> float:
+        """Run the first steps; return the seconds of the last."""
+        self.run_uncounted(_WARM_UP - 1)
+        return self.run_uncounted(1)
+
+    def run(self, count: int) -> float:
+        """Run and count some steps; return their seconds, those of experts' exchanges left out."""
+        self._method.passes_s = self._method.updates_s = 0.0
+        _take_exchanges_s(self.experts)
+        meter = ProcessMeter(self._machine)
+        whole_s = self.run_uncounted(count)
+        self._machine = meter.record()
+        exchanges_s = _take_exchanges_s(self.experts)
+        self._counted += count
+        self._passes_s += self._method.passes_s - exchanges_s
+        self._updates_s += self._method.updates_s
+        self._wholes_s += whole_s - exchanges_s
+        # Later the payload of the all-reduces beside steps lies in memory too.
+        self._memory_bytes = self._memory_bytes or float(self._machine["memory_bytes"])
+        return whole_s - exchanges_s
+
+    def run_uncounted(self, count: int) -> float:
+        """Run some steps; return their seconds."""
+        began_s = self._method.now()
+        for _ in range(count):
+            self._runner.run(self._next)
+            self._next += 1
+        return self._method.now() - began_s
+
+    def means(self) -> dict[str, Any]:
+        """Return this rank's ``StepTimes``, by name."""
+        rest_s = self._wholes_s - self._passes_s - self._updates_s
+        machine = self._machine or {}
+        return {
+            "model_s": self._passes_s / self._counted,
+            "optimizer_s": self._updates_s / self._counted,
+            "rest_s": max(rest_s, 0.0) / self._counted,
+            "num_parameters": self.num_parameters,
+            "vocab": self._vocab,
+            "memory_bytes": self._memory_bytes,
+            "waited_for_cpu": machine.get("waited_for_cpu") or 0.0,
+        }
+
+    def close(self) -> None:
+        """Give back what the experts' exchange holds."""
+        if self.experts is not None:
+            self.experts.close()
 
 
 def _take_exchanges_s(experts: ExpertRanks | None) -> float:
@@ -156,6 +209,62 @@ def _take_exchanges_s(experts: ExpertRanks | None) -> float:
     """
     calls = [] if experts is None else experts.take_calls()
     return sum(call.end_s - call.start_s for call in calls)
+
+
+def _measure_overlap(steps: _TimedSteps, ranks: Ranks, count: int) -> float:
+    """Return by how much steps slow down beside all-reduces, per second of all-reduces alone."""
+    whole = 4 * steps.num_parameters
+    size = min(whole, _FIRST_BYTES)
+    while size < whole and 4 * measure_all_reduce(ranks, [size], repetitions=1)[0] < _BESIDE_S:
+        size = min(whole, 4 * size)
+    group = dist.new_group(backend="gloo", timeout=ranks.timeout)
+    each, lost_s, sent_s = math.ceil(count / _TURNS), 0.0, 0.0
+    for _ in range(_TURNS):
+        alone_s = steps.run(each)
+        (message_s,) = measure_all_reduce(ranks, [size], repetitions=3)
+        ranks.gather(None, what="the begin of steps beside all-reduces")
+        messages = _BackgroundAllReduces(group, size)
+        with ranks.guard("an all-reduce beside steps"), messages:
+            lost_s += steps.run_uncounted(each) - alone_s
+        sent_s += messages.number * message_s
+    dist.destroy_process_group(group)
+    slowest: float = max(ranks.gather(lost_s / sent_s, what="the slow-down beside all-reduces"))
+    return min(max(slowest, 0.0), 1.0)
+
+
+class _BackgroundAllReduces:
+    """All-reduces one after another in a thread, until a rank leaves the context.
+
+    Attributes:
+        number: How many ran within the context, the last in part.
+    """
+
+    number: float
+
+    def __init__(self, group: dist.ProcessGroup, size_bytes: int) -> None:
+        self._group = group
+        self._payload = torch.zeros(1 + size_bytes // 4)
+        self._is_over = False
+        self._done, self._spent_s = 0, 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fivefold-all-reduces")
+
+    def __enter__(self) -> None:
+        self._began_s = time.perf_counter()
+        self._work = self._thread.submit(self._run)
+
+    def __exit__(self, *_: object) -> None:
+        within_s = time.perf_counter() - self._began_s
+        self._is_over = True
+        self._thread.shutdown()
+        self._work.result()
+        self.number = self._done * min(1.0, within_s / self._spent_s)
+
+    def _run(self) -> None:
+        while self._payload[-1] == 0:  # the sum of the flags: all ranks stop after the same one
+            self._payload[-1] = float(self._is_over)
+            dist.all_reduce(self._payload, group=self._group)
+            self._done += 1
+        self._spent_s = time.perf_counter() - self._began_s
 
 
 def measure_device(ranks: Ranks, *, threads: int = 1) -> DeviceRates:

@@ -16,7 +16,7 @@ from fivefold.collectives import execution
 from fivefold.collectives.execution import CollectiveError, configure
 from fivefold.errors import ConfigurationError
 from fivefold.network.aggregation import AggregationOptions
-from fivefold.network.aggregation.elements import ordered_sum
+from fivefold.network.aggregation.wire import ordered_sum
 from fivefold.testing import run_processes
 from helpers.switch_process import SwitchProcess
 

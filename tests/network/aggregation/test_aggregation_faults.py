@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fivefold.collectives.execution import GlooHosts
 from fivefold.errors import CommunicationError
 from fivefold.network.aggregation import AggregationClient, AggregationOptions, read_switch_state
-from fivefold.network.aggregation.elements import ordered_sum
+from fivefold.network.aggregation.wire import ordered_sum
 from fivefold.testing import run_processes
 from helpers.switch_process import SwitchProcess
 

@@ -25,9 +25,17 @@ from fivefold.network.aggregation import (
     AggregationSwitch,
     read_switch_state,
 )
-from fivefold.network.aggregation.elements import DTYPES, OrderedSum, ordered_sum, stored_as
 from fivefold.network.aggregation.pool import SlotPool
-from fivefold.network.aggregation.wire import Frame, FrameReader, FrameWriter, Kind
+from fivefold.network.aggregation.wire import (
+    DTYPES,
+    Frame,
+    FrameReader,
+    FrameWriter,
+    Kind,
+    OrderedSum,
+    ordered_sum,
+    stored_as,
+)
 from helpers.switch_process import SwitchProcess
 
 pytestmark = pytest.mark.alone

@@ -17,7 +17,7 @@ from fivefold.collectives.execution._calls import c10d, dist, inner_method
 from fivefold.collectives.execution._settings import Settings
 from fivefold.network.aggregation import AggregationClient
 from fivefold.network.aggregation.client import AggregationOutcome
-from fivefold.network.aggregation.elements import ordered_sum
+from fivefold.network.aggregation.wire import ordered_sum
 
 _NAMES = {
     torch.float32: "float32",

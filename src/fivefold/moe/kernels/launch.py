@@ -21,23 +21,21 @@ import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.moe.kernels.arguments import (
+    CHUNK_SLOTS,
     GatedFunction,
+    Layout,
     Operands,
     Sizes,
     Tables,
     Tiles,
+    Workspace,
+    call_sizes,
     debugging,
     interpreting,
+    layout_for,
     sizes_for,
     tiles_for,
     wait_limit_ns,
-)
-from fivefold.moe.kernels.workspace import (
-    CHUNK_SLOTS,
-    Layout,
-    Workspace,
-    call_sizes,
-    layout_for,
 )
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -57,12 +55,11 @@ def _triton_problem() -> str | None:
 
 def missing_fused(device: torch.device) -> str | None:
     """Return why the kernel cannot work on a device, or None where it can."""
-    return _triton_problem() or (
-        _problem_of_cuda(device) if device.type == "cuda" else _problem_of_other(device)
-    )
-
-
-def _problem_of_other(device: torch.device) -> str | None:
+    problem = _triton_problem()
+    if problem is not None:
+        return problem
+    if device.type == "cuda":
+        return _problem_of_cuda(device)
     if device.type != "cpu":
         return f"it needs a CUDA device; got {device.type}"
     if interpreting():
@@ -149,13 +146,8 @@ class Launch:
         start(self.kernel, grid, known, call.tiles.warps)
 
 
-def _prepare(  # noqa: PLR0913 - the operator's own operands
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    *,
+def _prepare(  # noqa: PLR0913 - the operator's own options
+    *operands: torch.Tensor,
     activation: GatedFunction,
     b13: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
@@ -166,6 +158,7 @@ def _prepare(  # noqa: PLR0913 - the operator's own operands
     tiles: Tiles | None = None,
     backward: bool = False,
 ) -> Call:
+    x, w13, w2, ids, weights = operands
     if w2.numel() == 0:
         raise ConfigurationError(
             f"w2 has shape {tuple(w2.shape)}: the kernel needs an expert with an inner size",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fivefold.errors import UnsupportedError
-from fivefold.moe.kernels.workspace import Workspace
+from fivefold.moe.kernels.arguments import Workspace
 from fivefold.moe.operator._products import (
     Assignments,
     Block,
@@ -247,13 +247,8 @@ def forward_grouped(
     return output
 
 
-def _row_by_row(  # noqa: PLR0913 - the operator's own operands
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    *,
+def _row_by_row(
+    *operands: torch.Tensor,
     activation: Activation,
     b13: _Optional = None,
     b2: _Optional = None,
@@ -265,6 +260,7 @@ def _row_by_row(  # noqa: PLR0913 - the operator's own operands
     Hardly two rows have one expert: to sort them and to cut them into blocks would take as long as
     the products.
     """
+    x, w13, w2, ids, weights = operands
     if weight_on_input or not 0 < ids.numel() <= _MOST_SINGLE_ROWS:
         return None
     experts = ids.reshape(-1)
@@ -289,36 +285,28 @@ def backward_grouped(
     return call.backward(gradient, kept)
 
 
-def recorded_grouped(  # noqa: PLR0913 - the operator's own operands
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    *,
+def recorded_grouped(
+    *operands: torch.Tensor,
     b13: _Optional = None,
     b2: _Optional = None,
     recompute: bool = True,
     **options: Any,
 ) -> torch.Tensor:
     """Compute ``forward_grouped`` and record it for ``backward()``."""
+    x, w13, w2, ids, weights = operands
     given = (x, w13, w2, weights, b13, b2, ids, options, recompute)
     found: torch.Tensor = _Recorded.apply(*given)  # type: ignore[no-untyped-call]
     return found
 
 
 def _call(
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    *,
+    *operands: torch.Tensor,
     precision: str = "ieee",
     workspace: Workspace | None = None,
     **options: Any,
 ) -> Call:
     del precision, workspace  # torch's own products: never less precise than asked for on the CPU
+    x, w13, w2, ids, weights = operands
     order = sort_assignments(ids, len(w2))
     blocks = cut(order, x.dtype)
     return Call(x=x, w13=w13, w2=w2, weights=weights, order=order, blocks=blocks, **options)
@@ -335,8 +323,12 @@ class _Recorded(torch.autograd.Function):
         order = call.order
         rows = (order.slots, order.tokens, order.places, order.ends)
         ctx.save_for_backward(*given[:6], *rows, *kept)
-        ctx.activation, ctx.weight_on_input = call.activation, call.weight_on_input
-        ctx.stops, ctx.blocks, ctx.recompute = order.stops, call.blocks, recompute
+        ctx.stops, ctx.recompute = order.stops, recompute
+        ctx.known = {
+            "blocks": call.blocks,
+            "activation": call.activation,
+            "weight_on_input": call.weight_on_input,
+        }
         ctx.set_materialize_grads(False)
         return output
 
@@ -346,20 +338,9 @@ class _Recorded(torch.autograd.Function):
         if gradient is None:  # nothing downstream depends on the output
             return (None,) * 9
         x, w13, w2, weights, b13, b2, slots, tokens, places, ends, *kept = ctx.saved_tensors
-        call = Call(
-            x=x,
-            w13=w13,
-            w2=w2,
-            weights=weights,
-            order=Assignments(
-                slots=slots, tokens=tokens, places=places, ends=ends, stops=ctx.stops
-            ),
-            blocks=ctx.blocks,
-            activation=ctx.activation,
-            b13=b13,
-            b2=b2,
-            weight_on_input=ctx.weight_on_input,
-        )
+        order = Assignments(slots=slots, tokens=tokens, places=places, ends=ends, stops=ctx.stops)
+        operands = {"x": x, "w13": w13, "w2": w2, "weights": weights, "b13": b13, "b2": b2}
+        call = Call(**operands, order=order, **ctx.known)
         kept = None if ctx.recompute else kept
         with torch.no_grad():
             found = call.backward(gradient.contiguous(), kept, ctx.needs_input_grad[:6])

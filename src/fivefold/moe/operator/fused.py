@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.moe.kernels.arguments import Workspace
 from fivefold.moe.kernels.launch import (
     DTYPES,
     backward_fused,
@@ -21,7 +22,6 @@ from fivefold.moe.kernels.launch import (
     forward_split,
     missing_fused,
 )
-from fivefold.moe.kernels.workspace import Workspace
 from fivefold.moe.operator._grouped import backward_grouped, forward_grouped, recorded_grouped
 from fivefold.moe.operator.activations import ACTIVATIONS, Activation, activation_named
 from fivefold.moe.operator.operands import (

@@ -22,21 +22,19 @@ import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.moe.kernels.arguments import (
+    CHUNK_SLOTS,
+    CONTROL_WORDS,
+    CallSizes,
+    Layout,
     Sizes,
     Tiles,
     interpreting,
     power_of_two,
     sizes_for,
+    table_sizes,
     tiles_for,
 )
 from fivefold.moe.kernels.launch import DTYPES
-from fivefold.moe.kernels.workspace import (
-    CHUNK_SLOTS,
-    CONTROL_WORDS,
-    CallSizes,
-    Layout,
-    table_sizes,
-)
 from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.layer import MoEConfig
 from fivefold.moe.operator.operands import (

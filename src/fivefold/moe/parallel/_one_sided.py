@@ -25,6 +25,7 @@ from fivefold.errors import CommunicationError, ConfigurationError, DataError, U
 from fivefold.moe.kernels.arguments import (
     Heap,
     Launch,
+    Layout,
     Operands,
     Plan,
     Sizes,
@@ -41,7 +42,6 @@ from fivefold.moe.kernels.launch import (
     on,
     start,
 )
-from fivefold.moe.kernels.workspace import Layout
 from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.fused import Backend, backend_for
 from fivefold.moe.operator.layer import ExpertLoad, LocalExperts, MoEConfig

@@ -25,9 +25,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
-from fivefold.network.aggregation.elements import dtype_name
 from fivefold.network.aggregation.pool import SwitchState
-from fivefold.network.aggregation.wire import Frame, FrameReader, FrameWriter, Kind, parse_address
+from fivefold.network.aggregation.wire import (
+    Frame,
+    FrameReader,
+    FrameWriter,
+    Kind,
+    dtype_name,
+    parse_address,
+)
 
 _MOST_SLOT_BYTES = 1 << 26
 _OPEN, _SUMMED, _REFUSED = 0, 1, 2

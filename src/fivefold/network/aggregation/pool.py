@@ -18,8 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.aggregation.elements import OrderedSum, stored_as
-from fivefold.network.aggregation.wire import Frame, Kind
+from fivefold.network.aggregation.wire import Frame, Kind, OrderedSum, stored_as
 
 Sharing = Literal["dynamic", "reserved"]
 _MOST_NAMED = 16  # ranks in a message: thousands would not fit

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.network.simulation._filling import change_bundle, join_entry, leave_entry, resolve
 from fivefold.network.simulation._state import (
     ASKED,
     EVENTS,
@@ -40,6 +39,7 @@ from fivefold.network.simulation._state import (
     remove_event,
     schedule_event,
 )
+from fivefold.network.simulation.rates import change_bundle, join_entry, leave_entry, resolve
 
 # Columns of World.book.
 FLOWS, BUSY_SINCE_S, BUSY_S, DEMAND, OVER_SINCE_S, OVER_S, CARRIED_BYTES = range(7)

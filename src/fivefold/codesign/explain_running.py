@@ -1,0 +1,336 @@
+"""Which layer limits what runs already: several jobs on one cluster, or a run that was measured.
+
+Of several jobs each change is simulated for all. Of a run, the measured parts of a step (compute,
+messages in flight, waits) are put through layer 2's own law of what stays exposed
+(``fivefold.tasks``), with one part changed. Nothing is measured again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fivefold.codesign.arbiter import objective_s
+from fivefold.codesign.baselines import null_plan, routed_one_by_one
+from fivefold.codesign.coordinator import collective_options, plan_cluster, task_options
+from fivefold.codesign.explain import Change, Explanation, Kind, worth_saying
+from fivefold.codesign.jobs import JobSpec, check_jobs
+from fivefold.codesign.plans import ClusterPlan, CoDesigns, JobPlan
+from fivefold.codesign.simulate import alone_quote, run_plan, schedule_iteration
+from fivefold.errors import DataError, FivefoldError
+from fivefold.network.topology import Topology
+from fivefold.report import build_report
+from fivefold.tasks.schedule import exposed_s
+
+_ITERATIONS = 12  # of each job in a simulation
+_MOST_FACTOR = 1e6  # of the rate of links that are as good as infinitely fast
+_MARGIN = 1.1  # of a round over its messages, as tau="auto" has it
+_HOW = (
+    "steps are means of rank 0 without validation and checkpoints; each line puts the measured "
+    "parts through the law of overlap with that one change"
+)
+_PARTS = {
+    "compute": "compute_s", "exposed_communication": "data_s", "boundary": "optimizer_s",
+    "data": "loading_s", "other": "overhead_s",
+}  # fmt: skip
+
+
+def explain_jobs(
+    topology: Topology, jobs: Sequence[JobSpec], *, plan: ClusterPlan | None = None, seed: int = 0
+) -> Explanation:
+    """Say which layer limits several jobs, and what each change would bring.
+
+    Args:
+        topology: The cluster.
+        jobs: The jobs.
+        plan: How they run; None for today's practice (B0: rings in rank order, hashed paths).
+        seed: Seed of the hashed paths.
+
+    Returns:
+        The explanation, of the weighted mean completion of all jobs.
+
+    Raises:
+        ConfigurationError: The jobs are not allowed.
+        InfeasibleError: A job does not fit the cluster.
+
+    Examples:
+        >>> from fivefold.network.topology import switch
+        >>> from fivefold.tasks import LayerCost
+        >>> layers = (LayerCost(forward_s=0.1, backward_s=0.2, gradient_bytes=10**9),)
+        >>> jobs = [JobSpec(job_id="a", ranks=(0, 1), layers=layers, iterations=3)]
+        >>> explain_jobs(switch(2, bandwidth="1 GB/s"), jobs).limit
+        'network'
+    """
+    check_jobs(topology, jobs)
+    asked = _Question(topology, tuple(jobs), plan or null_plan(topology, jobs, seed=seed))
+    makers = (_strategy, _tasks, _collectives, _flows, _network, _compute)
+    changes = [one for make in makers for one in make(asked)]
+    free_s = asked.seconds(_scaled(topology, _MOST_FACTOR), asked.plan)
+    how = "as planned" if plan else "as today, uncoordinated"
+    return Explanation(
+        subject=f"{len(jobs)} jobs on {topology.name}, {how}",
+        what="mean completion",
+        seconds=asked.now_s,
+        parts_s={"compute_s": free_s, "data_s": max(asked.now_s - free_s, 0.0)},
+        changes=worth_saying(changes, asked.now_s),
+        notes=(
+            "each line is all jobs simulated again with that one change; savings do not add up",
+        ),
+    )
+
+
+class _Question:
+    """All jobs under a plan, simulated again with something changed."""
+
+    def __init__(self, topology: Topology, jobs: tuple[JobSpec, ...], plan: ClusterPlan) -> None:
+        self.topology, self.jobs, self.plan = topology, jobs, plan
+        self.now_s = self.seconds(topology, plan)
+
+    def seconds(self, topology: Topology, plan: ClusterPlan) -> float:
+        """Return the objective of a plan, simulated for a few iterations."""
+        found = run_plan(topology, self.jobs, plan, iterations=_ITERATIONS)
+        return objective_s(self.jobs, found.completion_s)
+
+    def change(self, layer: str, action: str, seconds: float, kind: Kind = "setting") -> Change:
+        """Return a change by the objective that it leads to."""
+        return Change(
+            layer=layer, action=action, seconds=seconds, saves_s=self.now_s - seconds, kind=kind
+        )
+
+    def best_alone(
+        self, layer: str, action: str, options: Sequence[tuple[JobSpec, Sequence[JobPlan]]]
+    ) -> Iterator[Change]:
+        """Yield all jobs with the option that each finds best for itself, if that is another."""
+        plan = self.plan
+        for job, choices in options:
+            best = min(
+                choices,
+                key=lambda one, job=job: (  # type: ignore[misc]
+                    schedule_iteration(job, one, alone_quote(self.topology, job, one)).end_s
+                ),
+            )
+            plan = ClusterPlan({**plan.jobs, job.job_id: best})
+        if plan != self.plan:
+            yield self.change(layer, action, self.seconds(self.topology, plan))
+
+
+def _strategy(asked: _Question) -> Iterator[Change]:
+    options = []
+    for job in asked.jobs:
+        start = asked.plan.jobs[job.job_id]
+        options.append((job, [
+            start,
+            *(
+                replace(start, split=number, order=split.ranks, paths={})
+                for number, split in enumerate(job.splits)
+                if number != start.split
+            ),
+        ]))  # fmt: skip
+    yield from asked.best_alone("strategy", "the split that each job's prices favour", options)
+
+
+def _tasks(asked: _Question) -> Iterator[Change]:
+    options = [(job, list(task_options(asked.plan.jobs[job.job_id]))) for job in asked.jobs]
+    yield from asked.best_alone("tasks", "buckets and order of need, as each job's best", options)
+
+
+def _collectives(asked: _Question) -> Iterator[Change]:
+    for action, co_designs in (
+        ("rings along the topology", CoDesigns(vertical=True)),
+        ("hierarchical all-reduces", CoDesigns(vertical=True, intra_inter=True)),
+        (
+            "in-network aggregation where switches can",
+            CoDesigns(vertical=True, intra_inter=True, host_net=True),
+        ),
+    ):
+        options = []
+        for job in asked.jobs:
+            start = asked.plan.jobs[job.job_id]
+            found = collective_options(asked.topology, job, start, co_designs)
+            options.append((job, [option.plan for option in found]))
+        yield from asked.best_alone("collectives", action, options)
+
+
+def _flows(asked: _Question) -> Iterator[Change]:
+    routed = routed_one_by_one(asked.topology, asked.jobs, asked.plan)
+    yield asked.change(
+        "flows", "paths by load instead of by hash", asked.seconds(asked.topology, routed)
+    )
+    try:
+        found = plan_cluster(asked.topology, asked.jobs, CoDesigns(horizontal=True))
+    except FivefoldError:  # what cannot be planned together is planned alone
+        return
+    together_s = asked.seconds(asked.topology, found.plan)
+    yield asked.change("flows", "paths, classes and offsets planned over all jobs", together_s)
+    alone = {
+        job.job_id: run_plan(
+            asked.topology, [job], ClusterPlan({job.job_id: asked.plan.jobs[job.job_id]}),
+            iterations=_ITERATIONS,
+        ).completion_s[job.job_id]
+        for job in asked.jobs
+    }  # fmt: skip
+    yield asked.change("flows", "every job alone", objective_s(asked.jobs, alone), "bound")
+
+
+def _network(asked: _Question) -> Iterator[Change]:
+    twice = _scaled(asked.topology, 2.0)
+    yield asked.change(
+        "network", "all links twice as fast", asked.seconds(twice, asked.plan), "purchase"
+    )
+
+
+def _compute(asked: _Question) -> Iterator[Change]:
+    jobs = tuple(
+        replace(
+            job,
+            layers=tuple(
+                replace(x, forward_s=x.forward_s / 2, backward_s=x.backward_s / 2)
+                for x in job.layers
+            ),
+        )
+        for job in asked.jobs
+        if not job.splits
+    )
+    if len(jobs) == len(asked.jobs):
+        seconds = _Question(asked.topology, jobs, asked.plan).now_s
+        yield asked.change("compute", "GPUs twice as fast", seconds, "purchase")
+
+
+def _scaled(topology: Topology, factor: float) -> Topology:
+    links = tuple(
+        replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s)
+        for link in topology.links
+    )
+    return replace(topology, links=links)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """Mean parts of a run's steps.
+
+    Args:
+        rest_s: All but waits for messages and for data.
+        loading_s: Waits for data.
+        waits_s: Waits for messages.
+        sent_s: Messages in flight, waited for or not.
+        least_sent_s: What the link's rate allows for their bytes; None where it is not known.
+        tau: Steps between synchronisations; 1 for DDP.
+    """
+
+    rest_s: float
+    loading_s: float
+    waits_s: float
+    sent_s: float
+    least_sent_s: float | None
+    tau: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step."""
+        return self.rest_s + self.loading_s + self.waits_s
+
+    def with_messages(self, sent_s: float, *, beside_s: float | None = None) -> float:
+        """Return seconds of a step whose messages take ``sent_s``.
+
+        Args:
+            sent_s: Seconds that its messages take.
+            beside_s: Compute that they can hide behind; None for as much as they did.
+        """
+        hidden_s = max(self.sent_s - self.waits_s, 0.0) if beside_s is None else beside_s
+        left_s = self.waits_s - max(self.sent_s - hidden_s, 0.0)  # waits for no message of ours
+        waits_s = float(exposed_s(sent_s, hidden_s)) + (left_s if beside_s is None else 0.0)
+        return self.rest_s + self.loading_s + max(waits_s, 0.0)
+
+
+def explain_run(folder: Path | str) -> Explanation:
+    """Say which layer limits a training run, from what its folder holds.
+
+    Args:
+        folder: A run of ``fivefold train``.
+
+    Returns:
+        The explanation, of a step.
+
+    Raises:
+        DataError: The folder holds no run, several, or none of whose time anything is recorded.
+    """
+    report = build_report([folder])
+    if report.graph_runs and not report.runs:
+        raise DataError(
+            f"{folder} is a run on a graph, and only language models are explained",
+            hint=f"fivefold report {folder} says where its time went",
+        )
+    if len(report.runs) != 1:
+        raise DataError(
+            f"{folder} holds {len(report.runs)} runs of a language model, and one is explained",
+            hint="name the folder of one run; fivefold report compares several",
+        )
+    summary = report.summaries[0]
+    if not summary.steps or summary.seconds is None:
+        raise DataError(
+            f"{folder} does not say where its time went: {summary.steps} steps are recorded",
+            hint="let the run take a few steps first",
+        )
+    parts = {name: summary.seconds[name] / summary.steps for name in _PARTS}
+    lab = report.runs[0].manifest.lab
+    rate = lab.rate_bytes_per_s if lab is not None and lab.shaped else None
+    least_bytes = summary.least_link_bytes_per_step
+    step = MeasuredStep(
+        rest_s=parts["compute"] + parts["boundary"] + parts["other"],
+        loading_s=parts["data"],
+        waits_s=parts["exposed_communication"],
+        sent_s=max((summary.in_flight_s or 0.0) / summary.steps, parts["exposed_communication"]),
+        least_sent_s=least_bytes / rate if least_bytes and rate else None,
+        tau=_tau_of(report.runs[0].config),
+    )
+    return Explanation(
+        subject=f"{summary.label}, {report.runs[0].manifest.world_size} ranks, "
+        f"{summary.steps} steps, measured",
+        what="step",
+        seconds=step.seconds,
+        parts_s={_PARTS[name]: value for name, value in parts.items() if value > 0},
+        changes=worth_saying(_changes(step, summary.method), step.seconds),
+        notes=(_HOW, *report.caveats),
+    )
+
+
+def _tau_of(config: dict[str, Any]) -> int:
+    tau = config.get("sync", {}).get("tau", 1)
+    return tau if isinstance(tau, int) else 1
+
+
+def _changes(step: MeasuredStep, method: str) -> Iterator[Change]:
+    def change(layer: str, action: str, seconds: float, kind: Kind = "setting") -> Change:
+        saves_s = step.seconds - seconds
+        return Change(layer=layer, action=action, seconds=seconds, saves_s=saves_s, kind=kind)
+
+    if step.sent_s > 0:
+        least_s = step.with_messages(step.sent_s, beside_s=step.rest_s)
+        if least_s < step.seconds:
+            yield change("tasks", "all communication beside compute", least_s, "bound")
+        if method == "ddp":
+            tau = max(2, math.ceil(_MARGIN * step.sent_s / step.rest_s))
+            seconds = step.with_messages(step.sent_s / tau, beside_s=step.rest_s)
+            action = f'local updates: method = "delay_corrected", tau = {tau}'
+            yield change("strategy", action, seconds, "convergence")
+        elif step.waits_s > 0 and method != "none":
+            tau = max(step.tau + 1, math.ceil(_MARGIN * step.tau * step.sent_s / step.rest_s))
+            seconds = step.with_messages(step.sent_s * step.tau / tau)
+            yield change("strategy", f"tau = {tau} instead of {step.tau}", seconds, "convergence")
+        if step.least_sent_s is not None and step.least_sent_s < step.sent_s:
+            yield change(
+                "collectives", "all-reduces at the link's full rate",
+                step.with_messages(step.least_sent_s), "bound",
+            )  # fmt: skip
+        half_s = step.with_messages(step.sent_s / 2)
+        yield change("collectives", "half as many bytes (16 bits for 32)", half_s, "convergence")
+        yield change("network", "links twice as fast", half_s, "purchase")
+        crowded_s = step.with_messages(2 * step.sent_s)
+        yield change("flows", "a neighbour takes half of the links", crowded_s, "risk")
+    if step.loading_s > 0:
+        ready_s = replace(step, loading_s=0.0).seconds
+        yield change("compute", "data that is there in time", ready_s, "bound")
+    yield change("compute", "a processor twice as fast", step.seconds - step.rest_s / 2, "purchase")
