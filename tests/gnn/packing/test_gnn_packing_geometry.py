@@ -181,7 +181,7 @@ def test_memory_stays_within_the_budget(make_world, tmp_path, strategy):
 
 
 def test_a_cache_of_many_short_rows_stays_within_the_budget(make_world, tmp_path):
-    """Its ids and slots are larger than the buffers: no array of them is copied, even in passing."""
+    """Its ids and slots are larger than the buffers: none of them is copied, even in passing."""
     nodes = 1_500_000
     world = make_world(nodes=nodes, dim=4, seeds=nodes // 2, batch_size=20_000, fanouts=[2])
     plan = world.plan(segment_batches=1, device=0, host=nodes // 2)

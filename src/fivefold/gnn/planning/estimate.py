@@ -344,7 +344,7 @@ class _Popularity:
         """Return nodes by class and the share of batches that use one, edges, expanded nodes."""
         total = self.nodes.sum()
         used = np.full_like(self.nodes, seeds / total)
-        frontier, edges, expanded = self.nodes * used, 0.0, 0.0
+        frontier, edges = self.nodes * used, 0.0
         for fanout in fanouts:
             expanding = used
             taken = self.in_degrees
