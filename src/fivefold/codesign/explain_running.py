@@ -269,12 +269,13 @@ def explain_run(folder: Path | str) -> Explanation:
             hint="name the folder of one run; fivefold report compares several",
         )
     summary = report.summaries[0]
-    if not summary.steps or summary.seconds is None:
+    seconds = summary.step_seconds
+    if seconds is None:
         raise DataError(
             f"{folder} does not say where its time went: {summary.steps} steps are recorded",
             hint="let the run take a few steps first",
         )
-    parts = {name: summary.seconds[name] / summary.steps for name in _PARTS}
+    parts = {name: seconds[name] for name in _PARTS}
     lab = report.runs[0].manifest.lab
     rate = lab.rate_bytes_per_s if lab is not None and lab.shaped else None
     least_bytes = summary.least_link_bytes_per_step

@@ -14,7 +14,6 @@ from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
 
 _OFF = 0.1  # of a step: a part that is off by more is named
 _BUSY = 0.05  # share of the time without a processor
-_LAST_WAIT = "last all-reduce"  # the cause of the waits after the last step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +80,12 @@ def _compared(run: Run, summary: RunSummary) -> PredictedRun | None:
     said = run.config.get("prediction")
     if not isinstance(said, dict):
         return None
-    seconds, steps = summary.seconds, summary.steps
-    each = {} if seconds is None or not steps else {k: v / steps for k, v in seconds.items()}
+    each = summary.step_seconds
 
     def measured(*names: str) -> float | None:
-        return sum(each[name] for name in names) if each else None
+        return None if each is None else sum(each[name] for name in names)
 
     compute, exposed = measured("compute", "boundary"), measured("exposed_communication")
-    once_s = (summary.waits or {}).get(_LAST_WAIT, 0.0)
-    if exposed is not None:
-        exposed -= once_s / steps
     bubble = float(said["bubble_s"])
     parts = [
         PredictedPart(name="compute", predicted=float(said["compute_s"]), measured=compute),
@@ -99,7 +94,7 @@ def _compared(run: Run, summary: RunSummary) -> PredictedRun | None:
             predicted=float(said["exposed_communication_s"]),
             measured=exposed,
         ),
-        PredictedPart(name="bubble", predicted=bubble, measured=0.0 if each else None),
+        PredictedPart(name="bubble", predicted=bubble, measured=None if each is None else 0.0),
         PredictedPart(
             name="data and other",
             predicted=float(said["other_s"]),
@@ -123,8 +118,8 @@ def _compared(run: Run, summary: RunSummary) -> PredictedRun | None:
     )
     found = (step, *parts, exchange, memory)
     findings = _findings(run, said, {part.name: part for part in found}, process)
-    if step.measured is not None and once_s > _OFF * step.measured:
-        wait = format_duration_s(once_s)
+    if step.measured is not None and summary.after_last_step_s > _OFF * step.measured:
+        wait = format_duration_s(summary.after_last_step_s)
         findings.append(f"After the last step, all replicas became equal in {wait}: in no step.")
     return PredictedRun(
         label=run.label, cluster=str(said["cluster"]), parts=found, findings=tuple(findings)
