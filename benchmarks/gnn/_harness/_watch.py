@@ -2,8 +2,9 @@
 
 A thread looks every tenth of a second: memory of the group with and without page cache, bytes that
 the process has read and written, space on the disk under a folder (files that have no name any
-more included), and the processor time of everything else on the machine. What was written to standard error is kept with its moment, so that the record can
-be cut into the stages of the command afterwards.
+more included), and the processor time of everything else on the machine. What was written to
+standard error is kept with its moment, so that the record can be cut into the stages of the
+command afterwards.
 """
 
 from __future__ import annotations

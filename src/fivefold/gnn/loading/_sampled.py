@@ -272,7 +272,7 @@ class _TimedSeeds:
 
 
 @dataclasses.dataclass
-class _Reading:
+class ReadingCount:
     """Counts of all reads so far; not the loader's own, so that its threads need not hold it."""
 
     total: ReadStatistics = dataclasses.field(default_factory=ReadStatistics)
@@ -380,7 +380,7 @@ class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         else:
             self._sampler = NeighborSampler(topology, fanouts, seed=seed, edge_ids=carried)
         _check_topology(self._sampler.topology, dataset)
-        self._read = _Reading()
+        self._read = ReadingCount()
         opened = self._open_rows(dataset, features, cache_bytes, cache_policy, settings)
         super().__init__(seeds, batch_size, settings, opened.close)
         if form == "data":

@@ -57,7 +57,6 @@ _PLAN_S_PER_ACCESS = 0.045e-6
 _EPOCH_S_PER_ROW = 0.02e-6
 _EPOCH_S_PER_BYTE = 0.255e-9  # of a row: it is checked and copied
 _RECORD_S_PER_ACCESS = 0.155e-6  # of packing, beside the rows
-_LOAD_BYTES_PER_S = 0.9e9  # of the topology, whose checksums and ids are looked at
 _EPOCH_S_PER_BATCH = 0.03
 _START_S = 0.25
 _PACKING_SHARE = 0.83  # of the disk's speed; laying out comes before
