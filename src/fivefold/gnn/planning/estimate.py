@@ -52,7 +52,8 @@ _SPILL_BYTES_PER_EDGE = 8
 _BYTES_PER_CACHED_NODE = 1.5  # of a record: its slot, as the difference to the one before
 # Seconds on two cores of 2.5 GHz; fitted to benchmarks/results/gnn/scale.json and size.json.
 _INGEST_S_PER_EDGE = 0.085e-6
-_SAMPLE_S_PER_EDGE = 0.085e-6
+_OPEN_BYTES_PER_S = 0.53e9  # of topology and labels: they are the first to touch that memory
+_SAMPLE_S_PER_EDGE = 0.062e-6
 _PLAN_S_PER_ACCESS = 0.045e-6
 _EPOCH_S_PER_ROW = 0.02e-6
 _EPOCH_S_PER_BYTE = 0.255e-9  # of a row: it is checked and copied
@@ -564,7 +565,9 @@ class _Work:
             ),
             Stage(
                 name="sample",
-                seconds=_START_S + edges * _SAMPLE_S_PER_EDGE,
+                seconds=_START_S
+                + (topology + 8 * graph.nodes) / _OPEN_BYTES_PER_S
+                + edges * _SAMPLE_S_PER_EDGE,
                 memory_bytes=held + 4 * graph.nodes + self.batch_bytes,
                 disk_bytes=self.sample_bytes,
                 remark="the topology in memory; data.mapped = true leaves it on the disk",
