@@ -26,7 +26,7 @@ from typing import Literal
 
 import torch
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 
 Number = float | torch.Tensor
 """A number, or a 0-dimensional tensor on the device: reading it there would stop the device."""
@@ -88,9 +88,7 @@ class GapPenalty:
     decay: float = 0.9
 
     def __post_init__(self) -> None:
-        if self.norm not in {"l2", "rms", "element"}:
-            message = f"GapPenalty norm must be 'l2', 'rms' or 'element'; got {self.norm!r}"
-            raise ConfigurationError(message)
+        require_one_of(self.norm, ("l2", "rms", "element"), f"GapPenalty norm is {self.norm!r}")
         fixed = self.reference != "ema"
         if fixed and not (isinstance(self.reference, (int, float)) and self.reference > 0):
             message = f"GapPenalty reference must be 'ema' or positive; got {self.reference!r}"

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold._compiler import njit
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.gnn.data.arrays import as_array
 from fivefold.gnn.sampling.batches import as_count
 from fivefold.gnn.storage import Container, RowReader
@@ -54,10 +54,7 @@ class OnlineCache:
             raise ConfigurationError(
                 f"counts must not be negative; got num_ids={num_ids}, num_slots={num_slots}"
             )
-        if policy not in {"lru", "sieve"}:
-            raise ConfigurationError(
-                f"policy must be 'lru' or 'sieve'; got {policy!r}", hint="choose one of the two"
-            )
+        require_one_of(policy, ("lru", "sieve"), f"policy is {policy!r}")
         self.num_slots = min(num_slots, num_ids)
         self.policy = policy
         self._slot_of = np.full(num_ids, -1, np.int32)
@@ -310,8 +307,7 @@ def open_rows(
         raise ConfigurationError(
             f"features is {features!r}", hint='use "disk", "memory" or an array'
         )
-    if cache_policy not in {"lru", "sieve"}:
-        raise ConfigurationError(f"cache_policy is {cache_policy!r}", hint='use "lru" or "sieve"')
+    require_one_of(cache_policy, ("lru", "sieve"), f"cache_policy is {cache_policy!r}")
     if as_count(cache_bytes, "cache_bytes", least=0) and features == "memory":
         raise ConfigurationError(
             f"cache_bytes is {cache_bytes}, but all rows are in memory",

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.files import storage_error
 from fivefold.gnn.storage._format import (
     Header,
@@ -110,8 +110,7 @@ class Container(Closing):
                 or damaged.
             StorageError: The disk refused.
         """
-        if verify not in {"manifest", "full"}:
-            raise ConfigurationError(f"verify is {verify!r}", hint='use "manifest" or "full"')
+        require_one_of(verify, ("manifest", "full"), f"verify is {verify!r}")
         place = Path(path).absolute()
         try:
             descriptor = open_to_read(place)
@@ -281,8 +280,7 @@ class Container(Closing):
             StorageError: The file has been closed, or cannot be mapped.
         """
         section = self.section(name)
-        if advice not in _ADVICE:
-            raise ConfigurationError(f"advice is {advice!r}", hint=f"use one of {list(_ADVICE)}")
+        require_one_of(advice, _ADVICE, f"advice is {advice!r}")
         if section.nbytes == 0:
             return np.empty(section.shape, section.dtype)
         try:
