@@ -121,12 +121,7 @@ def _flags(words: list[str]) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
-    """Return what a YAML file says.
-
-    Raises:
-        UnsupportedError: PyYAML is not installed.
-        DataError: It is not YAML.
-    """
+    """Return what a YAML file says."""
     try:
         import yaml  # noqa: PLC0415 - only recipes are written in it
     except ImportError as error:

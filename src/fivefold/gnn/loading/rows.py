@@ -71,26 +71,15 @@ class OnlineCache:
         return sum(array.nbytes for array in arrays)
 
     def lookup(self, ids: Ids) -> NDArray[np.int32]:
-        """Find ids and note that they were used.
-
-        Args:
-            ids: Distinct ids.
-
-        Returns:
-            The slot of each; -1 where it is not there.
-        """
+        """Return the slots of distinct ids, which count as used; -1 where one is not there."""
         slots = np.empty(len(ids), np.int32)
         _lookup(ids, slots, self.policy == "lru", *self._lists())
         return slots
 
     def admit(self, ids: Ids) -> NDArray[np.int32]:
-        """Take in ids that are not there, one after another, each in the place of another.
+        """Take in distinct ids that are not there, one by one, each in the place of another.
 
-        Args:
-            ids: Distinct ids that the last lookup did not find.
-
-        Returns:
-            The slot that each has in the end; -1 where a later one of the same call displaced it.
+        Returns their slots in the end; -1 where a later one of the same call took the place.
         """
         slots = np.full(len(ids), -1, np.int32)
         if self.num_slots:
