@@ -16,12 +16,7 @@ from fivefold.codesign.arbiter import Arbiter, PlanningOptions, Progress, object
 from fivefold.codesign.baselines import best_alone_plan, local_order, null_plan, routed_one_by_one
 from fivefold.codesign.jobs import JobSpec, check_jobs
 from fivefold.codesign.plans import ClusterPlan, CoDesigns, DecisionRecord, JobPlan
-from fivefold.codesign.simulate import (
-    Outcome,
-    alone_quote,
-    run_plan,
-    schedule_iteration,
-)
+from fivefold.codesign.simulate import Outcome, alone_quote, run_plan, schedule_iteration
 from fivefold.codesign.steps import job_groups
 from fivefold.codesign.trees import SwitchState, nearest_roots, spread_trees
 from fivefold.collectives.pricing.phases import host_groups

@@ -131,8 +131,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         said = " ".join(str(error).split())
-        message = f"{where} is not YAML: {said:.200}"
-        raise DataError(message, hint="mend that line") from error
+        raise DataError(f"{where} is not YAML: {said:.200}", hint="mend that line") from error
 
 
 def toml_settings(table: Mapping[str, Any]) -> dict[str, Any]:

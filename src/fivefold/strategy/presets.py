@@ -414,8 +414,7 @@ def load_model(source: str, *, seq_len: int | None = None) -> ModelSpec:
         path = path / "config.json"
     config = read_json(path, what="model configuration")
     if not isinstance(config, dict):
-        message = f"{path} does not hold a JSON object"
-        raise DataError(message, hint="is it a config.json?")
+        raise DataError(f"{path} does not hold a JSON object", hint="is it a config.json?")
     try:
         return model_from_hugging_face(config, name=path.parent.name or path.stem, seq_len=seq_len)
     except FivefoldError:

@@ -33,5 +33,4 @@ def __getattr__(name: str) -> Any:
     # torch_geometric takes seconds to load, and only this class needs it.
     if name == "FeatureStoreAdapter":
         return importlib.import_module("fivefold.gnn.loading._adapter").FeatureStoreAdapter
-    message = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(message)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,12 +18,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.files import storage_error
-from fivefold.gnn.storage._format import (
-    Header,
-    Section,
-    decode_manifest,
-    make_section,
-)
+from fivefold.gnn.storage._format import Header, Section, decode_manifest, make_section
 from fivefold.gnn.storage.files import Closing, closed_error, open_to_read, read_into
 from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Bytes, aligned, aligned_empty, hash_pages
 from fivefold.gnn.storage.reader import RowReader

@@ -273,13 +273,11 @@ def _look_for_errors(control: torch.Tensor) -> None:
     words = control[: sync.FLAGS.value].tolist()
     if words[sync.ERROR.value]:
         control.zero_()
-        message = (
+        raise CommunicationError(
             "the mixture-of-experts kernel gave up waiting for a task with a lower ticket "
             f"(tickets taken {words[sync.QUEUES.value]}, chunks counted "
-            f"{words[sync.COUNTED.value]} and placed {words[sync.PLACED.value]})"
-        )
-        raise CommunicationError(
-            message, hint="the workspace was dirty or shared by two calls at a time, or it is a bug"
+            f"{words[sync.COUNTED.value]} and placed {words[sync.PLACED.value]})",
+            hint="the workspace was dirty or shared by two calls at a time, or it is a bug",
         )
 
 

@@ -37,12 +37,7 @@ from fivefold.moe.kernels.arguments import (
 from fivefold.moe.kernels.launch import DTYPES
 from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.layer import MoEConfig
-from fivefold.moe.operator.operands import (
-    PRECISIONS,
-    Precision,
-    check_operands,
-    check_precision,
-)
+from fivefold.moe.operator.operands import PRECISIONS, Precision, check_operands, check_precision
 from fivefold.moe.parallel._heaps import SymmetricHeap
 from fivefold.moe.routing.router import DropPolicy, Router, drop_beyond_capacity
 
