@@ -380,7 +380,9 @@ def _plan_together(
         plan, outcome, floor = _arbitrate(arbiter, jobs, singles)
         simulations += arbiter.simulations
     adopted = None if arbiter.adopted is None else singles[arbiter.adopted]
-    decisions = _nominal(jobs) if adopted is None else list(adopted.decisions)
+    decisions = [nominal_record(job) for job in jobs if job.splits]  # of a baseline that is kept
+    if adopted is not None:
+        decisions = list(adopted.decisions)
     return CoDesignResult(
         plan=plan,
         baseline=baseline,
@@ -420,11 +422,6 @@ class _Singles:
     plan: ClusterPlan
     decisions: tuple[DecisionRecord, ...]
     splits: Mapping[str, tuple[JobPlan, ...]]
-
-
-def _nominal(jobs: Sequence[JobSpec]) -> list[DecisionRecord]:
-    """Return what layer 1 decided where the baseline was kept."""
-    return [nominal_record(job) for job in jobs if job.splits]
 
 
 def _other_splits(
