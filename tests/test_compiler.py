@@ -89,3 +89,19 @@ def test_a_turn_ends_also_where_a_child_was_forked_in_it(tmp_path):
 def test_where_nothing_can_be_kept_there_is_nothing_to_wait_for(tmp_path):
     with _compiler._turn_in(tmp_path / "none"):
         assert not (tmp_path / "none").exists()
+
+
+def test_compiling_for_long_is_said_once_and_loading_is_not(kernel, monkeypatch, caplog):
+    monkeypatch.setattr(_compiler, "SILENT_S", 0.0)
+    monkeypatch.setattr(_compiler._Notice, "is_said", False)
+    caplog.set_level("INFO", logger=_compiler.__name__)
+    for value in (2, 2.5, 2j):
+        assert kernel(value) == 2 * value
+    assert [record.message for record in caplog.records if "compiling loops" in record.message]
+    assert len(caplog.records) == 1
+    monkeypatch.setattr(_compiler._Notice, "is_said", False)
+    caplog.clear()
+    again = _compiler.njit(kernel.py_func)  # finds what the first has kept
+    for value in (2, 2.5, 2j):
+        assert again(value) == 2 * value
+    assert caplog.records == []

@@ -1,4 +1,4 @@
-"""Measures how preparation, epochs and memory grow with the graph, and packing against copying.
+r"""Measures how preparation, epochs and memory grow with the graph, and packing against copying.
 
 For each size a graph is generated, sampled, packed and read for some epochs, every stage in a fresh
 process under a memory cgroup of topology + cache + 512 MB. Memory is the process's highest resident
@@ -8,12 +8,22 @@ large direct reads and writes, and packing is compared with the mean of their by
 Rows of 512 bytes are those of the published configuration; with 256 the processor has twice the
 work per byte.
 
+With --budget one graph is taken through the commands as a user types them, each under a memory
+group of that size: ``plan --estimate`` before anything is there, ``generate``, and ``train`` with
+its default settings, which samples, plans and packs, until it has trained --train-batches batches.
+Each stage's time, memory, disk space and bytes stand beside what the estimate said. Then the same
+batches are read without a model, and packing is killed half-way and gone on with.
+
     python -m benchmarks.gnn.scale [--nodes 1,5,10,20] [--dims 128,64] [--keep FOLDER] [--quick]
+    python -m benchmarks.gnn.scale --nodes 100 --dims 32 --degree 16 --seeds 0.006 \
+        --budget 16GiB --train-batches 100
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import mmap
 import os
 import queue
@@ -29,10 +39,12 @@ from typing import Any
 
 from benchmarks.gnn._harness._memory_limit import drop_caches
 from benchmarks.gnn._harness._table import Order, loader_bytes
+from benchmarks.gnn._harness._watch import Taken, Watched, disk_bytes
 from benchmarks.gnn._harness._worker import Answer, Worker
 from benchmarks.results_file import BenchmarkRow, median_and_spread, write_results
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.storage import probe_disk
+from fivefold.units import format_bytes, parse_bytes
 
 RESULTS = Path(__file__).parents[1] / "results" / "gnn" / "scale.json"
 WORKING_BYTES = 512 << 20
@@ -45,6 +57,11 @@ COPY_BLOCK_BYTES = 4 << 20
 COPY_BYTES = 2 << 30
 COPY_SHARE = 0.7
 COPIES = 2  # before and after packing
+BUDGET_RESULTS = RESULTS.with_name("size.json")
+BUDGET_SHARE = 0.9  # of the budget that the estimate may fill
+NEAR = 0.15  # an estimate is right that is so near to what was measured
+PATIENCE_S = 1800.0
+ESTIMATED_AS = {"generate": "ingest", "train": "epoch, data path"}
 Stages = dict[str, Any]
 
 
@@ -241,6 +258,251 @@ def flatness(sizes: list[Stages]) -> list[BenchmarkRow]:
     ]  # fmt: skip
 
 
+# -- one graph within a budget, by the commands ----------------------------------------------------
+
+
+class Commands:
+    """The commands for one graph, each in a memory group of the budget."""
+
+    def __init__(self, nodes: int, dim: int, arguments: argparse.Namespace, folder: Path) -> None:
+        self.nodes, self.dim, self.folder = nodes, dim, folder
+        self.degree, self.seeds = arguments.degree, int(arguments.seeds * nodes)
+        self.share, self.batches = arguments.seeds, arguments.train_batches
+        self.budget = parse_bytes(arguments.budget)
+        self.graph, self.run = f"graph-{nodes}-{dim}", f"run-{nodes}-{dim}"
+
+    def watch(self, *arguments: str) -> Watched:
+        """Start ``fivefold gnn`` with these arguments."""
+        command = [sys.executable, "-m", "fivefold", "gnn", *arguments]
+        return Watched(command, limit_bytes=self.budget, folder=self.folder)
+
+    def estimate(self, host_bytes: int) -> dict[str, Any]:
+        """Ask for the estimate from counts alone."""
+        counts = (
+            f"nodes={self.nodes},edges={int(self.degree * self.nodes)},row_bytes={4 * self.dim},"
+            f"seeds={self.seeds}"
+        )
+        with self.watch("plan", counts, "--estimate", "--json",
+                        "--host-memory", f"{host_bytes} B") as one:  # fmt: skip
+            found: dict[str, Any] = json.loads(one.finish(timeout_s=PATIENCE_S))
+            return found
+
+    def choose_host(self) -> tuple[int, dict[str, Any]]:
+        """Return the host memory that makes the estimate's largest stage fill the budget."""
+        host = self.budget // 4
+        beside = self.estimate(host)["memory_bytes"] - host
+        host = int((BUDGET_SHARE * self.budget - beside) // 10**8 * 10**8)
+        host = min(host, 4 * self.dim * self.nodes)
+        return host, self.estimate(host)
+
+    def generate(self) -> Taken:
+        """Write the graph."""
+        rest = f"{(1 - self.share) / 100:.6f}"
+        options = {"mean_degree": self.degree, "train": self.share, "valid": rest, "test": rest}
+        given = [text for name in options for text in ("--option", f"{name}={options[name]}")]
+        with self.watch("generate", self.graph, "--nodes", str(self.nodes), "--dim", str(self.dim),
+                        *given) as one:  # fmt: skip
+            one.finish(timeout_s=PATIENCE_S)
+            return one.taken()
+
+    def train(self, host_bytes: int) -> Watched:
+        """Start training, which makes what is missing first."""
+        return self.watch(
+            "train", str(self._config()), "--set", f"budgets.host={host_bytes}",
+            "--set", "run.line_every_s=0.2", "--set", "run.log_every_steps=1",
+        )  # fmt: skip
+
+    def _config(self) -> Path:
+        path = self.folder / "gnn.toml"
+        path.write_text(f'[data]\npath = "{self.graph}"\n[run]\noutput = "{self.run}"\n')
+        return path
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Return the run's events of one kind."""
+        path = self.folder / self.run / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+def _train_some(commands: Commands, running: Watched, batches: int) -> None:
+    """Wait until so many batches have been trained, then end the run as Ctrl-C does."""
+    deadline_s = time.perf_counter() + PATIENCE_S
+    running.wait_for("packed on disk: ", timeout_s=PATIENCE_S)
+    while max((event["step"] for event in commands.events("train")), default=0) < batches:
+        if time.perf_counter() > deadline_s:
+            raise RuntimeError(f"{batches} batches took too long:\n{running.tail()}")
+        time.sleep(0.05)
+    running.terminate()
+    running.finish(timeout_s=PATIENCE_S)
+
+
+def _prepared(commands: Commands, running: Watched) -> dict[str, Taken]:
+    """Cut a run into its stages."""
+    seconds = commands.events("prepare")[-1]["seconds"]
+    shown_s = running.wait_for("^Plan [0-9a-f]+:", timeout_s=1.0)
+    planned_s, packed_s = shown_s - seconds["plan"], shown_s + seconds["pack"]
+    return {
+        "sample": running.taken(None, planned_s),
+        "plan": running.taken(planned_s, shown_s),
+        "pack": running.taken(shown_s, packed_s),
+        "train": running.taken(packed_s, None),
+    }
+
+
+def _kill_while_packing(commands: Commands, host_bytes: int) -> dict[str, float]:
+    """Pack again, kill that when about half of the rows are written, and go on.
+
+    A graph so small that this goes by between two looks is not killed: nothing is returned.
+    """
+    for store in (commands.folder / commands.graph / "prepared").glob("store*"):
+        shutil.rmtree(store)
+    shutil.rmtree(commands.folder / commands.run)
+    with commands.train(host_bytes) as first:
+        shown_s = first.wait_for("^Plan [0-9a-f]+:", timeout_s=PATIENCE_S)
+        killed_s = first.wait_for(r"pack rows: [4-9]\d %|packed on disk", timeout_s=PATIENCE_S)
+        first.kill()
+        if not any("pack rows" in line for _, line in first.lines):
+            return {}
+    with commands.train(host_bytes) as second:
+        _train_some(commands, second, 1)
+    rest_s = commands.events("prepare")[-1]["seconds"]["pack"]
+    return {"time before": killed_s - shown_s, "time after the restart": rest_s}
+
+
+def within_budget(
+    nodes: int, dim: int, arguments: argparse.Namespace, folder: Path
+) -> list[BenchmarkRow]:
+    """Estimate, generate, prepare, train, read and kill; return the rows."""
+    commands = Commands(nodes, dim, arguments, folder)
+    host, said = commands.choose_host()
+    note(f"{nodes} nodes in {format_bytes(commands.budget)}: budgets.host = {format_bytes(host)}")
+    taken = {}
+    if not (folder / commands.graph / "graph.fvf").exists():
+        taken["generate"] = commands.generate()
+        note(f"generated in {taken['generate'].seconds:.0f} s")
+    before = disk_bytes(folder)
+    drop_caches()
+    commands.estimate(host)  # what the interpreter reads is in the page cache
+    with commands.train(host) as running:
+        _train_some(commands, running, commands.batches)
+        taken |= _prepared(commands, running)
+        peak = running.limit.peak_bytes() or 0
+    for name, one in taken.items():
+        note(f"{name}: {one.seconds:.1f} s, {format_bytes(one.memory_bytes)}, "
+             f"{format_bytes(one.disk_bytes)} of disk")  # fmt: skip
+    plan = commands.events("prepare")[-1]["plan"]
+    steps = [event["stages"] for event in commands.events("train")][: commands.batches]
+    data = _read_alone(commands, host)
+    note(f"{data['batches']} batches without a model in {data['seconds']:.1f} s")
+    killed = _kill_while_packing(commands, host)
+    note("killed and gone on with: "
+         + ", ".join(f"{name}: {seconds:.1f} s" for name, seconds in killed.items()))  # fmt: skip
+    if arguments.keep is None:
+        shutil.rmtree(folder / commands.graph)
+    rows = BudgetRows(commands, said)
+    return [
+        rows.row("disk, as the estimate probed it: reads", "B/s", said["read_bytes_per_s"]),
+        rows.row("disk, as the estimate probed it: writes", "B/s", said["write_bytes_per_s"]),
+        rows.row("budgets.host", "B", host),
+        *(row for stage, one in taken.items()
+          for row in rows.of_stage(stage, one, 0 if stage == "generate" else before)),
+        *rows.of_rows(plan),
+        *rows.of_batches(steps, data),
+        *(rows.row(f"packing killed half-way: {name}", "s", seconds)
+          for name, seconds in killed.items()),
+        rows.row("peak of the memory group, page cache included", "B", peak,
+                 limit=commands.budget, target=commands.budget, met=peak <= commands.budget),
+    ]  # fmt: skip
+
+
+def _read_alone(commands: Commands, host_bytes: int) -> Answer:
+    """Read the batches that were trained on, in a process without a model."""
+    dataset = commands.folder / commands.graph
+    order = Order(
+        name="ours static", dataset=str(dataset), folder=str(dataset / "prepared"),
+        samples=str(next((dataset / "prepared").glob("samples-*.fvf"))),
+        cache_bytes=host_bytes, packing_bytes=0,
+    )  # fmt: skip
+    drop_caches()
+    with Worker(order, limit_bytes=commands.budget) as one:
+        return one.ask("read_store", batches=commands.batches)
+
+
+class BudgetRows:
+    """Rows of one run by the commands, each beside its estimate where there is one."""
+
+    def __init__(self, commands: Commands, said: dict[str, Any]) -> None:
+        self.commands, self.said = commands, said
+        self.stages = {stage["name"]: stage for stage in said["stages"]}
+        self.case = (
+            f"{commands.nodes / 1e6:g} M nodes, {commands.degree * commands.nodes / 1e6:g} M edges,"
+            f" {4 * commands.dim} B rows, {format_bytes(commands.budget)} of memory"
+        )
+
+    def row(
+        self, metric: str, unit: str, ours: float, told: float | None = None, **more: Any
+    ) -> BenchmarkRow:
+        """Return a row; an estimate is its peer and its target."""
+        if told is not None:
+            near = abs(ours - told) <= NEAR * told
+            more = {"peers": {"estimate": float(told)}, "target": float(told), "met": near}
+        return BenchmarkRow(case=self.case, metric=metric, unit=unit, ours=ours, **more)
+
+    def of_stage(self, stage: str, one: Taken, start_bytes: int) -> list[BenchmarkRow]:
+        """Return time, memory, disk space and bytes; ``start_bytes`` were on the disk before."""
+        told = self.stages[ESTIMATED_AS.get(stage, stage)]
+        order = [ESTIMATED_AS.get(name, name) for name in ("sample", "plan", "pack", "train")]
+        before = order[: order.index(told["name"])] if told["name"] in order else []
+        space = told["disk_bytes"] + told["scratch_bytes"]
+        space += sum(self.stages[name]["disk_bytes"] for name in before)
+        # The estimate is of graphs that are ingested, and of epochs rather than some batches.
+        seconds = told["seconds"] if stage in {"sample", "plan", "pack"} else None
+        return [
+            self.row(f"{stage}: time", "s", one.seconds, seconds),
+            self.row(f"{stage}: memory, without page cache", "B", one.memory_bytes,
+                     told["memory_bytes"]),
+            self.row(f"{stage}: memory, with page cache", "B", one.group_bytes),
+            self.row(f"{stage}: most disk space at a time", "B", one.disk_bytes - start_bytes,
+                     space),
+            self.row(f"{stage}: read from the disk", "B", one.read_bytes),
+            self.row(f"{stage}: written to the disk", "B", one.written_bytes),
+        ]  # fmt: skip
+
+    def of_rows(self, plan: dict[str, Any]) -> list[BenchmarkRow]:
+        """Return what was sampled, cached and packed."""
+        said, row_bytes = self.said, 4 * self.commands.dim
+        return [
+            self.row("rows of a batch", "rows", plan["accesses"] / said["batches"],
+                     said["nodes_per_batch"]),
+            self.row("cold rows of an epoch", "B", plan["cold_rows"] * row_bytes,
+                     said["read_bytes_per_epoch"]),
+            self.row("packed rows", "B", plan["packed_rows"] * row_bytes,
+                     said["packed_rows"] * row_bytes),
+        ]  # fmt: skip
+
+    def of_batches(self, steps: list[dict[str, float]], data: Answer) -> list[BenchmarkRow]:
+        """Return the time of a batch, with a model and without; ``steps`` are running sums."""
+        waited, trained = (
+            [sum(end[key] - start[key] for key in keys) for start, end in itertools.pairwise(steps)]
+            for keys in (("data",), ("data", "compute"))
+        )
+        half = len(trained) // 2  # the first batches come while threads and caches warm up
+        batch_s, spread = median_and_spread(trained[half:])
+        batches = self.said["batches"]
+        return [
+            self.row("a batch of training", "s", batch_s, spread=spread),
+            self.row("a batch of training: of it waiting for data", "s",
+                     statistics.mean(waited[half:])),
+            self.row("a batch, data path alone", "s", data["seconds"] / data["batches"],
+                     self.stages["epoch, data path"]["seconds"] / batches),
+            self.row("a batch, data path alone: read from the disk", "B",
+                     data["bytes_read"] / data["batches"],
+                     self.said["read_bytes_per_epoch"] / batches),
+            self.row("rows that differ from the features, of those looked at", "rows",
+                     data["wrong_rows"]),
+        ]  # fmt: skip
+
+
 def main() -> None:
     """Run all sizes, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -248,7 +510,12 @@ def main() -> None:
     parser.add_argument("--dims", default="128,64", help="float32 values per row")
     parser.add_argument("--repetitions", type=int, default=3, help="epochs")
     parser.add_argument("--keep", type=Path, help="use and keep graphs and samples here")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--budget", help="memory of one run by the commands, such as 16GiB")
+    parser.add_argument("--degree", type=float, default=16.0, help="with --budget: edges per node")
+    parser.add_argument("--seeds", type=float, default=TRAIN_SHARE,
+                        help="with --budget: share of the nodes that are trained on")  # fmt: skip
+    parser.add_argument("--train-batches", type=int, default=100, help="with --budget: how many")
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--quick", action="store_true", help="small graphs, no results file")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -259,8 +526,12 @@ def main() -> None:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fivefold-gnn-")))
         folder.mkdir(parents=True, exist_ok=True)
+        sizes = [int(1e6 * float(size)) for size in arguments.nodes.split(",")]
         for dim in map(int, arguments.dims.split(",")):
-            sizes = [int(1e6 * float(size)) for size in arguments.nodes.split(",")]
+            if arguments.budget:
+                rows += [row for nodes in sizes
+                         for row in within_budget(nodes, dim, arguments, folder)]  # fmt: skip
+                continue
             found = [stages(nodes, dim, arguments, folder) for nodes in sizes]
             rows += [row for one in found for row in rows_of(one)]
             rows += flatness(found) if len(found) > 1 else []
@@ -268,7 +539,8 @@ def main() -> None:
         met = "" if row.met is None else (" met" if row.met else " NOT MET")
         print(f"{row.case} | {row.metric}: {row.ours:.4g} {row.unit}{met}", flush=True)
     if not arguments.quick:
-        write_results(arguments.output, topic="gnn/scale", rows=rows)
+        path = arguments.output or (BUDGET_RESULTS if arguments.budget else RESULTS)
+        write_results(path, topic=f"gnn/{path.stem}", rows=rows)
     sys.exit(0)
 
 

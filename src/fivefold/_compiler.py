@@ -11,6 +11,7 @@ import fcntl
 import functools
 import hashlib
 import inspect
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ except ImportError as error:  # pragma: no cover - the development environment h
 
 __all__ = ["compiled_s", "njit", "numba"]
 
+_LOG = logging.getLogger(__name__)
+SILENT_S = 2.0  # of compiling, before it is said what is waited for
 PATIENCE_S = 10.0  # a turn takes milliseconds; who was stopped in the middle of it holds up no one
 
 
@@ -55,7 +58,7 @@ def njit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 class _Clock(event.Listener, threading.local):
-    """Seconds for which each thread has held the compiler, to compile or to load what is kept."""
+    """Seconds that each thread has spent between the beginnings and ends of an event."""
 
     spent_s, _depth, _since_s = 0.0, 0, 0.0
 
@@ -74,6 +77,22 @@ class _Clock(event.Listener, threading.local):
 
 _CLOCK = _Clock()
 event.register("numba:compiler_lock", _CLOCK)
+
+
+class _Notice(_Clock):
+    """Says once that loops are compiled, not loaded, where that takes long."""
+
+    is_said = False
+
+    def on_start(self, event: Any) -> None:
+        """Speak before a function that follows some seconds of compiling others."""
+        if self.spent_s > SILENT_S and not _Notice.is_said:
+            _Notice.is_said = True
+            _LOG.info("compiling loops, once after an installation: about half a minute")
+        super().on_start(event)
+
+
+event.register("numba:compile", _Notice())
 
 
 def compiled_s() -> float:

@@ -196,6 +196,16 @@ def test_a_measured_run_of_ddp_is_told_the_tau_that_hides_its_messages(tmp_path)
     assert by_name["all communication beside compute"].seconds == pytest.approx(0.2 + 0.8)
 
 
+def test_waits_after_the_last_step_limit_no_step(tmp_path):
+    folder = run_folder(tmp_path / "run", method="co2", compute=1.0, waits=0.5, in_flight=0.5)
+    result = json.loads((folder / "result.json").read_text())
+    result["waits"] = {"last all-reduce": 5.0}  # all that was waited for in ten steps
+    (folder / "result.json").write_text(json.dumps(result))
+    found = explain_run(folder)
+    assert found.seconds == pytest.approx(1.0)
+    assert found.limit == "compute"
+
+
 def test_a_run_that_waits_for_nothing_is_limited_by_compute(tmp_path):
     folder = run_folder(tmp_path / "run", method="co2", compute=1.0, waits=0.0, in_flight=0.5)
     assert explain_run(folder).limit == "compute"

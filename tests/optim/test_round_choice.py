@@ -378,6 +378,35 @@ def test_two_processes_hide_a_slow_link_and_resume_bit_for_bit():
     torch.testing.assert_close(moved, torch.full_like(moved, 1.5), rtol=0.2, atol=0.2)
 
 
+def plain_life(_, *, codec):
+    model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rule = DelayCorrected(tau=AutoTau(initial=16, patience=1, window=1))
+    sync = OuterSync(model, optimizer, rule=rule, codec=codec)
+    for step in range(80):
+        with torch.no_grad():
+            model.blocks[step % 4][step % 64] += 1.0
+        time.sleep(0.02)
+        sync.step()
+    record, decided = sync.statistics(), sync.tau_decisions()
+    state = sync.state_dict()
+    sync.finalize()
+    again = OuterSync(model, optimizer, rule=rule, codec=codec)
+    again.load_state_dict(state)
+    return record.tau, again.statistics().tau, [decision.codec for decision in decided]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "topk"])
+def test_a_round_is_chosen_beside_a_given_codec(codec):
+    """Messages of milliseconds behind steps of 20: sixteen steps a round are too many."""
+    first, second = run_processes(2, lambda rank: plain_life(rank, codec=codec))
+    assert first == second
+    tau, resumed, codecs = first
+    assert tau == resumed < 16
+    assert set(codecs) == {None}  # nobody's choice
+
+
 def sharded_life(_):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))

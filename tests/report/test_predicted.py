@@ -52,6 +52,18 @@ def test_a_true_prediction_is_said_to_be_true(comparison):
     assert "busy" not in words
 
 
+def test_waits_after_the_last_step_are_in_no_step(comparison):
+    run = planned(comparison, exposed_communication_s=0.25)
+    values = json.loads((run / "result.json").read_text())
+    waits = {"all-reduce": 0.25 * 64, "last all-reduce": 0.25 * 64}
+    (run / "result.json").write_text(json.dumps(values | {"waits": waits}))
+    parts, words = found_in(comparison)
+    assert parts["exposed communication"].measured == pytest.approx(0.25)
+    assert parts["step"].measured == pytest.approx(0.5)
+    assert parts["step"].error == pytest.approx(0.0)
+    assert "all replicas became equal in 16 s" in words
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -108,6 +108,8 @@ def test_seconds_by_category_sum_to_the_wall_time(make_config, run_ranks, method
     assert seconds["data"] > 0
     assert seconds["checkpoint"] > 0
     assert seconds["validation"] > 0
+    # Waits for what makes replicas equal at the end are told from those of the steps.
+    assert ("last all-reduce" in result["waits"]) == (method not in {"none", "ddp"})
     communicates = method != "none"
     assert (result["communication"]["collectives"] > 0) == communicates
     assert (result["communication"]["payload_bytes"] > 0) == communicates

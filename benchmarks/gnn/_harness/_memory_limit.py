@@ -79,6 +79,10 @@ class MemoryLimit:
         """Most bytes that were in use at once, page cache included; None where nobody counts."""
         return self._read("memory.max_usage_in_bytes", "memory.peak")
 
+    def used_bytes(self) -> int | None:
+        """Bytes in use now, page cache included; None where nobody counts."""
+        return self._read("memory.usage_in_bytes", "memory.current")
+
     def anonymous_bytes(self) -> int | None:
         """Bytes in use now that are no page cache."""
         if self._folder is None:

@@ -6,6 +6,7 @@ and answers are lines of JSON. It stays between runs, with its cache full, as in
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -25,6 +26,7 @@ from benchmarks.gnn._harness._memory_limit import MemoryLimit
 from benchmarks.gnn._harness._table import Order, make_system
 from benchmarks.gnn.systems import System, SystemBatch, prefetched
 from fivefold.gnn.data import Dataset, generate_graph
+from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
 from fivefold.gnn.storage import RowReader
 
@@ -148,20 +150,14 @@ class _Served:
         return Dataset.open(self.order.dataset)
 
     def answer(self, do: str, what: dict[str, Any]) -> Answer:
-        if do == "generate":
-            return self.generate(**what)
-        if do == "sample":
-            return self.sample(**what)
-        if do == "prepare":
-            return self.prepare(**what)
-        if do == "epoch":
-            return self.epoch(**what)
-        if do == "trap":
-            return self.trap(**what)
-        if do == "work":
-            assert self.system is not None, "prepared before"
-            return {"work": self.system.work(what["start"], what["stop"])}
-        raise ValueError(do)
+        known = (self.generate, self.sample, self.prepare, self.epoch, self.read_store, self.trap,
+                 self.work)  # fmt: skip
+        return {method.__name__: method for method in known}[do](**what)
+
+    def work(self, *, start: int, stop: int) -> Answer:
+        """Say what the system works on in a stretch of an epoch."""
+        assert self.system is not None, "prepared before"
+        return {"work": self.system.work(start, stop)}
 
     def generate(self, *, nodes: int, dim: int, memory_bytes: int) -> Answer:
         """Generate the graph."""
@@ -225,6 +221,27 @@ class _Served:
             "bytes_read": done.bytes_read,
             "requests": done.requests,
             "process_bytes_read": _disk_bytes()[0] - io_before,
+            "wrong_rows": self._wrong_rows(kept),
+        }
+
+    def read_store(self, *, batches: int) -> Answer:
+        """Take batches from a store that a command has packed, and use them for nothing."""
+        from fivefold.gnn.loading import DiskLoader  # noqa: PLC0415 - torch takes seconds
+
+        folder = next(Path(self.order.folder).glob("store-*"))
+        kept: list[tuple[Any, Any]] = []
+        with PackedStore.open(folder) as store, DiskLoader(store, prefetch=2) as loader:
+            started_s, done = time.perf_counter(), 0
+            for batch in itertools.islice(loader, batches):
+                done += 1
+                if done % CHECKED_EVERY == 1:
+                    at = np.linspace(0, batch.num_nodes - 1, CHECKED_ROWS).astype(np.int64)
+                    kept.append((batch.n_id.numpy()[at], batch.x.numpy()[at]))
+            seconds, statistics = time.perf_counter() - started_s, loader.statistics()
+        return {
+            "seconds": seconds,
+            "batches": done,
+            "bytes_read": statistics.bytes_read,
             "wrong_rows": self._wrong_rows(kept),
         }
 

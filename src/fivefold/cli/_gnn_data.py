@@ -276,7 +276,8 @@ def _with_totals(show: Callable[[str, int, int], None]) -> Callable[[str, int, i
 
 
 def _write_facts(dataset: Dataset | HeteroDataset, *, as_json: bool) -> None:
-    facts = describe(dataset)
+    with ProgressBar() as show:
+        facts = describe(dataset, show)
     if as_json:
         write_json(facts)
     else:

@@ -77,7 +77,7 @@ def sample_command(  # noqa: PLR0913 - the command's options
     that was stopped goes on where it was.
     """
     with Dataset.open(dataset) as data, ProgressBar() as show:
-        topology = data.topology(mapped=mapped)
+        topology = data.topology(mapped=mapped, progress=show)
         sampler = NeighborSampler(topology, _numbers(fanouts), seed=seed, threads=threads)
         sampled = sample_epochs(
             sampler,
@@ -179,7 +179,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
         _write_result(facts, as_json=True) if as_json else typer.echo(found.explain())
         return
     assert samples is not None, "refused above"
-    with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled:
+    with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled, ProgressBar() as show:
         _check_graph(data, sampled)
         plan = make_plan(
             sampled,
@@ -188,6 +188,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
             _probe(samples.parent),
             policy=_one_of("policy", policy, ("static", "belady")),
             segment_batches=segment_batches,
+            progress=show,
         )
     if output is not None:
         plan.write(output)

@@ -256,18 +256,24 @@ def explain_run(folder: Path | str) -> Explanation:
         DataError: The folder holds no run, several, or none of whose time anything is recorded.
     """
     report = build_report([folder])
+    if report.graph_runs and not report.runs:
+        raise DataError(
+            f"{folder} is a run on a graph, and only language models are explained",
+            hint=f"fivefold report {folder} says where its time went",
+        )
     if len(report.runs) != 1:
         raise DataError(
             f"{folder} holds {len(report.runs)} runs of a language model, and one is explained",
             hint="name the folder of one run; fivefold report compares several",
         )
     summary = report.summaries[0]
-    if not summary.steps or summary.seconds is None:
+    seconds = summary.step_seconds
+    if seconds is None:
         raise DataError(
             f"{folder} does not say where its time went: {summary.steps} steps are recorded",
             hint="let the run take a few steps first",
         )
-    parts = {name: summary.seconds[name] / summary.steps for name in _PARTS}
+    parts = {name: seconds[name] for name in _PARTS}
     lab = report.runs[0].manifest.lab
     rate = lab.rate_bytes_per_s if lab is not None and lab.shaped else None
     least_bytes = summary.least_link_bytes_per_step

@@ -141,9 +141,8 @@ class CommunicationThread:
             target=_carry_out_all, args=(self._jobs,), name="fivefold-communication", daemon=True
         )
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        # Also at the interpreter's exit, where a daemon thread inside a collective aborts the
-        # process. Jobs refer to this object, so while the program runs no job is cut off.
-        weakref.finalize(self, _end_thread, self._jobs, self._thread)
+        # Jobs refer to this object, so while the program runs no job is cut off.
+        weakref.finalize(self, _end_thread, self._jobs, self._thread).atexit = False
 
     def submit(
         self,
@@ -156,6 +155,10 @@ class CommunicationThread:
         """Queue a job."""
         if not self._thread.is_alive() and self._thread.ident is None:
             self._thread.start()
+            _STARTED[:] = [
+                *(one for one in _STARTED if one[1].is_alive()),
+                (self._jobs, self._thread),
+            ]
         handover = self._handover(tensors)
         job = Job(
             run,
@@ -233,20 +236,22 @@ def _carry_out_all(jobs: queue.SimpleQueue[Job | None]) -> None:
         del job  # not kept alive while waiting for the next
 
 
-_LEAVING: list[threading.Thread] = []
+_Jobs = queue.SimpleQueue["Job | None"]
+_STARTED: list[tuple[_Jobs, threading.Thread]] = []
 
 
-def _end_thread(jobs: queue.SimpleQueue[Job | None], thread: threading.Thread) -> None:
+def _end_thread(jobs: _Jobs, thread: threading.Thread) -> None:
     """Let the thread end after its jobs; gloo has no way to cut a collective off."""
     jobs.put(None)
-    if thread is threading.current_thread():  # its last job held the last reference
-        _LEAVING[:] = [*(one for one in _LEAVING if one.is_alive()), thread]
-    elif thread.ident is not None:
+    if thread is not threading.current_thread() and thread.ident is not None:
         thread.join(_PATIENCE_S)
 
 
 @atexit.register
-def _wait_for_leaving() -> None:
-    """Let threads end that nobody else waits for: cut off within torch they abort the process."""
-    for thread in _LEAVING:
-        thread.join(_PATIENCE_S)
+def _end_all() -> None:
+    """Wait for every thread, also one that is just letting go of its last job.
+
+    A daemon thread that the interpreter's exit cuts off within torch aborts the process.
+    """
+    for jobs, thread in _STARTED:
+        _end_thread(jobs, thread)

@@ -199,7 +199,7 @@ class TauController:
     @property
     def codec(self) -> str | None:
         """How payloads travel; None where that is not decided here."""
-        return self._now.codec if self._chooses else None
+        return self._now.codec if len(self._times.codecs) > 1 else None
 
     @property
     def decides(self) -> tuple[str, ...]:

@@ -80,11 +80,10 @@ def _compared(run: Run, summary: RunSummary) -> PredictedRun | None:
     said = run.config.get("prediction")
     if not isinstance(said, dict):
         return None
-    seconds, steps = summary.seconds, summary.steps
-    each = {} if seconds is None or not steps else {k: v / steps for k, v in seconds.items()}
+    each = summary.step_seconds
 
     def measured(*names: str) -> float | None:
-        return sum(each[name] for name in names) if each else None
+        return None if each is None else sum(each[name] for name in names)
 
     compute, exposed = measured("compute", "boundary"), measured("exposed_communication")
     bubble = float(said["bubble_s"])
@@ -95,16 +94,18 @@ def _compared(run: Run, summary: RunSummary) -> PredictedRun | None:
             predicted=float(said["exposed_communication_s"]),
             measured=exposed,
         ),
-        PredictedPart(name="bubble", predicted=bubble, measured=0.0 if each else None),
+        PredictedPart(name="bubble", predicted=bubble, measured=None if each is None else 0.0),
         PredictedPart(
             name="data and other",
             predicted=float(said["other_s"]),
             measured=measured("data", "other"),
         ),
     ]
-    whole = measured("compute", "boundary", "exposed_communication", "data", "other")
+    known = [part.measured for part in parts if part.measured is not None]
     step = PredictedPart(
-        name="step", predicted=sum(part.predicted for part in parts), measured=whole
+        name="step",
+        predicted=sum(part.predicted for part in parts),
+        measured=sum(known) if known else None,
     )
     exchange = PredictedPart(
         name="one exchange in flight",
@@ -116,11 +117,12 @@ def _compared(run: Run, summary: RunSummary) -> PredictedRun | None:
         name="memory", predicted=float(said["memory_bytes"]), measured=process.get("memory_bytes")
     )
     found = (step, *parts, exchange, memory)
+    findings = _findings(run, said, {part.name: part for part in found}, process)
+    if step.measured is not None and summary.after_last_step_s > _OFF * step.measured:
+        wait = format_duration_s(summary.after_last_step_s)
+        findings.append(f"After the last step, all replicas became equal in {wait}: in no step.")
     return PredictedRun(
-        label=run.label,
-        cluster=str(said["cluster"]),
-        parts=found,
-        findings=tuple(_findings(run, said, {part.name: part for part in found}, process)),
+        label=run.label, cluster=str(said["cluster"]), parts=found, findings=tuple(findings)
     )
 
 

@@ -353,7 +353,7 @@ def _lane(
             end_s=span.end_s,
             kind=_KINDS.get(span.lane, span.lane),
             title=_title(span),
-            label=span.name.removeprefix("all-reduce ") if lane == "in_flight" else "",
+            label=span.name.replace("all-reduce ", "") if lane == "in_flight" else "",
             group=(span.fragment or 0) if lane == "in_flight" else 0,
         )
         for span in rank.spans

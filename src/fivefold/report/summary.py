@@ -29,6 +29,7 @@ CATEGORIES = (
     "other",
 )
 _NOT_TRAINING = ("validation", "checkpoint")
+_LAST_WAIT = "last all-reduce"  # the trainer's name of waits after the last step
 
 
 class RunSummary(BaseModel):
@@ -101,6 +102,19 @@ class RunSummary(BaseModel):
     time_to_ddp_s: float | None = None
     time_to_ddp_ratio: float | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def after_last_step_s(self) -> float:
+        """Seconds of waiting after the last step, for all replicas to become equal."""
+        return (self.waits or {}).get(_LAST_WAIT, 0.0)
+
+    @property
+    def step_seconds(self) -> dict[str, float] | None:
+        """Return the mean seconds of a step by category; None where nothing is recorded."""
+        if self.seconds is None or not self.steps:
+            return None
+        once = {"exposed_communication": self.after_last_step_s}
+        return {k: (v - once.get(k, 0.0)) / self.steps for k, v in self.seconds.items()}
 
     @property
     def exposed_fraction(self) -> float | None:

@@ -202,12 +202,16 @@ def read_own_state(path: Path, *, ranks: Ranks) -> dict[str, Any]:
 def _require_same_run(
     path: Path, manifest: Mapping[str, Any], *, description: Mapping[str, Any], world_size: int
 ) -> None:
+    stored = manifest.get("description", {})
+    foreign = sorted(set(stored) - set(description))
+    if foreign and set(description) - set(stored):
+        message = f"{path} is of another kind of training: it was written with [{foreign[0]}]"
+        raise CheckpointError(message, hint="choose another run.output")
     then = manifest.get("world_size")
     if then != world_size:
         message = f"{path} was written by {then} ranks, but this run has {world_size}"
         hint = f"start {then} ranks, or choose another run.output to begin afresh"
         raise CheckpointError(message, hint=hint)
-    stored = manifest.get("description", {})
     for section, values in description.items():
         there = stored.get(section, {})
         for key in {**there, **values}:

@@ -218,7 +218,7 @@ class OuterMethod(Method):
 
     def finalize(self) -> None:
         """Drain all that is under way: all replicas are equal afterwards."""
-        self._timed(self._sync.finalize, name="drain")
+        self._timed(self._sync.finalize, name="drain", which="last ")
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Return the anchor, which is equal on all ranks; a partial round is not in it."""
@@ -246,20 +246,20 @@ class OuterMethod(Method):
         self._told_round = made[-1].round if made else self._told_round
         return made
 
-    def _timed(self, action: Callable[[], None], *, name: str) -> None:
+    def _timed(self, action: Callable[[], None], *, name: str, which: str = "") -> None:
         start_s = time.perf_counter()
         action()
         end_s = time.perf_counter()
-        waits = self._collect_all_reduces()
+        waits = self._collect_all_reduces(which)
         self._spans += [
             Span(lane="boundary", name=name, start_s=begin_s, end_s=stop_s)
             for begin_s, stop_s in subtract(start_s, end_s, holes=waits)
         ]
 
-    def _collect_all_reduces(self) -> list[Span]:
+    def _collect_all_reduces(self, which: str = "") -> list[Span]:
         waits = []
         for all_reduce in self._sync.all_reduces():
-            name = _all_reduce_name(all_reduce)
+            name = f"{which}{_all_reduce_name(all_reduce)}"
             begin_s, end_s = all_reduce.wait_started_at_s, all_reduce.wait_ended_at_s
             waits.append(Span(lane="wait", name=name, start_s=begin_s, end_s=end_s))
             landed_s = all_reduce.completed_at_s

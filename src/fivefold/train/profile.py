@@ -156,7 +156,10 @@ class _TimedSteps:
     def warm_up(self) -> float:
         """Run the first steps; return the seconds of the last."""
         self.run_uncounted(_WARM_UP - 1)
-        return self.run_uncounted(1)
+        last_s = self.run_uncounted(1)
+        # Later the payloads of all-reduces lie in memory too.
+        self._memory_bytes = float(ProcessMeter().record()["memory_bytes"])
+        return last_s
 
     def run(self, count: int) -> float:
         """Run and count some steps; return their seconds, those of experts' exchanges left out."""
@@ -170,8 +173,6 @@ class _TimedSteps:
         self._passes_s += self._method.passes_s - exchanges_s
         self._updates_s += self._method.updates_s
         self._wholes_s += whole_s - exchanges_s
-        # Later the payload of the all-reduces beside steps lies in memory too.
-        self._memory_bytes = self._memory_bytes or float(self._machine["memory_bytes"])
         return whole_s - exchanges_s
 
     def run_uncounted(self, count: int) -> float:

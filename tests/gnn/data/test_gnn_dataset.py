@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -74,6 +75,38 @@ def test_describe_counts(tmp_path):
     assert facts["out_degree"]["max"] == 3
     assert facts["features"] == {"dim": 3, "dtype": "float16", "row_bytes": 6, "bytes": 30}
     assert facts["labels"] == {"classes": 2, "labelled": 4, "train": 0, "valid": 0, "test": 0}
+
+
+@pytest.mark.parametrize(("nodes", "edges"), [(1, 0), (2, 1), (7, 60), (450, 900), (1000, 9000)])
+def test_described_degrees_are_those_of_numpy(tmp_path, nodes, edges):
+    """Histograms, block by block, against whole arrays of degrees."""
+    random = np.random.default_rng(nodes)
+    ends = (nodes * random.random((2, edges)) ** [[3], [1.5]]).astype(np.int64)
+    told = []
+    with ingest(array_source(ends, num_nodes=nodes), tmp_path) as dataset:
+        facts = describe(dataset, lambda *call: told.append(call))
+    out, into = (np.bincount(end, minlength=nodes) for end in ends)
+    top = max(1, nodes // 100)
+    for key, degrees in (("in_degree", into), ("out_degree", out)):
+        assert facts[key] == {
+            "mean": edges / nodes,
+            "median": np.median(degrees),
+            "max": degrees.max(),
+            "top_1_percent_share": np.sort(degrees)[::-1][:top].sum() / max(1, edges),
+        }
+    assert facts["isolated_nodes"] == np.count_nonzero((into == 0) & (out == 0))
+    assert told[-1] == ("degrees", edges, edges)
+
+
+def test_describing_takes_few_bytes_per_node(tmp_path):
+    nodes = 6_000_000
+    source = array_source([[0], [5]], num_nodes=nodes, labels=np.zeros(nodes, np.int8))
+    with ingest(source, tmp_path) as dataset:
+        tracemalloc.start()
+        assert describe(dataset)["isolated_nodes"] == nodes - 2
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 12 * nodes  # 4 of them are counters, the rest a few blocks of a million rows
 
 
 @pytest.mark.parametrize("name", ["graph.fvf", "features.fvf", "labels.fvf"])

@@ -180,6 +180,24 @@ def test_memory_stays_within_the_budget(make_world, tmp_path, strategy):
         assert 16_000 * 1024 + plan.predicted.packed_bytes > 3 * memory_bytes
 
 
+def test_a_cache_of_many_short_rows_stays_within_the_budget(make_world, tmp_path):
+    """Its ids and slots are larger than the buffers: none of them is copied, even in passing."""
+    nodes = 1_500_000
+    world = make_world(nodes=nodes, dim=4, seeds=nodes // 2, batch_size=20_000, fanouts=[2])
+    plan = world.plan(segment_batches=1, device=0, host=nodes // 2)
+    arguments, memory_bytes = (world.features, world.samples, plan), 20 << 20
+    pack(*arguments, tmp_path / "warm", memory_bytes=memory_bytes, strategy="spill").close()
+    tracemalloc.start(1)
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        pack(*arguments, tmp_path / "store", memory_bytes=memory_bytes, strategy="spill").close()
+        peak = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert plan.num_host_slots == nodes // 2
+    assert peak <= memory_bytes + (9 << 20)
+
+
 @pytest.mark.parametrize("memory_bytes", [4 << 20, 64 << 20, 512 << 20])
 def test_features_in_memory_leave_room_for_chunks_and_both_engines(memory_bytes):
     row_bytes, sections = 512, {"rows": 10_000, "device": 0, "host": 0}

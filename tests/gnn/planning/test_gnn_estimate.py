@@ -16,6 +16,7 @@ from fivefold.gnn.planning.estimate import KNOWN_GRAPHS, GraphSize, estimate
 from fivefold.gnn.sampling import NeighborSampler, sample_epochs
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results/gnn/scale.json"
+SIZE = RESULTS.with_name("size.json")
 SPEED = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9}
 
 
@@ -68,6 +69,58 @@ def test_times_are_those_that_were_measured(millions):
     both = seconds["plan"] + seconds["pack"]
     assert both == pytest.approx(rows["planning and packing: time"], rel=0.15)
     assert seconds["epoch, data path"] == pytest.approx(rows["epoch, data path"], rel=0.15)
+
+
+@pytest.mark.parametrize("host_kb", [1600, 1900, 2400, 3000])
+def test_caches_hold_the_rows_that_are_used_most(tmp_path, disk, host_kb):
+    """Few batches of many nodes: which of the rare ones are cached is decided by their counts."""
+    nodes, dim, batch_size, fanouts = 60_000, 16, 256, [10, 10]
+    budgets = Budgets(host_bytes=host_kb * 1000, disk_bytes=10**9)
+    with generate_graph(tmp_path / "graph", nodes=nodes, dim=dim, seed=3) as dataset:
+        graph = GraphSize(
+            nodes=nodes, edges=dataset.num_edges, row_bytes=4 * dim, seeds=len(dataset.train)
+        )
+        sampler = NeighborSampler(dataset.topology(), fanouts, seed=0)
+        path = tmp_path / "samples.fvf"
+        with sample_epochs(sampler, dataset.train, path, batch_size=batch_size) as samples:
+            told = estimate(graph, fanouts, batch_size, budgets, **SPEED)
+            plan = make_plan(samples, dataset.features, budgets, disk,
+                             segment_batches=told.segment_batches)  # fmt: skip
+    rows = told.read_bytes_per_epoch / (4 * dim)
+    assert rows == pytest.approx(plan.predicted.cold_rows, rel=0.1)
+    assert told.packed_rows == pytest.approx(plan.predicted.packed_rows, rel=0.1)
+
+
+def test_the_estimate_is_true_at_the_size_it_is_for():
+    """What was measured at 100 M nodes under a budget of memory, by the commands."""
+    rows = {row["metric"]: row for row in json.loads(SIZE.read_text())["rows"]}
+    measured = {metric: row["ours"] for metric, row in rows.items()}
+    graph = GraphSize(nodes=10**8, edges=16 * 10**8, row_bytes=128, seeds=600_000)
+    found = estimate(
+        graph, [10, 10, 10], 1024,
+        Budgets(host_bytes=int(measured["budgets.host"]), disk_bytes=10**13),
+        read_bytes_per_s=measured["disk, as the estimate probed it: reads"],
+        write_bytes_per_s=measured["disk, as the estimate probed it: writes"],
+    )  # fmt: skip
+    stages = {stage.name: stage for stage in found.stages}
+    near = {"rel": 0.15}
+    assert found.nodes_per_batch == pytest.approx(measured["rows of a batch"], **near)
+    assert found.read_bytes_per_epoch == pytest.approx(measured["cold rows of an epoch"], **near)
+    assert found.packed_rows * 128 == pytest.approx(measured["packed rows"], **near)
+    for run, stage in (("generate", "ingest"), ("train", "epoch, data path"),
+                       ("sample", "sample"), ("plan", "plan"), ("pack", "pack")):  # fmt: skip
+        memory = measured[f"{run}: memory, without page cache"]
+        assert stages[stage].memory_bytes == pytest.approx(memory, **near), run
+        if run in {"sample", "plan", "pack"}:
+            assert stages[stage].seconds == pytest.approx(measured[f"{run}: time"], **near), run
+    disk = sum(stages[name].disk_bytes for name in ("sample", "pack"))
+    most = measured["pack: most disk space at a time"]
+    assert disk + stages["pack"].scratch_bytes == pytest.approx(most, **near)
+    most = measured["generate: most disk space at a time"]
+    ingest = stages["ingest"]
+    assert ingest.disk_bytes + ingest.scratch_bytes == pytest.approx(most, **near)
+    batch = stages["epoch, data path"].seconds / found.batches
+    assert batch == pytest.approx(measured["a batch, data path alone"], **near)
 
 
 def test_device_memory_holds_the_batches_in_flight_before_a_cache():

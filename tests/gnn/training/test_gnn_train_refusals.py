@@ -10,10 +10,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from training_graphs import Disk
 
+from fivefold.codesign import explain_run
 from fivefold.errors import CheckpointError, DataError, InfeasibleError
 from fivefold.gnn.data import array_source, ingest
 from fivefold.gnn.training import infer_run, train_graph
 from fivefold.runs import format_toml
+from fivefold.runs.checkpoints import find_checkpoint
+from fivefold.train import TrainConfig
+from fivefold.train._loop import describe_run
 
 
 def test_another_run_in_the_folder_is_refused_before_sampling_and_packing(make_config, tmp_path):
@@ -29,6 +33,19 @@ def test_another_run_in_the_folder_is_refused_before_sampling_and_packing(make_c
         train_graph(config.model_copy(update={"plan": plan}))
     assert "[plan]" in refused.value.hint
     assert {path.name for path in (tmp_path / "store").glob("store-*")} == stores
+
+
+def test_what_is_for_language_models_names_a_run_on_a_graph(make_config):
+    """Two problem pages, one folder: neither ranks nor a missing run are what is wrong."""
+    config = make_config(epochs=1)
+    train_graph(config)
+    description = describe_run(TrainConfig(), data_fingerprint="x")
+    with pytest.raises(CheckpointError, match="another kind of training") as refused:
+        find_checkpoint(config.run.output, "auto", description=description, world_size=2)
+    assert "run.output" in refused.value.hint
+    with pytest.raises(DataError, match="is a run on a graph") as refused:
+        explain_run(config.run.output)
+    assert "fivefold report" in refused.value.hint
 
 
 def test_a_store_that_was_deleted_is_made_again_and_the_run_goes_on(

@@ -30,7 +30,7 @@ import numpy as np
 
 from fivefold.errors import DataError
 from fivefold.files import read_checked_json
-from fivefold.gnn.data.parts import EdgePart, FeaturePart, Source
+from fivefold.gnn.data.parts import EdgePart, FeaturePart, Progress, Source
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container
@@ -140,17 +140,18 @@ class Dataset(Closing):
         """Return whether edges have weights."""
         return "weights" in self.graph.sections
 
-    def topology(self, *, mapped: bool = False) -> Adjacency:
+    def topology(self, *, mapped: bool = False, progress: Progress | None = None) -> Adjacency:
         """Return the edges, in memory or as a memory map.
 
         Args:
             mapped: Map the file instead of keeping it in memory; it is read through once and
                 verified in any case.
+            progress: Told of ("topology", done, total) meanwhile.
 
         Returns:
             In-neighbours in compressed rows.
         """
-        return Adjacency.open(self.graph, mapped=mapped)
+        return Adjacency.open(self.graph, mapped, progress)
 
     @property
     def features(self) -> Container:

@@ -29,7 +29,7 @@ from numpy.typing import DTypeLike, NDArray
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError
 from fivefold.gnn.data._dataset import Dataset
-from fivefold.gnn.data._ingest import ingest
+from fivefold.gnn.data._ingest import ingest, no_progress
 from fivefold.gnn.data._write_graph import both_ways
 from fivefold.gnn.data.parts import EdgeBlock, LabelPart, Progress, index_dtype
 from fivefold.gnn.sampling.kernels import mix_bits
@@ -134,7 +134,7 @@ def generate_graph(  # noqa: PLR0913 - the four that everyone gives, and how to 
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
     if threads < 1:
         raise ConfigurationError(f"threads is {threads}", hint="use 1 or more, or None")
-    source = _Generator(recipe, threads)
+    source = _Generator(recipe, threads, progress or no_progress)
     return ingest(source, folder, memory_bytes=memory_bytes, progress=progress)
 
 
@@ -214,8 +214,9 @@ def permute(places: Any, size: int, key: Any, inverse: bool) -> Any:  # noqa: FB
 class _Generator:
     """The source: parts are made when they are asked for."""
 
-    def __init__(self, recipe: GraphRecipe, threads: int) -> None:
+    def __init__(self, recipe: GraphRecipe, threads: int, progress: Progress) -> None:
         self.options = recipe
+        self.progress = progress
         self.threads = threads
         self.name = f"planted partition, {recipe.nodes} nodes, seed {recipe.seed}"
         self.num_nodes = recipe.nodes
@@ -265,9 +266,9 @@ class _Generator:
         drawn = self.random(_DEGREE, first).poisson(means)
         return np.asarray(np.maximum(1, drawn), np.int64)
 
-    def num_drawn(self, first: int, stop: int) -> int:
-        """Return the number of edges of a group."""
-        return int(self.degrees(first, stop).sum())
+    def num_drawn(self, first: int, stop: int) -> tuple[int, int]:
+        """Return the number of edges of a group, and the node after its last."""
+        return int(self.degrees(first, stop).sum()), stop
 
     def drawn(self, first: int, stop: int) -> tuple[Array, Array]:
         """Return the edges (drawing node, drawn node) of a group."""
@@ -340,7 +341,10 @@ class _GeneratedEdges:
         options = generator.options
         groups = _ranges(0, options.nodes, generator.edge_group)
         calls = (partial(generator.num_drawn, *part) for part in groups)
-        drawn = sum(in_threads(calls, threads=generator.threads))
+        drawn = 0
+        for count, stop in in_threads(calls, threads=generator.threads):
+            drawn += count
+            generator.progress("edges counted", stop, options.nodes)
         self.expected_edges = drawn * (2 if options.neighbors == "both" else 1)
         self.num_edges: int | None = self.expected_edges
 

@@ -169,45 +169,49 @@ def _write_labels(
     for name, ids in part.splits.items():
         _check_split(name, ids, num_nodes)
         sections[name] = (np.int64, (ids.size,))
-    num_classes = _largest_label(part, num_nodes) + 1
-    if part.num_classes is not None:
-        if num_classes > part.num_classes:
-            raise DataError(
-                f"a label is {num_classes - 1}, but there are {part.num_classes} classes",
-                hint="classes count from 0",
-            )
-        num_classes = part.num_classes
+    num_classes = part.num_classes
+    if num_classes is None:  # read once more than where it is known
+        blocks = _checked_labels(part, num_nodes, progress, "classes")
+        num_classes = max((int(block.max(initial=-1)) for block in blocks), default=-1) + 1
     attributes = {**attributes, "num_classes": num_classes, "class_names": part.class_names}
     with ContainerWriter(path, kind="labels", sections=sections, attributes=attributes) as writer:
         row = 0
-        for block in part.blocks(0):
+        for block in _checked_labels(part, num_nodes, progress, "labels"):
             writer.write("y", row, block)
             row += block.size
-            progress("labels", row, num_nodes)
         for name, ids in part.splits.items():
             writer.write(name, 0, ids)
         writer.commit().close()
 
 
-def _largest_label(part: LabelPart, num_nodes: int) -> int:
-    largest, rows = -1, 0
+def _checked_labels(
+    part: LabelPart, num_nodes: int, progress: Progress, stage: str
+) -> Iterator[Ids]:
+    """Yield the blocks of labels; what no class can be, and too few or too many, are errors."""
+    rows = 0
     for block in part.blocks(0):
         rows += block.size
-        if block.size:
-            largest = max(largest, int(block.max()))
-            if int(block.min()) < -1:
-                raise DataError(
-                    f"a label is {int(block.min())}", hint="classes count from 0; unknown is -1"
-                )
-    if largest >= _MOST_CLASSES:
-        raise DataError(
-            f"a label is {largest}", hint=f"number the classes from 0; at most {_MOST_CLASSES}"
-        )
+        largest = int(block.max(initial=-1))
+        if block.size and int(block.min()) < -1:
+            raise DataError(
+                f"a label is {int(block.min())}", hint="classes count from 0; unknown is -1"
+            )
+        if largest >= _MOST_CLASSES:
+            raise DataError(
+                f"a label is {largest}", hint=f"number the classes from 0; at most {_MOST_CLASSES}"
+            )
+        if part.num_classes is not None and largest >= part.num_classes:
+            raise DataError(
+                f"a label is {largest}, but there are {part.num_classes} classes",
+                hint="classes count from 0",
+            )
+        progress(stage, rows, num_nodes)
+        if rows <= num_nodes:
+            yield block
     if rows != num_nodes:
         raise DataError(
             f"there are {rows} labels for {num_nodes} nodes", hint="give one label per node"
         )
-    return largest
 
 
 def _check_split(name: str, ids: Ids, num_nodes: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.errors import DataError
-from fivefold.gnn.data._dataset import Dataset, HeteroDataset
+from fivefold.gnn.data._dataset import LABELS_FILE, Dataset, HeteroDataset
 from fivefold.gnn.data._ingest import check_names_file, no_progress
 from fivefold.gnn.data._write_graph import count_keys
 from fivefold.gnn.data.parts import Progress
@@ -16,21 +16,22 @@ from fivefold.gnn.storage import Container
 from fivefold.gnn.storage.pages import Ids
 
 
-def describe(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
+def describe(dataset: Dataset | HeteroDataset, progress: Progress | None = None) -> dict[str, Any]:
     """Return the sizes, degrees, classes and fingerprints of a data set, as JSON.
 
-    Degrees count edges into a node (whom it hears from) and out of it (who hears it). The graph's
-    file is read once, in blocks; counters take 16 bytes per node.
+    Degrees count edges into a node (whom it hears from) and out of it (who hears it). The files of
+    graph and labels are read once, in blocks; counters take 4 bytes per node (8 from 2^32 edges
+    on). ``progress`` is told of (stage, done, total).
     """
     if isinstance(dataset, HeteroDataset):
         return _describe_hetero(dataset)
-    into, out = _degrees(dataset.graph, dataset.num_nodes)
+    into, out, isolated = _degrees(dataset.graph, dataset.num_nodes, progress or no_progress)
     facts: dict[str, Any] = {
         "name": dataset.name,
         "nodes": dataset.num_nodes,
         "edges": dataset.num_edges,
         "weighted": dataset.weighted,
-        "isolated_nodes": int(np.count_nonzero((into == 0) & (out == 0))),
+        "isolated_nodes": isolated,
         "in_degree": _spread(into),
         "out_degree": _spread(out),
     }
@@ -44,7 +45,10 @@ def describe(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
     if dataset.has_labels:
         facts["labels"] = {
             "classes": dataset.num_classes,
-            "labelled": int(np.count_nonzero(dataset.labels >= 0)),
+            "labelled": sum(
+                int(np.count_nonzero(block >= 0))
+                for block in dataset.containers[LABELS_FILE].blocks("y")
+            ),
             **{name: int(getattr(dataset, name).size) for name in ("train", "valid", "test")},
         }
     return {**facts, **_files(dataset)}
@@ -66,30 +70,59 @@ def _files(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
     return {"files": files, "fingerprint": dataset.fingerprint}
 
 
-def _degrees(graph: Container, num_nodes: int) -> tuple[Ids, Ids]:
-    ends = [np.diff(block) for block in graph.blocks("indptr", overlap=1)]
-    out = np.zeros(num_nodes, np.int64)
+def _degrees(graph: Container, num_nodes: int, progress: Progress) -> tuple[Ids, Ids, int]:
+    """Return how many nodes have each in-degree and each out-degree, and how many have neither."""
+    num_edges = graph.section("indices").num_rows
+    # No node has more edges than there are.
+    degrees = np.zeros(num_nodes, np.uint32 if num_edges < 2**32 else np.int64)
+    done = 0
     for sources in graph.blocks("indices"):
         if sources.size and not 0 <= int(sources.min()) <= int(sources.max()) < num_nodes:
             raise DataError(
                 f"{graph.path} names a node that is not there", hint="ingest the graph again"
             )
-        count_keys(sources, 1, out)
-    return np.concatenate(ends), out
+        count_keys(sources, 1, degrees)
+        done += sources.size
+        progress("degrees", done, num_edges)
+    into = out = np.zeros(1, np.int64)
+    isolated = node = 0
+    for ends in graph.blocks("indptr", overlap=1):
+        arriving = np.diff(ends)
+        leaving = degrees[node : node + arriving.size]
+        isolated += int(np.count_nonzero((arriving == 0) & (leaving == 0)))
+        into, out = _added(into, np.bincount(arriving)), _added(out, np.bincount(leaving))
+        node += arriving.size
+    return into, out, isolated
 
 
-def _spread(degrees: Ids) -> dict[str, Any]:
-    """Return the mean, median, largest, and the share of the edges at the top 1 % of the nodes."""
-    if degrees.size == 0:
+def _added(first: Ids, second: Ids) -> Ids:
+    """Return the sum of two histograms, of which one may end earlier."""
+    longer, shorter = (first, second) if first.size >= second.size else (second, first)
+    total = longer.copy()
+    total[: shorter.size] += shorter
+    return total
+
+
+def _spread(nodes: Ids) -> dict[str, Any]:
+    """Return the mean, median, largest, and the share of the edges at the top 1 % of the nodes.
+
+    ``nodes[d]`` is how many nodes have degree d.
+    """
+    num_nodes = int(nodes.sum())
+    if num_nodes == 0:
         return {"mean": 0.0, "median": 0.0, "max": 0, "top_1_percent_share": 0.0}
-    top = max(1, degrees.size // 100)
-    highest = np.partition(degrees, degrees.size - top)[degrees.size - top :]
-    total = int(degrees.sum())
+    below = np.cumsum(nodes)
+    middle = np.searchsorted(below, [(num_nodes - 1) // 2, num_nodes // 2], side="right")
+    edges = np.arange(nodes.size) * nodes
+    total, top = int(edges.sum()), max(1, num_nodes // 100)
+    # The degree of the last of the top; of the nodes that have it, only some belong there.
+    last = int(np.searchsorted(below, num_nodes - top, side="right"))
+    highest = int(edges[last + 1 :].sum()) + last * (top - (num_nodes - int(below[last])))
     return {
-        "mean": total / degrees.size,
-        "median": float(np.median(degrees)),
-        "max": int(degrees.max()),
-        "top_1_percent_share": float(highest.sum() / max(1, total)),
+        "mean": total / num_nodes,
+        "median": float(middle.mean()),
+        "max": int(np.flatnonzero(nodes)[-1]),
+        "top_1_percent_share": float(highest / max(1, total)),
     }
 
 

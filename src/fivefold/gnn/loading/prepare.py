@@ -375,6 +375,7 @@ class _Preparation:
                 buffer_batches=recipe.buffer_batches,
                 training_epochs=recipe.training_epochs,
                 scratch_folder=self._folder,
+                progress=lambda stage, done, total: self._progress(f"plan {stage}", done, total),
             )
             plan.write(path)
         return plan

@@ -20,17 +20,23 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
+from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.files import lock_file, read_checked_json, write_checked_json
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.packing._records import KIND_LAYOUTS, KIND_RECORDS, Recorder, write_layouts
 from fivefold.gnn.packing._rows import KIND_ROWS, Mover, Order, write_rows
 from fivefold.gnn.packing._store import PackedStore, StoreFiles, read_manifest, write_manifest
 from fivefold.gnn.planning import Plan
-from fivefold.gnn.planning.geometry import STRATEGIES, Geometry, choose_geometry, reader_shape
+from fivefold.gnn.planning.geometry import (
+    STRATEGIES,
+    Geometry,
+    choose_geometry,
+    leave_room,
+    ledger_bytes,
+    reader_shape,
+)
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, DiskProfile, RowReader
-from fivefold.gnn.storage.pages import PAGE_BYTES
 from fivefold.gnn.storage.parallel import Check, side_by_side
 from fivefold.gnn.storage.reader import Backend
 from fivefold.units import format_bytes, format_duration_s
@@ -42,8 +48,6 @@ _SECTION = "x"
 _LOCK = "lock"
 _ANEW_HINT = "give another folder, or start over with resume=False (--fresh)"
 _BYTES_PER_S = 1e9  # of a disk that was not measured
-_LEDGER_BYTES_PER_PAGE = 10  # checksum and state of a page, for the rows and for the spill
-_DEARER = 1.1  # bytes that rows may cost more, so that records are made in the same time
 
 
 def pack(  # noqa: PLR0913 - independent options, each with a default
@@ -159,7 +163,9 @@ class _Run:
                 profile=profile,
                 strategy=strategy,
             )
-            caches = np.concatenate([self.plan.device_rows, self.plan.host_rows]).astype(np.int64)
+            caches = self.plan.host_rows  # without a copy, where there is no other cache
+            if len(self.plan.device_rows):
+                caches = np.concatenate([self.plan.device_rows, caches])
             section = self.features.sections[_SECTION]
             mover = Mover(
                 reader=reader,
@@ -295,8 +301,6 @@ class _Job:
             leftover.unlink()
         disk = profile() if callable(profile) else profile
         section = features.section(_SECTION)
-        output_bytes = sum(sections.values()) * section.row_bytes
-        ledger_bytes = _LEDGER_BYTES_PER_PAGE * output_bytes // PAGE_BYTES
         choose = partial(
             choose_geometry,
             num_nodes=section.num_rows,
@@ -307,7 +311,11 @@ class _Job:
             free_bytes=free_bytes,
             strategy=strategy,
         )
-        geometry, at_once = _with_records(choose, self._memory_bytes - ledger_bytes, beside_bytes)
+        geometry, at_once = leave_room(
+            choose,
+            self._memory_bytes - ledger_bytes(sum(sections.values()) * section.row_bytes),
+            beside_bytes,
+        )
         _logger.info(
             "packing (%s%s): reads %s, writes %s, about %s",
             geometry.strategy,
@@ -323,19 +331,6 @@ class _Job:
         }
         write_checked_json(self._path, self._settled)
         return geometry
-
-
-def _with_records(
-    choose: Callable[..., Geometry], memory_bytes: int, beside_bytes: int
-) -> tuple[Geometry, bool]:
-    """Return sizes that leave memory for the records where that costs little, else without."""
-    alone = choose(memory_bytes=memory_bytes)
-    try:
-        beside = choose(memory_bytes=memory_bytes - beside_bytes)
-    except InfeasibleError:
-        return alone, False
-    cheap = beside.moved_bytes <= _DEARER * alone.moved_bytes
-    return (beside, True) if cheap else (alone, False)
 
 
 def _remove_store(files: StoreFiles) -> None:

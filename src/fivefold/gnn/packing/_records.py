@@ -39,6 +39,7 @@ KIND_LAYOUTS = "packing-layouts"
 _BYTES_PER_COLD_ENTRY = 28
 _THREADS = 2
 _COLD = -1
+_PLACED_AT_ONCE = 1 << 20  # whole arrays of a large cache's ids would take gigabytes for a moment
 
 
 class SlotTracker:
@@ -52,16 +53,21 @@ class SlotTracker:
     def __init__(self, plan: Plan, *, num_nodes: int, dense_bytes: int) -> None:
         self._schedule = plan.cache_schedule
         device, host = plan.device_rows, plan.host_rows
-        later = host[:0] if self._schedule is None else self._schedule.admitted_rows
-        cached = np.concatenate([device, host, later]).astype(np.int64)
-        fits = IdSet.bytes_for(num_nodes) <= dense_bytes
-        self._ids = IdSet(num_nodes, cached) if fits else SortedIds(cached)
+        cached = [device, host]
+        if self._schedule is not None:
+            cached.append(self._schedule.admitted_rows)
+        self._ids = _set_of(cached, num_nodes, dense_bytes)
         # The last entry is that of place -1, where ids are that are never cached.
         self._slot = np.full(len(self._ids) + 1, _COLD, np.int32)
-        self._content = np.full(plan.num_host_slots, _COLD, np.int64)
         self.num_device = len(device)
-        self._slot[self._ids.locate(device)] = np.arange(len(device))
-        self._admit(host, np.arange(len(host)))
+        for first, rows in ((0, device), (len(device), host)):
+            for start in range(0, len(rows), _PLACED_AT_ONCE):
+                part = rows[start : start + _PLACED_AT_ONCE]
+                slots = np.arange(first + start, first + start + len(part), dtype=np.int32)
+                self._slot[self._ids.locate(part)] = slots
+        num_changing = 0 if self._schedule is None else plan.num_host_slots
+        self._content = np.full(num_changing, _COLD, np.int64)
+        self._content[: len(host)] = host[:num_changing]
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +90,15 @@ class SlotTracker:
         self._slot[self._ids.locate(evicted[evicted >= 0])] = _COLD
         self._content[host_slots] = node_ids
         self._slot[self._ids.locate(node_ids)] = self.num_device + host_slots
+
+
+def _set_of(parts: list[Ids], num_nodes: int, dense_bytes: int) -> IdSet | SortedIds:
+    if IdSet.bytes_for(num_nodes) > dense_bytes:
+        return SortedIds(np.concatenate(parts))
+    found = IdSet(num_nodes)
+    for ids in parts:
+        found.add(ids)
+    return found
 
 
 def write_layouts(

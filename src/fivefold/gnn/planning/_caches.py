@@ -19,7 +19,7 @@ import errno
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -326,7 +326,7 @@ class Caches:
         device = _hottest(samples, device_slots)
         if policy == "static":
             both = _hottest(samples, device_slots + host_slots)
-            host = np.setdiff1d(both, device, assume_unique=True)
+            host = np.setdiff1d(both, device, assume_unique=True) if len(device) else both
             return cls(device_rows=device, host_rows=host, num_host_slots=len(host))
         schedule = belady(samples, num_rows=host_slots, pinned=device, scratch=scratch)
         return cls(
@@ -383,9 +383,16 @@ class Tally:
     """Walk through the batches once, hand out their cold ids and count along the way."""
 
     def __init__(
-        self, samples: SampleFile, row_bytes: int, caches: Caches, disk: DiskProfile
+        self,
+        samples: SampleFile,
+        row_bytes: int,
+        caches: Caches,
+        disk: DiskProfile,
+        *,
+        progress: Callable[[int, int], None],
     ) -> None:
         self._samples, self._row_bytes, self._caches, self._disk = samples, row_bytes, caches, disk
+        self._progress = progress
         self.accesses = self.device_hits = self.cold_rows = 0
         self.online_seconds = 0.0
 
@@ -409,6 +416,7 @@ class Tally:
             self.accesses += len(ids)
             self.device_hits += self._caches.device_hits(ids)
             self.cold_rows += len(cold)
+            self._progress(batch + 1, self._samples.num_batches)
             self.online_seconds += self._online(cold)
             yield cold
 
@@ -440,4 +448,6 @@ def hottest_rows(counts: Array, num_rows: int) -> Ids:
     if threshold == 1:  # a count of zero is never worth a slot
         return rows
     ties = np.flatnonzero(counts == threshold - 1)[: num_rows - len(rows)]
-    return np.sort(np.concatenate([rows, ties]))
+    rows = np.concatenate([rows, ties])
+    rows.sort()  # in place: of a large graph these are gigabytes
+    return rows

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from fivefold.errors import ConfigurationError, DataError, require_one_of
+from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.planning._caches import Caches, KeptArrays, Policy, Scratch, Tally
 from fivefold.gnn.planning._plan import Budgets, Plan, Prediction
 from fivefold.gnn.planning._search import (
@@ -40,6 +42,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
     buffer_batches: int = 3,
     training_epochs: int = 50,
     scratch_folder: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """Decide what goes where, and predict what that costs.
 
@@ -61,6 +64,8 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         training_epochs: Epochs over which the time for packing is spread in the choice of the
             segment size.
         scratch_folder: Where the scratch file goes; None: beside the samples.
+        progress: Told of (stage, done, total): all batches are walked through once ("cold rows"),
+            then for each segment size that is weighed ("segments").
 
     Returns:
         The plan.
@@ -86,11 +91,12 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         most_bytes=budgets.disk_bytes,
     )
     caches = inputs.fill_caches(policy, scratch)
-    tally = Tally(samples, row_bytes, caches, profile)
+    tell = progress or (lambda _stage, _done, _total: None)
+    tally = Tally(samples, row_bytes, caches, profile, progress=partial(tell, "cold rows"))
     kept = KeptArrays(tally.cold_ids(), limit=samples.num_nodes, scratch=scratch)
     with contextlib.closing(kept) as cold:
         found = search_segments(
-            inputs.question(cold, max_gap_bytes),
+            inputs.question(cold, max_gap_bytes, partial(tell, "segments")),
             inputs.space(caches, tally.cold_rows),
             segment_batches=segment_batches,
             num_passes=training_epochs / samples.num_epochs,
@@ -156,13 +162,16 @@ class _Inputs:
             scratch=scratch,
         )
 
-    def question(self, cold: KeptArrays, max_gap_bytes: int | None) -> SegmentQuestion:
+    def question(
+        self, cold: KeptArrays, max_gap_bytes: int | None, progress: Callable[[int, int], None]
+    ) -> SegmentQuestion:
         """Return what the search for a segment size asks, of these cold ids."""
         return SegmentQuestion(
             cold=cold,
             row_bytes=self.row_bytes,
             disk=self.disk,
             gaps_bytes=GAPS_BYTES if max_gap_bytes is None else (max_gap_bytes,),
+            progress=progress,
         )
 
     def space(self, caches: Caches, cold_rows: int) -> Space:

@@ -198,6 +198,7 @@ class SegmentQuestion:
     row_bytes: int
     disk: DiskProfile
     gaps_bytes: tuple[int, ...] = GAPS_BYTES
+    progress: Callable[[int, int], None] = lambda _done, _total: None  # told of batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +234,7 @@ def count_reads(question: SegmentQuestion, segment_batches: int) -> Reads:
                 gaps_bytes=np.array(question.gaps_bytes),
             )
         rows.append(rows[-1] + len(union))
+        question.progress(stop, num_batches)
     best, seconds = choose_gap(question, costs.sum(axis=0))
     return Reads(
         segment_rows=np.array(rows, np.int64),
@@ -285,7 +287,9 @@ class WindowCosts:
         needed, rows = np.zeros(window + 1), np.zeros(window + 1)
         reads = np.zeros((window + 1, len(question.gaps_bytes), SIZE_CLASSES, 2))
         for first in range(0, num_batches, window):
-            self._walk(first, min(first + window, num_batches), needed, rows, reads)
+            stop = min(first + window, num_batches)
+            self._walk(first, stop, needed, rows, reads)
+            question.progress(stop, num_batches)
         scale = question.cold.sizes.sum() / np.maximum(needed, 1)
         self._rows = rows * scale
         self._reads = reads * scale[:, None, None, None]

@@ -4,8 +4,9 @@ A batch is followed hop by hop as an expectation. Nodes are taken in classes of 
 node of relative weight w is the source of an edge with probability proportional to w, and has
 ``mean degree * (1 + w) / 2`` in-edges; weights follow a Pareto law clipped at 2000 times the mean,
 as citation graphs have it. Of n nodes with draw probability p, ``n (1 - (1 - p)^m)`` are found by m
-draws; from the share q of the batches that use a node follow what a cache of the hottest rows
-serves and how many rows a segment of s batches shares. Bytes follow from rows; seconds from bytes
+draws. With the share q of the batches that use a node, its uses in B batches are binomial (B, q); a
+plan counts them and caches the rows that have most, so those that are left have at most k uses, and
+of these a segment of s batches shares rows. Bytes follow from rows; seconds from bytes
 and the disk's speed, and from counts and prices that were fitted to measured runs.
 """
 
@@ -17,11 +18,18 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import pdtr, pdtrc
+from scipy.special import bdtr, bdtrc, gammainc, gammaincinv, gammaln, pdtr, pdtrc, xlogy
 
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.gnn.planning._plan import Budgets
-from fivefold.gnn.planning.geometry import Geometry, least_memory_bytes, packing_ways
+from fivefold.gnn.planning.geometry import (
+    Geometry,
+    least_memory_bytes,
+    leave_room,
+    ledger_bytes,
+    packing_ways,
+)
+from fivefold.gnn.planning.id_sets import IdSet
 from fivefold.units import format_bytes, format_duration_s
 
 __all__ = ["KNOWN_GRAPHS", "Estimate", "GraphSize", "Stage", "estimate"]
@@ -31,18 +39,28 @@ Floats = NDArray[np.float64]
 _PARETO = 1.1  # P(weight > w) ~ w^-1.1
 _CLIP = 2000.0  # of the mean weight
 _CLASSES = 400
+_LUCKS = 12
+_MOST_SPLIT = 400  # out-edges of a node; with more, their spread is a few percent
 _LEAST_EXTENT_BYTES = 256 << 10  # shorter ones cost a disk bandwidth, so segments stay smaller
-_INTERPRETER_BYTES = 450_000_000  # Python with torch and the compiled kernels
-_INGEST_BYTES = 1 << 30  # of buffers while a graph is written
+_INTERPRETER_BYTES = 350_000_000  # Python with torch and the compiled kernels
+_KEPT_BYTES = 128 << 20  # of cold ids, before planning writes them to a file
+_HIDDEN_BYTES = 8 * 4 * 128  # of a node that is expanded: what a layer of the default width keeps
+_EDGE_BYTES = 100
+_INGEST_BYTES = 600_000_000  # Python and half of the buffers' 1 GB: buckets are planned for less
+_DESCRIBE_BYTES = 200_000_000  # of Python and blocks, while what was written is described
 _SPILL_BYTES_PER_EDGE = 8
 _BYTES_PER_CACHED_NODE = 1.5  # of a record: its slot, as the difference to the one before
-# Seconds on two cores of 2.5 GHz; fitted to benchmarks/results/gnn/scale.json.
+# Seconds on two cores of 2.5 GHz; fitted to benchmarks/results/gnn/scale.json and size.json.
 _INGEST_S_PER_EDGE = 0.085e-6
 _SAMPLE_S_PER_EDGE = 0.085e-6
-_PLAN_S_PER_ACCESS = 0.1e-6
-_EPOCH_S_PER_ROW = 0.15e-6
+_PLAN_S_PER_ACCESS = 0.045e-6
+_EPOCH_S_PER_ROW = 0.02e-6
+_EPOCH_S_PER_BYTE = 0.255e-9  # of a row: it is checked and copied
+_RECORD_S_PER_ACCESS = 0.155e-6  # of packing, beside the rows
+_LOAD_BYTES_PER_S = 0.9e9  # of the topology, whose checksums and ids are looked at
 _EPOCH_S_PER_BATCH = 0.03
 _START_S = 0.25
+_PACKING_SHARE = 0.83  # of the disk's speed; laying out comes before
 _HALVING = 0.137  # of the disk's speed that packing loses, each time that its output doubles
 _WHOLE_SPEED = 20  # up to so many times the memory
 
@@ -121,6 +139,8 @@ class Estimate:
         read_bytes_per_epoch: Bytes of cold rows read in an epoch.
         packing: How the rows are moved.
         stages: In the order in which they run; the last is one epoch.
+        read_bytes_per_s: Of the disk, as it was given.
+        write_bytes_per_s: Likewise.
     """
 
     graph: GraphSize
@@ -133,6 +153,8 @@ class Estimate:
     read_bytes_per_epoch: int
     packing: Geometry
     stages: tuple[Stage, ...]
+    read_bytes_per_s: float
+    write_bytes_per_s: float
 
     @property
     def memory_bytes(self) -> int:
@@ -174,7 +196,19 @@ class Estimate:
                 f"{'most at a time':<32}{format_bytes(self.memory_bytes):>12}"
                 f"{format_bytes(self.disk_bytes):>12}"
             ),
-            "Times are those of two cores of 2.5 GHz and the disk's speed as given or measured.",
+            (
+                "Times: two cores of 2.5 GHz, and a disk that reads "
+                f"{format_bytes(self.read_bytes_per_s)}/s and writes "
+                f"{format_bytes(self.write_bytes_per_s)}/s."
+            ),
+            (
+                "Memory: fivefold gnn train, which keeps topology and labels from start to end and "
+                "trains a"
+            ),
+            (
+                "GraphSAGE of 128 hidden values. The single commands sample, plan and pack take "
+                "less."
+            ),
         ]
         return "\n".join(lines)
 
@@ -226,9 +260,9 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
         )
     size = min(batch_size, graph.seeds)
     model = _Popularity.of(graph)
-    used, edges, expanded = model.batch(size, fanouts)
+    of_class, used, edges, expanded = model.batch(size, fanouts)
     batches = math.ceil(graph.seeds / batch_size)
-    nodes = float((model.nodes * used).sum())
+    nodes = float((of_class * used).sum())
     slots = sum(
         budgets.cache_slots(
             graph.row_bytes,
@@ -236,8 +270,8 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
             buffer_bytes=int(buffer_batches * nodes * graph.row_bytes),
         )
     )
-    cold = model.without_hottest(slots)
-    cold_rows = float((cold * used).sum())
+    cold = _Cold.beside_cache(of_class, used, batches * epochs, slots)
+    cold_rows = cold.rows_of(1)
     work = _Work(
         graph=graph,
         batches=batches * epochs,
@@ -245,8 +279,7 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
         edges=edges,
         expanded=expanded,
         cold=cold,
-        used=used,
-        cached_rows=int(min(slots, (model.nodes * (1 - (1 - used) ** (batches * epochs))).sum())),
+        cached_rows=int(min(slots, (of_class * (1 - (1 - used) ** (batches * epochs))).sum())),
         budgets=budgets,
         packing_bytes=max(
             budgets.host_bytes if packing_bytes is None else packing_bytes,
@@ -267,6 +300,8 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
         read_bytes_per_epoch=int(cold_rows * batches * graph.row_bytes),
         packing=packing,
         stages=stages,
+        read_bytes_per_s=read_bytes_per_s,
+        write_bytes_per_s=write_bytes_per_s,
     )
 
 
@@ -281,11 +316,14 @@ def _check_run(fanouts: Sequence[int], batch_size: int, epochs: int) -> None:
 
 @dataclass(frozen=True)
 class _Popularity:
-    """Nodes in classes of falling weight: how many, and the weight of one relative to the mean."""
+    """Nodes in classes: how many, their in-edges, and how often an edge comes from one of them.
+
+    ``drawn`` is relative to the mean.
+    """
 
     nodes: Floats
-    weights: Floats
-    mean_degree: float
+    in_degrees: Floats
+    drawn: Floats
 
     @classmethod
     def of(cls, graph: GraphSize) -> _Popularity:
@@ -297,28 +335,105 @@ class _Popularity:
         for _ in range(20):  # the clip is at a multiple of the mean, which it lowers
             mean = (nodes * weights).sum() / graph.nodes
             weights = np.minimum(weights, _CLIP * mean)
-        mean = (nodes * weights).sum() / graph.nodes
-        return cls(nodes, weights / mean, graph.edges / graph.nodes)
+        weights /= (nodes * weights).sum() / graph.nodes
+        degree = graph.edges / graph.nodes
+        nodes, weights, drawn = _by_out_edges(nodes, weights, degree)
+        return cls(nodes, degree * (1 + weights) / 2, drawn)
 
-    def batch(self, seeds: int, fanouts: Sequence[int]) -> tuple[Floats, float, float]:
-        """Return the share of batches that use a node of each class, edges, expanded nodes."""
+    def batch(self, seeds: int, fanouts: Sequence[int]) -> tuple[Floats, Floats, float, float]:
+        """Return nodes by class and the share of batches that use one, edges, expanded nodes."""
         total = self.nodes.sum()
-        degrees = self.mean_degree * (1 + self.weights) / 2
         used = np.full_like(self.nodes, seeds / total)
-        frontier, edges, expanded = self.nodes * used, 0.0, 0.0
+        frontier, edges = self.nodes * used, 0.0
         for fanout in fanouts:
-            expanded = float((self.nodes * used).sum())
-            taken = degrees if fanout < 0 else _mean_of_least(degrees, fanout)
+            expanding = used
+            taken = self.in_degrees
+            if fanout >= 0:
+                taken = _mean_of_least(taken, fanout)
             edges += float((frontier * taken).sum())
-            found = 1 - (1 - seeds / total) * np.exp(-edges * self.weights / total)
+            found = 1 - (1 - seeds / total) * np.exp(-edges * self.drawn / total)
             frontier = self.nodes * (found - used)
             used = found
-        return used, edges, expanded
+        # How often an edge is taken depends on its target: the mean and the spread of that.
+        rates = expanding * taken / self.in_degrees
+        share = self.nodes * self.in_degrees / (self.nodes * self.in_degrees).sum()
+        mean = float((share * rates).sum())
+        spread = float((share * (rates - mean) ** 2).sum()) / mean**2
+        out_edges = self.drawn * (self.nodes * self.in_degrees).sum() / total
+        nodes, factors = _by_luck(self.nodes, out_edges, spread)
+        drawn = np.repeat(self.drawn, _LUCKS) * factors
+        used = 1 - (1 - seeds / total) * np.exp(-edges * drawn / total)
+        return nodes, used, edges, float((self.nodes * expanding).sum())
 
-    def without_hottest(self, slots: int) -> Floats:
-        """Return the nodes of each class that are left when the hottest, its first, are cached."""
-        cached = np.minimum(np.cumsum(self.nodes), slots)
-        return self.nodes - np.diff(cached, prepend=0.0)
+
+@dataclass(frozen=True)
+class _Cold:
+    """The nodes that no cache holds: those of at most ``most`` uses, and some of these."""
+
+    nodes: Floats
+    used: Floats  # share of the batches
+    batches: int
+    most: int
+    share: float  # of the nodes of exactly ``most`` uses
+
+    @classmethod
+    def beside_cache(cls, nodes: Floats, used: Floats, batches: int, slots: int) -> _Cold:
+        """Return what is left by a cache of the nodes of most uses."""
+
+        def above(uses: int) -> float:
+            return float((nodes * bdtrc(uses, batches, used)).sum())
+
+        low, high = -1, batches  # above(high) fits, for it is nothing
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if above(middle) <= slots else (middle, high)
+        of_most = float(nodes.sum() if high == 0 else above(high - 1)) - above(high)
+        spare = slots - above(high)
+        return cls(nodes, used, batches, high, 1 - min(1.0, spare / max(of_most, 1e-9)))
+
+    def rows_of(self, segment: int) -> float:
+        """Return the distinct rows that so many batches read."""
+        fewer = self._of_at_most(self.most - 1, segment)
+        return fewer + self.share * (self._of_at_most(self.most, segment) - fewer)
+
+    def _of_at_most(self, uses: int, segment: int) -> float:
+        """Return the nodes of 1 to ``uses`` uses in all batches that ``segment`` of them use."""
+        if uses < 1:
+            return 0.0
+        rest = self.batches - segment
+        unused = (1 - self.used) ** segment * bdtr(min(uses, rest), rest, self.used)
+        return float((self.nodes * (bdtr(uses, self.batches, self.used) - unused)).sum())
+
+
+def _by_out_edges(nodes: Floats, weights: Floats, degree: float) -> tuple[Floats, Floats, Floats]:
+    """Split the classes of few out-edges by how many a node has: Poisson numbers about the mean.
+
+    It is these that decide how often it is drawn. Returns the nodes of each class, their mean
+    weight, and their out-edges relative to the mean.
+    """
+    few = degree * weights < _MOST_SPLIT
+    means = degree * weights[few]
+    edges = np.arange(2 * _MOST_SPLIT)[:, None]
+    share = np.exp(xlogy(edges, means) - means - gammaln(edges + 1)) * nodes[few]
+    there = share.sum(1) > 0
+    split = share[there].sum(1)
+    return (
+        np.concatenate([nodes[~few], split]),
+        np.concatenate([weights[~few], (share[there] * weights[few]).sum(1) / split]),
+        np.concatenate([weights[~few], np.flatnonzero(there) / degree]),
+    )
+
+
+def _by_luck(nodes: Floats, out_edges: Floats, spread: float) -> tuple[Floats, Floats]:
+    """Split each class by how often the targets of its edges are reached, relative to the mean.
+
+    The sum over k edges of a squared spread each is taken as a gamma number of shape k / spread,
+    cut into parts of equal probability, each with its mean.
+    """
+    shape = np.maximum(out_edges, 1e-3)[:, None] / max(spread, 1e-9)
+    ends = gammaincinv(shape, np.arange(_LUCKS + 1) / _LUCKS)
+    factors = np.diff(gammainc(shape + 1, ends), axis=1) * _LUCKS
+    return np.repeat(nodes / _LUCKS, _LUCKS), factors.ravel()
 
 
 def _mean_of_least(degrees: Floats, fanout: int) -> Floats:
@@ -339,8 +454,7 @@ class _Work:
     nodes: float
     edges: float
     expanded: float
-    cold: Floats
-    used: Floats
+    cold: _Cold
     cached_rows: int
     budgets: Budgets
     packing_bytes: int
@@ -356,20 +470,19 @@ class _Work:
     @property
     def record_bytes(self) -> int:
         """Bytes of all batch records."""
-        local, cached = _width(self.nodes), self.nodes - float((self.cold * self.used).sum())
+        local, cached = _width(self.nodes), self.nodes - self.cold.rows_of(1)
         per_batch = _width(self.graph.nodes) * self.nodes + _BYTES_PER_CACHED_NODE * cached
         per_batch += (1 + local) * self.expanded + local * self.edges
         return int(self.batches * per_batch)
 
     def packed_rows(self, segment: int) -> int:
         """Return the rows on disk when so many batches share theirs."""
-        of_one = float((self.cold * (1 - (1 - self.used) ** segment)).sum())
-        return int(of_one * self.batches / segment)
+        return int(self.cold.rows_of(segment) * self.batches / segment)
 
     def smallest_cost(self) -> tuple[int, int, Geometry]:
         """Return the largest segment with long extents, or the smallest that fits the disk."""
         row_bytes = self.graph.row_bytes
-        cold_bytes = float((self.cold * self.used).sum()) * row_bytes
+        cold_bytes = self.cold.rows_of(1) * row_bytes
         sizes = list(range(1, min(self.batches, 64) + 1))
         # A Gray code over s batches cuts the rows of one of them into about 2^s / 2s extents.
         long = [s for s in sizes if cold_bytes * 2 * s / 2.0**s >= _LEAST_EXTENT_BYTES] or [1]
@@ -390,36 +503,62 @@ class _Work:
         return self.record_bytes + self.cached_rows * self.graph.row_bytes
 
     def _way(self, rows: int) -> Geometry:
+        """Return the cheapest way beside the records, which are made at the same time."""
         row_bytes, (read, write) = self.graph.row_bytes, self.disk
-        return packing_ways(
-            num_nodes=self.graph.nodes,
-            row_bytes=row_bytes,
-            sections={"rows": rows, "host": self.cached_rows, "device": 0},
-            memory_bytes=self.packing_bytes,
-            read_bytes_per_s=read,
-            write_bytes_per_s=write,
-        )[0]
+
+        def cheapest(memory_bytes: int) -> Geometry:
+            return packing_ways(
+                num_nodes=self.graph.nodes,
+                row_bytes=row_bytes,
+                sections={"rows": rows, "host": self.cached_rows, "device": 0},
+                memory_bytes=memory_bytes,
+                read_bytes_per_s=read,
+                write_bytes_per_s=write,
+            )[0]
+
+        ledger = ledger_bytes((rows + self.cached_rows) * row_bytes)
+        memory_bytes = max(self.packing_bytes - ledger, least_memory_bytes(row_bytes))
+        return leave_room(cheapest, memory_bytes, self.recorder_bytes)[0]
+
+    @property
+    def model_bytes(self) -> int:
+        """Memory of a training step of the default model, a GraphSAGE of 128 hidden values."""
+        return int(_HIDDEN_BYTES * self.expanded + _EDGE_BYTES * self.edges)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Memory of a batch in work: ids, tables and edges."""
+        return int(self.nodes * 100 + self.edges * 24)
+
+    @property
+    def recorder_bytes(self) -> int:
+        """Memory for making records: a slot for each cached row, bits of the ids, a batch."""
+        bits = min(IdSet.bytes_for(self.graph.nodes), self.packing_bytes // 8)
+        return 4 * self.cached_rows + 2 * bits + self.batch_bytes
 
     def stages(self, packed_rows: int, packing: Geometry, epochs: int) -> tuple[Stage, ...]:
         """Return the stages with their prices."""
         graph, (read, write) = self.graph, self.disk
         features = graph.nodes * graph.row_bytes
-        ids = 4 if graph.nodes <= 2**31 else 8
-        topology = 8 * (graph.nodes + 1) + ids * graph.edges
+        width = 4 if graph.nodes <= 2**31 else 8
+        topology = 8 * (graph.nodes + 1) + width * graph.edges
         spill = _SPILL_BYTES_PER_EDGE * graph.edges
         moved = (features + spill) / read + (features + topology + spill) / write
         accesses, edges = self.batches * self.nodes, self.batches * self.edges
-        cold = self.batches * float((self.cold * self.used).sum())
-        base, host = _INTERPRETER_BYTES, self.budgets.host_bytes
-        batch = int(self.nodes * 100 + self.edges * 24)  # ids, tables and edges of one in work
-        rows_bytes = (packed_rows + self.cached_rows) * graph.row_bytes
-        work_s = accesses * _EPOCH_S_PER_ROW + self.batches * _EPOCH_S_PER_BATCH
+        cold = self.batches * self.cold.rows_of(1)
+        # What training keeps from its start to its end: the topology, and the labels.
+        held = _INTERPRETER_BYTES + topology + 8 * graph.nodes
+        ids, rows_bytes = 8 * self.cached_rows, (packed_rows + self.cached_rows) * graph.row_bytes
+        flying = min(self.budgets.host_bytes, int(3 * self.nodes * graph.row_bytes))
+        row_s = _EPOCH_S_PER_ROW + _EPOCH_S_PER_BYTE * graph.row_bytes
+        work_s = accesses * row_s + self.batches * _EPOCH_S_PER_BATCH
+        pack_s = packing.seconds / _disk_share(rows_bytes / self.packing_bytes) / _PACKING_SHARE
         epoch_s = max(cold * graph.row_bytes / read, work_s) / epochs
         return (
             Stage(
                 name="ingest",
                 seconds=max(moved, graph.edges * _INGEST_S_PER_EDGE),
-                memory_bytes=base + _INGEST_BYTES,
+                memory_bytes=max(_INGEST_BYTES, _DESCRIBE_BYTES + 4 * graph.nodes),
                 disk_bytes=features + topology + 8 * graph.nodes,
                 scratch_bytes=spill,
                 remark="graph, features and labels as a data set",
@@ -427,21 +566,28 @@ class _Work:
             Stage(
                 name="sample",
                 seconds=_START_S + edges * _SAMPLE_S_PER_EDGE,
-                memory_bytes=base + topology + 4 * graph.nodes + 3 * batch,
+                memory_bytes=held + 4 * graph.nodes + self.batch_bytes,
                 disk_bytes=self.sample_bytes,
                 remark="the topology in memory; data.mapped = true leaves it on the disk",
             ),
             Stage(
                 name="plan",
                 seconds=_START_S + accesses * _PLAN_S_PER_ACCESS,
-                memory_bytes=base + 4 * graph.nodes + 3 * batch,
+                memory_bytes=held
+                + 4 * graph.nodes
+                + 2 * ids
+                + self.batch_bytes
+                + int(min(width * cold, _KEPT_BYTES)),
                 disk_bytes=0,
-                scratch_bytes=int(4 * accesses),
+                scratch_bytes=int(width * cold) if width * cold > _KEPT_BYTES else 0,
             ),
             Stage(
                 name="pack",
-                seconds=packing.seconds / _disk_share(rows_bytes / self.packing_bytes),
-                memory_bytes=base + self.packing_bytes,
+                seconds=max(pack_s, accesses * _RECORD_S_PER_ACCESS),
+                memory_bytes=held
+                + 2 * ids
+                + self.recorder_bytes
+                + packing.buffer_bytes(graph.row_bytes),
                 disk_bytes=rows_bytes + self.record_bytes,
                 scratch_bytes=packing.scratch_bytes,
                 remark=f"{packing.strategy}, {format_bytes(packing.moved_bytes)} moved",
@@ -449,7 +595,12 @@ class _Work:
             Stage(
                 name="epoch, data path",
                 seconds=epoch_s,
-                memory_bytes=base + host + 3 * batch,
+                memory_bytes=held
+                + ids
+                + self.cached_rows * graph.row_bytes
+                + flying
+                + 3 * self.batch_bytes
+                + self.model_bytes,
                 disk_bytes=0,
                 remark=f"{format_bytes(cold * graph.row_bytes / epochs)} read; training comes on "
                 "top where it is slower",

@@ -17,7 +17,7 @@ these sections into the next. The planner asks for the cost, the packer for the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,6 +35,8 @@ _CELL_BYTES = 3 << 19  # large enough for a direct write, small enough for windo
 _LEAST_WINDOW_BYTES = 16 << 20  # smaller ones cost more calls than they save memory
 _LARGEST_MARK_BYTES = 128 << 20  # a mark waits for the disk; this much is redone after a kill
 _RESIDENT_WINDOW_BYTES = 256 << 20  # how much is redone after a kill
+_LEDGER_BYTES_PER_PAGE = 10
+_DEARER = 1.1  # bytes that rows may cost more, so that records are made in the same time
 _LARGEST_RANGES = 65_535  # range numbers are sorted as 16-bit keys, which is a radix sort
 
 
@@ -58,6 +60,16 @@ class Geometry:
     def moved_bytes(self) -> int:
         """Return bytes read and written."""
         return self.read_bytes + self.written_bytes
+
+    def buffer_bytes(self, row_bytes: int) -> int:
+        """Return the memory of the buffers and of their rows' indices."""
+        chunks = self.NUM_CHUNKS * self.chunk_rows * row_bytes
+        indexed = self.window_rows * (row_bytes + INDEX_BYTES_PER_ROW)
+        if self.strategy == "resident":
+            return chunks + self.source_rows * row_bytes
+        if self.strategy == "passes":
+            return chunks + indexed + 2 * self.source_rows * row_bytes
+        return chunks + 2 * indexed
 
 
 def packing_ways(
@@ -128,6 +140,24 @@ def choose_geometry(  # noqa: PLR0913 - facts of the disk and of the rows, all b
         "is free on the disk or left of its budget",
         hint="free some space, or plan again with a disk budget that fits",
     )
+
+
+def leave_room(
+    choose: Callable[..., Geometry], memory_bytes: int, beside_bytes: int
+) -> tuple[Geometry, bool]:
+    """Return sizes that leave memory for the records where that costs little, else without."""
+    alone = choose(memory_bytes=memory_bytes)
+    try:
+        beside = choose(memory_bytes=memory_bytes - beside_bytes)
+    except InfeasibleError:
+        return alone, False
+    cheap = beside.moved_bytes <= _DEARER * alone.moved_bytes
+    return (beside, True) if cheap else (alone, False)
+
+
+def ledger_bytes(output_bytes: int) -> int:
+    """Return the memory of the pages' checksums and states, of rows and spill."""
+    return _LEDGER_BYTES_PER_PAGE * output_bytes // PAGE_BYTES
 
 
 def least_memory_bytes(row_bytes: int) -> int:

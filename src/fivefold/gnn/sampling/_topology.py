@@ -8,7 +8,8 @@ checked once and then read-only. This module knows nothing of features.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,7 +99,12 @@ class Adjacency:
         self._watched: WatchedFile | None = None
 
     @classmethod
-    def open(cls, container: Container, mapped: bool = False) -> Adjacency:  # noqa: FBT001, FBT002
+    def open(
+        cls,
+        container: Container,
+        mapped: bool = False,  # noqa: FBT001, FBT002
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> Adjacency:
         """Return the topology in a container of kind ``"graph"``.
 
         Args:
@@ -106,6 +112,7 @@ class Adjacency:
             mapped: Leave the arrays on the disk and map them with advice for random access.
                 All is read through once and verified in both cases, a mapped file in blocks; and
                 samplers refuse a mapped file that is written to afterwards.
+            progress: Told of ("topology", done, total) while all is read.
 
         Raises:
             DataError: A section is missing, damaged, or does not describe a graph.
@@ -117,7 +124,12 @@ class Adjacency:
                 f"a container of kind {container.kind!r} without {' and '.join(sorted(missing))}",
                 hint="a graph container comes from fivefold gnn ingest",
             )
-        read = container.memory_map if mapped else container.read
+
+        def tell(done: int, total: int) -> None:
+            if progress is not None:
+                progress("topology", done, total)
+
+        read = container.memory_map if mapped else partial(container.read, progress=tell)
         weights, edge_ids = (
             read(name) if name in container.sections else None for name in ("weights", "edge_ids")
         )
@@ -131,7 +143,9 @@ class Adjacency:
         for name in ("indices", "weights", "edge_ids"):
             if name not in container.sections:
                 continue
-            blocks = container.blocks(name, _BLOCK_ROWS) if mapped else [getattr(topology, name)]
+            blocks: Iterable[Array] = [getattr(topology, name)]
+            if mapped:
+                blocks = _told(container.blocks(name, _BLOCK_ROWS), topology.num_edges, tell)
             topology._check_values(name, blocks)
         topology.check_unchanged()
         topology._fingerprint = container.fingerprint
@@ -244,6 +258,15 @@ class Adjacency:
         if most > _MOST_DEGREE:
             raise DataError(f"a node has {most} in-edges", hint=f"at most {_MOST_DEGREE}")
         return most
+
+
+def _told(blocks: Iterable[Array], total: int, tell: Callable[[int, int], None]) -> Iterator[Array]:
+    """Hand blocks on and say how many rows have passed."""
+    done = 0
+    for block in blocks:
+        yield block
+        done += block.size
+        tell(done, total)
 
 
 def _index_dtype(indices: ArrayLike) -> type[np.int32 | np.int64]:

@@ -24,6 +24,7 @@ from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Bytes, aligned, aligne
 from fivefold.gnn.storage.reader import RowReader
 
 _CHUNK_PAGES = 4096  # 16 MiB at a time when all is verified
+_TOLD_EVERY_BYTES = 256 << 20
 _LARGE_BYTES = 4 << 20  # from here on the engine is faster, and leaves the page cache alone
 _ADVICE = {
     "random": mmap.MADV_RANDOM,
@@ -173,13 +174,21 @@ class Container(Closing):
                 hint=f"it has {', '.join(self.sections)}",
             ) from None
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Array:
+    def read(
+        self,
+        name: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Array:
         """Return the rows of a section, their pages verified.
 
         Args:
             name: Section.
             start: First row.
             stop: Row after the last; None reads to the end.
+            progress: Called with the rows read and their number.
 
         Returns:
             A new array.
@@ -200,8 +209,15 @@ class Container(Closing):
         if count < _LARGE_BYTES:
             return self._read_small(section, start, last)
         rows = aligned_empty((last - start, *section.shape[1:]), section.dtype)
+        step = last - start
+        if progress is not None:
+            step = max(1, _TOLD_EVERY_BYTES // section.row_bytes)
         with self._reader(section) as reader:
-            reader.read_runs([start], [last - start], [0], rows)
+            for first in range(start, last, step):
+                part = min(step, last - first)
+                reader.read_runs([first], [part], [first - start], rows)
+                if progress is not None:
+                    progress(first - start + part, last - start)
         return rows
 
     def blocks(self, name: str, rows: int = 1 << 20, *, overlap: int = 0) -> Iterator[Array]:

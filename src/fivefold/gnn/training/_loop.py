@@ -104,7 +104,6 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         torch.set_num_threads(config.run.threads)
         dataset = opened.enter_context(Dataset.open(config.data.path))
         _require_labels(dataset)
-        topology = dataset.topology(mapped=config.data.mapped)
         place = read_place()
         is_main = place.rank == 0
         if is_main:
@@ -112,17 +111,19 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         progress = opened.enter_context(
             ProgressBar(line_every_s=config.run.line_every_s, shown=is_main)
         )
-        rounds = None
+        told = stop.breaking(progress)
+        accept = None
         if config.run.mode == "disk":
-            # Before the group forms: packing may take longer than a peer may be waited for.
             accept = check_before_work(
                 config, data=dataset.fingerprint, world_size=place.world_size
             )
+        topology = dataset.topology(mapped=config.data.mapped, progress=told)
+        rounds = None
+        if config.run.mode == "disk":
+            # Before the group forms: packing may take longer than a peer may be waited for.
             rounds = Rounds(config, dataset, topology=topology, is_main=is_main)
             opened.callback(rounds.close)
-            rounds.open(
-                _first_epoch(config), progress=stop.breaking(progress), show=show, accept=accept
-            )
+            rounds.open(_first_epoch(config), progress=told, show=show, accept=accept)
         ranks = open_ranks(place, device=config.run.device, timeout_s=config.run.timeout_s)
         if config.budgets.device and ranks.device.type == "cpu" and rounds is not None:
             _LOG.warning("there is no device: rows of budgets.device take host memory, beside host")
