@@ -249,9 +249,6 @@ def explain_run(folder: Path | str) -> Explanation:
     Args:
         folder: A run of ``fivefold train``.
 
-    Returns:
-        The explanation, of a step.
-
     Raises:
         DataError: The folder holds no run, several, or none of whose time anything is recorded.
     """

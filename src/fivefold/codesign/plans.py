@@ -130,9 +130,6 @@ class ClusterPlan:
         Args:
             text: JSON.
 
-        Returns:
-            The plan.
-
         Raises:
             ConfigurationError: It is not such a text.
         """

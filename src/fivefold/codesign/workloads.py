@@ -207,9 +207,6 @@ def synthetic_jobs(
         sizes: Numbers of ranks that are drawn from.
         iterations: Iterations of each job.
 
-    Returns:
-        The jobs.
-
     Raises:
         InfeasibleError: Not even one job fits.
 

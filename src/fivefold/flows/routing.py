@@ -115,9 +115,6 @@ def route_flows(
         seed: Of the hash.
         limit: Most paths to choose among, per flow.
 
-    Returns:
-        The paths.
-
     Raises:
         ConfigurationError: The policy is unknown, two jobs have one name, a rank does not exist.
         InfeasibleError: A flow has no path.

@@ -200,9 +200,6 @@ def export_checkpoint(
         layout: A key of ``LAYOUTS``.
         prefix: To put before the names.
 
-    Returns:
-        The published layout.
-
     Raises:
         ConfigurationError: The layout is unknown or cannot hold what the layer has.
         DataError: A weight is missing.

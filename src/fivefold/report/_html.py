@@ -46,9 +46,6 @@ def write_html(page: Page, path: Path | str) -> Path:
         page: What to show.
         path: File to write; its folder is made.
 
-    Returns:
-        The path.
-
     Raises:
         DataError: The file cannot be written.
     """

@@ -61,9 +61,6 @@ def build_report(paths: Iterable[Path | str]) -> Report:
     Args:
         paths: Run folders, or folders that hold runs at any depth.
 
-    Returns:
-        The report.
-
     Raises:
         DataError: There is no run, or a file of one is damaged or of an unknown schema.
     """

@@ -377,9 +377,6 @@ def torchtitan_config(model: ModelSpec, plan: ParallelPlan, *, base: str | None 
             ``llama3_8b`` of ``torchtitan.models.llama3.config_registry``; None to find it by the
             model's sizes.
 
-    Returns:
-        Python source.
-
     Raises:
         UnsupportedError: torchtitan cannot run the plan, or has no configuration of the model.
         ConfigurationError: ``base`` is no dotted name.

@@ -188,9 +188,6 @@ def schedule_tasks(
         credit: Chunks that may be handed to a channel at once; those go in the order in which
             they were handed over. 1 decides anew for every chunk.
 
-    Returns:
-        The schedule.
-
     Raises:
         ConfigurationError: The ordering, the chunk size or the credit is not allowed.
 

@@ -69,9 +69,6 @@ def lower(  # noqa: PLR0913 - independent options, each with a default
             topology is received and sent on by them; False sends it straight, for runtimes whose
             network joins all ranks.
 
-    Returns:
-        The program.
-
     Raises:
         ConfigurationError: An argument is not allowed.
         DataError: The schedule sends what is not there.

@@ -42,9 +42,6 @@ def to_mscclpp_json(
         check_limits: Refuse what MSCCL++'s executor could not hold.
         threads_per_block: GPU threads of each thread block.
 
-    Returns:
-        The JSON text.
-
     Raises:
         UnsupportedError: MSCCL++ has no such collective.
         InfeasibleError: The program exceeds a limit of MSCCL++'s executor; names it.

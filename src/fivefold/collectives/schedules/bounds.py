@@ -105,9 +105,6 @@ def bandwidth_bound(
         size_bytes: Size of the collective.
         exact: Whether max-flows are run; None for where they take seconds.
 
-    Returns:
-        The bound.
-
     Raises:
         ConfigurationError: The two have different numbers of ranks.
         InfeasibleError: The topology is not connected.
@@ -206,9 +203,6 @@ def lower_bound(
         topology: The network.
         size_bytes: Size of the collective.
         exact: As in `bandwidth_bound`.
-
-    Returns:
-        The bound.
 
     Raises:
         ConfigurationError: The two have different numbers of ranks.

@@ -247,9 +247,6 @@ def find_source(
         path: The file or folder.
         options: What the path does not say.
 
-    Returns:
-        The source for ``ingest``, and whether its edges stand for both directions.
-
     Raises:
         ConfigurationError: The kind is unknown.
         DataError: There is nothing, or nothing known, at the path.

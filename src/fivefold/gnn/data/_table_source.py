@@ -60,9 +60,6 @@ def table_source(
         num_nodes: Number of nodes; None: rows of the node table, or the largest id + 1.
         name: For people.
 
-    Returns:
-        The source, for ``ingest``.
-
     Raises:
         ConfigurationError: No file is given, or ``ids`` is none of these.
         DataError: A file is missing or has not the columns.

@@ -83,9 +83,6 @@ def pack(  # noqa: PLR0913 - independent options, each with a default
             them; it is called only where something is to be chosen.
         strategy: "resident", "passes" or "spill" instead of the cheapest.
 
-    Returns:
-        The store, opened.
-
     Raises:
         ConfigurationError: ``memory_bytes`` is not positive, or the strategy is unknown.
         DataError: Features, samples and plan do not belong together, or the folder holds a store

@@ -97,9 +97,6 @@ class Container(Closing):
             verify: "manifest" checks header, length, manifest and the table of page checksums;
                 "full" every page as well. Pages are checked in any case when they are read.
 
-        Returns:
-            The open file.
-
         Raises:
             ConfigurationError: ``verify`` is neither.
             DataError: There is no file, or it is foreign, of another kind or version, truncated
@@ -159,9 +156,6 @@ class Container(Closing):
 
         Args:
             name: Its name.
-
-        Returns:
-            What is known of it.
 
         Raises:
             DataError: There is none.

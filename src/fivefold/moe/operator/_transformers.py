@@ -56,9 +56,6 @@ def register_transformers_backend(
         recompute: Compute the hidden values again in the backward pass instead of keeping them:
             less memory, more time.
 
-    Returns:
-        The name.
-
     Raises:
         UnsupportedError: transformers is not installed, or has no such registry; or the backend
             cannot work on the CPU and there is no other device.

@@ -82,9 +82,6 @@ def backends(device: str | torch.device = "cpu") -> dict[str, str | None]:
     Args:
         device: Where the tokens would be.
 
-    Returns:
-        Reasons by name.
-
     Examples:
         >>> backends("cpu")["reference"] is None
         True

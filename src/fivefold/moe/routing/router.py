@@ -255,9 +255,6 @@ def route(
         selection_bias: Shape [E]; added to the scores for choosing only, not to the weights
             (auxiliary-loss-free balancing).
 
-    Returns:
-        The routing.
-
     Raises:
         ConfigurationError: Shapes or the router do not fit.
         DataError: A logit is not a number (looked at on the CPU only, and not while compiling:
@@ -380,9 +377,6 @@ def updated_selection_bias(
         bias: Shape [E].
         load: Tokens per expert over the step, summed over all ranks, shape [E].
         rate: Size of the step.
-
-    Returns:
-        The new bias.
 
     Examples:
         >>> updated_selection_bias(torch.zeros(2), torch.tensor([3, 1]), rate=0.5).tolist()

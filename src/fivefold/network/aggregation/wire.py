@@ -104,9 +104,6 @@ def ordered_sum(parts: Sequence[np.ndarray], dtype: str | None = None) -> np.nda
         dtype: ``"bfloat16"`` for arrays of ``uint16`` that hold such numbers; None reads the type
             from the arrays.
 
-    Returns:
-        The sum.
-
     Raises:
         ConfigurationError: There are no parts.
 

@@ -70,9 +70,6 @@ def leaf_spine(
         latency: Of each link outside the hosts.
         oversubscription: A leaf's capacity downwards over that upwards.
 
-    Returns:
-        The topology.
-
     Examples:
         >>> cluster = leaf_spine(8, leaves=2, spines=2)
         >>> cluster.num_ranks, cluster.num_links, len(cluster.shortest_route(0, 7))
@@ -113,9 +110,6 @@ def fat_tree(
         bandwidth: Of each host port.
         latency: Of each link outside the hosts.
         oversubscription: A rack switch's capacity downwards over that upwards.
-
-    Returns:
-        The topology.
 
     Raises:
         ConfigurationError: ``k`` is odd or below 2.
@@ -166,9 +160,6 @@ def clos(
         planes: ``split`` gives aggregation switch j its own share of the cores, as in a fat-tree;
             ``full`` puts every aggregation switch on every core.
         name: Name of the topology.
-
-    Returns:
-        The topology.
 
     Raises:
         ConfigurationError: ``planes`` is unknown, or the cores cannot be split evenly.
@@ -286,9 +277,6 @@ def rail_only(
         bandwidth: Of each port.
         latency: Of each link outside the hosts.
 
-    Returns:
-        The topology.
-
     References:
         Wang et al.: Rail-only, arXiv 2307.12169.
 
@@ -324,9 +312,6 @@ def rail_optimized(
         bandwidth: Of each port.
         latency: Of each link outside the hosts.
         oversubscription: A leaf's capacity downwards over that upwards.
-
-    Returns:
-        The topology.
 
     Examples:
         >>> fabric = rail_optimized(4, spines=4, hosts_per_pod=2)
@@ -371,9 +356,6 @@ def dual_plane(
         bandwidth: Of each port, half of it in each plane.
         latency: Of each link outside the hosts.
         oversubscription: A rail switch's capacity downwards over that upwards.
-
-    Returns:
-        The topology.
 
     References:
         Qian et al.: Alibaba HPN, SIGCOMM 2024.

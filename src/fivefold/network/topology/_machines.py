@@ -252,9 +252,6 @@ def load_lingjun(
         cores: Core switches, a multiple of ``aggs`` (assumed).
         pods: Only these pods (PSW labels); None for all.
 
-    Returns:
-        The topology.
-
     Raises:
         DataError: The file is missing, has other columns, repeats a host, or holds no host.
         ConfigurationError: A pod is not in the file.

@@ -81,9 +81,6 @@ class TacclProfile:
                 unless published.
             time_scale: What microseconds were multiplied by; known for the published ones.
 
-        Returns:
-            The profile.
-
         Raises:
             ConfigurationError: The name is unknown, or ``chunk_bytes`` is missing.
             DataError: The file cannot be read, a key is missing, or a matrix has the wrong shape.
@@ -150,9 +147,6 @@ class TacclProfile:
                 like; or ``fully-connected``.
             as_solved: Take the latency that TACCL's solver sees (time with latency minus time
                 without: 0 where the authors left it out) instead of the measured one.
-
-        Returns:
-            The topology.
 
         Raises:
             ConfigurationError: A connection names a GPU that no box has.

@@ -130,9 +130,6 @@ def parse_topology(
         bandwidth: Of the links that the generator's ``bandwidth`` means; only for generators.
         latency: Of those links; only for generators.
 
-    Returns:
-        The topology.
-
     Raises:
         ConfigurationError: The line says no topology.
 
@@ -258,9 +255,6 @@ def read_topology(source: str | Path) -> Topology:
 
     Args:
         source: A path, or TOML text (text with a line break or ``=`` is taken for TOML).
-
-    Returns:
-        The topology.
 
     Raises:
         ConfigurationError: The file is missing, is not TOML, or describes no topology.
