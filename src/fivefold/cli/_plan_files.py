@@ -143,11 +143,6 @@ def read_job(path: Path, cluster: Cluster, sizes: JobSizes) -> PlannedJob:
             the folder of one.
         cluster: Where it will run; gives the number of GPUs where nothing else does.
         sizes: Of the command line; they go before those of a file.
-
-    Raises:
-        ConfigurationError: A key is missing, unknown or not allowed.
-        DataError: A config.json cannot be read.
-        InfeasibleError: The cluster has fewer GPUs than are wanted.
     """
     given = {key: value for key, value in dataclasses.asdict(sizes).items() if value is not None}
     if path.is_dir() and not (path / "config.json").exists():
@@ -217,9 +212,6 @@ def model_of(config: TrainConfig, *, vocab: int | None = None) -> ModelSpec:
     Args:
         config: The trainer's configuration.
         vocab: Tokens of the vocabulary; None to find it by the tokenizer.
-
-    Raises:
-        DataError: The tokenizer's file cannot be read.
     """
     model = config.model
     if vocab is None and config.data.tokenizer == "bytes":
@@ -259,9 +251,6 @@ def write_plan_files(
         best: Its plan and what it costs.
         cluster: Where it runs.
         base: torchtitan's configuration of the model; None to find it.
-
-    Raises:
-        DataError: The folder cannot be made.
     """
     make_folder(folder)
     job, plan = planned.job, best.plan
@@ -282,11 +271,7 @@ def write_plan_files(
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it.
-
-    Raises:
-        DataError: It cannot be made.
-    """
+    """Make a folder and those above it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -307,9 +292,6 @@ def runnable(
         best: Its plan and what it costs.
         cluster: Where it runs.
         base: torchtitan's configuration of the model; None to find it.
-
-    Raises:
-        UnsupportedError: The program cannot run the plan or the model.
     """
     model, plan = planned.job.model, best.plan
     per_node = cluster.fabric.gpus_per_node

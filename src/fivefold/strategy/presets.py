@@ -41,12 +41,7 @@ _OTHERS = ("mamba_", "ssm_", "linear_num_", "linear_key_", "rwkv", "conv_L_cache
 
 
 def hybrid_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a ``ModelSpec`` that say which layers are of Mamba; none where none is.
-
-    Raises:
-        UnsupportedError: The model has layers that are neither attention nor Mamba in turn.
-        DataError: The file says nothing of a size that is needed.
-    """
+    """Return the fields of a ``ModelSpec`` that say which layers are of Mamba; none without."""
     family = str(config.get("model_type", ""))
     if family not in HYBRIDS:
         kinds = set(config.get("layer_types") or ()) - _PLAIN

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe.operator.activations import GATED_NAMES, Activation, activation_named
+from fivefold.moe.activations import GATED_NAMES, Activation, activation_named
 from fivefold.moe.operator.fused import backend_for, fused_moe
 
 # Classes of transformers' activation functions, by what they compute.
@@ -187,12 +187,8 @@ def _name_of(function: Any) -> str | None:
     if function in _FUNCTIONS:
         return _FUNCTIONS[function]
     name = _NAMES.get(type(function).__name__)
-    return None if name == "gelu" and not _is_exact(function) else name
-
-
-def _is_exact(function: Any) -> bool:
-    inner = getattr(function, "act", None)
-    return inner is None or inner is torch.nn.functional.gelu
+    exact = getattr(function, "act", None) in {None, torch.nn.functional.gelu}
+    return None if name == "gelu" and not exact else name
 
 
 def _unfit(module: str, reason: str) -> UnsupportedError:

@@ -241,12 +241,7 @@ class TorchSymmetricHeap(SymmetricHeap):
             return "torch symmetric memory needs a CUDA device; torch finds none"
         if not torch.distributed.is_available():
             return "torch symmetric memory needs torch.distributed, which this torch lacks"
-        try:
-            module = importlib.import_module("torch.distributed._symmetric_memory")
-        except ImportError as error:
-            return f"this torch has no symmetric memory: {error}"
-        lacking = [name for name in ("empty", "rendezvous") if not hasattr(module, name)]
-        return f"this torch's symmetric memory lacks {', '.join(lacking)}" if lacking else None
+        return None
 
     def close(self) -> None:
         """Let go of the memory, after all ranks' launches have ended."""

@@ -17,6 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.moe.activations import GATED_NAMES
 
 _Options = dict[str, Any]
 
@@ -115,7 +116,6 @@ _PLAIN = {
     "relu": "relu",
     "relu2": "relu2",
 }
-_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 
 @functools.cache
@@ -225,7 +225,7 @@ def _activation(config: Any, family: str) -> str:
             config, "mlp_hidden_act" if family == "nemotron_h" else "hidden_act"
         )
     plain = _PLAIN.get(name)
-    found = plain if family == "nemotron_h" else _GATED.get(plain or "")
+    found = plain if family == "nemotron_h" else GATED_NAMES.get(plain or "")
     if found is None:
         raise _unfit(family, f"has the activation {name!r}")
     return found

@@ -237,11 +237,8 @@ class Routing:
 
     def detached(self) -> Routing:
         """Return the same routing without its graph."""
-        return Routing(
-            ids_TK=self.ids_TK,
-            weights_TK=self.weights_TK.detach(),
-            scores_TE=self.scores_TE.detach(),
-        )
+        weights, scores = self.weights_TK.detach(), self.scores_TE.detach()
+        return Routing(ids_TK=self.ids_TK, weights_TK=weights, scores_TE=scores)
 
 
 def route(
