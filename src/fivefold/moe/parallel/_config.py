@@ -39,7 +39,7 @@ from fivefold.moe.kernels.launch import DTYPES
 from fivefold.moe.operator.layer import MoEConfig
 from fivefold.moe.operator.operands import PRECISIONS, Precision, check_operands, check_precision
 from fivefold.moe.parallel._heaps import SymmetricHeap
-from fivefold.moe.routing.router import DropPolicy, Router, drop_beyond_capacity
+from fivefold.moe.routing.router import Router
 
 _SCORES = frozenset({"softmax", "topk_softmax", "sigmoid"})  # of the kernel's gate
 
@@ -375,25 +375,6 @@ def check_options(
             f"precision is {precision!r}, the group computes in {config.precision!r}",
             hint=f"ask for precision={config.precision!r}, or make the group with {precision!r}",
         )
-
-
-def dropped_by_rank(
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    counts: tuple[int, ...],
-    experts: int,
-    capacity: int,
-    policy: DropPolicy,
-) -> torch.Tensor:
-    """Return ids with -1 beyond a capacity; a rank's tokens compete among themselves."""
-    sizes = list(counts)
-    parts = zip(torch.split(ids, sizes), torch.split(weights, sizes), strict=True)
-    kept = [
-        drop_beyond_capacity(part, weight, num_experts=experts, capacity=capacity, policy=policy)
-        for part, weight in parts
-    ]
-    return ids.masked_fill(~torch.cat(kept), -1)
 
 
 def check_gate(

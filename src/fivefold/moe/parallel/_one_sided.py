@@ -52,13 +52,19 @@ from fivefold.moe.parallel._config import (
     check_gate,
     check_layer,
     check_options,
-    dropped_by_rank,
     heap_layout,
     private_layout,
     sizes_of,
 )
 from fivefold.moe.parallel._heaps import SharedMemoryHeap, SymmetricHeap, VirtualHeap
-from fivefold.moe.routing.router import DropPolicy, Router, Routing, check_capacity, counts_of
+from fivefold.moe.routing.router import (
+    DropPolicy,
+    Router,
+    Routing,
+    check_capacity,
+    counts_of,
+    drop_beyond_capacity,
+)
 
 _Tensor = torch.Tensor
 _Optional = torch.Tensor | None
@@ -230,8 +236,11 @@ class OneSidedGroup:
             check_ids(topk_ids, config.experts)
         mosts = (check_capacity(capacity, drop_policy), config.capacity)
         if limits := [most for most in mosts if most is not None]:
-            how = {"experts": config.experts, "capacity": min(limits), "policy": drop_policy}
-            topk_ids = dropped_by_rank(topk_ids, topk_weights, counts=counts, **how)
+            # A rank's tokens compete among themselves.
+            parts = zip(*(torch.split(t, counts) for t in (topk_ids, topk_weights)), strict=True)
+            room = {"num_experts": config.experts, "capacity": min(limits)}
+            kept = [drop_beyond_capacity(*part, **room, policy=drop_policy) for part in parts]
+            topk_ids = topk_ids.masked_fill(~torch.cat(kept), -1)
         if backend == "auto":
             backend = "fused" if x.device.type == "cuda" else "reference"
         floats = (x, w13, w2, topk_weights, b13, b2)
