@@ -237,9 +237,13 @@ class OneSidedGroup:
         mosts = (check_capacity(capacity, drop_policy), config.capacity)
         if limits := [most for most in mosts if most is not None]:
             # A rank's tokens compete among themselves.
-            parts = zip(*(torch.split(t, counts) for t in (topk_ids, topk_weights)), strict=True)
             room = {"num_experts": config.experts, "capacity": min(limits)}
-            kept = [drop_beyond_capacity(*part, **room, policy=drop_policy) for part in parts]
+            sizes = list(counts)
+            parts = zip(topk_ids.split(sizes), topk_weights.split(sizes), strict=True)
+            kept = [
+                drop_beyond_capacity(ids, weights, policy=drop_policy, **room)
+                for ids, weights in parts
+            ]
             topk_ids = topk_ids.masked_fill(~torch.cat(kept), -1)
         if backend == "auto":
             backend = "fused" if x.device.type == "cuda" else "reference"
