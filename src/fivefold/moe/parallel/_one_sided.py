@@ -239,10 +239,10 @@ class OneSidedGroup:
             # A rank's tokens compete among themselves.
             room = {"num_experts": config.experts, "capacity": min(limits)}
             sizes = list(counts)
-            parts = zip(topk_ids.split(sizes), topk_weights.split(sizes), strict=True)
+            parts = torch.split(topk_ids, sizes), torch.split(topk_weights, sizes)
             kept = [
                 drop_beyond_capacity(ids, weights, policy=drop_policy, **room)
-                for ids, weights in parts
+                for ids, weights in zip(*parts, strict=True)
             ]
             topk_ids = topk_ids.masked_fill(~torch.cat(kept), -1)
         if backend == "auto":
