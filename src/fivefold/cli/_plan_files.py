@@ -207,12 +207,7 @@ def precision_of(config: TrainConfig, cluster: Cluster) -> str:
 
 
 def model_of(config: TrainConfig, *, vocab: int | None = None) -> ModelSpec:
-    """Return the trainer's model in the planner's words.
-
-    Args:
-        config: The trainer's configuration.
-        vocab: Tokens of the vocabulary; None to find it by the tokenizer.
-    """
+    """Return the trainer's model in the planner's words; a ``vocab`` of None is the tokenizer's."""
     model = config.model
     if vocab is None and config.data.tokenizer == "bytes":
         vocab = _BYTES_VOCAB
@@ -243,15 +238,7 @@ _FIRST_BUCKET, _BUCKET = 2.0**20, 25 * 2.0**20  # of DistributedDataParallel
 def write_plan_files(
     folder: Path, planned: PlannedJob, best: PlanPrediction, cluster: Cluster, *, base: str | None
 ) -> None:
-    """Write each form that the plan has, and say why where it has none.
-
-    Args:
-        folder: Where to write; made where it is not there.
-        planned: The job.
-        best: Its plan and what it costs.
-        cluster: Where it runs.
-        base: torchtitan's configuration of the model; None to find it.
-    """
+    """Write each form that the plan has, and say why where it has none."""
     make_folder(folder)
     job, plan = planned.job, best.plan
     forms: dict[str, Callable[[], str]] = {
@@ -284,15 +271,7 @@ def make_folder(folder: Path) -> None:
 def runnable(
     target: str, planned: PlannedJob, best: PlanPrediction, cluster: Cluster, *, base: str | None
 ) -> str:
-    """Return the file with which a program runs a plan.
-
-    Args:
-        target: ``"train"``, ``"torchtitan"`` or ``"megatron"``.
-        planned: The job.
-        best: Its plan and what it costs.
-        cluster: Where it runs.
-        base: torchtitan's configuration of the model; None to find it.
-    """
+    """Return the file with which a program runs a plan; ``base`` is for torchtitan."""
     model, plan = planned.job.model, best.plan
     per_node = cluster.fabric.gpus_per_node
     if target == "torchtitan":
@@ -360,14 +339,7 @@ def _kept(planned: PlannedJob, best: PlanPrediction) -> dict[str, dict[str, Any]
 def predict_step(
     config: TrainConfig, planned: PlannedJob, best: PlanPrediction, cluster: Cluster
 ) -> PredictionConfig:
-    """Return what the planner expects of a step of the trainer, part by part.
-
-    Args:
-        config: The trainer's configuration.
-        planned: The job that was planned.
-        best: The plan and what it costs.
-        cluster: Where it runs.
-    """
+    """Return what the planner expects of a step of the trainer, part by part."""
     plan, device = best.plan, as_sent(cluster, config).device
     width = CODEC_BYTES[config.sync.codec or "fp32"]
     slowed = evaluate_plan(planned.job.model, device, cluster.fabric, plan=plan).time

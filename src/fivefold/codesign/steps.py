@@ -30,7 +30,7 @@ from fivefold.collectives.pricing.phases import (
     host_groups,
     phases_time_s,
 )
-from fivefold.flows.paths import path_choices
+from fivefold.flows.paths import equal_cost_paths
 from fivefold.network.topology import Topology
 
 _AGGREGATED_AXES = {"", "data"}  # the empty one stands for all ranks of a job
@@ -244,7 +244,7 @@ def edge_route(topology: Topology, plan: JobPlan, edge: tuple[int, int]) -> tupl
     planned = plan.paths.get(edge)
     if planned is not None:
         return planned
-    first: tuple[int, ...] = path_choices(topology, *edge, relay=True)[0]
+    first: tuple[int, ...] = equal_cost_paths(topology, *edge, relay=True)[0]
     return first
 
 
