@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
 from fivefold.moe import ACTIVATIONS, Workspace, fused_moe
-from fivefold.moe.activations import Activation
 from fivefold.moe.operator import fused as registry
+from fivefold.moe.operator.activations import Activation
 from oracles.experts import TOLERANCE, cancelling, expected, experts_one_by_one, operands, relative
 
 GRID = [  # T, H, I, E, K

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.moe._gpu._cases import Case
-from fivefold.moe.activations import activation_named
+from fivefold.moe.operator.activations import activation_named
 
 __all__ = ["Operands", "operands_of"]
 

@@ -16,9 +16,9 @@ from benchmarks.moe._gpu._exact import Exact
 from benchmarks.moe._gpu._operands import Operands, operands_of
 from fivefold.errors import CommunicationError
 from fivefold.moe import OneSidedConfig, OneSidedGroup, VirtualHeap, Workspace, fused_moe
-from fivefold.moe.activations import activation_named
 from fivefold.moe.kernels import launch as launches
 from fivefold.moe.kernels import sync
+from fivefold.moe.operator.activations import activation_named
 
 __all__ = ["BACKWARD", "RUNGS", "options_of"]
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.moe._gpu._cases import Case
 from benchmarks.moe._gpu._operands import Operands
 from fivefold.moe import Workspace, backends, fused_moe
-from fivefold.moe.activations import activation_named
+from fivefold.moe.operator.activations import activation_named
 
 __all__ = [
     "LIGER",

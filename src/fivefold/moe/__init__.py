@@ -2,14 +2,14 @@
 
 A CPU path that runs on any device, every routing in common use, and the forward as one persistent
 kernel for NVIDIA GPUs (after FlashMoE, arXiv 2506.04667), also with the experts spread over ranks
-that reach each other's memory. All that users need stands here; behind it are ``activations``,
-``routing``, ``kernels``, ``operator`` and ``parallel``, each importing only those before it.
+that reach each other's memory. All that users need stands here; behind it are ``routing``,
+``kernels``, ``operator`` and ``parallel``, each importing only those before it.
 """
 
-from fivefold.moe.activations import ACTIVATIONS
 from fivefold.moe.checkpoints import convert_checkpoint, export_checkpoint, open_checkpoint
 from fivefold.moe.kernels.arguments import Workspace
 from fivefold.moe.operator._transformers import register_transformers_backend
+from fivefold.moe.operator.activations import ACTIVATIONS
 from fivefold.moe.operator.fused import backends, fused_moe
 from fivefold.moe.operator.layer import MoE, MoEConfig
 from fivefold.moe.parallel._config import OneSidedConfig

@@ -414,7 +414,6 @@ class Engine:
         kind: CallKind,
         call: Call | None,
         inner: Callable[[], Any],
-        *,
         tensors: Sequence[torch.Tensor],
         results: list[Any],
         opts: Any,

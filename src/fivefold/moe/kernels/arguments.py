@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, Self, TypedDict, Unpack
 
 import torch
 
 from fivefold.errors import ConfigurationError
-from fivefold.moe.activations import Activation
 
 _GIVE_UP_NS = 50_000_000  # in the interpreter, where a wait that does not end at once never will
 _DEBUG_GIVE_UP_NS = 30_000_000_000
@@ -319,6 +318,18 @@ class Launch(NamedTuple):
     num_return_counts: Any
 
 
+class GatedFunction(Protocol):
+    """Activation as the kernels need it."""
+
+    @property
+    def plain(self) -> str:
+        """Return the name of f."""
+
+    @property
+    def gated(self) -> bool:
+        """Return whether f(gate) is multiplied with an up half."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
     """Sizes of one variant of the kernels.
@@ -416,7 +427,7 @@ def sizes_for(
     tiles: Tiles,
     call: CallSizes,
     *,
-    activation: Activation,
+    activation: GatedFunction,
     weight_on_input: bool,
     precision: str,
     by_descriptor: bool,

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError
-from fivefold.moe.activations import Activation
 from fivefold.moe.kernels.arguments import (
     CHUNK_SLOTS,
+    GatedFunction,
     Layout,
     Operands,
     Sizes,
@@ -148,7 +148,7 @@ class Launch:
 
 def _prepare(  # noqa: PLR0913 - the operator's own options
     *operands: torch.Tensor,
-    activation: Activation,
+    activation: GatedFunction,
     b13: torch.Tensor | None = None,
     b2: torch.Tensor | None = None,
     weight_on_input: bool = False,

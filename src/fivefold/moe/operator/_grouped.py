@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from fivefold.errors import UnsupportedError
-from fivefold.moe.activations import Activation
 from fivefold.moe.kernels.arguments import Workspace
 from fivefold.moe.operator._products import (
     Assignments,
@@ -33,6 +32,7 @@ from fivefold.moe.operator._products import (
     one_row_each,
     sort_assignments,
 )
+from fivefold.moe.operator.activations import Activation
 
 _Optional = torch.Tensor | None
 _MOST_SINGLE_ROWS = 64

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe.activations import GATED_NAMES, Activation, activation_named
+from fivefold.moe.operator.activations import GATED_NAMES, Activation, activation_named
 from fivefold.moe.operator.fused import backend_for, fused_moe
 
 # Classes of transformers' activation functions, by what they compute.

@@ -14,7 +14,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError, require_one_of
-from fivefold.moe.activations import ACTIVATIONS, Activation, activation_named
 from fivefold.moe.kernels.arguments import Workspace
 from fivefold.moe.kernels.launch import (
     DTYPES,
@@ -24,6 +23,7 @@ from fivefold.moe.kernels.launch import (
     missing_fused,
 )
 from fivefold.moe.operator._grouped import backward_grouped, forward_grouped, recorded_grouped
+from fivefold.moe.operator.activations import ACTIVATIONS, Activation, activation_named
 from fivefold.moe.operator.operands import (
     Precision,
     as_autocast,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fivefold.errors import ConfigurationError, require_one_of
-from fivefold.moe.activations import activation_named
+from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.fused import OperatorGroup, backends, fused_moe
 from fivefold.moe.operator.operands import as_autocast, check_weight_on_input
 from fivefold.moe.routing.families import layer_options

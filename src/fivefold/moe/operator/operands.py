@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError, require_one_of
-from fivefold.moe.activations import Activation
+from fivefold.moe.operator.activations import Activation
 from fivefold.moe.routing.router import PLAIN_TYPES, is_plain
 
 Precision = Literal["ieee", "tf32x3", "tf32"]

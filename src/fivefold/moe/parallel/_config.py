@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe.activations import activation_named
 from fivefold.moe.kernels.arguments import (
     CHUNK_SLOTS,
     CONTROL_WORDS,
@@ -36,6 +35,7 @@ from fivefold.moe.kernels.arguments import (
     tiles_for,
 )
 from fivefold.moe.kernels.launch import DTYPES
+from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.layer import MoEConfig
 from fivefold.moe.operator.operands import PRECISIONS, Precision, check_operands, check_precision
 from fivefold.moe.parallel._heaps import SymmetricHeap

@@ -22,7 +22,6 @@ import torch
 from torch.autograd import Function
 
 from fivefold.errors import CommunicationError, ConfigurationError, DataError, UnsupportedError
-from fivefold.moe.activations import activation_named
 from fivefold.moe.kernels.arguments import (
     Heap,
     Launch,
@@ -43,6 +42,7 @@ from fivefold.moe.kernels.launch import (
     on,
     start,
 )
+from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.fused import Backend, backend_for
 from fivefold.moe.operator.layer import ExpertLoad, LocalExperts, MoEConfig
 from fivefold.moe.operator.operands import Precision, check_ids, check_weight_on_input

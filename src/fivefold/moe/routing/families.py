@@ -17,7 +17,6 @@ from importlib.resources import files
 from typing import Any
 
 from fivefold.errors import ConfigurationError, UnsupportedError
-from fivefold.moe.activations import GATED_NAMES
 
 _Options = dict[str, Any]
 
@@ -95,6 +94,7 @@ _PLAIN = {
     "relu": "relu",
     "relu2": "relu2",
 }
+_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 
 @functools.cache
@@ -207,7 +207,7 @@ def _activation(config: Any, family: str) -> str:
             config, "mlp_hidden_act" if family == "nemotron_h" else "hidden_act"
         )
     plain = _PLAIN.get(name)
-    found = plain if family == "nemotron_h" else GATED_NAMES.get(plain or "")
+    found = plain if family == "nemotron_h" else _GATED.get(plain or "")
     if found is None:
         raise _unfit(family, f"has the activation {name!r}")
     return found
