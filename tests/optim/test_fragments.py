@@ -61,6 +61,11 @@ def test_fragments_are_runs_of_parameters_of_about_equal_size(sizes, expected):
     assert found[0] == found[1] == dict(enumerate(expected))
 
 
+@pytest.mark.parametrize(("tau", "parts"), [(1, 1), (2, 2), (4, 4), (9, 4)])
+def test_four_parts_are_usual_and_no_more_than_steps(tau, parts):
+    assert StreamingDiLoCo(tau=tau).num_fragments == parts
+
+
 @pytest.mark.parametrize(
     ("tau", "fragments", "first"), [(4, 2, [2, 4]), (8, 4, [2, 4, 6, 8]), (5, 3, [1, 3, 5])]
 )

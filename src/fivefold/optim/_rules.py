@@ -216,11 +216,17 @@ def _require_between(name: str, value: object, *, most: int) -> None:
 class _InFragments(OuterRule):
     """A rule whose fragments take turns: each is sent and merged at moments of its own."""
 
+    published_fragments: ClassVar[int | None] = None  # the usual number; None: the model decides
+
     fragments: int | None = None
     delay_steps: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.fragments is None and self.published_fragments is not None:
+            uneven = self.auto_tau is not None and self.auto_tau.balance
+            usual = 1 if uneven else min(self.published_fragments, self.first_tau)
+            object.__setattr__(self, "fragments", usual)
         if self.fragments is None and self.delay_steps is not None:
             object.__setattr__(self, "fragments", 1)
         if self.fragments is None:
@@ -476,7 +482,7 @@ class StreamingDiLoCo(_InFragments):
         tau: Local steps between two launches of one fragment.
         outer_lr: alpha.
         outer_momentum: beta.
-        fragments: Number of parts, at most tau; None as for ``DelayCorrected``.
+        fragments: Number of parts, at most tau; None for 4, or tau where that is less.
         delay_steps: Local steps between launch and merge, 1 to tau; None for tau // fragments.
         keep: Share of the local parameters in the merge, in (0, 1); 0.5 in the paper. 0
             would throw away what was done during the all-reduce.
@@ -493,10 +499,10 @@ class StreamingDiLoCo(_InFragments):
     name: ClassVar[str] = "Streaming DiLoCo"
     hides_rounds: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("outer_lr", "outer_momentum")
+    published_fragments: ClassVar[int | None] = 4
 
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    fragments: int | None = 4
     keep: float = 0.5
 
     def __post_init__(self) -> None:
