@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, Self
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._round_choice import most_fragments
+from fivefold.optim._round_choice import filling_fragments, most_fragments
 from fivefold.optim._staleness import GapPenalty, NoPenalty, StalenessPenalty, named_penalty
 from fivefold.optim.auto_tau import AutoTau, named_auto_tau
 
@@ -259,12 +259,14 @@ class _InFragments(OuterRule):
         return self.fragments or 1
 
     def for_model(self, *, tensors: int, num_bytes: int) -> Self:
-        """Return the rule with up to 8 fragments, none of them smaller than 1 MiB."""
+        """Return the rule with up to 8 fragments of at least 1 MiB, which fill a given tau."""
         if self.fragments is not None:
             return self
-        uneven = self.auto_tau is not None and self.auto_tau.balance
         most = most_fragments(tensors=tensors, num_bytes=num_bytes)
-        return replace(self, fragments=1 if uneven else min(most, super().first_tau))
+        if self.auto_tau is None:
+            return replace(self, fragments=filling_fragments(super().first_tau, most=most))
+        most = 1 if self.auto_tau.balance else min(most, super().first_tau)
+        return replace(self, fragments=most)  # of which tau="auto" sends some together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,7 +354,8 @@ class DelayCorrected(_InFragments):
     Args:
         tau: Local steps per round: between two launches of one fragment.
         fragments: Number of parts, at most tau; 1 sends the whole model at once. None for up to 8,
-            as many as leave each at least 1 MiB, and 1 where workers come and go.
+            as many as leave each at least 1 MiB and little of a round in which nothing is on
+            its way (tau=12: 6 parts, 2 steps late each), and 1 where workers come and go.
         delay_steps: Local steps between launch and merge, 1 to tau; None for tau // fragments.
 
     Raises:
