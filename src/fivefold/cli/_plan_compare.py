@@ -48,11 +48,7 @@ class Price:
 
 
 def price_of(text: str) -> Price:
-    """Return a price such as "2.5 USD/GPU h".
-
-    Raises:
-        ArgumentError: It is not written so.
-    """
+    """Return a price such as "2.5 USD/GPU h"."""
     found = _PRICE.fullmatch(text)
     if found is None:
         message = f"a price must be an amount, a currency and /GPU h; got {text!r:.60}"
@@ -61,11 +57,7 @@ def price_of(text: str) -> Price:
 
 
 def tokens_of(text: str) -> float:
-    """Return a number of tokens such as "15T".
-
-    Raises:
-        ArgumentError: It is not written so, or is 0.
-    """
+    """Return a number of tokens such as "15T"."""
     found = _COUNT.fullmatch(text)
     if found is None or float(found["number"]) == 0:
         message = f"a token budget must be a positive count; got {text!r:.60}"
@@ -74,18 +66,7 @@ def tokens_of(text: str) -> float:
 
 
 def compare(names: Sequence[str], *, prices: Sequence[str], tokens: str | None, form: str) -> None:
-    """Compare one job on several clusters and show it.
-
-    Args:
-        names: A job file and clusters, in any order.
-        prices: None, one for all, or one for each cluster.
-        tokens: The budget; None for a usual one.
-        form: "text", "json" or "csv".
-
-    Raises:
-        ArgumentError: Not one job and at least one cluster, or prices that do not fit them.
-        InfeasibleError: No plan fits on any.
-    """
+    """Compare one job on several clusters (names in any order) and show it as ``form`` says."""
     job, clusters = _job_and_clusters(names)
     if len(prices) not in {0, 1, len(clusters)}:
         message = f"there are {len(prices)} prices for {len(clusters)} clusters"
@@ -135,12 +116,7 @@ def _is_job(path: Path) -> bool:
 
 
 def plan_record(model: ModelSpec, found: PlanPrediction) -> dict[str, Any]:
-    """Return what a plan comes to as a flat record, for tables.
-
-    Args:
-        model: The model.
-        found: The prediction.
-    """
+    """Return what a plan comes to as a flat record, for tables."""
     rate = tokens_per_s(model, found)
     return {
         "gpus": found.plan.num_gpus, "split": degrees_of(found.plan),
@@ -228,16 +204,7 @@ _FAILED = ("invalid", "memory")
 
 
 def check(folder: Path, *, cluster: str, form: Form) -> None:
-    """Check the recipes of a folder and show what was found.
-
-    Args:
-        folder: The folder, or one file.
-        cluster: A name or file.
-        form: How it is written; "github" is the form of annotations in GitHub's pages.
-
-    Raises:
-        Exit: A recipe is invalid or does not fit; the exit code is 1.
-    """
+    """Check the recipes of a folder and show what was found; exit code 1 where one is no good."""
     found = list(check_recipes(folder, load_cluster(cluster)))
     records = [_verdict_record(one) for one in found]
     if form == "json":

@@ -233,11 +233,9 @@ class MeasuredStep:
         return self.rest_s + self.loading_s + self.waits_s
 
     def with_messages(self, sent_s: float, *, beside_s: float | None = None) -> float:
-        """Return seconds of a step whose messages take ``sent_s``.
+        """Return the step's seconds if messages took ``sent_s`` and hid behind ``beside_s``.
 
-        Args:
-            sent_s: Seconds that its messages take.
-            beside_s: Compute that they can hide behind; None for as much as they did.
+        None: behind as much compute as they did.
         """
         hidden_s = max(self.sent_s - self.waits_s, 0.0) if beside_s is None else beside_s
         left_s = self.waits_s - max(self.sent_s - hidden_s, 0.0)  # waits for no message of ours

@@ -77,15 +77,7 @@ def steps_of(
 ) -> list[list[PhaseGroup]]:
     """Return the phases of one collective: what is in one entry runs side by side.
 
-    Args:
-        topology: The cluster.
-        job: The job.
-        plan: Its plan.
-        kind: Kind of the collective, of a split job followed by ``" over "`` and the axis.
-        size_bytes: The logical buffer per rank.
-
-    Raises:
-        InfeasibleError: The plan's algorithm is not possible for a group.
+    ``kind`` is that of the collective, of a split job followed by ``" over "`` and the axis.
     """
     if size_bytes == 0:
         return []

@@ -30,7 +30,7 @@ from typing import ClassVar, Literal, Self
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._round_choice import filling_fragments, most_fragments
-from fivefold.optim._staleness import GapPenalty, NoPenalty, StalenessPenalty, named_penalty
+from fivefold.optim._update import GapPenalty, NoPenalty, StalenessPenalty, named_penalty
 from fivefold.optim.auto_tau import AutoTau, named_auto_tau
 
 MergeKind = Literal["replace", "pull", "correct", "eager", "hand over", "gradients"]

@@ -116,9 +116,7 @@ class DeviceSpec(StackSpec):
         Raises:
             ConfigurationError: The type is unknown, or the device has no products of it.
         """
-        if dtype not in MATRIX_BYTES:
-            message = f"dtype {dtype!r} is unknown"
-            raise ConfigurationError(message, hint=f"use one of {', '.join(MATRIX_BYTES)}")
+        require_one_of(dtype, MATRIX_BYTES, f"dtype {dtype!r} is unknown")
         peaks = {"fp8": self.peak_flops_fp8, "mxfp8": self.peak_flops_fp8,
                  "nvfp4": self.peak_flops_fp4,
                  "fp32": self.peak_flops_fp32 or self.peak_flops * (self.gpu == "cpu")}  # fmt: skip

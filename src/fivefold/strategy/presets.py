@@ -358,11 +358,7 @@ def named_models() -> tuple[str, ...]:
 
 
 def model_from_table(table: Any, *, where: str) -> ModelSpec:
-    """Return a model from a table of its sizes, as ``[model]`` of a job file has it.
-
-    Raises:
-        ConfigurationError: A key is missing, unknown or not allowed.
-    """
+    """Return a model from a table of its sizes, as ``[model]`` of a job file has it."""
     check_keys(table, {field.name for field in dataclasses.fields(ModelSpec)}, where=where)
     values = dict(table)
     for name, kind in _NESTED.items():
@@ -377,11 +373,7 @@ def model_from_table(table: Any, *, where: str) -> ModelSpec:
 
 
 def with_adapters(model: ModelSpec, table: Any) -> ModelSpec:
-    """Return the model with the adapters of a table, ``[adapters]`` of a job file; None for none.
-
-    Raises:
-        ConfigurationError: A key is missing, unknown or not allowed.
-    """
+    """Return the model with the adapters of ``[adapters]`` of a job file; None for none."""
     if table is None:
         return model
     adapters = _build(LowRankAdapters, table, where="[adapters]")
@@ -422,8 +414,7 @@ def load_model(source: str, *, seq_len: int | None = None) -> ModelSpec:
         path = path / "config.json"
     config = read_json(path, what="model configuration")
     if not isinstance(config, dict):
-        message = f"{path} does not hold a JSON object"
-        raise DataError(message, hint="is it a config.json?")
+        raise DataError(f"{path} does not hold a JSON object", hint="is it a config.json?")
     try:
         return model_from_hugging_face(config, name=path.parent.name or path.stem, seq_len=seq_len)
     except FivefoldError:

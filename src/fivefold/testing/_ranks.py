@@ -245,8 +245,7 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    message = f"all ports from {_LOWEST} to {_LOWEST + span - 1} of 127.0.0.1 are in use"
-    raise OSError(message)
+    raise OSError(f"all ports from {_LOWEST} to {_LOWEST + span - 1} of 127.0.0.1 are in use")
 
 
 def _end() -> int:

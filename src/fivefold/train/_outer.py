@@ -50,11 +50,7 @@ from fivefold.train.config import SyncConfig, TrainConfig
 
 
 def require_workers(config: TrainConfig, *, world_size: int) -> None:
-    """Refuse shards that do not divide the ranks into at least two workers.
-
-    Raises:
-        ConfigurationError: They do not.
-    """
+    """Refuse shards that do not divide the ranks into at least two workers."""
     count = config.sync.shard or 1
     if count == 1:
         return

@@ -35,6 +35,18 @@ def samples(make_batches):
     return make_batches(9, num_nodes=1500, num_batches=17, share=0.6, skew=3.0)
 
 
+def test_planning_says_how_far_it_is(samples, disk):
+    told = {}
+    plan = plan_of(
+        samples, disk, cache_rows=200,
+        progress=lambda stage, done, total: told.setdefault(stage, []).append((done, total)),
+    )  # fmt: skip
+    assert told["cold rows"] == [(batch, 17) for batch in range(1, 18)]
+    passes = sum(done == total == 17 for done, total in told["segments"])
+    # One pass estimates many sizes, and each that was counted took one.
+    assert passes == 1 + sum(choice.exact for choice in plan.choices)
+
+
 def layout_of(plan, segment, samples):
     batches = range(*plan.segments[segment])
     return plan.lay_out([plan.cold_ids(b, samples.node_ids(b)) for b in batches])

@@ -150,3 +150,22 @@ def test_a_damaged_indptr_is_noticed_when_mapped(tmp_path):
         for mapped in (False, True):
             with pytest.raises(DataError, match="damaged"):
                 Adjacency.open(container, mapped=mapped)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_opening_says_how_far_it_is(tmp_path, mapped):
+    nodes, edges = 1000, 3 << 20
+    with ContainerWriter(
+        tmp_path / "graph.fvf",
+        kind="graph",
+        sections={"indptr": (np.int64, (nodes + 1,)), "indices": (np.int32, (edges,))},
+        attributes={},
+    ) as writer:
+        writer.write("indptr", 0, np.linspace(0, edges, nodes + 1).astype(np.int64))
+        writer.write("indices", 0, np.zeros(edges, np.int32))
+        container = writer.commit()
+    told = []
+    with container:
+        Adjacency.open(container, mapped, lambda *call: told.append(call))
+    assert told[-1] == ("topology", edges, edges)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)

@@ -21,13 +21,7 @@ from typing import Any
 from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering._xml import MSCCL_NAMES
 from fivefold.collectives.lowering.machine import Executed, run_order
-from fivefold.collectives.lowering.program import (
-    Buffer,
-    Operation,
-    OpKind,
-    Program,
-    ThreadBlock,
-)
+from fivefold.collectives.lowering.program import Buffer, Operation, OpKind, Program, ThreadBlock
 from fivefold.errors import InfeasibleError, UnsupportedError
 
 Queue = tuple[int, int, int]  # sender, receiver, channel

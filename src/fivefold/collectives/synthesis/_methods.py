@@ -171,8 +171,7 @@ def pipelined_all_reduce(
 ) -> Schedule:
     """Reduce to a root and broadcast from it, overlapping."""
     if collective.name != "all_reduce":
-        message = f"{collective.name} is no all-reduce"
-        raise ConfigurationError(message, hint="use method='trees'")
+        raise ConfigurationError(f"{collective.name} is no all-reduce", hint="use method='trees'")
     ranks, chunks = collective.num_ranks, collective.num_chunks
     packing = spanning_trees(topology, root=root)
     collect = packing.to_schedule(reduce(ranks, chunks, root=root), size_bytes=size_bytes)

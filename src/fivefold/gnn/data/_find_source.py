@@ -401,8 +401,7 @@ def _with_arrays(path: Path, options: SourceOptions) -> Source:
         return _tables_at(path, options)
     for role, hint in _OF_EDGES.items():
         if role in options.arrays:
-            message = f"{role} of an edge table were given as an array"
-            raise ConfigurationError(message, hint=hint)
+            raise ConfigurationError(f"{role} of an edge table were given as an array", hint=hint)
     arrays = _arrays(dict(options.arrays), options.splits, path, options)
     return _JoinedSource(_tables_at(path, replace(options, num_nodes=arrays.num_nodes)), arrays)
 

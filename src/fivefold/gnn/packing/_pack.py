@@ -25,12 +25,7 @@ from fivefold.files import lock_file, read_checked_json, write_checked_json
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.packing._records import KIND_LAYOUTS, KIND_RECORDS, Recorder, write_layouts
 from fivefold.gnn.packing._rows import KIND_ROWS, Mover, Order, write_rows
-from fivefold.gnn.packing._store import (
-    PackedStore,
-    StoreFiles,
-    read_manifest,
-    write_manifest,
-)
+from fivefold.gnn.packing._store import PackedStore, StoreFiles, read_manifest, write_manifest
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.planning.geometry import (
     STRATEGIES,

@@ -17,12 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling.batches import EdgeType
-from fivefold.gnn.sampling.kernels import (
-    LOCAL_BITS,
-    check_indices,
-    check_indptr,
-    check_weights,
-)
+from fivefold.gnn.sampling.kernels import LOCAL_BITS, check_indices, check_indptr, check_weights
 from fivefold.gnn.storage.files import WatchedFile
 from fivefold.gnn.storage.pages import Array, Ids
 

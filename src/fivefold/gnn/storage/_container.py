@@ -16,14 +16,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.files import storage_error
-from fivefold.gnn.storage._format import (
-    Header,
-    Section,
-    decode_manifest,
-    make_section,
-)
+from fivefold.gnn.storage._format import Header, Section, decode_manifest, make_section
 from fivefold.gnn.storage.files import Closing, closed_error, open_to_read, read_into
 from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Bytes, aligned, aligned_empty, hash_pages
 from fivefold.gnn.storage.reader import RowReader
@@ -111,8 +106,7 @@ class Container(Closing):
                 or damaged.
             StorageError: The disk refused.
         """
-        if verify not in {"manifest", "full"}:
-            raise ConfigurationError(f"verify is {verify!r}", hint='use "manifest" or "full"')
+        require_one_of(verify, ("manifest", "full"), f"verify is {verify!r}")
         place = Path(path).absolute()
         try:
             descriptor = open_to_read(place)
@@ -297,8 +291,7 @@ class Container(Closing):
             StorageError: The file has been closed, or cannot be mapped.
         """
         section = self.section(name)
-        if advice not in _ADVICE:
-            raise ConfigurationError(f"advice is {advice!r}", hint=f"use one of {list(_ADVICE)}")
+        require_one_of(advice, _ADVICE, f"advice is {advice!r}")
         if section.nbytes == 0:
             return np.empty(section.shape, section.dtype)
         try:

@@ -237,7 +237,7 @@ class OneSidedGroup:
         check_options(config, activation=activation, precision=precision, dtype=x.dtype)
         operands, biases = (x, w13, w2, topk_ids, topk_weights), (b13, b2)
         counts = check_call(config, self.heap, operands, biases=biases, num_tokens=num_tokens)
-        check_weight_on_input(topk_ids, weight_on_input=weight_on_input)
+        check_weight_on_input(topk_ids.shape[1], weight_on_input=weight_on_input)
         if check or (check is None and x.device.type == "cpu"):
             check_ids(topk_ids, config.experts)
         for most in (capacity, config.capacity):

@@ -21,15 +21,14 @@ from fivefold.errors import ConfigurationError, UnsupportedError
 _Options = dict[str, Any]
 
 
+def _of_groups(config: Any, **more: Any) -> _Options:
+    groups = {"groups": config.n_group or 1, "top_groups": config.topk_group or 1}
+    return {**groups, "group_score": "top2_sum", **more}
+
+
 def _sigmoid_of_groups(config: Any) -> _Options:
-    return {
-        "score": "sigmoid",
-        "normalize": config.norm_topk_prob,
-        "groups": config.n_group or 1,
-        "top_groups": config.topk_group or 1,
-        "group_score": "top2_sum",
-        "scale": getattr(config, "routed_scaling_factor", 1.0),
-    }
+    scale = getattr(config, "routed_scaling_factor", 1.0)
+    return _of_groups(config, score="sigmoid", normalize=config.norm_topk_prob, scale=scale)
 
 
 def _axk2(config: Any) -> _Options:
@@ -53,13 +52,8 @@ def _deepseek_v2(config: Any) -> _Options:
 
 
 def _softmax_of_groups(config: Any) -> _Options:
-    return {
-        "normalize": getattr(config, "norm_topk_prob", True),
-        "groups": config.n_group or 1,
-        "top_groups": config.topk_group or 1,
-        "group_score": "top2_sum",
-        "scale": config.routed_scaling_factor,
-    }
+    normalize = getattr(config, "norm_topk_prob", True)
+    return _of_groups(config, normalize=normalize, scale=config.routed_scaling_factor)
 
 
 def _by_scoring_func(config: Any) -> _Options:

@@ -265,14 +265,7 @@ class FrameReader:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return the host and port of a switch's address.
-
-    Args:
-        text: ``"host:port"``.
-
-    Raises:
-        ConfigurationError: It is no such text.
-    """
+    """Return the host and port of a switch's address, ``"host:port"``."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ConfigurationError(f"{text!r} is no address", hint="write it as host:port")

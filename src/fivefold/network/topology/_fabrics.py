@@ -82,7 +82,7 @@ def leaf_spine(
         check_count(what, value)
     check_oversubscription(oversubscription)
     port, spec, builder = Port(bandwidth, latency, oversubscription), host or HostSpec(), Builder()
-    shares = [_share(hosts, leaves, leaf) for leaf in range(leaves)]
+    shares = [hosts // leaves + (leaf < hosts % leaves) for leaf in range(leaves)]
     tops: list[str] = []
     first = 0
     for leaf, count in enumerate(shares):
@@ -269,10 +269,6 @@ def _add_tier(
         for name in below:
             builder.join(name, top, wire)
     return tops
-
-
-def _share(total: int, parts: int, part: int) -> int:
-    return total // parts + (part < total % parts)
 
 
 def rail_only(

@@ -90,9 +90,7 @@ class TacclProfile:
         """
         named = isinstance(source, str) and not source.endswith(".json")
         if named and (source in PUBLISHED or not Path(str(source)).exists()):
-            if source not in PUBLISHED:
-                message = f"there is no published TACCL profile {source!r}"
-                raise ConfigurationError(message, hint=f"they are {', '.join(PUBLISHED)}")
+            require_one_of(source, PUBLISHED, f"there is no published TACCL profile {source!r}")
             keys, own_bytes, time_scale = PUBLISHED[str(source)]
             table: Mapping[str, Any] = {"name": source, **keys}
             chunk_bytes = own_bytes if chunk_bytes is None else chunk_bytes
