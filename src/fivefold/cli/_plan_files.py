@@ -352,9 +352,8 @@ def _kept(planned: PlannedJob, best: PlanPrediction) -> dict[str, dict[str, Any]
         if config.sync.codec == "auto":
             sync["codec"] = "int4"
         sync.pop("shard", None)  # the plan says which ranks share states
-        if config.sync.tau == "auto":
-            if config.sync.fragments is not None:
-                sync["fragments"] = min(plan.tau, config.sync.fragments)
+        if config.sync.tau == "auto" and config.sync.fragments is not None:
+            sync["fragments"] = min(plan.tau, config.sync.fragments)
     elif config.sync.method in {"ddp", "none"}:
         sync = {**given.get("sync", {}), "method": "ddp" if plan.data > 1 else "none"}
     elif config.sync.method == "delayed_gradients" and plan.data > 1:
