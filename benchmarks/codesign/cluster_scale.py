@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.codesign import JobSpec, plan_cluster, run_plan, synthetic_jobs
 from fivefold.codesign.baselines import null_plan
-from fivefold.codesign.described import ModelJob, job_from_plan
+from fivefold.codesign.workloads import ModelJob, job_from_plan
 from fivefold.network.topology import HostSpec, Topology, load_lingjun, parse_topology
 from fivefold.strategy import Job, SearchSpace, load_cluster, load_model
 from fivefold.tasks import LayerCost

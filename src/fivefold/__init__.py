@@ -54,8 +54,7 @@ __version__ = version("fivefold")
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return importlib.import_module(f"fivefold.{name}")
-    message = f"module 'fivefold' has no attribute {name!r}"
-    raise AttributeError(message)
+    raise AttributeError(f"module 'fivefold' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

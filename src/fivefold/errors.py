@@ -130,11 +130,7 @@ def optional_module(name: str, *, extra: str, use: str) -> Any:
 
 
 def require_one_of(value: object, allowed: Iterable[str], message: str) -> None:
-    """Refuse a value that is none of those allowed; the hint names the nearest one and all.
-
-    Raises:
-        ConfigurationError: With the message.
-    """
+    """Refuse a value that is none of those allowed; the hint names the nearest one and all."""
     known = list(allowed)
     if value not in known:
         near = difflib.get_close_matches(str(value), known, n=1)
@@ -145,11 +141,7 @@ def require_one_of(value: object, allowed: Iterable[str], message: str) -> None:
 def require_whole(
     what: str, value: object, *, least: int = 1, most: int | None = None, hint: str | None = None
 ) -> None:
-    """Refuse what is no whole number from ``least`` to ``most``; None has no end.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
+    """Refuse what is no whole number from ``least`` to ``most``; None has no end."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     too_large = whole and most is not None and value > most  # type: ignore[operator]
     if not whole or too_large or value < least:  # type: ignore[operator]

@@ -100,9 +100,6 @@ def read_toml(path: str | os.PathLike[str], *, what: str = "configuration file")
         path: The file.
         what: Words for the file, before its path in messages.
 
-    Returns:
-        Its tables.
-
     Raises:
         ConfigurationError: The file is missing, cannot be read, is not TOML, or is beyond a limit.
 
@@ -141,9 +138,6 @@ def read_text(path: str | os.PathLike[str], *, what: str = "file") -> str:
         path: The file.
         what: Words for the file, before its path in messages.
 
-    Returns:
-        The text.
-
     Raises:
         DataError: The file is missing, no regular file, too large, or no text.
     """
@@ -158,9 +152,6 @@ def read_bytes(path: str | os.PathLike[str], *, what: str = "file") -> bytes:
         path: The file.
         what: Words for the file, before its path in messages.
 
-    Returns:
-        All of it.
-
     Raises:
         DataError: The file is missing, no regular file, or too large.
     """
@@ -173,9 +164,6 @@ def parse_toml(text: str, *, where: str) -> dict[str, Any]:
     Args:
         text: The TOML.
         where: What it is, at the head of messages.
-
-    Returns:
-        Its tables.
 
     Raises:
         ConfigurationError: It is not TOML, or is beyond a limit.
@@ -200,9 +188,6 @@ def parse_json(text: str | bytes, *, where: str, finite: bool = True) -> Any:
         text: The JSON.
         where: What it is, at the head of messages.
         finite: Refuse NaN and infinities, which JSON does not have but Python writes.
-
-    Returns:
-        Its value.
 
     Raises:
         DataError: It is not JSON, or is beyond a limit.

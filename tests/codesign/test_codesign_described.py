@@ -10,11 +10,10 @@ from fivefold.cli._main import app
 from fivefold.codesign import ClusterPlan, CoDesigns, JobPlan, JobSpec, plan_cluster, run_plan
 from fivefold.codesign.baselines import null_plan
 from fivefold.codesign.coordinator import plan_single
-from fivefold.codesign.described import ModelJob, job_from_plan
 from fivefold.codesign.jobs import Split, mesh_ranks
 from fivefold.codesign.simulate import alone_quote, iteration_of, schedule_iteration
 from fivefold.codesign.steps import steps_of
-from fivefold.codesign.workloads import load_jobs
+from fivefold.codesign.workloads import ModelJob, job_from_plan, load_jobs
 from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import HostSpec, leaf_spine, line, switch

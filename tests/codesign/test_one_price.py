@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fivefold.codesign import run_plan
 from fivefold.codesign.baselines import null_plan
-from fivefold.codesign.described import ModelJob, job_from_plan
+from fivefold.codesign.workloads import ModelJob, job_from_plan
 from fivefold.collectives.pricing import fabric_from_topology
 from fivefold.network.topology import HostSpec, leaf_spine
 from fivefold.strategy import (

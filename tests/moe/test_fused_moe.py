@@ -191,7 +191,7 @@ def test_compiles_whole_and_once_for_all_numbers_of_tokens():
         ({"topk_weights": torch.zeros(5, 2, device="meta")}, "topk_weights is on meta"),
         ({"activation": "tanh"}, "there is no activation 'tanh'"),
         ({"backend": "magic"}, "there is no backend 'magic'"),
-        ({"precision": "tf16"}, "there is no precision 'tf16'; use ieee, tf32x3, tf32"),
+        ({"precision": "tf16"}, "there is no precision 'tf16'; choose one of ieee, tf32x3, tf32"),
         ({"weight_on_input": True}, "weight_on_input needs top_k 1; got 2"),
         ({"x": [[1.0]]}, "x is a list; it must be a torch.Tensor"),
         ({"x": torch.zeros(5, 8).to(torch.float8_e4m3fn)}, "x has dtype torch.float8_e4m3fn"),

@@ -26,7 +26,7 @@ import torch
 
 from fivefold.optim._outer_optimizer import OuterOptimizer
 from fivefold.optim._rules import OuterRule
-from fivefold.optim._staleness import ConstantPenalty, GapPenalty
+from fivefold.optim._update import ConstantPenalty, GapPenalty
 
 __all__ = ["ReferenceRun", "reference_run"]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
 from fivefold.report import render_html
-from fivefold.report._charts import curve_data, range_rows, round_step, timeline_svg
+from fivefold.report._html import curve_data, range_rows, round_step, timeline_svg
 from fivefold.report.page import (
     BarChart,
     BarRow,

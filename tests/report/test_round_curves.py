@@ -17,7 +17,7 @@ from fivefold.report import (
     report_page,
     report_text,
 )
-from fivefold.report._charts import timeline_svg
+from fivefold.report._html import timeline_svg
 from fivefold.report._records import Manifest, Metrics, RankTrace, Run, Span, SyncPoint, TauPoint
 from fivefold.report._run_charts import round_charts, timeline_section
 from fivefold.report.perfetto import trace_events

@@ -18,7 +18,7 @@ from fivefold.report import (
     report_text,
     write_html,
 )
-from fivefold.report._report import configuration_differences
+from fivefold.report._reader import configuration_differences
 from fivefold.report.summary import time_to_value
 
 

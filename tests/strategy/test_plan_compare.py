@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
-from fivefold.cli._plan_compare import price_of, tokens_of
+from fivefold.cli._plan import price_of, tokens_of
 from fivefold.errors import ConfigurationError
 from fivefold.strategy import error_bar, load_cluster, load_job, search_plans
 

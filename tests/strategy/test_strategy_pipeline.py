@@ -142,5 +142,5 @@ def test_uneven_layers_with_embedding_and_head():
 
 
 def test_an_unknown_schedule_is_explained():
-    with pytest.raises(ConfigurationError, match="use one of gpipe"):
+    with pytest.raises(ConfigurationError, match="choose one of gpipe"):
         pipeline_shape("2f2b", stages=2, micro_batches=2, **THIRD)

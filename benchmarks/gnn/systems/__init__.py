@@ -32,7 +32,7 @@ from benchmarks.gnn.systems._system import (
     Workload,
     prefetched,
 )
-from fivefold.gnn.loading.online_cache import OnlineCache
+from fivefold.gnn.loading.rows import OnlineCache
 
 __all__ = [
     "ChangeSet",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from benchmarks.gnn.systems._simple import loaded, read_sorted
 from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStatistics, Workload
-from fivefold.gnn.loading.online_cache import CachePolicy, OnlineCache
+from fivefold.gnn.loading.rows import CachePolicy, OnlineCache
 from fivefold.gnn.storage import RowReader
 from fivefold.gnn.storage.pages import gather_rows
 

@@ -172,12 +172,7 @@ SizeOption = Annotated[str, typer.Option(help="Size of the collective, such as 1
 
 
 def read_algorithm(file: Path) -> Schedule | Program:
-    """Return a schedule or a program from a file, whichever form it has.
-
-    Raises:
-        DataError: The file cannot be read.
-        UnsupportedError: It is a plan for MSCCL++.
-    """
+    """Return a schedule or a program from a file, whichever form it has."""
     text = read_text(file, what="algorithm")
     if text.lstrip().startswith("<"):
         return from_msccl_xml(text)
@@ -192,11 +187,7 @@ def read_algorithm(file: Path) -> Schedule | Program:
 
 
 def read_only_schedule(file: Path) -> Schedule:
-    """Return a schedule from a file.
-
-    Raises:
-        ConfigurationError: The file holds a program.
-    """
+    """Return a schedule from a file."""
     found = read_algorithm(file)
     if not isinstance(found, Schedule):
         raise ConfigurationError(
@@ -206,11 +197,7 @@ def read_only_schedule(file: Path) -> Schedule:
 
 
 def require_ending(output: Path) -> None:
-    """Refuse a file name that says no format, before the search and not after it.
-
-    Raises:
-        ArgumentError: The ending is not known.
-    """
+    """Refuse a file name that says no format, before the search and not after it."""
     if output.suffix not in {".json", ".xml"}:
         raise ArgumentError(
             f"{output} has no known ending", hint="end it with .json, .xml or .plan.json"

@@ -1,23 +1,320 @@
-"""``fivefold gnn``: graph neural networks whose features do not fit in memory."""
+"""``fivefold gnn``: data sets on disk, and training where features do not fit in memory."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from fivefold.cli import _gnn_data, _gnn_store
+from fivefold.cli import _gnn_store
 from fivefold.cli._later import later
 from fivefold.cli._options import (
+    ArgumentError,
     ConfigArgument,
+    DatasetArgument,
+    JsonOption,
     bytes_of,
     command_group,
     output_option,
     require_writable,
+    write_json,
 )
+from fivefold.units import format_bytes
+
+with later():
+    from fivefold.gnn.data import (
+        Dataset,
+        EdgeRules,
+        HeteroDataset,
+        SourceOptions,
+        TableColumns,
+        find_source,
+        generate_graph,
+        ingest,
+        open_dataset,
+    )
+    from fivefold.gnn.data.statistics import describe, verify
+    from fivefold.runs import ProgressBar
+
+OutputArgument = Annotated[Path, typer.Argument(help="Folder to write; made if missing.")]
+MemoryOption = Annotated[str, typer.Option(help='What buffers may take, such as "1 GB".')]
+SourceArgument = Annotated[str, typer.Argument(help="File or folder to read.")]
+KindOption = Annotated[
+    str | None, typer.Option(help="npy, ogb, mag240m, pyg or table; left out, found from the path.")
+]
+ArrayOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ROLE=FILE",
+        help="A .npy file: features, labels, weights, train, valid or test. May be repeated.",
+    ),
+]
+ColumnOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ROLE=NAME",
+        help="A column of a table: source, target, weight; node, label, split, or features "
+        "(names with commas between). May be repeated.",
+    ),
+]
+NodesOption = Annotated[
+    Path | None, typer.Option(help="Table with a row per node, beside edge tables.", exists=True)
+]
+HeaderOption = Annotated[
+    bool | None, typer.Option("--header/--no-header", help="Whether CSV files begin with names.")
+]
+IdsOption = Annotated[str, typer.Option(help="Ids in tables: auto, number or text.")]
+NumNodesOption = Annotated[
+    int | None, typer.Option(min=0, help="Number of nodes; left out, found.")
+]
+SplitOption = Annotated[
+    int | None,
+    typer.Option(min=0, help="Which one, where masks of nodes have several columns; from 0."),
+]
+LeaveOutOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME", help="Features of edges to leave out, such as edge_attr. May be repeated."
+    ),
+]
+ReverseOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--undirected/--directed",
+        "--add-reverse/--no-add-reverse",
+        help="Store every edge in both directions; left out, as the source wants.",
+    ),
+]
+SelfLoopsOption = Annotated[
+    bool, typer.Option("--drop-self-loops", help="Leave out edges from a node to itself.")
+]
+DuplicatesOption = Annotated[
+    bool, typer.Option("--drop-duplicates", help="Keep one of equal edges.")
+]
+GraphOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="classes, p_in, signal, mean_degree, label_noise, train, valid, test (shares), "
+        "neighbors (drawn, drawing or both) or random_ids. May be repeated.",
+    ),
+]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Threads; left out, one per core.")]
+_GRAPH_OPTIONS: dict[str, Callable[[str], Any]] = {
+    "classes": int,
+    **dict.fromkeys(("p_in", "signal", "mean_degree", "label_noise"), float),
+    **dict.fromkeys(("train", "valid", "test"), float),
+    "neighbors": str,
+    "random_ids": lambda text: {"true": True, "false": False}[text.lower()],
+}
+_SPLITS = ("train", "valid", "test")
+
+
+def ingest_command(  # noqa: PLR0913 - the command's options
+    source: SourceArgument,
+    output: OutputArgument,
+    *,
+    kind: KindOption = None,
+    array: ArrayOption = None,
+    column: ColumnOption = None,
+    nodes: NodesOption = None,
+    header: HeaderOption = None,
+    ids: IdsOption = "auto",
+    num_nodes: NumNodesOption = None,
+    split: SplitOption = None,
+    leave_out: LeaveOutOption = None,
+    add_reverse: ReverseOption = None,
+    drop_self_loops: SelfLoopsOption = False,
+    drop_duplicates: DuplicatesOption = False,
+    memory: MemoryOption = "1 GB",
+    as_json: JsonOption = False,
+) -> None:
+    """Write a graph from a file or a folder as a data set.
+
+    The source is read in blocks: it may be much larger than memory. A run that was stopped goes
+    on where it was when it is started again with the same options. Edges keep their direction:
+    messages flow from source to target.
+
+    Raises:
+        FivefoldError: Whatever reading or writing met; the entry point prints it.
+    """
+    if source in {"debian", "wordnet"} and not Path(source).exists():
+        raise ArgumentError(
+            f"{source} is no source of this command any more",
+            hint=f"python -m benchmarks.gnn.real_graphs {source} FOLDER makes this data set",
+        )
+    arrays = _pairs(array, "array", ("features", "labels", "weights", "edge_features", *_SPLITS))
+    options = SourceOptions(
+        kind=kind,
+        arrays={name: Path(path) for name, path in arrays.items() if name not in _SPLITS},
+        splits={name: Path(path) for name, path in arrays.items() if name in _SPLITS},
+        nodes=nodes,
+        columns=_columns(column, header),
+        ids=ids,
+        num_nodes=num_nodes,
+        split=split,
+        leave_out=tuple(leave_out or ()),
+    )
+    rules = EdgeRules(
+        add_reverse=bool(add_reverse),
+        drop_self_loops=drop_self_loops,
+        drop_duplicates=drop_duplicates,
+    )
+    as_wanted = add_reverse is None
+    _ingest_path(source, output, options, (rules, as_wanted, bytes_of(memory)), as_json=as_json)
+
+
+def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> dict[str, str]:
+    pairs = {}
+    for text in values or []:
+        role, equals, value = text.partition("=")
+        if not equals or not value or role not in allowed:
+            raise ArgumentError(
+                f"--{option} got {text!r}", hint=f"write ROLE=..., ROLE one of {', '.join(allowed)}"
+            )
+        pairs[role] = value
+    return pairs
+
+
+def _columns(values: list[str] | None, header: bool | None) -> TableColumns:  # noqa: FBT001
+    roles = ("source", "target", "weight", "node", "label", "split", "features")
+    pairs: dict[str, Any] = dict(_pairs(values, "column", roles))
+    if "features" in pairs:
+        pairs["features"] = pairs["features"].split(",")
+    return TableColumns(names=header, **pairs)
+
+
+def _ingest_path(
+    source: str,
+    output: Path,
+    options: SourceOptions,
+    run: tuple[EdgeRules, bool, int],
+    *,
+    as_json: bool,
+) -> None:
+    rules, as_wanted, memory_bytes = run
+    found, wants_reverse = find_source(source, options)
+    if as_wanted:
+        rules = replace(rules, add_reverse=wants_reverse)
+    with ProgressBar() as show:
+        written: Any = ingest(
+            found, output, rules=rules, memory_bytes=memory_bytes, progress=_with_totals(show)
+        )
+    with written:
+        _write_facts(written, as_json=as_json)
+
+
+def generate_command(  # noqa: PLR0913 - the command's options
+    output: OutputArgument,
+    *,
+    nodes: Annotated[int, typer.Option(min=0, help="Number of nodes.")],
+    dim: Annotated[int, typer.Option(min=1, help="Elements of a feature row.")] = 128,
+    dtype: Annotated[str, typer.Option(help="float16, float32 or float64.")] = "float32",
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    option: GraphOption = None,
+    threads: ThreadsOption = None,
+    memory: MemoryOption = "1 GB",
+    as_json: JsonOption = False,
+) -> None:
+    """Write a graph with classes, skewed degrees and noisy features, of any size.
+
+    The result depends on these options, not on threads or memory. A run that was stopped goes on
+    where it was.
+    """
+    options = _graph_options(option)
+    with ProgressBar() as show:
+        dataset = generate_graph(
+            output,
+            nodes=nodes,
+            dim=dim,
+            dtype=dtype,
+            seed=seed,
+            threads=threads,
+            memory_bytes=bytes_of(memory),
+            progress=show,
+            **options,
+        )
+    with dataset:
+        _write_facts(dataset, as_json=as_json)
+
+
+def _graph_options(values: list[str] | None) -> dict[str, Any]:
+    options = {}
+    for name, text in _pairs(values, "option", tuple(_GRAPH_OPTIONS)).items():
+        try:
+            options[name] = _GRAPH_OPTIONS[name](text)
+        except (ValueError, KeyError) as error:
+            raise ArgumentError(
+                f"--option {name} got {text!r}", hint="see fivefold gnn generate --help"
+            ) from error
+    return options
+
+
+def info_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> None:
+    """Show what is in a data set: nodes, edges, degrees, classes, sizes, fingerprints.
+
+    Raises:
+        FivefoldError: The folder holds no data set, or a damaged one.
+    """
+    with open_dataset(folder) as dataset:
+        _write_facts(dataset, as_json=as_json)
+
+
+def verify_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> None:
+    """Read every byte of a data set and compare its checksums.
+
+    Raises:
+        FivefoldError: Something is damaged; the message names file and place.
+    """
+    with open_dataset(folder) as dataset, ProgressBar() as show:
+        read_bytes = verify(dataset, show)
+    if as_json:
+        write_json({"folder": str(folder), "whole": True, "bytes": read_bytes})
+    else:
+        typer.echo(f"{folder} is whole: {format_bytes(read_bytes)} read")
+
+
+def _with_totals(show: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+    """Count the rest as one where nobody knows how much there is."""
+
+    def tell(stage: str, done: int, total: int) -> None:
+        show(stage, done, total or done + 1)
+
+    return tell
+
+
+def _write_facts(dataset: Dataset | HeteroDataset, *, as_json: bool) -> None:
+    with ProgressBar() as show:
+        facts = describe(dataset, show)
+    if as_json:
+        write_json(facts)
+    else:
+        for line in _lines(facts, ""):
+            typer.echo(line)
+
+
+def _lines(facts: dict[str, Any], indent: str) -> list[str]:
+    """Write one fact a line, the nested ones below their name."""
+    lines = []
+    for key, value in facts.items():
+        label = f"{indent}{key.replace('_', ' ')}:"
+        if isinstance(value, dict):
+            lines += [label, *_lines(value, indent + "  ")]
+        elif key == "bytes":
+            lines.append(f"{label} {format_bytes(value)}")
+        elif isinstance(value, float):
+            lines.append(f"{label} {value:.4g}")
+        elif isinstance(value, int) and not isinstance(value, bool):
+            lines.append(f"{label} {value:,}")
+        else:
+            lines.append(f"{label} {value}")
+    return lines
+
 
 with later():
     from fivefold.gnn.training import load_gnn_config, train_graph
@@ -111,10 +408,10 @@ app = command_group(
     "gnn",
     help="Train graph neural networks whose features are many times larger than memory.",
     commands={  # as one uses them
-        "ingest": _gnn_data.ingest_command,
-        "generate": _gnn_data.generate_command,
-        "info": _gnn_data.info_command,
-        "verify": _gnn_data.verify_command,
+        "ingest": ingest_command,
+        "generate": generate_command,
+        "info": info_command,
+        "verify": verify_command,
         "probe": _gnn_store.probe_command,
         "sample": _gnn_store.sample_command,
         "plan": _gnn_store.plan_command,

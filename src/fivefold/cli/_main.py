@@ -132,14 +132,7 @@ def is_usage_error(error: Exception) -> bool:
 
 
 def show_error(error: Exception) -> int:
-    """Write what went wrong and what to do to standard error.
-
-    Args:
-        error: What came out of the command.
-
-    Returns:
-        The exit code.
-    """
+    """Write what went wrong and what to do to standard error; return the exit code."""
     if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: its help
         sys.stderr.write(f"{error.ctx.get_help()}\n")  # type: ignore[attr-defined]
         return _USAGE

@@ -84,14 +84,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 def require_writable(*paths: Path | None) -> None:
-    """Refuse files and folders that cannot be made where they are wanted.
-
-    Args:
-        paths: Files or folders to be written; None for one that was not asked for.
-
-    Raises:
-        ConfigurationError: One cannot be written; the message names what is in the way.
-    """
+    """Refuse files and folders that cannot be made where they are wanted."""
     for path in paths:
         if path is None:
             continue
@@ -110,11 +103,7 @@ def require_writable(*paths: Path | None) -> None:
 
 
 def require_picture(path: Path | None) -> None:
-    """Refuse a picture in a format that is not drawn.
-
-    Raises:
-        ArgumentError: The ending is not that of a picture.
-    """
+    """Refuse a picture in a format that is not drawn."""
     if path is not None and path.suffix not in _PICTURES:
         raise ArgumentError(
             f"a picture cannot be saved as {str(path)!r}", hint="use .png, .svg or .pdf"

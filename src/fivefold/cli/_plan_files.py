@@ -103,9 +103,10 @@ def _window(sync: SyncConfig) -> float:
     """Return the share of a round that hides outer updates; 0 where all ranks wait for them."""
     if sync.method in _WAITING or (sync.method == "outer_optimizer" and not sync.hidden):
         return 0.0
-    if sync.delay_steps is None or not isinstance(sync.tau, int):
+    if not isinstance(sync.tau, int):
         return 1.0
-    return min(1.0, sync.delay_steps * (sync.fragments or 1) / sync.tau)
+    parts = sync.fragments or 1  # left out, they are chosen to fill the round
+    return min(1.0, parts * (sync.delay_steps or sync.tau // parts) / sync.tau)
 
 
 def _buffers(sync: SyncConfig) -> float:
@@ -143,11 +144,6 @@ def read_job(path: Path, cluster: Cluster, sizes: JobSizes) -> PlannedJob:
             the folder of one.
         cluster: Where it will run; gives the number of GPUs where nothing else does.
         sizes: Of the command line; they go before those of a file.
-
-    Raises:
-        ConfigurationError: A key is missing, unknown or not allowed.
-        DataError: A config.json cannot be read.
-        InfeasibleError: The cluster has fewer GPUs than are wanted.
     """
     given = {key: value for key, value in dataclasses.asdict(sizes).items() if value is not None}
     if path.is_dir() and not (path / "config.json").exists():
@@ -212,15 +208,7 @@ def precision_of(config: TrainConfig, cluster: Cluster) -> str:
 
 
 def model_of(config: TrainConfig, *, vocab: int | None = None) -> ModelSpec:
-    """Return the trainer's model in the planner's words.
-
-    Args:
-        config: The trainer's configuration.
-        vocab: Tokens of the vocabulary; None to find it by the tokenizer.
-
-    Raises:
-        DataError: The tokenizer's file cannot be read.
-    """
+    """Return the trainer's model in the planner's words; a ``vocab`` of None is the tokenizer's."""
     model = config.model
     if vocab is None and config.data.tokenizer == "bytes":
         vocab = _BYTES_VOCAB
@@ -243,7 +231,6 @@ def model_of(config: TrainConfig, *, vocab: int | None = None) -> ModelSpec:
     )  # fmt: skip
 
 
-_MOST_FRAGMENTS = 8  # more are more messages, each with its latency
 _OUTER_PASSES = 8  # over parameters, anchors and momenta in an outer update, 4 bytes each
 _FIRST_BUCKET, _BUCKET = 2.0**20, 25 * 2.0**20  # of DistributedDataParallel
 
@@ -251,18 +238,7 @@ _FIRST_BUCKET, _BUCKET = 2.0**20, 25 * 2.0**20  # of DistributedDataParallel
 def write_plan_files(
     folder: Path, planned: PlannedJob, best: PlanPrediction, cluster: Cluster, *, base: str | None
 ) -> None:
-    """Write each form that the plan has, and say why where it has none.
-
-    Args:
-        folder: Where to write; made where it is not there.
-        planned: The job.
-        best: Its plan and what it costs.
-        cluster: Where it runs.
-        base: torchtitan's configuration of the model; None to find it.
-
-    Raises:
-        DataError: The folder cannot be made.
-    """
+    """Write each form that the plan has, and say why where it has none."""
     make_folder(folder)
     job, plan = planned.job, best.plan
     forms: dict[str, Callable[[], str]] = {
@@ -282,11 +258,7 @@ def write_plan_files(
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it.
-
-    Raises:
-        DataError: It cannot be made.
-    """
+    """Make a folder and those above it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -299,18 +271,7 @@ def make_folder(folder: Path) -> None:
 def runnable(
     target: str, planned: PlannedJob, best: PlanPrediction, cluster: Cluster, *, base: str | None
 ) -> str:
-    """Return the file with which a program runs a plan.
-
-    Args:
-        target: ``"train"``, ``"torchtitan"`` or ``"megatron"``.
-        planned: The job.
-        best: Its plan and what it costs.
-        cluster: Where it runs.
-        base: torchtitan's configuration of the model; None to find it.
-
-    Raises:
-        UnsupportedError: The program cannot run the plan or the model.
-    """
+    """Return the file with which a program runs a plan; ``base`` is for torchtitan."""
     model, plan = planned.job.model, best.plan
     per_node = cluster.fabric.gpus_per_node
     if target == "torchtitan":
@@ -352,13 +313,8 @@ def _kept(planned: PlannedJob, best: PlanPrediction) -> dict[str, dict[str, Any]
         if config.sync.codec == "auto":
             sync["codec"] = "int4"
         sync.pop("shard", None)  # the plan says which ranks share states
-        if config.sync.tau == "auto":
-            parts = config.sync.fragments
-            if config.sync.method == "delay_corrected" and parts is None:
-                # A part at a time hides as well as all of it per round, and is less late.
-                parts = _MOST_FRAGMENTS
-            if parts is not None:
-                sync["fragments"] = min(plan.tau, parts)
+        if config.sync.tau == "auto" and config.sync.fragments is not None:
+            sync["fragments"] = min(plan.tau, config.sync.fragments)
     elif config.sync.method in {"ddp", "none"}:
         sync = {**given.get("sync", {}), "method": "ddp" if plan.data > 1 else "none"}
     elif config.sync.method == "delayed_gradients" and plan.data > 1:
@@ -378,14 +334,7 @@ def _kept(planned: PlannedJob, best: PlanPrediction) -> dict[str, dict[str, Any]
 def predict_step(
     config: TrainConfig, planned: PlannedJob, best: PlanPrediction, cluster: Cluster
 ) -> PredictionConfig:
-    """Return what the planner expects of a step of the trainer, part by part.
-
-    Args:
-        config: The trainer's configuration.
-        planned: The job that was planned.
-        best: The plan and what it costs.
-        cluster: Where it runs.
-    """
+    """Return what the planner expects of a step of the trainer, part by part."""
     plan, device = best.plan, as_sent(cluster, config).device
     width = CODEC_BYTES[config.sync.codec or "fp32"]
     slowed = evaluate_plan(planned.job.model, device, cluster.fabric, plan=plan).time

@@ -89,12 +89,7 @@ class FoundPlans:
 
 
 def split_page(found: FoundPlans, *, command: str = "") -> Page:
-    """Return the page of a search, or of one plan that was judged: for HTML and for a terminal.
-
-    Args:
-        found: The plans.
-        command: How to make it again; empty for none.
-    """
+    """Return the page of a search, or of one plan that was judged; ``command`` makes it again."""
     job, cluster, best, result = found.job, found.cluster, found.best, found.result
     first = best[0]
     labels = [f"{number + 1}: {degrees_of(one.plan)}" for number, one in enumerate(best)]

@@ -16,12 +16,7 @@ from fivefold.codesign.arbiter import Arbiter, PlanningOptions, Progress, object
 from fivefold.codesign.baselines import best_alone_plan, local_order, null_plan, routed_one_by_one
 from fivefold.codesign.jobs import JobSpec, check_jobs
 from fivefold.codesign.plans import ClusterPlan, CoDesigns, DecisionRecord, JobPlan
-from fivefold.codesign.simulate import (
-    Outcome,
-    alone_quote,
-    run_plan,
-    schedule_iteration,
-)
+from fivefold.codesign.simulate import Outcome, alone_quote, run_plan, schedule_iteration
 from fivefold.codesign.steps import job_groups
 from fivefold.codesign.trees import SwitchState, nearest_roots, spread_trees
 from fivefold.collectives.pricing.phases import host_groups
@@ -385,7 +380,9 @@ def _plan_together(
         plan, outcome, floor = _arbitrate(arbiter, jobs, singles)
         simulations += arbiter.simulations
     adopted = None if arbiter.adopted is None else singles[arbiter.adopted]
-    decisions = _nominal(jobs) if adopted is None else list(adopted.decisions)
+    decisions = [nominal_record(job) for job in jobs if job.splits]  # of a baseline that is kept
+    if adopted is not None:
+        decisions = list(adopted.decisions)
     return CoDesignResult(
         plan=plan,
         baseline=baseline,
@@ -425,11 +422,6 @@ class _Singles:
     plan: ClusterPlan
     decisions: tuple[DecisionRecord, ...]
     splits: Mapping[str, tuple[JobPlan, ...]]
-
-
-def _nominal(jobs: Sequence[JobSpec]) -> list[DecisionRecord]:
-    """Return what layer 1 decided where the baseline was kept."""
-    return [nominal_record(job) for job in jobs if job.splits]
 
 
 def _other_splits(

@@ -115,9 +115,6 @@ def explain_plan(job: Job, cluster: Cluster) -> Explanation:
         job: What is trained; its plan where it has one, else the fastest of its space.
         cluster: Where.
 
-    Returns:
-        The explanation, of an iteration.
-
     Raises:
         InfeasibleError: No plan fits the memory, or the given one does not.
 

@@ -233,11 +233,9 @@ class MeasuredStep:
         return self.rest_s + self.loading_s + self.waits_s
 
     def with_messages(self, sent_s: float, *, beside_s: float | None = None) -> float:
-        """Return seconds of a step whose messages take ``sent_s``.
+        """Return the step's seconds if messages took ``sent_s`` and hid behind ``beside_s``.
 
-        Args:
-            sent_s: Seconds that its messages take.
-            beside_s: Compute that they can hide behind; None for as much as they did.
+        None: behind as much compute as they did.
         """
         hidden_s = max(self.sent_s - self.waits_s, 0.0) if beside_s is None else beside_s
         left_s = self.waits_s - max(self.sent_s - hidden_s, 0.0)  # waits for no message of ours
@@ -250,9 +248,6 @@ def explain_run(folder: Path | str) -> Explanation:
 
     Args:
         folder: A run of ``fivefold train``.
-
-    Returns:
-        The explanation, of a step.
 
     Raises:
         DataError: The folder holds no run, several, or none of whose time anything is recorded.
@@ -285,7 +280,7 @@ def explain_run(folder: Path | str) -> Explanation:
         waits_s=parts["exposed_communication"],
         sent_s=max((summary.in_flight_s or 0.0) / summary.steps, parts["exposed_communication"]),
         least_sent_s=least_bytes / rate if least_bytes and rate else None,
-        tau=_tau_of(report.runs[0].config),
+        tau=_tau_of(report.runs[0].config, [point.tau for point in report.runs[0].metrics.sync]),
     )
     return Explanation(
         subject=f"{summary.label}, {report.runs[0].manifest.world_size} ranks, "
@@ -298,9 +293,11 @@ def explain_run(folder: Path | str) -> Explanation:
     )
 
 
-def _tau_of(config: dict[str, Any]) -> int:
-    tau = config.get("sync", {}).get("tau", 1)
-    return tau if isinstance(tau, int) else 1
+def _tau_of(config: dict[str, Any], logged: Sequence[int | None]) -> int:
+    """Return the last tau of a run: "auto" changes it."""
+    tau = config.get("sync", {}).get("tau")
+    chosen = [tau, *logged][-1]
+    return chosen if isinstance(chosen, int) and chosen > 0 else 1
 
 
 def _changes(step: MeasuredStep, method: str) -> Iterator[Change]:

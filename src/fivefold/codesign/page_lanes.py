@@ -146,11 +146,6 @@ Times = dict[tuple[int, str, bool], tuple[float, float]]
 """By iteration, task, and whether it computes: when it began and ended."""
 
 
-def job_colour(place: int) -> str:
-    """Return the kind of a job's boxes, by its place among the jobs."""
-    return f"job{place % _COLOURS}"
-
-
 def job_timeline(window: Window, jobs: Sequence[JobSpec]) -> Timeline:
     """Compute and communication of each job over the window."""
     times = _task_times(window)
@@ -382,7 +377,7 @@ class _Rates:
         shares = load / capacity
         place = self._jobs.index(name)
         return LaneLoad(
-            kind=job_colour(place),
+            kind=f"job{place % _COLOURS}",
             title=f"{name}: up to {format_bytes_per_s(float(shares.max() * capacity))}",
             times_s=tuple(moments.tolist()),
             shares=tuple(shares[:-1].tolist()),

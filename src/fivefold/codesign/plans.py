@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
@@ -64,7 +64,7 @@ class JobPlan:
 
     def __reduce__(self) -> tuple[Any, ...]:  # a mapping proxy cannot be pickled
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return _job_plan, (values | {"paths": dict(self.paths)},)
+        return partial(JobPlan, **values | {"paths": dict(self.paths)}), ()
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
@@ -77,10 +77,6 @@ class JobPlan:
         found = self.roots[tree] if self.roots else self.root
         assert found is not None, "only asked for in-network aggregation"
         return found
-
-
-def _job_plan(values: dict[str, Any]) -> JobPlan:
-    return JobPlan(**values)
 
 
 @dataclass(frozen=True)
@@ -129,9 +125,6 @@ class ClusterPlan:
 
         Args:
             text: JSON.
-
-        Returns:
-            The plan.
 
         Raises:
             ConfigurationError: It is not such a text.

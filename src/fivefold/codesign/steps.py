@@ -30,7 +30,7 @@ from fivefold.collectives.pricing.phases import (
     host_groups,
     phases_time_s,
 )
-from fivefold.flows.paths import path_choices
+from fivefold.flows.paths import equal_cost_paths
 from fivefold.network.topology import Topology
 
 _AGGREGATED_AXES = {"", "data"}  # the empty one stands for all ranks of a job
@@ -77,15 +77,7 @@ def steps_of(
 ) -> list[list[PhaseGroup]]:
     """Return the phases of one collective: what is in one entry runs side by side.
 
-    Args:
-        topology: The cluster.
-        job: The job.
-        plan: Its plan.
-        kind: Kind of the collective, of a split job followed by ``" over "`` and the axis.
-        size_bytes: The logical buffer per rank.
-
-    Raises:
-        InfeasibleError: The plan's algorithm is not possible for a group.
+    ``kind`` is that of the collective, of a split job followed by ``" over "`` and the axis.
     """
     if size_bytes == 0:
         return []
@@ -252,7 +244,7 @@ def edge_route(topology: Topology, plan: JobPlan, edge: tuple[int, int]) -> tupl
     planned = plan.paths.get(edge)
     if planned is not None:
         return planned
-    first: tuple[int, ...] = path_choices(topology, *edge, relay=True)[0]
+    first: tuple[int, ...] = equal_cost_paths(topology, *edge, relay=True)[0]
     return first
 
 

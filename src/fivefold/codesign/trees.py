@@ -60,11 +60,7 @@ class TreeChoice:
 
 
 class SwitchState:
-    """Knowledge of the switches: trees that they serve, so load of links and slots left.
-
-    Args:
-        topology: The cluster.
-    """
+    """Knowledge of the switches: trees that they serve, so load of links and slots left."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology

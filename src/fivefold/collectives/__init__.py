@@ -21,8 +21,7 @@ __all__ = ["algorithms", "execution", "lowering", "pricing", "schedules", "synth
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return importlib.import_module(f"fivefold.collectives.{name}")
-    message = f"module 'fivefold.collectives' has no attribute {name!r}"
-    raise AttributeError(message)
+    raise AttributeError(f"module 'fivefold.collectives' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -65,37 +65,6 @@ def _direct_links(topology: Topology) -> tuple[npt.NDArray[np.int64], npt.NDArra
     return unique, between[order][where].astype(np.int32)
 
 
-def equal_cost_paths(
-    topology: Topology, source: int, target: int, *, limit: int = 64, relay: bool = False
-) -> tuple[tuple[int, ...], ...]:
-    """Find the paths of fewest links from one rank to another that no third rank forwards.
-
-    Between ranks of one host paths that stay inside it go before others of the same length, as
-    libraries use NVLink where it is there.
-
-    Args:
-        topology: The graph.
-        source: Rank where they begin.
-        target: Rank where they end.
-        limit: Most paths to return; they are found in the order of their link numbers.
-        relay: Whether other ranks may forward where there is no path without them; then the
-            shortest route is the only path (in a torus, or between rails that meet in hosts).
-
-    Returns:
-        Link indices of each path, at least one path.
-
-    Raises:
-        ConfigurationError: A rank does not exist, they are equal, or the limit is not positive.
-        InfeasibleError: There is no path.
-
-    Examples:
-        >>> from fivefold.network.topology import switch
-        >>> equal_cost_paths(switch(3), 0, 1)
-        ((0, 3),)
-    """
-    return tuple(path_choices(topology, source, target, limit=limit, relay=relay))
-
-
 @dataclass(frozen=True)
 class PathChoices(Sequence[tuple[int, ...]]):
     """The paths of fewest links between two ranks: how all begin, where they differ, how all end.
@@ -117,27 +86,35 @@ class PathChoices(Sequence[tuple[int, ...]]):
         return (*self.first, *self.middle[place], *self.last)
 
 
-def path_choices(
+def equal_cost_paths(
     topology: Topology, source: int, target: int, *, limit: int = 64, relay: bool = False
 ) -> PathChoices:
-    """Find the same paths as ``equal_cost_paths``, without writing each of them out.
+    """Find the paths of fewest links from one rank to another that no third rank forwards.
 
-    A rank's only way out, say over its NIC to the leaf switch, is the same for all its targets,
-    and what lies between two leaf switches is the same for all ranks below them.
+    Between ranks of one host paths that stay inside it go before others of the same length, as
+    libraries use NVLink where it is there. They are not written out: a rank's only way out, say
+    over its NIC to the leaf switch, is the same for all its targets, and what lies between two leaf
+    switches is the same for all ranks below them.
 
     Args:
         topology: The graph.
         source: Rank where they begin.
         target: Rank where they end.
-        limit: Most paths to return.
-        relay: Whether other ranks may forward where there is no path without them.
+        limit: Most paths to return; they are found in the order of their link numbers.
+        relay: Whether other ranks may forward where there is no path without them; then the
+            shortest route is the only path (in a torus, or between rails that meet in hosts).
 
     Returns:
-        At least one path.
+        Link indices of each path, at least one path.
 
     Raises:
         ConfigurationError: A rank does not exist, they are equal, or the limit is not positive.
         InfeasibleError: There is no path.
+
+    Examples:
+        >>> from fivefold.network.topology import switch
+        >>> list(equal_cost_paths(switch(3), 0, 1))
+        [(0, 3)]
     """
     if source == target or limit < 1:
         raise ConfigurationError(

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, require_one_of
-from fivefold.flows.paths import PathChoices, path_choices
+from fivefold.flows.paths import PathChoices, equal_cost_paths
 from fivefold.network.topology import Topology
 
 RoutePolicy = Literal["hash", "least_loaded", "intensity"]
@@ -115,9 +115,6 @@ def route_flows(
         seed: Of the hash.
         limit: Most paths to choose among, per flow.
 
-    Returns:
-        The paths.
-
     Raises:
         ConfigurationError: The policy is unknown, two jobs have one name, a rank does not exist.
         InfeasibleError: A flow has no path.
@@ -169,7 +166,9 @@ class _Choices:
         """Return the paths between two ranks, each pair looked up once."""
         pair = source, target
         if pair not in self._found:
-            self._found[pair] = path_choices(self._topology, *pair, limit=self._limit, relay=True)
+            self._found[pair] = equal_cost_paths(
+                self._topology, *pair, limit=self._limit, relay=True
+            )
         return self._found[pair]
 
     def least_loaded(self, flow: FlowDemand, preferred: Path, busy_s: FloatArray) -> Path:

@@ -234,9 +234,6 @@ class LabSpec:
             topology: A :class:`fivefold.network.topology.Topology`.
             **fields: Other fields, such as ``mtu`` and ``nproc_per_host``.
 
-        Returns:
-            The specification.
-
         Examples:
             >>> from fivefold.network.topology import ring
             >>> LabSpec.of_topology(ring(4, bandwidth="100 Mbit/s")).describe()
@@ -342,9 +339,6 @@ def class_tos(priority: int, classes: int) -> int:
     Args:
         priority: The class, 0 the most urgent.
         classes: How many there are.
-
-    Returns:
-        The byte.
 
     Raises:
         ConfigurationError: There is no such class.

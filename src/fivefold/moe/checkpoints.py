@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fivefold.errors import ConfigurationError, DataError, optional_module
+from fivefold.errors import ConfigurationError, DataError, optional_module, require_one_of
 from fivefold.files import read_json
 
 _INDEX = "model.safetensors.index.json"
@@ -30,10 +30,10 @@ _COUNTERS = ("tokens_per_expert",)  # torchtitan's, no weight
 class _Layout:
     """Names of one family; ``{}`` stands for an expert's number where experts lie apart."""
 
-    router: str
     gate: str
     up: str | None  # None: gate and up are halves of one tensor
     down: str
+    router: str = "gate.weight"
     bias: str | None = None
     shared: tuple[str, str, str] | None = None  # gate, up, down of the shared expert
 
@@ -49,26 +49,19 @@ _SHARED = (
     "shared_experts.down_proj.weight",
 )
 _QWEN3 = _Layout(
-    router="gate.weight",
     gate="experts.{}.gate_proj.weight",
     up="experts.{}.up_proj.weight",
     down="experts.{}.down_proj.weight",
 )
 LAYOUTS: dict[str, _Layout] = {
     "mixtral": _Layout(
-        router="gate.weight",
         gate="experts.{}.w1.weight",
         up="experts.{}.w3.weight",
         down="experts.{}.w2.weight",
     ),
     "qwen3": _QWEN3,
-    "deepseek": replace(
-        _QWEN3,
-        bias="gate.e_score_correction_bias",
-        shared=_SHARED,
-    ),
+    "deepseek": replace(_QWEN3, bias="gate.e_score_correction_bias", shared=_SHARED),
     "transformers": _Layout(
-        router="gate.weight",
         gate="experts.gate_up_proj",
         up=None,
         down="experts.down_proj",
@@ -113,8 +106,8 @@ def convert_checkpoint(
         >>> {name: tuple(t.shape) for name, t in convert_checkpoint(state, "mixtral").items()}
         {'gate.weight': (1, 2), 'experts.w13': (1, 4, 2), 'experts.w2': (1, 2, 2)}
     """
-    known = _layout(layout)
-    layer = _Read(state)
+    require_one_of(layout, LAYOUTS, f"there is no layout {layout!r}")
+    known, layer = LAYOUTS[layout], _Read(state)
     router = _take(layer, prefix + known.router)
     gate = _stacked(layer, prefix + known.gate, known, len(router))
     halves = [gate]
@@ -207,14 +200,12 @@ def export_checkpoint(
         layout: A key of ``LAYOUTS``.
         prefix: To put before the names.
 
-    Returns:
-        The published layout.
-
     Raises:
         ConfigurationError: The layout is unknown or cannot hold what the layer has.
         DataError: A weight is missing.
     """
-    known = _layout(layout)
+    require_one_of(layout, LAYOUTS, f"there is no layout {layout!r}")
+    known = LAYOUTS[layout]
     spare = {"gate.selection_bias": known.bias, "shared.w13": known.shared}
     extra = [name for name in state if name.endswith(("b13", "b2"))]
     extra += [name for name, place in spare.items() if name in state and place is None]
@@ -240,15 +231,6 @@ def export_checkpoint(
         for name, tensor in zip(known.shared, (gate, up, state["shared.w2"][0]), strict=True):
             found[prefix + name] = tensor
     return found
-
-
-def _layout(name: str) -> _Layout:
-    try:
-        return LAYOUTS[name]
-    except KeyError:
-        raise ConfigurationError(
-            f"there is no layout {name!r}", hint=f"use one of {', '.join(LAYOUTS)}"
-        ) from None
 
 
 def _take(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

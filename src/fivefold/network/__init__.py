@@ -20,8 +20,7 @@ __all__ = ["aggregation", "profiling", "simulation", "topology"]
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return importlib.import_module(f"fivefold.network.{name}")
-    message = f"module 'fivefold.network' has no attribute {name!r}"
-    raise AttributeError(message)
+    raise AttributeError(f"module 'fivefold.network' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
 """Local-update data parallelism with communication hidden behind computation.
 
-Pure: ``_rules``, ``_staleness``, ``_schedule``, ``auto_tau``, ``codecs``, ``_update``, ``_merge``.
+Pure: ``_rules``, ``_schedule``, ``auto_tau``, ``codecs``, ``_update``, ``_merge``.
 Adapters: ``transport`` (torch.distributed), ``_elastic`` (torchft). Driven by ``OuterSync``.
 Paper: CO2, arXiv 2401.16265. It knows nothing of trainers, labs or reports.
 """
@@ -24,8 +24,8 @@ from fivefold.optim._rules import (
     SlowMo,
     StreamingDiLoCo,
 )
-from fivefold.optim._staleness import ConstantPenalty, GapPenalty, NoPenalty
 from fivefold.optim._sync import OuterSync
+from fivefold.optim._update import ConstantPenalty, GapPenalty, NoPenalty
 from fivefold.optim.auto_tau import AutoTau
 from fivefold.optim.codecs import BlockCodec, Codec, TopKCodec
 from fivefold.optim.statistics import StabilityWarning, SyncStatistics

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -166,14 +166,12 @@ class GradientFragment(Fragment):
                 group.payload.mul_(weight)
         task = MergeTask(coefficients=coefficients, send=send, settles=settles, weight=weight)
         averaged = self._average(task, None if landed is None else landed.reading)
-        self._share_rows(self.tensors() if share else self._buffers())
+        buffers = (tensor for group in self.averaged for tensor in group.tensors)
+        self._share_rows(self.tensors() if share else buffers)
         if coefficients is not None:
             elements = sum(group.anchor.numel() for group in self.groups)
             self._shared.meter.add_merge(gap=1.0, clipped=0, elements=elements)
         self._finite = self._finite and averaged.all_finite()
-
-    def _buffers(self) -> Iterator[torch.Tensor]:
-        return (tensor for group in self.averaged for tensor in group.tensors)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from fivefold.errors import (
-    CommunicationError,
-    ConfigurationError,
-    optional_module,
-)
+from fivefold.errors import CommunicationError, ConfigurationError, optional_module
 
 _TICK_MS = 50
 

@@ -24,8 +24,8 @@ from fivefold.optim._fragment import Fragment
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._schedule import RoundSchedule
 from fivefold.optim._shards import RowShare, WorkerGroup, local_tensor, worker_group_of
-from fivefold.optim._staleness import GapPenalty
 from fivefold.optim._state import EngineContext
+from fivefold.optim._update import GapPenalty
 from fivefold.optim.codecs import Codec, ExactCodec, named_codec
 from fivefold.optim.transport import Transport
 

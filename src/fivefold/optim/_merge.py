@@ -16,10 +16,11 @@ import torch
 from fivefold.optim._flat import Piece
 from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._rules import OuterRule
-from fivefold.optim._staleness import ConstantPenalty, GapPenalty
 from fivefold.optim._state import OuterState
 from fivefold.optim._update import (
+    ConstantPenalty,
     ElementGap,
+    GapPenalty,
     OuterCoefficients,
     PieceStatistics,
     accumulate_momentum_,

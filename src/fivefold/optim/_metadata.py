@@ -67,15 +67,7 @@ class MetadataReading:
         return math.fsum(taken) / len(taken) if taken else 0.0
 
     def tell_non_finite(self, names: Sequence[str], *, round_number: int) -> int:
-        """Warn of payloads that were left out as not finite; return how many.
-
-        Args:
-            names: Tensors of the payload.
-            round_number: Round of the sum.
-
-        Raises:
-            NonFiniteError: No rank has a payload that counts.
-        """
+        """Warn of payloads that were left out as not finite; return how many."""
         left_out = {slot: names[int(n) - 1] for slot, n in enumerate(self.non_finite) if n}
         if not left_out:
             return 0

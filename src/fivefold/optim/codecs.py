@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 
 # On a CPU a piece stays in the second-level cache over all its passes, and is small enough that
 # torch runs it on the calling thread: the communication thread must not wake a pool of its own.
@@ -464,9 +464,7 @@ CODEC_NAMES = tuple(_NAMED)
 
 def named_codec(name: str) -> Codec:
     """Return the codec of a name."""
-    if name not in _NAMED:
-        message = f"there is no codec named {name!r}"
-        raise ConfigurationError(message, hint=f"use one of {', '.join(_NAMED)}")
+    require_one_of(name, _NAMED, f"there is no codec named {name!r}")
     return _NAMED[name]
 
 

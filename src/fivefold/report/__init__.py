@@ -8,8 +8,7 @@ neither the trainer nor torch. A page is plain data, which whoever has something
 from __future__ import annotations
 
 from fivefold.report._html import render_html, write_html
-from fivefold.report._reader import read_run, read_runs
-from fivefold.report._report import Report, build_report
+from fivefold.report._reader import Report, build_report, read_run, read_runs
 from fivefold.report._text import print_page
 from fivefold.report._training_page import page_server, report_page, report_text
 from fivefold.report.perfetto import write_timeline

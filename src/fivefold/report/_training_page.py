@@ -19,8 +19,8 @@ from fivefold.report._graphs import graph_sections, graph_text_sections
 from fivefold.report._html import render_html
 from fivefold.report._mixtures import mixture_section, mixture_table, summarise_mixtures
 from fivefold.report._prediction import predicted_runs, prediction_section
+from fivefold.report._reader import Report, build_report, configuration_differences
 from fivefold.report._records import Run
-from fivefold.report._report import Report, build_report, configuration_differences
 from fivefold.report._run_charts import loss_charts, round_charts, timeline_section
 from fivefold.report.format import (
     CATEGORY_NAMES,

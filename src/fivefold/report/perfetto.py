@@ -55,9 +55,6 @@ def write_timeline(run: Run, path: Path) -> Path:
         run: The run.
         path: File to write, usually ``timeline.json`` in the run's folder.
 
-    Returns:
-        The path that was written.
-
     Raises:
         DataError: The file cannot be written.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -44,12 +43,7 @@ class ProgressBar:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

@@ -448,8 +448,7 @@ def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {kind: [_encode(item, f"{name}/{i}", tensors) for i, item in enumerate(value)]}
     if value is None or isinstance(value, str | int | float):
         return value
-    message = f"{name} is a {type(value).__name__}, which a checkpoint cannot hold"
-    raise TypeError(message)
+    raise TypeError(f"{name} is a {type(value).__name__}, which a checkpoint cannot hold")
 
 
 def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -107,9 +107,6 @@ def apply_overrides(
         overrides: The assignments, applied in order.
         schema: The model that the tables are for; tells strings from other values.
 
-    Returns:
-        New tables.
-
     Raises:
         ConfigurationError: An assignment is not of the form ``section.key=value``.
 
@@ -144,9 +141,6 @@ def format_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
 
     Args:
         tables: Name of the table to its keys and values.
-
-    Returns:
-        TOML text.
 
     Raises:
         TypeError: A value is of a type that configurations do not have.

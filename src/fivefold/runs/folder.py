@@ -14,7 +14,6 @@ import shlex
 import socket
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from fivefold.errors import CheckpointError, ConfigurationError
@@ -198,12 +197,7 @@ class FolderLock:
         _held.add(descriptor)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # The file stays: a run that waits for it may have it open.
         if self._descriptor in _held:  # not in a forked child, where the number may be another's
             _held.remove(self._descriptor)

@@ -59,11 +59,7 @@ class LoggingConfig(Section):
 
 
 def require_loggers(config: LoggingConfig) -> None:
-    """Check that the packages of ``[logging]`` are installed.
-
-    Raises:
-        UnsupportedError: One is not; says how to install it.
-    """
+    """Check that the packages of ``[logging]`` are installed."""
     for name in config.wanted():
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # a folder of that name is no package

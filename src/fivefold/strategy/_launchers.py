@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
+from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError, require_one_of
 from fivefold.runs import format_toml
 from fivefold.strategy._space import SearchSpace
 from fivefold.strategy.model import ModelSpec
@@ -80,9 +80,7 @@ def space_of_target(space: SearchSpace, target: str, *, gpus_per_node: int) -> S
         >>> space_of_target(space, "megatron", gpus_per_node=8).zero
         (0, 1)
     """
-    if target not in _LIMITS:
-        message = f"there is no target {target!r}"
-        raise ConfigurationError(message, hint=f"use one of {', '.join(TARGETS)}")
+    require_one_of(target, TARGETS, f"there is no target {target!r}")
     changes: dict[str, Any] = {}
     for name, able in _LIMITS[target].items():
         wanted = getattr(space, name)
@@ -378,9 +376,6 @@ def torchtitan_config(model: ModelSpec, plan: ParallelPlan, *, base: str | None 
         base: torchtitan's configuration to start from, as ``llama3.llama3_8b`` for the function
             ``llama3_8b`` of ``torchtitan.models.llama3.config_registry``; None to find it by the
             model's sizes.
-
-    Returns:
-        Python source.
 
     Raises:
         UnsupportedError: torchtitan cannot run the plan, or has no configuration of the model.

@@ -121,12 +121,7 @@ def _flags(words: list[str]) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
-    """Return what a YAML file says.
-
-    Raises:
-        UnsupportedError: PyYAML is not installed.
-        DataError: It is not YAML.
-    """
+    """Return what a YAML file says."""
     try:
         import yaml  # noqa: PLC0415 - only recipes are written in it
     except ImportError as error:
@@ -136,8 +131,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         said = " ".join(str(error).split())
-        message = f"{where} is not YAML: {said:.200}"
-        raise DataError(message, hint="mend that line") from error
+        raise DataError(f"{where} is not YAML: {said:.200}", hint="mend that line") from error
 
 
 def toml_settings(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,14 +111,8 @@ class DeviceSpec(StackSpec):
         check_range(self, "anchor", low=1e-3, high=1e3)
 
     def peak_matrix_flops(self, *, dtype: str) -> float:
-        """Return the peak of matrix products of ``dtype``.
-
-        Raises:
-            ConfigurationError: The type is unknown, or the device has no products of it.
-        """
-        if dtype not in MATRIX_BYTES:
-            message = f"dtype {dtype!r} is unknown"
-            raise ConfigurationError(message, hint=f"use one of {', '.join(MATRIX_BYTES)}")
+        """Return the peak of matrix products of ``dtype``."""
+        require_one_of(dtype, MATRIX_BYTES, f"dtype {dtype!r} is unknown")
         peaks = {"fp8": self.peak_flops_fp8, "mxfp8": self.peak_flops_fp8,
                  "nvfp4": self.peak_flops_fp4,
                  "fp32": self.peak_flops_fp32 or self.peak_flops * (self.gpu == "cpu")}  # fmt: skip

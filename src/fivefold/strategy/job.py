@@ -72,8 +72,7 @@ def job_from_table(
     for name, value in (("model", table.get("model")), ("gpus", gpus),
                         ("global_batch", table.get("global_batch"))):  # fmt: skip
         if value is None:
-            message = f"{where} does not say {name!r}"
-            raise ConfigurationError(message, hint=f"add {name} = ...")
+            raise ConfigurationError(f"{where} does not say {name!r}", hint=f"add {name} = ...")
     seq_len = table.get("seq_len")
     for name, value, most in (("gpus", gpus, 1_000_000), ("seq_len", seq_len or 1, 1 << 30),
                               ("global_batch", table["global_batch"], 100_000_000)):  # fmt: skip

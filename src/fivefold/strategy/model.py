@@ -369,7 +369,7 @@ class ModelSpec:
             '2.937e+15'
         """
         if self.stages:
-            return 3.0 * sum(_stage_flops(stage) for stage in self.stages)
+            return 3.0 * sum(2.0 * one.size**2 * _stage_parameters(one) for one in self.stages)
         # Frozen weights have no gradient of their own: two products of theirs instead of three.
         passes = 3.0 if self.adapters is None else 2.0
         again = 1.0 if recompute else 0.0
@@ -472,7 +472,3 @@ def _stage_parameters(stage: ConvolutionStage) -> int:
     block = stage.outputs * stage.width * 2 + 9 * stage.width**2
     first = stage.inputs * stage.width + 9 * stage.width**2 + stage.width * stage.outputs
     return (stage.blocks - 1) * block + first + stage.inputs * stage.outputs
-
-
-def _stage_flops(stage: ConvolutionStage) -> float:
-    return 2.0 * stage.size**2 * _stage_parameters(stage)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 
 _LARGEST = 10**8  # of any size: products of two still are numbers of 64 bits
 
@@ -193,12 +193,8 @@ class LowRankAdapters:
         check_positive(self, "rank")
         object.__setattr__(self, "modules", tuple(self.modules))
         for name in self.modules:
-            if name not in MODULES:
-                message = f"modules of the adapters has {name!r}"
-                raise ConfigurationError(message, hint=f"use some of {', '.join(MODULES)}")
-        if self.base not in BASE_BYTES:
-            message = f"base={self.base!r} of the adapters is unknown"
-            raise ConfigurationError(message, hint=f"use one of {', '.join(BASE_BYTES)}")
+            require_one_of(name, MODULES, f"modules of the adapters has {name!r}")
+        require_one_of(self.base, BASE_BYTES, f"base={self.base!r} of the adapters is unknown")
 
 
 @dataclass(frozen=True)

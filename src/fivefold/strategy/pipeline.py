@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import require_one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,7 @@ def pipeline_shape(
         "dualpipe": lambda: dual(p / 2 - 1),
         "dualpipe_v": lambda: dual((p - 1) / 2),
     }
-    if schedule not in forms:
-        message = f"schedule {schedule!r} is unknown"
-        raise ConfigurationError(message, hint=f"use one of {', '.join(forms)}")
+    require_one_of(schedule, forms, f"schedule {schedule!r} is unknown")
     messages = {"interleaved": virtual, "zb_v": 2, "v_half": 2, "v_min": 2, "dualpipe_v": 2}
     return PipelineShape(
         bubble_s=np.where(p == 1, 0.0, forms[schedule]()),

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.collectives.pricing import Group
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.strategy.model import ModelSpec
 
 PipelineSchedule = Literal[
@@ -187,9 +187,7 @@ class ParallelPlan:
             "shard": (self.shards, data_stride),
             "replica": (max(replicas // self.shards, 1), data_stride * self.shards),
         }
-        if axis not in sizes:
-            message = f"axis {axis!r} is unknown"
-            raise ConfigurationError(message, hint=f"use one of {', '.join(sizes)}")
+        require_one_of(axis, sizes, f"axis {axis!r} is unknown")
         size, stride = sizes[axis]
         return Group(size=size, stride=stride, ranks=self.num_gpus)
 
@@ -375,9 +373,7 @@ class PlanTable:
 def encode(name: str, value: Any) -> int:
     """Return the number that stands for a setting."""
     if name in _WORDS:
-        if value not in _WORDS[name]:
-            message = f"{name}={value!r} is unknown"
-            raise ConfigurationError(message, hint=f"use one of {', '.join(_WORDS[name])}")
+        require_one_of(value, _WORDS[name], f"{name}={value!r} is unknown")
         return int(_WORDS[name].index(value))
     return 0 if value is None else int(value)
 

@@ -41,12 +41,7 @@ _OTHERS = ("mamba_", "ssm_", "linear_num_", "linear_key_", "rwkv", "conv_L_cache
 
 
 def hybrid_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a ``ModelSpec`` that say which layers are of Mamba; none where none is.
-
-    Raises:
-        UnsupportedError: The model has layers that are neither attention nor Mamba in turn.
-        DataError: The file says nothing of a size that is needed.
-    """
+    """Return the fields of a ``ModelSpec`` that say which layers are of Mamba; none without."""
     family = str(config.get("model_type", ""))
     if family not in HYBRIDS:
         kinds = set(config.get("layer_types") or ()) - _PLAIN
@@ -358,11 +353,7 @@ def named_models() -> tuple[str, ...]:
 
 
 def model_from_table(table: Any, *, where: str) -> ModelSpec:
-    """Return a model from a table of its sizes, as ``[model]`` of a job file has it.
-
-    Raises:
-        ConfigurationError: A key is missing, unknown or not allowed.
-    """
+    """Return a model from a table of its sizes, as ``[model]`` of a job file has it."""
     check_keys(table, {field.name for field in dataclasses.fields(ModelSpec)}, where=where)
     values = dict(table)
     for name, kind in _NESTED.items():
@@ -377,11 +368,7 @@ def model_from_table(table: Any, *, where: str) -> ModelSpec:
 
 
 def with_adapters(model: ModelSpec, table: Any) -> ModelSpec:
-    """Return the model with the adapters of a table, ``[adapters]`` of a job file; None for none.
-
-    Raises:
-        ConfigurationError: A key is missing, unknown or not allowed.
-    """
+    """Return the model with the adapters of ``[adapters]`` of a job file; None for none."""
     if table is None:
         return model
     adapters = _build(LowRankAdapters, table, where="[adapters]")
@@ -422,8 +409,7 @@ def load_model(source: str, *, seq_len: int | None = None) -> ModelSpec:
         path = path / "config.json"
     config = read_json(path, what="model configuration")
     if not isinstance(config, dict):
-        message = f"{path} does not hold a JSON object"
-        raise DataError(message, hint="is it a config.json?")
+        raise DataError(f"{path} does not hold a JSON object", hint="is it a config.json?")
     try:
         return model_from_hugging_face(config, name=path.parent.name or path.stem, seq_len=seq_len)
     except FivefoldError:

@@ -96,13 +96,7 @@ class _Found:
         return float(self.times[-1]) if len(self.times) == self.top else np.inf
 
     def look_at(self, table: PlanTable, *, front: bool, taus: Sequence[int]) -> None:
-        """Evaluate a block and keep what is best.
-
-        Args:
-            table: The block.
-            front: Whether the Pareto front is wanted.
-            taus: Rounds of the space, ascending.
-        """
+        """Evaluate a block and keep what is best."""
         if not len(table):
             return
         costs = evaluate_table(self.model, self.device, self.fabric, table=table)

@@ -136,11 +136,7 @@ class StackSpec:
 
 
 def check_range(spec: StackSpec, name: str, *, low: float, high: float) -> None:
-    """Refuse a constant outside its range, or one that is no number.
-
-    Raises:
-        ConfigurationError: It is.
-    """
+    """Refuse a constant outside its range, or one that is no number."""
     value = getattr(spec, name)
     if not low <= value <= high or not math.isfinite(value):
         owner = getattr(spec, "name", "") or spec.stack

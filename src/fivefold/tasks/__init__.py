@@ -33,5 +33,4 @@ def __getattr__(name: str) -> Any:
         from fivefold.tasks._hook import ScheduledReduction  # noqa: PLC0415 - it loads torch
 
         return ScheduledReduction
-    message = f"module 'fivefold.tasks' has no attribute {name!r}"
-    raise AttributeError(message)
+    raise AttributeError(f"module 'fivefold.tasks' has no attribute {name!r}")

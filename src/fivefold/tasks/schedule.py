@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.tasks.graph import CommunicationTask, ComputeTask, Task, TaskGraph
 
 Floats = npt.NDArray[np.float64]
@@ -145,9 +145,7 @@ def exposed_s(
 
 def communication_keys(graph: TaskGraph, ordering: Ordering) -> dict[str, float]:
     """Return the key of each communication; the smallest goes first."""
-    if ordering not in get_args(Ordering):
-        known = ", ".join(get_args(Ordering))
-        raise ConfigurationError(f"there is no ordering {ordering!r}", hint=f"use {known}")
+    require_one_of(ordering, get_args(Ordering), f"there is no ordering {ordering!r}")
     if ordering == "priority":
         return _by_need(graph)
     rules: dict[str, Callable[[CommunicationTask], float]] = {
@@ -189,9 +187,6 @@ def schedule_tasks(
         chunk_bytes: Largest chunk of a communication; None sends each in one piece.
         credit: Chunks that may be handed to a channel at once; those go in the order in which
             they were handed over. 1 decides anew for every chunk.
-
-    Returns:
-        The schedule.
 
     Raises:
         ConfigurationError: The ordering, the chunk size or the credit is not allowed.

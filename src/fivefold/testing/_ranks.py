@@ -179,9 +179,6 @@ def run_world(
         timeout_s: Longest wait for another rank, in seconds.
         launch_delay_s: Injected before each launch, for tests of races.
 
-    Returns:
-        What ``work`` returned on each rank.
-
     Raises:
         Exception: The first failing rank's, after all ranks have ended.
 
@@ -228,9 +225,6 @@ def free_port() -> int:
     connection, so one of those may be gone by the time that a server starts. This one is from
     below that range, and processes that ask at the same time begin at different places.
 
-    Returns:
-        The number of the port.
-
     Raises:
         OSError: Every port below the kernel's range is in use.
     """
@@ -245,8 +239,7 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    message = f"all ports from {_LOWEST} to {_LOWEST + span - 1} of 127.0.0.1 are in use"
-    raise OSError(message)
+    raise OSError(f"all ports from {_LOWEST} to {_LOWEST + span - 1} of 127.0.0.1 are in use")
 
 
 def _end() -> int:
@@ -271,9 +264,6 @@ def run_processes(
         work: Called with the rank; the result must be picklable.
         timeout_s: Bound on the whole run and on each collective, in seconds.
         backend: Backend of the group; it must be known to torch already.
-
-    Returns:
-        The results by rank.
 
     Raises:
         RuntimeError: A rank raised, died or ran past the time; holds its traceback.

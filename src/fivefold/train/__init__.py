@@ -43,5 +43,4 @@ def __getattr__(name: str) -> Any:
     if name in _LOADING_TORCH:
         module = importlib.import_module(f"fivefold.train.{_LOADING_TORCH[name]}")
         return getattr(module, name)
-    message = f"module 'fivefold.train' has no attribute {name!r}"
-    raise AttributeError(message)
+    raise AttributeError(f"module 'fivefold.train' has no attribute {name!r}")

@@ -12,7 +12,7 @@ from fivefold.collectives.schedules import (
     verify_schedule,
 )
 from fivefold.collectives.synthesis import synthesize
-from fivefold.collectives.synthesis._methods import pipelined_all_reduce, roots_of
+from fivefold.collectives.synthesis._synthesize import pipelined_all_reduce, roots_of
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Link, Node, Topology, line
 

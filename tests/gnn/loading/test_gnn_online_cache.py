@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.loading.online_cache import OnlineCache
+from fivefold.gnn.loading.rows import OnlineCache
 
 traces = st.lists(st.lists(st.integers(0, 9), unique=True, max_size=7), max_size=12)
 

@@ -245,9 +245,6 @@ def build_algorithm(
         topology: Network to keep with the schedule; rings and hierarchies also follow it.
         **options: Those named above.
 
-    Returns:
-        The schedule.
-
     Raises:
         ConfigurationError: There is no such algorithm or option, it does not do this collective,
             or an option does not fit.

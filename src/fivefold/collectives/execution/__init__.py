@@ -3,9 +3,9 @@
 Importing this package registers the backend: ``init_process_group(backend="fivefold")``.
 """
 
-from fivefold.collectives.execution._aggregation import GlooHosts
 from fivefold.collectives.execution._backend import register_backend
 from fivefold.collectives.execution._calls import CollectiveError
+from fivefold.collectives.execution._engine import GlooHosts
 from fivefold.collectives.execution._settings import (
     Settings,
     configure,

@@ -77,7 +77,9 @@ class Collectives:
                 finish, sent = copy_back, flat
         inner = self._inner(tensor)
         method = inner.allreduce if kind.name == "all_reduce" else inner.broadcast
-        return self._run(kind, call, partial(method, [sent], opts), results, results, opts, finish)
+        return self.engine.run(
+            kind, call, partial(method, [sent], opts), results, results, opts, finish
+        )
 
     # -- all-gather and reduce-scatter ---------------------------------------------------------
 
@@ -97,7 +99,7 @@ class Collectives:
         equal = all(other.numel() == tensor.numel() for other in listed)
         if not equal or not self._fits(kind, [tensor]):
             inner = partial(self._inner(tensor).allgather, outputs, inputs, opts)
-            return self._run(kind, None, inner, inputs, outputs, opts)
+            return self.engine.run(kind, None, inner, inputs, outputs, opts)
         gathered = tensor.new_empty(tensor.numel() * self.engine.size)
 
         def unpack() -> None:
@@ -154,7 +156,7 @@ class Collectives:
         equal = all(part.numel() == output.numel() for part in listed)
         if not equal or not self._fits(kind, [output]):
             inner = partial(self._inner(output).reduce_scatter, outputs, inputs, opts)
-            return self._run(kind, None, inner, listed, outputs, opts)
+            return self.engine.run(kind, None, inner, listed, outputs, opts)
         flat = torch.cat([part.reshape(-1) for part in listed])
         return self._out_of_place(kind, output, flat, opts, sent=listed, results=outputs)
 
@@ -190,7 +192,7 @@ class Collectives:
             names = ("_reduce_scatter_base", "reduce_scatter_single")
         method = inner_method(self._inner(source), *names)
         inner = partial(method, to, own.view(source.shape), opts)
-        return self._run(kind, call, inner, sent, results, opts, finish)
+        return self.engine.run(kind, call, inner, sent, results, opts, finish)
 
     # -- all-to-all ----------------------------------------------------------------------------
 
@@ -247,7 +249,7 @@ class Collectives:
             )
         method = inner_method(self._inner(source), "alltoall_base", "all_to_all_single")
         inner = partial(method, to, own, *splits, opts)
-        return self._run(kind, call, inner, [source], results, opts, finish)
+        return self.engine.run(kind, call, inner, [source], results, opts, finish)
 
     # -- what the inner backend does -----------------------------------------------------------
 
@@ -271,13 +273,13 @@ class Collectives:
         self.engine.say(name, f"{name} has no algorithm here and runs on the inner backend")
         kind = _kind(name, tensor, root=opts.rootRank, **fields)
         inner = partial(getattr(self._inner(tensor), name), *lists, opts)
-        return self._run(kind, None, inner, sent, lists[0], opts)
+        return self.engine.run(kind, None, inner, sent, lists[0], opts)
 
     def barrier(self, opts: Any = None) -> Any:
         """Run on the inner backend."""
         opts = opts or c10d.BarrierOptions()
         inner = partial(self.engine.inner("cpu").barrier, opts)
-        return self._run(CallKind("barrier"), None, inner, [], [], opts)
+        return self.engine.run(CallKind("barrier"), None, inner, [], [], opts)
 
     def monitored_barrier(
         self,
@@ -320,19 +322,19 @@ class Collectives:
             return False
         return True
 
-    def _run(
-        self,
-        kind: CallKind,
-        call: Call | None,
-        inner: Callable[[], Any],
-        sent: Sequence[_Tensor],
-        results: list[Any],
-        opts: Any,
-        finish: _Finish = None,
-    ) -> Any:
-        return self.engine.run(
-            kind, call, inner, tensors=sent, results=results, opts=opts, finish=finish
-        )
+    # -- names with which torch asks; all but those of backends stand in FivefoldGroup ---------
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name of the backend."""
+        return BACKEND
+
+    name = getBackendName
+
+    def shutdown(self) -> None:
+        """Let go of the inner groups."""
+        self.engine.close()
+
+    abort = shutdown
 
 
 # torch's older names of the same methods.
@@ -435,14 +437,6 @@ class FivefoldGroup(Collectives, _ProcessGroup):
         """Return the number of ranks."""
         return self.engine.size
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name of the backend."""
-        return BACKEND
-
-    def name(self) -> str:
-        """Return the name of the backend."""
-        return BACKEND
-
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
         """Return the name of the group."""
         return self.group_name
@@ -462,8 +456,7 @@ class FivefoldGroup(Collectives, _ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self.engine.inner(device.type)
 
-    def _get_backend_name(self) -> str:
-        return BACKEND
+    _get_backend_name = Collectives.getBackendName
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Do nothing: calls between start and end are run as they come."""
@@ -483,14 +476,6 @@ class FivefoldGroup(Collectives, _ProcessGroup):
     def set_timeout(self, timeout: Any) -> None:
         """Set the longest wait for a message from now on."""
         self.engine.timeout = timeout
-
-    def shutdown(self) -> None:
-        """Let go of the inner groups."""
-        self.engine.close()
-
-    def abort(self) -> None:
-        """Let go of the inner groups at once."""
-        self.engine.close()
 
 
 def _subclassable_backend() -> Any:
@@ -512,18 +497,6 @@ def _backend_class(base: Any) -> type:
         def __init__(self, engine: Engine) -> None:
             base.__init__(self, engine.rank, engine.size)
             self.engine = engine
-
-        def getBackendName(self) -> str:  # noqa: N802 - torch's name
-            return BACKEND
-
-        def name(self) -> str:
-            return BACKEND
-
-        def shutdown(self) -> None:
-            self.engine.close()
-
-        def abort(self) -> None:
-            self.engine.close()
 
     return FivefoldBackend
 

@@ -113,9 +113,6 @@ def configure(**changes: Any) -> Settings:
         **changes: Fields of :class:`Settings`; ``topology`` may also be what
             :func:`parse_topology` reads, such as a path.
 
-    Returns:
-        The settings.
-
     Raises:
         ConfigurationError: There is no such setting, or a value is not allowed.
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from fivefold.collectives.lowering._check import check_program
-from fivefold.collectives.lowering._messages import Copy, Message, Moves, Place, plan_moves
+from fivefold.collectives.lowering._messages import Message, Moves, Place, plan_moves
 from fivefold.collectives.lowering.machine import QueueFullError
 from fivefold.collectives.lowering.program import (
     Buffer,
@@ -68,9 +68,6 @@ def lower(  # noqa: PLR0913 - independent options, each with a default
         relay: Whether a transfer that passes other ranks on its way through the schedule's
             topology is received and sent on by them; False sends it straight, for runtimes whose
             network joins all ranks.
-
-    Returns:
-        The program.
 
     Raises:
         ConfigurationError: An argument is not allowed.
@@ -171,7 +168,8 @@ def _actions_by_rank(moves: Moves, num_ranks: int) -> list[list[_Action]]:
                 _Action(OpKind.SEND, key, message.read, None, message.count)
             )
     for copy in moves.copies:
-        actions[copy.rank].append(_copy(copy))
+        action = _Action(OpKind.COPY, ("copy", -1, 0), copy.read, copy.write, copy.count)
+        actions[copy.rank].append(action)
     return actions
 
 
@@ -179,10 +177,6 @@ def _receive(message: Message) -> _Action:
     kind = OpKind.RECEIVE if message.add is None else OpKind.RECEIVE_REDUCE_COPY
     key = ("receive", message.source, message.channel)
     return _Action(kind, key, message.add, message.write, message.count)
-
-
-def _copy(copy: Copy) -> _Action:
-    return _Action(OpKind.COPY, ("copy", -1, 0), copy.read, copy.write, copy.count)
 
 
 class _RankLowering:

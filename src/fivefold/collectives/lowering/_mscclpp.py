@@ -21,13 +21,7 @@ from typing import Any
 from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering._xml import MSCCL_NAMES
 from fivefold.collectives.lowering.machine import Executed, run_order
-from fivefold.collectives.lowering.program import (
-    Buffer,
-    Operation,
-    OpKind,
-    Program,
-    ThreadBlock,
-)
+from fivefold.collectives.lowering.program import Buffer, Operation, OpKind, Program, ThreadBlock
 from fivefold.errors import InfeasibleError, UnsupportedError
 
 Queue = tuple[int, int, int]  # sender, receiver, channel
@@ -47,9 +41,6 @@ def to_mscclpp_json(
         program: The program.
         check_limits: Refuse what MSCCL++'s executor could not hold.
         threads_per_block: GPU threads of each thread block.
-
-    Returns:
-        The JSON text.
 
     Raises:
         UnsupportedError: MSCCL++ has no such collective.

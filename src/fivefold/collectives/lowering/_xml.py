@@ -69,9 +69,6 @@ def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
         program: The program.
         check_limits: Refuse what MSCCL's interpreter could not load.
 
-    Returns:
-        The text of the file.
-
     Raises:
         UnsupportedError: MSCCL has no such collective.
         InfeasibleError: The program exceeds a limit of MSCCL's interpreter; names it.

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from fivefold.collectives.lowering.program import Buffer, Operation, Program, ThreadBlock
+from fivefold.collectives.lowering.program import Buffer, Operation, OpKind, Program, ThreadBlock
 from fivefold.errors import ConfigurationError, DataError, require_one_of
 
 Arrival = Callable[[float, int, int, int], float]
@@ -303,7 +303,7 @@ class Machine(ABC, Generic[_Values]):
         if kind.reads_source:
             own = self.read(executed, operation.source, operation.source_offset)
             values = own if values is None else self.add(executed, values, own)
-        if kind.reads_target:
+        if kind is OpKind.REDUCE:  # a local one adds to its target slots
             assert values is not None, "a reduction reads its source"
             kept = self.read(executed, operation.target, operation.target_offset)
             values = self.add(executed, values, kept)

@@ -70,11 +70,6 @@ class OpKind(StrEnum):
         return self in _READS
 
     @property
-    def reads_target(self) -> bool:
-        """Return whether it reads its target slots: a local reduction adds to them."""
-        return self is OpKind.REDUCE
-
-    @property
     def writes_target(self) -> bool:
         """Return whether it writes its target slots."""
         return self in _WRITES

@@ -101,11 +101,9 @@ class FabricSpec:
             raise ConfigurationError(f"fabric {self.name!r} has no tier", hint="give at least one")
         for inner, outer in zip(self.tiers, self.tiers[1:], strict=False):
             if outer.gpus <= inner.gpus or outer.gpus % inner.gpus:
-                message = (
-                    f"tier {outer.name!r} joins {outer.gpus} GPUs, {inner.name!r} {inner.gpus}"
-                )
                 raise ConfigurationError(
-                    message, hint="each tier joins a multiple of the one below"
+                    f"tier {outer.name!r} joins {outer.gpus} GPUs, {inner.name!r} {inner.gpus}",
+                    hint="each tier joins a multiple of the one below",
                 )
 
     @functools.cached_property

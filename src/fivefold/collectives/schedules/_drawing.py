@@ -57,9 +57,6 @@ def draw_schedule(
         most_rows: Most links shown with bars.
         title: Title; None for the algorithm, the collective, its size and its time.
 
-    Returns:
-        The figure.
-
     Raises:
         ConfigurationError: The timing is not of this schedule, or there is no topology.
         UnsupportedError: Matplotlib is not installed.

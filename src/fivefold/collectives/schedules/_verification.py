@@ -253,9 +253,6 @@ def verify_schedule(
         size_bytes: Size of the collective for which the times were made, for ``check_times``;
             None to take ``schedule.attributes["size_bytes"]``.
 
-    Returns:
-        What was checked.
-
     Raises:
         ScheduleError: The schedule is wrong.
         InfeasibleError: Two ranks that a transfer joins have no route in the topology.

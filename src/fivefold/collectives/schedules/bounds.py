@@ -105,9 +105,6 @@ def bandwidth_bound(
         size_bytes: Size of the collective.
         exact: Whether max-flows are run; None for where they take seconds.
 
-    Returns:
-        The bound.
-
     Raises:
         ConfigurationError: The two have different numbers of ranks.
         InfeasibleError: The topology is not connected.
@@ -116,7 +113,8 @@ def bandwidth_bound(
     if collective.num_ranks < 2:
         return NO_BOUND
     chunk_bytes = collective.chunk_bytes(size_bytes)
-    by_flows = exact if exact is not None else _worth_it(topology)
+    work = topology.num_ranks * (topology.num_links + topology.num_ranks)
+    by_flows = work <= _EXACT_WORK if exact is None else exact
     if topology.num_nodes <= _ALL_CUTS:
         candidates = [_worst_of_all_cuts(collective, topology, chunk_bytes)]
     elif by_flows and collective.has_equal_chunks and collective.name in _FLOWS:
@@ -126,10 +124,6 @@ def bandwidth_bound(
         candidates += _sweep_cuts(collective, topology, chunk_bytes)
     candidates.append(_message_bound(collective, topology, size_bytes))
     return max(candidates, key=lambda bound: bound.seconds)
-
-
-def _worth_it(topology: Topology) -> bool:
-    return topology.num_ranks * (topology.num_links + topology.num_ranks) <= _EXACT_WORK
 
 
 def _message_bound(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
@@ -209,9 +203,6 @@ def lower_bound(
         topology: The network.
         size_bytes: Size of the collective.
         exact: As in `bandwidth_bound`.
-
-    Returns:
-        The bound.
 
     Raises:
         ConfigurationError: The two have different numbers of ranks.

@@ -110,9 +110,6 @@ def all_reduce(num_ranks: int, chunks: int | None = None) -> Collective:
     Args:
         num_ranks: Ranks N.
         chunks: Chunks that the buffer is cut into; None for N.
-
-    Returns:
-        The collective.
     """
     count = num_ranks if chunks is None else chunks
     return _made("all_reduce", num_ranks, count, pre="all", post="all", reducing=True)
@@ -196,9 +193,6 @@ def broadcast(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
         num_ranks: Ranks N.
         chunks: Chunks that the buffer is cut into.
         root: The rank that holds them at first.
-
-    Returns:
-        The collective.
     """
     return _made("broadcast", num_ranks, chunks, pre="root", post="all", root=root)
 
@@ -210,9 +204,6 @@ def reduce(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
         num_ranks: Ranks N.
         chunks: Chunks that the buffer is cut into.
         root: The rank that holds the sums at last.
-
-    Returns:
-        The collective.
     """
     return _made("reduce", num_ranks, chunks, pre="all", post="root", root=root, reducing=True)
 
@@ -324,9 +315,6 @@ def named_collective(
         num_ranks: Ranks N.
         chunks: Chunks in the sense of the collective's own constructor; None for its default.
         root: The root, where the collective has one.
-
-    Returns:
-        The collective.
 
     Raises:
         ConfigurationError: There is no such collective, or an argument is out of range.

@@ -347,9 +347,6 @@ class Schedule:
             name: The algorithm.
             solver: What made it.
             attributes: Anything else worth keeping.
-
-        Returns:
-            The schedule.
         """
         moves = list(transfers)
         timed = _all_or_none(

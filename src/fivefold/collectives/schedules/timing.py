@@ -85,9 +85,6 @@ def evaluate(
         size_bytes: Size of the collective, as `Collective.buffer_weight` counts it.
         model: One of `MODELS`; see the module.
 
-    Returns:
-        The times.
-
     Raises:
         ConfigurationError: There is no topology, no such model, or the model needs steps.
         ScheduleError: A transfer sends what its source never holds, or its route is no path.

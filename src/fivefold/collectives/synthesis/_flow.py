@@ -56,9 +56,6 @@ def all_to_all_optimum(
         demands: Bytes from each rank (row) to each (column), the diagonal is ignored; None for
             one byte between every two ranks.
 
-    Returns:
-        The optimum with its proof.
-
     Raises:
         ConfigurationError: The demands have the wrong shape or are negative.
         InfeasibleError: A demand has no path.

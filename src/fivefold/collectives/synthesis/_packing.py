@@ -45,11 +45,6 @@ class Network:
     latencies_s: NDArray[np.float64]
     unit: Fraction
 
-    @property
-    def num_terminals(self) -> int:
-        """Return the number of ranks."""
-        return len(self.terminals)
-
     @cached_property
     def switches(self) -> list[int]:
         """Nodes that only forward."""

@@ -22,11 +22,7 @@ from typing import Any
 
 from fivefold.collectives.schedules import Collective, Schedule, evaluate, verify_schedule
 from fivefold.collectives.schedules.timing import with_times
-from fivefold.collectives.synthesis._instance import (
-    bound_of,
-    by_inversion,
-    schedule_of,
-)
+from fivefold.collectives.synthesis._instance import bound_of, by_inversion, schedule_of
 from fivefold.collectives.synthesis._sketch import Sketch
 from fivefold.collectives.synthesis._sketched import Sketched, derive_sketch, sketched
 from fivefold.collectives.synthesis._solver import SLACK_S, OutOfTime, clock_s, time_limit

@@ -175,11 +175,7 @@ class _Model:
                     self.model.add_bool_or(entering.get(chunk, []))
 
     def minimize_ordered(self, *, most: int) -> dict[int, Any]:
-        """Ask for times, those of one resource one after another, of the least length up to a most.
-
-        Returns:
-            The starts by orbit.
-        """
+        """Return the least starts by orbit; those of one resource come one after another."""
         begins: dict[int, Any] = {}
         for chunk, link in self.pairs:
             check_time()

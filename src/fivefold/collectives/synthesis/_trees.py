@@ -283,7 +283,7 @@ def _pack(
     )
     ends = ([ranks[u] for u, _ in pairs], [ranks[t] for _, t in pairs])
     packed = pack_trees(
-        network.num_terminals,
+        len(network.terminals),
         ends,
         capacities=[joined[pair].capacity for pair in pairs],
         latencies_s=latencies_s,

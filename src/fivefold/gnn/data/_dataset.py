@@ -80,9 +80,6 @@ class Dataset(Closing):
         Args:
             folder: The folder.
 
-        Returns:
-            The data set.
-
         Raises:
             DataError: The folder holds no finished data set, one of several node types, or files
                 of several data sets.
@@ -475,9 +472,6 @@ def open_dataset(folder: str | Path) -> Dataset | HeteroDataset:
 
     Args:
         folder: The folder.
-
-    Returns:
-        The data set.
 
     Raises:
         DataError: It holds no finished data set.

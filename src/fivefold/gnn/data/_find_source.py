@@ -247,9 +247,6 @@ def find_source(
         path: The file or folder.
         options: What the path does not say.
 
-    Returns:
-        The source for ``ingest``, and whether its edges stand for both directions.
-
     Raises:
         ConfigurationError: The kind is unknown.
         DataError: There is nothing, or nothing known, at the path.
@@ -401,8 +398,7 @@ def _with_arrays(path: Path, options: SourceOptions) -> Source:
         return _tables_at(path, options)
     for role, hint in _OF_EDGES.items():
         if role in options.arrays:
-            message = f"{role} of an edge table were given as an array"
-            raise ConfigurationError(message, hint=hint)
+            raise ConfigurationError(f"{role} of an edge table were given as an array", hint=hint)
     arrays = _arrays(dict(options.arrays), options.splits, path, options)
     return _JoinedSource(_tables_at(path, replace(options, num_nodes=arrays.num_nodes)), arrays)
 

@@ -116,9 +116,6 @@ def generate_graph(  # noqa: PLR0913 - the four that everyone gives, and how to 
         progress: Told of (stage, done, total).
         **options: Further fields of ``GraphRecipe``.
 
-    Returns:
-        The data set.
-
     Raises:
         ConfigurationError: A value is not allowed.
         DataError: The folder holds another data set.

@@ -168,9 +168,6 @@ def pyg_source(
         split: Where masks have several columns, the one to take.
         leave_out: Attributes that may be left out, such as "edge_attr".
 
-    Returns:
-        The source, for ``ingest``.
-
     Raises:
         DataError: There are no edges in ``edge_index``, features are not one row each, or the file
             is of something else.

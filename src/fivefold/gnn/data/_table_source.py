@@ -11,7 +11,13 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
+from fivefold.errors import (
+    ConfigurationError,
+    DataError,
+    InfeasibleError,
+    StorageError,
+    require_one_of,
+)
 from fivefold.gnn.data._dataset import GRAPH_FILE, NAMES_FILE
 from fivefold.gnn.data._ingest import check_names_file, no_progress
 from fivefold.gnn.data._tables import (
@@ -54,9 +60,6 @@ def table_source(
         num_nodes: Number of nodes; None: rows of the node table, or the largest id + 1.
         name: For people.
 
-    Returns:
-        The source, for ``ingest``.
-
     Raises:
         ConfigurationError: No file is given, or ``ids`` is none of these.
         DataError: A file is missing or has not the columns.
@@ -72,8 +75,7 @@ def table_source(
     if not edges:
         message = "no edge table is given"
         raise ConfigurationError(message, hint="give one or more CSV or Parquet files")
-    if ids not in {"auto", "number", "text"}:
-        raise ConfigurationError(f"ids is {ids!r}", hint="use auto, number or text")
+    require_one_of(ids, ("auto", "number", "text"), f"ids is {ids!r}")
     return TableSource(
         [Path(path) for path in edges],
         None if nodes is None else Path(nodes),

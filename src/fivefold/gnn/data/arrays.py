@@ -241,9 +241,6 @@ def array_source(  # noqa: PLR0913 - the parts of a graph, all by name
         num_nodes: Number of nodes; None: rows of the features or labels, else the largest id + 1.
         name: For people.
 
-    Returns:
-        The source, for ``ingest``.
-
     Raises:
         DataError: A file is missing, or shapes or dtypes do not fit.
 

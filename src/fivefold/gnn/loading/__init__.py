@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.gnn.loading._base import LoaderStatistics
 from fivefold.gnn.loading._disk_loader import DiskLoader
-from fivefold.gnn.loading._hetero import HeteroLoader
 from fivefold.gnn.loading._links import LinkLoader
 from fivefold.gnn.loading._pipeline import StallError
-from fivefold.gnn.loading._sampled import OnlineLoader
+from fivefold.gnn.loading._sampled import HeteroLoader, OnlineLoader
 from fivefold.gnn.loading.batch import Block, HeteroMiniBatch, MiniBatch
 
 if TYPE_CHECKING:
@@ -34,5 +33,4 @@ def __getattr__(name: str) -> Any:
     # torch_geometric takes seconds to load, and only this class needs it.
     if name == "FeatureStoreAdapter":
         return importlib.import_module("fivefold.gnn.loading._adapter").FeatureStoreAdapter
-    message = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(message)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

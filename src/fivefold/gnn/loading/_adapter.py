@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.loading._sampled import DiskRows
 from fivefold.gnn.loading.batch import import_geometric
+from fivefold.gnn.loading.rows import DiskRows
 from fivefold.gnn.storage import Container
 from fivefold.gnn.storage.pages import Ids
 from fivefold.gnn.storage.reader import Backend, ReadStatistics

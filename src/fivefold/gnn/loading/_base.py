@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
+from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError, require_one_of
 from fivefold.gnn.loading._pipeline import Pipeline, StallError
 from fivefold.gnn.sampling.batches import as_count
 from fivefold.gnn.storage.files import Closing
@@ -78,8 +78,7 @@ class LoaderSettings:
                 f"rank must be in 0..world_size-1; got rank={self.rank}, "
                 f"world_size={self.world_size}"
             )
-        if self.remainder not in ("drop", "repeat"):
-            raise ConfigurationError(f'remainder is {self.remainder!r}; use "drop" or "repeat"')
+        require_one_of(self.remainder, ("drop", "repeat"), f"remainder is {self.remainder!r}")
 
     def share(self, order: Ids) -> Ids:
         """Return the batches of this rank: every ``world_size``-th, as many on every rank."""

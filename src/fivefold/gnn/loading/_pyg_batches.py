@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.gnn.data import (
     Dataset,
     HeteroDataset,
@@ -84,8 +84,7 @@ def open_source(
     data: Any, cache: str | Path | None, form: str, opened: contextlib.ExitStack
 ) -> GraphSource:
     """Open a graph: a data set or its folder, or one of PyG, which is written into the cache."""
-    if form not in ("data", "edge_index", "blocks"):
-        raise ConfigurationError(f'form is {form!r}; use "data", "edge_index" or "blocks"')
+    require_one_of(form, ("data", "edge_index", "blocks"), f"form is {form!r}")
     if isinstance(data, str | os.PathLike):
         data = opened.enter_context(open_dataset(Path(data)))
     if form == "blocks" and hasattr(data, "edge_types"):

@@ -1,7 +1,8 @@
 """Loaders that sample mini-batches when they are asked for, from features as they lie.
 
 ``OnlineLoader`` is for validation and test ids, for training that fits in memory, and as the
-yardstick of packed training: the same batches, without any packing.
+yardstick of packed training: the same batches, without any packing. ``HeteroLoader`` is its like
+for graphs with several node and edge types.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Unpack
 
 import numpy as np
@@ -18,8 +19,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from fivefold.errors import ConfigurationError
-from fivefold.gnn.data import Dataset
-from fivefold.gnn.data.arrays import as_array
+from fivefold.gnn.data import Dataset, HeteroDataset
 from fivefold.gnn.loading._base import (
     Batch,
     BatchLoader,
@@ -31,163 +31,25 @@ from fivefold.gnn.loading._base import (
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._pyg_batches import LabelledData
 from fivefold.gnn.loading.batch import (
+    HeteroMiniBatch,
     MiniBatch,
     SeedTable,
     assemble,
+    assemble_typed,
     checked_form,
 )
-from fivefold.gnn.loading.online_cache import CachePolicy, OnlineCache
-from fivefold.gnn.sampling import Adjacency, NeighborSampler
+from fivefold.gnn.loading.rows import CachePolicy, DiskRows, open_rows
+from fivefold.gnn.sampling import Adjacency, HeteroAdjacency, HeteroNeighborSampler, NeighborSampler
 from fivefold.gnn.sampling.batches import (
+    EdgeType,
+    HeteroSampledBatch,
     SampledBatch,
     as_count,
     epoch_batches,
 )
 from fivefold.gnn.sampling.temporal import TemporalSampler, TemporalStrategy
-from fivefold.gnn.storage import Container, RowReader
-from fivefold.gnn.storage.pages import Array, Ids, aligned_empty, gather_rows
-from fivefold.gnn.storage.reader import Backend, ReadStatistics
-
-_TABLE_BYTES_PER_NODE, _TABLE_BYTES_PER_SLOT = 4, 17  # of a cache that learns
-
-
-class MemoryRows:
-    """Rows of an array [nodes, dim] in memory."""
-
-    def __init__(self, features: Array) -> None:
-        self._features = features
-        self.served = {"memory": 0}
-        self.row_shape: tuple[int, ...] = features.shape[1:]
-        self.dtype: np.dtype[Any] = features.dtype
-
-    def read(self, node_ids: Ids, out: Array) -> ReadStatistics:
-        """Put the rows of ``node_ids`` into ``out``, in their order."""
-        gather_rows(self._features, node_ids, out)
-        self.served["memory"] += len(node_ids)
-        return ReadStatistics()
-
-    def close(self) -> None:
-        """Do nothing: there are no files."""
-
-
-class DiskRows:
-    """Rows of section ``x`` of a feature file, read in ascending order."""
-
-    def __init__(
-        self, container: Container, *, backend: Backend = "auto", verify: bool = True
-    ) -> None:
-        section = container.sections["x"]
-        self._reader = RowReader(container, "x", backend=backend, verify=verify)
-        self.row_shape: tuple[int, ...] = tuple(section.shape[1:])
-        self.row_bytes, self.num_rows = section.row_bytes, section.num_rows
-        self.dtype: np.dtype[Any] = np.dtype(section.dtype)
-        self.served = {"file": 0}
-
-    def read(self, node_ids: Ids, out: Array, *, places: Ids | None = None) -> ReadStatistics:
-        """Put the rows of distinct ``node_ids`` into ``out``, in their order or at ``places``."""
-        order = np.argsort(node_ids, kind="stable")
-        self.served["file"] += len(node_ids)
-        return self._reader.read_rows(
-            node_ids[order], out, destinations=order if places is None else places[order]
-        )
-
-    def read_any(self, ids: Ids) -> tuple[Array, ReadStatistics]:
-        """Return the rows of ids that may repeat, each read once, and what that cost."""
-        distinct, inverse = np.unique(ids, return_inverse=True)
-        repeated = len(distinct) < len(ids)
-        wanted = distinct if repeated else ids
-        out = np.empty((len(wanted), *self.row_shape), self.dtype)
-        cost = self.read(wanted, out)
-        return out[inverse] if repeated else out, cost
-
-    def close(self) -> None:
-        """Close the reading engine."""
-        self._reader.close()
-
-
-class CachedRows:
-    """Rows of a file behind a cache in memory that learns which ones come again.
-
-    The cache's own tables count as well: 4 bytes per node, and 17 per row that is kept.
-    """
-
-    def __init__(self, rows: DiskRows, *, cache_bytes: int, policy: CachePolicy) -> None:
-        tables_bytes = _TABLE_BYTES_PER_NODE * rows.num_rows
-        slots = (cache_bytes - tables_bytes) // (rows.row_bytes + _TABLE_BYTES_PER_SLOT)
-        if slots < 1:
-            least = tables_bytes + rows.row_bytes + _TABLE_BYTES_PER_SLOT
-            raise ConfigurationError(
-                f"cache_bytes is {cache_bytes}, which holds no row beside the cache's own tables",
-                hint=f"give more than {least} bytes, or 0 for no cache",
-            )
-        self._rows = rows
-        self._cache = OnlineCache(rows.num_rows, num_slots=slots, policy=policy)
-        self._kept = aligned_empty((self._cache.num_slots, *rows.row_shape), rows.dtype)
-        self.row_shape, self.dtype = rows.row_shape, rows.dtype
-        self._hits = 0
-
-    @property
-    def served(self) -> dict[str, int]:
-        """Return the rows that each level served."""
-        return {"host": self._hits, **self._rows.served}
-
-    def read(self, node_ids: Ids, out: Array) -> ReadStatistics:
-        """Put the rows of distinct ``node_ids`` into ``out``, in their order."""
-        slots = self._cache.lookup(node_ids)
-        hits, missing = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
-        gather_rows(self._kept, slots[hits].astype(np.int64), out, destinations=hits)
-        self._hits += len(hits)
-        if not len(missing):
-            return ReadStatistics()
-        reading = self._rows.read(node_ids[missing], out, places=missing)
-        entered = self._cache.admit(node_ids[missing])
-        kept = np.flatnonzero(entered >= 0)
-        gather_rows(out, missing[kept], self._kept, destinations=entered[kept].astype(np.int64))
-        return reading
-
-    def close(self) -> None:
-        """Close the reading engine."""
-        self._rows.close()
-
-
-def open_rows(
-    container: Container,
-    features: Any,
-    *,
-    backend: Backend,
-    verify: bool,
-    cache_bytes: int = 0,
-    cache_policy: CachePolicy = "lru",
-) -> CachedRows | DiskRows | MemoryRows:
-    """Return the rows named by ``features``: "disk", "memory" (read once) or an array."""
-    if not isinstance(features, str):
-        in_memory, num_nodes = as_array(features, "features"), container.section("x").num_rows
-        if in_memory.ndim != 2 or len(in_memory) != num_nodes or in_memory.dtype.kind not in "iufb":
-            raise ConfigurationError(
-                f"features have dtype {in_memory.dtype} and shape {list(in_memory.shape)} for "
-                f"{num_nodes} nodes",
-                hint="give one row of numbers per node, in the order of the node ids",
-            )
-        features, in_memory = "memory", np.ascontiguousarray(in_memory)
-    elif features == "memory":
-        in_memory = container.read("x")
-    elif features != "disk":
-        raise ConfigurationError(
-            f"features is {features!r}", hint='use "disk", "memory" or an array'
-        )
-    if cache_policy not in {"lru", "sieve"}:
-        raise ConfigurationError(f"cache_policy is {cache_policy!r}", hint='use "lru" or "sieve"')
-    if as_count(cache_bytes, "cache_bytes", least=0) and features == "memory":
-        raise ConfigurationError(
-            f"cache_bytes is {cache_bytes}, but all rows are in memory",
-            hint='leave it out, or take features="disk"',
-        )
-    if features == "memory":
-        return MemoryRows(in_memory)
-    on_disk = DiskRows(container, backend=backend, verify=verify)
-    if not cache_bytes:
-        return on_disk
-    return CachedRows(on_disk, cache_bytes=cache_bytes, policy=cache_policy)
+from fivefold.gnn.storage.pages import Array, Ids
+from fivefold.gnn.storage.reader import ReadStatistics
 
 
 class SampledLoader(BatchLoader[Batch]):
@@ -272,7 +134,7 @@ class _TimedSeeds:
 
 
 @dataclasses.dataclass
-class ReadingCount:
+class _Reading:
     """Counts of all reads so far; not the loader's own, so that its threads need not hold it."""
 
     total: ReadStatistics = dataclasses.field(default_factory=ReadStatistics)
@@ -380,7 +242,7 @@ class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         else:
             self._sampler = NeighborSampler(topology, fanouts, seed=seed, edge_ids=carried)
         _check_topology(self._sampler.topology, dataset)
-        self._read = ReadingCount()
+        self._read = _Reading()
         opened = self._open_rows(dataset, features, cache_bytes, cache_policy, settings)
         super().__init__(seeds, batch_size, settings, opened.close)
         if form == "data":
@@ -484,6 +346,119 @@ class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
             stage_s=self._stage_s(self._pipeline),
             wait_s=self._wait_s(self._pipeline),
         )
+
+
+class HeteroLoader(SampledLoader[HeteroMiniBatch]):
+    """Sample and read mini-batches of several types, a few batches ahead of the training loop.
+
+    Iterating yields the batches of the current epoch; after a whole epoch the next one begins.
+
+    Args:
+        dataset: Graph, features and labels.
+        input_type: Node type of the seeds.
+        ids: Seeds, distinct, or a mask; None for the training nodes of that type.
+        fanouts: Neighbours per hop, -1 for all; for all edge types alike or by edge type.
+        batch_size: Seeds per batch; the last batch of an epoch may be smaller.
+        topology: Adjacency to sample from; None opens the dataset's.
+        shuffle: Put the seeds in a new random order every epoch.
+        seed: Seed of order and samples.
+        prefetch: Batches that are prepared ahead.
+        options: Those that all loaders take, as for ``DiskLoader``: device, rank, world_size,
+            remainder, backend, verify, timeout_s.
+
+    Raises:
+        ConfigurationError: A setting is out of range, or fan-outs do not fit the edge types.
+        DataError: There is no such node type, or it has no labels to take the seeds from.
+
+    Examples:
+        >>> import tempfile
+        >>> from fivefold.gnn.data import HeteroSource, array_source, ingest
+        >>> one = array_source([[0, 1], [1, 0]], features=[[1.0, 0.0], [0.0, 1.0]])
+        >>> source = HeteroSource(
+        ...     name="pair", nodes={"a": one}, edges={("a", "to", "a"): one.edges()})
+        >>> with ingest(source, tempfile.mkdtemp()) as dataset:
+        ...     with HeteroLoader(dataset, "a", [0], fanouts=[2], batch_size=1) as loader:
+        ...         next(iter(loader)).x_dict["a"].tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
+
+    def __init__(  # noqa: PLR0913 - independent options, each with a default
+        self,
+        dataset: HeteroDataset,
+        input_type: str,
+        ids: ArrayLike | None = None,
+        *,
+        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
+        batch_size: int,
+        topology: HeteroAdjacency | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        prefetch: int = 2,
+        **options: Unpack[LoaderOptions],
+    ) -> None:
+        settings = LoaderSettings(shuffle=shuffle, seed=seed, prefetch=prefetch, **options)
+        chosen = dataset.split(input_type, "train") if ids is None else ids
+        labels = dataset.labels(input_type) if dataset.has_labels(input_type) else None
+        seeds = checked_ids(chosen, dataset.num_nodes.get(input_type, 0))
+        self._input_type = input_type
+        self._sampler = HeteroNeighborSampler(
+            dataset.topology() if topology is None else topology, fanouts, seed=seed
+        )
+        self._seeds, self._rows = SeedTable(seeds, labels), dict[str, DiskRows]()
+        self._read = _Reading()
+        closing = contextlib.ExitStack()
+        for name in filter(dataset.has_features, dataset.node_types):
+            self._rows[name] = DiskRows(dataset.features(name), **settings.engine)
+            closing.callback(self._rows[name].close)
+        super().__init__(seeds, batch_size, settings, closing.close)
+
+    def _start(self, epoch: int, first: int) -> Pipeline:
+        sampler, rows, device = self._sampler, self._rows, self._settings.device
+        seeds, name, table = self._epoch_seeds(epoch), self._input_type, self._seeds
+        reading = self._read
+
+        def sample(ticket: Ticket) -> HeteroSampledBatch:
+            return sampler.sample({name: seeds[ticket.batch]}, epoch=epoch, batch=ticket.batch)
+
+        def read(ticket: Ticket) -> HeteroMiniBatch:
+            found: HeteroSampledBatch = ticket.value
+            x = {}
+            for kind, part in rows.items():
+                own, cost = part.read_any(found.node_ids[kind])
+                x[kind], reading.total = torch.from_numpy(own), reading.total + cost
+            return assemble_typed(
+                {kind: found.part(kind) for kind in found.node_ids},
+                x,
+                table,
+                edge_types=list(found.sources),
+                input_type=name,
+                edge_attr={},
+            ).to(device)
+
+        return self._pipeline_of([Stage("sample", sample), Stage("read rows", read)], first)
+
+    def statistics(self) -> LoaderStatistics:
+        """Return counts since the loader was made; all rows come from the files."""
+        total = self._read.total
+        return LoaderStatistics(
+            batches=self._delivered,
+            rows={"file": sum(part.served["file"] for part in self._rows.values())},
+            requests=total.requests,
+            bytes_read=total.bytes_read,
+            cold_bytes=total.bytes_used,
+            stage_s=self._stage_s(self._pipeline),
+            wait_s=self._wait_s(self._pipeline),
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "topology": self._sampler.topology.fingerprint,
+            "fanouts": [[list(kind), list(n)] for kind, n in self._sampler.fanouts.items()],
+            "input_type": self._input_type,
+            "ids": name_of_ids(self._ids),
+            "batch_size": self._batch_size,
+            **self._settings.identity(),
+        }
 
 
 def _check_topology(topology: Adjacency, dataset: Dataset) -> None:

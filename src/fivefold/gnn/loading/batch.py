@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fivefold._compiler import njit
-from fivefold.errors import ConfigurationError, optional_module
+from fivefold.errors import optional_module, require_one_of
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.sampling.batches import EdgeType, SampledBatch
 from fivefold.gnn.storage.pages import Array, Ids
@@ -295,8 +295,7 @@ Ints = npt.NDArray[np.integer[Any]]
 
 def checked_form(form: str) -> Form:
     """Return the form, when it is one of the two."""
-    if form not in ("edge_index", "blocks"):
-        raise ConfigurationError(f'form is {form!r}; use "edge_index" or "blocks"')
+    require_one_of(form, ("edge_index", "blocks"), f"form is {form!r}")
     return cast("Form", form)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.planning._caches import Caches, KeptArrays, Policy, Scratch, Tally
 from fivefold.gnn.planning._plan import Budgets, Plan, Prediction
@@ -247,8 +247,7 @@ def _check_inputs(samples: SampleFile, features: Container, policy: str) -> None
             f"the samples are of a graph of {samples.num_nodes} nodes, the features of {num_nodes}",
             hint="sample the graph that these features belong to",
         )
-    if policy not in {"static", "belady"}:
-        raise ConfigurationError(f"policy is {policy!r}", hint="use 'static' or 'belady'")
+    require_one_of(policy, ("static", "belady"), f"policy is {policy!r}")
 
 
 def _at_least(least: int, **given: int | None) -> None:

@@ -394,7 +394,7 @@ def _places(plan: Plan) -> str:
         ("disk", predicted.packed_rows, rates["disk"], f"{predicted.blow_up:.2f} x the features"),
     ]
     rows = [
-        [name, _count(number), format_bytes(number * plan.row_bytes), _percent(rate), remark]
+        [name, _count(number), format_bytes(number * plan.row_bytes), f"{100 * rate:.1f} %", remark]
         for name, number, rate, remark in levels
     ]
     return _table(["What goes where", "rows", "bytes", "rows served", ""], rows)
@@ -539,7 +539,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left_from: int
 
 def _count(number: int) -> str:
     return f"{number:,}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

@@ -191,17 +191,7 @@ class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
     def sample_many(
         self, batches: Iterable[Seeds], *, epoch: int, first: int = 0
     ) -> Iterator[Sampled]:
-        """Yield the samples of ``batches`` in order, ``threads`` of them in the making.
-
-        Args:
-            batches: Seeds of each batch.
-            epoch: As in :meth:`sample`.
-            first: Number of the first batch.
-
-        Raises:
-            ConfigurationError: As :meth:`sample`.
-            DataError: As :meth:`sample`.
-        """
+        """Yield the samples of ``batches`` in order, ``threads`` of them in the making."""
         calls = (
             partial(self.sample, seeds, epoch=epoch, batch=number)
             for number, seeds in enumerate(batches, start=first)

@@ -398,9 +398,6 @@ def sample_epochs(  # noqa: PLR0913 - settings of one run, nearly all keyword-on
         resume: Go on where an interrupted run stopped, and take a finished file of the same
             settings as it is. Otherwise begin anew and replace what is there.
 
-    Returns:
-        The file, open.
-
     Raises:
         ConfigurationError: ``train_ids`` is empty or has an id twice or out of range, a number
             is not positive, or ``input_type`` does not fit the sampler.

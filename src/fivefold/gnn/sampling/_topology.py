@@ -17,12 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.sampling.batches import EdgeType
-from fivefold.gnn.sampling.kernels import (
-    LOCAL_BITS,
-    check_indices,
-    check_indptr,
-    check_weights,
-)
+from fivefold.gnn.sampling.kernels import LOCAL_BITS, check_indices, check_indptr, check_weights
 from fivefold.gnn.storage.files import WatchedFile
 from fivefold.gnn.storage.pages import Array, Ids
 
@@ -82,7 +77,8 @@ class Adjacency:
         num_sources: int | None,
     ) -> None:
         self.indptr: Ids = _frozen(indptr, "indptr", np.int64)
-        self.indices: Array = _frozen(indices, "indices", _index_dtype(indices))
+        kind = np.int32 if getattr(indices, "dtype", None) == np.int32 else np.int64
+        self.indices: Array = _frozen(indices, "indices", kind)
         self.weights: NDArray[np.float32] | None = None
         if weights is not None:
             self.weights = _frozen(weights, "weights", np.float32)
@@ -272,10 +268,6 @@ def _told(blocks: Iterable[Array], total: int, tell: Callable[[int, int], None])
         yield block
         done += block.size
         tell(done, total)
-
-
-def _index_dtype(indices: ArrayLike) -> type[np.int32 | np.int64]:
-    return np.int32 if getattr(indices, "dtype", None) == np.int32 else np.int64
 
 
 def _frozen(values: ArrayLike, name: str, dtype: Any) -> Array:

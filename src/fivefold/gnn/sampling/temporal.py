@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.gnn.sampling._topology import Adjacency
 from fivefold.gnn.sampling.batches import SampledBatch, as_ids, checked_fanouts, stream_key
 from fivefold.gnn.sampling.kernels import draw_in_time, most_edges
@@ -65,10 +65,7 @@ class TemporalSampler:
         if (node_time is None) == (edge_time is None):
             message = "times of nodes or of edges are needed, and only one of them"
             raise ConfigurationError(message, hint="give node_time or edge_time")
-        if strategy not in ("uniform", "last"):
-            raise ConfigurationError(
-                f"temporal_strategy is {strategy!r}", hint='use "uniform" or "last"'
-            )
+        require_one_of(strategy, ("uniform", "last"), f"temporal_strategy is {strategy!r}")
         if topology.weights is not None:
             message = "the topology has edge weights, which temporal sampling does not use"
             raise ConfigurationError(message, hint="open it without weights")

@@ -16,14 +16,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.files import storage_error
-from fivefold.gnn.storage._format import (
-    Header,
-    Section,
-    decode_manifest,
-    make_section,
-)
+from fivefold.gnn.storage._format import Header, Section, decode_manifest, make_section
 from fivefold.gnn.storage.files import Closing, closed_error, open_to_read, read_into
 from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Bytes, aligned, aligned_empty, hash_pages
 from fivefold.gnn.storage.reader import RowReader
@@ -102,17 +97,13 @@ class Container(Closing):
             verify: "manifest" checks header, length, manifest and the table of page checksums;
                 "full" every page as well. Pages are checked in any case when they are read.
 
-        Returns:
-            The open file.
-
         Raises:
             ConfigurationError: ``verify`` is neither.
             DataError: There is no file, or it is foreign, of another kind or version, truncated
                 or damaged.
             StorageError: The disk refused.
         """
-        if verify not in {"manifest", "full"}:
-            raise ConfigurationError(f"verify is {verify!r}", hint='use "manifest" or "full"')
+        require_one_of(verify, ("manifest", "full"), f"verify is {verify!r}")
         place = Path(path).absolute()
         try:
             descriptor = open_to_read(place)
@@ -165,9 +156,6 @@ class Container(Closing):
 
         Args:
             name: Its name.
-
-        Returns:
-            What is known of it.
 
         Raises:
             DataError: There is none.
@@ -297,8 +285,7 @@ class Container(Closing):
             StorageError: The file has been closed, or cannot be mapped.
         """
         section = self.section(name)
-        if advice not in _ADVICE:
-            raise ConfigurationError(f"advice is {advice!r}", hint=f"use one of {list(_ADVICE)}")
+        require_one_of(advice, _ADVICE, f"advice is {advice!r}")
         if section.nbytes == 0:
             return np.empty(section.shape, section.dtype)
         try:

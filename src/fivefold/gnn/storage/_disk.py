@@ -175,9 +175,6 @@ def probe_disk(
         backend: Of the engine, as for :class:`RowReader`.
         fresh: Measure even if this file system is known.
 
-    Returns:
-        The profile.
-
     Raises:
         ConfigurationError: ``seconds`` or ``size_bytes`` is out of range.
         StorageError: The disk refused or is too full.

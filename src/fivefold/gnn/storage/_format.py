@@ -174,8 +174,7 @@ def encode_json(value: Any) -> bytes:
 def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
-    message = f"{type(value).__name__} is not JSON"
-    raise TypeError(message)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def make_file_id(kind: str, schema: Mapping[str, Any], attributes: Mapping[str, Any]) -> int:

@@ -25,13 +25,7 @@ from fivefold._compiler import njit
 from fivefold.errors import StorageError
 from fivefold.files import free_bytes, storage_error
 from fivefold.gnn.storage._machine import copy_bytes
-from fivefold.gnn.storage.files import (
-    check_written,
-    move_bytes,
-    open_direct,
-    read_into,
-    write_all,
-)
+from fivefold.gnn.storage.files import check_written, move_bytes, open_direct, read_into, write_all
 from fivefold.gnn.storage.pages import PAGE_BYTES, Bytes, Ids, aligned_empty, hash_into, hash_pages
 from fivefold.units import format_bytes
 

@@ -76,7 +76,7 @@ class Ring:
         rings_bytes = max(submission[6] + 4 * sq_entries, completion[5] + _CQE_BYTES * cq_entries)
         self._rings = self._map(rings_bytes, 0)
         self._sqes = self._map(_SQE_BYTES * sq_entries, _SQES_OFFSET)
-        rings, sqes = (_address(memory) for memory in (self._rings, self._sqes))
+        rings, sqes = (np.frombuffer(m, np.uint8).ctypes.data for m in (self._rings, self._sqes))
         masks = np.frombuffer(self._rings, "<u4").copy()
         self.numbers: Ids = np.array(
             [
@@ -109,10 +109,6 @@ class Ring:
             self._sqes.close()
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def _address(memory: mmap.mmap) -> int:
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def _unsupported(reason: str) -> UnsupportedError:

@@ -374,9 +374,6 @@ class ContainerWriter(Closing):
     def commit(self) -> Container:
         """Complete the file, wait for the disk and put it in place.
 
-        Returns:
-            The file, opened.
-
         Raises:
             ConfigurationError: Rows of a section were never written.
             StorageError: The disk refused; what was written stays for resuming.

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from fivefold.gnn.storage.pages import Bytes
@@ -155,12 +154,7 @@ class WriteBehind:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error of the caller, what was not begun is dropped: it would be redone anyway.
         self._failed = self._failed or kind is not None
         for pool in (self._writers, self._caller):

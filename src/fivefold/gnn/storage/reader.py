@@ -23,7 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold._compiler import njit
-from fivefold.errors import ConfigurationError, DataError, FivefoldError, UnsupportedError
+from fivefold.errors import (
+    ConfigurationError,
+    DataError,
+    FivefoldError,
+    UnsupportedError,
+    require_one_of,
+)
 from fivefold.files import storage_error
 from fivefold.gnn.storage._format import Section
 from fivefold.gnn.storage._requests import (
@@ -492,8 +498,7 @@ def _release(resources: list[ThreadsBackend | RingBackend | Files]) -> None:
 
 
 def _check_settings(*, backend: str, threads: int, queue_depth: int, block_bytes: int) -> None:
-    if backend not in get_args(Backend):
-        raise ConfigurationError(f"backend is {backend!r}", hint=f"use one of {get_args(Backend)}")
+    require_one_of(backend, get_args(Backend), f"backend is {backend!r}")
     if threads < 1 or queue_depth < 1:
         raise ConfigurationError(
             f"threads is {threads}, queue_depth is {queue_depth}", hint="use at least 1 of each"

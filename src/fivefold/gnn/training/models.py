@@ -141,7 +141,18 @@ class GATConv(torch.nn.Module):
 
 
 class LayeredModel(torch.nn.Module):
-    """Base of the three models: convolutions with ReLU and dropout between them."""
+    """Base of the three models: convolutions with ReLU and dropout between them.
+
+    Args:
+        in_dim: Width of the features.
+        hidden_dim: Width of the hidden layers.
+        num_classes: Width of the output.
+        num_layers: Number of convolutions, one per hop.
+        dropout: Share of hidden values dropped in training.
+
+    Raises:
+        ConfigurationError: A size is below 1.
+    """
 
     name = "layered"
     adds_self_loops = False
@@ -206,19 +217,9 @@ class LayeredModel(torch.nn.Module):
 
 
 class GraphSAGE(LayeredModel):
-    """GraphSAGE with mean aggregation.
+    """GraphSAGE with mean aggregation; sizes as of ``LayeredModel``.
 
     ``h_v' = W mean(h_u, u in N(v)) + R h_v + b``; the mean over no neighbours is zero.
-
-    Args:
-        in_dim: Width of the features.
-        hidden_dim: Width of the hidden layers.
-        num_classes: Width of the output.
-        num_layers: Number of convolutions, one per hop.
-        dropout: Share of hidden values dropped in training.
-
-    Raises:
-        ConfigurationError: A size is below 1.
 
     Examples:
         >>> model = GraphSAGE(4, 8, 3, num_layers=2)
@@ -236,17 +237,8 @@ class GraphSAGE(LayeredModel):
 class GCN(LayeredModel):
     """GCN in its random-walk form, which does not depend on degrees of the sources.
 
-    ``h_v' = W mean(h_u, u in N(v) and v itself) + b``; self-loops of the graph count once.
-
-    Args:
-        in_dim: Width of the features.
-        hidden_dim: Width of the hidden layers.
-        num_classes: Width of the output.
-        num_layers: Number of convolutions, one per hop.
-        dropout: Share of hidden values dropped in training.
-
-    Raises:
-        ConfigurationError: A size is below 1.
+    ``h_v' = W mean(h_u, u in N(v) and v itself) + b``; self-loops of the graph count once. Sizes
+    as of ``LayeredModel``.
 
     Examples:
         >>> model = GCN(4, 8, 3, num_layers=2)
@@ -265,18 +257,8 @@ class GCN(LayeredModel):
 class GAT(LayeredModel):
     """Graph attention: a softmax over a node's in-neighbours and itself, per head.
 
-    Hidden layers concatenate their heads, the last one averages them.
-
-    Args:
-        in_dim: Width of the features.
-        hidden_dim: Width of the hidden layers over all heads, a multiple of ``heads``.
-        num_classes: Width of the output.
-        num_layers: Number of convolutions, one per hop.
-        dropout: Share of hidden values dropped in training.
-        heads: Attention heads.
-
-    Raises:
-        ConfigurationError: A size is below 1, or the heads do not divide the width.
+    Hidden layers concatenate their heads, the last one averages them. Sizes as of
+    ``LayeredModel``; ``heads`` must divide ``hidden_dim``, the width over all heads.
 
     Examples:
         >>> model = GAT(4, 8, 3, num_layers=2, heads=2)

@@ -282,11 +282,8 @@ def combine(
             if row_of_slot is not None:
                 used = used & came
                 row = tl.load(row_of_slot + slot, mask=used, other=0)
-            term = tl.load(
-                places(outputs, row, column, S.H),
-                mask=used[:, None] & keep,
-                other=0.0,
-            ).to(tl.float32)
+            source = places(outputs, row, column, S.H)
+            term = tl.load(source, mask=used[:, None] & keep, other=0.0).to(tl.float32)
             if not S.WEIGHT_ON_INPUT:
                 weight = tl.load(weights + slot, mask=used, other=0.0).to(tl.float32)
                 term = term * weight[:, None]

@@ -208,15 +208,8 @@ def prepare_forward(
 ) -> Call:
     """Make the launches of a forward ready: memory, descriptors, sizes; nothing is started.
 
-    Args:
-        *operands: x, w13, w2, ids and weights, as in ``fused_moe``; neither x nor ids empty.
-        programs: How many the single kernel will have.
-        lag: Steps by which the second product trails the first; None: chosen by ``programs``.
-        **options: ``activation``, ``b13``, ``b2``, ``weight_on_input``, ``precision``, ``hidden``,
-            ``workspace`` and ``tiles`` (None: the variant for the data type).
-
-    Raises:
-        ConfigurationError: The weights are empty, or the workspace does not fit.
+    ``programs`` are those of the single kernel, ``lag`` the steps by which its second product
+    trails the first (None: chosen by them); the options are ``forward_fused``'s, and ``tiles``.
     """
     call = _prepare(*operands, **options)
     x, tiles, sizes = operands[0], call.tiles, call.sizes
@@ -280,13 +273,11 @@ def _look_for_errors(control: torch.Tensor) -> None:
     words = control[: sync.FLAGS.value].tolist()
     if words[sync.ERROR.value]:
         control.zero_()
-        message = (
+        raise CommunicationError(
             "the mixture-of-experts kernel gave up waiting for a task with a lower ticket "
             f"(tickets taken {words[sync.QUEUES.value]}, chunks counted "
-            f"{words[sync.COUNTED.value]} and placed {words[sync.PLACED.value]})"
-        )
-        raise CommunicationError(
-            message, hint="the workspace was dirty or shared by two calls at a time, or it is a bug"
+            f"{words[sync.COUNTED.value]} and placed {words[sync.PLACED.value]})",
+            hint="the workspace was dirty or shared by two calls at a time, or it is a bug",
         )
 
 
@@ -386,12 +377,9 @@ def prepare_backward(
 def backward_launches(
     call: Call, found: tuple[torch.Tensor | None, ...], *, kept: bool
 ) -> Iterator[Launch]:
-    """Yield the launches of ``backward_fused``, in order.
+    """Yield the launches of ``backward_fused``, in order; gradients go to ``found``.
 
-    Args:
-        call: Of ``prepare_backward``.
-        found: Where gradients of x, w13, w2, weights, b13 and b2 go; None for a bias not there.
-        kept: Whether z was given, and is not computed again.
+    ``kept``: z was given, and is not computed again.
     """
     from fivefold.moe.kernels import _backward as backward  # noqa: PLC0415 - optional
     from fivefold.moe.kernels import _forward as forward  # noqa: PLC0415 - optional

@@ -311,9 +311,9 @@ class ExpertGradient:
 @cache
 def _is_faster_turned() -> bool:
     """Return whether the matrix library is the one, and the processor the other maker's."""
-    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)  # torch 2.10 and newer
+    maker = torch.cpu.get_capabilities().get("cpu_name", "")
     library: Any = torch.backends.mkl
-    return bool(library.is_available()) and "AMD" in capabilities().get("cpu_name", "")
+    return bool(library.is_available()) and "AMD" in maker
 
 
 def _is_grouped(weight: torch.Tensor) -> bool:
@@ -325,14 +325,11 @@ def _is_grouped(weight: torch.Tensor) -> bool:
         and all(size * item % _ALIGNMENT_BYTES == 0 for size in weight.shape[1:])
         and (weight.is_contiguous() or weight.mT.is_contiguous())
         and weight.data_ptr() % _ALIGNMENT_BYTES == 0
-        and hasattr(torch.nn.functional, "grouped_mm")  # torch 2.10 and newer
     )
 
 
 def _grouped_mm(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    product: Any = torch.nn.functional.grouped_mm
-    found: torch.Tensor = product(left, right, offs=ends)
-    return found
+    return torch.nn.functional.grouped_mm(left, right, offs=ends)
 
 
 def _one_by_one(

@@ -56,9 +56,6 @@ def register_transformers_backend(
         recompute: Compute the hidden values again in the backward pass instead of keeping them:
             less memory, more time.
 
-    Returns:
-        The name.
-
     Raises:
         UnsupportedError: transformers is not installed, or has no such registry; or the backend
             cannot work on the CPU and there is no other device.
@@ -190,12 +187,8 @@ def _name_of(function: Any) -> str | None:
     if function in _FUNCTIONS:
         return _FUNCTIONS[function]
     name = _NAMES.get(type(function).__name__)
-    return None if name == "gelu" and not _is_exact(function) else name
-
-
-def _is_exact(function: Any) -> bool:
-    inner = getattr(function, "act", None)
-    return inner is None or inner is torch.nn.functional.gelu
+    exact = getattr(function, "act", None) in {None, torch.nn.functional.gelu}
+    return None if name == "gelu" and not exact else name
 
 
 def _unfit(module: str, reason: str) -> UnsupportedError:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import require_one_of
 
 Pull = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 _ATEN = torch.ops.aten
@@ -104,9 +104,5 @@ def activation_named(name: str | Activation) -> Activation:
     """Return the activation of a name; an activation is returned as it is."""
     if isinstance(name, Activation):
         return name
-    try:
-        return ACTIVATIONS[name]
-    except KeyError:
-        raise ConfigurationError(
-            f"there is no activation {name!r}", hint=f"use one of {', '.join(sorted(ACTIVATIONS))}"
-        ) from None
+    require_one_of(name, ACTIVATIONS, f"there is no activation {name!r}")
+    return ACTIVATIONS[name]

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.errors import ConfigurationError, UnsupportedError, require_one_of
 from fivefold.moe.kernels.arguments import Workspace
 from fivefold.moe.kernels.launch import (
     DTYPES,
@@ -82,9 +82,6 @@ def backends(device: str | torch.device = "cpu") -> dict[str, str | None]:
     Args:
         device: Where the tokens would be.
 
-    Returns:
-        Reasons by name.
-
     Examples:
         >>> backends("cpu")["reference"] is None
         True
@@ -94,11 +91,8 @@ def backends(device: str | torch.device = "cpu") -> dict[str, str | None]:
 
 def backend_for(name: str, x: torch.Tensor) -> Backend:
     """Return the backend of a name, or the best one for these tokens where it is "auto"."""
-    found = _BACKENDS.get(_AUTO if name == "auto" else name)
-    if found is None:
-        raise ConfigurationError(
-            f"there is no backend {name!r}", hint=f"use auto, {', '.join(_BACKENDS)}"
-        )
+    require_one_of(name, ("auto", *_BACKENDS), f"there is no backend {name!r}")
+    found = _BACKENDS[_AUTO if name == "auto" else name]
     reason = found.refuses(x)
     if reason is not None:
         raise UnsupportedError(f"backend {name!r} cannot work here: {reason}", hint="use auto")
@@ -309,7 +303,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
         how = {"backend": backend, "capacity": capacity, "drop_policy": drop_policy, "check": check}
         return group.fused_moe(x, w13, w2, topk_ids, topk_weights, **options, **how)
     check_operands(x, w13, w2, topk_ids, topk_weights, activation=kind, b13=b13, b2=b2)
-    check_weight_on_input(topk_ids, weight_on_input=weight_on_input)
+    check_weight_on_input(topk_ids.shape[1], weight_on_input=weight_on_input)
     if is_plain(x) and (check or (check is None and x.device.type == "cpu")):
         check_values(topk_ids, topk_weights, len(w2))
     if workspace is not None:

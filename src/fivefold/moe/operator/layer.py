@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.fused import OperatorGroup, backends, fused_moe
-from fivefold.moe.operator.operands import as_autocast
+from fivefold.moe.operator.operands import as_autocast, check_weight_on_input
 from fivefold.moe.routing.families import layer_options
 from fivefold.moe.routing.router import (
     DropPolicy,
@@ -91,16 +91,9 @@ class MoEConfig:
         if self.shared_gate and not self.shared_intermediate:
             message = "shared_gate needs a shared expert"
             raise ConfigurationError(message, hint="set shared_intermediate, its inner width")
-        if self.weight_on_input and self.router.top_k != 1:
-            raise ConfigurationError(
-                f"weight_on_input needs top_k 1; got {self.router.top_k}",
-                hint="with more experts per token the weights belong to the outputs",
-            )
+        check_weight_on_input(self.router.top_k, weight_on_input=self.weight_on_input)
         check_capacity(None, self.drop_policy)
-        if self.backend not in {"auto", *backends()}:
-            raise ConfigurationError(
-                f"there is no backend {self.backend!r}", hint=f"use auto, {', '.join(backends())}"
-            )
+        require_one_of(self.backend, ("auto", *backends()), f"there is no backend {self.backend!r}")
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ConfigurationError(
                 f"capacity_factor must be positive; got {self.capacity_factor}",
@@ -354,13 +347,13 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         return fused_moe(
             tokens,
-            _as_autocast(experts.w13),
-            _as_autocast(experts.w2),
+            experts.w13,
+            experts.w2,
             ids,
             weights,
             activation=self.config.activation,
-            b13=None if experts.b13 is None else _as_autocast(experts.b13),
-            b2=None if experts.b2 is None else _as_autocast(experts.b2),
+            b13=experts.b13,
+            b2=experts.b2,
             backend=self.config.backend,
             weight_on_input=self.config.weight_on_input and experts is self.experts,
             precision="ieee" if group is None else group.precision,

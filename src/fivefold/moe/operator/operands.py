@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.errors import ConfigurationError, DataError, UnsupportedError, require_one_of
 from fivefold.moe.operator.activations import Activation
 from fivefold.moe.routing.router import PLAIN_TYPES, is_plain
 
@@ -173,18 +173,15 @@ def check_values(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> 
             )
 
 
-def check_weight_on_input(ids: torch.Tensor, *, weight_on_input: bool) -> None:
+def check_weight_on_input(top_k: int, *, weight_on_input: bool) -> None:
     """Check that tokens can take their weights with them."""
-    if weight_on_input and ids.shape[1] != 1:
+    if weight_on_input and top_k != 1:
         raise ConfigurationError(
-            f"weight_on_input needs top_k 1; got {ids.shape[1]}",
+            f"weight_on_input needs top_k 1; got {top_k}",
             hint="with more experts per token the weights belong to the outputs",
         )
 
 
 def check_precision(precision: str) -> None:
     """Check the name of an arithmetic for float32."""
-    if precision not in PRECISIONS:
-        raise ConfigurationError(
-            f"there is no precision {precision!r}", hint=f"use {', '.join(PRECISIONS)}"
-        )
+    require_one_of(precision, PRECISIONS, f"there is no precision {precision!r}")

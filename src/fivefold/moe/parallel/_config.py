@@ -37,14 +37,9 @@ from fivefold.moe.kernels.arguments import (
 from fivefold.moe.kernels.launch import DTYPES
 from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.layer import MoEConfig
-from fivefold.moe.operator.operands import (
-    PRECISIONS,
-    Precision,
-    check_operands,
-    check_precision,
-)
+from fivefold.moe.operator.operands import PRECISIONS, Precision, check_operands, check_precision
 from fivefold.moe.parallel._heaps import SymmetricHeap
-from fivefold.moe.routing.router import DropPolicy, Router, drop_beyond_capacity
+from fivefold.moe.routing.router import Router
 
 _SCORES = frozenset({"softmax", "topk_softmax", "sigmoid"})  # of the kernel's gate
 
@@ -259,10 +254,7 @@ def private_layout(config: OneSidedConfig) -> Layout:
         "return_first": (experts, int32),  # [P, L]
         "return_tile": (experts, int32),
         "return_address": (rows, torch.int64),
-        "word_address": (
-            config.receive_rows if config.debug or config.training else 0,
-            torch.int64,
-        ),
+        "word_address": (rows if config.debug or config.training else 0, torch.int64),
         "count_address": (recv * config.ranks, torch.int64),
         "count_rows": (recv * config.ranks, int32),
         "count_upper": (recv * config.ranks, int32),
@@ -270,7 +262,7 @@ def private_layout(config: OneSidedConfig) -> Layout:
         "recv_expert": (recv, int32),
         "recv_first": (recv, int32),
         "recv_stop": (recv, int32),
-        "inner": (config.receive_rows * config.intermediate, config.dtype),
+        "inner": (rows * config.intermediate, config.dtype),
     }
     return Layout.of(
         sizes,
@@ -383,25 +375,6 @@ def check_options(
             f"precision is {precision!r}, the group computes in {config.precision!r}",
             hint=f"ask for precision={config.precision!r}, or make the group with {precision!r}",
         )
-
-
-def dropped_by_rank(
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    counts: tuple[int, ...],
-    experts: int,
-    capacity: int,
-    policy: DropPolicy,
-) -> torch.Tensor:
-    """Return ids with -1 beyond a capacity; a rank's tokens compete among themselves."""
-    sizes = list(counts)
-    parts = zip(torch.split(ids, sizes), torch.split(weights, sizes), strict=True)
-    kept = [
-        drop_beyond_capacity(part, weight, num_experts=experts, capacity=capacity, policy=policy)
-        for part, weight in parts
-    ]
-    return ids.masked_fill(~torch.cat(kept), -1)
 
 
 def check_gate(

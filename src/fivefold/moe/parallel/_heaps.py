@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedError
+from fivefold.files import write_atomically
 
 _ALIGNMENT_BYTES = 256
 _LOOK_EVERY_S = 0.005
@@ -165,10 +165,7 @@ class SharedMemoryHeap(SymmetricHeap):
         super().__init__(parts[rank][None], addresses, first_rank=rank)
 
     def _say(self, what: str, text: str) -> None:
-        path = self._folder / f"{what}-{self._rank}"
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        draft.write_text(text)
-        draft.replace(path)
+        write_atomically(self._folder / f"{what}-{self._rank}", text)
 
     def _hear(self, what: str, peer: int, deadline_s: float, timeout_s: float) -> str:
         path = self._folder / f"{what}-{peer}"
@@ -244,12 +241,7 @@ class TorchSymmetricHeap(SymmetricHeap):
             return "torch symmetric memory needs a CUDA device; torch finds none"
         if not torch.distributed.is_available():
             return "torch symmetric memory needs torch.distributed, which this torch lacks"
-        try:
-            module = importlib.import_module("torch.distributed._symmetric_memory")
-        except ImportError as error:
-            return f"this torch has no symmetric memory: {error}"
-        lacking = [name for name in ("empty", "rendezvous") if not hasattr(module, name)]
-        return f"this torch's symmetric memory lacks {', '.join(lacking)}" if lacking else None
+        return None
 
     def close(self) -> None:
         """Let go of the memory, after all ranks' launches have ended."""

@@ -52,13 +52,19 @@ from fivefold.moe.parallel._config import (
     check_gate,
     check_layer,
     check_options,
-    dropped_by_rank,
     heap_layout,
     private_layout,
     sizes_of,
 )
 from fivefold.moe.parallel._heaps import SharedMemoryHeap, SymmetricHeap, VirtualHeap
-from fivefold.moe.routing.router import DropPolicy, Router, Routing, counts_of
+from fivefold.moe.routing.router import (
+    DropPolicy,
+    Router,
+    Routing,
+    check_capacity,
+    counts_of,
+    drop_beyond_capacity,
+)
 
 _Tensor = torch.Tensor
 _Optional = torch.Tensor | None
@@ -201,26 +207,14 @@ class OneSidedGroup:
 
         What ``fused_moe(..., group=self)`` calls, whose operands and options these are;
         differentiable. The backend "fused" is one launch; "split" and "reference" compute the
-        experts between two. "auto" is "fused" on a GPU and "reference" on the CPU. On a virtual
-        heap tokens and weights are those of all ranks, one rank after the other.
+        experts between two. "auto" is "fused" on a GPU and "reference" on the CPU.
 
-        Args:
-            x: This rank's tokens [T, H].
-            w13: Weights of this rank's experts, [E / P, 2I or I, H].
-            w2: Likewise, [E / P, H, I].
-            topk_ids: Experts among all E, [T, K]; -1 for none.
-            topk_weights: [T, K].
-            activation: The configuration's; None: not compared.
-            b13: Biases of this rank's experts, or None.
-            b2: Likewise.
-            weight_on_input: As in ``fused_moe``.
-            capacity: Most of a rank's tokens per expert, besides the configuration's.
-            drop_policy: Who is dropped beyond a capacity.
-            backend: Who computes the experts.
-            precision: The least for float32; None: the configuration's.
-            check: Look at the ids' values; None: on the CPU only, since it waits for the device.
-            num_tokens: On a virtual heap: tokens of each rank; None: as evenly as can be.
-            programs: How many "fused" launches; None: one per multiprocessor. Not for the result.
+        Weights and biases are those of this rank's experts, [E / P, ...], ids are among all E. On
+        a virtual heap tokens and weights are those of all ranks, one rank after the other, and
+        ``num_tokens`` has the tokens of each (None: as evenly as can be). ``activation`` and
+        ``precision`` may be None: the configuration's. ``capacity`` comes besides the
+        configuration's. "fused" launches so many ``programs``, by which the result does not change
+        (None: one per multiprocessor).
 
         Returns:
             [T, H]; NaN where rows did not come back, which is an error as well.
@@ -237,27 +231,35 @@ class OneSidedGroup:
         check_options(config, activation=activation, precision=precision, dtype=x.dtype)
         operands, biases = (x, w13, w2, topk_ids, topk_weights), (b13, b2)
         counts = check_call(config, self.heap, operands, biases=biases, num_tokens=num_tokens)
-        check_weight_on_input(topk_ids, weight_on_input=weight_on_input)
+        check_weight_on_input(topk_ids.shape[1], weight_on_input=weight_on_input)
         if check or (check is None and x.device.type == "cpu"):
             check_ids(topk_ids, config.experts)
-        for most in (capacity, config.capacity):
-            if most is not None:
-                limits = {"experts": config.experts, "capacity": most}
-                topk_ids = dropped_by_rank(
-                    topk_ids, topk_weights, counts=counts, policy=drop_policy, **limits
-                )
+        mosts = (check_capacity(capacity, drop_policy), config.capacity)
+        if limits := [most for most in mosts if most is not None]:
+            # A rank's tokens compete among themselves.
+            room = {"num_experts": config.experts, "capacity": min(limits)}
+            sizes = list(counts)
+            parts = torch.split(topk_ids, sizes), torch.split(topk_weights, sizes)
+            kept = [
+                drop_beyond_capacity(ids, weights, policy=drop_policy, **room)
+                for ids, weights in zip(*parts, strict=True)
+            ]
+            topk_ids = topk_ids.masked_fill(~torch.cat(kept), -1)
         if backend == "auto":
             backend = "fused" if x.device.type == "cuda" else "reference"
         floats = (x, w13, w2, topk_weights, b13, b2)
         wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
         if wanted and not config.training:
             message = "this group has no room for a backward"
-            raise ConfigurationError(
-                message,
-                hint="make it with OneSidedConfig(training=True), or use torch.no_grad()",
-            )
-        rest = {"group": self, "counts": counts, "weight_on_input": weight_on_input}
-        options = rest | {"backend": backend_for(backend, x), "programs": programs}
+            hint = "make it with OneSidedConfig(training=True), or use torch.no_grad()"
+            raise ConfigurationError(message, hint=hint)
+        options = {
+            "group": self,
+            "counts": counts,
+            "weight_on_input": weight_on_input,
+            "backend": backend_for(backend, x),
+            "programs": programs,
+        }
         result: _Tensor = _Recorded.apply(*floats, topk_ids, options)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
         return result
 
@@ -278,17 +280,8 @@ class OneSidedGroup:
 
         Equal to ``route(x.float() @ gate.float().T, router)`` and a call with what it gives; the
         logits are in float32 and are added up in another order, so that near ties may differ.
-
-        Args:
-            x: As in ``fused_moe``.
-            w13: As in ``fused_moe``.
-            w2: As in ``fused_moe``.
-            gate: The router's weight [E, H], of all E experts on every rank, in x's data type.
-            router: How logits become a routing; its top_k is the group's.
-            selection_bias: As in ``route``, [E].
-            b13: As in ``fused_moe``.
-            b2: As in ``fused_moe``.
-            num_tokens: As in ``fused_moe``.
+        ``gate`` is the router's weight [E, H], of all E experts on every rank, in x's data type;
+        the router's top_k is the group's; ``selection_bias`` [E] as in ``route``.
 
         Returns:
             Results [T, H], ids int32 [T, K], weights float32 [T, K].
@@ -308,10 +301,8 @@ class OneSidedGroup:
         given = (*operands, gate, selection_bias, b13, b2)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
             message = "a call with the gate in the launch has no backward"
-            raise UnsupportedError(
-                message,
-                hint="route first, and use fused_moe(..., group=group), or torch.no_grad()",
-            )
+            hint = "route first, and use fused_moe(..., group=group), or torch.no_grad()"
+            raise UnsupportedError(message, hint=hint)
         counts = check_call(config, self.heap, operands, biases=(b13, b2), num_tokens=num_tokens)
         out = self.forward(operands, (b13, b2), counts, routing=(gate, selection_bias, router))
         return out, ids, weights

@@ -21,15 +21,14 @@ from fivefold.errors import ConfigurationError, UnsupportedError
 _Options = dict[str, Any]
 
 
+def _of_groups(config: Any, **more: Any) -> _Options:
+    groups = {"groups": config.n_group or 1, "top_groups": config.topk_group or 1}
+    return {**groups, "group_score": "top2_sum", **more}
+
+
 def _sigmoid_of_groups(config: Any) -> _Options:
-    return {
-        "score": "sigmoid",
-        "normalize": config.norm_topk_prob,
-        "groups": config.n_group or 1,
-        "top_groups": config.topk_group or 1,
-        "group_score": "top2_sum",
-        "scale": getattr(config, "routed_scaling_factor", 1.0),
-    }
+    scale = getattr(config, "routed_scaling_factor", 1.0)
+    return _of_groups(config, score="sigmoid", normalize=config.norm_topk_prob, scale=scale)
 
 
 def _axk2(config: Any) -> _Options:
@@ -53,19 +52,8 @@ def _deepseek_v2(config: Any) -> _Options:
 
 
 def _softmax_of_groups(config: Any) -> _Options:
-    return {
-        "normalize": getattr(config, "norm_topk_prob", True),
-        "groups": config.n_group or 1,
-        "top_groups": config.topk_group or 1,
-        "group_score": "top2_sum",
-        "scale": config.routed_scaling_factor,
-    }
-
-
-def _by_scoring_func(config: Any) -> _Options:
-    if config.scoring_func not in {"sigmoid", "sqrtsoftplus"}:
-        raise _unfit(config.model_type, f"scores by {config.scoring_func!r}")
-    return {"score": config.scoring_func, "scale": config.routed_scaling_factor}
+    normalize = getattr(config, "norm_topk_prob", True)
+    return _of_groups(config, normalize=normalize, scale=config.routed_scaling_factor)
 
 
 def _cohere2(config: Any) -> _Options:
@@ -88,27 +76,12 @@ def _ernie(config: Any) -> _Options:
     return {"normalize": True}
 
 
-def _laguna(config: Any) -> _Options:
-    if config.moe_router_logit_softcapping > 0.0:
-        raise _unfit(config.model_type, "caps its logits (moe_router_logit_softcapping)")
-    return {"score": "sigmoid", "scale": config.moe_routed_scaling_factor}
-
-
-def _muse(config: Any) -> _Options:
-    if config.output_multiplier != 1.0:
-        raise _unfit(config.model_type, "multiplies its logits (output_multiplier)")
-    return {"score": "sigmoid", "scale": config.routed_scaling_factor, "epsilon": 1e-15}
-
-
 _RULES: dict[str, Callable[[Any], _Options]] = {
     "axk2": _axk2,
-    "by_scoring_func": _by_scoring_func,
     "cohere2": _cohere2,
     "dbrx": _dbrx,
     "deepseek_v2": _deepseek_v2,
     "ernie": _ernie,
-    "laguna": _laguna,
-    "muse": _muse,
     "sigmoid_of_groups": _sigmoid_of_groups,
     "softmax_of_groups": _softmax_of_groups,
 }
@@ -146,6 +119,9 @@ def router_options(config: Any) -> _Options:
     part = config.ffn_config if family == "dbrx" else config
     names = ("num_experts_per_tok", "moe_topk", "moe_top_k")
     with _fields_of(family):
+        for name, allowed, problem in row.get("refused", ()):
+            if (value := getattr(config, name)) not in allowed:
+                raise _unfit(family, problem.format(value))
         return {"top_k": _number(part, *names), **_routing(row["router"], config)}
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.moe.routing.families import router_options
 
 DropPolicy = Literal["position", "weight"]
@@ -25,8 +25,7 @@ _MOST = 2**62  # more than there are assignments, and an int64
 
 def check_capacity(capacity: int | None, policy: str) -> int | None:
     """Return the capacity as a number that tensors can be compared with."""
-    if policy not in {"position", "weight"}:
-        raise ConfigurationError(f"drop policy is {policy!r}", hint='use "position" or "weight"')
+    require_one_of(policy, ("position", "weight"), f"drop policy is {policy!r}")
     if capacity is None:
         return None
     if isinstance(capacity, bool | float):
@@ -109,7 +108,6 @@ def counts_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 Score = Literal["softmax", "topk_softmax", "sigmoid", "topk_sigmoid", "sqrtsoftplus"]
-_SCORES = frozenset(get_args(Score))
 GroupScore = Literal["max", "top2_sum"]
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _SMALL = 1e-20  # keeps a token whose scores all underflowed from dividing by zero
@@ -179,14 +177,10 @@ class Router:
     def __post_init__(self) -> None:
         if self.top_k < 1:
             raise ConfigurationError(f"top_k must be at least 1; got {self.top_k}")
-        if self.score not in _SCORES:
-            raise ConfigurationError(
-                f"score is {self.score!r}", hint=f"use {', '.join(get_args(Score))}"
-            )
-        if self.group_score not in {"max", "top2_sum"}:
-            raise ConfigurationError(
-                f"group_score is {self.group_score!r}", hint='use "max" or "top2_sum"'
-            )
+        require_one_of(self.score, get_args(Score), f"score is {self.score!r}")
+        require_one_of(
+            self.group_score, ("max", "top2_sum"), f"group_score is {self.group_score!r}"
+        )
         if not math.isfinite(self.scale):
             raise ConfigurationError(f"scale must be a finite number; got {self.scale}")
         if not 0.0 <= self.epsilon < math.inf:
@@ -243,11 +237,8 @@ class Routing:
 
     def detached(self) -> Routing:
         """Return the same routing without its graph."""
-        return Routing(
-            ids_TK=self.ids_TK,
-            weights_TK=self.weights_TK.detach(),
-            scores_TE=self.scores_TE.detach(),
-        )
+        weights, scores = self.weights_TK.detach(), self.scores_TE.detach()
+        return Routing(ids_TK=self.ids_TK, weights_TK=weights, scores_TE=scores)
 
 
 def route(
@@ -260,9 +251,6 @@ def route(
         router: How.
         selection_bias: Shape [E]; added to the scores for choosing only, not to the weights
             (auxiliary-loss-free balancing).
-
-    Returns:
-        The routing.
 
     Raises:
         ConfigurationError: Shapes or the router do not fit.
@@ -386,9 +374,6 @@ def updated_selection_bias(
         bias: Shape [E].
         load: Tokens per expert over the step, summed over all ranks, shape [E].
         rate: Size of the step.
-
-    Returns:
-        The new bias.
 
     Examples:
         >>> updated_selection_bias(torch.zeros(2), torch.tensor([3, 1]), rate=0.5).tolist()

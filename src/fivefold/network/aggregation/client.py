@@ -186,9 +186,6 @@ def read_switch_state(address: str, *, timeout_s: float = 5.0) -> SwitchState:
         address: The switch's ``host:port``.
         timeout_s: Longest wait.
 
-    Returns:
-        Its state.
-
     Raises:
         CommunicationError: It does not answer.
 
@@ -387,9 +384,6 @@ class AggregationClient:
                 type from the array.
             label: What all ranks must have equal, such as a checksum of what they believe to call:
                 less than 2^32.
-
-        Returns:
-            Who summed how much.
 
         Raises:
             CommunicationError: A rank is gone, or the ranks' arrays differ in size, type or label;

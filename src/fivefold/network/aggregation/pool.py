@@ -11,7 +11,6 @@ the first chunk of a new one ends whatever is left of the old.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -147,7 +146,8 @@ class SlotPool:
                 return [self._refuse(job, frame.chunk, **why)]
             total = OrderedSum(frame.dtype, entry.size)
             slot = entry.slots[frame.chunk] = _Slot(total, _shape(frame), now_s)
-            self._most_used = max(self._most_used, self._used())
+            used = sum(len(one.slots) for one in self._jobs.values())
+            self._most_used = max(self._most_used, used)
         if slot.shape != _shape(frame):
             del entry.slots[frame.chunk]
             what = {"reason": "mismatch", "rank": rank, "shapes": [slot.shape, _shape(frame)]}
@@ -203,15 +203,9 @@ class SlotPool:
         frame = Frame.of_text(Kind.REFUSED, why, chunk=chunk, sequence=entry.sequence)
         return job, tuple(sorted(entry.ranks)), frame
 
-    def _used(self) -> int:
-        return sum(len(entry.slots) for entry in list(self._jobs.values()))
-
     def _free(self) -> int:
-        return self._slots - sum(_held(list(self._jobs.values())))
-
-
-def _held(jobs: Iterable[_Job]) -> Iterable[int]:
-    return (job.reserved or len(job.slots) for job in jobs)
+        held = (job.reserved or len(job.slots) for job in list(self._jobs.values()))
+        return self._slots - sum(held)
 
 
 def _shape(frame: Frame) -> tuple[int, int, str]:

@@ -104,9 +104,6 @@ def ordered_sum(parts: Sequence[np.ndarray], dtype: str | None = None) -> np.nda
         dtype: ``"bfloat16"`` for arrays of ``uint16`` that hold such numbers; None reads the type
             from the arrays.
 
-    Returns:
-        The sum.
-
     Raises:
         ConfigurationError: There are no parts.
 
@@ -265,14 +262,7 @@ class FrameReader:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return the host and port of a switch's address.
-
-    Args:
-        text: ``"host:port"``.
-
-    Raises:
-        ConfigurationError: It is no such text.
-    """
+    """Return the host and port of a switch's address, ``"host:port"``."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ConfigurationError(f"{text!r} is no address", hint="write it as host:port")

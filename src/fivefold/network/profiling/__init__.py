@@ -20,5 +20,4 @@ def __getattr__(name: str) -> Any:
         from fivefold.network.profiling._measure import profile_links  # noqa: PLC0415 - torch
 
         return profile_links
-    message = f"module 'fivefold.network.profiling' has no attribute {name!r}"
-    raise AttributeError(message)
+    raise AttributeError(f"module 'fivefold.network.profiling' has no attribute {name!r}")

@@ -59,7 +59,8 @@ def form_bundles(
     alike = _tightest_alike(np.asarray(capacities), _signatures(by_link))
     kept = _undominated(merged, np.asarray(capacities), by_link, alike)
     reduced = _without(merged, kept)
-    of_row, first_rows = _classes(reduced, keys, groups, np.empty(_table_size(len(keys)), np.int64))
+    table = np.empty(1 << max(4, (2 * len(keys)).bit_length()), np.int64)
+    of_row, first_rows = _classes(reduced, keys, groups, table)
     order = np.argsort(of_row, kind="stable")
     members = order[np.searchsorted(of_row[order], 0) :]
     counts = np.bincount(of_row[members], minlength=len(first_rows))
@@ -108,10 +109,6 @@ def make_loads(bundles: Bundles, capacities: Any, *, priorities: Any, queue_room
         counts=np.zeros(COUNTERS, np.int64),
         tolerance=ROUNDING,
     )
-
-
-def _table_size(rows: int) -> int:
-    return 1 << max(4, (2 * rows).bit_length())
 
 
 @njit

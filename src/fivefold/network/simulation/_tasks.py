@@ -371,9 +371,6 @@ class FlowTable:
             **columns: Any other attribute of this class, one value for each task or one for all;
                 what is left out takes its neutral value.
 
-        Returns:
-            The table.
-
         Raises:
             ConfigurationError: A column is unknown, has the wrong length or a value out of range,
                 or the dependencies form a circle.

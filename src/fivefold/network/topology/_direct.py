@@ -27,9 +27,6 @@ def ring(
         bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
         latency: Of each link, such as ``"1 us"``; a number is seconds.
 
-    Returns:
-        The topology.
-
     Examples:
         >>> ring(8).num_links, ring(2).num_links
         (16, 2)
@@ -46,9 +43,6 @@ def line(
         num_ranks: Number of ranks, from 1.
         bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
         latency: Of each link, such as ``"1 us"``; a number is seconds.
-
-    Returns:
-        The topology.
     """
     return _grid("line", (num_ranks,), wrap=False, wire=Wire(bandwidth, latency))
 
@@ -65,9 +59,6 @@ def mesh(
         shape: Ranks along each dimension, such as ``(4, 4)``.
         bandwidth: Of each link; a sequence gives one value per dimension.
         latency: Of each link, such as ``"1 us"``; a number is seconds.
-
-    Returns:
-        The topology.
 
     Examples:
         >>> mesh((3, 4)).num_links
@@ -89,9 +80,6 @@ def torus(
         bandwidth: Of each link; a sequence gives one value per dimension.
         latency: Of each link, such as ``"1 us"``; a number is seconds.
 
-    Returns:
-        The topology.
-
     Examples:
         >>> torus((4, 4)).num_links, len(torus((4, 2, 3)).out_links(0))
         (64, 5)
@@ -108,9 +96,6 @@ def hypercube(
         dimensions: Number of bits d; 0 is a single rank.
         bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
         latency: Of each link, such as ``"1 us"``; a number is seconds.
-
-    Returns:
-        The topology.
     """
     check_count("dimensions of a hypercube", dimensions, low=0)
     builder, wire = Builder(), Wire(bandwidth, latency)
@@ -130,9 +115,6 @@ def fully_connected(
         num_ranks: Number of ranks, from 1.
         bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
         latency: Of each link, such as ``"1 us"``; a number is seconds.
-
-    Returns:
-        The topology.
     """
     check_count("num_ranks", num_ranks)
     builder, wire = Builder(), Wire(bandwidth, latency)
@@ -150,9 +132,6 @@ def star(
         num_ranks: Number of ranks, the middle one included, from 1.
         bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
         latency: Of each link, such as ``"1 us"``; a number is seconds.
-
-    Returns:
-        The topology.
     """
     check_count("num_ranks", num_ranks)
     builder, wire = Builder(), Wire(bandwidth, latency)
@@ -171,9 +150,6 @@ def switch(
         num_ranks: Number of ranks, from 1.
         bandwidth: Of each rank's link in each direction.
         latency: Of each link: two of them from rank to rank.
-
-    Returns:
-        The topology.
 
     Examples:
         >>> switch(4).num_links, len(switch(4).shortest_route(0, 3))
@@ -246,9 +222,6 @@ def dragonfly(
         bandwidth: Of each link.
         latency: Of each link at and between the routers of a group.
         global_latency: Of each global link; None for ``latency``.
-
-    Returns:
-        The topology.
 
     Raises:
         ConfigurationError: There are more groups than global links can join.

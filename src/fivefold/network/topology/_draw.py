@@ -219,9 +219,6 @@ def draw_topology(
         link_loads: Per link, bytes or (where none is above 1) the share of its capacity in use.
         title: Heading; None for name and counts.
 
-    Returns:
-        The figure.
-
     Raises:
         ConfigurationError: ``link_loads`` has the wrong length, or the file's ending is unknown.
         UnsupportedError: matplotlib is not installed.

@@ -70,9 +70,6 @@ def leaf_spine(
         latency: Of each link outside the hosts.
         oversubscription: A leaf's capacity downwards over that upwards.
 
-    Returns:
-        The topology.
-
     Examples:
         >>> cluster = leaf_spine(8, leaves=2, spines=2)
         >>> cluster.num_ranks, cluster.num_links, len(cluster.shortest_route(0, 7))
@@ -82,7 +79,7 @@ def leaf_spine(
         check_count(what, value)
     check_oversubscription(oversubscription)
     port, spec, builder = Port(bandwidth, latency, oversubscription), host or HostSpec(), Builder()
-    shares = [_share(hosts, leaves, leaf) for leaf in range(leaves)]
+    shares = [hosts // leaves + (leaf < hosts % leaves) for leaf in range(leaves)]
     tops: list[str] = []
     first = 0
     for leaf, count in enumerate(shares):
@@ -113,9 +110,6 @@ def fat_tree(
         bandwidth: Of each host port.
         latency: Of each link outside the hosts.
         oversubscription: A rack switch's capacity downwards over that upwards.
-
-    Returns:
-        The topology.
 
     Raises:
         ConfigurationError: ``k`` is odd or below 2.
@@ -166,9 +160,6 @@ def clos(
         planes: ``split`` gives aggregation switch j its own share of the cores, as in a fat-tree;
             ``full`` puts every aggregation switch on every core.
         name: Name of the topology.
-
-    Returns:
-        The topology.
 
     Raises:
         ConfigurationError: ``planes`` is unknown, or the cores cannot be split evenly.
@@ -271,10 +262,6 @@ def _add_tier(
     return tops
 
 
-def _share(total: int, parts: int, part: int) -> int:
-    return total // parts + (part < total % parts)
-
-
 def rail_only(
     hosts: int,
     *,
@@ -289,9 +276,6 @@ def rail_only(
         host: What a host is like; its ports are the rails.
         bandwidth: Of each port.
         latency: Of each link outside the hosts.
-
-    Returns:
-        The topology.
 
     References:
         Wang et al.: Rail-only, arXiv 2307.12169.
@@ -328,9 +312,6 @@ def rail_optimized(
         bandwidth: Of each port.
         latency: Of each link outside the hosts.
         oversubscription: A leaf's capacity downwards over that upwards.
-
-    Returns:
-        The topology.
 
     Examples:
         >>> fabric = rail_optimized(4, spines=4, hosts_per_pod=2)
@@ -375,9 +356,6 @@ def dual_plane(
         bandwidth: Of each port, half of it in each plane.
         latency: Of each link outside the hosts.
         oversubscription: A rail switch's capacity downwards over that upwards.
-
-    Returns:
-        The topology.
 
     References:
         Qian et al.: Alibaba HPN, SIGCOMM 2024.

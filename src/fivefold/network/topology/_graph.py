@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError, InfeasibleError, require_whole
+from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of, require_whole
 
 NodeKind = Literal["gpu", "cpu", "pcie", "nvswitch", "nic", "tor", "agg", "core", "switch"]
 NODE_KINDS: tuple[str, ...] = get_args(NodeKind)
@@ -52,11 +52,9 @@ class Node:
                 f"a node's name must be text that is not empty; got {self.name!r}",
                 hint='name it, such as "gpu0"',
             )
-        if self.kind not in NODE_KINDS:
-            raise ConfigurationError(
-                f"node {self.name!r} has the unknown kind {self.kind!r}",
-                hint=f"use one of {', '.join(NODE_KINDS)}",
-            )
+        require_one_of(
+            self.kind, NODE_KINDS, f"node {self.name!r} has the unknown kind {self.kind!r}"
+        )
         if self.host is not None and (not isinstance(self.host, str) or not self.host):
             raise ConfigurationError(
                 f"the host of node {self.name!r} must be a name; got {self.host!r}",

@@ -78,16 +78,12 @@ def named_topology(name: str, *, boxes: int = 1) -> Topology:
     machine = MACHINES[name]
     check_count("boxes", boxes)
     builder = Builder()
-    insides = [_inside(box, boxes) for box in range(boxes)]
+    insides = [(f"box{box}/" if boxes > 1 else "", f"box{box}") for box in range(boxes)]
     devices = [machine.box(builder, prefix, host) for prefix, host in insides]
     if boxes > 1:
         machine.fabric(builder, devices)
     label = name if boxes == 1 else f"{name}:{boxes}"
     return builder.done(label, source=machine.source)
-
-
-def _inside(box: int, boxes: int) -> tuple[str, str]:
-    return ("" if boxes == 1 else f"box{box}/"), f"box{box}"
 
 
 def _wired_box(
@@ -255,9 +251,6 @@ def load_lingjun(
         aggs: Aggregation switches per pod (assumed).
         cores: Core switches, a multiple of ``aggs`` (assumed).
         pods: Only these pods (PSW labels); None for all.
-
-    Returns:
-        The topology.
 
     Raises:
         DataError: The file is missing, has other columns, repeats a host, or holds no host.

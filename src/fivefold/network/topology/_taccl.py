@@ -81,18 +81,13 @@ class TacclProfile:
                 unless published.
             time_scale: What microseconds were multiplied by; known for the published ones.
 
-        Returns:
-            The profile.
-
         Raises:
             ConfigurationError: The name is unknown, or ``chunk_bytes`` is missing.
             DataError: The file cannot be read, a key is missing, or a matrix has the wrong shape.
         """
         named = isinstance(source, str) and not source.endswith(".json")
         if named and (source in PUBLISHED or not Path(str(source)).exists()):
-            if source not in PUBLISHED:
-                message = f"there is no published TACCL profile {source!r}"
-                raise ConfigurationError(message, hint=f"they are {', '.join(PUBLISHED)}")
+            require_one_of(source, PUBLISHED, f"there is no published TACCL profile {source!r}")
             keys, own_bytes, time_scale = PUBLISHED[str(source)]
             table: Mapping[str, Any] = {"name": source, **keys}
             chunk_bytes = own_bytes if chunk_bytes is None else chunk_bytes
@@ -152,9 +147,6 @@ class TacclProfile:
                 like; or ``fully-connected``.
             as_solved: Take the latency that TACCL's solver sees (time with latency minus time
                 without: 0 where the authors left it out) instead of the measured one.
-
-        Returns:
-            The topology.
 
         Raises:
             ConfigurationError: A connection names a GPU that no box has.

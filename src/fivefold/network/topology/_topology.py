@@ -384,9 +384,6 @@ class Topology(LinkGraph):
         Args:
             ranks: Ranks to keep, each once.
 
-        Returns:
-            The smaller topology.
-
         Raises:
             ConfigurationError: A rank does not exist or is named twice, or none is named.
         """

@@ -56,7 +56,8 @@ class Router:
 
     def __init__(self, graph: LinkGraph) -> None:
         self._graph = graph
-        self._ticks = _latency_ticks(graph.latencies_s, graph.num_nodes)
+        rate = _tick_rate(graph.latencies_s, graph.num_nodes)
+        self._ticks = np.rint(graph.latencies_s * rate).astype(np.int64)
         self._kept: OrderedDict[tuple[int, bool], tuple[npt.NDArray[np.int64], IntArray]]
         self._kept = OrderedDict()
         # Classes of equal capacity, and each node's entering links with the widest first.
@@ -286,10 +287,6 @@ def _gathered(
 def _tick_rate(latencies_s: npt.NDArray[np.float64], num_nodes: int) -> float:
     longest_s = float(latencies_s.max(initial=0.0)) * num_nodes
     return min(_TICKS_PER_S, _MAX_TICKS / longest_s) if longest_s > 0 else _TICKS_PER_S
-
-
-def _latency_ticks(latencies_s: npt.NDArray[np.float64], num_nodes: int) -> npt.NDArray[np.int64]:
-    return np.rint(latencies_s * _tick_rate(latencies_s, num_nodes)).astype(np.int64)
 
 
 @dataclass(frozen=True)

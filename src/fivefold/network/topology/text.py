@@ -130,9 +130,6 @@ def parse_topology(
         bandwidth: Of the links that the generator's ``bandwidth`` means; only for generators.
         latency: Of those links; only for generators.
 
-    Returns:
-        The topology.
-
     Raises:
         ConfigurationError: The line says no topology.
 
@@ -259,9 +256,6 @@ def read_topology(source: str | Path) -> Topology:
     Args:
         source: A path, or TOML text (text with a line break or ``=`` is taken for TOML).
 
-    Returns:
-        The topology.
-
     Raises:
         ConfigurationError: The file is missing, is not TOML, or describes no topology.
     """
@@ -289,9 +283,6 @@ def topology_from_tables(tables: Mapping[str, Any], *, default_name: str) -> Top
         tables: ``generate``, or ``nodes`` and ``links``, with ``switches`` and ``changes``; or
             ``topology``, text that ``parse_topology`` takes.
         default_name: Of the topology, where the tables have none.
-
-    Raises:
-        ConfigurationError: A key is unknown or a value not allowed, or there are no links.
     """
     machine = [key for key in _MACHINE_KEYS if key in tables]
     _check_keys(tables, (*_TOP_KEYS, *_MACHINE_KEYS) if machine else _TOP_KEYS, "the file")
