@@ -54,7 +54,9 @@ _BYTES_PER_CACHED_NODE = 1.5  # of a record: its slot, as the difference to the 
 _INGEST_S_PER_EDGE = 0.085e-6
 _OPEN_BYTES_PER_S = 0.53e9  # of topology and labels: they are the first to touch that memory
 _SAMPLE_S_PER_EDGE = 0.062e-6
-_PLAN_S_PER_ACCESS = 0.045e-6
+_PROBE_S = 2.3  # of a disk, before a plan for features of a gigabyte and more
+_PROBE_BYTES = 1 << 30
+_PLAN_S_PER_ACCESS = 0.044e-6
 _EPOCH_S_PER_ROW = 0.02e-6
 _EPOCH_S_PER_BYTE = 0.255e-9  # of a row: it is checked and copied
 _RECORD_S_PER_ACCESS = 0.155e-6  # of packing, beside the rows
@@ -574,7 +576,9 @@ class _Work:
             ),
             Stage(
                 name="plan",
-                seconds=_START_S + accesses * _PLAN_S_PER_ACCESS,
+                seconds=_START_S
+                + _PROBE_S * min(1.0, features / _PROBE_BYTES)
+                + accesses * _PLAN_S_PER_ACCESS,
                 memory_bytes=held
                 + 4 * graph.nodes
                 + 2 * ids
