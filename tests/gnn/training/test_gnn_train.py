@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from training_graphs import make_dataset, relabel
 
 from fivefold.errors import CheckpointError, ConfigurationError, DataError, InfeasibleError
-from fivefold.gnn.data import Dataset
+from fivefold.gnn.data import Dataset, array_source, ingest
 from fivefold.gnn.training import _loop, infer_run, load_gnn_config, train_graph
 from fivefold.gnn.training._infer_run import load_model
 from fivefold.runs import format_toml
@@ -47,6 +47,23 @@ def test_disk_mode_counts_its_bytes_as_the_plan_predicts(make_config):
     assert result.data["cold_bytes"] == 2 * prepared["plan"]["cold_rows"] * 28
     assert sum(result.data["rows"].values()) == 2 * prepared["plan"]["accesses"]
     assert "Batches per segment" in (config.run.output / "plan.txt").read_text()
+
+
+def test_rows_of_edges_are_not_packed_for_models_that_do_not_ask(make_config, tmp_path):
+    rng = np.random.default_rng(0)
+    source = array_source(
+        rng.integers(0, 300, (2, 2000)),
+        features=rng.normal(size=(300, 4)).astype(np.float32),
+        labels=rng.integers(0, 3, 300),
+        splits={"train": range(200), "valid": range(200, 250), "test": range(250, 300)},
+        edge_features=rng.normal(size=(2000, 2)).astype(np.float32),
+    )
+    ingest(source, tmp_path / "graph").close()
+    config = make_config(epochs=1)
+    data = config.data.model_copy(update={"path": tmp_path / "graph"})
+    assert train_graph(config.model_copy(update={"data": data})).steps == 5
+    names = sorted(path.name.partition("-")[0] for path in (tmp_path / "store").iterdir())
+    assert names == ["lock", "samples", "store"]
 
 
 def test_a_second_run_finds_samples_and_rows_and_the_same_parameters(make_config):

@@ -65,6 +65,7 @@ def make_graph(seed=0):
     data[WRITES].edge_index = torch.from_numpy(np.concatenate([own, others], 1))
     data[BY].edge_index = data[WRITES].edge_index.flip(0)
     data[CITES].edge_index = torch.from_numpy(rng.integers(0, 500, (2, 1500)))
+    data[CITES].edge_attr = torch.from_numpy(rng.random((1500, 2)).astype(np.float32))
     data[IN].edge_index = torch.from_numpy(np.stack([np.arange(250), rng.integers(0, 12, 250)]))
     data[AT].edge_index = data[IN].edge_index.flip(0)
     return data
@@ -82,7 +83,17 @@ def typed_folder(tmp_path_factory):
 def configure(typed_folder, tmp_path):
     """A configuration of a run of some seconds."""
 
-    def make(output="run", *, fanouts=(4, 3), host=120_000, data=None, model=None, lr=0.01, **run):
+    def make(
+        output="run",
+        *,
+        fanouts=(4, 3),
+        host=120_000,
+        data=None,
+        model=None,
+        sampling=None,
+        lr=0.01,
+        **run,
+    ):
         tables = {
             "run": {
                 "output": tmp_path / output,
@@ -91,7 +102,7 @@ def configure(typed_folder, tmp_path):
                 "log_every_steps": 1,
             },
             "data": {"path": typed_folder, "store": str(tmp_path / "store")} | (data or {}),
-            "sampling": {"fanouts": fanouts, "batch_size": 60, "threads": 1},
+            "sampling": {"fanouts": fanouts, "batch_size": 60, "threads": 1} | (sampling or {}),
             "budgets": {"host": host, "disk": 10**9},
             "loader": {"backend": "threads", "threads": 1},
             "model": {"hidden_dim": HIDDEN, "dropout": 0.0} | (model or {}),
@@ -185,6 +196,25 @@ def test_it_learns_from_authors_and_counts_its_bytes(configure, mode):
         assert set(prepared["plan"]["types"]) == {"paper", "author"}
         text = (config.run.output / "plan.txt").read_text()
         assert text.index("Rows of author") < text.index("Rows of paper")
+
+
+def test_validations_differ_by_the_parameters_alone(configure, tmp_path):
+    config = configure(lr=1e-30, epochs=3)
+    train_graph(config)
+    found = [(event["loss"], event["accuracy"]) for event in events(config, "validation")]
+    assert len(found) == 3
+    assert len(set(found)) == 1
+    # No model of ours asks for rows of edges, so they are not packed.
+    kinds = {path.name.partition("-")[0] for path in (tmp_path / "store").iterdir()}
+    assert kinds == {"lock", "samples", "store", "store1"}
+
+
+def test_new_samples_are_packed_while_it_trains(configure, tmp_path):
+    config = configure(epochs=3, sampling={"refresh_every_epochs": 1})
+    result = train_graph(config)
+    assert result.epochs == 3
+    assert len(events(config, "prepare")) == 3
+    assert len(list((tmp_path / "store").glob("store-*"))) == 1
 
 
 @pytest.mark.parametrize("fanouts", [(4, 3), (-1, -1)])
