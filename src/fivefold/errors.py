@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 __all__ = [
@@ -142,9 +143,8 @@ def require_whole(
     what: str, value: object, *, least: int = 1, most: int | None = None, hint: str | None = None
 ) -> None:
     """Refuse what is no whole number from ``least`` to ``most``; None has no end."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    too_large = whole and most is not None and value > most  # type: ignore[operator]
-    if not whole or too_large or value < least:  # type: ignore[operator]
-        end = f" to {most:,}" if too_large else ""
+    whole = isinstance(value, int | Integral) and not isinstance(value, bool)  # also NumPy's
+    if not whole or not least <= value <= (value if most is None else most):  # type: ignore[operator]
+        end = "" if most is None else f" to {most:,}"
         message = f"{what} must be a whole number from {least}{end}; got {value!r:.40}"
         raise ConfigurationError(message, hint=hint)

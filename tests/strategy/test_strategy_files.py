@@ -197,9 +197,8 @@ def test_a_job_and_its_plan_agree_on_the_batch(tmp_path):
 @pytest.mark.parametrize("value", ["0", "-2", "1.5", "true"])
 def test_degrees_of_a_search_are_whole_numbers(tmp_path, key, value):
     text = f'model = "llama2-7b"\ngpus = 8\nglobal_batch = 8\n[search]\n{key} = [{value}]\n'
-    with pytest.raises(ConfigurationError, match=f"{key} of the search space") as caught:
+    with pytest.raises(ConfigurationError, match=f"{key} of the search space .* from 1; got"):
         load_job(write(tmp_path, text))
-    assert "at least 1" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_sizes_whose_products_are_no_numbers_of_64_bits_are_refused():
 def test_bad_input_is_explained(tmp_path):
     with pytest.raises(ConfigurationError, match="did you mean 'llama3-8b'"):
         load_model("lama3-8b")
-    with pytest.raises(ConfigurationError, match="positive integer"):
+    with pytest.raises(ConfigurationError, match="whole number from 1"):
         gpt(0, 2, 1)
     with pytest.raises(ConfigurationError, match="not a multiple"):
         gpt(100, 2, 3)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.collectives.pricing import Group
-from fivefold.errors import ConfigurationError, require_one_of
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.strategy.model import ModelSpec
 
 PipelineSchedule = Literal[
@@ -117,10 +117,7 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch", "data", "tensor", "pipeline", "context",
                      "expert", "virtual", "tau"):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                message = f"{name} must be a positive integer; got {name}={value!r}"
-                raise ConfigurationError(message, hint="a degree of at least 1")
+            require_whole(name, getattr(self, name))
         for name, allowed in (
             ("schedule", get_args(PipelineSchedule)), ("recompute", get_args(Recompute)),
             ("tensor_overlap", get_args(Overlap)), ("order", get_args(Order)),
