@@ -141,10 +141,14 @@ def require_one_of(value: object, allowed: Iterable[str], message: str) -> None:
 
 def require_whole(
     what: str, value: object, *, least: int = 1, most: int | None = None, hint: str | None = None
-) -> None:
-    """Refuse what is no whole number from ``least`` to ``most``; None has no end."""
+) -> int:
+    """Return a whole number as ``int``; refuse what is none from ``least`` to ``most``.
+
+    A ``most`` of None is no limit.
+    """
     whole = isinstance(value, int | Integral) and not isinstance(value, bool)  # also NumPy's
     if not whole or not least <= value <= (value if most is None else most):  # type: ignore[operator]
         end = "" if most is None else f" to {most:,}"
         message = f"{what} must be a whole number from {least}{end}; got {value!r:.40}"
         raise ConfigurationError(message, hint=hint)
+    return int(value)  # type: ignore[call-overload,no-any-return]

@@ -13,14 +13,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_whole
 from fivefold.gnn.sampling._topology import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import (
     EdgeType,
     GraphTypes,
     HeteroSampledBatch,
     SampledBatch,
-    as_count,
     as_ids,
     checked_fanouts,
     fanouts_by_type,
@@ -170,7 +169,7 @@ class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
     ) -> None:
         self.seed = operator.index(seed)
         self.threads = (
-            len(os.sched_getaffinity(0)) if threads is None else as_count(threads, "threads")
+            len(os.sched_getaffinity(0)) if threads is None else require_whole("threads", threads)
         )
         self.edge_ids = edge_ids
         self._node_types = list(node_types)

@@ -21,13 +21,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_whole
 from fivefold.gnn.sampling._sampler import ONE_TYPE, HeteroNeighborSampler, NeighborSampler
 from fivefold.gnn.sampling._topology import Adjacency
 from fivefold.gnn.sampling.batches import (
     GraphTypes,
     SampledBatch,
-    as_count,
     as_ids,
     check_distinct,
     epoch_batches,
@@ -418,8 +417,8 @@ def sample_epochs(  # noqa: PLR0913 - settings of one run, nearly all keyword-on
     ids = as_ids(train_ids, "train_ids")
     order_seed = operator.index(sampler.seed if seed is None else seed)
     first = operator.index(first_epoch)
-    numbers = range(first, first + as_count(epochs, "epochs"))
-    size = as_count(batch_size, "batch_size")
+    numbers = range(first, first + require_whole("epochs", epochs))
+    size = require_whole("batch_size", batch_size)
     work = _Sampling(sampler, input_type, ids, batch_size=size, epochs=numbers, seed=order_seed)
     finished = _finished(Path(path), work.attributes) if resume else None
     if finished is not None:
