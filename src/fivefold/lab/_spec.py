@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fivefold.errors import ConfigurationError, require_whole
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.files import parse_toml
 from fivefold.units import (
     format_bytes_per_s,
@@ -159,12 +159,9 @@ class LabSpec:
                     f"the options of {node!r} must be a mapping; got {options!r:.60}",
                     hint="write {} for the usual ones",
                 )
-            unknown = [name for name in options if name not in _AGGREGATOR_OPTIONS]
-            if unknown:
-                raise ConfigurationError(
-                    f"an aggregating switch has no option {unknown[0]!r}",
-                    hint=f"its options are {', '.join(_AGGREGATOR_OPTIONS)}",
-                )
+            for name in options:
+                message = f"an aggregating switch has no option {name!r}"
+                require_one_of(name, _AGGREGATOR_OPTIONS, message)
 
     def _switches(self) -> list[str]:
         """Return the names of the nodes that are no hosts."""

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fivefold.errors import ConfigurationError, DataError, require_whole
+from fivefold.errors import ConfigurationError, DataError, require_one_of, require_whole
 from fivefold.gnn.sampling._topology import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import (
     EdgeType,
@@ -388,10 +388,8 @@ class HeteroNeighborSampler(_Sampler[Mapping[str, ArrayLike], HeteroSampledBatch
             DataError: The topology names a node that there is not.
         """
         tables = self._buffers.tables
-        if unknown := set(seeds) - set(tables):
-            raise ConfigurationError(
-                f"seeds of unknown type {min(unknown)!r}", hint=f"types are {list(tables)}"
-            )
+        for name in seeds:
+            require_one_of(name, tables, f"seeds of unknown type {name!r}")
         for name, table in tables.items():
             table.start(as_ids(seeds.get(name, ()), "seeds"), self.topology.num_nodes[name])
         bounds, hops = self._walk(
