@@ -130,13 +130,14 @@ def optional_module(name: str, *, extra: str, use: str) -> Any:
         raise UnsupportedError(message, hint=f"pip install 'fivefold[{extra}]'") from error
 
 
-def require_one_of(value: object, allowed: Iterable[str], message: str) -> None:
+def require_one_of(value: object, allowed: Iterable[object], message: str) -> None:
     """Refuse a value that is none of those allowed; the hint names the nearest one and all."""
     known = list(allowed)
     if value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1)
+        names = list(map(str, known))
+        near = difflib.get_close_matches(str(value), names, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigurationError(message, hint=f"{meant}choose one of {', '.join(known)}")
+        raise ConfigurationError(message, hint=f"{meant}choose one of {', '.join(names)}")
 
 
 def require_whole(

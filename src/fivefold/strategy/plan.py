@@ -124,9 +124,8 @@ class ParallelPlan:
             ("optimizer", get_args(Optimizer)),
             ("zero", (0, 1, 2, 3)), ("dtype", DTYPES),
         ):  # fmt: skip
-            if getattr(self, name) not in allowed:
-                message = f"{name}={getattr(self, name)!r} is unknown"
-                raise ConfigurationError(message, hint=f"use one of {', '.join(map(str, allowed))}")
+            value = getattr(self, name)
+            require_one_of(value, allowed, f"{name}={value!r} is unknown")
         for name in ("recompute_layers", "offload_layers"):
             layers = getattr(self, name)
             if layers is not None and (type(layers) is not int or layers < 1):
