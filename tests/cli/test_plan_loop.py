@@ -176,7 +176,7 @@ def test_codecs_send_their_bytes_and_what_is_hidden_fits(tmp_path):
         found[codec] = config.prediction.all_reduce_s
         tau, expected = config.sync.tau or 1, config.prediction
         if tau > 1:
-            assert config.sync.fragments == min(tau, 8)
+            assert config.sync.fragments is None  # the trainer's own choice fills the round
         beside_s = expected.compute_s + expected.other_s
         assert expected.exposed_communication_s >= expected.all_reduce_s / tau - beside_s
     assert found["fp32"] > found["bf16"] > found["int8"] > found["int4"] > found["topk"]

@@ -196,6 +196,16 @@ def test_a_measured_run_of_ddp_is_told_the_tau_that_hides_its_messages(tmp_path)
     assert by_name["all communication beside compute"].seconds == pytest.approx(0.2 + 0.8)
 
 
+def test_a_tau_that_was_chosen_is_the_one_to_change(tmp_path):
+    folder = run_folder(
+        tmp_path / "run", method="delay_corrected", compute=0.2, waits=0.1, in_flight=0.2
+    )
+    (folder / "config.toml").write_text('[sync]\nmethod = "delay_corrected"\ntau = "auto"\n')
+    points = [{"event": "sync", "step": step, "wall_s": 1.0, "tau": step} for step in (6, 12)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    assert any("tau = 14 instead of 12" in c.action for c in explain_run(folder).changes)
+
+
 def test_waits_after_the_last_step_limit_no_step(tmp_path):
     folder = run_folder(tmp_path / "run", method="co2", compute=1.0, waits=0.5, in_flight=0.5)
     result = json.loads((folder / "result.json").read_text())

@@ -57,7 +57,7 @@ def make(transport, rule):
             lambda: OverlapLocalSGD(tau=2, outer_lr=0.5),
             "OverlapLocalSGD takes tau, outer_momentum and pull only",
         ),
-        (lambda: StreamingDiLoCo(tau=2), "fragments must be an integer from 1 to tau=2; got 4"),
+        (lambda: StreamingDiLoCo(tau=2, fragments=4), "fragments must be .* to tau=2; got 4"),
         (lambda: StreamingDiLoCo(tau=4, delay_steps=5), "delay_steps must be .* to tau=4; got 5"),
         (lambda: StreamingDiLoCo(tau=4, keep=0.0), "keep must be between 0 and 1, both excluded"),
         (lambda: DelayCorrected(tau=4, fragments=5), "fragments must be .* to tau=4; got 5"),

@@ -61,6 +61,11 @@ def test_fragments_are_runs_of_parameters_of_about_equal_size(sizes, expected):
     assert found[0] == found[1] == dict(enumerate(expected))
 
 
+@pytest.mark.parametrize(("tau", "parts"), [(1, 1), (2, 2), (4, 4), (9, 4)])
+def test_four_parts_are_usual_and_no_more_than_steps(tau, parts):
+    assert StreamingDiLoCo(tau=tau).num_fragments == parts
+
+
 @pytest.mark.parametrize(
     ("tau", "fragments", "first"), [(4, 2, [2, 4]), (8, 4, [2, 4, 6, 8]), (5, 3, [1, 3, 5])]
 )
@@ -93,7 +98,12 @@ def test_more_fragments_than_parameters_are_refused():
         ([1 << 17] * 32, 8, 8),
         ([1 << 17] * 16, 4, 4),  # a round has only so many steps
         ([1 << 20] * 2, 8, 2),  # a parameter is not cut
-        ([1 << 18] * 3, 8, 3),
+        ([1 << 18] * 3, 9, 3),
+        ([1 << 18] * 3, 8, 2),  # three of two steps each hide nothing behind the other two
+        ([1 << 18] * 6, 8, 4),
+        ([1 << 17] * 16, 12, 6),
+        ([1 << 17] * 16, 13, 6),  # 12 of 13 steps
+        ([1 << 17] * 16, 9, 8),  # 8 of 9
     ],
 )
 def test_the_number_of_fragments_follows_the_model(sizes, tau, expected):

@@ -1,6 +1,8 @@
 """What can be known to be wrong before ranks start is said before they start."""
 
 import os
+import subprocess
+import sys
 import typing
 
 import pytest
@@ -165,3 +167,23 @@ def test_any_value_of_any_key_is_taken_or_refused_by_name(tmp_path_factory, meth
     # The key, or a table that the method does not take.
     parts = {part for key in wrong for part in (f"[{key.split('.')[0]}]", *key.split(".")[1:])}
     assert any(part in said for part in parts), f"{said} names none of {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nproc", "words"),
+    [([], 1, "needs at least two ranks"), (["sync.shard=2"], 2, "two workers or more")],
+)
+def test_a_number_of_ranks_is_refused_before_torch_is_loaded(
+    tmp_path, make_config, overrides, nproc, words
+):
+    path = tmp_path / "config.toml"
+    path.write_text(config_to_toml(make_config("co2")))
+    program = (
+        "import sys\nfrom fivefold.cli._main import main\n"
+        "try: main()\nfinally: assert 'torch' not in sys.modules"
+    )
+    sets = [word for override in overrides for word in ("--set", override)]
+    command = [sys.executable, "-c", program, "train", str(path), "--nproc", str(nproc), *sets]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert words in ended.stderr
+    assert "assert" not in ended.stderr

@@ -280,7 +280,7 @@ def test_labels():
     assert label("ddp", codec="bf16") == "DDP (bf16)"
     assert label("co2", tau=8) == "CO2 (tau 8)"
     assert label("co2", tau="auto", codec="int8") == "CO2 (tau auto, int8)"
-    assert label("streaming_diloco") == "Streaming DiLoCo (tau 8, 4 fragments)"
+    assert label("streaming_diloco", fragments=4) == "Streaming DiLoCo (tau 8, 4 fragments)"
     assert label("outer_optimizer", optimizer="AdamW") == "outer AdamW (tau 8)"
     assert label("outer_optimizer", hidden=True) == "hidden outer SGD (tau 8)"
 

@@ -76,14 +76,19 @@ def test_a_worker_of_two_ranks_is_one_rank_of_twice_the_batch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shard", "world_size", "moe", "words"),
-    [(3, 4, None, "does not divide"), (4, 4, None, "two workers"),
-     (2, 4, MixtureConfig(experts=2), "dense models")],
-)  # fmt: skip
-def test_shards_that_make_no_workers_are_refused(shard, world_size, moe, words):
-    wanted = TrainConfig(model=ModelConfig(moe=moe), sync=SyncConfig(method="co2", shard=shard))
+    ("shard", "world_size", "words"), [(3, 4, "does not divide"), (4, 4, "two workers")]
+)
+def test_shards_that_make_no_workers_are_refused(shard, world_size, words):
+    wanted = TrainConfig(sync=SyncConfig(method="co2", shard=shard))
     with pytest.raises(ConfigurationError, match=words):
         require_settings(wanted, world_size=world_size)
+
+
+def test_a_mixture_takes_no_shard():
+    with pytest.raises(ValueError, match="is for dense models"):
+        TrainConfig(
+            model=ModelConfig(moe=MixtureConfig(experts=2)), sync=SyncConfig(method="co2", shard=2)
+        )
 
 
 def test_methods_of_every_step_take_no_shard():

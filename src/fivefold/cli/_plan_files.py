@@ -103,9 +103,10 @@ def _window(sync: SyncConfig) -> float:
     """Return the share of a round that hides outer updates; 0 where all ranks wait for them."""
     if sync.method in _WAITING or (sync.method == "outer_optimizer" and not sync.hidden):
         return 0.0
-    if sync.delay_steps is None or not isinstance(sync.tau, int):
+    if not isinstance(sync.tau, int):
         return 1.0
-    return min(1.0, sync.delay_steps * (sync.fragments or 1) / sync.tau)
+    parts = sync.fragments or 1  # left out, they are chosen to fill the round
+    return min(1.0, parts * (sync.delay_steps or sync.tau // parts) / sync.tau)
 
 
 def _buffers(sync: SyncConfig) -> float:
@@ -230,7 +231,6 @@ def model_of(config: TrainConfig, *, vocab: int | None = None) -> ModelSpec:
     )  # fmt: skip
 
 
-_MOST_FRAGMENTS = 8  # more are more messages, each with its latency
 _OUTER_PASSES = 8  # over parameters, anchors and momenta in an outer update, 4 bytes each
 _FIRST_BUCKET, _BUCKET = 2.0**20, 25 * 2.0**20  # of DistributedDataParallel
 
@@ -313,13 +313,8 @@ def _kept(planned: PlannedJob, best: PlanPrediction) -> dict[str, dict[str, Any]
         if config.sync.codec == "auto":
             sync["codec"] = "int4"
         sync.pop("shard", None)  # the plan says which ranks share states
-        if config.sync.tau == "auto":
-            parts = config.sync.fragments
-            if config.sync.method == "delay_corrected" and parts is None:
-                # A part at a time hides as well as all of it per round, and is less late.
-                parts = _MOST_FRAGMENTS
-            if parts is not None:
-                sync["fragments"] = min(plan.tau, parts)
+        if config.sync.tau == "auto" and config.sync.fragments is not None:
+            sync["fragments"] = min(plan.tau, config.sync.fragments)
     elif config.sync.method in {"ddp", "none"}:
         sync = {**given.get("sync", {}), "method": "ddp" if plan.data > 1 else "none"}
     elif config.sync.method == "delayed_gradients" and plan.data > 1:

@@ -19,6 +19,7 @@ with later():
     from fivefold.optim import start_lighthouse
     from fivefold.runs import rank_process
     from fivefold.train import launch, load_config, train
+    from fivefold.train.config import require_ranks
 
 
 def train_command(
@@ -60,7 +61,8 @@ def train_command(
     checkpoint on all ranks and ends with exit code 0; a second Ctrl-C aborts.
     """
     if nproc is not None and "RANK" not in os.environ:
-        load_config(config, overrides or [])  # what is wrong in it is said before torch is loaded
+        checked = load_config(config, overrides or [])  # errors are said before torch is loaded
+        require_ranks(checked, world_size=nproc)
         raise typer.Exit(launch(config, overrides or [], nproc=nproc, max_restarts=max_restarts))
     with rank_process():
         checked = load_config(config, overrides or [])

@@ -280,7 +280,7 @@ def explain_run(folder: Path | str) -> Explanation:
         waits_s=parts["exposed_communication"],
         sent_s=max((summary.in_flight_s or 0.0) / summary.steps, parts["exposed_communication"]),
         least_sent_s=least_bytes / rate if least_bytes and rate else None,
-        tau=_tau_of(report.runs[0].config),
+        tau=_tau_of(report.runs[0].config, [point.tau for point in report.runs[0].metrics.sync]),
     )
     return Explanation(
         subject=f"{summary.label}, {report.runs[0].manifest.world_size} ranks, "
@@ -293,9 +293,11 @@ def explain_run(folder: Path | str) -> Explanation:
     )
 
 
-def _tau_of(config: dict[str, Any]) -> int:
-    tau = config.get("sync", {}).get("tau", 1)
-    return tau if isinstance(tau, int) else 1
+def _tau_of(config: dict[str, Any], logged: Sequence[int | None]) -> int:
+    """Return the last tau of a run: "auto" changes it."""
+    tau = config.get("sync", {}).get("tau")
+    chosen = [tau, *logged][-1]
+    return chosen if isinstance(chosen, int) and chosen > 0 else 1
 
 
 def _changes(step: MeasuredStep, method: str) -> Iterator[Change]:

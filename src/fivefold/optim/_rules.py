@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, Self
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim._round_choice import most_fragments
+from fivefold.optim._round_choice import filling_fragments, most_fragments
 from fivefold.optim._update import GapPenalty, NoPenalty, StalenessPenalty, named_penalty
 from fivefold.optim.auto_tau import AutoTau, named_auto_tau
 
@@ -216,11 +216,17 @@ def _require_between(name: str, value: object, *, most: int) -> None:
 class _InFragments(OuterRule):
     """A rule whose fragments take turns: each is sent and merged at moments of its own."""
 
+    published_fragments: ClassVar[int | None] = None  # the usual number; None: the model decides
+
     fragments: int | None = None
     delay_steps: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.fragments is None and self.published_fragments is not None:
+            uneven = self.auto_tau is not None and self.auto_tau.balance
+            usual = 1 if uneven else min(self.published_fragments, self.first_tau)
+            object.__setattr__(self, "fragments", usual)
         if self.fragments is None and self.delay_steps is not None:
             object.__setattr__(self, "fragments", 1)
         if self.fragments is None:
@@ -253,12 +259,14 @@ class _InFragments(OuterRule):
         return self.fragments or 1
 
     def for_model(self, *, tensors: int, num_bytes: int) -> Self:
-        """Return the rule with up to 8 fragments, none of them smaller than 1 MiB."""
+        """Return the rule with up to 8 fragments of at least 1 MiB, which fill a given tau."""
         if self.fragments is not None:
             return self
-        uneven = self.auto_tau is not None and self.auto_tau.balance
         most = most_fragments(tensors=tensors, num_bytes=num_bytes)
-        return replace(self, fragments=1 if uneven else min(most, super().first_tau))
+        if self.auto_tau is None:
+            return replace(self, fragments=filling_fragments(super().first_tau, most=most))
+        most = 1 if self.auto_tau.balance else min(most, super().first_tau)
+        return replace(self, fragments=most)  # of which tau="auto" sends some together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,7 +354,8 @@ class DelayCorrected(_InFragments):
     Args:
         tau: Local steps per round: between two launches of one fragment.
         fragments: Number of parts, at most tau; 1 sends the whole model at once. None for up to 8,
-            as many as leave each at least 1 MiB, and 1 where workers come and go.
+            as many as leave each at least 1 MiB and little of a round in which nothing is on
+            its way (tau=12: 6 parts, 2 steps late each), and 1 where workers come and go.
         delay_steps: Local steps between launch and merge, 1 to tau; None for tau // fragments.
 
     Raises:
@@ -476,7 +485,7 @@ class StreamingDiLoCo(_InFragments):
         tau: Local steps between two launches of one fragment.
         outer_lr: alpha.
         outer_momentum: beta.
-        fragments: Number of parts, at most tau; None as for ``DelayCorrected``.
+        fragments: Number of parts, at most tau; None for 4, or tau where that is less.
         delay_steps: Local steps between launch and merge, 1 to tau; None for tau // fragments.
         keep: Share of the local parameters in the merge, in (0, 1); 0.5 in the paper. 0
             would throw away what was done during the all-reduce.
@@ -493,10 +502,10 @@ class StreamingDiLoCo(_InFragments):
     name: ClassVar[str] = "Streaming DiLoCo"
     hides_rounds: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("outer_lr", "outer_momentum")
+    published_fragments: ClassVar[int | None] = 4
 
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    fragments: int | None = 4
     keep: float = 0.5
 
     def __post_init__(self) -> None:

@@ -22,33 +22,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.errors import UnsupportedError
 from fivefold.moe import AllToAllGroup, OneSidedConfig, OneSidedGroup, TorchSymmetricHeap, backends
 from fivefold.moe.parallel.all_to_all import AllToAllCall
 from fivefold.runs.ranks import Ranks
 from fivefold.train._step import choose_precision
-from fivefold.train.config import MixtureConfig, ModelConfig, TrainConfig
+from fivefold.train.config import MixtureConfig, TrainConfig
 
 _LOG = logging.getLogger(__name__)
 _SIGNAL_BYTES = 8
 _IN_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory is what it is for
 
 
-def require_shares(config: ModelConfig, *, world_size: int) -> None:
-    """Refuse a number of ranks that cannot share out the experts."""
-    share = 1 if config.moe is None else config.moe.expert_parallel
-    if world_size % share:
-        raise ConfigurationError(
-            f"model.moe.expert_parallel = {share} needs a multiple of {share} ranks; "
-            f"got world_size={world_size}",
-            hint=f"start {-(-world_size // share) * share} ranks, or change expert_parallel",
-        )
-
-
 def share_experts(config: TrainConfig, ranks: Ranks) -> ExpertRanks | None:
     """Form the groups; a collective call where experts are shared out, else None."""
     model = config.model
-    require_shares(model, world_size=ranks.world_size)
     if model.moe is None or model.moe.expert_parallel == 1:
         return None
     share = model.moe.expert_parallel

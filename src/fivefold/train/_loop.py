@@ -47,15 +47,14 @@ from fivefold.runs.machine import LinkMeter, ProcessMeter
 from fivefold.runs.ranks import Ranks, StopAgreement, close_ranks, open_ranks, read_place
 from fivefold.train._corpus import Corpus, Tokenizer, load_corpus, load_tokenizer, resolve_source
 from fivefold.train._ddp import DataParallelMethod, ScheduledDataParallelMethod
-from fivefold.train._expert_ranks import ExpertRanks, require_shares, share_experts
-from fivefold.train._methods import Method, RunResult, method_label, require_peers, run_manifest
+from fivefold.train._expert_ranks import ExpertRanks, share_experts
+from fivefold.train._methods import Method, RunResult, method_label, run_manifest
 from fivefold.train._model import Transformer
 from fivefold.train._outer import (
     OuterMethod,
     load_own_shards,
     make_rule,
     own_shards,
-    require_workers,
     share_states,
 )
 from fivefold.train._spans import Span, SpanRecorder, subtract
@@ -75,14 +74,13 @@ from fivefold.train.config import (
     TasksConfig,
     TrainConfig,
     load_config,
+    require_ranks,
 )
 
 
 def require_settings(config: TrainConfig, *, world_size: int) -> None:
     """Check what is the same on every host: the method, its rule, the number of ranks."""
-    require_peers(config.sync, world_size=world_size)
-    require_shares(config.model, world_size=world_size)
-    require_workers(config, world_size=world_size)
+    require_ranks(config, world_size=world_size)
     if config.sync.method not in {"none", "ddp"}:
         make_rule(config.sync, total_steps=config.run.steps)
 
@@ -187,7 +185,6 @@ def make_method(  # noqa: PLR0913 - independent parts, one call site
     """Set up the configured method; a collective call for all but "none"."""
     if config.method == "none":
         return Method(model)
-    require_peers(config, world_size=ranks.world_size)
     if config.method == "ddp" and tasks is not None:
         return ScheduledDataParallelMethod(model, ranks=ranks, tasks=tasks, optimizer=optimizer)
     if config.method == "ddp":

@@ -19,7 +19,6 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from fivefold.errors import ConfigurationError
 from fivefold.optim import SyncStatistics
 from fivefold.optim.auto_tau import TauDecision
 from fivefold.runs.machine import run_facts
@@ -155,14 +154,6 @@ class Method:
     def take_decisions(self) -> list[TauDecision]:
         """Return the changes of tau since the last call."""
         return []
-
-
-def require_peers(config: SyncConfig, *, world_size: int) -> None:
-    """Refuse a method that synchronises where there is nothing to synchronise with."""
-    if world_size == 1 and config.method != "none":
-        message = f'sync.method "{config.method}" needs at least two ranks; got world_size=1'
-        hint = 'start more ranks with --nproc 2, or set sync.method = "none" to train alone'
-        raise ConfigurationError(message, hint=hint)
 
 
 def method_label(config: SyncConfig, tasks: TasksConfig | None = None) -> str:

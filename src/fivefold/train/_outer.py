@@ -49,20 +49,6 @@ from fivefold.train._spans import Span, subtract
 from fivefold.train.config import SyncConfig, TrainConfig
 
 
-def require_workers(config: TrainConfig, *, world_size: int) -> None:
-    """Refuse shards that do not divide the ranks into at least two workers."""
-    count = config.sync.shard or 1
-    if count == 1:
-        return
-    if world_size % count or world_size // count < 2:
-        message = f"sync.shard {count} does not divide {world_size} ranks into two workers or more"
-        hint = "a worker is the ranks of a node: start twice as many ranks, or lower sync.shard"
-        raise ConfigurationError(message, hint=hint)
-    if config.model.moe is not None:
-        message = f"sync.shard {count} is for dense models; got [model.moe]"
-        raise ConfigurationError(message, hint="leave out sync.shard, or [model.moe]")
-
-
 def share_states(
     model: torch.nn.Module, config: TrainConfig, ranks: Ranks, *, precision: str
 ) -> DeviceMesh | None:

@@ -45,7 +45,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "eager_diloco": _HIDDEN_ROUNDS | {"outer_lr": 0.5, "outer_momentum": 0.3},
     "streaming_diloco": _HIDDEN_ROUNDS
     | _NESTEROV
-    | {"fragments": 4, "delay_steps": None, "keep": 0.5},
+    | {"fragments": None, "delay_steps": None, "keep": 0.5},
     "outer_optimizer": _HIDDEN_ROUNDS | {"optimizer": "SGD", "options": None, "hidden": False},
     "delayed_gradients": {"codec": "fp32", "check_every_rounds": 16}
     | {"extrapolation": 0.0, "ramp_steps": 20, "outlier_factor": None},

@@ -406,6 +406,9 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _experts_fit_the_method(self) -> TrainConfig:
         moe, method = self.model.moe, self.sync.method
+        if moe is not None and (self.sync.shard or 1) > 1:
+            message = f"sync.shard {self.sync.shard} is for dense models; got [model.moe]"
+            raise ConfigurationError(message, hint="leave out sync.shard, or [model.moe]")
         if moe is not None and moe.expert_parallel > 1 and method != "ddp":
             raise ConfigurationError(
                 f'model.moe.expert_parallel {moe.expert_parallel} needs sync.method "ddp"; got '
@@ -480,6 +483,28 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         _LOG.info("%s does not take [tasks] of the file", given["method"])
     tables = apply_overrides(tables, overrides, schema=TrainConfig)
     return check_tables(tables, TrainConfig, source=path)
+
+
+def require_ranks(config: TrainConfig, *, world_size: int) -> None:
+    """Refuse a number of ranks that the method, shards or shared experts cannot do with.
+
+    Raises:
+        ConfigurationError: More ranks, or another number of them, are needed.
+    """
+    sync, shard, moe = config.sync, config.sync.shard or 1, config.model.moe
+    if world_size == 1 and sync.method != "none":
+        message = f'sync.method "{sync.method}" needs at least two ranks; got world_size=1'
+        hint = 'start more ranks with --nproc 2, or set sync.method = "none" to train alone'
+        raise ConfigurationError(message, hint=hint)
+    share = 1 if moe is None else moe.expert_parallel
+    if world_size % share:
+        message = f"model.moe.expert_parallel = {share} needs a multiple of {share} ranks"
+        hint = f"start {-(-world_size // share) * share} ranks, or change expert_parallel"
+        raise ConfigurationError(f"{message}; got world_size={world_size}", hint=hint)
+    if shard > 1 and (world_size % shard or world_size // shard < 2):
+        message = f"sync.shard {shard} does not divide {world_size} ranks into two workers or more"
+        hint = "a worker is the ranks of a node: start twice as many ranks, or lower sync.shard"
+        raise ConfigurationError(message, hint=hint)
 
 
 def settings_fingerprint(config: TrainConfig, *, ranks: int) -> str:
