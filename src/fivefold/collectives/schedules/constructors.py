@@ -91,15 +91,7 @@ def all_gather(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
 
 
 def reduce_scatter(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
-    """Give every rank its own chunks, summed over all ranks; numbered as in `all_gather`.
-
-    Args:
-        num_ranks: Ranks N.
-        chunks_per_rank: Chunks C that each rank's share is cut into.
-
-    Returns:
-        The collective, of N * C chunks.
-    """
+    """Give every rank its own chunks, summed over all ranks; numbered as in `all_gather`."""
     name, per = "reduce_scatter", chunks_per_rank
     return _made(name, num_ranks, per, pre="all", post="owner", reducing=True)
 
@@ -198,13 +190,7 @@ def broadcast(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
 
 
 def reduce(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
-    """Give the root every chunk, summed over all ranks.
-
-    Args:
-        num_ranks: Ranks N.
-        chunks: Chunks that the buffer is cut into.
-        root: The rank that holds the sums at last.
-    """
+    """Give the root every chunk, summed over all ranks; arguments as of `broadcast`."""
     return _made("reduce", num_ranks, chunks, pre="all", post="root", root=root, reducing=True)
 
 
@@ -223,16 +209,7 @@ def scatter(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Colle
 
 
 def gather(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Collective:
-    """Give the root the chunks ``rank * C + i`` of every rank.
-
-    Args:
-        num_ranks: Ranks N.
-        chunks_per_rank: Chunks C of each rank.
-        root: The rank that holds all of them at last.
-
-    Returns:
-        The collective, of N * C chunks.
-    """
+    """Give the root the chunks ``rank * C + i`` of every rank; arguments as of `scatter`."""
     return _made("gather", num_ranks, chunks_per_rank, pre="owner", post="root", root=root)
 
 
