@@ -188,9 +188,6 @@ _NAMES = {*_SPREADS, *_EXCHANGES, "one_shot", "hierarchical"}
 def available_algorithms(collective: Collective) -> tuple[str, ...]:
     """Return the names of the library's algorithms that do this collective.
 
-    Args:
-        collective: The collective.
-
     Returns:
         Names for `build_algorithm`; for a custom collective only ``"direct"``, and nothing where
         it sums.

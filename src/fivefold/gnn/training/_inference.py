@@ -475,10 +475,6 @@ def infer_run(
 def load_model(config: GnnConfig, dataset: Dataset) -> tuple[LayeredModel, int]:
     """Load the model of a run's newest checkpoint, in evaluation mode, and its step.
 
-    Args:
-        config: The run's configuration.
-        dataset: Its data set.
-
     Raises:
         CheckpointError: There is no checkpoint, or none is whole.
         DataError: The checkpoint was trained on another data set.
