@@ -376,12 +376,7 @@ class HeteroNeighborSampler(_Sampler[Mapping[str, ArrayLike], HeteroSampledBatch
     def sample(
         self, seeds: Mapping[str, ArrayLike], *, epoch: int, batch: int
     ) -> HeteroSampledBatch:
-        """Return the batch around ``seeds``.
-
-        Args:
-            seeds: Node ids by node type, each once; types may be left out.
-            epoch: Part of the key of the random numbers.
-            batch: So is this; it is the batch's number, too.
+        """Return the batch around ``seeds``, node ids by type, as :class:`NeighborSampler` does.
 
         Raises:
             ConfigurationError: A type is unknown, or a seed stands twice or is out of range.

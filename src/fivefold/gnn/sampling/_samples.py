@@ -311,38 +311,20 @@ class SampleFile(Closing):
         return self._form.decode(pages, row, number=number)
 
     def node_ids(self, number: int) -> Ids:
-        """Read the node ids of one batch, and nothing else of it.
-
-        Raises:
-            ConfigurationError: There is no batch of this number.
-            DataError: A page is damaged.
-            StorageError: The disk refused.
-        """
+        """Read the node ids of one batch, and nothing else of it; errors are those of ``batch``."""
         row = self._row(number)
         return self._form.decode_node_ids(self._pages(row, self._form.num_node_pages(row)), row)
 
     def num_nodes_of(self, number: int) -> int:
-        """Return how many nodes a batch has, without reading it.
-
-        Raises:
-            ConfigurationError: There is no batch of this number.
-        """
+        """Return how many nodes a batch has, without reading it."""
         return int(self._form.counts(self._row(number))[0].sum())
 
     def num_edges_of(self, number: int) -> int:
-        """Return how many edges a batch has, without reading it.
-
-        Raises:
-            ConfigurationError: There is no batch of this number.
-        """
+        """Return how many edges a batch has, without reading it."""
         return int(self._form.counts(self._row(number))[1].sum())
 
     def record_bytes_of(self, number: int) -> int:
-        """Return how many bytes a batch takes in the file, without reading it.
-
-        Raises:
-            ConfigurationError: There is no batch of this number.
-        """
+        """Return how many bytes a batch takes in the file, without reading it."""
         return self._form.num_pages(self._row(number)) * PAGE_BYTES
 
     def close(self) -> None:
