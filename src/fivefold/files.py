@@ -335,9 +335,6 @@ def storage_error(
         path: The file.
         action: What was attempted, as in "reading 4096 bytes".
         offset: Where in the file, in bytes; None where there is no place.
-
-    Returns:
-        The error, with what to do as its hint.
     """
     place = "" if offset is None else f" at offset {offset}"
     message = f"{action} of {os.fspath(path)}{place} failed: {os.strerror(number)}"
