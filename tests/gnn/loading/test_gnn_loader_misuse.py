@@ -87,7 +87,7 @@ def test_a_mask_stands_for_its_ids(dataset):
         ({"features": [["a"]] * 200}, ConfigurationError, "features have dtype <U1"),
         ({"features": "memory", "cache_bytes": 10**6}, ConfigurationError, "all rows are in mem"),
         ({"cache_policy": "mru"}, ConfigurationError, "cache_policy is 'mru'"),
-        ({"cache_bytes": 1e6}, ConfigurationError, "cache_bytes is 1000000.0"),
+        ({"cache_bytes": 1e6}, ConfigurationError, "cache_bytes must be .*; got 1000000.0"),
         ({"shuffle": "yes"}, ConfigurationError, "shuffle is 'yes'"),
         ({"prefetch": None}, ConfigurationError, "prefetch must be .*; got None"),
         ({"seed": 1.5}, ConfigurationError, "seed must be a whole number from 0; got 1.5"),
