@@ -59,7 +59,7 @@ def test_a_cluster_file_may_name_a_topology(tmp_path):
         ('base = "h100-nemo"\n[device]\nmemroy = "1 GB"\n', "did you mean 'memory'"),
         ('base = "h100"\n', "did you mean 'h100-nemo'"),
         ('gpus = 8\n[[tier]]\nname = "x"\n', "incomplete"),
-        ('base = "h100-nemo"\ngpus = 0\n', "out of range"),
+        ('base = "h100-nemo"\ngpus = 0\n', "whole number from 1 to"),
         ('base = "h100-nemo"\n[device]\ngemm_efficiency = 2\n', "between"),
         ('base = "h100-nemo"\n[device]\nmemory = "many"\n', "not a size"),
     ],

@@ -283,7 +283,7 @@ def test_large_rings_are_arrays():
         (lambda: one_shot(all_gather(4)), "one_shot does not do all_gather"),
         (lambda: recursive_doubling(scatter(4)), "does not do scatter"),
         (lambda: bruck(all_to_all(4), radix=1), "radix is 1"),
-        (lambda: pat(all_gather(4), most_chunks=0), "most_chunks must be .*; got 0"),
+        (lambda: pat(all_gather(4), most_chunks=0), "most_chunks is 0"),
         (lambda: ring(all_gather(3), order=[0, 1, 1]), "name each rank once"),
         (lambda: ring(all_gather(3), order=[0, 1]), "name each rank once"),
         (lambda: hierarchical(all_reduce(4)), "needs groups"),
