@@ -1,13 +1,16 @@
 r"""Makes data sets of real graphs that need no download: Debian's packages and WordNet.
 
     python -m benchmarks.gnn.real_graphs debian FOLDER [--dim 256] [--from LISTS]
+    python -m benchmarks.gnn.real_graphs debian-typed FOLDER [--dim 256] [--from LISTS]
     python -m benchmarks.gnn.real_graphs wordnet FOLDER [--dim 256] [--from DICTIONARY]
 
 **Debian**, from the lists that apt keeps on the machine (any folder of files named ``*Packages*``).
 A node is a package; an edge joins it to one that it depends on, recommends, suggests or enhances;
 all alternatives count, and a virtual package stands for the first that provides it. The label is
 the section. Features are the words of the description: neither the section nor the package's name
-is among them, for names often say the section (``python3-``, ``lib``).
+is among them, for names often say the section (``python3-``, ``lib``). **debian-typed** adds a node
+for each maintainer, without features, and joins the two types with an edge type each way; a package
+hears from what it depends on and from what depends on it along two more.
 
 **WordNet 3**, from its data files (wndb(5WN), Debian's package wordnet-base). A node is a synset,
 an edge a pointer to another; the label is the lexicographer file (noun.animal, verb.motion, ...);
@@ -34,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
-from fivefold.gnn.data import Dataset, array_source, ingest
+from fivefold.gnn.data import Dataset, HeteroDataset, HeteroSource, array_source, ingest
 from fivefold.gnn.data.arrays import ArraySource
 from fivefold.gnn.data.statistics import describe
 
@@ -42,7 +45,7 @@ APT_LISTS = Path("/var/lib/apt/lists")
 APT_HELPER = Path("/usr/lib/apt/apt-helper")
 DICTIONARY = Path("/usr/share/wordnet")
 _RELATIONS = ("Depends", "Pre-Depends", "Recommends", "Suggests", "Enhances")
-_WANTED = "|".join(("Package", "Section", "Description", "Provides", *_RELATIONS))
+_WANTED = "|".join(("Package", "Section", "Description", "Maintainer", "Provides", *_RELATIONS))
 _FIELD = re.compile(rf"^({_WANTED}):[ \t]*(.*(?:\n[ \t].*)*)", re.MULTILINE)
 _NAME = re.compile(r"(?:^|[,|])\s*([a-z0-9][a-z0-9+.-]*)")
 _WORD = re.compile(r"[a-z][a-z0-9+]+")
@@ -200,6 +203,31 @@ def package_pairs(packages: dict[str, dict[str, str]]) -> list[tuple[int, int]]:
     return list(pairs)
 
 
+def debian_types(*, dim: int = 256, lists: str | Path = APT_LISTS, seed: int = 0) -> HeteroSource:
+    """Return packages and their maintainers as a graph of two node types."""
+    packages = read_packages(Path(lists))
+    named = [fields.get("Maintainer", "").strip() for fields in packages.values()]
+    numbers = {name: number for number, name in enumerate(sorted(set(named)))}
+    maintains = np.array([[numbers[name] for name in named], range(len(named))], np.int64)
+    depends = np.array(package_pairs(packages), np.int64).reshape(-1, 2).T
+    edges = {
+        ("package", "is_needed_by", "package"): depends[::-1],
+        ("package", "needs", "package"): depends,
+        ("maintainer", "maintains", "package"): maintains,
+        ("package", "is_maintained_by", "maintainer"): maintains[::-1],
+    }
+    source, _ = debian_source(dim=dim, lists=lists, seed=seed)
+    most = max(len(packages), len(numbers))
+    return HeteroSource(
+        name="debian packages and maintainers",
+        nodes={"package": source, "maintainer": array_source(None, num_nodes=len(numbers))},
+        edges={
+            kind: array_source(np.ascontiguousarray(ends), num_nodes=most).edges()
+            for kind, ends in edges.items()
+        },
+    )
+
+
 # -- WordNet ---------------------------------------------------------------------------------------
 
 
@@ -302,16 +330,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("graph", choices=["debian", "wordnet"])
+    parser.add_argument("graph", choices=["debian", "debian-typed", "wordnet"])
     parser.add_argument("folder", type=Path, help="where to write")
     parser.add_argument("--dim", type=int, default=256, help="elements of a feature row")
     parser.add_argument("--from", dest="origin", type=Path, help="apt's lists or the dictionary")
     arguments = parser.parse_args()
-    if arguments.graph == "debian":
+    dataset: Dataset | HeteroDataset
+    if arguments.graph == "debian-typed":
+        lists = arguments.origin or APT_LISTS
+        dataset = ingest(debian_types(dim=arguments.dim, lists=lists), arguments.folder)
+    elif arguments.graph == "debian":
         graph = debian_source(dim=arguments.dim, lists=arguments.origin or APT_LISTS)
+        dataset = write_graph(graph, arguments.folder)
     else:
         graph = wordnet_source(dim=arguments.dim, dictionary=arguments.origin or DICTIONARY)
-    with write_graph(graph, arguments.folder) as dataset:
+        dataset = write_graph(graph, arguments.folder)
+    with dataset:
         facts = describe(dataset)
     print(", ".join(f"{facts[name]} {name}" for name in ("nodes", "edges")))
 

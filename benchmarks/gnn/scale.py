@@ -466,6 +466,7 @@ class BudgetRows:
                      space),
             self.row(f"{stage}: read from the disk", "B", one.read_bytes),
             self.row(f"{stage}: written to the disk", "B", one.written_bytes),
+            self.row(f"{stage}: taken by other processes and the kernel", "processors", one.others),
         ]  # fmt: skip
 
     def of_rows(self, plan: dict[str, Any]) -> list[BenchmarkRow]:

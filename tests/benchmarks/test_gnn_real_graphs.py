@@ -9,9 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.gnn import real_graphs
-from benchmarks.gnn.real_graphs import debian_source, hashed_words, wordnet_source, write_graph
+from benchmarks.gnn.real_graphs import (
+    debian_source,
+    debian_types,
+    hashed_words,
+    wordnet_source,
+    write_graph,
+)
 
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
+from fivefold.gnn.data import ingest
 
 PACKAGES = """\
 Package: python3-first
@@ -68,6 +75,29 @@ def test_packages(tmp_path, packed):
     assert pairs(heard) == [(0, 2), (1, 0), (1, 2), (3, 0)]
     both, _ = debian_source(dim=64, lists=tmp_path)
     assert pairs(both) == sorted(pairs(source) + pairs(heard))
+
+
+def test_packages_and_maintainers(tmp_path):
+    text = (
+        "Package: a\nMaintainer: Zoe <z@example.org>\nDepends: b\nSection: x\n\n"
+        "Package: b\nMaintainer: Ada <a@example.org>\n\n"
+        "Package: c\nMaintainer: Zoe <z@example.org>\nSection: y\n"
+    )
+    (tmp_path / "Packages").write_text(text)
+    with ingest(debian_types(dim=8, lists=tmp_path), tmp_path / "out") as dataset:
+        assert dataset.num_nodes == {"package": 3, "maintainer": 2}
+        assert dataset.labels("package").tolist() == [0, -1, 1]
+        assert not dataset.has_features("maintainer")
+        heard = {
+            kind: [adjacency.neighbors(node).tolist() for node in range(adjacency.num_nodes)]
+            for kind, adjacency in dataset.topology().edges.items()
+        }
+    assert heard == {
+        ("package", "is_needed_by", "package"): [[1], [], []],
+        ("package", "needs", "package"): [[], [0], []],
+        ("maintainer", "maintains", "package"): [[1], [0], [1]],
+        ("package", "is_maintained_by", "maintainer"): [[1], [0, 2]],
+    }
 
 
 def test_two_edges_keep_their_direction(tmp_path):

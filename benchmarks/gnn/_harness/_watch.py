@@ -2,8 +2,9 @@
 
 A thread looks every tenth of a second: memory of the group with and without page cache, bytes that
 the process has read and written, space on the disk under a folder (files that have no name any
-more included). What was written to standard error is kept with its moment, so that the record can
-be cut into the stages of the command afterwards.
+more included), and the processor time of everything else on the machine. What was written to
+standard error is kept with its moment, so that the record can be cut into the stages of the
+command afterwards.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Moment:
     disk_bytes: int
     read_bytes: int
     written_bytes: int
+    others_s: float  # of processors, that all but the process took since the machine was started
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Taken:
     left_bytes: int  # on the disk at the end
     read_bytes: int
     written_bytes: int
+    others: float  # processors that everything else took, the kernel's own threads included
 
 
 class Watched:
@@ -111,6 +114,7 @@ class Watched:
             disk_bytes=disk_bytes(self.folder) + _nameless_bytes(self._process.pid),
             read_bytes=int(counts["read_bytes"]),
             written_bytes=int(counts["write_bytes"]),
+            others_s=_busy_s() - _processor_s(self._process.pid),
         )
 
     def wait_for(self, pattern: str, *, timeout_s: float) -> float:
@@ -167,6 +171,7 @@ class Watched:
             left_bytes=last.disk_bytes,
             read_bytes=last.read_bytes - first.read_bytes,
             written_bytes=last.written_bytes - first.written_bytes,
+            others=max(0.0, last.others_s - first.others_s) / max(_EVERY_S, last.at_s - first.at_s),
         )
 
     def __enter__(self) -> Self:
@@ -201,6 +206,20 @@ def _nameless_bytes(process: int) -> int:
             if found.st_nlink == 0 and entry.readlink().is_absolute():
                 total += found.st_blocks * _BLOCK_BYTES
     return total
+
+
+def _busy_s() -> float:
+    """Return the processor time that the machine has spent since its start."""
+    user, nice, system, _idle, _waiting, *interrupts = (
+        Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:8]
+    )
+    return sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
+
+
+def _processor_s(process: int) -> float:
+    text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
+    fields = text.rpartition(")")[2].split()  # from the third on
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _paths() -> list[str]:

@@ -342,6 +342,8 @@ def train_command(
     the mini-batches are sampled, a plan is made for the budgets and shown, and the rows are
     packed. Each of these goes on where a killed run stopped.
 
+    Of a graph of several node and edge types the nodes of one are classified: data.node_type.
+
     Several processes: torchrun --nproc-per-node 2 -m fivefold gnn train config.toml.
     They share one packed store; budgets are per process.
 
@@ -374,6 +376,8 @@ def infer_command(
     ] = False,
 ) -> None:
     """Compute the class scores of every node from all of its neighbours, out of core.
+
+    Of a graph of several types these are the nodes of the type that was trained on.
 
     Layer by layer: each layer's outputs are a file that the next one reads, so that memory stays
     within --memory whatever the size of the graph. The same command goes on where a killed one

@@ -446,6 +446,9 @@ def _facts(runs: Sequence[GraphRun]) -> DataTable:
 
 def _features(run: GraphRun) -> str:
     data = run.manifest.dataset
+    if data.feature_bytes:
+        sizes = data.feature_bytes.items()
+        return ", ".join(f"{format_bytes_or_dash(size)} of {name}" for name, size in sizes)
     return f"{data.dim} x {data.dtype}, {format_bytes_or_dash(data.nodes * data.row_bytes)}"
 
 

@@ -273,6 +273,9 @@ class GraphFacts(Record):
     train: NonNegativeInt
     valid: NonNegativeInt
     test: NonNegativeInt
+    node_type: str | None = None
+    feature_bytes: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    """by node type, of a graph of several"""
 
 
 class GraphManifest(StartedRun):

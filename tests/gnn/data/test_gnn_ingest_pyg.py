@@ -151,3 +151,19 @@ def test_hetero_listing_damaged(tmp_path, hetero):
     write_checked_json(listing, {**read_checked_json(listing), "version": 7})
     with pytest.raises(DataError, match="version 7"):
         HeteroDataset.open(tmp_path)
+
+
+def test_a_typed_graph_that_was_used_is_saved_as_a_dictionary(tmp_path):
+    """PyG notes in the graph which of its attributes are of nodes; that note is saved, too."""
+    data = HeteroData()
+    data["a"].x = torch.arange(6.0).reshape(3, 2)
+    data["a", "to", "a"].edge_index = torch.tensor([[0, 1], [2, 2]])
+    assert data["a"].is_node_attr("x")
+    torch.save(data, tmp_path / "used.pt")
+    with pytest.raises(DataError) as caught:
+        pyg_source(tmp_path / "used.pt")
+    assert "data.to_dict()" in caught.value.hint
+    torch.save(data.to_dict(), tmp_path / "tensors.pt")
+    with ingest(pyg_source(tmp_path / "tensors.pt"), tmp_path / "graph") as dataset:
+        assert dataset.edge_types == [("a", "to", "a")]
+        assert dataset.features("a").read("x").tolist() == data["a"].x.tolist()

@@ -80,6 +80,19 @@ def test_the_cheapest_way_is_taken():
     assert choose(**slow_writes, memory_bytes=30 * MB).strategy == "passes"
 
 
+def test_the_noise_of_a_probe_does_not_decide_whether_all_memory_is_taken():
+    """At 100 M nodes both took a minute, one in 0.4 GB and the other in 6."""
+    size = {"num_nodes": 10**8, "row_bytes": 128, "memory_bytes": 5800 * MB}
+    sections = {"rows": 27 * 10**6, "host": 44 * 10**6, "device": 0}
+
+    def way_at(read, write):
+        speeds = {"read_bytes_per_s": read * 1e9, "write_bytes_per_s": write * 1e9}
+        return choose(**size, **speeds, sections=sections).strategy
+
+    assert [way_at(2.8, write) for write in (2.0, 1.6, 1.5)] == ["spill"] * 3
+    assert way_at(2.8, 0.8) == "passes"  # two writes of a row are dearer than reads by far
+
+
 def test_windows_are_as_small_as_their_cells_allow():
     for num_nodes in (10**6, 10**7, 10**8):
         facts = {"num_nodes": num_nodes, "row_bytes": 256, "sections": {"rows": 2 * num_nodes}}

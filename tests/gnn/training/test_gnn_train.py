@@ -15,7 +15,7 @@ from training_graphs import make_dataset, relabel
 from fivefold.errors import CheckpointError, ConfigurationError, DataError, InfeasibleError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.training import _loop, infer_run, load_gnn_config, train_graph
-from fivefold.gnn.training._inference import load_model
+from fivefold.gnn.training._infer_run import load_model
 from fivefold.runs import format_toml
 
 

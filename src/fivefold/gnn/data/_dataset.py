@@ -85,7 +85,8 @@ class Dataset(Closing):
         if (folder / HETERO_FILE).is_file():
             raise DataError(
                 f"{folder} holds a graph of several node or edge types",
-                hint="open it with HeteroDataset; gnn.loading.DiskLoader.from_dataset packs it",
+                hint="fivefold gnn train and infer, HeteroDataset and DiskLoader.from_dataset take "
+                "it; the single commands sample, plan and pack do not",
             )
         if not (folder / GRAPH_FILE).is_file():
             raise DataError(
@@ -375,9 +376,11 @@ class HeteroDataset(Closing):
         """Return the edge types (source type, relation, target type)."""
         return list(self._edges)
 
-    def topology(self, *, mapped: bool = False) -> HeteroAdjacency:
-        """Return the edges of all types, in memory or as memory maps."""
-        edges = {kind: Adjacency.open(self.graph(kind), mapped=mapped) for kind in self._edges}
+    def topology(
+        self, *, mapped: bool = False, progress: Progress | None = None
+    ) -> HeteroAdjacency:
+        """Return the edges of all types, in memory or as memory maps, as ``Dataset`` does."""
+        edges = {kind: Adjacency.open(self.graph(kind), mapped, progress) for kind in self._edges}
         return HeteroAdjacency(self.num_nodes, edges)
 
     def graph(self, edge_type: EdgeType) -> Container:
@@ -404,6 +407,13 @@ class HeteroDataset(Closing):
     def labels(self, node_type: str) -> Ids:
         """Return the class of every node of a type, -1 where unknown."""
         return self._label_section(node_type, "y")
+
+    def num_classes(self, node_type: str) -> int:
+        """Return one more than the largest label of a type; 0 without labels."""
+        if not self.has_labels(node_type):
+            return 0
+        file = self._container(self._node_folder(node_type) / LABELS_FILE, "labels")
+        return int(file.attributes["num_classes"])
 
     def split(self, node_type: str, name: str) -> Ids:
         """Return the ids of a node type's split: ``train``, ``valid`` or ``test``."""

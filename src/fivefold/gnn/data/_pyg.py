@@ -79,6 +79,8 @@ def load_pyg(path: Path) -> Any:
     if isinstance(value, tuple | list) and value:
         kind = HeteroData if len(value) > 2 and value[2] is HeteroData else Data
         value = _only_graph(value, path)
+    if isinstance(value, dict) and any(isinstance(key, tuple) for key in value):
+        kind = HeteroData  # its to_dict()
     if isinstance(value, dict) and (kind is HeteroData or "edge_index" in value):
         value = kind.from_dict(value)
     if not isinstance(value, Data | HeteroData):
@@ -113,10 +115,10 @@ def _load(path: Path, names: list[Any]) -> Any:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
         except Exception as error:  # whatever bytes of another kind do to the unpickler
-            raise DataError(
-                f"{path} cannot be read safely: {_reason(error)}",
-                hint="save a dictionary of tensors, or a Data object, with torch.save",
-            ) from error
+            hint = "save a dictionary of tensors, or a Data object, with torch.save"
+            if "AttrType" in str(error):  # a graph that was used notes whose its attributes are
+                hint = "save the graph's tensors alone: torch.save(data.to_dict(), ...)"
+            raise DataError(f"{path} cannot be read safely: {_reason(error)}", hint=hint) from error
 
 
 def _reason(error: BaseException) -> str:

@@ -399,6 +399,7 @@ class HeteroLoader(SampledLoader[HeteroMiniBatch]):
             dataset.topology() if topology is None else topology, fanouts, seed=seed
         )
         self._seeds, self._rows = SeedTable(seeds, labels), dict[str, DiskRows]()
+        self._read = _Reading()
         closing = contextlib.ExitStack()
         for name in filter(dataset.has_features, dataset.node_types):
             self._rows[name] = DiskRows(dataset.features(name), **settings.engine)
@@ -408,18 +409,20 @@ class HeteroLoader(SampledLoader[HeteroMiniBatch]):
     def _start(self, epoch: int, first: int) -> Pipeline:
         sampler, rows, device = self._sampler, self._rows, self._settings.device
         seeds, name, table = self._epoch_seeds(epoch), self._input_type, self._seeds
+        reading = self._read
 
         def sample(ticket: Ticket) -> HeteroSampledBatch:
             return sampler.sample({name: seeds[ticket.batch]}, epoch=epoch, batch=ticket.batch)
 
         def read(ticket: Ticket) -> HeteroMiniBatch:
             found: HeteroSampledBatch = ticket.value
+            x = {}
+            for kind, part in rows.items():
+                own, cost = part.read_any(found.node_ids[kind])
+                x[kind], reading.total = torch.from_numpy(own), reading.total + cost
             return assemble_typed(
                 {kind: found.part(kind) for kind in found.node_ids},
-                {
-                    kind: torch.from_numpy(part.read_any(found.node_ids[kind])[0])
-                    for kind, part in rows.items()
-                },
+                x,
                 table,
                 edge_types=list(found.sources),
                 input_type=name,
@@ -427,6 +430,19 @@ class HeteroLoader(SampledLoader[HeteroMiniBatch]):
             ).to(device)
 
         return self._pipeline_of([Stage("sample", sample), Stage("read rows", read)], first)
+
+    def statistics(self) -> LoaderStatistics:
+        """Return counts since the loader was made; all rows come from the files."""
+        total = self._read.total
+        return LoaderStatistics(
+            batches=self._delivered,
+            rows={"file": sum(part.served["file"] for part in self._rows.values())},
+            requests=total.requests,
+            bytes_read=total.bytes_read,
+            cold_bytes=total.bytes_used,
+            stage_s=self._stage_s(self._pipeline),
+            wait_s=self._wait_s(self._pipeline),
+        )
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -34,6 +34,7 @@ from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.planning import Budgets, Plan, make_plan
 from fivefold.gnn.sampling import (
     Adjacency,
+    HeteroAdjacency,
     HeteroNeighborSampler,
     NeighborSampler,
     SampleFile,
@@ -109,9 +110,21 @@ class Prepared:
         return {name: NodeSamples(samples, name) for name in names}
 
     @property
-    def store(self) -> PackedStore:
-        """Return the store of the nodes of a graph of one type."""
-        return self.nodes[None]
+    def order_fingerprint(self) -> str:
+        """Return a hash of what the order of all rows of nodes depends on."""
+        return " ".join(store.plan.order_fingerprint for store in self.nodes.values())
+
+    def explain(self) -> str:
+        """Return the plans of all stores of nodes as text."""
+        return "\n\n".join(_named(kind, store.plan) for kind, store in self.nodes.items())
+
+    def predicted(self) -> dict[str, Any]:
+        """Return what the plan predicted; of several types what they add up to, and each."""
+        told = {kind: store.plan.predicted.to_json() for kind, store in self.nodes.items()}
+        if None in told:
+            return told[None]
+        total = sum(plan["read_bytes_per_epoch"] for plan in told.values())
+        return {"read_bytes_per_epoch": total, "types": told}
 
     def close(self) -> None:
         """Let go of the files."""
@@ -134,7 +147,7 @@ def prepare(  # noqa: PLR0913 - all but the first three have defaults
     *,
     ids: Ids,
     input_type: str | None = None,
-    topology: Adjacency | None = None,
+    topology: Adjacency | HeteroAdjacency | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
     show: Text | None = None,
@@ -151,9 +164,9 @@ def prepare(  # noqa: PLR0913 - all but the first three have defaults
         options: dict[str, Any] = {
             "seed": recipe.seed, "threads": threads, "edge_ids": recipe.edge_ids
         }  # fmt: skip
-        if isinstance(dataset, HeteroDataset):
-            return HeteroNeighborSampler(dataset.topology(), dict(recipe.fanouts), **options)
         edges = dataset.topology() if topology is None else topology
+        if isinstance(edges, HeteroAdjacency):
+            return HeteroNeighborSampler(edges, dict(recipe.fanouts), **options)
         return NeighborSampler(edges, recipe.fanouts, **options)
 
     with alone_in(folder):
@@ -234,6 +247,8 @@ class _Preparation:
                 f"no node type of {data.folder} has features: there is nothing to pack",
                 hint="ingest features of at least one node type",
             )
+        if not self._recipe.edge_ids:  # batches do not say which edges they have
+            edges = {}
         tables = []
         for name, found in (("store", nodes), ("edges", edges)):
             kinds = [(kind, rows) for kind, rows in found.items() if rows is not None]
@@ -293,7 +308,7 @@ class _Preparation:
         plan = self._planned(job, plan_file)
         if accept is not None:
             accept(plan.order_fingerprint)
-        show(plan.explain())
+        show(_named(job.kind, plan))
         self._pack(job, plan)
         plan_file.unlink(missing_ok=True)  # the store has its own copy
 
@@ -405,6 +420,14 @@ class _Table:
         if self.of_edges:
             return EdgeSamples(samples, self.features.section("x").num_rows, self.kind)
         return samples if self.kind is None else NodeSamples(samples, self.kind)
+
+
+def _named(kind: Any, plan: Plan) -> str:
+    """Return a plan as text, under the name of its type where there are several."""
+    if kind is None:
+        return plan.explain()
+    name = kind if isinstance(kind, str) else " ".join(kind)
+    return f"Rows of {name}\n{plan.explain()}"
 
 
 def _in_proportion(total: int, weights: list[int], most: list[int]) -> list[int]:

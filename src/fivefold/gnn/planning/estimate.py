@@ -52,12 +52,14 @@ _SPILL_BYTES_PER_EDGE = 8
 _BYTES_PER_CACHED_NODE = 1.5  # of a record: its slot, as the difference to the one before
 # Seconds on two cores of 2.5 GHz; fitted to benchmarks/results/gnn/scale.json and size.json.
 _INGEST_S_PER_EDGE = 0.085e-6
-_SAMPLE_S_PER_EDGE = 0.085e-6
-_PLAN_S_PER_ACCESS = 0.045e-6
+_OPEN_BYTES_PER_S = 0.53e9  # of topology and labels: they are the first to touch that memory
+_SAMPLE_S_PER_EDGE = 0.062e-6
+_PROBE_S = 2.3  # of a disk, before a plan for features of a gigabyte and more
+_PROBE_BYTES = 1 << 30
+_PLAN_S_PER_ACCESS = 0.044e-6
 _EPOCH_S_PER_ROW = 0.02e-6
 _EPOCH_S_PER_BYTE = 0.255e-9  # of a row: it is checked and copied
 _RECORD_S_PER_ACCESS = 0.155e-6  # of packing, beside the rows
-_LOAD_BYTES_PER_S = 0.9e9  # of the topology, whose checksums and ids are looked at
 _EPOCH_S_PER_BATCH = 0.03
 _START_S = 0.25
 _PACKING_SHARE = 0.83  # of the disk's speed; laying out comes before
@@ -565,14 +567,18 @@ class _Work:
             ),
             Stage(
                 name="sample",
-                seconds=_START_S + edges * _SAMPLE_S_PER_EDGE,
+                seconds=_START_S
+                + (topology + 8 * graph.nodes) / _OPEN_BYTES_PER_S
+                + edges * _SAMPLE_S_PER_EDGE,
                 memory_bytes=held + 4 * graph.nodes + self.batch_bytes,
                 disk_bytes=self.sample_bytes,
                 remark="the topology in memory; data.mapped = true leaves it on the disk",
             ),
             Stage(
                 name="plan",
-                seconds=_START_S + accesses * _PLAN_S_PER_ACCESS,
+                seconds=_START_S
+                + _PROBE_S * min(1.0, features / _PROBE_BYTES)
+                + accesses * _PLAN_S_PER_ACCESS,
                 memory_bytes=held
                 + 4 * graph.nodes
                 + 2 * ids

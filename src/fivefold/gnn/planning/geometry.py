@@ -36,6 +36,7 @@ _LEAST_WINDOW_BYTES = 16 << 20  # smaller ones cost more calls than they save me
 _LARGEST_MARK_BYTES = 128 << 20  # a mark waits for the disk; this much is redone after a kill
 _RESIDENT_WINDOW_BYTES = 256 << 20  # how much is redone after a kill
 _LEDGER_BYTES_PER_PAGE = 10
+_PROBE_ERROR = 0.15  # two probes of one disk differ by as much
 _DEARER = 1.1  # bytes that rows may cost more, so that records are made in the same time
 _LARGEST_RANGES = 65_535  # range numbers are sorted as 16-bit keys, which is a radix sort
 
@@ -84,6 +85,8 @@ def packing_ways(
     """Return every way that fits the memory, cheapest first.
 
     ``sections`` are the rows of each output section; the memory is that of buffers and indices.
+    Several passes, which fill all of the memory, come after a spill that costs as much: else the
+    noise of a probe would decide whether gigabytes are taken.
     """
     threads, block_bytes = reader_shape(memory_bytes)
     memory_bytes -= 2 * threads * block_bytes  # of two engines
@@ -101,7 +104,12 @@ def packing_ways(
         for way in sizes
         if way is not None
     ]
-    return sorted(ways, key=lambda way: way.seconds)
+
+    def seconds(way: Geometry) -> float:
+        several = way.strategy == "passes" and way.read_bytes > num_nodes * row_bytes
+        return way.seconds * (1 + _PROBE_ERROR if several else 1)
+
+    return sorted(ways, key=seconds)
 
 
 def choose_geometry(  # noqa: PLR0913 - facts of the disk and of the rows, all by name

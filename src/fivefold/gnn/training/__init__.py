@@ -9,12 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold.gnn.training._inference import (
-        InferenceResult,
-        RunInference,
-        infer_layers,
-        infer_run,
-    )
+    from fivefold.gnn.training._infer_run import RunInference, infer_run
+    from fivefold.gnn.training._inference import InferenceResult, infer_layers
     from fivefold.gnn.training._loop import train_graph
     from fivefold.gnn.training._result import GnnResult
     from fivefold.gnn.training.config import GnnConfig, load_gnn_config
@@ -36,7 +32,8 @@ __all__ = [
 
 _HOMES = {
     "config": ("GnnConfig", "load_gnn_config"),
-    "_inference": ("InferenceResult", "RunInference", "infer_layers", "infer_run"),
+    "_infer_run": ("RunInference", "infer_run"),
+    "_inference": ("InferenceResult", "infer_layers"),
     "_loop": ("train_graph",),
     "models": ("GAT", "GCN", "GraphSAGE"),
     "_result": ("GnnResult",),

@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold.errors import CheckpointError, ConfigurationError, DataError, StorageError
+from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, probe_disk
-from fivefold.gnn.storage.pages import PAGE_BYTES, Ids
 from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.gnn.training._inference_layers import (
     Aggregate,
@@ -34,20 +33,18 @@ from fivefold.gnn.training._inference_layers import (
     RowStream,
     Shares,
     choose_reading,
-    fill_keys,
+    profitable_gap_bytes,
     ranges,
     share_memory,
+    sorted_keys,
     take_apart,
 )
-from fivefold.gnn.training.config import Backend, GnnConfig, load_gnn_config
-from fivefold.gnn.training.models import LayeredModel, as_layered, make_model
-from fivefold.runs import write_json
-from fivefold.runs.checkpoints import newest_checkpoint, read_checkpoint
+from fivefold.gnn.training.config import Backend
+from fivefold.gnn.training.models import LayeredModel, TypedSAGE, as_layered
 from fivefold.units import format_bytes, format_duration_s
 
 _LOG = logging.getLogger(__name__)
-_KIND = "embeddings"
-Int64 = Ids
+OUTPUT_KIND = "embeddings"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +138,8 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         (50, 3)
     """
     folder, layered = Path(folder), as_layered(model)
-    _check(layered, dataset, folder)
+    _check(layered, dataset)
+    make_folder(folder)
     run = _Run(
         topology=dataset.topology(mapped=mapped),
         profile=probe_disk(folder) if profile is None else profile,
@@ -150,14 +148,23 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         progress=progress or _no_progress,
         num_layers=layered.num_layers,
     )
-    files = _LayerFiles(folder, num_layers=layered.num_layers, model=_identity(layered, dataset))
+    model_id = identity_of(layered, dataset.fingerprint)
+    files = _LayerFiles(folder, num_layers=layered.num_layers, model=model_id)
     return run.layers(take_apart(layered), dataset.features, files, keep_layers=keep_layers)
 
 
-def _check(model: LayeredModel, dataset: Dataset, folder: Path) -> None:
+def _check(model: LayeredModel, dataset: Dataset) -> None:
     if model.in_dim != dataset.dim:
         message = f"the model takes rows of {model.in_dim}, the features have {dataset.dim}"
         raise ConfigurationError(message, hint="use the model that was trained on this data set")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder for outputs.
+
+    Raises:
+        StorageError: It cannot be written in.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -188,7 +195,7 @@ class _LayerFiles:
             path = self.path(number)
             if not path.exists():
                 continue
-            container = Container.open(path, kind=_KIND)
+            container = Container.open(path, kind=OUTPUT_KIND)
             if container.attributes != self.attributes(number):
                 container.close()
                 message = f"{path} was made by another model or from another graph"
@@ -244,10 +251,10 @@ class _Run:
             num_edges=self.topology.num_edges,
         )
         shape = (self.topology.num_nodes, parts.out_dim)
-        gap_bytes = _profitable_gap_bytes(self.profile)
+        gap_bytes = profitable_gap_bytes(self.profile)
         with ContainerWriter(
             files.path(number),
-            kind=_KIND,
+            kind=OUTPUT_KIND,
             sections={"x": (np.float32, shape)},
             attributes=files.attributes(number),
             resume=True,
@@ -310,7 +317,14 @@ class _LayerWork:
             for place, own in self.stream.sequence(piece.first, piece.stop):
                 parts.begin(aggregate, place - piece.first, own)
         for low in range(piece.low, piece.high, len(self.keys)):
-            keys = self._sorted_keys(piece.first, low, min(low + len(self.keys), piece.high))
+            keys = sorted_keys(
+                self.run_.topology,
+                piece.first,
+                (low, min(low + len(self.keys), piece.high)),
+                shift=self.shift,
+                drops_loops=parts.drops_loops,
+                keys=self.keys,
+            )
             if not len(keys):
                 continue
             way = choose_reading(
@@ -324,24 +338,6 @@ class _LayerWork:
             for part, rows in self.stream.sources(keys, self.shift, way):
                 parts.add(aggregate, part, self.shift, parts.messages(rows))
         self._finish(piece, aggregate)
-
-    def _sorted_keys(self, first: int, low: int, high: int) -> Int64:
-        topology = self.run_.topology
-        # The kernel looks for the first edge's target from here on.
-        start = int(np.searchsorted(topology.indptr, low, side="right")) - 1
-        count = fill_keys(
-            topology.indptr,
-            topology.indices[low:high],
-            (first, start),
-            (low, high),
-            shift=self.shift,
-            drops_loops=self.parts.drops_loops,
-            keys=self.keys,
-        )
-        topology.check_unchanged()
-        keys = self.keys[:count]
-        keys.sort()
-        return keys
 
     def _finish(self, piece: Piece, aggregate: Aggregate) -> None:
         if self.parts.needs_own_at_finish:
@@ -360,154 +356,14 @@ class _LayerWork:
         self.writer.write("x", place, out.numpy())
 
 
-def _identity(model: LayeredModel, dataset: Dataset) -> str:
-    """Return the digest of whatever decides the outputs."""
-    digest = hashlib.sha256(f"{model.name} {dataset.fingerprint}".encode())
+def identity_of(model: LayeredModel | TypedSAGE, data: str) -> str:
+    """Return the digest of whatever decides the outputs; ``data`` is the graph's fingerprint."""
+    digest = hashlib.sha256(f"{model.name} {data}".encode())
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def _profitable_gap_bytes(profile: DiskProfile) -> int:
-    """Return the longest gap that costs less to read through than another request does."""
-    request_s = profile.seconds(2, 2 * PAGE_BYTES) - profile.seconds(1, 2 * PAGE_BYTES)
-    page_s = (profile.seconds(2, 66 * PAGE_BYTES) - profile.seconds(2, 2 * PAGE_BYTES)) / 64
-    return int(request_s / page_s) * PAGE_BYTES if page_s > 0 else 0
-
-
 def _no_progress(_done: int, _total: int) -> None:
     """Show nothing."""
-
-
-_CHUNK_ROWS = 1 << 16
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunInference:
-    """Outputs and accuracy of inference over a whole graph.
-
-    Args:
-        outputs: Where the class scores of all nodes are, and what each layer took.
-        accuracy: Accuracy per split, from all neighbours; splits without labels are left out.
-        step: Optimizer step of the checkpoint.
-    """
-
-    outputs: InferenceResult
-    accuracy: dict[str, float]
-    step: int
-
-    def record(self) -> dict[str, Any]:
-        """Return the content of inference.json."""
-        layers = [dataclasses.asdict(layer) for layer in self.outputs.layers]
-        path = str(self.outputs.path)
-        return {
-            "schema": 1,
-            "path": path,
-            "step": self.step,
-            "accuracy": self.accuracy,
-            "layers": layers,
-        }
-
-
-def infer_run(
-    run: str | Path,
-    folder: str | Path | None = None,
-    *,
-    memory_bytes: int = 1_000_000_000,
-    keep_layers: bool = False,
-    backend: Backend = "auto",
-    progress: Callable[[int, int], None] | None = None,
-) -> RunInference:
-    """Compute the class scores of all nodes by a run's newest checkpoint, out of core.
-
-    Args:
-        run: The run's folder.
-        folder: Where the outputs go; None for ``inference/step-N`` in the run's folder. The same
-            call resumes what is unfinished there.
-        memory_bytes: Budget of rows, sums and buffers.
-        keep_layers: Keep the hidden layers' outputs.
-        backend: Reading engine.
-        progress: Called with targets done and targets in all.
-
-    Returns:
-        Outputs and accuracy; also written to ``inference.json`` beside the outputs.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or none is whole.
-        DataError: The run or its data set is missing, or the data set is another one.
-        InfeasibleError: The budget is too small.
-        StorageError: The disk is full or refuses; the same call goes on afterwards.
-    """
-    run = Path(run)
-    if not (run / "config.toml").exists():
-        message = f"{run} holds no run of fivefold gnn train"
-        raise DataError(message, hint="give the folder of a run, the run.output of its config")
-    config = load_gnn_config(run / "config.toml")
-    if not config.data.path.is_absolute() and not config.data.path.exists():
-        raise DataError(
-            f"the run's data set {config.data.path} is not in the current folder",
-            hint=f"run this where the run was started, or set data.path in {run / 'config.toml'}",
-        )
-    torch.set_num_threads(config.run.threads)
-    with Dataset.open(config.data.path) as dataset:
-        model, step = load_model(config, dataset)
-        place = run / "inference" / f"step-{step:08d}" if folder is None else Path(folder)
-        outputs = infer_layers(
-            model,
-            dataset,
-            place,
-            memory_bytes=memory_bytes,
-            mapped=config.data.mapped,
-            keep_layers=keep_layers,
-            backend=backend,
-            progress=progress,
-        )
-        accuracy = _accuracy(outputs.path, dataset)
-    result = RunInference(outputs=outputs, accuracy=accuracy, step=step)
-    write_json(place / "inference.json", result.record())
-    return result
-
-
-def load_model(config: GnnConfig, dataset: Dataset) -> tuple[LayeredModel, int]:
-    """Load the model of a run's newest checkpoint, in evaluation mode, and its step.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or none is whole.
-        DataError: The checkpoint was trained on another data set.
-    """
-    found = newest_checkpoint(config.run.output)
-    if found is None:
-        message = f"{config.run.output} has no checkpoint"
-        raise CheckpointError(message, hint="train first, or give another run")
-    path, description = found[0], found[1]["description"]
-    written = config.model_dump(mode="json", include={"model"})["model"]
-    if description["model"] != written:
-        message = f"{path} was written with model {description['model']}; now it is {written}"
-        raise CheckpointError(message, hint="use the config.toml that the run was started with")
-    if description["data"]["fingerprint"] != dataset.fingerprint:
-        message = f"{path} was trained on other data than {dataset.folder}"
-        raise DataError(message, hint="set data.path in the run's config.toml to its data set")
-    model = make_model(
-        config.model.name,
-        dataset.dim,
-        config.model.hidden_dim,
-        dataset.num_classes,
-        num_layers=len(config.sampling.fanouts),
-        heads=config.model.heads,
-    )
-    model.load_state_dict(read_checkpoint(path, rank=0)["model"])
-    return model.eval(), int(found[1]["step"])
-
-
-def _accuracy(path: Path, dataset: Dataset) -> dict[str, float]:
-    if not dataset.has_labels:
-        return {}
-    right = np.zeros(dataset.num_nodes, np.bool_)
-    with Container.open(path) as outputs:
-        for low in range(0, dataset.num_nodes, _CHUNK_ROWS):
-            rows = outputs.read("x", low, min(low + _CHUNK_ROWS, dataset.num_nodes))
-            right[low : low + len(rows)] = rows.argmax(1) == dataset.labels[low : low + len(rows)]
-    splits = {"train": dataset.train, "valid": dataset.valid, "test": dataset.test}
-    known = {name: ids[dataset.labels[ids] >= 0] for name, ids in splits.items()}
-    return {name: float(right[ids].mean()) for name, ids in known.items() if len(ids)}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fivefold._compiler import njit
 from fivefold.errors import InfeasibleError, UnsupportedError
+from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.storage import Container, DiskProfile, RowReader
 from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Ids, aligned_empty
 from fivefold.gnn.storage.parallel import read_ahead
@@ -61,7 +62,7 @@ class Aggregate:
         return part
 
     @staticmethod
-    def bytes_per_target(parts: LayerParts) -> int:
+    def bytes_per_target(parts: Sizes) -> int:
         """Return the bytes that one target takes."""
         return 4 * parts.width + 8 * parts.extra
 
@@ -76,7 +77,7 @@ def take_apart(model: LayeredModel) -> list[LayerParts]:
     return [kind(conv) for conv in model.convs]
 
 
-class _Mean:
+class MeanParts:
     """A mean of rows, or of rows made narrower first where the output is narrower."""
 
     heads, extra = 0, 1
@@ -86,7 +87,8 @@ class _Mean:
 
     def __init__(self, linear: Any) -> None:
         self.weight: Tensor = linear.weight.detach().cpu()
-        self.bias: Tensor = linear.bias.detach().cpu()
+        bias = torch.zeros(()) if linear.bias is None else linear.bias
+        self.bias: Tensor = bias.detach().cpu()
         self.out_dim, self.in_dim = int(self.weight.shape[0]), int(self.weight.shape[1])
         self.narrows = self.out_dim < self.in_dim
         self.width = min(self.in_dim, self.out_dim)
@@ -116,7 +118,7 @@ class _Mean:
         return (means if self.narrows else means @ self.weight.T) + self.bias
 
 
-class _Sage(_Mean):
+class _Sage(MeanParts):
     needs_own_at_finish = True
 
     def __init__(self, conv: Any) -> None:
@@ -129,7 +131,7 @@ class _Sage(_Mean):
         return super().finish(aggregate, places, None) + own @ self.own_weight.T
 
 
-class _Gcn(_Mean):
+class _Gcn(MeanParts):
     drops_loops = True
     needs_own_at_start = True
 
@@ -203,8 +205,37 @@ class _Gat:
         return norms[:, :heads], norms[:, heads : 2 * heads], norms[:, 2 * heads :]
 
 
-LayerParts: TypeAlias = "_Mean | _Gat"
+LayerParts: TypeAlias = "MeanParts | _Gat"
 """One layer of a model, taken apart."""
+
+
+class Sizes(Protocol):
+    """What decides the memory of a target and of a source row."""
+
+    @property
+    def width(self) -> int:
+        """Values of a message."""
+        ...
+
+    @property
+    def extra(self) -> int:
+        """Norms of a target."""
+        ...
+
+    @property
+    def heads(self) -> int:
+        """Scores of a message."""
+        ...
+
+    @property
+    def in_dim(self) -> int:
+        """Values of a source row."""
+        ...
+
+    @property
+    def out_dim(self) -> int:
+        """Values of an output."""
+        ...
 
 
 @njit
@@ -232,6 +263,28 @@ def fill_keys(
             keys[count] = (source << shift) | (target - first)
             count += 1
     return count
+
+
+def sorted_keys(
+    topology: Adjacency, first: int, edges: Pair, *, shift: int, drops_loops: bool, keys: Int64
+) -> Int64:
+    """Return the sorted keys of the in-edges ``edges = (low, high)`` of targets from first on."""
+    low, high = edges
+    # The kernel looks for the first edge's target from here on.
+    start = int(np.searchsorted(topology.indptr, low, side="right")) - 1
+    count = fill_keys(
+        topology.indptr,
+        topology.indices[low:high],
+        (first, start),
+        edges,
+        shift=shift,
+        drops_loops=drops_loops,
+        keys=keys,
+    )
+    topology.check_unchanged()
+    found = keys[:count]
+    found.sort()
+    return found
 
 
 @njit
@@ -371,7 +424,7 @@ class Piece:
 
 
 def share_memory(
-    memory_bytes: int, parts: LayerParts, *, row_bytes: int, num_nodes: int, num_edges: int
+    memory_bytes: int, parts: Sizes, *, row_bytes: int, num_nodes: int, num_edges: int
 ) -> Shares:
     """Divide a budget so that few ranges are needed.
 
@@ -400,7 +453,7 @@ def share_memory(
     )
 
 
-def _bytes_per_chunk_row(parts: LayerParts, row_bytes: int) -> int:
+def _bytes_per_chunk_row(parts: Sizes, row_bytes: int) -> int:
     """Return the bytes that a row of a chunk takes on its way.
 
     As it is stored three times (one is read ahead, one is picked), in float32, as a message with
@@ -437,6 +490,13 @@ def choose_reading(
     requests = max(requests, -(-size // _SWEEP_BYTES))  # a long extent is several requests too
     gather_s, sweep_s = profile.seconds(requests, size), profile.seconds(swept, swept_bytes)
     return "sweep" if sweep_s <= gather_s else "gather"
+
+
+def profitable_gap_bytes(profile: DiskProfile) -> int:
+    """Return the longest gap that costs less to read through than another request does."""
+    request_s = profile.seconds(2, 2 * PAGE_BYTES) - profile.seconds(1, 2 * PAGE_BYTES)
+    page_s = (profile.seconds(2, 66 * PAGE_BYTES) - profile.seconds(2, 2 * PAGE_BYTES)) / 64
+    return int(request_s / page_s) * PAGE_BYTES if page_s > 0 else 0
 
 
 class RowStream:

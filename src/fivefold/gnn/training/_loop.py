@@ -16,15 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.errors import DataError
 from fivefold.gnn.data import Dataset
-from fivefold.gnn.loading import DiskLoader, MiniBatch, OnlineLoader
-from fivefold.gnn.packing import PackedStore
+from fivefold.gnn.loading import HeteroMiniBatch, MiniBatch
+from fivefold.gnn.training._graph import Graph, model_for, open_graph, require_labels, scores_of
 from fivefold.gnn.training._result import (
     Clock,
     EpochTally,
@@ -35,9 +34,15 @@ from fivefold.gnn.training._result import (
     run_label,
     run_manifest,
 )
-from fivefold.gnn.training._source import Evaluator, Rounds, add_counts, counts_of, make_loader
+from fivefold.gnn.training._source import (
+    Evaluator,
+    Loader,
+    Rounds,
+    add_counts,
+    counts_of,
+    make_loader,
+)
 from fivefold.gnn.training.config import GnnConfig
-from fivefold.gnn.training.models import make_model
 from fivefold.runs import (
     FolderLock,
     MetricsWriter,
@@ -102,8 +107,9 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
     require_loggers(config.logging)
     with stop.handling_signals(), contextlib.ExitStack() as opened:
         torch.set_num_threads(config.run.threads)
-        dataset = opened.enter_context(Dataset.open(config.data.path))
-        _require_labels(dataset)
+        dataset = open_graph(config)
+        opened.callback(dataset.close)
+        require_labels(dataset)
         place = read_place()
         is_main = place.rank == 0
         if is_main:
@@ -127,7 +133,9 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
         ranks = open_ranks(place, device=config.run.device, timeout_s=config.run.timeout_s)
         if config.budgets.device and ranks.device.type == "cpu" and rounds is not None:
             _LOG.warning("there is no device: rows of budgets.device take host memory, beside host")
-        rows = dataset.features.read("x") if config.run.mode == "memory" else None
+        rows = None
+        if config.run.mode == "memory" and isinstance(dataset, Dataset):
+            rows = dataset.features.read("x")
         parts: dict[str, Any] = {"topology": topology, "ranks": ranks, "features": rows}
         judge = Evaluator(config, dataset, **parts)
         opened.callback(judge.close)
@@ -160,44 +168,27 @@ def _finite(loss: torch.Tensor, step: int) -> float:
     return value
 
 
-def _require_labels(dataset: Dataset) -> None:
-    if not dataset.has_labels or not len(dataset.train) or dataset.num_classes < 1:
-        message = f"{dataset.folder} has no labelled training nodes"
-        raise DataError(message, hint="ingest labels and a split, or use fivefold gnn generate")
-    if not np.any(dataset.labels[dataset.train] >= 0):
-        message = f"none of the {len(dataset.train)} training nodes of {dataset.folder} has a label"
-        raise DataError(message, hint="see whether split and labels belong together")
-
-
 class _Run:
     """One rank's part of a run: its parts, its counters, and the order in which they act."""
 
     def __init__(
         self,
         config: GnnConfig,
-        dataset: Dataset,
+        dataset: Graph,
         ranks: Ranks,
         *,
-        make: Callable[..., DiskLoader | OnlineLoader],
+        make: Callable[..., Loader],
         judge: Evaluator,
         rounds: Rounds | None,
     ) -> None:
         self.config, self.dataset, self.ranks = config, dataset, ranks
         self.judge, self.rounds, self.make = judge, rounds, make
         self.prepared = None if rounds is None else rounds.prepared
-        self.loader = make(store=self._store())
+        self.loader = make(prepared=self.prepared)
         self.num_batches = len(self.loader)
         self.folder: Path = config.run.output
         torch.manual_seed(config.run.seed)
-        self.model = make_model(
-            config.model.name,
-            dataset.dim,
-            config.model.hidden_dim,
-            dataset.num_classes,
-            num_layers=len(config.sampling.fanouts),
-            dropout=config.model.dropout,
-            heads=config.model.heads,
-        ).to(ranks.device)
+        self.model = model_for(dataset, config).to(ranks.device)
         optim = config.optim
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=optim.lr, weight_decay=optim.weight_decay
@@ -215,8 +206,8 @@ class _Run:
     # -- beginning and end ----------------------------------------------------------------------
 
     def _begin(self) -> None:
-        store, changes = self._store(), self.config.sampling.refresh_every_epochs > 0
-        plan = None if store is None or changes else store.plan.order_fingerprint
+        made, changes = self.prepared, self.config.sampling.refresh_every_epochs > 0
+        plan = None if made is None or changes else made.order_fingerprint
         description = describe_run(self.config, data=self.dataset.fingerprint)
         self.description = description | {"plan": {"order": plan}}
         chosen = choose_checkpoint(
@@ -263,14 +254,11 @@ class _Run:
         if resumed_from is not None:
             self._write("resume", checkpoint=resumed_from.name)
 
-    def _store(self) -> PackedStore | None:
-        return None if self.prepared is None else self.prepared.store
-
     def _note_plan(self) -> None:
         if self.prepared is not None and self.ranks.is_main:
-            plan = self.prepared.store.plan
-            write_text(self.folder / "plan.txt", plan.explain() + "\n")
-            self._write("prepare", seconds=self.prepared.seconds, plan=plan.predicted.to_json())
+            made = self.prepared
+            write_text(self.folder / "plan.txt", made.explain() + "\n")
+            self._write("prepare", seconds=made.seconds, plan=made.predicted())
 
     def execute(self, stop: StopRequest, progress: ProgressBar) -> GnnResult:
         """Train to the last epoch, or to the step at which all ranks agree to stop."""
@@ -331,7 +319,7 @@ class _Run:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def _batches(self) -> Iterator[MiniBatch]:
+    def _batches(self) -> Iterator[MiniBatch | HeteroMiniBatch]:
         """Yield the rest of the epoch; waiting for a batch counts as "data"."""
         if self.position == 0:
             self._change_round()
@@ -352,16 +340,15 @@ class _Run:
         with self.clock.measure("data"):
             self._close_loader()
             self.prepared = rounds.open(self.epoch)
-            self.loader = self.make(store=self._store())
+            self.loader = self.make(prepared=self.prepared)
         self._counted = self.loader.statistics()
         self._note_plan()
 
-    def _train_on(self, batch: MiniBatch) -> None:
+    def _train_on(self, batch: MiniBatch | HeteroMiniBatch) -> None:
         self.ranks.where = f"step {self.step + 1}"
         with self.clock.measure("compute"):
-            graph = batch.edge_index if batch.blocks is None else batch.blocks
             assert batch.y is not None, "the loader was given labels"
-            scores = self.trained(batch.x, graph)[: batch.batch_size]
+            scores = scores_of(self.trained, batch)
             known = max(1, int((batch.y >= 0).sum()))
             losses = functional.cross_entropy(scores, batch.y, ignore_index=-1, reduction="sum")
             with self.ranks.guard("averaging gradients"):

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fivefold.errors import CheckpointError
-from fivefold.gnn.data import Dataset
+from fivefold.gnn.training._graph import Graph, facts_of
 from fivefold.gnn.training.config import GnnConfig
-from fivefold.gnn.training.models import LayeredModel
 from fivefold.runs.checkpoints import find_checkpoint
 from fivefold.runs.machine import run_facts
 from fivefold.units import format_duration_s
@@ -78,7 +79,7 @@ def run_label(config: GnnConfig) -> str:
 
 
 def run_manifest(
-    config: GnnConfig, dataset: Dataset, model: LayeredModel, *, world_size: int
+    config: GnnConfig, dataset: Graph, model: torch.nn.Module, *, world_size: int
 ) -> dict[str, Any]:
     """Return the content of a run's manifest.json."""
     return {
@@ -91,18 +92,7 @@ def run_manifest(
         "world_size": world_size,
         "seed": config.run.seed,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "dataset": {
-            "name": dataset.name,
-            "nodes": dataset.num_nodes,
-            "edges": dataset.num_edges,
-            "dim": dataset.dim,
-            "dtype": str(dataset.dtype),
-            "row_bytes": dataset.row_bytes,
-            "classes": dataset.num_classes,
-            "train": len(dataset.train),
-            "valid": len(dataset.valid),
-            "test": len(dataset.test),
-        },
+        "dataset": facts_of(dataset),
     }
 
 
@@ -205,14 +195,20 @@ def check_before_work(config: GnnConfig, *, data: str, world_size: int) -> Calla
 
     def accept(plan: str) -> None:
         if found is not None and not config.sampling.refresh_every_epochs:
-            require_same_plan(*found, plan=plan)
+            # That of the first rows: those of other types are not planned yet.
+            require_same_plan(*found, plan=plan, first=True)
 
     return accept
 
 
-def require_same_plan(path: Path, manifest: Mapping[str, Any], *, plan: str | None) -> None:
-    """Refuse another order of the packed rows than the checkpoint's."""
-    if manifest["description"]["plan"]["order"] != plan:
+def require_same_plan(
+    path: Path, manifest: Mapping[str, Any], *, plan: str | None, first: bool = False
+) -> None:
+    """Refuse another order of the packed rows than the checkpoint's, or of the first type's."""
+    order = manifest["description"]["plan"]["order"]
+    if first and order is not None:
+        order = order.partition(" ")[0]
+    if order != plan:
         raise CheckpointError(
             f"{path} was written with another plan of the packed rows",
             hint="give the budgets and [plan] of that run, and its store; use that run's "

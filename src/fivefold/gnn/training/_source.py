@@ -15,40 +15,39 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from fivefold.errors import InfeasibleError
-from fivefold.gnn.data import Dataset
 from fivefold.gnn.data.parts import Progress
-from fivefold.gnn.loading import DiskLoader, LoaderStatistics, OnlineLoader
+from fivefold.gnn.loading import DiskLoader, HeteroLoader, LoaderStatistics, OnlineLoader
 from fivefold.gnn.loading.prepare import Prepared, StoreRecipe, prepare
-from fivefold.gnn.packing import PackedStore
-from fivefold.gnn.sampling import Adjacency
+from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
+from fivefold.gnn.sampling.batches import fanouts_by_type
 from fivefold.gnn.storage.pages import Array, Ids
+from fivefold.gnn.training._graph import Graph, TypedData, scores_of
 from fivefold.gnn.training.config import GnnConfig
-from fivefold.gnn.training.models import LayeredModel
 from fivefold.runs.ranks import Ranks
 
 _LOG = logging.getLogger(__name__)
+Loader: TypeAlias = DiskLoader | OnlineLoader | HeteroLoader
 
 
 def make_loader(
     config: GnnConfig,
-    dataset: Dataset,
+    dataset: Graph,
     *,
-    topology: Adjacency,
+    topology: Adjacency | HeteroAdjacency,
     ranks: Ranks,
     features: Array | None,
-    store: PackedStore | None,
-) -> DiskLoader | OnlineLoader:
+    prepared: Prepared | None,
+) -> Loader:
     """Make the loader of a mode."""
     loader = config.loader
     place: dict[str, Any] = {
-        "form": loader.form,
         "device": ranks.device,
         "backend": loader.backend,
         "verify": loader.verify,
@@ -57,23 +56,36 @@ def make_loader(
         "shuffle": loader.shuffle,
         "seed": config.run.seed,
     }
-    if store is not None:
+    if prepared is not None:
         return DiskLoader(
-            store,
+            prepared,
             labels=dataset.labels,
             prefetch=loader.prefetch,
             threads=loader.threads or None,
+            form="edge_index" if isinstance(dataset, TypedData) else loader.form,
             **place,
         )
+    place |= {"fanouts": config.sampling.fanouts, "batch_size": config.sampling.batch_size}
+    place["form"] = loader.form
+    return _sampled(dataset, dataset.train, topology=topology, features=features, **place)
+
+
+def _sampled(
+    dataset: Graph,
+    ids: Ids,
+    *,
+    topology: Any,
+    features: Array | None,
+    form: Literal["edge_index", "blocks"],
+    resample: bool = True,
+    **options: Any,
+) -> OnlineLoader | HeteroLoader:
+    """Return a loader that samples; of several types it draws anew unless its epoch is set."""
+    if isinstance(dataset, TypedData):
+        return HeteroLoader(dataset.graph, dataset.node_type, ids, topology=topology, **options)
     rows: Literal["disk"] | Array = "disk" if features is None else features
     return OnlineLoader(
-        dataset,
-        dataset.train,
-        fanouts=config.sampling.fanouts,
-        batch_size=config.sampling.batch_size,
-        topology=topology,
-        features=rows,
-        **place,
+        dataset, ids, topology=topology, features=rows, form=form, resample=resample, **options
     )
 
 
@@ -119,22 +131,21 @@ class Evaluator:
     def __init__(
         self,
         config: GnnConfig,
-        dataset: Dataset,
+        dataset: Graph,
         *,
-        topology: Adjacency,
+        topology: Adjacency | HeteroAdjacency,
         ranks: Ranks,
         features: Array | None,
     ) -> None:
         self._ranks = ranks
-        rows: Literal["disk"] | Array = "disk" if features is None else features
         self._loaders = {
-            name: OnlineLoader(
+            name: _sampled(
                 dataset,
                 _share(dataset, ids, limit=config.validation.nodes, ranks=ranks),
                 fanouts=config.validation.fanouts or config.sampling.fanouts,
                 batch_size=config.validation.batch_size,
                 topology=topology,
-                features=rows,
+                features=features,
                 resample=False,
                 seed=_SEED,
                 form="blocks",
@@ -145,17 +156,17 @@ class Evaluator:
             for name, ids in (("valid", dataset.valid), ("test", dataset.test))
         }
 
-    def score(self, model: LayeredModel, name: Literal["valid", "test"]) -> Score:
+    def score(self, model: torch.nn.Module, name: Literal["valid", "test"]) -> Score:
         """Judge a model; a collective call."""
         loss, right, nodes = 0.0, 0, 0
         loader = self._loaders[name]
+        loader.set_epoch(0)  # which decides the draws
         model.eval()
         try:
             with torch.no_grad():
                 for batch in loader:
-                    assert batch.blocks is not None, "the loader was asked for blocks"
                     assert batch.y is not None, "the loader has labels"
-                    scores = model(batch.x, batch.blocks)
+                    scores = scores_of(model, batch)
                     loss += float(functional.cross_entropy(scores, batch.y, reduction="sum"))
                     right += int((scores.argmax(dim=1) == batch.y).sum())
                     nodes += batch.batch_size
@@ -172,7 +183,7 @@ class Evaluator:
             loader.close()
 
 
-def _share(dataset: Dataset, ids: Ids, *, limit: int, ranks: Ranks) -> Ids:
+def _share(dataset: Graph, ids: Ids, *, limit: int, ranks: Ranks) -> Ids:
     """Return a rank's share of at most limit labelled nodes, spread evenly over all of them."""
     known = ids[dataset.labels[ids] >= 0]
     if len(known) > limit:
@@ -194,10 +205,13 @@ def prepared_folder(config: GnnConfig) -> Path:
     return config.data.path / "prepared" if config.data.store == "auto" else Path(config.data.store)
 
 
-def _recipe(config: GnnConfig, round_number: int) -> StoreRecipe:
+def _recipe(config: GnnConfig, dataset: Graph, round_number: int) -> StoreRecipe:
     sampling, budgets = config.sampling, config.budgets
+    fanouts: tuple[Any, ...] = sampling.fanouts
+    if isinstance(dataset, TypedData):
+        fanouts = tuple(fanouts_by_type(dataset.graph.edge_types, fanouts).items())
     return StoreRecipe(
-        fanouts=sampling.fanouts,
+        fanouts=fanouts,
         batch_size=sampling.batch_size,
         epochs=sampling.epochs,
         first_epoch=round_number * sampling.epochs,
@@ -231,7 +245,12 @@ class Rounds:
     """Packed stores, one after another."""
 
     def __init__(
-        self, config: GnnConfig, dataset: Dataset, *, topology: Adjacency, is_main: bool
+        self,
+        config: GnnConfig,
+        dataset: Graph,
+        *,
+        topology: Adjacency | HeteroAdjacency,
+        is_main: bool,
     ) -> None:
         self._config, self._dataset, self._topology = config, dataset, topology
         self._every = config.sampling.refresh_every_epochs
@@ -274,13 +293,15 @@ class Rounds:
     def _prepare(
         self, number: int, progress: Progress | None, show: Show | None, accept: Show | None
     ) -> Prepared:
-        config = self._config
+        config, dataset = self._config, self._dataset
+        node_type = dataset.node_type if isinstance(dataset, TypedData) else None
         with _in_terms_of_the_file():
             return prepare(
-                self._dataset,
-                _recipe(config, number),
+                dataset.graph if isinstance(dataset, TypedData) else dataset,
+                _recipe(config, dataset, number),
                 prepared_folder(config),
-                ids=self._dataset.train,
+                ids=dataset.train,
+                input_type=node_type,
                 topology=self._topology,
                 threads=config.sampling.threads or None,
                 progress=progress,

@@ -75,6 +75,8 @@ class DataConfig(Section):
     """folder of samples and packed rows; "auto" for one inside the data set's folder"""
     mapped: bool = False
     """whether the topology stays on disk and is memory-mapped"""
+    node_type: Text | None = None
+    """of a graph of several types the one that is classified; left out, the only one with labels"""
 
 
 class SamplingConfig(Section):
@@ -124,7 +126,7 @@ class LoaderConfig(Section):
     prefetch: Positive = 2
     """batches prepared ahead of training; the budget holds them and the one in use"""
     form: Literal["edge_index", "blocks"] = "blocks"
-    """one graph for all layers, or one block per layer, which computes less"""
+    """one graph for all layers, or one block per layer, which computes less (of one type only)"""
     shuffle: bool = True
     """whether the batches come in a new order every epoch"""
     verify: bool = True
@@ -135,7 +137,7 @@ class ModelConfig(Section):
     """Table ``[model]``: one layer per hop of ``sampling.fanouts``."""
 
     name: Literal["sage", "gat", "gcn"] = "sage"
-    """kind of convolution"""
+    """kind of convolution; of several types "sage\""""
     hidden_dim: Positive = 128
     """width of the hidden layers, over all heads"""
     heads: Positive = 4

@@ -1,4 +1,4 @@
-"""GraphSAGE, GAT and GCN for both forms of a mini-batch.
+"""GraphSAGE, GAT and GCN for both forms of a mini-batch, and GraphSAGE of several types.
 
 Given an ``edge_index``, every layer computes all nodes. Given layered blocks, a layer computes
 only the nodes that later layers need, and the seeds' outputs are the same. The models know
@@ -15,7 +15,7 @@ needs degrees of the sources, which a sampled batch knows only for nodes that we
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +25,7 @@ from torch.nn import functional
 from fivefold.errors import ConfigurationError, UnsupportedError, require_whole
 from fivefold.gnn.loading import Block
 from fivefold.gnn.loading.batch import import_geometric
+from fivefold.gnn.sampling.batches import EdgeType
 
 Graph: TypeAlias = "Tensor | Sequence[Block]"
 """An ``edge_index`` [2, E], or one block per layer, outermost first."""
@@ -103,7 +104,8 @@ class GCNConv(torch.nn.Module):
 def _mean_map(bags: _Bags, rows: Tensor, linear: torch.nn.Linear) -> Tensor:
     """Return the linear map of the means; the narrower side of it has less to gather."""
     if linear.out_features < linear.in_features:
-        return bags.mean(rows @ linear.weight.T) + linear.bias
+        means = bags.mean(rows @ linear.weight.T)
+        return means if linear.bias is None else means + linear.bias
     out: Tensor = linear(bags.mean(rows))
     return out
 
@@ -285,6 +287,101 @@ class GAT(LayeredModel):
     def _conv(self, before: int, after: int, *, last: bool) -> torch.nn.Module:
         width = after if last else after // self.heads
         return GATConv(before, width, heads=self.heads, concat=not last)
+
+
+class TypedLayer(torch.nn.Module):
+    """A layer of ``TypedSAGE``: a map of the rows of each type, one of the means by edge type."""
+
+    def __init__(
+        self,
+        in_dims: Mapping[str, int],
+        targets: Sequence[str],
+        edge_types: Sequence[EdgeType],
+        out_dim: int,
+    ) -> None:
+        super().__init__()
+        self.targets = tuple(targets)
+        self.edge_types = tuple(kind for kind in edge_types if kind[2] in targets)
+        self.own = torch.nn.ModuleList(
+            torch.nn.Linear(in_dims[name], out_dim) for name in self.targets
+        )
+        self.neighbors = torch.nn.ModuleList(
+            torch.nn.Linear(in_dims[source], out_dim, bias=False)
+            for source, _, _ in self.edge_types
+        )
+
+    @property
+    def sources(self) -> set[str]:
+        """Return the node types whose rows are needed."""
+        return {*self.targets, *(source for source, _, _ in self.edge_types)}
+
+    def forward(
+        self, rows: Mapping[str, Tensor], edge_index_dict: Mapping[EdgeType, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return outputs [nodes, out_dim] of the targets' types."""
+        out: dict[str, Tensor] = {
+            name: linear(rows[name]) for name, linear in zip(self.targets, self.own, strict=True)
+        }
+        for kind, linear in zip(self.edge_types, self.neighbors, strict=True):
+            assert isinstance(linear, torch.nn.Linear), "made here"
+            source, _, target = kind
+            bags = _Bags(edge_index_dict[kind], len(rows[target]))
+            out[target] = out[target] + _mean_map(bags, rows[source], linear)
+        return out
+
+
+class TypedSAGE(torch.nn.Module):
+    """GraphSAGE of several types of nodes and edges, which classifies the nodes of one type.
+
+    ``h_v' = R_t h_v + b_t + sum over edge types e into t of W_e mean(h_u, u in N_e(v))``, t being
+    the type of v: PyG's ``HeteroConv`` of ``SAGEConv`` with one map R_t for all edge types. What
+    no output depends on has no parameters.
+
+    Args:
+        in_dims: Width of the rows of each node type.
+        edge_types: Edge types (source type, relation, target type).
+        node_type: Whose nodes are classified.
+        hidden_dim: Width of the hidden layers.
+        num_classes: Width of the output.
+        num_layers: Number of layers, one per hop.
+        dropout: Share of hidden values dropped in training.
+    """
+
+    name = "sage of several types"
+
+    def __init__(
+        self,
+        in_dims: Mapping[str, int],
+        edge_types: Sequence[EdgeType],
+        node_type: str,
+        hidden_dim: int,
+        num_classes: int,
+        *,
+        num_layers: int,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.node_type, self.dropout = node_type, torch.nn.Dropout(dropout)
+        layers, wanted = [], {node_type}
+        for number in reversed(range(num_layers)):
+            dims = in_dims if number == 0 else dict.fromkeys(in_dims, hidden_dim)
+            out_dim = num_classes if number == num_layers - 1 else hidden_dim
+            targets = [name for name in in_dims if name in wanted]
+            layers.append(TypedLayer(dims, targets, edge_types, out_dim))
+            wanted = layers[-1].sources
+        self.layers = torch.nn.ModuleList(reversed(layers))
+
+    def forward(
+        self, x_dict: Mapping[str, Tensor], edge_index_dict: Mapping[EdgeType, Tensor]
+    ) -> Tensor:
+        """Return class scores [nodes, classes] of all nodes of ``node_type`` in the batch."""
+        dtype = next(self.parameters()).dtype
+        rows = {name: x.to(dtype) for name, x in x_dict.items()}
+        for number, layer in enumerate(self.layers):
+            rows = layer(rows, edge_index_dict)
+            if number < len(self.layers) - 1:
+                rows = {name: self.dropout(out.relu()) for name, out in rows.items()}
+        return rows[self.node_type]
 
 
 def make_model(
