@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 __all__ = [
@@ -129,22 +130,26 @@ def optional_module(name: str, *, extra: str, use: str) -> Any:
         raise UnsupportedError(message, hint=f"pip install 'fivefold[{extra}]'") from error
 
 
-def require_one_of(value: object, allowed: Iterable[str], message: str) -> None:
+def require_one_of(value: object, allowed: Iterable[object], message: str) -> None:
     """Refuse a value that is none of those allowed; the hint names the nearest one and all."""
     known = list(allowed)
     if value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1)
+        names = list(map(str, known))
+        near = difflib.get_close_matches(str(value), names, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigurationError(message, hint=f"{meant}choose one of {', '.join(known)}")
+        raise ConfigurationError(message, hint=f"{meant}choose one of {', '.join(names)}")
 
 
 def require_whole(
     what: str, value: object, *, least: int = 1, most: int | None = None, hint: str | None = None
-) -> None:
-    """Refuse what is no whole number from ``least`` to ``most``; None has no end."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    too_large = whole and most is not None and value > most  # type: ignore[operator]
-    if not whole or too_large or value < least:  # type: ignore[operator]
-        end = f" to {most:,}" if too_large else ""
+) -> int:
+    """Return a whole number as ``int``; refuse what is none from ``least`` to ``most``.
+
+    A ``most`` of None is no limit.
+    """
+    whole = isinstance(value, int | Integral) and not isinstance(value, bool)  # also NumPy's
+    if not whole or not least <= value <= (value if most is None else most):  # type: ignore[operator]
+        end = "" if most is None else f" to {most:,}"
         message = f"{what} must be a whole number from {least}{end}; got {value!r:.40}"
         raise ConfigurationError(message, hint=hint)
+    return int(value)  # type: ignore[call-overload,no-any-return]

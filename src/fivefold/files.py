@@ -132,11 +132,7 @@ def read_json(path: str | os.PathLike[str], *, what: str = "file") -> Any:
 
 
 def read_text(path: str | os.PathLike[str], *, what: str = "file") -> str:
-    """Read a file of text in UTF-8.
-
-    Args:
-        path: The file.
-        what: Words for the file, before its path in messages.
+    """Read a file of text in UTF-8; arguments as of ``read_json``.
 
     Raises:
         DataError: The file is missing, no regular file, too large, or no text.
@@ -146,11 +142,7 @@ def read_text(path: str | os.PathLike[str], *, what: str = "file") -> str:
 
 
 def read_bytes(path: str | os.PathLike[str], *, what: str = "file") -> bytes:
-    """Read a file as it is, for readers that go through it by themselves.
-
-    Args:
-        path: The file.
-        what: Words for the file, before its path in messages.
+    """Read a file as it is, for readers that go through it by themselves; else as ``read_text``.
 
     Raises:
         DataError: The file is missing, no regular file, or too large.
@@ -254,9 +246,6 @@ def _put_in_place(path: Path, data: bytes, temporary: Path) -> None:
 def sync_folder(folder: str | os.PathLike[str]) -> None:
     """Wait until the names in a folder are on the disk, such as those of renamed files.
 
-    Args:
-        folder: The folder.
-
     Raises:
         OSError: The system refused.
     """
@@ -296,9 +285,6 @@ def write_checked_json(path: str | os.PathLike[str], value: dict[str, Any]) -> N
 
 def read_checked_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read what :func:`write_checked_json` wrote.
-
-    Args:
-        path: The file.
 
     Returns:
         The dictionary, without the checksum.
@@ -349,9 +335,6 @@ def storage_error(
         path: The file.
         action: What was attempted, as in "reading 4096 bytes".
         offset: Where in the file, in bytes; None where there is no place.
-
-    Returns:
-        The error, with what to do as its hint.
     """
     place = "" if offset is None else f" at offset {offset}"
     message = f"{action} of {os.fspath(path)}{place} failed: {os.strerror(number)}"
@@ -364,9 +347,6 @@ def storage_error(
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
     """Return the bytes that an ordinary user may still write below a folder.
-
-    Args:
-        folder: The folder.
 
     Returns:
         Free space, in bytes.

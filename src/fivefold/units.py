@@ -49,13 +49,7 @@ _TIME = re.compile(rf"{_NUMBER}\s*(?P<unit>ns|us|µs|ms|s|min|h)")
 
 
 def parse_bytes(text: str | float) -> int:
-    """Read a size such as ``"10 MB"`` or ``"4MiB"``, or take a number of bytes.
-
-    Args:
-        text: Size with unit, or a number (no text) that is already in bytes.
-
-    Returns:
-        The size in bytes, rounded to the nearest integer.
+    """Read a size such as ``"10 MB"`` or ``"4MiB"``, or round a number (no text) of bytes.
 
     Raises:
         ConfigurationError: The text is not a size or has no unit, or it is negative or not
@@ -69,17 +63,10 @@ def parse_bytes(text: str | float) -> int:
 
 
 def parse_bytes_per_s(text: str | float) -> float:
-    """Read a rate such as ``"200Mbit/s"``, or take a number of bytes per second.
-
-    Args:
-        text: Rate with unit, or a number (no text) that is already in bytes per second.
-
-    Returns:
-        The rate in bytes per second.
+    """Read a rate such as ``"200Mbit/s"``, or take a number (no text) of bytes per second.
 
     Raises:
-        ConfigurationError: The text is not a rate or has no unit, or it is negative or not
-            finite.
+        ConfigurationError: As ``parse_bytes``.
 
     Examples:
         >>> parse_bytes_per_s("200 Mbit/s"), parse_bytes_per_s("1.5GB/s")
@@ -89,17 +76,10 @@ def parse_bytes_per_s(text: str | float) -> float:
 
 
 def parse_duration_s(text: str | float) -> float:
-    """Read a duration such as ``"5 us"`` or ``"2 min"``, or take a number of seconds.
-
-    Args:
-        text: Duration with unit, or a number (no text) that is already in seconds.
-
-    Returns:
-        The duration in seconds.
+    """Read a duration such as ``"5 us"`` or ``"2 min"``, or take a number (no text) of seconds.
 
     Raises:
-        ConfigurationError: The text is not a duration or has no unit, or it is negative or not
-            finite.
+        ConfigurationError: As ``parse_bytes``.
 
     Examples:
         >>> parse_duration_s("5 ms"), parse_duration_s(2)

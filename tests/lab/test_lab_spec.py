@@ -39,7 +39,7 @@ def test_a_host_may_have_its_own_rate() -> None:
         ({"loss": float("nan")}, "got nan"),
         ({"delay": "1ms", "jitter": "2ms"}, "jitter must be at most the delay"),
         ({"queue": "0s"}, "queue must be more than zero"),
-        ({"mtu": 100}, "mtu must be a whole number from 576 to 65000"),
+        ({"mtu": 100}, "mtu must be a whole number from 576 to 65,000"),
         ({"host_rates": {2: "1Mbit/s"}}, "host_rates names host 2, but there are 2 hosts"),
         ({"host_rates": {0: "1bit/s"}}, "rate must be at least 8 kbit/s"),
     ],

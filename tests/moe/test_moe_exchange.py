@@ -208,9 +208,9 @@ def sizes(**changes):
     [
         ({"experts": 9}, "9 experts cannot be shared out evenly among 4 ranks"),
         ({"top_k": 9}, "top_k is 9, there are 8 experts"),
-        ({"hidden": 0}, "hidden must be positive; got 0"),
+        ({"hidden": 0}, "hidden must be a whole number from 1; got 0"),
         ({"dtype": torch.float64}, "dtype is torch.float64"),
-        ({"capacity": 0}, "capacity must be positive or None; got 0"),
+        ({"capacity": 0}, "capacity must be a whole number from 1; got 0"),
         ({"capacity": 4, "max_rows": 4}, "give one of them"),
         ({"activation": "sin"}, "no activation 'sin'"),
         ({"precision": "fp8"}, "no precision 'fp8'"),

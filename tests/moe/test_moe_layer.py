@@ -321,8 +321,8 @@ def test_reads_a_layer_out_of_sharded_files(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"experts": 0}, "experts must be positive"),
-        ({"shared_intermediate": -1}, "shared_intermediate must not be negative"),
+        ({"experts": 0}, "experts must be a whole number from 1"),
+        ({"shared_intermediate": -1}, "shared_intermediate must be a whole number from 0"),
         ({"capacity_factor": 0.0}, "capacity_factor must be positive"),
         ({"activation": "mish"}, "no activation 'mish'"),
         ({"router": Router(top_k=5)}, "can reach 4 experts only"),

@@ -175,7 +175,7 @@ def test_a_job_names_adapters_and_programs_refuse_them(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rank": 0}, "rank must be a positive integer"),
+        ({"rank": 0}, "rank must be a whole number from 1"),
         ({"modules": ("query",)}, "'query'"),
         ({"modules": ("q_a_proj",)}, "no q_a_proj to adapt"),
         ({"base": "int4"}, "base='int4'"),

@@ -55,7 +55,7 @@ def test_a_card_for_each_gpu_where_none_are_counted(tmp_path):
         (f'base = "cpu-lab"\ntopology = "ring:4"\n{LINKS}', "besides", "leave one"),
         (f'base = "cpu-lab"\n{LINKS}[[tier]]\nname = "cluster"\nbandwidth = "1 GB/s"\n',
          "beside a topology", "leave out bandwidth"),
-        ('base = "cpu-lab:x"\n', "out of range", "whole number"),
+        ('base = "cpu-lab:x"\n', "whole number from 1 to", "joins at most"),
     ],
 )  # fmt: skip
 def test_a_description_that_contradicts_itself_is_refused(tmp_path, text, words, hint):

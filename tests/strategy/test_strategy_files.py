@@ -59,7 +59,7 @@ def test_a_cluster_file_may_name_a_topology(tmp_path):
         ('base = "h100-nemo"\n[device]\nmemroy = "1 GB"\n', "did you mean 'memory'"),
         ('base = "h100"\n', "did you mean 'h100-nemo'"),
         ('gpus = 8\n[[tier]]\nname = "x"\n', "incomplete"),
-        ('base = "h100-nemo"\ngpus = 0\n', "out of range"),
+        ('base = "h100-nemo"\ngpus = 0\n', "whole number from 1 to"),
         ('base = "h100-nemo"\n[device]\ngemm_efficiency = 2\n', "between"),
         ('base = "h100-nemo"\n[device]\nmemory = "many"\n', "not a size"),
     ],
@@ -197,9 +197,8 @@ def test_a_job_and_its_plan_agree_on_the_batch(tmp_path):
 @pytest.mark.parametrize("value", ["0", "-2", "1.5", "true"])
 def test_degrees_of_a_search_are_whole_numbers(tmp_path, key, value):
     text = f'model = "llama2-7b"\ngpus = 8\nglobal_batch = 8\n[search]\n{key} = [{value}]\n'
-    with pytest.raises(ConfigurationError, match=f"{key} of the search space") as caught:
+    with pytest.raises(ConfigurationError, match=f"{key} of the search space .* from 1; got"):
         load_job(write(tmp_path, text))
-    assert "at least 1" in caught.value.hint
 
 
 @pytest.mark.parametrize(

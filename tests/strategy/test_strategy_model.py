@@ -108,9 +108,8 @@ def test_each_further_patch_has_one_learned_position():
 def test_sizes_whose_products_are_no_numbers_of_64_bits_are_refused():
     sizes = {"num_layers": 2, "hidden": 64, "num_heads": 2, "seq_len": 8, "vocab": 100}
     for name in sizes:
-        with pytest.raises(ConfigurationError, match=f"got {name}=") as caught:
+        with pytest.raises(ConfigurationError, match=f"^{name} must be .* to 100,000,000; got"):
             ModelSpec(name="m", **{**sizes, name: 2**63 - 1})
-        assert "at most 100,000,000" in caught.value.hint
     huge = ModelSpec(name="m", **{**sizes, "vocab": 10**8, "hidden": 10**8})
     assert huge.num_parameters > 10**16
 
@@ -118,7 +117,7 @@ def test_sizes_whose_products_are_no_numbers_of_64_bits_are_refused():
 def test_bad_input_is_explained(tmp_path):
     with pytest.raises(ConfigurationError, match="did you mean 'llama3-8b'"):
         load_model("lama3-8b")
-    with pytest.raises(ConfigurationError, match="positive integer"):
+    with pytest.raises(ConfigurationError, match="whole number from 1"):
         gpt(0, 2, 1)
     with pytest.raises(ConfigurationError, match="not a multiple"):
         gpt(100, 2, 3)

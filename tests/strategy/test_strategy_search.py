@@ -254,7 +254,7 @@ def test_hybrid_sharding_lies_between_copies_and_full_sharding():
     ("changed", "words"),
     [
         ({"data": 3}, "not a multiple"),
-        ({"micro_batch": 0}, "positive integer"),
+        ({"micro_batch": 0}, "whole number from 1"),
         ({"schedule": "2f2b"}, "unknown"),
         ({"virtual": 2}, "no virtual stages"),
         ({"schedule": "interleaved"}, "needs virtual"),

@@ -136,9 +136,6 @@ def plan_page(
         command: How to make it again.
         pictures: Whether links and timelines are drawn; a terminal shows neither.
 
-    Returns:
-        The page, for ``fivefold.report.write_html`` and ``print_page``.
-
     Raises:
         ConfigurationError: A job was not measured.
         UnsupportedError: Pictures are wanted, and matplotlib is not installed.

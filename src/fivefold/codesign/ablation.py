@@ -173,9 +173,6 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
         cluster: Name of the cluster.
         command: How to make it again.
 
-    Returns:
-        The page, for ``fivefold.report.write_html``.
-
     Raises:
         ConfigurationError: There is no row.
 

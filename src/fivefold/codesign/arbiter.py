@@ -17,7 +17,7 @@ from fivefold.codesign.simulate import run_plan
 from fivefold.codesign.steps import edge_route
 from fivefold.codesign.trees import aggregated_columns, free_slots, job_trees, spread_trees
 from fivefold.collectives.pricing.phases import tree_links
-from fivefold.errors import ConfigurationError
+from fivefold.errors import require_whole
 from fivefold.flows import priority_classes, time_shifts
 from fivefold.flows.routing import Routing
 from fivefold.network.topology import Topology
@@ -54,11 +54,8 @@ class PlanningOptions:
     classes: int = 8
 
     def __post_init__(self) -> None:
-        if min(self.iterations, self.budget, self.classes) < 1:
-            raise ConfigurationError(
-                f"iterations, budget and classes must be at least 1; got {self.iterations}, "
-                f"{self.budget} and {self.classes}"
-            )
+        for name in ("iterations", "budget", "classes"):
+            require_whole(name, getattr(self, name))
 
 
 @dataclass(frozen=True)

@@ -246,9 +246,6 @@ class MeasuredStep:
 def explain_run(folder: Path | str) -> Explanation:
     """Say which layer limits a training run, from what its folder holds.
 
-    Args:
-        folder: A run of ``fivefold train``.
-
     Raises:
         DataError: The folder holds no run, several, or none of whose time anything is recorded.
     """

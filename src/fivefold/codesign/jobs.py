@@ -125,9 +125,6 @@ class JobSpec:
     def split_as(self, number: int) -> JobSpec:
         """Return the job as one of its splits has it; a job without splits as it is.
 
-        Args:
-            number: Which split.
-
         Raises:
             ConfigurationError: There is no such split.
         """

@@ -123,9 +123,6 @@ class ClusterPlan:
     def from_json(cls, text: str) -> ClusterPlan:
         """Read what ``to_json`` wrote.
 
-        Args:
-            text: JSON.
-
         Raises:
             ConfigurationError: It is not such a text.
         """

@@ -320,9 +320,6 @@ def load_jobs(
         progress: Called before each job, which may be searched for plans, with what is done, how
             many jobs have been read, and how many there are.
 
-    Returns:
-        The jobs, in the order of the file.
-
     Raises:
         ConfigurationError: The file is missing, is not TOML, or a key is wrong.
         InfeasibleError: The jobs do not fit the cluster.

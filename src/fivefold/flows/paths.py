@@ -22,11 +22,6 @@ def default_paths(topology: Topology, sources: npt.ArrayLike, targets: npt.Array
     Neighbours use the widest link that joins them, others the route of least latency; ranks on the
     way forward.
 
-    Args:
-        topology: The graph.
-        sources: Rank where each flow begins.
-        targets: Rank where each ends.
-
     Returns:
         The paths, in the order asked for.
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.files import parse_toml
 from fivefold.units import (
     format_bytes_per_s,
@@ -97,7 +97,7 @@ class LabSpec:
     routes: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_integer("hosts", self.hosts, low=1, high=_MAX_HOSTS)
+        require_whole("hosts", self.hosts, least=1, most=_MAX_HOSTS)
         for name in _MAPPINGS:
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigurationError(
@@ -109,10 +109,10 @@ class LabSpec:
                 f"topology must be the text of a topology file; got {self.topology!r:.60}",
                 hint="use LabSpec.of_topology",
             )
-        _check_integer("nproc_per_host", self.nproc_per_host, low=1, high=1024)
-        _check_integer("seed", self.seed, low=0, high=2**63)
+        require_whole("nproc_per_host", self.nproc_per_host, least=1, most=1024)
+        require_whole("seed", self.seed, least=0, most=2**63)
         if self.mtu is not None:
-            _check_integer("mtu", self.mtu, low=_MIN_MTU, high=_MAX_MTU)
+            require_whole("mtu", self.mtu, least=_MIN_MTU, most=_MAX_MTU)
         for host in range(self.hosts):
             _check_rate(self.rate_of(host))
         self._check_hosts("host_rates", self.host_rates)
@@ -135,9 +135,9 @@ class LabSpec:
                 )
 
     def _check_classes(self) -> None:
-        _check_integer("classes", self.classes, low=1, high=MAX_CLASSES)
+        require_whole("classes", self.classes, least=1, most=MAX_CLASSES)
         for host, own in self.host_classes.items():
-            _check_integer(f"the class of host {host}", own, low=0, high=self.classes - 1)
+            require_whole(f"the class of host {host}", own, least=0, most=self.classes - 1)
         unlimited = [host for host in range(self.hosts) if self.rate_of(host) is None]
         if self.classes > 1 and self.topology is None and unlimited:
             raise ConfigurationError(
@@ -159,12 +159,9 @@ class LabSpec:
                     f"the options of {node!r} must be a mapping; got {options!r:.60}",
                     hint="write {} for the usual ones",
                 )
-            unknown = [name for name in options if name not in _AGGREGATOR_OPTIONS]
-            if unknown:
-                raise ConfigurationError(
-                    f"an aggregating switch has no option {unknown[0]!r}",
-                    hint=f"its options are {', '.join(_AGGREGATOR_OPTIONS)}",
-                )
+            for name in options:
+                message = f"an aggregating switch has no option {name!r}"
+                require_one_of(name, _AGGREGATOR_OPTIONS, message)
 
     def _switches(self) -> list[str]:
         """Return the names of the nodes that are no hosts."""
@@ -357,14 +354,6 @@ def class_tos(priority: int, classes: int) -> int:
 
 def _name_of(topology: str) -> str:
     return str(parse_toml(topology, where="the topology's text").get("name", "a topology"))
-
-
-def _check_integer(name: str, value: object, *, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigurationError(
-            f"{name} must be a whole number from {low} to {high}; got {value!r:.60}",
-            hint=f"the limits of {name} are {low} and {high}",
-        )
 
 
 def _check_rate(rate_bytes_per_s: float | None) -> None:

@@ -24,9 +24,6 @@ def device_mesh(plan: ParallelPlan) -> dict[str, int]:
     Data-parallel ranks that share states are ``shard``, copies of those ``replicate``; axes of
     size 1 are left out.
 
-    Args:
-        plan: The plan.
-
     Returns:
         Size of each axis by name; their product is the number of GPUs.
 
@@ -127,10 +124,6 @@ def _refuse(problems: Mapping[str, bool], what: str) -> None:
 def megatron_flags(model: ModelSpec, plan: ParallelPlan) -> list[str]:
     """Return the flags of Megatron-LM's ``pretrain_gpt.py`` for a model and a plan.
 
-    Args:
-        model: The model.
-        plan: How it is split.
-
     Returns:
         Flags and values, ready to be put behind the script's name. Data, tokenizer, learning rate
         and checkpoints are the user's.
@@ -155,11 +148,6 @@ def megatron_flags(model: ModelSpec, plan: ParallelPlan) -> list[str]:
 
 def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int) -> str:
     """Return a shell script that starts Megatron-LM's ``pretrain_gpt.py`` with a plan.
-
-    Args:
-        model: The model.
-        plan: How it is split.
-        gpus_per_node: Processes of a node.
 
     Returns:
         The script; it is started on every node, with data and the like as its arguments.

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.collectives.pricing import FabricSpec
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import (
     DTYPES,
@@ -106,10 +106,7 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "global_batch"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                message = f"{name} must be a positive integer; got {value!r}"
-                raise ConfigurationError(message, hint="a count of at least 1")
+            require_whole(name, getattr(self, name))
         for name, values in vars(self).items():
             if values == ():
                 message = f"{name} of the search space is empty"
@@ -126,10 +123,8 @@ class SearchSpace:
 def _check_degrees(space: SearchSpace) -> None:
     for name in (*_DEGREES, "tau", "shards"):
         for value in getattr(space, name) or ():
-            counts = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not counts and not (name == "shards" and value is None):
-                message = f"{name} of the search space must be whole numbers; got {value!r}"
-                raise ConfigurationError(message, hint="a degree is at least 1")
+            if name != "shards" or value is not None:
+                require_whole(f"each {name} of the search space", value)
 
 
 @dataclass

@@ -111,12 +111,6 @@ def error_bar(
 
     A device that was anchored at a measured run has only the error between plans left.
 
-    Args:
-        model: What is trained.
-        device: On which GPU and stack.
-        plan: Split how.
-        time_s: Predicted seconds of an iteration.
-
     Examples:
         >>> from fivefold.strategy import load_cluster, load_model
         >>> plan = ParallelPlan(global_batch=128, data=8, tensor=8, dtype="fp8")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.collectives.pricing import FabricSpec, Tier, fabric_from_topology
-from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of
+from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of, require_whole
 from fivefold.files import read_toml
 from fivefold.network.topology import Link, Node, Topology, parse_topology
 from fivefold.network.topology.text import catalogue, describes_graph, topology_from_tables
@@ -367,12 +367,9 @@ def _cluster(
     fabric = _fabric(topology, tiers, name=str(fields["name"]))
     inherited = base.num_gpus if base is not None and topology is None else None
     count = table.get("gpus", inherited if topology is None else topology.num_ranks)
-    if count is not None and (
-        isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= fabric.num_gpus
-    ):
-        message = f"gpus={count!r} of cluster {name!r} is out of range"
-        hint = f"a whole number; the fabric joins at most {fabric.num_gpus}"
-        raise ConfigurationError(message, hint=hint)
+    if count is not None:
+        hint = f"the fabric joins at most {fabric.num_gpus}"
+        require_whole(f"gpus of cluster {name!r}", count, most=fabric.num_gpus, hint=hint)
     return Cluster(
         name=str(fields["name"]), device=device, fabric=fabric, num_gpus=count, topology=topology
     )
@@ -430,9 +427,7 @@ def _with_cards(
     node["gpus"] = gpus = table.get("gpus_per_node", node["gpus"])
     cards = table.get("nics_per_node", gpus)
     for key, value in (("gpus_per_node", gpus), ("nics_per_node", cards)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            message = f"{key} of cluster {name!r} must be a whole number of at least 1"
-            raise ConfigurationError(f"{message}; got {value!r:.60}", hint=f"write {key} = 8")
+        require_whole(f"{key} of cluster {name!r}", value, hint=f"write {key} = 8")
     # A tier is made of whole units below; how many GPUs there are says gpus.
     outer["gpus"] = max(gpus * 2, -(-int(outer["gpus"]) // gpus) * gpus)
     if "nic" in table:

@@ -105,12 +105,6 @@ def evaluate_plan(
 ) -> PlanPrediction:
     """Predict time and memory of one iteration.
 
-    Args:
-        model: What is trained.
-        device: On which GPU and stack.
-        fabric: Joined how.
-        plan: Split how.
-
     Raises:
         ConfigurationError: The plan cannot run the model.
 

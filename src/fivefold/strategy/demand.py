@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from fivefold.collectives.pricing import FabricSpec, Tier
-from fivefold.errors import ConfigurationError
+from fivefold.errors import require_whole
 from fivefold.strategy._adapters import trained_head, trained_operators
 from fivefold.strategy._columns import Columns
 from fivefold.strategy._layer import LayerKey
@@ -69,9 +69,7 @@ def plan_demand(
 
 def _free_fabric(gpus: int, gpus_per_node: int) -> FabricSpec:
     """Return links without cost, with nodes as large as they are."""
-    if gpus_per_node < 1:
-        message = f"gpus_per_node must be at least 1; got {gpus_per_node}"
-        raise ConfigurationError(message, hint="the number of GPUs of a host")
+    require_whole("gpus_per_node", gpus_per_node, hint="the number of GPUs of a host")
     sizes = (gpus_per_node, gpus_per_node * max(2, -(-gpus // gpus_per_node)))
     return FabricSpec(
         name="free",

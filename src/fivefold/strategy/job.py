@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import ConfigurationError, InfeasibleError, require_whole
 from fivefold.files import read_toml
 from fivefold.runs import format_toml
 from fivefold.strategy._space import SearchSpace
@@ -76,9 +76,7 @@ def job_from_table(
     seq_len = table.get("seq_len")
     for name, value, most in (("gpus", gpus, 1_000_000), ("seq_len", seq_len or 1, 1 << 30),
                               ("global_batch", table["global_batch"], 100_000_000)):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            message = f"{name} in {where} must be a whole number; got {value!r:.60}"
-            raise ConfigurationError(message, hint=f"it goes from 1 to {most:,}")
+        require_whole(f"{name} in {where}", value, most=most)
     if cluster is not None:
         cluster.require(gpus)
     model = _model(table["model"], seq_len=seq_len, folder=folder)

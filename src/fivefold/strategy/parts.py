@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fivefold.errors import ConfigurationError, require_one_of
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
 
 _LARGEST = 10**8  # of any size: products of two still are numbers of 64 bits
 
@@ -230,16 +230,10 @@ class ConvolutionStage:
 def check_positive(spec: object, *names: str) -> None:
     """Refuse counts below 1."""
     for name in names:
-        value = getattr(spec, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
-            message = f"{name} must be a positive integer; got {name}={value!r}"
-            raise ConfigurationError(message, hint=f"a count of at least 1, at most {_LARGEST:,}")
+        require_whole(name, getattr(spec, name), most=_LARGEST)
 
 
 def check_not_negative(spec: object, *names: str) -> None:
     """Refuse counts below 0."""
     for name in names:
-        value = getattr(spec, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            message = f"{name} must not be negative; got {name}={value!r}"
-            raise ConfigurationError(message, hint="an integer of at least 0")
+        require_whole(name, getattr(spec, name), least=0)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.collectives.pricing import Group
-from fivefold.errors import ConfigurationError, require_one_of
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.strategy.model import ModelSpec
 
 PipelineSchedule = Literal[
@@ -117,19 +117,15 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch", "data", "tensor", "pipeline", "context",
                      "expert", "virtual", "tau"):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                message = f"{name} must be a positive integer; got {name}={value!r}"
-                raise ConfigurationError(message, hint="a degree of at least 1")
+            require_whole(name, getattr(self, name))
         for name, allowed in (
             ("schedule", get_args(PipelineSchedule)), ("recompute", get_args(Recompute)),
             ("tensor_overlap", get_args(Overlap)), ("order", get_args(Order)),
             ("optimizer", get_args(Optimizer)),
             ("zero", (0, 1, 2, 3)), ("dtype", DTYPES),
         ):  # fmt: skip
-            if getattr(self, name) not in allowed:
-                message = f"{name}={getattr(self, name)!r} is unknown"
-                raise ConfigurationError(message, hint=f"use one of {', '.join(map(str, allowed))}")
+            value = getattr(self, name)
+            require_one_of(value, allowed, f"{name}={value!r} is unknown")
         for name in ("recompute_layers", "offload_layers"):
             layers = getattr(self, name)
             if layers is not None and (type(layers) is not int or layers < 1):

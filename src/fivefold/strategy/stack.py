@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 
 __all__ = ["StackSpec"]
 
@@ -127,10 +127,8 @@ class StackSpec:
         for name in ("fragments", "overlap_slowdown", "selective_products", "outer_window"):
             check_range(self, name, low=0.0, high=1.0)
         check_range(self, "bucket_parameters", low=1.0, high=math.inf)
-        unknown = set(self.selective_drops.split()) - set(_DROPS)
-        if unknown:
-            message = f"selective_drops has {', '.join(sorted(unknown))}"
-            raise ConfigurationError(message, hint=f"use some of {', '.join(_DROPS)}")
+        for drop in self.selective_drops.split():
+            require_one_of(drop, _DROPS, f"selective_drops has {drop}")
         for name in ("loss_chunks", "slices", "expert_imbalance", "expert_passes"):
             check_range(self, name, low=1.0, high=math.inf)
 

@@ -21,7 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError, UnsupportedError
+from fivefold.errors import (
+    CommunicationError,
+    ConfigurationError,
+    FivefoldError,
+    UnsupportedError,
+    require_whole,
+)
 from fivefold.tasks.schedule import BucketCost, Ordering, SendOrder, plan_send_order
 
 
@@ -515,10 +521,9 @@ def _check(model: DistributedDataParallel, chunk_bytes: int | None, credit: int)
             f"ScheduledReduction needs DDP whose gradients live in its buckets; got {type(model)}",
             hint="wrap the model: DistributedDataParallel(model, gradient_as_bucket_view=True)",
         )
-    if (chunk_bytes is not None and chunk_bytes < 1) or credit < 1:
-        raise ConfigurationError(
-            f"chunk_bytes and credit must be at least 1; got {chunk_bytes} and {credit}"
-        )
+    if chunk_bytes is not None:
+        require_whole("chunk_bytes", chunk_bytes)
+    require_whole("credit", credit)
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices - {"cpu"}:
         raise UnsupportedError(

@@ -94,11 +94,7 @@ class CommunicationTask:
         return self.time_s(self.size_bytes)
 
     def time_s(self, size_bytes: float) -> float:
-        """Return seconds of a chunk.
-
-        Args:
-            size_bytes: Bytes of the chunk.
-        """
+        """Return seconds of a chunk."""
         return self.latency_s + size_bytes * self.cost_s_per_byte
 
     def chunks(self, chunk_bytes: int | None) -> tuple[int, ...]:

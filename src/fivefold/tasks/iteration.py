@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fivefold.collectives.pricing.fabric import Quote
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.tasks.graph import CommunicationTask, ComputeTask, Task, TaskGraph
 
 
@@ -66,10 +66,8 @@ def iteration_graph(
         raise ConfigurationError(
             f"a graph needs layers and iterations; got {len(layers)} and {iterations}"
         )
-    if bucket_bytes is not None and bucket_bytes < 1:
-        raise ConfigurationError(
-            f"bucket_bytes must be at least 1; got {bucket_bytes}", hint="None for no buckets"
-        )
+    if bucket_bytes is not None:
+        require_whole("bucket_bytes", bucket_bytes, hint="None for no buckets")
     builder = _Builder(layers, lambda _kind, _size: (latency_s, cost_s_per_byte), bucket_bytes)
     marks = []
     for number in range(iterations):

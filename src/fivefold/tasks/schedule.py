@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError, require_one_of
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.tasks.graph import CommunicationTask, ComputeTask, Task, TaskGraph
 
 Floats = npt.NDArray[np.float64]
@@ -200,14 +200,9 @@ def schedule_tasks(
         ... ).iteration_s
         (14.0, 12.0)
     """
-    if chunk_bytes is not None and chunk_bytes < 1:
-        raise ConfigurationError(
-            f"chunk_bytes must be at least 1; got {chunk_bytes}", hint="None sends whole tensors"
-        )
-    if credit < 1:
-        raise ConfigurationError(
-            f"credit must be at least 1; got {credit}", hint="1 decides anew for every chunk"
-        )
+    if chunk_bytes is not None:
+        require_whole("chunk_bytes", chunk_bytes, hint="None sends whole tensors")
+    require_whole("credit", credit, hint="1 decides anew for every chunk")
     run = _Run(graph, communication_keys(graph, ordering), chunk_bytes, credit)
     spans = run.until_done()
     return TaskSchedule(graph, tuple(sorted(spans, key=lambda s: (s.start_s, s.end_s))), ordering)

@@ -118,7 +118,12 @@ def test_positions_ranks_and_repetition(dataset):
         (("author",), {}, DataError, "there is no"),
         (("paper", [60]), {}, ConfigurationError, "ids go from 60"),
         (("paper",), {"fanouts": {CITES: [2]}}, ConfigurationError, "edge types differ"),
-        (("paper",), {"batch_size": 0}, ConfigurationError, "use a positive integer"),
+        (
+            ("paper",),
+            {"batch_size": 0},
+            ConfigurationError,
+            "batch_size must be a whole",
+        ),
         (("paper",), {"rank": 3}, ConfigurationError, "rank must be in"),
     ],
 )

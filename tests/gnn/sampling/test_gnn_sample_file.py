@@ -236,7 +236,7 @@ def test_other_settings_are_refused(tmp_path, change, name):
     ("change", "message"),
     [
         ({"train_ids": []}, "no training nodes"),
-        ({"epochs": 0}, "epochs is 0"),
+        ({"epochs": 0}, "epochs must be a whole number from 1; got 0"),
         ({"batch_size": 0}, "batch_size"),
         ({"train_ids": [1, 1]}, "more than once"),
         ({"train_ids": [400]}, "out of range"),

@@ -112,7 +112,7 @@ def test_a_graph_without_edges_and_half_precision_features(name):
 def test_unfit_sizes_are_refused():
     with pytest.raises(ConfigurationError, match="multiple of heads"):
         GAT(3, 6, 2, heads=4)
-    with pytest.raises(ConfigurationError, match="num_layers must be at least 1"):
+    with pytest.raises(ConfigurationError, match="num_layers must be a whole number from 1"):
         GCN(3, 6, 2, num_layers=0)
     with pytest.raises(ConfigurationError, match="no model 'gin'"):
         make_model("gin", 3, 6, 2, num_layers=1)

@@ -36,7 +36,7 @@ from fivefold.collectives.algorithms._moves import (
 from fivefold.collectives.schedules import Collective, Schedule
 from fivefold.collectives.schedules.arrays import Ints
 from fivefold.collectives.schedules.schedule import require_match
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.network.topology import Topology
 
 _MOST_RANKS_SWITCHED = 512  # every pair is joined through switches: too many to search
@@ -187,9 +187,6 @@ _NAMES = {*_SPREADS, *_EXCHANGES, "one_shot", "hierarchical"}
 
 def available_algorithms(collective: Collective) -> tuple[str, ...]:
     """Return the names of the library's algorithms that do this collective.
-
-    Args:
-        collective: The collective.
 
     Returns:
         Names for `build_algorithm`; for a custom collective only ``"direct"``, and nothing where
@@ -350,12 +347,8 @@ def _forms(
 
 
 def _level(name: str) -> Spread:
-    if name not in _SPREADS or name in _ROOTED_SPREADS:
-        allowed = [key for key in _SPREADS if key not in _ROOTED_SPREADS]
-        raise ConfigurationError(
-            f"{name!r} cannot be one level of a hierarchy",
-            hint=f"choose one of {', '.join(allowed)}",
-        )
+    allowed = [key for key in _SPREADS if key not in _ROOTED_SPREADS]
+    require_one_of(name, allowed, f"{name!r} cannot be one level of a hierarchy")
     return _SPREADS[name]
 
 

@@ -243,7 +243,6 @@ class _Places:
 
     def __init__(self, schedule: Schedule, *, in_place: bool) -> None:
         collective = schedule.collective
-        self._collective = collective
         self._in_place = in_place
         self.scratch_slots = [0] * collective.num_ranks
         self._home: dict[tuple[int, int], Place] = {}

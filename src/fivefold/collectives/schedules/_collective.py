@@ -29,11 +29,10 @@ from fivefold.collectives.schedules.arrays import (
     Longs,
     frozen,
     offsets_of,
-    require_count,
     require_pairs,
     rows_of,
 )
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 
 _INVERSES = {
     "all_gather": "reduce_scatter",
@@ -93,8 +92,8 @@ class Collective:
     root: int | None = None
 
     def __post_init__(self) -> None:
-        require_pairs("ranks", require_count("num_ranks", self.num_ranks))
-        require_pairs("chunks", require_count("num_chunks", self.num_chunks, least=0))
+        require_pairs("ranks", require_whole("num_ranks", self.num_ranks))
+        require_pairs("chunks", require_whole("num_chunks", self.num_chunks, least=0))
         for side in ("pre", "post"):
             try:
                 chunks = frozen(getattr(self, f"{side}_chunks"), np.int32)
@@ -105,7 +104,7 @@ class Collective:
             _check_pairs(side, chunks, ranks, self)
             object.__setattr__(self, f"{side}_chunks", chunks)
             object.__setattr__(self, f"{side}_ranks", ranks)
-        if self.root is not None and require_count("root", self.root, least=0) >= self.num_ranks:
+        if self.root is not None and require_whole("root", self.root, least=0) >= self.num_ranks:
             raise ConfigurationError(
                 f"root is {self.root}", hint=f"choose a root from 0 to {self.num_ranks - 1}"
             )
@@ -321,7 +320,7 @@ class Collective:
         Returns:
             The finer collective, numbered as its constructor would.
         """
-        count = require_count("pieces", pieces)
+        count = require_whole("pieces", pieces)
         within = np.arange(count, dtype=np.int32)
         cut = []
         for chunks, ranks, offsets in (

@@ -49,15 +49,6 @@ def require_pairs(what: str, count: int) -> None:
         )
 
 
-def require_count(name: str, value: int, *, least: int = 1) -> int:
-    """Return the value, if it is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ConfigurationError(
-            f"{name} is {value!r}", hint=f"{name} must be an integer of at least {least}"
-        )
-    return int(value)
-
-
 @njit
 def group_by_key(keys: Array, count: int) -> tuple[Longs, Longs]:
     """Group the positions of the keys 0..count-1, in their old order: (offsets, positions)."""

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fivefold.collectives.schedules._collective import Collective
-from fivefold.collectives.schedules.arrays import Floats, Ints, require_count, require_pairs
-from fivefold.errors import ConfigurationError, require_one_of
+from fivefold.collectives.schedules.arrays import Floats, Ints, require_pairs
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
 
 Pairs = tuple[Ints, Ints]
 
@@ -41,10 +41,10 @@ def _made(
 
     Of those with an owner there are ``per`` for each rank, else ``per`` in all.
     """
-    count = require_count("num_ranks", num_ranks)
+    count = require_whole("num_ranks", num_ranks)
     owned = "owner" in {pre, post}
-    share = require_count("chunks_per_rank" if owned else "chunks", per)
-    if root is not None and require_count("root", root, least=0) >= count:
+    share = require_whole("chunks_per_rank" if owned else "chunks", per)
+    if root is not None and require_whole("root", root, least=0) >= count:
         raise ConfigurationError(
             f"root is {root}, but there are {count} ranks",
             hint=f"choose a root from 0 to {count - 1}",
@@ -91,15 +91,7 @@ def all_gather(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
 
 
 def reduce_scatter(num_ranks: int, chunks_per_rank: int = 1) -> Collective:
-    """Give every rank its own chunks, summed over all ranks; numbered as in `all_gather`.
-
-    Args:
-        num_ranks: Ranks N.
-        chunks_per_rank: Chunks C that each rank's share is cut into.
-
-    Returns:
-        The collective, of N * C chunks.
-    """
+    """Give every rank its own chunks, summed over all ranks; numbered as in `all_gather`."""
     name, per = "reduce_scatter", chunks_per_rank
     return _made(name, num_ranks, per, pre="all", post="owner", reducing=True)
 
@@ -125,8 +117,8 @@ def all_to_all(num_ranks: int, chunks_per_pair: int = 1) -> Collective:
     Returns:
         The collective, of N * N * C chunks; a rank's own share is among them and stays put.
     """
-    count = require_count("num_ranks", num_ranks)
-    per_pair = require_count("chunks_per_pair", chunks_per_pair)
+    count = require_whole("num_ranks", num_ranks)
+    per_pair = require_whole("chunks_per_pair", chunks_per_pair)
     require_pairs("chunks", count * count * per_pair)
     chunks = np.arange(count * count * per_pair, dtype=np.int32)
     pairs = chunks // np.int32(per_pair)
@@ -198,13 +190,7 @@ def broadcast(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
 
 
 def reduce(num_ranks: int, chunks: int = 1, *, root: int = 0) -> Collective:
-    """Give the root every chunk, summed over all ranks.
-
-    Args:
-        num_ranks: Ranks N.
-        chunks: Chunks that the buffer is cut into.
-        root: The rank that holds the sums at last.
-    """
+    """Give the root every chunk, summed over all ranks; arguments as of `broadcast`."""
     return _made("reduce", num_ranks, chunks, pre="all", post="root", root=root, reducing=True)
 
 
@@ -223,16 +209,7 @@ def scatter(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Colle
 
 
 def gather(num_ranks: int, chunks_per_rank: int = 1, *, root: int = 0) -> Collective:
-    """Give the root the chunks ``rank * C + i`` of every rank.
-
-    Args:
-        num_ranks: Ranks N.
-        chunks_per_rank: Chunks C of each rank.
-        root: The rank that holds all of them at last.
-
-    Returns:
-        The collective, of N * C chunks.
-    """
+    """Give the root the chunks ``rank * C + i`` of every rank; arguments as of `scatter`."""
     return _made("gather", num_ranks, chunks_per_rank, pre="owner", post="root", root=root)
 
 
@@ -264,7 +241,7 @@ def custom_collective(
     largest = max(int(first[0].max(initial=-1)), int(last[0].max(initial=-1)))
     return Collective(
         name="custom",
-        num_ranks=require_count("num_ranks", num_ranks),
+        num_ranks=require_whole("num_ranks", num_ranks),
         num_chunks=largest + 1 if chunk_weights is None else max(largest + 1, len(chunk_weights)),
         reducing=reducing,
         pre_chunks=first[0],

@@ -39,11 +39,10 @@ from fivefold.collectives.schedules.arrays import (
     Longs,
     frozen,
     group_by_key,
-    require_count,
     rows_of,
 )
 from fivefold.collectives.schedules.constructors import collective_from_data, collective_to_data
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_whole
 from fivefold.files import parse_json
 from fivefold.network.topology import Topology, read_topology
 
@@ -442,7 +441,7 @@ class Schedule:
         Returns:
             The finer schedule, of ``pieces`` times as many transfers.
         """
-        count = require_count("pieces", pieces)
+        count = require_whole("pieces", pieces)
         if count == 1:
             return self
         chunks = np.repeat(self.chunks * np.int32(count), count)

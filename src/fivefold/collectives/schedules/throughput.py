@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.collectives.schedules.arrays import Array, Longs
-from fivefold.errors import ConfigurationError, optional_module
+from fivefold.errors import ConfigurationError, optional_module, require_one_of
 from fivefold.network.topology import Topology
 
 _FINEST = 2**31  # capacities that are no integers become multiples of the largest / this
@@ -83,13 +83,10 @@ def throughput_optimum(
         Fraction(3, 65)
     """
     backwards = {"reduce_scatter": "all_gather", "reduce": "broadcast", "gather": "scatter"}
+    message = f"{collective!r} has no throughput optimum by cuts"
+    require_one_of(collective, [*backwards, *backwards.values()], message)
     if collective in backwards:
         collective, topology = backwards[collective], topology.reversed()
-    if collective not in backwards.values():
-        raise ConfigurationError(
-            f"{collective!r} has no throughput optimum by cuts",
-            hint=f"choose one of {', '.join([*backwards, *backwards.values()])}",
-        )
     topology.require_connected()
     shares = _checked_weights(weights, topology.num_ranks)
     common = int(np.gcd.reduce(shares)) or 1

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fivefold.collectives.schedules import Collective, Schedule
-from fivefold.collectives.schedules.arrays import require_count
 from fivefold.collectives.schedules.bounds import discrete_ingress_bound
 from fivefold.collectives.schedules.schedule import require_match
 from fivefold.collectives.synthesis._instance import by_inversion
@@ -42,7 +41,7 @@ from fivefold.collectives.synthesis._solver import (
     clock_s,
     time_limit,
 )
-from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of
+from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of, require_whole
 from fivefold.network.topology import Topology
 
 _DOES = ("all_gather", "broadcast", "reduce_scatter", "reduce", "all_reduce")
@@ -110,7 +109,7 @@ def _check(collective: Collective, topology: Topology, seeds: int | None) -> Non
         message = "the chunks have different sizes"
         raise ConfigurationError(message, hint="matching needs chunks of one size")
     if seeds is not None:
-        require_count("seeds", seeds)
+        require_whole("seeds", seeds)
     topology.require_connected()
 
 

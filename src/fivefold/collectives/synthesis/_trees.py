@@ -29,7 +29,7 @@ from fivefold.collectives.schedules import (
     named_collective,
     throughput_optimum,
 )
-from fivefold.collectives.schedules.arrays import Longs, require_count, rows_of
+from fivefold.collectives.schedules.arrays import Longs, rows_of
 from fivefold.collectives.schedules.schedule import compose_all_reduce, require_match
 from fivefold.collectives.synthesis._dispatch import dispatch
 from fivefold.collectives.synthesis._packing import (
@@ -45,7 +45,7 @@ from fivefold.collectives.synthesis._packing import (
     remove_switches,
 )
 from fivefold.collectives.synthesis._solver import OutOfTime, time_limit
-from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of
+from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of, require_whole
 from fivefold.network.topology import Topology
 
 Connections = Literal["auto", "many", "few"]
@@ -164,7 +164,7 @@ class TreePacking:
             _check_ranks(self, collective)
             chunks = _per_root(self, collective) if chunks is None else chunks
         if chunks is not None:
-            require_count("chunks", chunks)
+            require_whole("chunks", chunks)
         if name == "all_reduce":
             return _all_reduce(self, chunks, size_bytes)
         if name not in _BACKWARDS:
@@ -234,7 +234,7 @@ def spanning_trees(
 
 def _check_arguments(topology: Topology, k: int | None, root: int | None, connections: str) -> None:
     if k is not None:
-        require_count("k", k)
+        require_whole("k", k)
     if root is not None and not 0 <= root < topology.num_ranks:
         raise ConfigurationError(
             f"root is {root}, but there are {topology.num_ranks} ranks",

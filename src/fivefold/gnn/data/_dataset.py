@@ -77,9 +77,6 @@ class Dataset(Closing):
     def open(cls, folder: str | Path) -> Dataset:
         """Open a folder that ``ingest``, ``generate_graph`` or a loader wrote.
 
-        Args:
-            folder: The folder.
-
         Raises:
             DataError: The folder holds no finished data set, one of several node types, or files
                 of several data sets.
@@ -345,10 +342,7 @@ class HeteroDataset(Closing):
 
     @classmethod
     def open(cls, folder: str | Path) -> HeteroDataset:
-        """Open a folder.
-
-        Args:
-            folder: The one with dataset.json.
+        """Open a folder with ``dataset.json``.
 
         Returns:
             The data set; its files are opened when first used.
@@ -469,9 +463,6 @@ class HeteroDataset(Closing):
 
 def open_dataset(folder: str | Path) -> Dataset | HeteroDataset:
     """Open a folder, whether its graph is of one type or of several.
-
-    Args:
-        folder: The folder.
 
     Raises:
         DataError: It holds no finished data set.

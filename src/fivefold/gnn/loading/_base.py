@@ -18,9 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError, require_one_of
+from fivefold.errors import (
+    CheckpointError,
+    ConfigurationError,
+    UnsupportedError,
+    require_one_of,
+    require_whole,
+)
 from fivefold.gnn.loading._pipeline import Pipeline, StallError
-from fivefold.gnn.sampling.batches import as_count
 from fivefold.gnn.storage.files import Closing
 from fivefold.gnn.storage.pages import Ids
 from fivefold.gnn.storage.reader import Backend
@@ -67,8 +72,8 @@ class LoaderSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", _checked_device(self.device))
         if self.prefetch is not None:
-            as_count(self.prefetch, "prefetch")
-        as_count(self.seed, "seed", least=0)
+            require_whole("prefetch", self.prefetch)
+        require_whole("seed", self.seed, least=0)
         if not self.timeout_s > 0:
             raise ConfigurationError(f"timeout_s must be positive; got {self.timeout_s}")
         if not isinstance(self.shuffle, bool):

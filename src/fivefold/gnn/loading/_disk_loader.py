@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.errors import ConfigurationError, UnsupportedError, require_whole
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.loading._base import (
     BatchLoader,
@@ -44,7 +44,7 @@ from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.planning import Budgets
 from fivefold.gnn.sampling import SampleFile
-from fivefold.gnn.sampling.batches import EdgeType, SampledBatch, as_count
+from fivefold.gnn.sampling.batches import EdgeType, SampledBatch
 from fivefold.gnn.storage.pages import Array, Ids, aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.units import parse_bytes
@@ -245,11 +245,11 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
             input_type, seeds = source.seeds(input_nodes)
             recipe = StoreRecipe(
                 fanouts=source.fanouts(fanouts),
-                batch_size=as_count(batch_size, "batch_size"),
-                epochs=as_count(sampled_epochs, "sampled_epochs"),
-                seed=as_count(seed, "seed", least=0),
+                batch_size=require_whole("batch_size", batch_size),
+                epochs=require_whole("sampled_epochs", sampled_epochs),
+                seed=require_whole("seed", seed, least=0),
                 policy=policy,
-                buffer_batches=as_count(prefetch, "prefetch") + 1,
+                buffer_batches=require_whole("prefetch", prefetch) + 1,
                 edge_ids=edge_ids or source.has_edges,
                 **_budget_fields(budgets),
             )

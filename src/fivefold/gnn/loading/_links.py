@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.data.arrays import as_array
 from fivefold.gnn.loading._sampled import OnlineLoader
 from fivefold.gnn.loading.batch import MiniBatch
-from fivefold.gnn.sampling.batches import as_count
 from fivefold.gnn.sampling.temporal import TemporalSampler
 from fivefold.gnn.storage.pages import Array, Ids
 
@@ -141,7 +140,7 @@ class _Links:
             raise ConfigurationError(
                 f"negatives is {negatives!r}", hint='use "binary", "triplet" or None'
             )
-        as_count(ratio, "negatives_per_link")
+        require_whole("negatives_per_link", ratio)
         if labels is not None and (
             labels.shape[:1] != ends.shape[1:] or labels.dtype.kind not in "iufb"
         ):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.gnn.data import Dataset, HeteroDataset
 from fivefold.gnn.loading._base import (
     Batch,
@@ -40,13 +40,7 @@ from fivefold.gnn.loading.batch import (
 )
 from fivefold.gnn.loading.rows import CachePolicy, DiskRows, open_rows
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency, HeteroNeighborSampler, NeighborSampler
-from fivefold.gnn.sampling.batches import (
-    EdgeType,
-    HeteroSampledBatch,
-    SampledBatch,
-    as_count,
-    epoch_batches,
-)
+from fivefold.gnn.sampling.batches import EdgeType, HeteroSampledBatch, SampledBatch, epoch_batches
 from fivefold.gnn.sampling.temporal import TemporalSampler, TemporalStrategy
 from fivefold.gnn.storage.pages import Array, Ids
 from fivefold.gnn.storage.reader import ReadStatistics
@@ -62,8 +56,8 @@ class SampledLoader(BatchLoader[Batch]):
         self, ids: Ids, batch_size: int, settings: LoaderSettings, release: Callable[[], None]
     ) -> None:
         super().__init__(settings, release)
-        self._prefetch = as_count(settings.prefetch, "prefetch")
-        self._ids, self._batch_size = ids, as_count(batch_size, "batch_size")
+        self._prefetch = require_whole("prefetch", settings.prefetch)
+        self._ids, self._batch_size = ids, require_whole("batch_size", batch_size)
         self._length(0)  # an impossible rank is refused here and not in the first epoch
 
     def _length(self, epoch: int) -> int:

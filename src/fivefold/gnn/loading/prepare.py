@@ -289,16 +289,13 @@ class _Preparation:
         devices = _in_proportion(recipe.device_bytes, of_nodes, sizes)
         return [
             _Job(
-                kind=table.kind,
-                features=table.features,
-                folder=table.folder,
+                **vars(table),
                 samples=parts[i],
                 budgets=Budgets(
                     device_bytes=devices[i],
                     host_bytes=flying[i] + hosts[i],
                     disk_bytes=disk_bytes * weights[i] // sum(weights),
                 ),
-                of_edges=table.of_edges,
             )
             for i, table in enumerate(tables)
         ]
@@ -445,15 +442,11 @@ def _in_proportion(total: int, weights: list[int], most: list[int]) -> list[int]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class _Job(_Table):
     """A table that is to be packed."""
 
-    kind: Any
-    features: Container
-    folder: Path
     samples: SampleFile
     budgets: Budgets
-    of_edges: bool
 
 
 @contextlib.contextmanager

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold._compiler import njit
-from fivefold.errors import ConfigurationError, require_one_of
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.gnn.data.arrays import as_array
-from fivefold.gnn.sampling.batches import as_count
 from fivefold.gnn.storage import Container, RowReader
 from fivefold.gnn.storage.pages import Array, Ids, aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
@@ -297,7 +296,7 @@ def open_rows(
             f"features is {features!r}", hint='use "disk", "memory" or an array'
         )
     require_one_of(cache_policy, ("lru", "sieve"), f"cache_policy is {cache_policy!r}")
-    if as_count(cache_bytes, "cache_bytes", least=0) and features == "memory":
+    if require_whole("cache_bytes", cache_bytes, least=0) and features == "memory":
         raise ConfigurationError(
             f"cache_bytes is {cache_bytes}, but all rows are in memory",
             hint='leave it out, or take features="disk"',

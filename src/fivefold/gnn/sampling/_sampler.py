@@ -13,14 +13,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_one_of, require_whole
 from fivefold.gnn.sampling._topology import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import (
     EdgeType,
     GraphTypes,
     HeteroSampledBatch,
     SampledBatch,
-    as_count,
     as_ids,
     checked_fanouts,
     fanouts_by_type,
@@ -170,7 +169,7 @@ class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
     ) -> None:
         self.seed = operator.index(seed)
         self.threads = (
-            len(os.sched_getaffinity(0)) if threads is None else as_count(threads, "threads")
+            len(os.sched_getaffinity(0)) if threads is None else require_whole("threads", threads)
         )
         self.edge_ids = edge_ids
         self._node_types = list(node_types)
@@ -377,22 +376,15 @@ class HeteroNeighborSampler(_Sampler[Mapping[str, ArrayLike], HeteroSampledBatch
     def sample(
         self, seeds: Mapping[str, ArrayLike], *, epoch: int, batch: int
     ) -> HeteroSampledBatch:
-        """Return the batch around ``seeds``.
-
-        Args:
-            seeds: Node ids by node type, each once; types may be left out.
-            epoch: Part of the key of the random numbers.
-            batch: So is this; it is the batch's number, too.
+        """Return the batch around ``seeds``, node ids by type, as :class:`NeighborSampler` does.
 
         Raises:
             ConfigurationError: A type is unknown, or a seed stands twice or is out of range.
             DataError: The topology names a node that there is not.
         """
         tables = self._buffers.tables
-        if unknown := set(seeds) - set(tables):
-            raise ConfigurationError(
-                f"seeds of unknown type {min(unknown)!r}", hint=f"types are {list(tables)}"
-            )
+        for name in seeds:
+            require_one_of(name, tables, f"seeds of unknown type {name!r}")
         for name, table in tables.items():
             table.start(as_ids(seeds.get(name, ()), "seeds"), self.topology.num_nodes[name])
         bounds, hops = self._walk(

@@ -21,13 +21,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_whole
 from fivefold.gnn.sampling._sampler import ONE_TYPE, HeteroNeighborSampler, NeighborSampler
 from fivefold.gnn.sampling._topology import Adjacency
 from fivefold.gnn.sampling.batches import (
     GraphTypes,
     SampledBatch,
-    as_count,
     as_ids,
     check_distinct,
     epoch_batches,
@@ -312,38 +311,20 @@ class SampleFile(Closing):
         return self._form.decode(pages, row, number=number)
 
     def node_ids(self, number: int) -> Ids:
-        """Read the node ids of one batch, and nothing else of it.
-
-        Raises:
-            ConfigurationError: There is no batch of this number.
-            DataError: A page is damaged.
-            StorageError: The disk refused.
-        """
+        """Read the node ids of one batch, and nothing else of it; errors are those of ``batch``."""
         row = self._row(number)
         return self._form.decode_node_ids(self._pages(row, self._form.num_node_pages(row)), row)
 
     def num_nodes_of(self, number: int) -> int:
-        """Return how many nodes a batch has, without reading it.
-
-        Raises:
-            ConfigurationError: There is no batch of this number.
-        """
+        """Return how many nodes a batch has, without reading it."""
         return int(self._form.counts(self._row(number))[0].sum())
 
     def num_edges_of(self, number: int) -> int:
-        """Return how many edges a batch has, without reading it.
-
-        Raises:
-            ConfigurationError: There is no batch of this number.
-        """
+        """Return how many edges a batch has, without reading it."""
         return int(self._form.counts(self._row(number))[1].sum())
 
     def record_bytes_of(self, number: int) -> int:
-        """Return how many bytes a batch takes in the file, without reading it.
-
-        Raises:
-            ConfigurationError: There is no batch of this number.
-        """
+        """Return how many bytes a batch takes in the file, without reading it."""
         return self._form.num_pages(self._row(number)) * PAGE_BYTES
 
     def close(self) -> None:
@@ -418,8 +399,8 @@ def sample_epochs(  # noqa: PLR0913 - settings of one run, nearly all keyword-on
     ids = as_ids(train_ids, "train_ids")
     order_seed = operator.index(sampler.seed if seed is None else seed)
     first = operator.index(first_epoch)
-    numbers = range(first, first + as_count(epochs, "epochs"))
-    size = as_count(batch_size, "batch_size")
+    numbers = range(first, first + require_whole("epochs", epochs))
+    size = require_whole("batch_size", batch_size)
     work = _Sampling(sampler, input_type, ids, batch_size=size, epochs=numbers, seed=order_seed)
     finished = _finished(Path(path), work.attributes) if resume else None
     if finished is not None:

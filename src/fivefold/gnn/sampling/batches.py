@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.gnn.sampling.kernels import mix_bits
 from fivefold.gnn.storage.pages import Ids
 
@@ -259,18 +259,6 @@ def as_ids(values: ArrayLike, name: str) -> Ids:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def as_count(value: Any, name: str, *, least: int = 1) -> int:
-    """Return a whole number as ``int``, also one of NumPy's, if it is large enough."""
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = least - 1
-    if count < least or isinstance(value, bool):
-        wanted = "a positive integer" if least == 1 else f"an integer from {least} on"
-        raise ConfigurationError(f"{name} is {value!r}", hint=f"use {wanted}")
-    return count
-
-
 def checked_fanouts(fanouts: Iterable[int]) -> tuple[int, ...]:
     """Return the fan-outs as a tuple of ``int``."""
     try:
@@ -340,7 +328,7 @@ def epoch_batches(train_ids: ArrayLike, *, batch_size: int, seed: int, epoch: in
         >>> [len(batch) for batch in batches], sum(sum(batch.tolist()) for batch in batches)
         ([4, 4, 2], 45)
     """
-    as_count(batch_size, "batch_size")
+    require_whole("batch_size", batch_size)
     ids = as_ids(train_ids, "train_ids")
     check_distinct(ids)
     key = stream_key(seed, epoch, _ORDER)

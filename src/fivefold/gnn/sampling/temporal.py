@@ -95,13 +95,9 @@ class TemporalSampler:
     def sample(
         self, seeds: ArrayLike, seed_time: ArrayLike, *, epoch: int, batch: int
     ) -> SampledBatch:
-        """Return the batch of the trees around ``seeds``.
+        """Return the batch of the trees around ``seeds``, each a node up to its ``seed_time``.
 
-        Args:
-            seeds: Node ids; a node may stand several times.
-            seed_time: ``[seeds]``, the latest time that each seed may see.
-            epoch: Part of the key of the random numbers.
-            batch: So is this; it is the batch's number, too.
+        A node may stand several times; ``epoch`` and ``batch`` are as of ``NeighborSampler``.
 
         Raises:
             ConfigurationError: A seed is out of range, or times are missing.

@@ -154,9 +154,6 @@ class Container(Closing):
     def section(self, name: str) -> Section:
         """Return a section by name.
 
-        Args:
-            name: Its name.
-
         Raises:
             DataError: There is none.
         """

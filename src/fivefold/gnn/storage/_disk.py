@@ -106,9 +106,6 @@ class DiskProfile:
     def request_seconds(self, request_bytes: float) -> float:
         """Return the seconds that one request of this size costs, among others of its kind.
 
-        Args:
-            request_bytes: Its size.
-
         Raises:
             ConfigurationError: The size is negative.
         """

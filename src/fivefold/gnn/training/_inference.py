@@ -119,9 +119,6 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         backend: Reading engine.
         progress: Called with targets done and targets in all, over all layers.
 
-    Returns:
-        Path and reports.
-
     Raises:
         ConfigurationError: The model does not fit the features.
         DataError: The folder holds the layers of another model or graph, or a file is damaged.

@@ -527,7 +527,6 @@ class RowStream:
             aligned_empty(shape, section.dtype),
             aligned_empty(shape, section.dtype),
         )
-        self._num_rows = section.num_rows
         self.statistics = ReadStatistics()
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.errors import ConfigurationError, UnsupportedError, require_whole
 from fivefold.gnn.loading import Block
 from fivefold.gnn.loading.batch import import_geometric
 from fivefold.gnn.sampling.batches import EdgeType
@@ -169,8 +169,7 @@ class LayeredModel(torch.nn.Module):
         super().__init__()
         sizes = {"in_dim": in_dim, "hidden_dim": hidden_dim, "num_classes": num_classes}
         for key, value in {**sizes, "num_layers": num_layers}.items():
-            if value < 1:
-                raise ConfigurationError(f"{key} must be at least 1; got {value}")
+            require_whole(key, value)
         self.in_dim, self.num_classes, self.num_layers = in_dim, num_classes, num_layers
         self.dropout = torch.nn.Dropout(dropout)
         dims = [in_dim, *[hidden_dim] * (num_layers - 1), num_classes]

@@ -165,15 +165,7 @@ class Workspace:
 
     @classmethod
     def allocate(cls, *, device: str | torch.device = "cpu", **sizes: Unpack[CallSizes]) -> Self:
-        """Allocate one, ready for use.
-
-        Args:
-            device: Where.
-            **sizes: As in ``size``.
-
-        Raises:
-            ConfigurationError: As ``size``.
-        """
+        """Allocate one on a device, ready for use; sizes and errors are those of ``size``."""
         layout = layout_for(**sizes)
         return cls(
             control=torch.zeros(layout.control_words, dtype=torch.int32, device=device),

@@ -79,9 +79,6 @@ def backends(device: str | torch.device = "cpu") -> dict[str, str | None]:
     "fused" is the single kernel, "split" the same work in five launches, both with the same kernels
     for the backward; "reference" is plain torch.
 
-    Args:
-        device: Where the tokens would be.
-
     Examples:
         >>> backends("cpu")["reference"] is None
         True

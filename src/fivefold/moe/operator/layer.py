@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fivefold.errors import ConfigurationError, require_one_of
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.fused import OperatorGroup, backends, fused_moe
 from fivefold.moe.operator.operands import as_autocast, check_weight_on_input
@@ -82,12 +82,8 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "experts"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be positive; got {getattr(self, name)}")
-        if self.shared_intermediate < 0:
-            raise ConfigurationError(
-                f"shared_intermediate must not be negative; got {self.shared_intermediate}"
-            )
+            require_whole(name, getattr(self, name))
+        require_whole("shared_intermediate", self.shared_intermediate, least=0)
         if self.shared_gate and not self.shared_intermediate:
             message = "shared_gate needs a shared expert"
             raise ConfigurationError(message, hint="set shared_intermediate, its inner width")

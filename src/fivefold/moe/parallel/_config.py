@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from fivefold.errors import ConfigurationError, UnsupportedError
+from fivefold.errors import ConfigurationError, UnsupportedError, require_whole
 from fivefold.moe.kernels.arguments import (
     CHUNK_SLOTS,
     CONTROL_WORDS,
@@ -91,10 +91,7 @@ class OneSidedConfig:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "experts", "hidden", "intermediate", "top_k", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be positive; got {getattr(self, name)}")
-        if self.ranks > 1024:
-            raise ConfigurationError(f"ranks must be at most 1024; got {self.ranks}")
+            require_whole(name, getattr(self, name), most=1024 if name == "ranks" else None)
         if self.experts % self.ranks:
             raise ConfigurationError(
                 f"{self.experts} experts cannot be shared out evenly among {self.ranks} ranks",
@@ -117,9 +114,8 @@ class OneSidedConfig:
             message = "max_rows is for the compact layout, and capacity asks for the other one"
             raise ConfigurationError(message, hint="give one of them")
         for name in ("capacity", "max_rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name} must be positive or None; got {value}")
+            if (value := getattr(self, name)) is not None:
+                require_whole(name, value)
         if max(self.receive_rows, self.max_tokens * self.top_k) >= 2**31 - 2**16:
             raise ConfigurationError(
                 f"a rank would need room for {self.receive_rows} rows",

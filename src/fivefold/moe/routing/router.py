@@ -349,13 +349,9 @@ def load_balancing_loss(routing: Routing, *, load: torch.Tensor | None = None) -
 
 
 def router_z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the tokens of logsumexp(logits) squared: keeps router logits small.
+    """Return the mean over the tokens of logsumexp(logits [T, E]) squared: keeps logits small.
 
-    Args:
-        logits: Shape [T, E].
-
-    Returns:
-        A scalar; without tokens 0, with a graph.
+    A scalar; without tokens 0, with a graph.
     """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if len(values) == 0:

@@ -222,9 +222,6 @@ class Profile:
         several hosts: direct links within each host, and a network card for each host, which its
         ranks share, joined by a switch.
 
-        Args:
-            name: Of the topology.
-
         Returns:
             The topology; its source says how it came about. Where times did not grow with the size,
             the link gets the largest size over its time, which is less than its rate.

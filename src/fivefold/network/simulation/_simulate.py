@@ -170,9 +170,6 @@ class SimulationResult:
     def rates_of(self, name: Hashable) -> tuple[FloatArray, FloatArray]:
         """Return a flow's rate over time.
 
-        Args:
-            name: Its id.
-
         Returns:
             Times in seconds, and the rate in bytes per second from each time to the next.
 
@@ -189,9 +186,6 @@ class SimulationResult:
 
     def load_of(self, tasks: Iterable[int]) -> tuple[FloatArray, FloatArray]:
         """Return the sum of some flows' rates over time.
-
-        Args:
-            tasks: Their positions.
 
         Returns:
             Times in seconds, and bytes per second from each time to the next.

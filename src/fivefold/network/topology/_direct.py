@@ -37,13 +37,7 @@ def ring(
 def line(
     num_ranks: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
 ) -> Topology:
-    """Build a chain of ranks, links both ways.
-
-    Args:
-        num_ranks: Number of ranks, from 1.
-        bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
-        latency: Of each link, such as ``"1 us"``; a number is seconds.
-    """
+    """Build a chain of ranks, links both ways; arguments as of ``ring``."""
     return _grid("line", (num_ranks,), wrap=False, wire=Wire(bandwidth, latency))
 
 
@@ -73,12 +67,7 @@ def torus(
     bandwidth: str | float | Sequence[str | float] = DEFAULT_BANDWIDTH,
     latency: str | float = 0.0,
 ) -> Topology:
-    """Build a grid with wrap-around; rank = position in row-major order of ``shape``.
-
-    Args:
-        shape: Ranks along each dimension, such as ``(4, 4, 4)``.
-        bandwidth: Of each link; a sequence gives one value per dimension.
-        latency: Of each link, such as ``"1 us"``; a number is seconds.
+    """Build a ``mesh`` with wrap-around.
 
     Examples:
         >>> torus((4, 4)).num_links, len(torus((4, 2, 3)).out_links(0))
@@ -92,10 +81,7 @@ def hypercube(
 ) -> Topology:
     """Build ranks 0 to 2^d - 1; those whose numbers differ in one bit are neighbours.
 
-    Args:
-        dimensions: Number of bits d; 0 is a single rank.
-        bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
-        latency: Of each link, such as ``"1 us"``; a number is seconds.
+    ``dimensions`` are the bits d, 0 for a single rank; links as of ``ring``.
     """
     check_count("dimensions of a hypercube", dimensions, low=0)
     builder, wire = Builder(), Wire(bandwidth, latency)
@@ -109,13 +95,7 @@ def hypercube(
 def fully_connected(
     num_ranks: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
 ) -> Topology:
-    """Build a link each way between every two ranks.
-
-    Args:
-        num_ranks: Number of ranks, from 1.
-        bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
-        latency: Of each link, such as ``"1 us"``; a number is seconds.
-    """
+    """Build a link each way between every two ranks; arguments as of ``ring``."""
     check_count("num_ranks", num_ranks)
     builder, wire = Builder(), Wire(bandwidth, latency)
     for first, second in itertools.combinations(builder.row("gpu", num_ranks), 2):
@@ -128,10 +108,7 @@ def star(
 ) -> Topology:
     """Build rank 0 in the middle, a link each way to every other rank; no switch.
 
-    Args:
-        num_ranks: Number of ranks, the middle one included, from 1.
-        bandwidth: Of each link, such as ``"25 GB/s"``; a number is bytes per second.
-        latency: Of each link, such as ``"1 us"``; a number is seconds.
+    Arguments as of ``ring``; ``num_ranks`` counts the middle one.
     """
     check_count("num_ranks", num_ranks)
     builder, wire = Builder(), Wire(bandwidth, latency)
@@ -144,12 +121,7 @@ def star(
 def switch(
     num_ranks: int, *, bandwidth: str | float = DEFAULT_BANDWIDTH, latency: str | float = 0.0
 ) -> Topology:
-    """Build ranks on one non-blocking switch; a message passes two links.
-
-    Args:
-        num_ranks: Number of ranks, from 1.
-        bandwidth: Of each rank's link in each direction.
-        latency: Of each link: two of them from rank to rank.
+    """Build ranks on one non-blocking switch; a message passes two links, each with the latency.
 
     Examples:
         >>> switch(4).num_links, len(switch(4).shortest_route(0, 3))

@@ -102,14 +102,8 @@ def fat_tree(
 ) -> Topology:
     """Build the k-ary fat-tree: k pods of k/2 racks with k/2 hosts, (k/2)^2 core switches.
 
-    Aggregation switch j of each pod is on cores j k/2 to (j+1) k/2 - 1.
-
-    Args:
-        k: Ports per switch, even.
-        host: What a host is like; None for one GPU.
-        bandwidth: Of each host port.
-        latency: Of each link outside the hosts.
-        oversubscription: A rack switch's capacity downwards over that upwards.
+    Aggregation switch j of each pod is on cores j k/2 to (j+1) k/2 - 1. A switch has ``k`` ports;
+    the other arguments are as of ``leaf_spine``.
 
     Raises:
         ConfigurationError: ``k`` is odd or below 2.
@@ -271,11 +265,7 @@ def rail_only(
 ) -> Topology:
     """Build one switch per rail and no spine: GPUs of different rails meet inside hosts only.
 
-    Args:
-        hosts: Number of hosts.
-        host: What a host is like; its ports are the rails.
-        bandwidth: Of each port.
-        latency: Of each link outside the hosts.
+    The ports of a host are the rails; arguments as of ``leaf_spine``.
 
     References:
         Wang et al.: Rail-only, arXiv 2307.12169.
@@ -346,16 +336,9 @@ def dual_plane(
     """Build two planes: each port is split over a pair of rail switches, one in each plane.
 
     The planes meet in the hosts only. This is the pod of Alibaba HPN 7.0 (there: 128 hosts of 8
-    NICs with two 200 Gbit/s ports per segment, 60 aggregation switches per plane).
-
-    Args:
-        hosts: Number of hosts.
-        hosts_per_segment: Hosts that share rail switches.
-        aggs_per_plane: Aggregation switches in each plane.
-        host: What a host is like; its ports are the rails.
-        bandwidth: Of each port, half of it in each plane.
-        latency: Of each link outside the hosts.
-        oversubscription: A rail switch's capacity downwards over that upwards.
+    NICs with two 200 Gbit/s ports per segment, 60 aggregation switches per plane). Hosts of a
+    segment share rail switches; half of a port's ``bandwidth`` lies in each plane. The other
+    arguments are as of ``rail_optimized``.
 
     References:
         Qian et al.: Alibaba HPN, SIGCOMM 2024.
