@@ -258,6 +258,7 @@ class _Table:
             writer.mark({"next": piece.stop})
             self._run.told(piece.stop - piece.first)
             self.ranges += 1
+        self._keys = self._keys[:0].copy()  # the counts stay until the layer is done
 
     @contextlib.contextmanager
     def _stream(self, name: str) -> Iterator[RowStream]:
