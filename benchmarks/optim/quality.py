@@ -6,10 +6,12 @@ not depend on how fast the network is, only on which step a mean is merged at. C
 with the real codec, at the sender and at the owner, with error feedback at both. DDP is the mean of
 the four gradients at every step. Every method is run at the same learning rates, and its best one
 by the mean over the seeds is reported. Runs go seed by seed; finished ones are kept in --keep and
-not repeated, and no run is begun after --minutes.
+not repeated, and no run is begun after --minutes. With --stacked the workers of a run are one
+batched model (``_stacked``), which takes half of the time, and its rows say "simulated".
 
     python -m benchmarks.optim.quality --keep FOLDER [--steps 600] [--seeds 0,1,2] [--width 128]
         [--layers 3] [--optimizers AdamW,Muon] [--lrs 4e-3,8e-3] [--only WORDS] [--minutes 60]
+        [--stacked]
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.optim._stacked import train_ddp_stacked, train_rule_stacked
 from benchmarks.optim._workload import (
     CLIP_NORM,
     MODEL,
@@ -41,9 +44,11 @@ from fivefold.optim import (
     CO2,
     DelayCorrected,
     DelayedGradients,
+    DiLoCo,
     LocalSGD,
     OuterRule,
     OuterSync,
+    SlowMo,
     StreamingDiLoCo,
 )
 from fivefold.optim.codecs import Codec, ExactCodec, named_codec
@@ -104,7 +109,14 @@ METHODS: dict[str, Method] = {
         rule=lambda: DelayCorrected(tau=8, fragments=8, synchronous_start=100)
     ),
     "delay-corrected tau 8, 4 fragments": _fragments(8, 4),
+    "delay-corrected tau 2, 2 fragments": _fragments(2, 2),
     "delay-corrected tau 32, 8 fragments": _fragments(32, 8),
+    "delay-corrected tau 32, 8 fragments, int8": _fragments(32, 8, "int8"),
+    "delay-corrected tau 32, whole": _fragments(32, 1),
+    "delay-corrected tau 8, 8 fragments, topk": _fragments(8, 8, "topk"),
+    "SlowMo tau 8": Method(rule=lambda: SlowMo(tau=8, outer_momentum=0.2), hides=False),
+    "DiLoCo tau 8": Method(rule=lambda: DiLoCo(tau=8, outer_momentum=0.5), hides=False),
+    "Local SGD tau 32": Method(rule=lambda: LocalSGD(tau=32), hides=False),
 }
 
 
@@ -175,9 +187,7 @@ def train_rule(problem: Problem, rule: OuterRule, *, codec: str = "fp32") -> flo
 
     def work(transport: InMemoryTransport) -> float:
         worker = Worker(problem, rank=transport.rank, world_size=WORLD_SIZE, clip_norm=clip_norm)
-        coded: Any = transport
-        if not isinstance(named_codec(codec), ExactCodec):
-            coded = CodedTransport(transport, named_codec(codec))
+        coded = _coded(transport, codec)
         sync = OuterSync(worker.model, worker.optimizer, rule=rule, transport=coded)
         for _ in range(problem.steps):
             worker.step()
@@ -188,25 +198,45 @@ def train_rule(problem: Problem, rule: OuterRule, *, codec: str = "fp32") -> flo
     return run_world(WORLD_SIZE, work, timeout_s=_TIMEOUT_S)[0]
 
 
+def _coded(transport: InMemoryTransport, codec: str) -> Any:
+    """Return the transport with a codec round it, where there is one."""
+    found = named_codec(codec)
+    return transport if isinstance(found, ExactCodec) else CodedTransport(transport, found)
+
+
+def train_stacked(problem: Problem, method: Method) -> float:
+    """Train one method with its workers in one batched model; bits per byte."""
+    if method.rule is None:
+        return validate(train_ddp_stacked(problem, world_size=WORLD_SIZE))
+    model = train_rule_stacked(
+        problem, method.rule(), world_size=WORLD_SIZE, coded=lambda t: _coded(t, method.codec)
+    )
+    return validate(model)
+
+
 class Study:
     """Outcomes of finished runs, kept as files of one folder."""
 
-    def __init__(self, folder: Path, *, minutes: float) -> None:
+    def __init__(self, folder: Path, *, minutes: float, stacked: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        self._stacked = stacked
         self._ends_s = time.monotonic() + 60 * minutes
 
     def outcome(self, name: str, problem: Problem) -> float | None:
         """Bits per byte of a run, which is done now where there is time; None otherwise."""
         words = "".join(letter if letter.isalnum() else "_" for letter in name)
         shape = f"{problem.width}x{problem.layers}"
+        words = f"stacked_{words}" if self._stacked else words
         run = f"{words}-{problem.optimizer}-{shape}-{problem.steps}-{problem.lr:g}-{problem.seed}"
         path = self._folder / f"{run}.json"
         if not path.exists():
             if time.monotonic() > self._ends_s:
                 return None
             method = METHODS[name]
-            if method.rule is None:
+            if self._stacked:
+                found = train_stacked(problem, method)
+            elif method.rule is None:
                 found = train_ddp(problem)
             else:
                 found = train_rule(problem, method.rule(), codec=method.codec)
@@ -280,11 +310,12 @@ def main() -> None:
     parser.add_argument("--lrs", default="4e-3")
     parser.add_argument("--only", default="", help="parts of names of methods, between semicolons")
     parser.add_argument("--minutes", type=float, default=1e6)
+    parser.add_argument("--stacked", action="store_true", help="simulate in one batched model")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     corpus()
-    study = Study(arguments.keep, minutes=arguments.minutes)
+    study = Study(arguments.keep, minutes=arguments.minutes, stacked=arguments.stacked)
     words = arguments.only.split(";")
     names = [name for name in METHODS if any(word in name for word in words)]
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
@@ -303,6 +334,7 @@ def main() -> None:
     shape = MODEL.model_copy(update={"width": arguments.width, "layers": arguments.layers})
     size = sum(p.numel() for p in make_model(0, shape).parameters())
     what = f"{arguments.steps} steps, {size / 1e6:.2f} M parameters"
+    what += ", simulated" if arguments.stacked else ""
     given = ["FOLDER" if word == str(arguments.keep) else word for word in sys.argv[1:]]
     command = " ".join(["python -m benchmarks.optim.quality", *given])
     write_results(
