@@ -383,7 +383,7 @@ def test_bad_use_is_refused():
             ProcessGroupTransport(None, timeout_s=30, codec="int3")
         with pytest.raises(ConfigurationError, match="codec must be a name or a codec"):
             ProcessGroupTransport(None, timeout_s=30, codec=BlockCodec)
-        with pytest.raises(ConfigurationError, match="bucket_bytes must be a positive integer"):
+        with pytest.raises(ConfigurationError, match="bucket_bytes must be a whole number"):
             ProcessGroupTransport(None, timeout_s=30, bucket_bytes=0)
         stream = Stream("int8", [[300]])
         metadata = torch.zeros(1, dtype=torch.float64)

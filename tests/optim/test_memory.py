@@ -70,7 +70,7 @@ def test_measured_memory_is_the_formula(rule, codec, shards, per_parameter):
 
 
 def test_numbers_must_be_positive():
-    with pytest.raises(ConfigurationError, match="num_shards must be positive; got 0"):
+    with pytest.raises(ConfigurationError, match="num_shards must be a whole number from 1; got 0"):
         outer_state_bytes(CO2(tau=1), 10, num_shards=0)
 
 

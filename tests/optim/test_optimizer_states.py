@@ -269,7 +269,7 @@ def test_sharded_states_go_on_through_a_sharded_checkpoint():
 @pytest.mark.parametrize(
     ("periods", "message"),
     [
-        ({"exp_avg": 0}, "at least 1"),
+        ({"exp_avg": 0}, "whole number from 1"),
         ({"exp_average": 1}, "exp_average"),
         ({"square_avg": 1}, "no optimizer has"),
     ],

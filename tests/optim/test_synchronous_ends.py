@@ -118,11 +118,14 @@ def test_an_automatic_tau_measures_during_the_synchronous_start():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: CO2(tau=2, synchronous_start=-1), "synchronous_start must be an integer of at"),
+        (
+            lambda: CO2(tau=2, synchronous_start=-1),
+            "synchronous_start must be a whole number",
+        ),
         (lambda: CO2(tau=2, synchronous_end=3), "synchronous_end=3 needs total_steps"),
         (
             lambda: CO2(tau=2, synchronous_start=6, synchronous_end=5, total_steps=10),
-            "total_steps=10 is less than the 11 synchronous steps",
+            "total_steps must be a whole number from 11; got 10",
         ),
         (lambda: CO2(tau=AutoTau(balance=True), synchronous_start=1), "different steps"),
         (lambda: DelayedGradients(synchronous_start=2), "no local steps"),

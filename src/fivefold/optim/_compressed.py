@@ -176,15 +176,13 @@ class CompressedExchange:
         what: str,
     ) -> Job:
         sent_bytes = metadata.nbytes
-        run = self._sum
         if isinstance(codec, ExactCodec):
-            run = self._sum_as_they_are
             sent_bytes += sum(payload.nbytes for payload in payloads)
         sent_bytes = ring_bytes(sent_bytes, world_size=self._world_size)
         if not isinstance(codec, ExactCodec):
             sent_bytes += sum(b.sent_bytes for part in feedback for b in part.buckets[codec.name])
         return self._thread.submit(
-            lambda: run(codec, payloads, metadata, feedback),
+            lambda: self._sum(codec, payloads, metadata, feedback),
             tensors=[*payloads, metadata],
             what=what,
             sent_bytes=sent_bytes,
@@ -220,23 +218,6 @@ class CompressedExchange:
     # -- on the communication thread --------------------------------------------------------------
 
     @torch.no_grad()
-    def _sum_as_they_are(
-        self,
-        codec: Codec,
-        payloads: Sequence[torch.Tensor],
-        metadata: torch.Tensor,
-        feedback: Sequence[_Feedback],
-    ) -> None:
-        tensors = [metadata]
-        for payload, part in zip(payloads, feedback, strict=True):
-            part.release_into(payload, part.buckets[codec.name])
-            size = max(self._bucket_bytes // 4, 1)
-            tensors += torch.split(payload, size) if payload.numel() else []
-        works = [dist.all_reduce(part, group=self._group, async_op=True) for part in tensors]
-        for work in works:
-            work.wait()
-
-    @torch.no_grad()
     def _sum(
         self,
         codec: Codec,
@@ -244,13 +225,17 @@ class CompressedExchange:
         metadata: torch.Tensor,
         feedback: Sequence[_Feedback],
     ) -> None:
-        metadata_work = dist.all_reduce(metadata, group=self._group, async_op=True)
-        parts = [
-            (payload, part, bucket)
-            for payload, part in zip(payloads, feedback, strict=True)
-            for bucket in part.buckets[codec.name]
-        ]
-        for part in feedback:
+        works = [dist.all_reduce(metadata, group=self._group, async_op=True)]
+        together = list(zip(payloads, feedback, strict=True))
+        if isinstance(codec, ExactCodec):
+            for payload, part in together:
+                part.release_into(payload, part.buckets[codec.name])
+                size = max(self._bucket_bytes // 4, 1)
+                pieces = torch.split(payload, size) if payload.numel() else ()
+                works += [dist.all_reduce(p, group=self._group, async_op=True) for p in pieces]
+            together = []
+        parts = [(a, part, bucket) for a, part in together for bucket in part.buckets[codec.name]]
+        for _, part, _ in parts:
             part.kept[0] = True
         underway = [
             self._bucket_stages(codec, payload, part, bucket, slot=index % _STAGES)
@@ -262,7 +247,8 @@ class CompressedExchange:
             for index in range(tick, tick - _STAGES, -1):
                 if 0 <= index < len(underway):
                     next(underway[index], None)
-        metadata_work.wait()
+        for work in works:
+            work.wait()
 
     def _bucket_stages(
         self,

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.optim._flat import Piece
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._merge import MergeTask
@@ -91,10 +91,7 @@ class DelayedGradients(OuterRule):
         if not (_is_number(self.extrapolation) and 0 <= self.extrapolation <= 1):
             message = f"extrapolation must be from 0 to 1; got {self.extrapolation!r}"
             raise ConfigurationError(message, hint="0 for none, 1 for the whole last change")
-        whole = isinstance(self.ramp_steps, int) and not isinstance(self.ramp_steps, bool)
-        if not (whole and self.ramp_steps >= 1):
-            message = f"ramp_steps must be a positive integer; got {self.ramp_steps!r}"
-            raise ConfigurationError(message, hint="1 for no ramp")
+        require_whole("ramp_steps", self.ramp_steps, hint="1 for no ramp")
 
 
 def _is_number(value: object) -> bool:

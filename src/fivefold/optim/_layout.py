@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.optim._delayed_gradients import DelayedGradients, GradientFragment
 from fivefold.optim._flat import FlatGroup, flat_groups
 from fivefold.optim._fragment import Fragment
@@ -220,14 +220,9 @@ def outer_state_bytes(
         >>> outer_state_bytes(CO2(tau=8), 1_000_000, num_shards=4)
         3000000
     """
-    counts = {
-        "num_parameters": num_parameters,
-        "num_workers": num_workers,
-        "num_shards": num_shards,
-    }
-    for name, value in counts.items():
-        if value < 1:
-            raise ConfigurationError(f"{name} must be positive; got {value!r}")
+    require_whole("num_parameters", num_parameters)
+    require_whole("num_workers", num_workers)
+    require_whole("num_shards", num_shards)
     buffers = 2.0 + len(state_extras(rule, may_lose=False))
     if codec == "auto" or not isinstance(
         named_codec(codec) if isinstance(codec, str) else codec, ExactCodec
@@ -329,9 +324,7 @@ def require_usable(model: torch.nn.Module, timeout_s: float, every: int) -> None
         raise ConfigurationError(message, hint="pass the bare module: OuterSync(model.module, ...)")
     if timeout_s <= 0:
         raise ConfigurationError(f"timeout_s must be positive; got {timeout_s}")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-        message = f"check_every_rounds must be an integer of at least 0; got {every!r}"
-        raise ConfigurationError(message, hint="0 switches the replica check off")
+    require_whole("check_every_rounds", every, least=0, hint="0 switches the replica check off")
 
 
 _PATIENCE_ROUNDS = 2  # ranks whose rounds have other numbers of steps may announce one round apart

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.optim._delayed_gradients import DelayedGradients
 from fivefold.optim._flat import FlatGroup, Piece, flat_groups
 from fivefold.optim._fragment import Fragment
@@ -209,9 +209,8 @@ def state_fragments(
     for name, period in periods.items():
         if name not in _KNOWN:
             raise ConfigurationError(f"average_states has no {name!r}", hint=_hint())
-        if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-            message = f"average_states[{name!r}] must be an integer of at least 1; got {period!r}"
-            raise ConfigurationError(message, hint="it is the number of rounds between two means")
+        hint = "it is the number of rounds between two means"
+        require_whole(f"average_states[{name!r}]", period, hint=hint)
     several = list(optimizers)
     return [
         StateFragment(

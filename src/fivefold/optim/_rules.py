@@ -28,7 +28,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, Self
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.optim._round_choice import filling_fragments, most_fragments
 from fivefold.optim._update import GapPenalty, NoPenalty, StalenessPenalty, named_penalty
 from fivefold.optim.auto_tau import AutoTau, named_auto_tau
@@ -91,10 +91,8 @@ class OuterRule:
         if not 0 <= self.outer_momentum < 1:
             message = f"outer_momentum must be in [0, 1); got {self.outer_momentum!r}"
             raise ConfigurationError(message, hint="0 for none; CO2 uses 0 to 0.6")
-        if self.units not in {"delta", "lr"}:
-            raise ConfigurationError(f"units must be 'delta' or 'lr'; got {self.units!r}")
-        if self.bootstrap not in {"reset", "sync"}:
-            raise ConfigurationError(f"bootstrap must be 'reset' or 'sync'; got {self.bootstrap!r}")
+        require_one_of(self.units, ("delta", "lr"), f"units is {self.units!r}")
+        require_one_of(self.bootstrap, ("reset", "sync"), f"bootstrap is {self.bootstrap!r}")
         object.__setattr__(self, "staleness", named_penalty(self.staleness))
         if not self.delayed and isinstance(self.staleness, GapPenalty):
             message = f"{self.name} is synchronous: nothing is stale, so a gap penalty has no use"
@@ -107,25 +105,21 @@ class OuterRule:
             if not self.delayed:
                 message = f'tau="auto" needs a rule that hides its rounds; got {self.name}'
                 raise ConfigurationError(message, hint="use CO2, or give tau as a number")
-        elif isinstance(self.tau, bool) or not isinstance(self.tau, int) or self.tau < 1:
-            message = f"tau must be a positive integer, the local steps per round; got {self.tau!r}"
-            raise ConfigurationError(message, hint="use tau=1 to synchronise at every step")
+        else:
+            hint = "it counts the local steps of a round; 1 synchronises at every step"
+            object.__setattr__(self, "tau", require_whole("tau", self.tau, hint=hint))
 
     def _check_synchronous_steps(self) -> None:
         for name in ("synchronous_start", "synchronous_end"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                message = f"{name} must be an integer of at least 0; got {value!r}"
-                raise ConfigurationError(message, hint="it counts local steps; 0 for none")
+            hint = "it counts local steps; 0 for none"
+            require_whole(name, getattr(self, name), least=0, hint=hint)
         if self.synchronous_end and self.total_steps is None:
             message = f"synchronous_end={self.synchronous_end} needs total_steps"
             raise ConfigurationError(message, hint="give the local steps of the whole run")
         total, ends = self.total_steps, self.synchronous_start + self.synchronous_end
-        if total is not None and (isinstance(total, bool) or not isinstance(total, int)):
-            raise ConfigurationError(f"total_steps must be an integer; got {total!r}")
-        if total is not None and total < max(ends, 1):
-            message = f"total_steps={total} is less than the {ends} synchronous steps"
-            raise ConfigurationError(message, hint="lower synchronous_start or synchronous_end")
+        if total is not None:
+            hint = "it is at least the synchronous steps at both ends"
+            require_whole("total_steps", total, least=max(ends, 1), hint=hint)
         if ends and isinstance(self.tau, AutoTau) and self.tau.balance:
             message = "with balance=True ranks are at different steps, which cannot be synchronous"
             raise ConfigurationError(message, hint="leave synchronous_start and _end at 0")
@@ -206,12 +200,6 @@ def _require_share(name: str, value: object, *, hint: str) -> None:
         raise ConfigurationError(message, hint=hint)
 
 
-def _require_between(name: str, value: object, *, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        message = f"{name} must be an integer from 1 to tau={most}; got {value!r}"
-        raise ConfigurationError(message, hint=f"use at most {most}, or a larger tau")
-
-
 @dataclass(frozen=True, kw_only=True)
 class _InFragments(OuterRule):
     """A rule whose fragments take turns: each is sent and merged at moments of its own."""
@@ -232,7 +220,8 @@ class _InFragments(OuterRule):
         if self.fragments is None:
             return
         tau = self.first_tau
-        _require_between("fragments", self.fragments, most=tau)
+        hint = f"use at most tau={tau}, or a larger tau"
+        require_whole("fragments", self.fragments, most=tau, hint=hint)
         if self.auto_tau is not None and self.auto_tau.balance and self.fragments > 1:
             message = "with balance=True ranks are at different steps, and fragments cannot be sent"
             raise ConfigurationError(message, hint="use fragments=1, or balance=False")
@@ -240,7 +229,7 @@ class _InFragments(OuterRule):
             if self.auto_tau is not None:
                 message = f'tau="auto" chooses the delay too; got delay_steps={self.delay_steps}'
                 raise ConfigurationError(message, hint="leave it out, or give tau as a number")
-            _require_between("delay_steps", self.delay_steps, most=tau)
+            require_whole("delay_steps", self.delay_steps, most=tau, hint=hint)
         elif self.fragments > 1:
             object.__setattr__(self, "delay_steps", tau // self.fragments)
         if self.delay_steps == tau:  # a whole round, which the boundary at its end merges
@@ -457,10 +446,10 @@ class EagerDiLoCo(OuterRule):
         Kale, Douillard and Donchev, arXiv 2502.12996, section on eager updates.
     """
 
-    nesterov: ClassVar[bool] = True
     merge: ClassVar[MergeKind] = "eager"
     name: ClassVar[str] = "eager DiLoCo"
     hides_rounds: ClassVar[bool] = True
+    nesterov: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("outer_lr", "outer_momentum")  # the rest is not linear
 
     outer_lr: float = 0.5
@@ -510,8 +499,7 @@ class StreamingDiLoCo(_InFragments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hint = "0.5 is the paper's; use CO2 to replace the local work"
-        _require_share("keep", self.keep, hint=hint)
+        _require_share("keep", self.keep, hint="0.5 is the paper's; CO2 replaces the local work")
 
     @property
     def local_share(self) -> float:

@@ -63,8 +63,7 @@ class RoundSchedule:
         self._first_round_synchronous = first_round_synchronous
         self._always_sends = always_sends
         # Steps up to the one number and after the other are rounds of their own.
-        self._synchronous_until = synchronous_until
-        self._synchronous_from = synchronous_from
+        self._local_between = synchronous_until, synchronous_from
         self.round = 0
         # A shorter first round is a whole one that began before the first step.
         self._steps_to_skip = 0 if first_round_steps is None else tau - first_round_steps
@@ -111,9 +110,10 @@ class RoundSchedule:
         """Count one local step; return what is to be done after it, or None."""
         self.steps_in_round += 1
         self.total_steps += 1
-        if not self._synchronous_until < self.total_steps <= self._synchronous_from:
+        begins, ends = self._local_between
+        if not begins < self.total_steps <= ends:
             return self._end_round(wait=True, drains=True, exact=True)
-        if self.total_steps == self._synchronous_from:
+        if self.total_steps == ends:
             return self.drain()
         if self.steps_in_round < self._ends_at:
             late = self.merge_after is not None and self.steps_in_round >= self.merge_after

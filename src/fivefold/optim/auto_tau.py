@@ -37,7 +37,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.optim._round_choice import MARGIN, MessageTimes, RoundChoice, choose_round
 
 # Patience after each try that proved wrong, and how often it grows.
@@ -102,11 +102,7 @@ class AutoTau:
 
     def __post_init__(self) -> None:
         for name in ("initial", "minimum", "maximum", "window", "patience"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(
-                    f"AutoTau {name} must be a positive integer; got {value!r}"
-                )
+            require_whole(f"AutoTau {name}", getattr(self, name))
         if not self.minimum <= self.initial <= self.maximum:
             message = (
                 "AutoTau needs minimum <= initial <= maximum; got "
@@ -161,10 +157,8 @@ class TauController:
         shares: Mapping[int, float] | None = None,
         times: MessageTimes | None = None,
     ) -> None:
-        if world_size < 1:
-            raise ConfigurationError(f"world_size must be positive; got {world_size!r}")
         self.settings = settings
-        self.world_size = world_size
+        self.world_size = require_whole("world_size", world_size)
         self.changes = 0
         self._shares = dict(shares or {1: 1.0})
         self._chooses = times is not None
@@ -259,15 +253,10 @@ class TauController:
         if reason is None:
             return None
         decision = TauDecision(
-            round=round_number,
-            previous=before.tau,
-            tau=self.tau,
-            step_s=need.step_s,
-            all_reduce_s=need.all_reduce_s,
-            reason=reason,
-            fragments=self.fragments,
+            round=round_number, previous=before.tau, tau=self.tau, step_s=need.step_s,
+            all_reduce_s=need.all_reduce_s, reason=reason, fragments=self.fragments,
             codec=self.codec,
-        )
+        )  # fmt: skip
         self._decisions.append(decision)
         self.changes += self._now != before
         return decision

@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 
-from fivefold.errors import ConfigurationError, require_one_of
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
 
 # On a CPU a piece stays in the second-level cache over all its passes, and is small enough that
 # torch runs it on the calling thread: the communication thread must not wake a pool of its own.
@@ -227,8 +227,8 @@ class BlockCodec(Codec):
         if self.bits not in (4, 8):
             message = f"bits must be 4 or 8; got {self.bits!r}"
             raise ConfigurationError(message, hint='for 16 bits use codec="bf16"')
-        whole = isinstance(self.block, int) and not isinstance(self.block, bool)
-        if not whole or self.block % 16 or not 16 <= self.block <= _CPU_PIECE_ELEMENTS:
+        require_whole("block", self.block, least=16, most=_CPU_PIECE_ELEMENTS)
+        if self.block % 16:
             message = f"block must be a multiple of 16 from 16 to 32768; got {self.block!r}"
             raise ConfigurationError(message, hint="256 costs 1 % at 8 bits, 64 costs 6 % at 4")
 
@@ -365,8 +365,8 @@ class TopKCodec(Codec):
         if isinstance(self.density, bool) or not 0 < self.density <= 0.25:
             message = f"density must be over 0 and at most 0.25; got {self.density!r}"
             raise ConfigurationError(message, hint='for more elements use codec="int4"')
-        whole = isinstance(self.block, int) and not isinstance(self.block, bool)
-        if not whole or not 64 <= self.block <= _CPU_PIECE_ELEMENTS or self.block.bit_count() != 1:
+        require_whole("block", self.block, least=64, most=_CPU_PIECE_ELEMENTS)
+        if self.block.bit_count() != 1:
             message = f"block must be a power of two from 64 to 32768; got {self.block!r}"
             raise ConfigurationError(message, hint="the default is 4096")
         if isinstance(self.decay, bool) or not 0 < self.decay <= 1:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.optim._comm_thread import CommunicationThread, Job, named_errors
 from fivefold.optim._compressed import CompressedExchange, ring_bytes
 from fivefold.optim._round_choice import CODECS_TO_CHOOSE, MessageTimes
@@ -158,11 +158,8 @@ class ProcessGroupTransport:
             raise ConfigurationError(message, hint=hint)
         self.chooses_codec = codec == "auto"
         self.codec = resolve_codec("fp32" if codec == "auto" else codec)
-        whole = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
-        if not whole or bucket_bytes < 1:
-            message = f"bucket_bytes must be a positive integer; got {bucket_bytes!r}"
-            raise ConfigurationError(message, hint="the default is 32 MiB")
-        self._bucket_bytes = bucket_bytes
+        hint = "the default is 32 MiB"
+        self._bucket_bytes = require_whole("bucket_bytes", bucket_bytes, hint=hint)
         group = as_group(process_group, name="process_group", dimension="replicate")
         members = dist.get_process_group_ranks(group)
         with named_errors(dist.get_rank(), "the set-up of the engine's process group"):
@@ -415,12 +412,9 @@ class ProcessGroupAllReduce:
         what: str,
         watch: Job | None = None,
     ) -> None:
-        self.sent_bytes = sent_bytes
-        self.launched_at_s = launched_at_s
-        self._works = works
-        self._rank = rank
-        self._what = what
-        self._watch = watch
+        self.sent_bytes, self.launched_at_s = sent_bytes, launched_at_s
+        self._works, self._watch = works, watch
+        self._rank, self._what = rank, what
         self._lock = threading.Lock()
         self._stamped = threading.Event()
         self._open = len(works)
