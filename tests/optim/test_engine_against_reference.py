@@ -1,13 +1,14 @@
-"""The engine equals the line-by-line reference: float64, all rules, 2 to 4 ranks, 50 rounds."""
+"""The engine equals the line-by-line reference: float64, all rules, 2 to 4 ranks, many rounds."""
 
 import pytest
 import torch
 
 from fivefold import optim
 from fivefold.testing import run_processes, run_world
+from helpers.night import number_of
 from oracles.outer_updates import reference_run
 
-ROUNDS = 50
+ROUNDS = number_of(16, nightly=50)
 SHAPES = [(3, 4), (5,), (2, 2, 2), (1,)]
 SIZE = sum(torch.Size(shape).numel() for shape in SHAPES)
 # How the engine cuts SHAPES (12, 5, 8 and 1 elements), worked out by hand.

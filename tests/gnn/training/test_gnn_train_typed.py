@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from helpers.night import by_night
+
 with warnings.catch_warnings():  # of deprecations in torch, on import
     warnings.simplefilter("ignore")
     from torch_geometric.data import HeteroData
@@ -262,7 +264,7 @@ def start(*arguments):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("mode", ["disk", "online"])
+@pytest.mark.parametrize("mode", by_night(["disk", "online"], ["disk"]))
 def test_killed_and_resumed_it_ends_as_if_nothing_had_been(configure, tmp_path, mode):
     options = {"mode": mode, "epochs": 30, "checkpoint_every_steps": 7}
     whole_run = train_graph(configure("whole", **options))
