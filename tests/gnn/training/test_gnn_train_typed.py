@@ -290,6 +290,15 @@ def test_killed_and_resumed_it_ends_as_if_nothing_had_been(configure, tmp_path, 
     assert json.loads(out)["accuracy"]["test"] > 0.7
 
 
+def test_outputs_of_an_earlier_checkpoint_are_not_taken_for_those_of_this_one(configure, tmp_path):
+    config = configure(epochs=1)
+    train_graph(config)
+    infer_run(config.run.output, tmp_path / "out", memory_bytes=10**7)
+    train_graph(configure(epochs=2))
+    with pytest.raises(DataError, match="another model"):
+        infer_run(config.run.output, tmp_path / "out", memory_bytes=10**7)
+
+
 @pytest.mark.parametrize("memory_bytes", [30_000, 10_000_000])
 def test_inference_is_one_pass_of_geometric_over_the_whole_graph(configure, memory_bytes):
     config = configure(epochs=4)
