@@ -40,7 +40,9 @@ lint: setup
 	$(BIN)/mypy
 
 # Two parts, both run whatever the first finds: most tests side by side, then one by one those that
-# must not be disturbed (marker `alone`). Plain `pytest` runs everything one by one.
+# must not be disturbed (marker `alone`). Plain `pytest` runs everything one by one. What pytest
+# compiles is kept for the second part, also where Python is told to keep nothing.
+tests: export PYTHONDONTWRITEBYTECODE =
 tests: setup
 	@failed=0; set -x; \
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone and not nightly" || failed=1; \

@@ -37,6 +37,16 @@ def pytest_make_parametrize_id(config, val, argname):  # noqa: ARG001 - pytest's
     return None
 
 
+RUNS_ALONE = re.compile(r"\bmark\.(alone|lab)\b")
+
+
+def pytest_ignore_collect(collection_path, config):
+    # What runs alone stands in a tenth of the files; to import the others takes most of a minute.
+    if config.option.markexpr.startswith("alone") and collection_path.match("test_*.py"):
+        return True if not RUNS_ALONE.search(collection_path.read_text()) else None
+    return None
+
+
 # Each sets up for a minute or more: begun last, they would keep one worker when others are done.
 LONG = {"test_moe_offline.py", "test_moe_exchange.py", "test_backward_kernel.py"}
 
@@ -51,3 +61,5 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("lab"):
             item.add_marker("alone")
+        if item.get_closest_marker("alone") and not RUNS_ALONE.search(item.path.read_text()):
+            raise pytest.UsageError(f"{item.nodeid} is alone, and its file does not say mark.alone")

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from benchmarks.gnn.systems import belady_change_sets
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
@@ -43,7 +43,6 @@ def fewest_misses(batches, initial, num_slots):
     return min(states.values())
 
 
-@settings(max_examples=150, deadline=None)
 @given(batches=batches_of_small_ids, num_slots=st.integers(0, 5))
 def test_no_other_cache_has_fewer_misses(batches, num_slots):
     arrays = [np.array(ids, np.int64) for ids in batches]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from benchmarks.gnn.systems._minhash import by_minhash, minhash_layout, permutations
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.gnn.data import generate_graph
@@ -22,7 +22,6 @@ def segments(draw):
     return [np.array(ids, np.int64) for ids in lists]
 
 
-@settings(max_examples=100, deadline=None)
 @given(segments())
 def test_shared_rows_go_by_the_minima_and_private_ones_by_batch(batches):
     users = {}

@@ -14,7 +14,7 @@ from benchmarks.gnn.systems import (
     sequential_states,
     training_first_order,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
@@ -24,7 +24,6 @@ def differ_in_one(states):
     return all(len(set(a) - set(b)) == 1 for a, b in itertools.pairwise(s.tolist() for s in states))
 
 
-@settings(max_examples=60, deadline=None)
 @given(p=st.integers(2, 12), c=st.integers(2, 12), seed=st.integers(0, 99))
 def test_beta_brings_every_pair_together(p, c, seed):
     c = min(c, p)

@@ -79,7 +79,6 @@ def test_prefetching_runs_ahead_only_as_far_as_asked_and_stops_when_left():
     assert not [t for t in threading.enumerate() if t.name == "prefetch"]
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 999), max_rows=st.integers(1, 60))
 def test_the_first_feasible_segment_is_the_first_by_the_published_estimate(seed, max_rows):
     draw = np.random.default_rng(seed)

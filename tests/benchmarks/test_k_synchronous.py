@@ -8,20 +8,7 @@ from benchmarks.collectives.k_synchronous import k_synchronous, pareto_synthesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fivefold.collectives.schedules import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    all_to_allv,
-    broadcast,
-    custom_collective,
-    evaluate,
-    gather,
-    reduce,
-    reduce_scatter,
-    scatter,
-    verify_schedule,
-)
+from fivefold.collectives import schedules
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
     Link,
@@ -51,36 +38,44 @@ AMD4 = Topology(
 # Collective, points (C, S, R) that exist, points that do not; C as its constructor counts it.
 # The all-reduce rows count chunks of the whole buffer. Costly rows are in the benchmark.
 DGX1_ROWS = [
-    (all_gather, [(1, 2, 2), (2, 2, 3), (3, 3, 4), (4, 3, 5), (6, 3, 7), (6, 7, 7)], True),
-    (all_gather, [(1, 1, 1), (3, 2, 4), (6, 2, 7)], False),
-    (reduce_scatter, [(1, 2, 2), (2, 2, 3), (3, 3, 4), (4, 3, 5), (6, 3, 7), (6, 7, 7)], True),
-    (reduce_scatter, [(1, 1, 1), (3, 2, 4), (6, 2, 7)], False),
-    (all_reduce, [(8, 4, 4), (16, 4, 6), (24, 6, 8), (32, 6, 10), (48, 6, 14)], True),
-    (all_reduce, [(48, 14, 14)], True),
-    (broadcast, [(2, 2, 2), (6, 3, 3), (7, 3, 3), (12, 4, 4)], True),
-    (broadcast, [(3, 2, 2), (8, 3, 3)], False),
-    (reduce, [(2, 2, 2), (6, 3, 3), (7, 3, 3), (12, 4, 4)], True),
-    (reduce, [(3, 2, 2), (8, 3, 3)], False),
-    (gather, [(1, 2, 2), (2, 2, 3), (3, 2, 4), (4, 2, 5), (6, 3, 7)], True),
-    (scatter, [(1, 2, 2), (6, 3, 7)], True),
-    (all_to_all, [(1, 2, 3), (1, 3, 3), (3, 2, 8), (3, 3, 8)], True),
-    (all_to_all, [(1, 2, 2), (2, 2, 5), (3, 2, 7)], False),
+    (
+        schedules.all_gather,
+        [(1, 2, 2), (2, 2, 3), (3, 3, 4), (4, 3, 5), (6, 3, 7), (6, 7, 7)],
+        True,
+    ),
+    (schedules.all_gather, [(1, 1, 1), (3, 2, 4), (6, 2, 7)], False),
+    (
+        schedules.reduce_scatter,
+        [(1, 2, 2), (2, 2, 3), (3, 3, 4), (4, 3, 5), (6, 3, 7), (6, 7, 7)],
+        True,
+    ),
+    (schedules.reduce_scatter, [(1, 1, 1), (3, 2, 4), (6, 2, 7)], False),
+    (schedules.all_reduce, [(8, 4, 4), (16, 4, 6), (24, 6, 8), (32, 6, 10), (48, 6, 14)], True),
+    (schedules.all_reduce, [(48, 14, 14)], True),
+    (schedules.broadcast, [(2, 2, 2), (6, 3, 3), (7, 3, 3), (12, 4, 4)], True),
+    (schedules.broadcast, [(3, 2, 2), (8, 3, 3)], False),
+    (schedules.reduce, [(2, 2, 2), (6, 3, 3), (7, 3, 3), (12, 4, 4)], True),
+    (schedules.reduce, [(3, 2, 2), (8, 3, 3)], False),
+    (schedules.gather, [(1, 2, 2), (2, 2, 3), (3, 2, 4), (4, 2, 5), (6, 3, 7)], True),
+    (schedules.scatter, [(1, 2, 2), (6, 3, 7)], True),
+    (schedules.all_to_all, [(1, 2, 3), (1, 3, 3), (3, 2, 8), (3, 3, 8)], True),
+    (schedules.all_to_all, [(1, 2, 2), (2, 2, 5), (3, 2, 7)], False),
 ]
 OTHER_ROWS = [
-    (ring(8), all_gather, [(1, 4, 4), (2, 4, 7), (2, 7, 7), (4, 4, 14)], True),
-    (ring(8), all_gather, [(3, 4, 10)], False),
-    (ring(8), broadcast, [(2, 4, 4)], True),
-    (ring(8), gather, [(2, 4, 7)], True),
-    (ring(8), scatter, [(2, 4, 7)], True),
-    (ring(8), all_to_all, [(1, 4, 8)], True),
-    (ring(8), all_to_all, [(1, 4, 7)], False),
-    (AMD4, all_gather, [(2, 2, 3)], True),
-    (torus((4, 4)), all_gather, [(1, 4, 4), (4, 4, 15)], True),
-    (torus((3, 3, 3)), all_gather, [(1, 5, 5)], True),
-    (hypercube(3), all_gather, [(1, 3, 3), (3, 3, 7)], True),
-    (hypercube(4), all_gather, [(1, 4, 4)], True),
-    (mesh((4, 4)), all_gather, [(1, 7, 8), (1, 8, 8)], True),
-    (mesh((5, 5)), all_gather, [(1, 12, 12)], True),
+    (ring(8), schedules.all_gather, [(1, 4, 4), (2, 4, 7), (2, 7, 7), (4, 4, 14)], True),
+    (ring(8), schedules.all_gather, [(3, 4, 10)], False),
+    (ring(8), schedules.broadcast, [(2, 4, 4)], True),
+    (ring(8), schedules.gather, [(2, 4, 7)], True),
+    (ring(8), schedules.scatter, [(2, 4, 7)], True),
+    (ring(8), schedules.all_to_all, [(1, 4, 8)], True),
+    (ring(8), schedules.all_to_all, [(1, 4, 7)], False),
+    (AMD4, schedules.all_gather, [(2, 2, 3)], True),
+    (torus((4, 4)), schedules.all_gather, [(1, 4, 4), (4, 4, 15)], True),
+    (torus((3, 3, 3)), schedules.all_gather, [(1, 5, 5)], True),
+    (hypercube(3), schedules.all_gather, [(1, 3, 3), (3, 3, 7)], True),
+    (hypercube(4), schedules.all_gather, [(1, 4, 4)], True),
+    (mesh((4, 4)), schedules.all_gather, [(1, 7, 8), (1, 8, 8)], True),
+    (mesh((5, 5)), schedules.all_gather, [(1, 12, 12)], True),
 ]
 ROWS = [(DGX1, *row) for row in DGX1_ROWS] + OTHER_ROWS
 POINTS = [
@@ -102,7 +97,7 @@ def test_published_points(topology, make, point, exists):
 
 def check(schedule, topology, steps, rounds):
     """Steps, rounds and loads are what was asked; the verifier and the cost model agree."""
-    verify_schedule(schedule, topology=topology)
+    schedules.verify_schedule(schedule, topology=topology)
     per_step = schedule.attributes["rounds"]
     assert len(per_step) == steps
     assert sum(per_step) == rounds
@@ -111,7 +106,7 @@ def check(schedule, topology, steps, rounds):
     unit = schedule.attributes["unit_bytes_per_s"]
     free = topology.scaled(latency=0.0)
     size_bytes = unit * schedule.collective.buffer_weight  # then a round takes a second
-    timing = evaluate(schedule, free, size_bytes=size_bytes, model="synchronous")
+    timing = schedules.evaluate(schedule, free, size_bytes=size_bytes, model="synchronous")
     assert timing.total_s <= rounds * (1 + 1e-9)
 
 
@@ -174,7 +169,7 @@ def test_answers_equal_brute_force(instance):
         [(chunk, rank) for chunk, ranks_of in enumerate(side) for rank in ranks_of]
         for side in (holders, wanted)
     ]
-    collective = custom_collective(ranks, pairs[0], post=pairs[1])
+    collective = schedules.custom_collective(ranks, pairs[0], post=pairs[1])
     # Where all links are double, the unit of capacity is a double link.
     unit = np.gcd.reduce(list(links.values())) if links else 1
     shared = {pair: count // unit for pair, count in links.items()}
@@ -192,8 +187,8 @@ def test_answers_equal_brute_force(instance):
 def test_a_switch_is_shared_by_all_routes_through_it():
     """Each rank gets one chunk per round from the switch, so N - 1 rounds are needed."""
     star = switch(4)
-    assert k_synchronous(all_gather(4), star, steps=1, rounds=3).status == "found"
-    assert k_synchronous(all_gather(4), star, steps=1, rounds=2).status == "infeasible"
+    assert k_synchronous(schedules.all_gather(4), star, steps=1, rounds=3).status == "found"
+    assert k_synchronous(schedules.all_gather(4), star, steps=1, rounds=2).status == "infeasible"
 
 
 def test_feasibility_is_not_monotone():
@@ -201,36 +196,43 @@ def test_feasibility_is_not_monotone():
     points = {(3, 4, 10): "infeasible", (4, 4, 14): "found", (2, 4, 7): "found"}
     for (chunks, steps, rounds), status in points.items():
         assert (
-            k_synchronous(all_gather(8, chunks), ring(8), steps=steps, rounds=rounds).status
+            k_synchronous(
+                schedules.all_gather(8, chunks), ring(8), steps=steps, rounds=rounds
+            ).status
             == status
         )
 
 
 def test_fronts_of_dgx1_meet_the_bound():
-    front = pareto_synthesis(lambda chunks: all_gather(8, chunks), DGX1, max_chunks=6)
+    front = pareto_synthesis(lambda chunks: schedules.all_gather(8, chunks), DGX1, max_chunks=6)
     assert [(p.chunks, p.steps, p.rounds) for p in front.points] == [(2, 2, 3), (6, 3, 7)]
     assert front.points[-1].rounds_per_chunk == front.bound
     assert not front.undecided
-    exchange = pareto_synthesis(lambda chunks: all_to_all(8, chunks), DGX1, max_chunks=3)
+    exchange = pareto_synthesis(lambda chunks: schedules.all_to_all(8, chunks), DGX1, max_chunks=3)
     assert [(p.chunks, p.steps, p.rounds) for p in exchange.points] == [(3, 2, 8)]
 
 
 def test_a_front_out_of_time_names_what_it_left_open():
     front = pareto_synthesis(
-        lambda chunks: all_gather(8, chunks), DGX1, max_chunks=6, time_limit_s=0.0
+        lambda chunks: schedules.all_gather(8, chunks), DGX1, max_chunks=6, time_limit_s=0.0
     )
     assert front.points == ()
     assert front.undecided
 
 
 def test_one_rank_needs_nothing():
-    for collective in (all_gather(1), all_reduce(1), all_to_all(1), broadcast(1, 3)):
+    for collective in (
+        schedules.all_gather(1),
+        schedules.all_reduce(1),
+        schedules.all_to_all(1),
+        schedules.broadcast(1, 3),
+    ):
         result = k_synchronous(collective, fully_connected(1), steps=0, rounds=0)
         assert result.schedule.num_transfers == 0
 
 
 def test_out_of_time_is_not_infeasible():
-    result = k_synchronous(all_gather(8, 6), DGX1, steps=3, rounds=7, time_limit_s=0.0)
+    result = k_synchronous(schedules.all_gather(8, 6), DGX1, steps=3, rounds=7, time_limit_s=0.0)
     assert result.status == "unknown"
     with pytest.raises(InfeasibleError, match="not decided"):
         result.require()
@@ -241,25 +243,25 @@ def test_one_way_links_reverse_for_sums():
     nodes = [Node(f"r{i}", "gpu") for i in range(3)]
     links = [Link(f"r{i}", f"r{i + 1}", bandwidth_bytes_per_s=1.0) for i in range(2)]
     chain = Topology("chain", nodes, links)
-    result = k_synchronous(reduce(3, root=2), chain, steps=2, rounds=2)
+    result = k_synchronous(schedules.reduce(3, root=2), chain, steps=2, rounds=2)
     assert result.schedule.reduces.all()
     with pytest.raises(InfeasibleError, match="cannot reach"):
-        k_synchronous(reduce(3, root=0), chain, steps=2, rounds=2)
+        k_synchronous(schedules.reduce(3, root=0), chain, steps=2, rounds=2)
 
 
 @pytest.mark.parametrize(("steps", "rounds"), [(2, 1), (-1, 2)])
 def test_impossible_points_are_refused(steps, rounds):
     with pytest.raises(ConfigurationError, match="no point"):
-        k_synchronous(all_gather(8), DGX1, steps=steps, rounds=rounds)
+        k_synchronous(schedules.all_gather(8), DGX1, steps=steps, rounds=rounds)
 
 
 def test_bad_input_says_what_to_do():
     with pytest.raises(ConfigurationError, match="both even"):
-        k_synchronous(all_reduce(8), DGX1, steps=3, rounds=4)
+        k_synchronous(schedules.all_reduce(8), DGX1, steps=3, rounds=4)
     with pytest.raises(ConfigurationError, match="equal chunks"):
-        k_synchronous(all_to_allv([[0, 1], [2, 0]]), line(2), steps=1, rounds=1)
+        k_synchronous(schedules.all_to_allv([[0, 1], [2, 0]]), line(2), steps=1, rounds=1)
     with pytest.raises(ConfigurationError, match="the collective has 4 ranks"):
-        k_synchronous(all_gather(4), DGX1, steps=2, rounds=2)
+        k_synchronous(schedules.all_gather(4), DGX1, steps=2, rounds=2)
     names, rates = ring(3).ranks, (3.14159265e9, 1e9, 2e9)
     wires = [
         Link(names[i], names[(i + 1) % 3], bandwidth_bytes_per_s=rate)
@@ -267,8 +269,8 @@ def test_bad_input_says_what_to_do():
     ]
     odd = ring(3).with_links(wires)
     with pytest.raises(ConfigurationError, match="common measure"):
-        k_synchronous(all_gather(3), odd, steps=1, rounds=1)
+        k_synchronous(schedules.all_gather(3), odd, steps=1, rounds=1)
     with pytest.raises(ConfigurationError, match="too many"):
-        k_synchronous(all_to_all(64), fully_connected(64), steps=2, rounds=2)
+        k_synchronous(schedules.all_to_all(64), fully_connected(64), steps=2, rounds=2)
     with pytest.raises(ConfigurationError, match="max_chunks"):
-        pareto_synthesis(lambda chunks: all_gather(8, chunks), DGX1, max_chunks=0)
+        pareto_synthesis(lambda chunks: schedules.all_gather(8, chunks), DGX1, max_chunks=0)

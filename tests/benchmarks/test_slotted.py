@@ -8,17 +8,7 @@ from benchmarks.collectives.slotted import SlotModel, SlotTimes, search_slots, s
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fivefold.collectives.schedules import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    all_to_allv,
-    broadcast,
-    custom_collective,
-    lower_bound,
-    reduce_scatter,
-    verify_schedule,
-)
+from fivefold.collectives import schedules
 from fivefold.collectives.synthesis._instance import Instance, Orbits
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import (
@@ -44,13 +34,13 @@ def test_ndv2_two_boxes_take_35_epochs_and_not_34():
     """Section 8.6: TE-CCL's 43.75 ms at 1 GB; the proof is a bound, the search is run elsewhere."""
     topology = named_topology("ndv2", boxes=2)
     model = SlotModel(symmetries=[rotated(8, 16, 16)])
-    result = slotted(all_gather(16), topology, size_bytes=GB, slots=35, model=model)
+    result = slotted(schedules.all_gather(16), topology, size_bytes=GB, slots=35, model=model)
     schedule = result.schedule
     assert schedule.attributes["slots"] == schedule.attributes["slots_bound"] == 35
-    verify_schedule(schedule, topology=topology, check_times=True)
+    schedules.verify_schedule(schedule, topology=topology, check_times=True)
     latencies_s = 1e-5  # the published figure leaves them out
     assert 0.04375 <= schedule.ends_s.max() <= 0.04375 + latencies_s
-    refused = slotted(all_gather(16), topology, size_bytes=GB, slots=34)
+    refused = slotted(schedules.all_gather(16), topology, size_bytes=GB, slots=34)
     assert refused.status == "infeasible"
     assert "at least 35" in refused.reason
 
@@ -60,19 +50,21 @@ def test_dgx2_two_boxes_take_31_epochs():
     topology = named_topology("dgx2", boxes=2)
     model = SlotModel(symmetries=[rotated(2, 16, 32), rotated(16, 32, 32)])
     # A third of the limit goes to each length: on a busy machine 20 s were too few for 31 slots.
-    result = slotted(all_gather(32), topology, size_bytes=GB, model=model, time_limit_s=900)
+    result = slotted(
+        schedules.all_gather(32), topology, size_bytes=GB, model=model, time_limit_s=900
+    )
     schedule = result.require()
     assert schedule.attributes["slots"] == 31
     assert schedule.attributes["optimal"]
-    verify_schedule(schedule, topology=topology, check_times=True)
+    schedules.verify_schedule(schedule, topology=topology, check_times=True)
     assert 0.00775 <= schedule.ends_s.max() <= 0.00775 + 1e-5
-    refused = slotted(all_gather(32), topology, size_bytes=GB, slots=30)
+    refused = slotted(schedules.all_gather(32), topology, size_bytes=GB, slots=30)
     assert refused.status == "infeasible"
 
 
 def test_the_torus_needs_4_link_times_where_greedy_matching_takes_5():
     topology = torus((4, 4), bandwidth=1e9, latency=0)
-    result = slotted(all_gather(16), topology, size_bytes=16e9)
+    result = slotted(schedules.all_gather(16), topology, size_bytes=16e9)
     assert result.schedule.attributes["slots"] == 4
     assert result.schedule.ends_s.max() == pytest.approx(4.0)
 
@@ -167,30 +159,36 @@ def test_the_bound_never_exceeds_the_optimum():
             rate = 0.5e9 if slow else 1e9
             links.append(Link(names[first], names[second], bandwidth_bytes_per_s=rate))
     topology = Topology("slow-edge", [Node(name, "gpu") for name in names], links)
-    result = slotted(all_gather(4), topology, size_bytes=4e9)
+    result = slotted(schedules.all_gather(4), topology, size_bytes=4e9)
     schedule = result.schedule
     assert schedule.attributes["slots_bound"] <= schedule.attributes["slots"]
-    assert lower_bound(all_gather(4), topology, 4e9).seconds <= schedule.ends_s.max()
+    assert (
+        schedules.lower_bound(schedules.all_gather(4), topology, 4e9).seconds
+        <= schedule.ends_s.max()
+    )
     for slots in range(schedule.attributes["slots"]):
-        asked = slotted(all_gather(4), topology, size_bytes=4e9, slots=slots)
+        asked = slotted(schedules.all_gather(4), topology, size_bytes=4e9, slots=slots)
         assert asked.status == "infeasible"
 
 
-@pytest.mark.parametrize("make", [reduce_scatter, all_reduce, all_to_all, broadcast])
+@pytest.mark.parametrize(
+    "make",
+    [schedules.reduce_scatter, schedules.all_reduce, schedules.all_to_all, schedules.broadcast],
+)
 def test_every_collective_is_verified_with_times(make):
     topology = ring(4, bandwidth=1e9, latency=1e-6)
     result = slotted(make(4), topology, size_bytes=4e3)
-    verify_schedule(result.schedule, topology=topology)
+    schedules.verify_schedule(result.schedule, topology=topology)
     assert result.schedule.has_times
 
 
 def test_a_latency_costs_whole_slots_unless_negligible():
     topology = line(2, bandwidth=1e9, latency=2.5)
-    careful = slotted(broadcast(2), topology, size_bytes=1e9)
+    careful = slotted(schedules.broadcast(2), topology, size_bytes=1e9)
     assert careful.schedule.attributes["slots"] == 4
     assert careful.schedule.ends_s.max() == pytest.approx(3.5)
     careless = slotted(
-        broadcast(2), topology, size_bytes=1e9, model=SlotModel(negligible_latency=3.0)
+        schedules.broadcast(2), topology, size_bytes=1e9, model=SlotModel(negligible_latency=3.0)
     )
     assert careless.schedule.attributes["slots"] == 1
     assert careless.schedule.ends_s.max() == pytest.approx(3.5)
@@ -200,11 +198,11 @@ def test_symmetric_refusals_prove_nothing():
     """On a line of 2 doubled by a swap, a symmetric search may say no; that is not a proof."""
     topology = line(2, bandwidth=1e9, latency=0)
     model = SlotModel(symmetries=[np.array([1, 0], np.int32)])
-    result = slotted(all_gather(2), topology, size_bytes=2e9, model=model, slots=1)
+    result = slotted(schedules.all_gather(2), topology, size_bytes=2e9, model=model, slots=1)
     assert result.status == "found"
     with pytest.raises(ConfigurationError, match="no such link"):
         slotted(
-            all_gather(3),
+            schedules.all_gather(3),
             line(3, bandwidth=1e9),
             size_bytes=3e9,
             model=SlotModel(symmetries=[np.array([1, 2, 0], np.int32)]),
@@ -229,20 +227,22 @@ def test_orbits_are_the_classes_of_a_rotation():
 def test_links_one_way_are_enough_for_a_broadcast():
     nodes = [Node(name, "gpu") for name in "abc"]
     wires = [Link(a, b, bandwidth_bytes_per_s=1e9) for a, b in ("ab", "bc")]
-    result = slotted(broadcast(3, 2), Topology("one-way", nodes, wires), size_bytes=2e9)
+    result = slotted(schedules.broadcast(3, 2), Topology("one-way", nodes, wires), size_bytes=2e9)
     assert result.schedule.attributes["slots"] == 3  # two hops, and the second chunk behind
 
 
 def test_one_rank_and_nothing_to_do():
-    result = slotted(all_gather(1), fully_connected(1), size_bytes=8.0)
+    result = slotted(schedules.all_gather(1), fully_connected(1), size_bytes=8.0)
     assert result.schedule.num_transfers == 0
-    alone = slotted(custom_collective(2, [(0, 0)], post=[(0, 0)]), line(2), size_bytes=8.0)
+    alone = slotted(
+        schedules.custom_collective(2, [(0, 0)], post=[(0, 0)]), line(2), size_bytes=8.0
+    )
     assert alone.schedule.num_transfers == 0
     nodes = [Node("a", "gpu"), Node("s", "switch")]
     wires = [Link("a", "s", bandwidth_bytes_per_s=1e9), Link("s", "a", bandwidth_bytes_per_s=1e9)]
-    lonely = slotted(all_gather(1), Topology("lonely", nodes, wires), size_bytes=8.0)
+    lonely = slotted(schedules.all_gather(1), Topology("lonely", nodes, wires), size_bytes=8.0)
     assert lonely.schedule.num_transfers == 0
-    weightless = custom_collective(
+    weightless = schedules.custom_collective(
         2, [(0, 0), (1, 0)], post=[(0, 1)], chunk_weights=np.array([0.0, 0.0])
     )
     assert slotted(weightless, line(2), size_bytes=8.0).schedule.num_transfers == 1
@@ -251,16 +251,16 @@ def test_one_rank_and_nothing_to_do():
 def test_bad_input_says_what_to_do():
     topology = ring(3, bandwidth=1e9)
     with pytest.raises(ConfigurationError, match="size_bytes"):
-        slotted(all_gather(3), topology, size_bytes=0)
+        slotted(schedules.all_gather(3), topology, size_bytes=0)
     with pytest.raises(ConfigurationError, match="slots"):
-        slotted(all_gather(3), topology, size_bytes=8, slots=-1)
+        slotted(schedules.all_gather(3), topology, size_bytes=8, slots=-1)
     with pytest.raises(ConfigurationError, match="slot_s"):
         SlotModel(slot_s=0.0)
     with pytest.raises(ConfigurationError, match="negligible_latency"):
         SlotModel(negligible_latency=-1)
     with pytest.raises(ConfigurationError, match="equal chunks"):
-        slotted(all_to_allv([[0, 1], [2, 0]]), line(2, bandwidth=1e9), size_bytes=8)
+        slotted(schedules.all_to_allv([[0, 1], [2, 0]]), line(2, bandwidth=1e9), size_bytes=8)
     with pytest.raises(ConfigurationError, match="too many"):
-        slotted(all_to_all(48), ring(48, bandwidth=1e9), size_bytes=8e6)
-    result = slotted(all_gather(3), topology, size_bytes=9, time_limit_s=0.0)
+        slotted(schedules.all_to_all(48), ring(48, bandwidth=1e9), size_bytes=8e6)
+    result = slotted(schedules.all_gather(3), topology, size_bytes=9, time_limit_s=0.0)
     assert result.status in {"unknown", "found"}

@@ -46,7 +46,7 @@ def test_plans_run_as_printed(shell, problem):
 
 def test_configurations_are_whole_and_few_steps_of_them_run(shell, tmp_path):
     new(shell, "network")
-    assert load_config(tmp_path / "first" / "train.toml").sync.tau == 8
+    assert load_config(tmp_path / "first" / "train.toml").sync.tau == "auto"
     (tmp_path / "first" / "train.toml").unlink()
     new(shell, "experts")
     assert load_config(tmp_path / "first" / "train.toml").model.moe.experts == 8

@@ -6,6 +6,7 @@ import math
 import pytest
 from typer.testing import CliRunner
 
+from fivefold import strategy
 from fivefold.cli._main import app
 from fivefold.codesign import ClusterPlan, CoDesigns, JobPlan, JobSpec, plan_cluster, run_plan
 from fivefold.codesign.baselines import null_plan
@@ -17,21 +18,14 @@ from fivefold.codesign.workloads import ModelJob, job_from_plan, load_jobs
 from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import HostSpec, leaf_spine, line, switch
-from fivefold.strategy import (
-    Cluster,
-    Job,
-    ModelSpec,
-    ParallelPlan,
-    SearchSpace,
-    evaluate_plan,
-    load_cluster,
-)
 from fivefold.strategy.cluster import DeviceSpec
 from fivefold.strategy.demand import axis_groups, plan_demand
 from fivefold.tasks import LayerCost
 from fivefold.tasks.iteration import IterationDemand, Message
 
-GPT = ModelSpec(name="small", num_layers=8, hidden=2048, num_heads=16, seq_len=1024, vocab=32000)
+GPT = strategy.ModelSpec(
+    name="small", num_layers=8, hidden=2048, num_heads=16, seq_len=1024, vocab=32000
+)
 DEVICE = DeviceSpec(
     name="gpu", peak_flops=300e12, memory_bytes=80e9, memory_bandwidth_bytes_per_s=2e12,
     multiprocessors=108,
@@ -65,8 +59,10 @@ def hosts(number=4, gpus=4):
 
 
 def described(plan=None, *, gpus=16, batch=16, **space):
-    job = Job(model=GPT, plan=plan, space=SearchSpace(num_gpus=gpus, global_batch=batch, **space))
-    devices = Cluster(name="even", device=DEVICE, fabric=fabric())
+    job = strategy.Job(
+        model=GPT, plan=plan, space=strategy.SearchSpace(num_gpus=gpus, global_batch=batch, **space)
+    )
+    devices = strategy.Cluster(name="even", device=DEVICE, fabric=fabric())
     return ModelJob(job_id="a", job=job, devices=devices, iterations=2)
 
 
@@ -76,7 +72,7 @@ def ring_s(size, number, rate, rounds):
 
 @pytest.mark.parametrize("axis", ["tensor", "data", "pipeline", "expert", "shard", "expert_data"])
 def test_groups_of_an_axis_hold_every_position_once(axis):
-    plan = ParallelPlan(global_batch=16, data=4, tensor=2, pipeline=2, expert=2)
+    plan = strategy.ParallelPlan(global_batch=16, data=4, tensor=2, pipeline=2, expert=2)
     groups = axis_groups(plan, axis)
     assert sorted(p for group in groups for p in group) == list(range(16))
     assert {len(group) for group in groups} == {plan.group(axis).size}
@@ -87,10 +83,10 @@ def test_groups_of_an_axis_hold_every_position_once(axis):
 @pytest.mark.parametrize(
     "plan",
     [
-        ParallelPlan(global_batch=16, data=16, zero=0),
-        ParallelPlan(global_batch=16, data=4, tensor=4),
-        ParallelPlan(global_batch=16, data=2, pipeline=8, micro_batch=2),
-        ParallelPlan(global_batch=16, data=16, zero=3),
+        strategy.ParallelPlan(global_batch=16, data=16, zero=0),
+        strategy.ParallelPlan(global_batch=16, data=4, tensor=4),
+        strategy.ParallelPlan(global_batch=16, data=2, pipeline=8, micro_batch=2),
+        strategy.ParallelPlan(global_batch=16, data=16, zero=3),
     ],
     ids=["data", "tensor", "pipeline", "zero3"],
 )
@@ -100,7 +96,7 @@ def test_a_demand_on_free_links_takes_what_layer_1_computes(plan):
     free = FabricSpec(
         name="free", tiers=(Tier(name="all", gpus=16, bandwidth_bytes_per_s=1e30, **plain),)
     )
-    expected_s = evaluate_plan(GPT, DEVICE, free, plan=plan).time_s
+    expected_s = strategy.evaluate_plan(GPT, DEVICE, free, plan=plan).time_s
     found = plan_demand(GPT, DEVICE, plan, gpus_per_node=16)
     assert found.compute_s == pytest.approx(expected_s, rel=1e-9)
 
@@ -109,15 +105,18 @@ def test_a_demand_on_free_links_takes_what_layer_1_computes(plan):
     ("plan", "sent_s"),
     [
         # All gradients round as many rings over 16 ranks as a host has ports.
-        (ParallelPlan(global_batch=16, data=16), lambda m: ring_s(m["data"], 16, 4 * NET, 2)),
+        (
+            strategy.ParallelPlan(global_batch=16, data=16),
+            lambda m: ring_s(m["data"], 16, 4 * NET, 2),
+        ),
         # Four tensor ranks of a host; data rings over hosts, one port each.
         (
-            ParallelPlan(global_batch=16, data=4, tensor=4),
+            strategy.ParallelPlan(global_batch=16, data=4, tensor=4),
             lambda m: ring_s(m["tensor"], 4, NODE, 2) + ring_s(m["data"], 4, NET, 2),
         ),
         # Scattered, then gathered: the bytes of a ring again.
         (
-            ParallelPlan(global_batch=16, data=4, tensor=4, zero=1),
+            strategy.ParallelPlan(global_batch=16, data=4, tensor=4, zero=1),
             lambda m: ring_s(m["tensor"], 4, NODE, 2) + ring_s(m["shard"], 4, NET, 1),
         ),
     ],
@@ -143,7 +142,7 @@ def test_an_iteration_alone_is_the_sum_of_its_parts(plan, sent_s):
 
 def test_stages_send_to_their_neighbours_only():
     topology = hosts()
-    plan = ParallelPlan(global_batch=16, data=4, pipeline=4, micro_batch=2)
+    plan = strategy.ParallelPlan(global_batch=16, data=4, pipeline=4, micro_batch=2)
     job = job_from_plan(topology, described(plan), range(16))
     ((forward,),) = steps_of(
         topology, job, JobPlan(order=job.ranks), kind="send over pipeline", size_bytes=5.0
@@ -163,7 +162,7 @@ def test_stages_send_to_their_neighbours_only():
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_every_message_is_in_the_iteration_as_often_as_it_is_sent(micro_batches):
-    plan = ParallelPlan(global_batch=2 * micro_batches, data=2, tensor=2)
+    plan = strategy.ParallelPlan(global_batch=2 * micro_batches, data=2, tensor=2)
     messages = (
         Message(axis="tensor", kind="all_reduce", size_bytes=7, phase="forward"),
         Message(axis="tensor", kind="all_reduce", size_bytes=11, phase="backward", hidden=True),
@@ -270,7 +269,7 @@ def test_a_described_job_in_a_file(tmp_path):
     (job,) = load(tmp_path, JOBS, switch(4, bandwidth="50 GB/s"))
     assert job.ranks == (0, 1, 2, 3)
     assert {split.plan.tensor for split in job.splits} <= {1, 2}
-    room = load_cluster("h100-nemo").device.memory_bytes
+    room = strategy.load_cluster("h100-nemo").device.memory_bytes
     assert all(split.memory_bytes <= room for split in job.splits)
     assert len(job.splits) == len({split.name for split in job.splits})
     fixed = JOBS.replace("search = {tensor = [1, 2], zero = [1, 3]}",

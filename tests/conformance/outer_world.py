@@ -5,53 +5,43 @@ import zlib
 
 import torch
 
-from fivefold.optim import (
-    CO2,
-    AutoTau,
-    DelayCorrected,
-    DelayedGradients,
-    DiLoCo,
-    EagerDiLoCo,
-    GapPenalty,
-    LocalSGD,
-    OuterOptimizer,
-    OuterSync,
-    OverlapLocalSGD,
-    SlowMo,
-    StreamingDiLoCo,
-)
+from fivefold import optim
 from fivefold.testing import run_world
 
 SGD_NESTEROV = {"lr": 0.5, "momentum": 0.6, "nesterov": True}
 RULES = {
-    "co2": CO2(tau=3),
-    "co2-sync-start": CO2(tau=2, bootstrap="sync", staleness="gap-rms"),
-    "co2-gap-param": CO2(tau=2, staleness="gap-param", clip=0.02),
-    "co2-lr-units": CO2(tau=2, units="lr", staleness=GapPenalty(reference=0.1)),
-    "co2-auto": CO2(tau=AutoTau(initial=3, window=64)),  # decides nothing in so few rounds
-    "co2-parts": CO2(tau=4, fragments=2),
-    "co2-short": CO2(tau=3, delay_steps=1, staleness="gap-param", clip=0.02),
-    "slowmo": SlowMo(tau=3),
-    "local-sgd": LocalSGD(tau=2),
-    "diloco": DiLoCo(tau=2, outer_momentum=0.5),
-    "delay-corrected": DelayCorrected(tau=3),
-    "delayed-gradients": DelayedGradients(),
-    "delayed-gradients-ahead": DelayedGradients(max_norm=0.5, extrapolation=1.0, ramp_steps=3),
-    "delay-corrected-parts": DelayCorrected(tau=4, fragments=2),
-    "delay-corrected-ends": DelayCorrected(
+    "co2": optim.CO2(tau=3),
+    "co2-sync-start": optim.CO2(tau=2, bootstrap="sync", staleness="gap-rms"),
+    "co2-gap-param": optim.CO2(tau=2, staleness="gap-param", clip=0.02),
+    "co2-lr-units": optim.CO2(tau=2, units="lr", staleness=optim.GapPenalty(reference=0.1)),
+    "co2-auto": optim.CO2(
+        tau=optim.AutoTau(initial=3, window=64)
+    ),  # decides nothing in so few rounds
+    "co2-parts": optim.CO2(tau=4, fragments=2),
+    "co2-short": optim.CO2(tau=3, delay_steps=1, staleness="gap-param", clip=0.02),
+    "slowmo": optim.SlowMo(tau=3),
+    "local-sgd": optim.LocalSGD(tau=2),
+    "diloco": optim.DiLoCo(tau=2, outer_momentum=0.5),
+    "delay-corrected": optim.DelayCorrected(tau=3),
+    "delayed-gradients": optim.DelayedGradients(),
+    "delayed-gradients-ahead": optim.DelayedGradients(
+        max_norm=0.5, extrapolation=1.0, ramp_steps=3
+    ),
+    "delay-corrected-parts": optim.DelayCorrected(tau=4, fragments=2),
+    "delay-corrected-ends": optim.DelayCorrected(
         tau=4, fragments=2, synchronous_start=3, synchronous_end=2, total_steps=12
     ),
-    "overlap": OverlapLocalSGD(tau=2, outer_momentum=0.3),
-    "eager": EagerDiLoCo(tau=2),
-    "streaming": StreamingDiLoCo(tau=4, fragments=2, outer_lr=0.5, outer_momentum=0.4),
-    "streaming-delay": StreamingDiLoCo(
+    "overlap": optim.OverlapLocalSGD(tau=2, outer_momentum=0.3),
+    "eager": optim.EagerDiLoCo(tau=2),
+    "streaming": optim.StreamingDiLoCo(tau=4, fragments=2, outer_lr=0.5, outer_momentum=0.4),
+    "streaming-delay": optim.StreamingDiLoCo(
         tau=4, fragments=3, delay_steps=1, outer_lr=0.5, outer_momentum=0.2
     ),
-    "adamw": OuterOptimizer(tau=2, optimizer=torch.optim.AdamW, options={"lr": 0.01}),
-    "adamw-hidden": OuterOptimizer(
+    "adamw": optim.OuterOptimizer(tau=2, optimizer=torch.optim.AdamW, options={"lr": 0.01}),
+    "adamw-hidden": optim.OuterOptimizer(
         tau=2, optimizer=torch.optim.AdamW, options={"lr": 0.01}, hidden=True
     ),
-    "sgd-hidden": OuterOptimizer(
+    "sgd-hidden": optim.OuterOptimizer(
         tau=2, optimizer=torch.optim.SGD, options=SGD_NESTEROV, hidden=True
     ),
 }
@@ -91,7 +81,7 @@ class Worker:
         self.optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad], lr=0.01
         )
-        self.sync = OuterSync(
+        self.sync = optim.OuterSync(
             self.model, self.optimizer, rule=rule, transport=transport, **settings
         )
 

@@ -48,7 +48,6 @@ def topologies(draw):
     return Topology("random", nodes, links)
 
 
-@settings(max_examples=150, deadline=None)
 @given(topologies())
 def test_equal_cost_paths_are_all_shortest_paths(topology):
     graph = nx.DiGraph()

@@ -9,7 +9,7 @@ import textwrap
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, UnsupportedError
@@ -20,7 +20,6 @@ from fivefold.lab.capabilities import Capabilities
 from fivefold.network.topology import switch
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     classes=st.integers(2, 8),
     rate=st.floats(1e4, 1e10),

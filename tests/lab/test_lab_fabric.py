@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.lab import LabSpec
@@ -68,7 +68,6 @@ def test_one_path_is_lindleys_recursion(sizes: list[tuple[float, int]]) -> None:
 
 
 @given(traffic=_traffic, jitter_s=st.floats(0.0, 0.2), burst_s=st.sampled_from([0.0, 0.05]))
-@settings(max_examples=60)
 def test_every_packet_arrives_in_order_and_never_early(
     traffic: list[tuple[float, int, int, int]], jitter_s: float, burst_s: float
 ) -> None:
@@ -86,7 +85,6 @@ def test_every_packet_arrives_in_order_and_never_early(
 
 
 @given(traffic=_traffic)
-@settings(max_examples=60)
 def test_no_receiver_gets_more_than_its_rate(
     traffic: list[tuple[float, int, int, int]],
 ) -> None:

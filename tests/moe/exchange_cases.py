@@ -12,8 +12,10 @@ import traceback
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 
+import numpy as np
 import torch
 from group_cases import CASES as GROUP_CASES
+from triton.runtime import interpreter
 
 from fivefold.errors import FivefoldError
 from fivefold.moe import (
@@ -32,6 +34,23 @@ from oracles.experts import expected, operands, relative
 
 torch.set_num_threads(1)
 CASES = {}
+
+
+class RowByRow:
+    """NumPy for the interpreter, with products in which a row's bits do not depend on its place.
+
+    A GPU's do not; those of OpenBLAS do on processors without AVX-512.
+    """
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    @staticmethod
+    def matmul(left, right, dtype=None):
+        return np.einsum("...ik,...kj->...ij", left, right, dtype=dtype)
+
+
+interpreter.np = RowByRow()
 
 
 def case(function):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
@@ -198,7 +198,6 @@ def kept_by_loop(ids, weights, num_experts, capacity, policy):
     return kept
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_drops_as_a_plain_loop_does(data):
     tokens, top_k = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))

@@ -6,76 +6,87 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from fivefold import optim
 from fivefold.errors import ConfigurationError
-from fivefold.optim import (
-    CO2,
-    AutoTau,
-    ConstantPenalty,
-    DelayCorrected,
-    DiLoCo,
-    EagerDiLoCo,
-    LocalSGD,
-    OuterOptimizer,
-    OuterSync,
-    OverlapLocalSGD,
-    SlowMo,
-    StreamingDiLoCo,
-)
 from fivefold.testing import run_world
 
 
 def make(transport, rule):
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return model, optimizer, OuterSync(model, optimizer, rule=rule, transport=transport)
+    return model, optimizer, optim.OuterSync(model, optimizer, rule=rule, transport=transport)
 
 
 @pytest.mark.parametrize(
     ("make_rule", "message"),
     [
-        (lambda: CO2(tau=0), "tau must be a whole number from 1.*got 0"),
-        (lambda: CO2(tau=2.5), "tau must be a whole number from 1.*got 2.5"),
-        (lambda: CO2(tau=True), "tau must be a whole number from 1"),
-        (lambda: CO2(tau=2, outer_lr=0), "outer_lr must be a positive number; got 0"),
-        (lambda: CO2(tau=2, outer_momentum=1.0), r"outer_momentum must be in \[0, 1\); got 1.0"),
-        (lambda: CO2(tau=2, clip=-1.0), "clip must be a positive number; got -1.0"),
-        (lambda: CO2(tau=2, staleness="gapp"), "'gapp' is not known; use one of gap, "),
-        (lambda: CO2(tau=2, staleness="constant:x"), "no number after the colon"),
-        (lambda: ConstantPenalty(0.0), "must be a positive number"),
-        (lambda: CO2(tau=2, bootstrap="none"), "bootstrap is 'none'"),
-        (lambda: CO2(tau=2, units="steps"), "units is 'steps'"),
-        (lambda: LocalSGD(tau=2, outer_lr=0.5), "LocalSGD takes tau only"),
-        (lambda: SlowMo(tau=2, staleness="gap"), "nothing is stale"),
-        (lambda: DiLoCo(tau=2, clip=1.0), "DiLoCo takes tau, outer_lr and outer_momentum only"),
+        (lambda: optim.CO2(tau=0), "tau must be a whole number from 1.*got 0"),
+        (lambda: optim.CO2(tau=2.5), "tau must be a whole number from 1.*got 2.5"),
+        (lambda: optim.CO2(tau=True), "tau must be a whole number from 1"),
+        (lambda: optim.CO2(tau=2, outer_lr=0), "outer_lr must be a positive number; got 0"),
         (
-            lambda: DelayCorrected(tau=2, outer_momentum=0.5),
+            lambda: optim.CO2(tau=2, outer_momentum=1.0),
+            r"outer_momentum must be in \[0, 1\); got 1.0",
+        ),
+        (lambda: optim.CO2(tau=2, clip=-1.0), "clip must be a positive number; got -1.0"),
+        (lambda: optim.CO2(tau=2, staleness="gapp"), "'gapp' is not known; use one of gap, "),
+        (lambda: optim.CO2(tau=2, staleness="constant:x"), "no number after the colon"),
+        (lambda: optim.ConstantPenalty(0.0), "must be a positive number"),
+        (lambda: optim.CO2(tau=2, bootstrap="none"), "bootstrap is 'none'"),
+        (lambda: optim.CO2(tau=2, units="steps"), "units is 'steps'"),
+        (lambda: optim.LocalSGD(tau=2, outer_lr=0.5), "LocalSGD takes tau only"),
+        (lambda: optim.SlowMo(tau=2, staleness="gap"), "nothing is stale"),
+        (
+            lambda: optim.DiLoCo(tau=2, clip=1.0),
+            "DiLoCo takes tau, outer_lr and outer_momentum only",
+        ),
+        (
+            lambda: optim.DelayCorrected(tau=2, outer_momentum=0.5),
             "DelayCorrected takes tau, fragments and delay_steps only",
         ),
-        (lambda: EagerDiLoCo(tau=2, clip=1.0), "EagerDiLoCo takes tau, outer_lr and outer_mom"),
-        (lambda: OverlapLocalSGD(tau=2, pull=1.0), "pull must be between 0 and 1, both excluded"),
         (
-            lambda: OverlapLocalSGD(tau=2, outer_lr=0.5),
+            lambda: optim.EagerDiLoCo(tau=2, clip=1.0),
+            "EagerDiLoCo takes tau, outer_lr and outer_mom",
+        ),
+        (
+            lambda: optim.OverlapLocalSGD(tau=2, pull=1.0),
+            "pull must be between 0 and 1, both excluded",
+        ),
+        (
+            lambda: optim.OverlapLocalSGD(tau=2, outer_lr=0.5),
             "OverlapLocalSGD takes tau, outer_momentum and pull only",
         ),
-        (lambda: StreamingDiLoCo(tau=2, fragments=4), "fragments must be .* 1 to 2; got 4"),
-        (lambda: StreamingDiLoCo(tau=4, delay_steps=5), "delay_steps must be .* 1 to 4; got 5"),
-        (lambda: StreamingDiLoCo(tau=4, keep=0.0), "keep must be between 0 and 1, both excluded"),
-        (lambda: DelayCorrected(tau=4, fragments=5), "fragments must be .* 1 to 4; got 5"),
-        (lambda: DelayCorrected(tau=4, delay_steps=0), "delay_steps must be .* 1 to 4; got 0"),
-        (lambda: DelayCorrected(tau="auto", delay_steps=1), 'tau="auto" chooses the delay too'),
+        (lambda: optim.StreamingDiLoCo(tau=2, fragments=4), "fragments must be .* 1 to 2; got 4"),
         (
-            lambda: DelayCorrected(tau=AutoTau(balance=True), fragments=2),
+            lambda: optim.StreamingDiLoCo(tau=4, delay_steps=5),
+            "delay_steps must be .* 1 to 4; got 5",
+        ),
+        (
+            lambda: optim.StreamingDiLoCo(tau=4, keep=0.0),
+            "keep must be between 0 and 1, both excluded",
+        ),
+        (lambda: optim.DelayCorrected(tau=4, fragments=5), "fragments must be .* 1 to 4; got 5"),
+        (
+            lambda: optim.DelayCorrected(tau=4, delay_steps=0),
+            "delay_steps must be .* 1 to 4; got 0",
+        ),
+        (
+            lambda: optim.DelayCorrected(tau="auto", delay_steps=1),
+            'tau="auto" chooses the delay too',
+        ),
+        (
+            lambda: optim.DelayCorrected(tau=optim.AutoTau(balance=True), fragments=2),
             "fragments cannot be sent",
         ),
-        (lambda: LocalSGD(tau="auto"), 'tau="auto" needs a rule that hides its rounds'),
-        (lambda: CO2(tau="eight"), "tau 'eight' is not known"),
-        (lambda: CO2(tau=AutoTau(initial=0)), "initial must be a whole number from 1"),
+        (lambda: optim.LocalSGD(tau="auto"), 'tau="auto" needs a rule that hides its rounds'),
+        (lambda: optim.CO2(tau="eight"), "tau 'eight' is not known"),
+        (lambda: optim.CO2(tau=optim.AutoTau(initial=0)), "initial must be a whole number from 1"),
         (
-            lambda: OuterOptimizer(tau=2, optimizer=torch.optim.SGD, options={"lrr": 1.0}),
+            lambda: optim.OuterOptimizer(tau=2, optimizer=torch.optim.SGD, options={"lrr": 1.0}),
             "refuses options=.*lrr",
         ),
         (
-            lambda: OuterOptimizer(
+            lambda: optim.OuterOptimizer(
                 tau=2, optimizer=torch.optim.SGD, options={"lr": 1.0}, outer_lr=0.5
             ),
             "put the learning rate and momentum into options",
@@ -89,22 +100,22 @@ def test_rules_refuse_what_makes_no_sense(make_rule, message):
 
 def test_world_of_one_is_refused_with_a_hint():
     with pytest.raises(ConfigurationError, match="at least two ranks; got world_size=1; start"):
-        run_world(1, lambda t: make(t, CO2(tau=1)))
+        run_world(1, lambda t: make(t, optim.CO2(tau=1)))
 
 
 def test_uninitialised_torch_distributed_is_refused_with_a_hint():
     with pytest.raises(ConfigurationError, match=r"not initialised; call torch\.distributed\.init"):
-        make(None, CO2(tau=1))
+        make(None, optim.CO2(tau=1))
 
 
 def test_different_rules_or_models_are_refused():
     with pytest.raises(ConfigurationError, match="has another rule than rank"):
-        run_world(2, lambda t: make(t, CO2(tau=1 + t.rank)))
+        run_world(2, lambda t: make(t, optim.CO2(tau=1 + t.rank)))
 
     def other_model(transport):
         model = torch.nn.Linear(2 + transport.rank, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        OuterSync(model, optimizer, rule=CO2(tau=1), transport=transport)
+        optim.OuterSync(model, optimizer, rule=optim.CO2(tau=1), transport=transport)
 
     with pytest.raises(ConfigurationError, match="has another parameters than rank"):
         run_world(2, other_model)
@@ -114,7 +125,9 @@ def test_frozen_model_is_refused():
     def work(transport):
         model = torch.nn.Linear(2, 1).requires_grad_(requires_grad=False)
         weight = torch.nn.Parameter(torch.zeros(1))
-        OuterSync(model, torch.optim.SGD([weight]), rule=CO2(tau=1), transport=transport)
+        optim.OuterSync(
+            model, torch.optim.SGD([weight]), rule=optim.CO2(tau=1), transport=transport
+        )
 
     with pytest.raises(ConfigurationError, match="no parameter with requires_grad"):
         run_world(2, work)
@@ -122,9 +135,9 @@ def test_frozen_model_is_refused():
 
 def test_state_of_another_rule_is_refused():
     def work(transport):
-        _, _, sync = make(transport, CO2(tau=2))
+        _, _, sync = make(transport, optim.CO2(tau=2))
         state = copy.deepcopy(sync.state_dict())
-        _, _, other = make(transport, CO2(tau=3))
+        _, _, other = make(transport, optim.CO2(tau=3))
         other.load_state_dict(state)
 
     with pytest.raises(ConfigurationError, match="resume with the same rule"):
@@ -133,7 +146,7 @@ def test_state_of_another_rule_is_refused():
 
 def test_zero_inner_learning_rate_in_lr_units_is_an_error():
     def work(transport):
-        model, optimizer, sync = make(transport, SlowMo(tau=1))
+        model, optimizer, sync = make(transport, optim.SlowMo(tau=1))
         optimizer.param_groups[0]["lr"] = 0.0
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
@@ -146,7 +159,7 @@ def test_zero_inner_learning_rate_in_lr_units_is_an_error():
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_that_are_no_weights_are_refused(weight):
     def work(transport):
-        _, _, sync = make(transport, LocalSGD(tau=1))
+        _, _, sync = make(transport, optim.LocalSGD(tau=1))
         sync.step(weight)
 
     with pytest.raises(ConfigurationError, match="weight must be finite and not negative"):
@@ -154,7 +167,7 @@ def test_weights_that_are_no_weights_are_refused(weight):
 
 
 def test_more_fragments_than_parameters_are_refused():
-    rule = StreamingDiLoCo(tau=4, fragments=3)
+    rule = optim.StreamingDiLoCo(tau=4, fragments=3)
     with pytest.raises(ConfigurationError, match="fragments=3 is more than the model's 2"):
         run_world(2, lambda t: make(t, rule))
 
@@ -162,17 +175,17 @@ def test_more_fragments_than_parameters_are_refused():
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_outer_optimizers_that_cannot_step_on_a_dense_gradient_are_refused(name):
     with pytest.raises(ConfigurationError, match="refuses options"):
-        OuterOptimizer(tau=2, optimizer=getattr(torch.optim, name))
+        optim.OuterOptimizer(tau=2, optimizer=getattr(torch.optim, name))
 
 
 def test_an_outer_optimizer_for_matrices_refuses_a_bias():
-    rule = OuterOptimizer(tau=2, optimizer=torch.optim.Muon, options={"lr": 0.1})
+    rule = optim.OuterOptimizer(tau=2, optimizer=torch.optim.Muon, options={"lr": 0.1})
 
     def work(transport):
         model = torch.nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ConfigurationError, match="refuses the model's parameters"):
-            OuterSync(model, optimizer, rule=rule, transport=transport)
+            optim.OuterSync(model, optimizer, rule=rule, transport=transport)
 
     run_world(2, work)
 
@@ -183,4 +196,6 @@ def test_a_model_that_communicates_by_itself_is_refused_also_compiled():
     torch.nn.Module.__init__(wrapped)
     for model in (wrapped, torch.compile(wrapped)):
         with pytest.raises(ConfigurationError, match="wrapped in DistributedDataParallel"):
-            OuterSync(model, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), rule=CO2(tau=2))
+            optim.OuterSync(
+                model, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), rule=optim.CO2(tau=2)
+            )

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -130,7 +130,6 @@ def test_long_payloads_are_their_parts_one_after_the_other(codec):
 
 
 @given(values=float_arrays(2.0**100), cut=st.integers(0, 70))
-@settings(deadline=None, max_examples=60)
 @pytest.mark.parametrize("codec", ALL_CODECS, ids=label)
 def test_a_cut_at_a_granule_changes_nothing(codec, values, cut):
     values = torch.from_numpy(values)
@@ -143,7 +142,6 @@ def test_a_cut_at_a_granule_changes_nothing(codec, values, cut):
 
 
 @given(size=st.integers(0, 3000))
-@settings(deadline=None, max_examples=60)
 @pytest.mark.parametrize("codec", ALL_CODECS, ids=label)
 def test_the_size_is_the_formulas(codec, size):
     wire = codec.encode(torch.ones(size))
@@ -169,7 +167,6 @@ def test_the_size_is_the_formulas(codec, size):
 
 
 @given(values=float_arrays(2.0**100))
-@settings(deadline=None, max_examples=100)
 @pytest.mark.parametrize("codec", BLOCK_CODECS, ids=label)
 def test_block_error_is_half_a_step(codec, values):
     decoded = codec.decode(codec.encode(torch.from_numpy(values)), len(values)).double().numpy()
@@ -183,7 +180,6 @@ def test_block_error_is_half_a_step(codec, values):
 
 
 @given(values=float_arrays(60000.0))
-@settings(deadline=None, max_examples=100)
 @pytest.mark.parametrize(
     ("name", "half_ulp", "least"), [("bf16", 2.0**-8, 2.0**-134), ("fp16", 2.0**-11, 2.0**-25)]
 )
@@ -195,7 +191,6 @@ def test_cast_error_is_half_a_unit_in_the_last_place(name, half_ulp, least, valu
 
 
 @given(values=float_arrays(2.0**100))
-@settings(deadline=None, max_examples=100)
 @pytest.mark.parametrize("codec", ALL_CODECS, ids=label)
 def test_decoded_numbers_encode_to_the_same_bytes(codec, values):
     wire = codec.encode(torch.from_numpy(values))

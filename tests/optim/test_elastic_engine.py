@@ -19,21 +19,8 @@ import torch
 os.environ.setdefault("RUST_LOG", "error")  # read when torchft is loaded
 pytest.importorskip("torchft", reason="torchft is not installed (fivefold[elastic])")
 
+from fivefold import optim
 from fivefold.errors import ConfigurationError
-from fivefold.optim import (
-    CO2,
-    DelayCorrected,
-    DiLoCo,
-    EagerDiLoCo,
-    LeftBehindError,
-    LocalSGD,
-    OuterOptimizer,
-    OuterSync,
-    OverlapLocalSGD,
-    SlowMo,
-    StreamingDiLoCo,
-    elastic_transport,
-)
 
 sys.path.insert(0, str(Path(__file__).parent))
 from elastic_world import World
@@ -43,16 +30,16 @@ pytestmark = pytest.mark.distributed
 NAMES = "abcdefgh"
 UNIT = 2.0**-6
 RULES = {
-    "co2": CO2(tau=2, outer_lr=0.5, outer_momentum=0.0, staleness="none"),
-    "co2_momentum": CO2(tau=2, outer_lr=0.5, outer_momentum=0.25),
-    "local_sgd": LocalSGD(tau=2),
-    "slowmo": SlowMo(tau=2),
-    "sync_bootstrap": CO2(tau=2, bootstrap="sync"),
-    "co2_short": CO2(tau=2, delay_steps=1),
-    "diloco": DiLoCo(tau=2),
-    "delay_corrected": DelayCorrected(tau=2),
-    "overlap": OverlapLocalSGD(tau=2),
-    "adam_outside": OuterOptimizer(
+    "co2": optim.CO2(tau=2, outer_lr=0.5, outer_momentum=0.0, staleness="none"),
+    "co2_momentum": optim.CO2(tau=2, outer_lr=0.5, outer_momentum=0.25),
+    "local_sgd": optim.LocalSGD(tau=2),
+    "slowmo": optim.SlowMo(tau=2),
+    "sync_bootstrap": optim.CO2(tau=2, bootstrap="sync"),
+    "co2_short": optim.CO2(tau=2, delay_steps=1),
+    "diloco": optim.DiLoCo(tau=2),
+    "delay_corrected": optim.DelayCorrected(tau=2),
+    "overlap": optim.OverlapLocalSGD(tau=2),
+    "adam_outside": optim.OuterOptimizer(
         tau=2, optimizer=torch.optim.Adam, options={"lr": 0.01}, hidden=True
     ),
 }
@@ -95,8 +82,8 @@ def train(log, *, lighthouse, name, rule="co2", weight=None, steps=120, **option
     model.other = torch.nn.Parameter(torch.zeros(5))
     model.register_buffer("count", torch.full((1,), float(NAMES.index(name))))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    transport = elastic_transport(lighthouse=lighthouse, **options)
-    sync = OuterSync(model, optimizer, rule=RULES[rule], transport=Spy(transport, log))
+    transport = optim.elastic_transport(lighthouse=lighthouse, **options)
+    sync = optim.OuterSync(model, optimizer, rule=RULES[rule], transport=Spy(transport, log))
     transport.join(sync)
     log("joined", steps=sync.statistics().steps, slot=transport.rank)
     done = 0
@@ -109,7 +96,7 @@ def train(log, *, lighthouse, name, rule="co2", weight=None, steps=120, **option
         done += 1
         try:
             sync.step(weight)
-        except LeftBehindError:
+        except optim.LeftBehindError:
             log("left_behind")
             transport.join(sync)
         with sync.global_parameters():
@@ -245,14 +232,14 @@ def test_workers_weigh_as_many_tokens_as_they_have(tmp_path):
 def refuse(log, *, lighthouse, name):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    transport = elastic_transport(lighthouse=lighthouse)
+    transport = optim.elastic_transport(lighthouse=lighthouse)
     refused = {
-        "rules with one fragment": StreamingDiLoCo(tau=4, fragments=2),
-        "cannot be used with a transport that may lose a round": EagerDiLoCo(tau=2),
+        "rules with one fragment": optim.StreamingDiLoCo(tau=4, fragments=2),
+        "cannot be used with a transport that may lose a round": optim.EagerDiLoCo(tau=2),
     }
     for message, rule in refused.items():
         with pytest.raises(ConfigurationError, match=message):
-            OuterSync(model, optimizer, rule=rule, transport=transport)
+            optim.OuterSync(model, optimizer, rule=rule, transport=transport)
     log("refused", worker=name)
 
 

@@ -1,85 +1,80 @@
-"""The engine equals the line-by-line reference: float64, all rules, 2 to 4 ranks, 50 rounds."""
+"""The engine equals the line-by-line reference: float64, all rules, 2 to 4 ranks, many rounds."""
 
 import pytest
 import torch
 
-from fivefold.optim import (
-    CO2,
-    DelayCorrected,
-    DiLoCo,
-    EagerDiLoCo,
-    GapPenalty,
-    LocalSGD,
-    OuterOptimizer,
-    OuterSync,
-    OverlapLocalSGD,
-    SlowMo,
-    StreamingDiLoCo,
-)
+from fivefold import optim
 from fivefold.testing import run_processes, run_world
+from helpers.night import number_of
 from oracles.outer_updates import reference_run
 
-ROUNDS = 50
+ROUNDS = number_of(16, nightly=50)
 SHAPES = [(3, 4), (5,), (2, 2, 2), (1,)]
 SIZE = sum(torch.Size(shape).numel() for shape in SHAPES)
 # How the engine cuts SHAPES (12, 5, 8 and 1 elements), worked out by hand.
 PARTS = {1: [26], 2: [12, 14], 3: [12, 5, 9], 4: [12, 5, 8, 1]}
 
 RULES = {
-    "co2": CO2(tau=3),
-    "co2-clip-binds": CO2(tau=2, clip=0.02, staleness="none", outer_momentum=0.3, outer_lr=0.5),
-    "co2-no-momentum": CO2(tau=2, outer_momentum=0.0, clip=None),
-    "co2-gap-rms": CO2(tau=2, staleness="gap-rms"),
-    "co2-gap-rms-fixed": CO2(tau=2, staleness=GapPenalty(norm="rms", reference=0.05)),
-    "co2-gap-fixed": CO2(tau=2, staleness=GapPenalty(reference=0.1)),
-    "co2-gap-param": CO2(tau=2, staleness="gap-param", outer_momentum=0.0),
-    "co2-gap-param-momentum": CO2(tau=2, staleness="gap-param", outer_momentum=0.4),
-    "co2-constant": CO2(tau=2, staleness="constant:2.0", outer_momentum=0.5),
-    "co2-sync-bootstrap": CO2(tau=3, bootstrap="sync"),
-    "co2-lr-units": CO2(tau=2, units="lr", clip=2.0),
-    "co2-tau-1": CO2(tau=1, outer_lr=0.3),
-    "co2-parts": CO2(tau=4, fragments=4),
-    "co2-parts-late": CO2(tau=4, fragments=3, delay_steps=2, staleness="gap-rms", outer_lr=0.9),
-    "co2-parts-clip": CO2(tau=4, fragments=2, clip=0.02, outer_momentum=0.5, outer_lr=1.0),
-    "co2-parts-gap-param": CO2(tau=4, fragments=2, delay_steps=1, staleness="gap-param"),
-    "co2-parts-gap-fixed": CO2(tau=3, fragments=3, staleness=GapPenalty(reference=0.1)),
-    "co2-parts-sync-lr": CO2(tau=4, fragments=2, bootstrap="sync", units="lr", clip=2.0),
-    "co2-parts-whole-delay": CO2(tau=4, fragments=2, delay_steps=4),
-    "co2-short": CO2(tau=3, delay_steps=1),
-    "slowmo": SlowMo(tau=3),
-    "slowmo-delta-clip": SlowMo(tau=2, units="delta", outer_lr=0.8, clip=0.02),
-    "local-sgd": LocalSGD(tau=4),
-    "diloco": DiLoCo(tau=3, outer_lr=0.5, outer_momentum=0.6),
-    "diloco-no-momentum": DiLoCo(tau=2, outer_momentum=0.0),
-    "overlap": OverlapLocalSGD(tau=3),
-    "overlap-no-momentum": OverlapLocalSGD(tau=2, pull=0.3, outer_momentum=0.0),
-    "overlap-tau-1": OverlapLocalSGD(tau=1),
-    "streaming": StreamingDiLoCo(tau=4, outer_lr=0.5, outer_momentum=0.4),
-    "streaming-delay-1": StreamingDiLoCo(
+    "co2": optim.CO2(tau=3),
+    "co2-clip-binds": optim.CO2(
+        tau=2, clip=0.02, staleness="none", outer_momentum=0.3, outer_lr=0.5
+    ),
+    "co2-no-momentum": optim.CO2(tau=2, outer_momentum=0.0, clip=None),
+    "co2-gap-rms": optim.CO2(tau=2, staleness="gap-rms"),
+    "co2-gap-rms-fixed": optim.CO2(tau=2, staleness=optim.GapPenalty(norm="rms", reference=0.05)),
+    "co2-gap-fixed": optim.CO2(tau=2, staleness=optim.GapPenalty(reference=0.1)),
+    "co2-gap-param": optim.CO2(tau=2, staleness="gap-param", outer_momentum=0.0),
+    "co2-gap-param-momentum": optim.CO2(tau=2, staleness="gap-param", outer_momentum=0.4),
+    "co2-constant": optim.CO2(tau=2, staleness="constant:2.0", outer_momentum=0.5),
+    "co2-sync-bootstrap": optim.CO2(tau=3, bootstrap="sync"),
+    "co2-lr-units": optim.CO2(tau=2, units="lr", clip=2.0),
+    "co2-tau-1": optim.CO2(tau=1, outer_lr=0.3),
+    "co2-parts": optim.CO2(tau=4, fragments=4),
+    "co2-parts-late": optim.CO2(
+        tau=4, fragments=3, delay_steps=2, staleness="gap-rms", outer_lr=0.9
+    ),
+    "co2-parts-clip": optim.CO2(tau=4, fragments=2, clip=0.02, outer_momentum=0.5, outer_lr=1.0),
+    "co2-parts-gap-param": optim.CO2(tau=4, fragments=2, delay_steps=1, staleness="gap-param"),
+    "co2-parts-gap-fixed": optim.CO2(tau=3, fragments=3, staleness=optim.GapPenalty(reference=0.1)),
+    "co2-parts-sync-lr": optim.CO2(tau=4, fragments=2, bootstrap="sync", units="lr", clip=2.0),
+    "co2-parts-whole-delay": optim.CO2(tau=4, fragments=2, delay_steps=4),
+    "co2-short": optim.CO2(tau=3, delay_steps=1),
+    "slowmo": optim.SlowMo(tau=3),
+    "slowmo-delta-clip": optim.SlowMo(tau=2, units="delta", outer_lr=0.8, clip=0.02),
+    "local-sgd": optim.LocalSGD(tau=4),
+    "diloco": optim.DiLoCo(tau=3, outer_lr=0.5, outer_momentum=0.6),
+    "diloco-no-momentum": optim.DiLoCo(tau=2, outer_momentum=0.0),
+    "overlap": optim.OverlapLocalSGD(tau=3),
+    "overlap-no-momentum": optim.OverlapLocalSGD(tau=2, pull=0.3, outer_momentum=0.0),
+    "overlap-tau-1": optim.OverlapLocalSGD(tau=1),
+    "streaming": optim.StreamingDiLoCo(tau=4, outer_lr=0.5, outer_momentum=0.4),
+    "streaming-delay-1": optim.StreamingDiLoCo(
         tau=4, fragments=3, delay_steps=1, outer_lr=0.6, outer_momentum=0.3, keep=0.3
     ),
-    "streaming-one": StreamingDiLoCo(
+    "streaming-one": optim.StreamingDiLoCo(
         tau=3, fragments=1, delay_steps=2, outer_lr=0.6, outer_momentum=0.0, keep=0.7
     ),
-    "streaming-delay-tau": StreamingDiLoCo(tau=3, fragments=2, delay_steps=3, outer_momentum=0.2),
-    "eager": EagerDiLoCo(tau=3),
-    "eager-no-momentum": EagerDiLoCo(tau=2, outer_lr=0.9, outer_momentum=0.0),
-    "eager-tau-1": EagerDiLoCo(tau=1),
-    "adamw": OuterOptimizer(tau=3, optimizer=torch.optim.AdamW, options={"lr": 0.01}),
-    "adam-hidden": OuterOptimizer(
+    "streaming-delay-tau": optim.StreamingDiLoCo(
+        tau=3, fragments=2, delay_steps=3, outer_momentum=0.2
+    ),
+    "eager": optim.EagerDiLoCo(tau=3),
+    "eager-no-momentum": optim.EagerDiLoCo(tau=2, outer_lr=0.9, outer_momentum=0.0),
+    "eager-tau-1": optim.EagerDiLoCo(tau=1),
+    "adamw": optim.OuterOptimizer(tau=3, optimizer=torch.optim.AdamW, options={"lr": 0.01}),
+    "adam-hidden": optim.OuterOptimizer(
         tau=2, optimizer=torch.optim.Adam, options={"lr": 0.01}, hidden=True
     ),
-    "sgd-nesterov": OuterOptimizer(
+    "sgd-nesterov": optim.OuterOptimizer(
         tau=3,
         optimizer=torch.optim.SGD,
         options={"lr": 0.5, "momentum": 0.6, "nesterov": True},
     ),
-    "delay-corrected": DelayCorrected(tau=3),
-    "delay-corrected-tau-1": DelayCorrected(tau=1),
-    "delay-corrected-parts": DelayCorrected(tau=4, fragments=3),
-    "delay-corrected-each-step": DelayCorrected(tau=4, fragments=4),
-    "delay-corrected-late": DelayCorrected(tau=3, fragments=2, delay_steps=2),
-    "delay-corrected-short": DelayCorrected(tau=3, delay_steps=1),
+    "delay-corrected": optim.DelayCorrected(tau=3),
+    "delay-corrected-tau-1": optim.DelayCorrected(tau=1),
+    "delay-corrected-parts": optim.DelayCorrected(tau=4, fragments=3),
+    "delay-corrected-each-step": optim.DelayCorrected(tau=4, fragments=4),
+    "delay-corrected-late": optim.DelayCorrected(tau=3, fragments=2, delay_steps=2),
+    "delay-corrected-short": optim.DelayCorrected(tau=3, delay_steps=1),
 }
 
 
@@ -112,7 +107,7 @@ def engine_run(rank, rule, steps, transport=None, *, check_every_rounds=16):
     """Train with torch.optim.SGD and the engine; parameters at the boundaries and at the end."""
     model = Pieces()
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate(0))
-    sync = OuterSync(
+    sync = optim.OuterSync(
         model, optimizer, rule=rule, transport=transport, check_every_rounds=check_every_rounds
     )
     anchors = [model.flat()]

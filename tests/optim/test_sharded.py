@@ -11,18 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fivefold.optim import (
-    CO2,
-    DelayCorrected,
-    DiLoCo,
-    EagerDiLoCo,
-    LocalSGD,
-    OuterOptimizer,
-    OuterSync,
-    OverlapLocalSGD,
-    SlowMo,
-    StreamingDiLoCo,
-)
+from fivefold import optim
 from fivefold.testing import run_processes
 from oracles.outer_updates import reference_run
 
@@ -37,20 +26,22 @@ LR = 0.1
 ROUNDS = 4
 
 RULES = {
-    "co2": CO2(tau=3),
-    "co2-clip-binds": CO2(tau=2, clip=0.005, outer_momentum=0.4),
-    "co2-gap-rms": CO2(tau=2, staleness="gap-rms"),
-    "co2-gap-param": CO2(tau=2, staleness="gap-param"),
-    "co2-plain": CO2(tau=2, staleness="none", outer_momentum=0.0, clip=None),
-    "co2-short": CO2(tau=4, delay_steps=1),
-    "slowmo": SlowMo(tau=2, units="delta"),
-    "local-sgd": LocalSGD(tau=3),
-    "diloco": DiLoCo(tau=3, outer_lr=0.5, outer_momentum=0.6),
-    "delay-corrected": DelayCorrected(tau=2),
-    "overlap": OverlapLocalSGD(tau=2),
-    "streaming": StreamingDiLoCo(tau=4, fragments=1, outer_lr=0.5, outer_momentum=0.4),
-    "eager": EagerDiLoCo(tau=2),
-    "adam": OuterOptimizer(tau=2, optimizer=torch.optim.Adam, options={"lr": 0.01}, hidden=True),
+    "co2": optim.CO2(tau=3),
+    "co2-clip-binds": optim.CO2(tau=2, clip=0.005, outer_momentum=0.4),
+    "co2-gap-rms": optim.CO2(tau=2, staleness="gap-rms"),
+    "co2-gap-param": optim.CO2(tau=2, staleness="gap-param"),
+    "co2-plain": optim.CO2(tau=2, staleness="none", outer_momentum=0.0, clip=None),
+    "co2-short": optim.CO2(tau=4, delay_steps=1),
+    "slowmo": optim.SlowMo(tau=2, units="delta"),
+    "local-sgd": optim.LocalSGD(tau=3),
+    "diloco": optim.DiLoCo(tau=3, outer_lr=0.5, outer_momentum=0.6),
+    "delay-corrected": optim.DelayCorrected(tau=2),
+    "overlap": optim.OverlapLocalSGD(tau=2),
+    "streaming": optim.StreamingDiLoCo(tau=4, fragments=1, outer_lr=0.5, outer_momentum=0.4),
+    "eager": optim.EagerDiLoCo(tau=2),
+    "adam": optim.OuterOptimizer(
+        tau=2, optimizer=torch.optim.Adam, options={"lr": 0.01}, hidden=True
+    ),
 }
 
 
@@ -129,7 +120,7 @@ def sharded_model(mesh, **options):
 def fsdp_run(rank, rule, steps, mesh):
     model = sharded_model(mesh)
     optimizer = torch.optim.SGD(trainable(model), lr=LR)
-    sync = OuterSync(
+    sync = optim.OuterSync(
         model, optimizer, rule=rule, process_group=mesh["replicate"], check_every_rounds=1
     )
     return steps_of(model, model, optimizer, sync, rank, rule, steps)
@@ -142,7 +133,7 @@ def zero_run(rank, rule, steps, mesh):
     optimizer = ZeroRedundancyOptimizer(
         trainable(model), optimizer_class=torch.optim.SGD, process_group=group, lr=LR
     )
-    sync = OuterSync(
+    sync = optim.OuterSync(
         model,
         optimizer,
         rule=rule,

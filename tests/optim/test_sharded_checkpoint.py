@@ -20,6 +20,7 @@ from fivefold.optim import (
     StreamingDiLoCo,
 )
 from fivefold.testing import run_processes, run_world
+from helpers.night import by_night
 
 pytestmark = pytest.mark.distributed
 
@@ -31,6 +32,8 @@ RULES = {
     "streaming": StreamingDiLoCo(tau=4, fragments=2, outer_momentum=0.4),
     "adam": OuterOptimizer(tau=3, optimizer=torch.optim.Adam, options={"lr": 0.01}, hidden=True),
 }
+KINDS, CODECS = ("fsdp2", "zero"), ("fp32", "int8")
+LAYOUTS = [("fsdp2", 2, "plain", 1), ("fsdp2", 2, "zero", 3), ("zero", 2, "fsdp2", 3)]
 SAVED_AT, STEPS = 8, 13  # in the middle of a round, with an all-reduce in the air
 
 
@@ -117,8 +120,10 @@ def same(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "zero"])
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize(
+    ("kind", "codec"),
+    by_night([(k, c) for k in KINDS for c in CODECS], [("fsdp2", "fp32"), ("zero", "int8")]),
+)
 def test_resume_in_the_middle_of_an_all_reduce_is_bit_exact(tmp_path, kind, codec):
     def work(_):
         outcome = {}
@@ -146,7 +151,7 @@ def test_resume_in_the_middle_of_an_all_reduce_is_bit_exact(tmp_path, kind, code
 
 @pytest.mark.parametrize(
     ("kind", "shards", "kind_after", "shards_after"),
-    [("fsdp2", 2, "plain", 1), ("fsdp2", 2, "zero", 3), ("zero", 2, "fsdp2", 3)],
+    by_night(LAYOUTS, LAYOUTS[2:]),
 )
 def test_another_number_of_shard_ranks(tmp_path, kind, shards, kind_after, shards_after):
     def before(_):

@@ -5,33 +5,23 @@ import dataclasses
 import pytest
 import torch
 
+from fivefold import optim
 from fivefold.errors import ConfigurationError
-from fivefold.optim import (
-    CO2,
-    AutoTau,
-    DelayCorrected,
-    DelayedGradients,
-    DiLoCo,
-    EagerDiLoCo,
-    LocalSGD,
-    OuterOptimizer,
-    OuterSync,
-    OverlapLocalSGD,
-    StreamingDiLoCo,
-)
 from fivefold.testing import run_world
 
 RULES = {
-    "local-sgd": LocalSGD(tau=3),
-    "diloco": DiLoCo(tau=3, outer_momentum=0.5),
-    "co2": CO2(tau=3),
-    "co2-elements": CO2(tau=3, staleness="gap-param", bootstrap="sync"),
-    "delay-corrected": DelayCorrected(tau=3),
-    "delay-corrected-parts": DelayCorrected(tau=4, fragments=2),
-    "overlap": OverlapLocalSGD(tau=3, outer_momentum=0.3),
-    "eager": EagerDiLoCo(tau=3),
-    "streaming": StreamingDiLoCo(tau=4, fragments=2, outer_momentum=0.3),
-    "adam": OuterOptimizer(tau=3, optimizer=torch.optim.Adam, options={"lr": 0.01}, hidden=True),
+    "local-sgd": optim.LocalSGD(tau=3),
+    "diloco": optim.DiLoCo(tau=3, outer_momentum=0.5),
+    "co2": optim.CO2(tau=3),
+    "co2-elements": optim.CO2(tau=3, staleness="gap-param", bootstrap="sync"),
+    "delay-corrected": optim.DelayCorrected(tau=3),
+    "delay-corrected-parts": optim.DelayCorrected(tau=4, fragments=2),
+    "overlap": optim.OverlapLocalSGD(tau=3, outer_momentum=0.3),
+    "eager": optim.EagerDiLoCo(tau=3),
+    "streaming": optim.StreamingDiLoCo(tau=4, fragments=2, outer_momentum=0.3),
+    "adam": optim.OuterOptimizer(
+        tau=3, optimizer=torch.optim.Adam, options={"lr": 0.01}, hidden=True
+    ),
 }
 PHASES = (5, 11, 4)  # steps of each phase; the middle one ends inside a round
 
@@ -70,7 +60,7 @@ def test_three_phases_equal_three_engines(name):
 
     def one(transport):
         problem = Problem(transport.rank)
-        sync = OuterSync(
+        sync = optim.OuterSync(
             problem.model, problem.optimizer, rule=rule, transport=transport, check_every_rounds=1
         )
         seen = []
@@ -83,11 +73,11 @@ def test_three_phases_equal_three_engines(name):
     def three(transport):
         problem, seen = Problem(transport.rank), []
         for each, steps in (
-            (LocalSGD(tau=1), first),
+            (optim.LocalSGD(tau=1), first),
             (RULES[name], middle),
-            (LocalSGD(tau=1), last),
+            (optim.LocalSGD(tau=1), last),
         ):
-            sync = OuterSync(problem.model, problem.optimizer, rule=each, transport=transport)
+            sync = optim.OuterSync(problem.model, problem.optimizer, rule=each, transport=transport)
             problem.train(sync, steps)
             sync.finalize()
             seen.append(problem.flat())
@@ -101,11 +91,11 @@ def test_three_phases_equal_three_engines(name):
 
 
 def test_an_automatic_tau_measures_during_the_synchronous_start():
-    rule = CO2(tau=AutoTau(initial=4), synchronous_start=5)
+    rule = optim.CO2(tau=optim.AutoTau(initial=4), synchronous_start=5)
 
     def work(transport):
         problem = Problem(transport.rank)
-        sync = OuterSync(problem.model, problem.optimizer, rule=rule, transport=transport)
+        sync = optim.OuterSync(problem.model, problem.optimizer, rule=rule, transport=transport)
         problem.train(sync, 9)
         sync.finalize()
         return problem.flat(), sync.statistics().merged_rounds
@@ -119,16 +109,19 @@ def test_an_automatic_tau_measures_during_the_synchronous_start():
     ("make", "message"),
     [
         (
-            lambda: CO2(tau=2, synchronous_start=-1),
+            lambda: optim.CO2(tau=2, synchronous_start=-1),
             "synchronous_start must be a whole number",
         ),
-        (lambda: CO2(tau=2, synchronous_end=3), "synchronous_end=3 needs total_steps"),
+        (lambda: optim.CO2(tau=2, synchronous_end=3), "synchronous_end=3 needs total_steps"),
         (
-            lambda: CO2(tau=2, synchronous_start=6, synchronous_end=5, total_steps=10),
+            lambda: optim.CO2(tau=2, synchronous_start=6, synchronous_end=5, total_steps=10),
             "total_steps must be a whole number from 11; got 10",
         ),
-        (lambda: CO2(tau=AutoTau(balance=True), synchronous_start=1), "different steps"),
-        (lambda: DelayedGradients(synchronous_start=2), "no local steps"),
+        (
+            lambda: optim.CO2(tau=optim.AutoTau(balance=True), synchronous_start=1),
+            "different steps",
+        ),
+        (lambda: optim.DelayedGradients(synchronous_start=2), "no local steps"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make, message):

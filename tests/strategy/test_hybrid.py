@@ -5,30 +5,21 @@ import json
 
 import pytest
 
+from fivefold import strategy
 from fivefold.errors import ConfigurationError, DataError, UnsupportedError
-from fivefold.strategy import (
-    ModelSpec,
-    ParallelPlan,
-    SearchSpace,
-    evaluate_plan,
-    load_cluster,
-    load_model,
-    search_plans,
-    target_problem,
-)
 from fivefold.strategy.demand import plan_demand
 from fivefold.strategy.parts import MambaMixer
 from fivefold.strategy.presets import model_from_hugging_face
 
-CLUSTER = load_cluster("h100-nemo")
+CLUSTER = strategy.load_cluster("h100-nemo")
 MIXER = MambaMixer(state=128, heads=64, head_dim=64, groups=8, chunk=128)
 PLAIN = {"tied": False, "learned_positions": False, "dropout": False, "biases": False}
 SHAPE = {"name": "x", "hidden": 2048, "num_heads": 16, "seq_len": 4096, "vocab": 32000, **PLAIN}
 
 
 def price(model, plan=None):
-    plan = plan or ParallelPlan(global_batch=8, data=4)
-    return evaluate_plan(model, CLUSTER.device, CLUSTER.fabric, plan=plan)
+    plan = plan or strategy.ParallelPlan(global_batch=8, data=4)
+    return strategy.evaluate_plan(model, CLUSTER.device, CLUSTER.fabric, plan=plan)
 
 
 def configs():
@@ -71,7 +62,9 @@ def test_parameters_are_those_that_transformers_makes(family):
 
 def test_published_sizes():
     """Nemotron 3 Nano 30B-A3B: 31.6 billion; Mamba-2 2.7B: 2.7; Jamba 1.5 Mini: 51.6."""
-    assert load_model("nemotron-3-nano").num_parameters / 1e9 == pytest.approx(31.6, rel=2e-3)
+    assert strategy.load_model("nemotron-3-nano").num_parameters / 1e9 == pytest.approx(
+        31.6, rel=2e-3
+    )
     mamba = {"model_type": "mamba2", "hidden_size": 2560, "num_hidden_layers": 64, "n_groups": 1,
              "num_heads": 80, "head_dim": 64, "state_size": 128, "vocab_size": 50288,
              "chunk_size": 256, "conv_kernel": 4, "tie_word_embeddings": True}  # fmt: skip
@@ -90,7 +83,7 @@ def test_published_sizes():
 
 def test_flops_of_the_scan_by_hand():
     """Chunks of 128: scores of groups, values inside, states in and out; two for one backward."""
-    model = ModelSpec(num_layers=1, pattern="M", mamba=MIXER, **SHAPE)
+    model = strategy.ModelSpec(num_layers=1, pattern="M", mamba=MIXER, **SHAPE)
     inner, state, chunk, groups = 64 * 64, 128, 128, 8
     scan = 2 * chunk * groups * state + 2 * chunk * inner + 2 * inner * state + 2 * inner * state
     columns = 2 * inner + 2 * groups * state + 64
@@ -103,7 +96,9 @@ def test_flops_of_the_scan_by_hand():
 def test_bytes_kept_by_hand():
     """The norm's input and output, the projection's result, the scan's and the gate's."""
     two, four = (
-        price(ModelSpec(num_layers=n, pattern="M", mamba=MIXER, **SHAPE)).memory.activations_bytes
+        price(
+            strategy.ModelSpec(num_layers=n, pattern="M", mamba=MIXER, **SHAPE)
+        ).memory.activations_bytes
         for n in (2, 4)
     )
     inner, columns = 4096, 2 * 4096 + 2 * 8 * 128 + 64
@@ -112,8 +107,8 @@ def test_bytes_kept_by_hand():
 
 def test_a_pattern_without_mamba_is_todays_price():
     """Attention and feed-forward part as layers of their own cost what they cost in one layer."""
-    whole = ModelSpec(num_layers=8, **SHAPE)
-    plan = ParallelPlan(global_batch=64, data=2, tensor=2, zero=1, data_overlap=True)
+    whole = strategy.ModelSpec(num_layers=8, **SHAPE)
+    plan = strategy.ParallelPlan(global_batch=64, data=2, tensor=2, zero=1, data_overlap=True)
     expected = price(whole, plan)
     same = price(dataclasses.replace(whole, pattern="*- *- *- *-"), plan)
     assert (same.time, same.memory) == (expected.time, expected.memory)
@@ -128,38 +123,38 @@ def test_a_pattern_without_mamba_is_todays_price():
 def test_long_sequences_cost_a_scan_linear_time_and_attention_square():
     def compute_s(pattern, length):
         mixer = MIXER if "M" in pattern else None
-        model = ModelSpec(
+        model = strategy.ModelSpec(
             num_layers=8, pattern=pattern, mamba=mixer, **{**SHAPE, "seq_len": length}
         )
-        return price(model, ParallelPlan(global_batch=1)).time.compute_s
+        return price(model, strategy.ParallelPlan(global_batch=1)).time.compute_s
 
     assert compute_s("M", 131072) / compute_s("M", 16384) == pytest.approx(8, rel=0.02)
     assert compute_s("*", 131072) / compute_s("*", 16384) > 25
     first = dataclasses.replace(MIXER, heads=4096, head_dim=1, groups=1, step_rank=128)
-    model = ModelSpec(num_layers=8, pattern="M", mamba=first, **SHAPE)
-    assert price(model, ParallelPlan(global_batch=1)).time.compute_s > 0
+    model = strategy.ModelSpec(num_layers=8, pattern="M", mamba=first, **SHAPE)
+    assert price(model, strategy.ParallelPlan(global_batch=1)).time.compute_s > 0
 
 
 def test_a_tensor_group_splits_heads_and_sends_once_a_block():
-    model = ModelSpec(num_layers=4, pattern="M", mamba=MIXER, **SHAPE)
-    plan = ParallelPlan(global_batch=4, tensor=4)
-    one, four = price(model, ParallelPlan(global_batch=4)), price(model, plan)
+    model = strategy.ModelSpec(num_layers=4, pattern="M", mamba=MIXER, **SHAPE)
+    plan = strategy.ParallelPlan(global_batch=4, tensor=4)
+    one, four = price(model, strategy.ParallelPlan(global_batch=4)), price(model, plan)
     assert four.memory.weights_bytes < 0.26 * one.memory.weights_bytes
     sent = [m for m in plan_demand(model, CLUSTER.device, plan).messages if m.axis == "tensor"]
     blocks, head = 4 * 2 * 4096 * 2048, 2 * 4096 * 2048
     assert sent[0].size_bytes * 4 == pytest.approx(blocks + head)
     for changed, said in (({"tensor": 16}, "groups=8"), ({"context": 2}, "not split by context")):
         with pytest.raises(ConfigurationError, match=said):
-            price(model, ParallelPlan(global_batch=4, **changed))
+            price(model, strategy.ParallelPlan(global_batch=4, **changed))
 
 
 def test_search_and_programs():
-    model = load_model("nemotron-3-nano", seq_len=4096)
-    space = SearchSpace(num_gpus=16, global_batch=64)
-    best = search_plans(model, CLUSTER.device, CLUSTER.fabric, space=space).best[0]
+    model = strategy.load_model("nemotron-3-nano", seq_len=4096)
+    space = strategy.SearchSpace(num_gpus=16, global_batch=64)
+    best = strategy.search_plans(model, CLUSTER.device, CLUSTER.fabric, space=space).best[0]
     assert best.fits
     for target in ("train", "torchtitan", "megatron"):
-        assert "pattern" in str(target_problem(model, best.plan, target))
+        assert "pattern" in str(strategy.target_problem(model, best.plan, target))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +169,7 @@ def test_search_and_programs():
 )
 def test_wrong_patterns_are_refused(changes, said):
     with pytest.raises(ConfigurationError, match=said):
-        ModelSpec(**{"num_layers": 4, "mamba": MIXER, **SHAPE, **changes})
+        strategy.ModelSpec(**{"num_layers": 4, "mamba": MIXER, **SHAPE, **changes})
 
 
 @pytest.mark.parametrize(
@@ -205,4 +200,4 @@ def test_a_file_with_periods_of_nothing_is_refused(tmp_path):
     config |= {"num_attention_heads": 8, **dict.fromkeys(periods, 0)}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="ZeroDivisionError"):
-        load_model(str(tmp_path / "config.json"))
+        strategy.load_model(str(tmp_path / "config.json"))

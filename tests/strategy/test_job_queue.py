@@ -46,7 +46,6 @@ def test_period_of_turns_equals_the_recursion(stages):
     assert group_period_s(tuple(stages)) == pytest.approx(slow_period_s(stages), abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(STAGES, min_size=2, max_size=4))
 def test_turns_are_no_faster_than_any_job_or_resource_allows(stages):
     period = group_period_s(tuple(stages))

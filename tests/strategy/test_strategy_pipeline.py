@@ -4,7 +4,7 @@ import heapq
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
@@ -57,7 +57,6 @@ def simulate(orders, forward_s, backward_s):
     forward_s=st.floats(0.1, 3.0),
     backward_s=st.floats(0.1, 3.0),
 )
-@settings(deadline=None, max_examples=60)
 def test_1f1b_and_gpipe_equal_a_simulated_pipeline(stages, micro_batches, forward_s, backward_s):
     ideal = micro_batches * (forward_s + backward_s)
     times = {"forward_s": forward_s, "input_s": backward_s / 2, "weight_s": backward_s / 2}

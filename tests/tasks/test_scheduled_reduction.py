@@ -162,7 +162,7 @@ def refuse(_rank):
 def test_bad_use_is_refused():
     messages = run_processes(1, refuse)[0]
     assert "live in its buckets" in messages[0]
-    assert "at least 1" in messages[1]
+    assert "chunk_bytes must be a whole number from 1; got 0" in messages[1]
     assert "update" in messages[2]
 
 

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from task_graphs import compute, graphs, send
 
 from fivefold.errors import ConfigurationError
@@ -25,7 +25,6 @@ def longest_chain(graph):
     return best
 
 
-@settings(max_examples=60, deadline=None)
 @given(graphs(most=5))
 def test_the_longest_tail_is_the_longest_chain(graph):
     assert max(graph.tails_s.values()) == longest_chain(graph)

@@ -58,7 +58,6 @@ def brute_force(graph):
     return best
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     graphs(),
     st.sampled_from(ORDERINGS),

@@ -33,10 +33,10 @@ def _slow_every_step(seconds):
 @pytest.mark.parametrize(
     "case",
     [
-        ("ddp", signal.SIGTERM, [0, 1]),
+        pytest.param(("ddp", signal.SIGTERM, [0, 1]), marks=pytest.mark.nightly),
         ("co2", signal.SIGTERM, [1]),
         ("co2", signal.SIGINT, [0, 1]),
-        ("none", signal.SIGTERM, [0]),
+        pytest.param(("none", signal.SIGTERM, [0]), marks=pytest.mark.nightly),
     ],
 )
 def test_a_signal_writes_a_checkpoint_and_the_run_goes_on_exactly(

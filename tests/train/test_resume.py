@@ -5,6 +5,7 @@ import pytest
 
 from fivefold.runs.checkpoints import checkpoint_folders
 from fivefold.train.config import AutoTauConfig, OptimConfig
+from helpers.night import by_night
 
 # At step 5 an all-reduce of each fragment is in flight.
 STREAMING = {"fragments": 2, "delay_steps": 3}
@@ -35,6 +36,10 @@ METHODS = {
     "outer_optimizer hidden": {"optimizer": "AdamW", "options": {"lr": 0.02}, "hidden": True},
 }
 
+# A codec or a rule of the same kind is tried by day; tests/conformance resumes each rule.
+OTHERS = ["ddp bf16", "diloco", "local_sgd", "outer_optimizer", "streaming_diloco bf16"]
+OTHERS += ["delay_corrected int4", "delay_corrected topk"]
+
 
 def with_run(config, **changes):
     return config.model_copy(update={"run": config.run.model_copy(update=changes)})
@@ -45,7 +50,7 @@ def losses(events):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", by_night(METHODS, OTHERS))
 def test_resume_at_any_step_reaches_the_same_state_bit_for_bit(
     make_config, run_ranks, start_ranks, final_digest, tmp_path, name
 ):

@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 
 from fivefold.runs.ranks import name_attempt
 from fivefold.train import config_to_toml
+from helpers.night import by_night
 
 STEPS = 400
 
@@ -65,7 +66,7 @@ def wait_for(condition, process, *, timeout_s=60):
 @pytest.mark.alone
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["co2", "ddp"])
+@pytest.mark.parametrize("method", by_night(["co2", "ddp"], ["ddp"]))
 def test_kills_of_either_rank_cost_only_the_steps_since_a_checkpoint(
     method, make_config, run_ranks, final_digest, tmp_path
 ):

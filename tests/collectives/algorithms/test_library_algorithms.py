@@ -8,24 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fivefold.collectives import schedules
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
 from fivefold.collectives.algorithms._library import ring_order
-from fivefold.collectives.schedules import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    all_to_allv,
-    broadcast,
-    custom_collective,
-    evaluate,
-    gather,
-    lower_bound,
-    named_collective,
-    reduce,
-    reduce_scatter,
-    scatter,
-    verify_schedule,
-)
 from fivefold.collectives.schedules.constructors import COLLECTIVES
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import (
@@ -70,7 +55,7 @@ def groups_of(draw, n):
 )
 def test_every_algorithm_does_its_collective(n, name, chunks, data):
     root = data.draw(st.integers(0, n - 1))
-    collective = named_collective(name, n, chunks=chunks, root=root)
+    collective = schedules.named_collective(name, n, chunks=chunks, root=root)
     algorithm = data.draw(st.sampled_from(available_algorithms(collective)))
     options = {}
     if algorithm == "hierarchical":
@@ -85,7 +70,7 @@ def test_every_algorithm_does_its_collective(n, name, chunks, data):
     if algorithm == "bruck" and name == "all_to_all":
         options = {"radix": data.draw(st.integers(2, 5))}
     schedule = build_algorithm(algorithm, collective, **options)
-    assert verify_schedule(schedule).num_redundant == 0
+    assert schedules.verify_schedule(schedule).num_redundant == 0
     verify_with_data(schedule, seed=n)
     assert schedule.has_steps or schedule.num_transfers == 0
 
@@ -93,11 +78,11 @@ def test_every_algorithm_does_its_collective(n, name, chunks, data):
 @given(n=st.integers(1, 6), data=st.data())
 def test_uneven_all_to_alls(n, data):
     sizes = data.draw(st.lists(st.integers(0, 3), min_size=n * n, max_size=n * n))
-    collective = all_to_allv(np.array(sizes).reshape(n, n))
+    collective = schedules.all_to_allv(np.array(sizes).reshape(n, n))
     for algorithm in available_algorithms(collective):
         options = {"groups": [range(n)]} if algorithm == "hierarchical" else {}
         schedule = build_algorithm(algorithm, collective, **options)
-        verify_schedule(schedule)
+        schedules.verify_schedule(schedule)
         verify_with_data(schedule)
         sent = collective.chunk_weights[schedule.chunks]
         assert (sent > 0).all()
@@ -109,44 +94,44 @@ def log2(n):
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 12, 16])
 def test_steps_are_those_of_the_literature(n):
-    assert ring(all_gather(n)).num_steps == n - 1
-    assert ring(reduce_scatter(n)).num_steps == n - 1
-    assert ring(all_reduce(n)).num_steps == 2 * (n - 1)
-    assert bidirectional_ring(all_gather(n)).num_steps == n // 2
-    assert bruck(all_gather(n)).num_steps == log2(n)
-    assert bruck(all_to_all(n)).num_steps == log2(n)
-    assert pat(all_gather(n)).num_steps == log2(n)
-    assert binomial_tree(broadcast(n)).num_steps == log2(n)
-    assert binomial_tree(scatter(n)).num_steps == log2(n)
-    assert binomial_tree(gather(n)).num_steps == log2(n)
-    assert direct(all_gather(n)).num_steps == 1
-    assert direct(all_reduce(n)).num_steps == 2
-    assert one_shot(all_reduce(n)).num_steps == 1
-    assert pairwise_all_to_all(all_to_all(n)).num_steps == n - 1
-    assert direct_all_to_all(all_to_all(n)).num_steps == 1
+    assert ring(schedules.all_gather(n)).num_steps == n - 1
+    assert ring(schedules.reduce_scatter(n)).num_steps == n - 1
+    assert ring(schedules.all_reduce(n)).num_steps == 2 * (n - 1)
+    assert bidirectional_ring(schedules.all_gather(n)).num_steps == n // 2
+    assert bruck(schedules.all_gather(n)).num_steps == log2(n)
+    assert bruck(schedules.all_to_all(n)).num_steps == log2(n)
+    assert pat(schedules.all_gather(n)).num_steps == log2(n)
+    assert binomial_tree(schedules.broadcast(n)).num_steps == log2(n)
+    assert binomial_tree(schedules.scatter(n)).num_steps == log2(n)
+    assert binomial_tree(schedules.gather(n)).num_steps == log2(n)
+    assert direct(schedules.all_gather(n)).num_steps == 1
+    assert direct(schedules.all_reduce(n)).num_steps == 2
+    assert one_shot(schedules.all_reduce(n)).num_steps == 1
+    assert pairwise_all_to_all(schedules.all_to_all(n)).num_steps == n - 1
+    assert direct_all_to_all(schedules.all_to_all(n)).num_steps == 1
     power = n & (n - 1) == 0
     folded = 0 if power else 2
     bits = n.bit_length() - 1
-    assert recursive_doubling(all_reduce(n, 1)).num_steps == bits + folded
-    assert recursive_halving_doubling(all_reduce(n)).num_steps == 2 * bits + folded
+    assert recursive_doubling(schedules.all_reduce(n, 1)).num_steps == bits + folded
+    assert recursive_halving_doubling(schedules.all_reduce(n)).num_steps == 2 * bits + folded
     depth = n.bit_length() - 1
-    assert binary_tree(broadcast(n, 5)).num_steps == depth + 4
+    assert binary_tree(schedules.broadcast(n, 5)).num_steps == depth + 4
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
 def test_nobody_sends_more_than_it_must(n):
     chunks = 2 * n
     for algorithm in (ring, bidirectional_ring, recursive_halving_doubling, bruck, pat, direct):
-        schedule = algorithm(all_reduce(n, chunks))
+        schedule = algorithm(schedules.all_reduce(n, chunks))
         sent = np.bincount(schedule.sources, minlength=n)
         assert sent.tolist() == [2 * (n - 1) * chunks // n] * n
-        gathering = algorithm(all_gather(n, 2))
+        gathering = algorithm(schedules.all_gather(n, 2))
         assert np.bincount(gathering.sources, minlength=n).tolist() == [2 * (n - 1)] * n
 
 
 @pytest.mark.parametrize("n", [3, 4, 6, 7, 9, 16])
 def test_a_leaf_of_one_tree_forwards_in_the_other(n):
-    schedule = double_binary_tree(broadcast(n, 2))
+    schedule = double_binary_tree(schedules.broadcast(n, 2))
     forwards = [set(schedule.sources[schedule.chunks == chunk].tolist()) - {0} for chunk in (0, 1)]
     assert len(forwards[0] & forwards[1]) <= 1  # the odd one out, where others are odd
     sent = np.bincount(schedule.sources, minlength=n)
@@ -156,7 +141,7 @@ def test_a_leaf_of_one_tree_forwards_in_the_other(n):
 def test_far_ranks_get_one_block_by_pat_and_half_of_them_by_bruck():
     n = 16
     for algorithm, most in ((pat, 1), (bruck, n // 2)):
-        schedule = algorithm(all_gather(n))
+        schedule = algorithm(schedules.all_gather(n))
         hops = (schedule.targets - schedule.sources) % n
         far = np.minimum(hops, n - hops) == n // 2
         messages = np.bincount(schedule.sources[far], minlength=n)
@@ -165,7 +150,7 @@ def test_far_ranks_get_one_block_by_pat_and_half_of_them_by_bruck():
 
 @pytest.mark.parametrize(("n", "limit"), [(16, 1), (16, 2), (16, 4), (13, 2), (32, 8)])
 def test_a_message_of_pat_carries_no_more_than_it_may(n, limit):
-    schedule = pat(all_gather(n), most_chunks=limit)
+    schedule = pat(schedules.all_gather(n), most_chunks=limit)
     keys = schedule.steps.astype(np.int64) * n * n + schedule.sources * n + schedule.targets
     assert np.unique(keys, return_counts=True)[1].max() <= limit
     bits, top = log2(n), limit.bit_length() - 1
@@ -174,12 +159,12 @@ def test_a_message_of_pat_carries_no_more_than_it_may(n, limit):
 
 def test_pairwise_steps_are_permutations():
     for n in (5, 8):
-        schedule = pairwise_all_to_all(all_to_all(n))
+        schedule = pairwise_all_to_all(schedules.all_to_all(n))
         for step in range(n - 1):
             chosen = schedule.steps == step
             assert sorted(schedule.sources[chosen]) == sorted(schedule.targets[chosen])
             assert sorted(schedule.targets[chosen]) == list(range(n))
-    swaps = pairwise_all_to_all(all_to_all(8))
+    swaps = pairwise_all_to_all(schedules.all_to_all(8))
     pairs = set(zip(swaps.steps, swaps.sources, swaps.targets, strict=True))
     assert all((step, target, source) in pairs for step, source, target in pairs)
 
@@ -187,13 +172,15 @@ def test_pairwise_steps_are_permutations():
 def test_hierarchies_keep_traffic_inside():
     network = named_topology("dgx_a100", boxes=2)
     size = 1e9
-    flat = evaluate(ring(all_reduce(16), order=range(16)), network, size_bytes=size).total_s
-    levels = hierarchical(all_reduce(16), network)
+    flat = schedules.evaluate(
+        ring(schedules.all_reduce(16), order=range(16)), network, size_bytes=size
+    ).total_s
+    levels = hierarchical(schedules.all_reduce(16), network)
     group = levels.sources // 8 != levels.targets // 8
     crossing = levels.collective.chunk_bytes(size)[levels.chunks[group]].sum()
     assert crossing == pytest.approx(2 * size)  # the sums, once each way
-    assert evaluate(levels, size_bytes=size).total_s < flat / 2
-    exchange = hierarchical(all_to_all(16), network)
+    assert schedules.evaluate(levels, size_bytes=size).total_s < flat / 2
+    exchange = hierarchical(schedules.all_to_all(16), network)
     partners = {
         (s, t) for s, t in zip(exchange.sources, exchange.targets, strict=True) if s // 8 != t // 8
     }
@@ -203,8 +190,8 @@ def test_hierarchies_keep_traffic_inside():
 def test_a_closed_form_of_the_hierarchy():
     g, m, size, a, b = 4, 2, 8e6, 1e-6, 1e9
     network = fully_connected(g * m, bandwidth=b, latency=a)
-    schedule = hierarchical(all_reduce(g * m), groups=[range(g), range(g, g * m)])
-    timing = evaluate(schedule, network, size_bytes=size, model="synchronous")
+    schedule = hierarchical(schedules.all_reduce(g * m), groups=[range(g), range(g, g * m)])
+    timing = schedules.evaluate(schedule, network, size_bytes=size, model="synchronous")
     inside = 2 * (g - 1) * a + 2 * size * (g - 1) / g / b
     across = 2 * (m - 1) * a + 2 * (size / g) * (m - 1) / m / b
     assert timing.total_s == pytest.approx(inside + across)
@@ -233,8 +220,8 @@ def test_ring_neighbours_are_neighbours_where_there_is_such_a_ring(network):
 
 def test_the_ring_of_dgx1_uses_the_widest_links():
     network = named_topology("dgx1")
-    schedule = ring(all_gather(8), network)
-    timing = evaluate(schedule, size_bytes=8e9)
+    schedule = ring(schedules.all_gather(8), network)
+    timing = schedules.evaluate(schedule, size_bytes=8e9)
     assert timing.total_s == pytest.approx(7 * 1e9 / 50e9)
 
 
@@ -250,7 +237,7 @@ def test_rings_fall_back_to_hosts_and_to_paths():
 
 
 def test_sums_go_round_the_same_way_as_copies():
-    schedule = ring(all_reduce(5))
+    schedule = ring(schedules.all_reduce(5))
     assert ((schedule.targets - schedule.sources) % 5 == 1).all()
 
 
@@ -260,42 +247,59 @@ def test_optimal_where_theory_says_so():
         (switch(6, latency=0.0), ring),
     ):
         n, size = network.num_ranks, 1e7
-        for collective in (all_gather(n), reduce_scatter(n), all_reduce(n)):
+        for collective in (
+            schedules.all_gather(n),
+            schedules.reduce_scatter(n),
+            schedules.all_reduce(n),
+        ):
             schedule = algorithm(collective, order=range(n))
-            timing = evaluate(schedule, network, size_bytes=size)
-            assert timing.total_s == pytest.approx(lower_bound(collective, network, size).seconds)
+            timing = schedules.evaluate(schedule, network, size_bytes=size)
+            assert timing.total_s == pytest.approx(
+                schedules.lower_bound(collective, network, size).seconds
+            )
 
 
 def test_large_rings_are_arrays():
-    schedule = ring(all_reduce(512))
+    schedule = ring(schedules.all_reduce(512))
     assert schedule.num_transfers == 2 * 511 * 512
-    assert verify_schedule(schedule).num_redundant == 0
+    assert schedules.verify_schedule(schedule).num_redundant == 0
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ring(all_to_all(4)), "ring does not do all_to_all"),
-        (lambda: binary_tree(all_gather(4)), "binary_tree does not do all_gather"),
-        (lambda: double_binary_tree(reduce_scatter(4)), "does not do reduce_scatter"),
-        (lambda: pairwise_all_to_all(all_gather(4)), "does not do all_gather"),
-        (lambda: direct_all_to_all(broadcast(4)), "does not do broadcast"),
-        (lambda: one_shot(all_gather(4)), "one_shot does not do all_gather"),
-        (lambda: recursive_doubling(scatter(4)), "does not do scatter"),
-        (lambda: bruck(all_to_all(4), radix=1), "radix is 1"),
-        (lambda: pat(all_gather(4), most_chunks=0), "most_chunks is 0"),
-        (lambda: ring(all_gather(3), order=[0, 1, 1]), "name each rank once"),
-        (lambda: ring(all_gather(3), order=[0, 1]), "name each rank once"),
-        (lambda: hierarchical(all_reduce(4)), "needs groups"),
-        (lambda: hierarchical(all_reduce(4), groups=[[0, 1], [2]]), "hold each of 4 ranks"),
-        (lambda: hierarchical(all_reduce(2), groups=[[0, 1], []]), "none may|no group"),
-        (lambda: hierarchical(all_reduce(2), groups=[[0], [1]], intra="tree"), "'tree' cannot"),
-        (lambda: hierarchical(all_reduce(2), groups=[[0], [1]], inter="binary_tree"), "cannot be"),
-        (lambda: build_algorithm("magic", all_reduce(2)), "no algorithm 'magic'"),
-        (lambda: build_algorithm("ring", all_reduce(2), radix=3), "no such option"),
-        (lambda: build_algorithm("ring", all_reduce(4), ring_network(3)), "topology 3"),
+        (lambda: ring(schedules.all_to_all(4)), "ring does not do all_to_all"),
+        (lambda: binary_tree(schedules.all_gather(4)), "binary_tree does not do all_gather"),
+        (lambda: double_binary_tree(schedules.reduce_scatter(4)), "does not do reduce_scatter"),
+        (lambda: pairwise_all_to_all(schedules.all_gather(4)), "does not do all_gather"),
+        (lambda: direct_all_to_all(schedules.broadcast(4)), "does not do broadcast"),
+        (lambda: one_shot(schedules.all_gather(4)), "one_shot does not do all_gather"),
+        (lambda: recursive_doubling(schedules.scatter(4)), "does not do scatter"),
+        (lambda: bruck(schedules.all_to_all(4), radix=1), "radix is 1"),
+        (lambda: pat(schedules.all_gather(4), most_chunks=0), "most_chunks is 0"),
+        (lambda: ring(schedules.all_gather(3), order=[0, 1, 1]), "name each rank once"),
+        (lambda: ring(schedules.all_gather(3), order=[0, 1]), "name each rank once"),
+        (lambda: hierarchical(schedules.all_reduce(4)), "needs groups"),
         (
-            lambda: direct(custom_collective(2, [(0, 0), (0, 1)], post=[(0, 1)], reducing=True)),
+            lambda: hierarchical(schedules.all_reduce(4), groups=[[0, 1], [2]]),
+            "hold each of 4 ranks",
+        ),
+        (lambda: hierarchical(schedules.all_reduce(2), groups=[[0, 1], []]), "none may|no group"),
+        (
+            lambda: hierarchical(schedules.all_reduce(2), groups=[[0], [1]], intra="tree"),
+            "'tree' cannot",
+        ),
+        (
+            lambda: hierarchical(schedules.all_reduce(2), groups=[[0], [1]], inter="binary_tree"),
+            "cannot be",
+        ),
+        (lambda: build_algorithm("magic", schedules.all_reduce(2)), "no algorithm 'magic'"),
+        (lambda: build_algorithm("ring", schedules.all_reduce(2), radix=3), "no such option"),
+        (lambda: build_algorithm("ring", schedules.all_reduce(4), ring_network(3)), "topology 3"),
+        (
+            lambda: direct(
+                schedules.custom_collective(2, [(0, 0), (0, 1)], post=[(0, 1)], reducing=True)
+            ),
             "direct does",
         ),
     ],
@@ -306,10 +310,12 @@ def test_what_no_algorithm_can_do_is_refused(make, words):
 
 
 def test_names_and_aliases():
-    assert build_algorithm("Direct All-to-All", all_to_all(3)).name == "direct"
-    assert build_algorithm("pairwise-all-to-all", all_to_all(3)).name == "pairwise"
-    assert available_algorithms(custom_collective(2, [(0, 0)], post=[(0, 1)])) == ("direct",)
-    either = custom_collective(3, [(0, 0), (0, 2)], post=[(0, 1), (0, 2)])
+    assert build_algorithm("Direct All-to-All", schedules.all_to_all(3)).name == "direct"
+    assert build_algorithm("pairwise-all-to-all", schedules.all_to_all(3)).name == "pairwise"
+    assert available_algorithms(schedules.custom_collective(2, [(0, 0)], post=[(0, 1)])) == (
+        "direct",
+    )
+    either = schedules.custom_collective(3, [(0, 0), (0, 2)], post=[(0, 1), (0, 2)])
     assert direct(either).num_transfers == 1
-    verify_schedule(direct(either))
-    assert available_algorithms(reduce(3))[:2] == ("ring", "bidirectional_ring")
+    schedules.verify_schedule(direct(either))
+    assert available_algorithms(schedules.reduce(3))[:2] == ("ring", "bidirectional_ring")

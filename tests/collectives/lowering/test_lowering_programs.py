@@ -9,21 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.collectives import schedules
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
 from fivefold.collectives.lowering import Program, ProgramError, check_program, interpret, lower
 from fivefold.collectives.lowering.machine import run_order
 from fivefold.collectives.lowering.program import Operation, OpKind, ThreadBlock
-from fivefold.collectives.schedules import (
-    Schedule,
-    Transfer,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    custom_collective,
-    named_collective,
-    reduce_scatter,
-)
 from fivefold.errors import ConfigurationError, DataError
 
 NAMES = (
@@ -40,7 +30,7 @@ CASES = [
     (name, algorithm, ranks)
     for name in NAMES
     for ranks in (1, 2, 3, 5, 8)
-    for algorithm in available_algorithms(named_collective(name, ranks))
+    for algorithm in available_algorithms(schedules.named_collective(name, ranks))
     if algorithm != "in_network_tree"
 ]
 
@@ -94,7 +84,7 @@ def require_right(program):
 @pytest.mark.parametrize(("name", "algorithm", "ranks"), CASES)
 def test_every_algorithm_of_the_library(name, algorithm, ranks):
     try:
-        schedule = build(algorithm, named_collective(name, ranks))
+        schedule = build(algorithm, schedules.named_collective(name, ranks))
     except ConfigurationError as error:
         pytest.skip(str(error))  # uneven groups, where an algorithm wants even ones
     for options in ({}, {"fuse": False}, {"channels": 2, "instances": 2}):
@@ -107,7 +97,7 @@ def test_every_algorithm_of_the_library(name, algorithm, ranks):
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "broadcast"])
 @pytest.mark.parametrize("ranks", [2, 4, 7])
 def test_in_place(name, ranks):
-    collective = named_collective(name, ranks)
+    collective = schedules.named_collective(name, ranks)
     for algorithm in available_algorithms(collective):
         if algorithm not in ("in_network_tree", "hierarchical"):
             program = lower(build(algorithm, collective), in_place=True)
@@ -116,72 +106,75 @@ def test_in_place(name, ranks):
 
 
 def test_a_ring_is_one_block_of_fused_operations():
-    program = lower(build_algorithm("ring", all_reduce(4)))
+    program = lower(build_algorithm("ring", schedules.all_reduce(4)))
     kinds = [op.kind.value for op in program.ranks[2].blocks[0].operations]
     assert kinds == ["s", "rrs", "rrs", "rrcs", "rcs", "rcs", "r"]
     assert len(program.ranks[2].blocks) == 1
 
 
 def test_adjacent_chunks_of_a_step_go_as_one_message():
-    schedule = build_algorithm("recursive_doubling", all_reduce(8))
+    schedule = build_algorithm("recursive_doubling", schedules.all_reduce(8))
     assert check_program(lower(schedule, queue_slots=None)).num_messages == 8 * 3
     single = lower(schedule, max_count=1, queue_slots=None)
     assert check_program(single).num_messages == 8 * 3 * 8
 
 
 def test_instances_take_channels_of_their_own():
-    program = lower(build_algorithm("ring", all_gather(3)), instances=3, channels=2)
+    program = lower(build_algorithm("ring", schedules.all_gather(3)), instances=3, channels=2)
     assert program.num_channels >= 3
     assert program.collective.num_chunks == 9
 
 
 def test_messages_that_overtake_get_a_channel_of_their_own():
     moves = [
-        Transfer(chunk=0, source=0, target=1, start_s=0.0, end_s=3.0),
-        Transfer(chunk=1, source=0, target=1, start_s=1.0, end_s=2.0),
+        schedules.Transfer(chunk=0, source=0, target=1, start_s=0.0, end_s=3.0),
+        schedules.Transfer(chunk=1, source=0, target=1, start_s=1.0, end_s=2.0),
     ]
-    schedule = Schedule.from_transfers(moves, collective=broadcast(2, 2))
+    schedule = schedules.Schedule.from_transfers(moves, collective=schedules.broadcast(2, 2))
     program = lower(schedule)
     assert program.num_channels == 2
     check_program(program)
 
 
 def test_a_relay_that_needs_nothing_keeps_chunks_in_scratch():
-    collective = custom_collective(3, [(0, 0)], post=[(0, 2)])
-    moves = [Transfer(chunk=0, source=0, target=1), Transfer(chunk=0, source=1, target=2)]
-    program = lower(Schedule.from_transfers(moves, collective=collective))
+    collective = schedules.custom_collective(3, [(0, 0)], post=[(0, 2)])
+    moves = [
+        schedules.Transfer(chunk=0, source=0, target=1),
+        schedules.Transfer(chunk=0, source=1, target=2),
+    ]
+    program = lower(schedules.Schedule.from_transfers(moves, collective=collective))
     assert program.ranks[1].scratch_slots == 1
     check_program(program)
     require_right(program)
 
 
 def test_one_rank_copies_its_input():
-    program = lower(build_algorithm("ring", all_reduce(1)))
+    program = lower(build_algorithm("ring", schedules.all_reduce(1)))
     require_right(program)
     assert check_program(program).num_messages == 0
 
 
 def test_what_a_source_does_not_hold_is_refused():
-    moves = [Transfer(chunk=0, source=1, target=2)]
+    moves = [schedules.Transfer(chunk=0, source=1, target=2)]
     with pytest.raises(DataError, match="rank 1 does not hold"):
-        lower(Schedule.from_transfers(moves, collective=broadcast(3)))
+        lower(schedules.Schedule.from_transfers(moves, collective=schedules.broadcast(3)))
 
 
 @pytest.mark.parametrize("options", [{"channels": 0}, {"instances": True}, {"max_count": 1.5}])
 def test_options_must_be_positive_numbers(options):
     with pytest.raises(ConfigurationError, match="whole number from 1"):
-        lower(build_algorithm("ring", all_gather(2)), **options)
+        lower(build_algorithm("ring", schedules.all_gather(2)), **options)
 
 
 def test_all_to_all_does_not_run_in_place():
     with pytest.raises(ConfigurationError, match="cannot run in place"):
-        lower(build_algorithm("direct", all_to_all(2)), in_place=True)
+        lower(build_algorithm("direct", schedules.all_to_all(2)), in_place=True)
 
 
 def test_small_queues_are_found_to_deadlock():
     # Who passes on needs what it receives and room for it at once: with one place in each queue
     # of a ring all wait for the next one's.
-    program = lower(build_algorithm("ring", all_gather(3)))
+    program = lower(build_algorithm("ring", schedules.all_gather(3)))
     check_program(program, queue_slots=2)
     with pytest.raises(ProgramError, match="waits for room in the queue"):
         check_program(program, queue_slots=1)
@@ -197,7 +190,7 @@ def with_operations(program, rank, block, change):
     return replace(program, ranks=tuple(ranks))
 
 
-RING = lower(build_algorithm("ring", all_reduce(4)))
+RING = lower(build_algorithm("ring", schedules.all_reduce(4)))
 
 
 @pytest.mark.parametrize(
@@ -223,14 +216,14 @@ def test_mutations_are_found(change, message):
 
 
 def test_a_double_add_is_found():
-    moves = [Transfer(chunk=0, source=1, target=0, reduces=True)] * 2
-    collective = custom_collective(2, [(0, 0), (0, 1)], post=[(0, 0)], reducing=True)
+    moves = [schedules.Transfer(chunk=0, source=1, target=0, reduces=True)] * 2
+    collective = schedules.custom_collective(2, [(0, 0), (0, 1)], post=[(0, 0)], reducing=True)
     with pytest.raises(ProgramError, match="adds rank 1's share of chunk 0 twice"):
-        check_program(lower(Schedule.from_transfers(moves, collective=collective)))
+        check_program(lower(schedules.Schedule.from_transfers(moves, collective=collective)))
 
 
 def test_a_missing_wait_is_a_race():
-    program = lower(build_algorithm("recursive_doubling", all_reduce(4)), in_place=True)
+    program = lower(build_algorithm("recursive_doubling", schedules.all_reduce(4)), in_place=True)
     check_program(program)
     bare = replace(
         program,
@@ -263,7 +256,9 @@ def test_two_blocks_on_one_queue_are_refused():
 
 
 def test_the_order_is_one_in_which_all_can_wait():
-    order = run_order(lower(build_algorithm("double_binary_tree", all_reduce(7)), instances=2))
+    order = run_order(
+        lower(build_algorithm("double_binary_tree", schedules.all_reduce(7)), instances=2)
+    )
     for place, step in enumerate(order):
         assert step.taken < place
         if step.operation.kind.receives:
@@ -272,7 +267,7 @@ def test_the_order_is_one_in_which_all_can_wait():
 
 
 def test_inputs_that_do_not_fit():
-    program = lower(build_algorithm("ring", all_gather(2)))
+    program = lower(build_algorithm("ring", schedules.all_gather(2)))
     with pytest.raises(ConfigurationError, match="1 inputs for 2 ranks"):
         interpret(program, [np.zeros(1)])
     with pytest.raises(ConfigurationError, match="rank 1 has 2 input chunks"):
@@ -282,7 +277,7 @@ def test_inputs_that_do_not_fit():
 
 
 def test_other_reductions():
-    program = lower(build_algorithm("ring", all_reduce(3)))
+    program = lower(build_algorithm("ring", schedules.all_reduce(3)))
     inputs = [np.array([4, 1, 7]), np.array([2, 5, 3]), np.array([9, 9, 1])]
     for name, function in (("max", np.maximum), ("min", np.minimum), ("product", np.multiply)):
         for out in interpret(program, inputs, reduction=name):
@@ -293,15 +288,15 @@ def test_other_reductions():
 @given(data=st.data(), ranks=st.integers(2, 5), chunks=st.integers(1, 3))
 def test_random_broadcast_forests(data, ranks, chunks):
     """Any order of transfers from holders to others is a schedule, and lowers to a program."""
-    collective = broadcast(ranks, chunks, root=data.draw(st.integers(0, ranks - 1)))
+    collective = schedules.broadcast(ranks, chunks, root=data.draw(st.integers(0, ranks - 1)))
     holders = {chunk: [collective.root] for chunk in range(chunks)}
     missing = [(c, r) for c in range(chunks) for r in range(ranks) if r != collective.root]
     moves = []
     for chunk, rank in data.draw(st.permutations(missing)):
         source = data.draw(st.sampled_from(holders[chunk]))
-        moves.append(Transfer(chunk=chunk, source=source, target=rank))
+        moves.append(schedules.Transfer(chunk=chunk, source=source, target=rank))
         holders[chunk].append(rank)
-    schedule = Schedule.from_transfers(moves, collective=collective)
+    schedule = schedules.Schedule.from_transfers(moves, collective=collective)
     program = lower(schedule, instances=data.draw(st.integers(1, 2)))
     check_program(program)
     require_right(program)
@@ -311,7 +306,7 @@ def test_random_broadcast_forests(data, ranks, chunks):
 
 
 def test_json_round_trip_and_damage():
-    program = lower(build("hierarchical", reduce_scatter(4)))
+    program = lower(build("hierarchical", schedules.reduce_scatter(4)))
     assert Program.from_json(program.to_json()) == program
     for text in ("", "[]", "{}", '{"format": "other"}', program.to_json()[:-9]):
         with pytest.raises(DataError):

@@ -19,31 +19,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fivefold.collectives import lowering, schedules
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
-from fivefold.collectives.lowering import (
-    Program,
-    ProgramError,
-    check_program,
-    from_msccl_xml,
-    interpret,
-    lower,
-    to_msccl_xml,
-    to_mscclpp_json,
-)
 from fivefold.collectives.lowering.program import (
     Buffer,
     Operation,
     OpKind,
     RankProgram,
     ThreadBlock,
-)
-from fivefold.collectives.schedules import (
-    Schedule,
-    Transfer,
-    all_gather,
-    all_reduce,
-    named_collective,
-    verify_schedule,
 )
 from fivefold.collectives.synthesis import synthesize
 from fivefold.network.topology import Link, Node, Topology
@@ -85,7 +68,9 @@ def random_schedule(collective, numbers, *, timed):
         lasts = pace.setdefault((source, target), numbers.choice([1.0, 1.0, 2.0, 3.5]))
         start += numbers.choice([0.0, 0.0, 1.0, 2.5])
         times = {"start_s": start, "end_s": start + lasts} if timed else {"step": step}
-        moves.append(Transfer(chunk=chunk, source=source, target=target, reduces=reduces, **times))
+        moves.append(
+            schedules.Transfer(chunk=chunk, source=source, target=target, reduces=reduces, **times)
+        )
         return start + lasts
 
     for chunk in range(collective.num_chunks):
@@ -107,7 +92,7 @@ def random_schedule(collective, numbers, *, timed):
             )
     if numbers.random() < 0.5:
         numbers.shuffle(moves)
-    return Schedule.from_transfers(moves, collective=collective)
+    return schedules.Schedule.from_transfers(moves, collective=collective)
 
 
 def random_network(count, numbers):
@@ -291,16 +276,16 @@ def require_right(schedule, numbers, **options):
     collective = schedule.collective
     if collective.name in IN_PLACE:
         options["in_place"] = numbers.random() < 0.5
-    program = lower(schedule, **options)
+    program = lowering.lower(schedule, **options)
     collective = program.collective
     for slots in (2, 3, 4):
-        check_program(program, queue_slots=slots)
-    text = to_msccl_xml(program, check_limits=False)
-    assert from_msccl_xml(text, collective=collective) == program
+        lowering.check_program(program, queue_slots=slots)
+    text = lowering.to_msccl_xml(program, check_limits=False)
+    assert lowering.from_msccl_xml(text, collective=collective) == program
     for seed, slots in enumerate((2, 3, 4, 2)):
         run_xml(text, collective, slots=slots, seed=seed)
     if collective.name in PLANS:
-        plan = to_mscclpp_json(program, check_limits=False)
+        plan = lowering.to_mscclpp_json(program, check_limits=False)
         for seed in range(3):
             run_plan(plan, collective, seed=seed)
 
@@ -315,9 +300,9 @@ def require_right(schedule, numbers, **options):
 def test_random_trees_become_right_programs(name, ranks, chunks, timed, seed):
     numbers = random.Random(seed)
     chunks = min(chunks, 2) if name == "all_to_all" else chunks
-    collective = named_collective(name, ranks, chunks=chunks)
+    collective = schedules.named_collective(name, ranks, chunks=chunks)
     schedule = random_schedule(collective, numbers, timed=timed)
-    verify_schedule(schedule)
+    schedules.verify_schedule(schedule)
     options = {
         "channels": numbers.choice([1, 1, 2]),
         "instances": numbers.choice([1, 1, 2]),
@@ -334,11 +319,11 @@ def require_found_is_right(name, method, ranks, chunks, seed):
         method = "library"
     elif name == "all_reduce":
         chunks *= ranks
-    collective = named_collective(name, ranks, chunks=chunks)
+    collective = schedules.named_collective(name, ranks, chunks=chunks)
     found = synthesize(
         collective, random_network(ranks, numbers), size_bytes=1e6, method=method, time_limit_s=1.0
     )
-    verify_schedule(found.schedule, check_times=found.schedule.has_times)
+    schedules.verify_schedule(found.schedule, check_times=found.schedule.has_times)
     require_right(found.schedule, numbers)
 
 
@@ -365,12 +350,12 @@ def test_messages_go_only_where_there_is_a_link(name):
     numbers = random.Random(3)
     network = random_network(5, numbers)
     joined = {(link.source, link.target) for link in network.links}
-    collective = named_collective(name, 5, chunks=10 if name == "all_reduce" else 2)
+    collective = schedules.named_collective(name, 5, chunks=10 if name == "all_reduce" else 2)
     for algorithm in available_algorithms(collective):
         if algorithm in ("in_network_tree", "hierarchical"):
             continue
         schedule = build_algorithm(algorithm, collective, network)
-        program = lower(schedule, channels=2)
+        program = lowering.lower(schedule, channels=2)
         pairs = {(f"g{rank}", f"g{block.send_peer}") for rank, _, block in program.blocks()}
         assert {pair for pair in pairs if pair[1] != "g-1"} <= joined
         require_right(schedule, numbers)
@@ -378,9 +363,9 @@ def test_messages_go_only_where_there_is_a_link(name):
 
 def test_other_runtimes_send_straight():
     network = random_network(5, random.Random(3))
-    schedule = build_algorithm("direct", named_collective("all_gather", 5), network)
-    assert check_program(lower(schedule, relay=False)).num_messages == 20
-    assert check_program(lower(schedule)).num_messages > 20
+    schedule = build_algorithm("direct", schedules.named_collective("all_gather", 5), network)
+    assert lowering.check_program(lowering.lower(schedule, relay=False)).num_messages == 20
+    assert lowering.check_program(lowering.lower(schedule)).num_messages > 20
 
 
 # -- what was wrong once -------------------------------------------------------------------------
@@ -389,31 +374,31 @@ def test_other_runtimes_send_straight():
 def test_partial_sums_that_arrive_together_are_added_in_one_order():
     # Both sums arrive at 3 s; the first that is listed was sent last.
     moves = [
-        Transfer(chunk=0, source=1, target=0, reduces=True, start_s=2.0, end_s=3.0),
-        Transfer(chunk=0, source=2, target=0, reduces=True, start_s=0.0, end_s=3.0),
-        Transfer(chunk=0, source=0, target=1, start_s=3.0, end_s=4.0),
-        Transfer(chunk=0, source=0, target=2, start_s=3.0, end_s=5.0),
+        schedules.Transfer(chunk=0, source=1, target=0, reduces=True, start_s=2.0, end_s=3.0),
+        schedules.Transfer(chunk=0, source=2, target=0, reduces=True, start_s=0.0, end_s=3.0),
+        schedules.Transfer(chunk=0, source=0, target=1, start_s=3.0, end_s=4.0),
+        schedules.Transfer(chunk=0, source=0, target=2, start_s=3.0, end_s=5.0),
     ]
-    schedule = Schedule.from_transfers(moves, collective=all_reduce(3, 1))
-    verify_schedule(schedule)
+    schedule = schedules.Schedule.from_transfers(moves, collective=schedules.all_reduce(3, 1))
+    schedules.verify_schedule(schedule)
     require_right(schedule, random.Random(0))
 
 
 def test_pieces_keep_the_order_that_the_times_gave():
     # Listed backwards: only the times say that the sum comes before the copy.
     moves = [
-        Transfer(chunk=0, source=0, target=1, start_s=1.0, end_s=2.0),
-        Transfer(chunk=0, source=1, target=0, reduces=True, start_s=0.0, end_s=1.0),
+        schedules.Transfer(chunk=0, source=0, target=1, start_s=1.0, end_s=2.0),
+        schedules.Transfer(chunk=0, source=1, target=0, reduces=True, start_s=0.0, end_s=1.0),
     ]
-    schedule = Schedule.from_transfers(moves, collective=all_reduce(2, 1))
-    verify_schedule(schedule.replicated(3))
+    schedule = schedules.Schedule.from_transfers(moves, collective=schedules.all_reduce(2, 1))
+    schedules.verify_schedule(schedule.replicated(3))
     require_right(schedule, random.Random(0), instances=3)
 
 
 def test_a_sum_is_formed_in_the_order_of_its_schedule():
     # Rank 2's two chunks lie side by side and go in one step, but chunk 1 of rank 1 comes between.
     moves = [
-        Transfer(chunk=chunk, source=source, target=0, reduces=True, step=step)
+        schedules.Transfer(chunk=chunk, source=source, target=0, reduces=True, step=step)
         for step, chunk, source in [
             (0, 0, 3),
             (0, 1, 3),
@@ -423,49 +408,53 @@ def test_a_sum_is_formed_in_the_order_of_its_schedule():
             (1, 0, 1),
         ]
     ]
-    collective = named_collective("reduce", 4, chunks=2)
-    program = lower(Schedule.from_transfers(moves, collective=collective))
+    collective = schedules.named_collective("reduce", 4, chunks=2)
+    program = lowering.lower(schedules.Schedule.from_transfers(moves, collective=collective))
     # 1 is lost where it is added to 2^60 before that is taken off again.
     inputs = [np.array(pair) for pair in ([0.0, 0.0], [1.0, -(2.0**60)], [-(2.0**60), 1.0])]
-    outputs = interpret(program, [*inputs, np.array([2.0**60, 2.0**60])])
+    outputs = lowering.interpret(program, [*inputs, np.array([2.0**60, 2.0**60])])
     assert outputs[0].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "recursive_halving_doubling"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_long_all_reduces_fit_into_small_queues(algorithm, in_place):
-    program = lower(build_algorithm(algorithm, all_reduce(4, 64)), in_place=in_place)
-    text = to_msccl_xml(program)
+    program = lowering.lower(
+        build_algorithm(algorithm, schedules.all_reduce(4, 64)), in_place=in_place
+    )
+    text = lowering.to_msccl_xml(program)
     for slots in (2, 3, 4, 16):
-        check_program(program, queue_slots=slots)
+        lowering.check_program(program, queue_slots=slots)
         run_xml(text, program.collective, slots=slots, seed=slots)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_library_algorithm_fits_into_small_queues(name):
-    for algorithm in available_algorithms(named_collective(name, 4, chunks=8)):
+    for algorithm in available_algorithms(schedules.named_collective(name, 4, chunks=8)):
         if algorithm not in ("in_network_tree", "hierarchical"):
-            schedule = build_algorithm(algorithm, named_collective(name, 4, chunks=8))
-            text = to_msccl_xml(lower(schedule))
+            schedule = build_algorithm(algorithm, schedules.named_collective(name, 4, chunks=8))
+            text = lowering.to_msccl_xml(lowering.lower(schedule))
             run_xml(text, schedule.collective, slots=2, seed=1)
 
 
 def test_files_that_would_deadlock_are_not_written():
-    program = lower(build_algorithm("ring", all_reduce(4, 64)), queue_slots=None)
-    check_program(program)
-    with pytest.raises(ProgramError, match="each queue holds 2 chunks; lower its schedule with"):
-        to_msccl_xml(program)
+    program = lowering.lower(build_algorithm("ring", schedules.all_reduce(4, 64)), queue_slots=None)
+    lowering.check_program(program)
+    with pytest.raises(
+        lowering.ProgramError, match="each queue holds 2 chunks; lower its schedule with"
+    ):
+        lowering.to_msccl_xml(program)
 
 
 def test_wrong_programs_are_not_written():
-    program = lower(build_algorithm("ring", all_gather(3)))
+    program = lowering.lower(build_algorithm("ring", schedules.all_gather(3)))
     blocks = program.ranks[1].blocks
     swapped = replace(blocks[0].operations[0], source=Buffer.OUTPUT, source_offset=2)
     block = replace(blocks[0], operations=(swapped, *blocks[0].operations[1:]))
     ranks = (program.ranks[0], replace(program.ranks[1], blocks=(block,)), program.ranks[2])
     wrong = replace(program, ranks=ranks)
-    for write in (to_msccl_xml, to_mscclpp_json):
-        with pytest.raises(ProgramError, match="where nothing is yet"):
+    for write in (lowering.to_msccl_xml, lowering.to_mscclpp_json):
+        with pytest.raises(lowering.ProgramError, match="where nothing is yet"):
             write(wrong)
 
 
@@ -489,21 +478,23 @@ def test_plans_wait_for_the_right_step_of_another_block():
         ),
         RankProgram((ThreadBlock(tuple(last), -1, 1),), 0, 2),
     )
-    program = Program(named_collective("broadcast", 3, chunks=2), ranks)
-    check_program(program)
-    text = to_mscclpp_json(program)
+    program = lowering.Program(schedules.named_collective("broadcast", 3, chunks=2), ranks)
+    lowering.check_program(program)
+    text = lowering.to_mscclpp_json(program)
     for seed in range(20):
         run_plan(text, program.collective, seed=seed)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_plans_whose_blocks_have_channels_both_ways_to_one_peer(channels):
-    schedule = build_algorithm("binary_tree", named_collective("all_reduce", 2))
-    program = lower(schedule, channels=channels, max_count=1)
+    schedule = build_algorithm("binary_tree", schedules.named_collective("all_reduce", 2))
+    program = lowering.lower(schedule, channels=channels, max_count=1)
     for seed in range(5):
-        run_plan(to_mscclpp_json(program), program.collective, seed=seed)
+        run_plan(lowering.to_mscclpp_json(program), program.collective, seed=seed)
 
 
 def test_a_plan_says_its_root():
-    program = lower(build_algorithm("ring", named_collective("broadcast", 3, root=1)))
-    assert json.loads(to_mscclpp_json(program))["root"] == 1
+    program = lowering.lower(
+        build_algorithm("ring", schedules.named_collective("broadcast", 3, root=1))
+    )
+    assert json.loads(lowering.to_mscclpp_json(program))["root"] == 1

@@ -9,18 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.collectives.schedules import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    all_to_allv,
-    broadcast,
-    custom_collective,
-    lower_bound,
-    named_collective,
-    reduce,
-    throughput_optimum,
-)
+from fivefold.collectives import schedules
 from fivefold.collectives.schedules.bounds import (
     bandwidth_bound,
     discrete_ingress_bound,
@@ -28,43 +17,32 @@ from fivefold.collectives.schedules.bounds import (
 )
 from fivefold.collectives.schedules.constructors import COLLECTIVES
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.topology import (
-    Link,
-    Node,
-    SwitchAbility,
-    Topology,
-    fully_connected,
-    hypercube,
-    line,
-    mesh,
-    named_topology,
-    ring,
-    switch,
-    torus,
-)
+from fivefold.network import topology
 
 
 def test_an_all_reduce_over_a_copying_switch_is_not_bound_by_what_leaves_the_ranks():
     # Ranks send 1 GB/s and receive 3. By turns each sends three quarters of its buffer to be summed
     # elsewhere, then its own sum once, which the switch copies to all: one buffer each, 1 s.
-    ranks = [Node(f"g{rank}", "gpu") for rank in range(4)]
-    up = [Link(node.name, "s", bandwidth_bytes_per_s=1e9) for node in ranks]
-    down = [Link("s", node.name, bandwidth_bytes_per_s=3e9) for node in ranks]
-    ability = SwitchAbility("s", multicast=True)
-    network = Topology("copying", [*ranks, Node("s", "switch")], up + down, switches=[ability])
-    assert lower_bound(all_reduce(4), network, 1e9).seconds <= 1.0 + 1e-9
-    plain = Topology("plain", network.nodes, network.links)
-    assert lower_bound(all_reduce(4), plain, 1e9).seconds == pytest.approx(1.5)
+    ranks = [topology.Node(f"g{rank}", "gpu") for rank in range(4)]
+    up = [topology.Link(node.name, "s", bandwidth_bytes_per_s=1e9) for node in ranks]
+    down = [topology.Link("s", node.name, bandwidth_bytes_per_s=3e9) for node in ranks]
+    ability = topology.SwitchAbility("s", multicast=True)
+    network = topology.Topology(
+        "copying", [*ranks, topology.Node("s", "switch")], up + down, switches=[ability]
+    )
+    assert schedules.lower_bound(schedules.all_reduce(4), network, 1e9).seconds <= 1.0 + 1e-9
+    plain = topology.Topology("plain", network.nodes, network.links)
+    assert schedules.lower_bound(schedules.all_reduce(4), plain, 1e9).seconds == pytest.approx(1.5)
 
 
 def graph(edges, num_ranks, num_switches=0):
     names = [*(f"r{i}" for i in range(num_ranks)), *(f"s{i}" for i in range(num_switches))]
-    nodes = [Node(name, "gpu" if name[0] == "r" else "switch") for name in names]
+    nodes = [topology.Node(name, "gpu" if name[0] == "r" else "switch") for name in names]
     links = [
-        Link(names[a], names[b], bandwidth_bytes_per_s=float(width), latency_s=delay)
+        topology.Link(names[a], names[b], bandwidth_bytes_per_s=float(width), latency_s=delay)
         for a, b, width, delay in edges
     ]
-    return Topology("graph", nodes, links)
+    return topology.Topology("graph", nodes, links)
 
 
 @st.composite
@@ -108,7 +86,7 @@ def test_the_optimum_is_the_worst_of_all_cuts(network, data):
     ranks = range(n)
     weights = data.draw(st.lists(st.integers(0, 5), min_size=n, max_size=n))
     starts = dict(enumerate(weights))
-    optimum = throughput_optimum(network, weights)
+    optimum = schedules.throughput_optimum(network, weights)
     assert optimum.inverse_rate == slow_optimum(network, starts, ranks)
     assert optimum.exact
     if optimum.cut:
@@ -116,17 +94,17 @@ def test_the_optimum_is_the_worst_of_all_cuts(network, data):
         weight = sum(w for rank, w in starts.items() if inside[network.rank_nodes[rank]])
         assert Fraction(weight, capacity_out(network, inside)) == optimum.inverse_rate
     root = data.draw(st.integers(0, n - 1))
-    spread = throughput_optimum(network, collective="broadcast", root=root)
+    spread = schedules.throughput_optimum(network, collective="broadcast", root=root)
     assert spread.inverse_rate == slow_optimum(network, {root: 1}, ranks)
-    collected = throughput_optimum(network, collective="reduce", root=root)
+    collected = schedules.throughput_optimum(network, collective="reduce", root=root)
     assert collected.inverse_rate == slow_optimum(network.reversed(), {root: 1}, ranks)
-    summed = throughput_optimum(network, weights, collective="reduce_scatter")
+    summed = schedules.throughput_optimum(network, weights, collective="reduce_scatter")
     assert summed.inverse_rate == slow_optimum(network.reversed(), starts, ranks)
     others = {rank: weight for rank, weight in starts.items() if rank != root}
-    gathered = throughput_optimum(network, weights, collective="gather", root=root)
+    gathered = schedules.throughput_optimum(network, weights, collective="gather", root=root)
     expected = slow_optimum(network, others, [root])
     assert gathered.inverse_rate == expected
-    scattered = throughput_optimum(network, weights, collective="scatter", root=root)
+    scattered = schedules.throughput_optimum(network, weights, collective="scatter", root=root)
     assert scattered.inverse_rate == slow_optimum(network.reversed(), others, [root])
 
 
@@ -150,7 +128,7 @@ def slow_cut_bound(collective, network, size):
 @given(network=graphs(), name=st.sampled_from(COLLECTIVES), data=st.data())
 def test_the_bandwidth_bound_never_exceeds_a_true_cut(network, name, data):
     root = data.draw(st.integers(0, network.num_ranks - 1))
-    collective = named_collective(name, network.num_ranks, chunks=2, root=root)
+    collective = schedules.named_collective(name, network.num_ranks, chunks=2, root=root)
     scale = data.draw(st.sampled_from([1, 2.5, 1 / 3]))  # capacities need not be whole numbers
     quick = network.with_links([_without_latency(link, scale) for link in network.links])
     best = slow_cut_bound(collective, quick, 60.0)
@@ -201,7 +179,7 @@ def worst_cut_with_latency(collective, network, size):
 @given(network=wide_graphs(), name=st.sampled_from(COLLECTIVES), data=st.data())
 def test_max_flows_find_the_worst_cut_with_its_latency(network, name, data):
     root = data.draw(st.integers(0, network.num_ranks - 1))
-    collective = named_collective(name, network.num_ranks, root=root)
+    collective = schedules.named_collective(name, network.num_ranks, root=root)
     worst = worst_cut_with_latency(collective, network, 60.0)
     for exact in (False, True):
         bound = bandwidth_bound(collective, network, 60.0, exact=exact)
@@ -216,15 +194,20 @@ def test_max_flows_find_the_worst_cut_with_its_latency(network, name, data):
 def test_a_far_switch_that_nothing_must_reach_costs_nothing(name):
     """Nine shares of 60 bytes, added and taken away again, leave 7e-15 bytes over."""
     ranks, switches = ([f"{kind}{i}" for i in range(n)] for kind, n in (("r", 9), ("s", 4)))
-    nodes = [Node(one, "gpu") for one in ranks] + [Node(one, "switch") for one in switches]
+    nodes = [topology.Node(one, "gpu") for one in ranks] + [
+        topology.Node(one, "switch") for one in switches
+    ]
     pairs = [(ranks[i], ranks[(i + 1) % 9], 0.0) for i in range(9)]
     pairs += [(a, b, 1e3) for a, b in itertools.pairwise([ranks[0], *switches])]
     links = [
-        Link(*ends, bandwidth_bytes_per_s=1.0, latency_s=latency)
+        topology.Link(*ends, bandwidth_bytes_per_s=1.0, latency_s=latency)
         for a, b, latency in pairs for ends in ((a, b), (b, a))
     ]  # fmt: skip
     found = bandwidth_bound(
-        named_collective(name, 9), Topology("far", nodes, links), 60.0, exact=False
+        schedules.named_collective(name, 9),
+        topology.Topology("far", nodes, links),
+        60.0,
+        exact=False,
     )
     assert found.seconds < 100
 
@@ -236,11 +219,13 @@ def test_bounds_do_not_depend_on_names_and_order(network, name, data):
     root = data.draw(st.integers(0, network.num_ranks - 1))
     nodes = data.draw(st.permutations(network.nodes))
     links = data.draw(st.permutations(network.links))
-    other = Topology("shuffled", nodes, links)
+    other = topology.Topology("shuffled", nodes, links)
     moved_root = other.ranks.index(network.ranks[root])
     for exact in (None, False):
         before, after = (
-            bandwidth_bound(named_collective(name, of.num_ranks, root=at), of, 60.0, exact=exact)
+            bandwidth_bound(
+                schedules.named_collective(name, of.num_ranks, root=at), of, 60.0, exact=exact
+            )
             for of, at in ((network, root), (other, moved_root))
         )
         assert after.seconds == pytest.approx(before.seconds, rel=1e-9)
@@ -249,13 +234,13 @@ def test_bounds_do_not_depend_on_names_and_order(network, name, data):
 
 def _without_latency(link, scale):
     bandwidth = link.bandwidth_bytes_per_s * scale
-    return Link(link.source, link.target, bandwidth_bytes_per_s=bandwidth)
+    return topology.Link(link.source, link.target, bandwidth_bytes_per_s=bandwidth)
 
 
 @given(network=graphs(), name=st.sampled_from(COLLECTIVES), data=st.data())
 def test_the_latency_bound_is_the_farthest_pair(network, name, data):
     n = network.num_ranks
-    collective = named_collective(name, n, root=data.draw(st.integers(0, n - 1)))
+    collective = schedules.named_collective(name, n, root=data.draw(st.integers(0, n - 1)))
     away = np.full((network.num_nodes, network.num_nodes), np.inf)
     np.fill_diagonal(away, 0.0)
     for link in range(network.num_links):
@@ -299,80 +284,82 @@ def test_throughput_optima_of_machines_are_the_published_fractions(
     machine, inverse_rate, bandwidth
 ):
     name, boxes = machine.split(":")
-    network = named_topology(name, boxes=int(boxes))
-    optimum = throughput_optimum(network)
+    network = topology.named_topology(name, boxes=int(boxes))
+    optimum = schedules.throughput_optimum(network)
     assert optimum.inverse_rate * GB == inverse_rate
     assert optimum.algorithm_bandwidth_bytes_per_s == bandwidth * GB
-    summed = throughput_optimum(network, collective="reduce_scatter")
+    summed = schedules.throughput_optimum(network, collective="reduce_scatter")
     if name != "dgx2" or boxes == "1":  # all others look the same backwards
         assert summed.inverse_rate == optimum.inverse_rate
 
 
 def test_the_optimum_of_dgx1_is_seven_sixths_of_a_link_time():
-    optimum = throughput_optimum(named_topology("dgx1"))
+    optimum = schedules.throughput_optimum(topology.named_topology("dgx1"))
     assert optimum.inverse_rate * 25 * GB == Fraction(7, 6)
 
 
 @pytest.mark.parametrize("dims", [(4, 4), (8, 8), (16, 16), (4, 4, 4), (3, 3, 3), (3, 4, 5)])
 def test_a_torus_is_limited_by_what_enters_a_node(dims):
     n = int(np.prod(dims))
-    optimum = throughput_optimum(torus(dims, bandwidth="1 GB/s"))
+    optimum = schedules.throughput_optimum(topology.torus(dims, bandwidth="1 GB/s"))
     assert optimum.inverse_rate * GB == Fraction(n - 1, 2 * len(dims))
     assert optimum.algorithm_bandwidth_bytes_per_s == Fraction(n, n - 1) * 2 * len(dims) * GB
 
 
 @pytest.mark.parametrize("dims", [(4, 4), (5, 5), (8, 8), (10, 10), (7, 12), (3, 3, 3), (4, 2, 3)])
 def test_a_mesh_is_limited_by_its_corner(dims):
-    optimum = throughput_optimum(mesh(dims, bandwidth="1 GB/s"))
+    optimum = schedules.throughput_optimum(topology.mesh(dims, bandwidth="1 GB/s"))
     assert optimum.inverse_rate * GB == Fraction(int(np.prod(dims)) - 1, len(dims))
 
 
 def test_large_regular_networks_have_their_optimum_in_seconds():
-    assert throughput_optimum(torus((32, 32), bandwidth="1 GB/s")).inverse_rate * GB == Fraction(
-        1023, 4
-    )
-    cube = throughput_optimum(hypercube(10, bandwidth="1 GB/s"))
+    assert schedules.throughput_optimum(
+        topology.torus((32, 32), bandwidth="1 GB/s")
+    ).inverse_rate * GB == Fraction(1023, 4)
+    cube = schedules.throughput_optimum(topology.hypercube(10, bandwidth="1 GB/s"))
     assert cube.inverse_rate * GB == Fraction(1023, 10)
 
 
 # Time of an all-to-all of one unit chunk for each ordered pair: the reference's table.
 EXCHANGES = [
-    (named_topology("dgx1"), 25e9, 8 / 3),
-    (ring(8, bandwidth=1.0), 1.0, 8.0),
-    (torus((4, 4), bandwidth=1.0), 1.0, 8.0),
-    (torus((8, 8), bandwidth=1.0), 1.0, 64.0),
-    (hypercube(6, bandwidth=1.0), 1.0, 32.0),
-    (mesh((4, 4), bandwidth=1.0), 1.0, 16.0),
-    (mesh((8, 8), bandwidth=1.0), 1.0, 128.0),
-    (named_topology("dgx_a100", boxes=2), 1e9, 0.32),
+    (topology.named_topology("dgx1"), 25e9, 8 / 3),
+    (topology.ring(8, bandwidth=1.0), 1.0, 8.0),
+    (topology.torus((4, 4), bandwidth=1.0), 1.0, 8.0),
+    (topology.torus((8, 8), bandwidth=1.0), 1.0, 64.0),
+    (topology.hypercube(6, bandwidth=1.0), 1.0, 32.0),
+    (topology.mesh((4, 4), bandwidth=1.0), 1.0, 16.0),
+    (topology.mesh((8, 8), bandwidth=1.0), 1.0, 128.0),
+    (topology.named_topology("dgx_a100", boxes=2), 1e9, 0.32),
 ]
 
 
 @pytest.mark.parametrize(("network", "chunk", "seconds"), EXCHANGES)
 def test_all_to_all_cuts_reach_the_concurrent_flow_optimum(network, chunk, seconds):
     n = network.num_ranks
-    assert bandwidth_bound(all_to_all(n), network, n * chunk).seconds == pytest.approx(seconds)
+    assert bandwidth_bound(schedules.all_to_all(n), network, n * chunk).seconds == pytest.approx(
+        seconds
+    )
 
 
 GIB, US, MIB = 2**30, 1e-6, 2**20
 
 # TACOS' own regression values (v. its repository), each the discrete ingress bound.
 TACOS = [
-    (mesh((3, 3, 3), bandwidth=50.0 * GIB, latency=0.5 * US), 1024, 1, 6671.17),
-    (mesh((3, 4, 5), bandwidth=50.0 * GIB, latency=0.5 * US), 2048, 2, 13353.33),
-    (mesh((4, 2, 3), bandwidth=50.0 * GIB, latency=0.5 * US), 3072, 3, 19178.17),
-    (mesh((5, 5), bandwidth=50.0 * GIB, latency=0.5 * US), 1024, 1, 9606.0),
-    (mesh((10, 10), bandwidth=100.0 * GIB, latency=US), 1024, 2, 5049.0),
-    (mesh((5, 5), bandwidth=[50.0 * GIB, 75.0 * GIB], latency=0.5 * US), 1024, 1, 8005.0),
-    (mesh((8, 5), bandwidth=[80.0 * GIB, 35.0 * GIB], latency=US), 1024, 2, 8595.43),
-    (torus((3, 3, 3), bandwidth=50.0 * GIB, latency=0.5 * US), 1024, 1, 3706.20),
-    (torus((4, 2, 3), bandwidth=50.0 * GIB, latency=0.5 * US), 3072, 3, 11673.67),
+    (topology.mesh((3, 3, 3), bandwidth=50.0 * GIB, latency=0.5 * US), 1024, 1, 6671.17),
+    (topology.mesh((3, 4, 5), bandwidth=50.0 * GIB, latency=0.5 * US), 2048, 2, 13353.33),
+    (topology.mesh((4, 2, 3), bandwidth=50.0 * GIB, latency=0.5 * US), 3072, 3, 19178.17),
+    (topology.mesh((5, 5), bandwidth=50.0 * GIB, latency=0.5 * US), 1024, 1, 9606.0),
+    (topology.mesh((10, 10), bandwidth=100.0 * GIB, latency=US), 1024, 2, 5049.0),
+    (topology.mesh((5, 5), bandwidth=[50.0 * GIB, 75.0 * GIB], latency=0.5 * US), 1024, 1, 8005.0),
+    (topology.mesh((8, 5), bandwidth=[80.0 * GIB, 35.0 * GIB], latency=US), 1024, 2, 8595.43),
+    (topology.torus((3, 3, 3), bandwidth=50.0 * GIB, latency=0.5 * US), 1024, 1, 3706.20),
+    (topology.torus((4, 2, 3), bandwidth=50.0 * GIB, latency=0.5 * US), 3072, 3, 11673.67),
 ]
 
 
 @pytest.mark.parametrize(("network", "mib", "chunks", "time_us"), TACOS)
 def test_whole_chunks_give_the_values_of_tacos(network, mib, chunks, time_us):
-    collective = all_gather(network.num_ranks, chunks)
+    collective = schedules.all_gather(network.num_ranks, chunks)
     bound = discrete_ingress_bound(collective, network, mib * MIB)
     assert bound.seconds / US == pytest.approx(time_us, rel=2e-5)
     assert bound.kind == "chunks"
@@ -380,90 +367,104 @@ def test_whole_chunks_give_the_values_of_tacos(network, mib, chunks, time_us):
 
 def test_an_all_reduce_needs_twice_the_messages():
     n, size = 8, 8e9
-    one = switch(n, bandwidth="1 GB/s")
-    assert lower_bound(all_reduce(n), one, size).seconds == pytest.approx(2 * (n - 1) / n * 8)
-    assert lower_bound(all_reduce(n), one, size).kind == "messages"
-    boxes = named_topology("dgx_a100", boxes=4)
-    bound = lower_bound(all_reduce(32), boxes, 1e9)
-    assert bound.seconds == pytest.approx(2 * 3 / 4 * 1e9 / 200e9)  # 4 boxes of 8 x 25 GB/s
-    copying = Topology(
-        "copying", one.nodes, one.links, switches=[SwitchAbility("switch0", multicast=True)]
+    one = topology.switch(n, bandwidth="1 GB/s")
+    assert schedules.lower_bound(schedules.all_reduce(n), one, size).seconds == pytest.approx(
+        2 * (n - 1) / n * 8
     )
-    assert lower_bound(all_reduce(n), copying, size).seconds == pytest.approx(14.0)
+    assert schedules.lower_bound(schedules.all_reduce(n), one, size).kind == "messages"
+    boxes = topology.named_topology("dgx_a100", boxes=4)
+    bound = schedules.lower_bound(schedules.all_reduce(32), boxes, 1e9)
+    assert bound.seconds == pytest.approx(2 * 3 / 4 * 1e9 / 200e9)  # 4 boxes of 8 x 25 GB/s
+    copying = topology.Topology(
+        "copying",
+        one.nodes,
+        one.links,
+        switches=[topology.SwitchAbility("switch0", multicast=True)],
+    )
+    assert schedules.lower_bound(schedules.all_reduce(n), copying, size).seconds == pytest.approx(
+        14.0
+    )
 
 
 def test_bounds_say_why():
-    bound = lower_bound(all_gather(4), ring(4, bandwidth="1 GB/s", latency="1 us"), 4e9)
+    bound = schedules.lower_bound(
+        schedules.all_gather(4), topology.ring(4, bandwidth="1 GB/s", latency="1 us"), 4e9
+    )
     assert bound.reason == "3 GB must go into gpu0 at 2 GB/s"
     assert bound.optimal_cut
     assert bound.seconds == pytest.approx(1.5 + 1e-6)  # the last byte pays its latency as well
-    far = lower_bound(all_gather(4), ring(4, bandwidth="1 GB/s", latency="1 s"), 4.0)
+    far = schedules.lower_bound(
+        schedules.all_gather(4), topology.ring(4, bandwidth="1 GB/s", latency="1 s"), 4.0
+    )
     assert far.kind == "latency"
     assert far.seconds == 2.0
 
 
 def test_uneven_and_custom_collectives_are_bounded_too():
-    network = line(3, bandwidth=1.0, latency=0.0)
+    network = topology.line(3, bandwidth=1.0, latency=0.0)
     sizes = [[0, 0, 6], [0, 0, 0], [2, 0, 0]]
-    bound = bandwidth_bound(all_to_allv(sizes), network, 6.0)
+    bound = bandwidth_bound(schedules.all_to_allv(sizes), network, 6.0)
     assert bound.seconds == pytest.approx(6.0)
-    either = custom_collective(3, [(0, 0), (0, 2)], post=[(0, 1)])
+    either = schedules.custom_collective(3, [(0, 0), (0, 2)], post=[(0, 1)])
     assert bandwidth_bound(either, network, 4.0).seconds == pytest.approx(2.0)  # from both sides
-    assert latency_bound(either, line(3, latency="1 s")).seconds == 1.0
-    far = custom_collective(4, [(0, 0), (0, 1)], post=[(0, 3), (0, 1)])
-    bound = latency_bound(far, line(4, latency="1 s"))
+    assert latency_bound(either, topology.line(3, latency="1 s")).seconds == 1.0
+    far = schedules.custom_collective(4, [(0, 0), (0, 1)], post=[(0, 3), (0, 1)])
+    bound = latency_bound(far, topology.line(4, latency="1 s"))
     assert (bound.seconds, bound.certificate) == (2.0, (1, 3))
 
 
 def test_odd_capacities_are_close_and_say_so():
-    optimum = throughput_optimum(ring(4, bandwidth=1e9 / 3))
+    optimum = schedules.throughput_optimum(topology.ring(4, bandwidth=1e9 / 3))
     assert optimum.exact  # one rate is its own unit
     assert float(optimum.inverse_rate) == pytest.approx(4.5e-9, rel=1e-12)
-    optimum = throughput_optimum(mesh((2, 2), bandwidth=[1e9 / 3, 1e9 / 7]))
+    optimum = schedules.throughput_optimum(topology.mesh((2, 2), bandwidth=[1e9 / 3, 1e9 / 7]))
     assert not optimum.exact
     assert float(optimum.inverse_rate) == pytest.approx(7e-9, rel=1e-8)
 
 
 def test_large_weights_scale_and_too_fine_ones_are_refused():
-    network = named_topology("dgx_a100", boxes=2)
-    large = throughput_optimum(network, [10**12] * 16)
-    assert large.inverse_rate == 10**12 * throughput_optimum(network).inverse_rate
+    network = topology.named_topology("dgx_a100", boxes=2)
+    large = schedules.throughput_optimum(network, [10**12] * 16)
+    assert large.inverse_rate == 10**12 * schedules.throughput_optimum(network).inverse_rate
     assert large.algorithm_bandwidth_bytes_per_s == Fraction(1040, 3) * GB
-    uneven = mesh((2, 2), bandwidth=[1e9 / 3, 1e9 / 7])
+    uneven = topology.mesh((2, 2), bandwidth=[1e9 / 3, 1e9 / 7])
     with pytest.raises(ConfigurationError, match="too fine"):
-        throughput_optimum(uneven, [10**12 + 39, 10**12 + 61, 10**12 + 63, 10**12])
+        schedules.throughput_optimum(uneven, [10**12 + 39, 10**12 + 61, 10**12 + 63, 10**12])
 
 
 def test_nothing_to_move_needs_no_time():
-    alone = Topology("alone", [Node("a", "gpu")], [])
+    alone = topology.Topology("alone", [topology.Node("a", "gpu")], [])
     for name in COLLECTIVES:
-        bound = lower_bound(named_collective(name, 1), alone, 1e9)
+        bound = schedules.lower_bound(schedules.named_collective(name, 1), alone, 1e9)
         assert (bound.seconds, bound.kind) == (0.0, "none")
-    assert throughput_optimum(alone).inverse_rate == 0
-    assert throughput_optimum(alone).algorithm_bandwidth_bytes_per_s == float("inf")
-    assert lower_bound(all_gather(3), ring(3, latency=0.0), 0).seconds == 0.0
+    assert schedules.throughput_optimum(alone).inverse_rate == 0
+    assert schedules.throughput_optimum(alone).algorithm_bandwidth_bytes_per_s == float("inf")
+    assert (
+        schedules.lower_bound(schedules.all_gather(3), topology.ring(3, latency=0.0), 0).seconds
+        == 0.0
+    )
 
 
 def test_what_has_no_bound_is_refused():
     apart = graph([(0, 1, 1, 0.0)], 2)
-    for make in (latency_bound, lambda c, t: lower_bound(c, t, 1.0)):
+    for make in (latency_bound, lambda c, t: schedules.lower_bound(c, t, 1.0)):
         with pytest.raises(InfeasibleError, match="disconnected"):
-            make(all_gather(2), apart)
+            make(schedules.all_gather(2), apart)
     with pytest.raises(InfeasibleError, match="disconnected"):
-        throughput_optimum(apart)
+        schedules.throughput_optimum(apart)
     with pytest.raises(ConfigurationError, match="3 ranks, the topology 4"):
-        lower_bound(all_gather(3), ring(4), 1.0)
+        schedules.lower_bound(schedules.all_gather(3), topology.ring(4), 1.0)
     with pytest.raises(ConfigurationError, match="no throughput optimum"):
-        throughput_optimum(ring(4), collective="all_to_all")
+        schedules.throughput_optimum(topology.ring(4), collective="all_to_all")
     for weights in ([1, 2], [1, -1, 1, 1], [0.5, 1, 1, 1]):
         with pytest.raises(ConfigurationError, match="4 integers"):
-            throughput_optimum(ring(4), weights)
+            schedules.throughput_optimum(topology.ring(4), weights)
 
 
 def test_rooted_bounds_follow_the_direction_of_the_links():
-    fast_out = fully_connected(3, bandwidth=1.0)
+    fast_out = topology.fully_connected(3, bandwidth=1.0)
     slow_in = [
-        Link(
+        topology.Link(
             link.source,
             link.target,
             bandwidth_bytes_per_s=0.25 if link.target == "gpu0" else 1.0,
@@ -471,16 +472,16 @@ def test_rooted_bounds_follow_the_direction_of_the_links():
         for link in fast_out.links
     ]
     network = fast_out.with_links(slow_in)
-    assert bandwidth_bound(broadcast(3), network, 4.0).seconds == pytest.approx(2.0)
-    assert bandwidth_bound(reduce(3), network, 4.0).seconds == pytest.approx(8.0)
+    assert bandwidth_bound(schedules.broadcast(3), network, 4.0).seconds == pytest.approx(2.0)
+    assert bandwidth_bound(schedules.reduce(3), network, 4.0).seconds == pytest.approx(8.0)
 
 
 def test_a_bound_counts_bytes_of_the_link_as_it_is():
     """The cut is found on a grid of capacities; what must cross it is not rounded with them."""
-    network = ring(3, bandwidth=2.0**31)
+    network = topology.ring(3, bandwidth=2.0**31)
     links = [
         replace(link, bandwidth_bytes_per_s=1.7) if link.target == "gpu0" else link
         for link in network.links
     ]
-    bound = lower_bound(all_gather(3), network.with_links(links), 3.0)
+    bound = schedules.lower_bound(schedules.all_gather(3), network.with_links(links), 3.0)
     assert bound.seconds == pytest.approx(2 / 3.4)

@@ -9,21 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fivefold.collectives.schedules import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    all_to_allv,
-    broadcast,
-    custom_collective,
-    evaluate,
-    gather,
-    lower_bound,
-    reduce,
-    reduce_scatter,
-    scatter,
-    verify_schedule,
-)
+from fivefold.collectives import schedules
 from fivefold.collectives.synthesis import Sketch, SwitchSketch, published_sketch, taccl
 from fivefold.collectives.synthesis._sketched import sketched
 from fivefold.collectives.synthesis._taccl_order import (
@@ -55,10 +41,10 @@ from fivefold.network.topology import (
 # Section 8.7: final times of TACCL in its own model, in the units of its profile files; sketch,
 # profile, boxes, connections, collective.
 TACCL_FINALS = [
-    ("sk1-ndv2-n1", "ndv2_1MB", 1, "relay", all_gather, 92.0),
-    ("sk1-ndv2-n2", "ndv2_1MB", 2, "relay", all_gather, 945.0),
-    ("sk2-dgx2-n2", "dgx2_1KB", 2, "direct-map", all_gather, 1519.0),
-    ("sk1-ndv2-n1", "ndv2_1KB", 1, "relay", all_to_all, 196.0),
+    ("sk1-ndv2-n1", "ndv2_1MB", 1, "relay", schedules.all_gather, 92.0),
+    ("sk1-ndv2-n2", "ndv2_1MB", 2, "relay", schedules.all_gather, 945.0),
+    ("sk2-dgx2-n2", "dgx2_1KB", 2, "direct-map", schedules.all_gather, 1519.0),
+    ("sk1-ndv2-n1", "ndv2_1KB", 1, "relay", schedules.all_to_all, 196.0),
 ]
 
 
@@ -79,9 +65,9 @@ def test_no_slower_than_taccl_in_its_own_model(sketch, profile, boxes, connectio
     size_bytes = chunk_bytes * collective.buffer_weight
     plan = published_sketch(sketch)
     result = taccl(collective, topology, plan, size_bytes=size_bytes, time_limit_s=4)
-    verify_schedule(result.schedule, topology=topology, check_times=True)
+    schedules.verify_schedule(result.schedule, topology=topology, check_times=True)
     assert result.time_s * unit <= final * (1 + 1e-9)
-    bound = lower_bound(collective, topology, size_bytes).seconds
+    bound = schedules.lower_bound(collective, topology, size_bytes).seconds
     assert bound <= result.time_s * (1 + 1e-9)
     assert result.routing_bound_s <= result.time_s * (1 + 1e-9)
 
@@ -92,11 +78,18 @@ def test_time_that_is_left_goes_to_routes_and_times_together():
     said = []
     size_bytes = chunk_bytes * 8
     result = taccl(
-        all_gather(8), topology, size_bytes=size_bytes, time_limit_s=30, progress=said.append
+        schedules.all_gather(8),
+        topology,
+        size_bytes=size_bytes,
+        time_limit_s=30,
+        progress=said.append,
     )
-    verify_schedule(result.schedule, topology=topology, check_times=True)
+    schedules.verify_schedule(result.schedule, topology=topology, check_times=True)
     assert result.time_s * unit == pytest.approx(69.0)
-    assert result.bound_s == lower_bound(all_gather(8), topology, size_bytes).seconds
+    assert (
+        result.bound_s
+        == schedules.lower_bound(schedules.all_gather(8), topology, size_bytes).seconds
+    )
     assert not result.is_optimal
     assert said[-1].endswith("it may be improved")
 
@@ -104,24 +97,38 @@ def test_time_that_is_left_goes_to_routes_and_times_together():
 def test_a_schedule_as_short_as_the_bound_is_said_to_be_optimal():
     said = []
     network = ring(4, bandwidth=1e9, latency=1e-6)
-    result = taccl(broadcast(4), network, size_bytes=4e3, time_limit_s=5, progress=said.append)
+    result = taccl(
+        schedules.broadcast(4), network, size_bytes=4e3, time_limit_s=5, progress=said.append
+    )
     assert result.is_optimal == (result.time_s <= result.bound_s * (1 + 1e-9))
-    exact = taccl(broadcast(2), ring(2, bandwidth=1e9), size_bytes=4e3, progress=said.append)
+    exact = taccl(
+        schedules.broadcast(2), ring(2, bandwidth=1e9), size_bytes=4e3, progress=said.append
+    )
     assert exact.is_optimal
     assert not said[-1].endswith("it may be improved")
 
 
 @pytest.mark.parametrize(
-    "make", [all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, reduce, scatter, gather]
+    "make",
+    [
+        schedules.all_gather,
+        schedules.reduce_scatter,
+        schedules.all_reduce,
+        schedules.all_to_all,
+        schedules.broadcast,
+        schedules.reduce,
+        schedules.scatter,
+        schedules.gather,
+    ],
 )
 def test_every_collective_is_done_and_priced(make):
     topology = ring(5, bandwidth=1e9, latency=1e-6)
     collective = make(5)
     result = taccl(collective, topology, size_bytes=5e3, time_limit_s=3)
-    verify_schedule(result.schedule, topology=topology, check_times=True)
-    again = evaluate(result.schedule, topology, size_bytes=5e3, model="serial")
+    schedules.verify_schedule(result.schedule, topology=topology, check_times=True)
+    again = schedules.evaluate(result.schedule, topology, size_bytes=5e3, model="serial")
     assert result.time_s == pytest.approx(again.total_s)
-    assert result.time_s >= lower_bound(collective, topology, 5e3).seconds * (1 - 1e-9)
+    assert result.time_s >= schedules.lower_bound(collective, topology, 5e3).seconds * (1 - 1e-9)
 
 
 def test_messages_between_boxes_pay_their_latency_once():
@@ -131,38 +138,38 @@ def test_messages_between_boxes_pay_their_latency_once():
         Link(a, b, bandwidth_bytes_per_s=1e9, latency_s=1.0) for a, b in (("a", "b"), ("b", "a"))
     ]
     pair = Topology("pair", nodes, links)
-    four = taccl(broadcast(2, 4), pair, size_bytes=4e9, time_limit_s=3)
+    four = taccl(schedules.broadcast(2, 4), pair, size_bytes=4e9, time_limit_s=3)
     assert four.time_s == pytest.approx(1.0 + 4.0)
     assert len(set(four.schedule.starts_s.tolist())) == 1
-    seven = taccl(broadcast(2, 7), pair, size_bytes=7e9, time_limit_s=3)
+    seven = taccl(schedules.broadcast(2, 7), pair, size_bytes=7e9, time_limit_s=3)
     assert seven.time_s == pytest.approx(2 * 1.0 + 7.0)
 
 
 def test_one_box_sends_chunk_by_chunk():
     """Inside a box nothing is joined, as in TACCL."""
     pair = line(2, bandwidth=1e9, latency=1.0)
-    result = taccl(broadcast(2, 4), pair, size_bytes=4e9, time_limit_s=3)
+    result = taccl(schedules.broadcast(2, 4), pair, size_bytes=4e9, time_limit_s=3)
     assert result.time_s == pytest.approx(4 * 2.0)
 
 
 def test_a_line_pipelines_chunks():
     """3 hops and 2 chunks of time 1: 2 + 3 - 1."""
-    result = taccl(broadcast(4, 2), line(4, bandwidth=1e9, latency=0), size_bytes=2e9)
+    result = taccl(schedules.broadcast(4, 2), line(4, bandwidth=1e9, latency=0), size_bytes=2e9)
     assert result.time_s == pytest.approx(4.0)
 
 
 def test_the_optimum_of_the_torus_is_found():
     """Section 1: greedy matching takes 5 link times; 4 are enough."""
     topology = torus((4, 4), bandwidth=1e9, latency=0)
-    result = taccl(all_gather(16), topology, size_bytes=16e9, time_limit_s=8)
+    result = taccl(schedules.all_gather(16), topology, size_bytes=16e9, time_limit_s=8)
     assert result.time_s == pytest.approx(4.0)
 
 
 def test_without_time_the_greedy_schedule_is_returned():
     topology = named_topology("ndv2", boxes=2)
-    result = taccl(all_gather(16), topology, size_bytes=16e6, time_limit_s=0)
-    verify_schedule(result.schedule, topology=topology, check_times=True)
-    assert result.time_s >= lower_bound(all_gather(16), topology, 16e6).seconds
+    result = taccl(schedules.all_gather(16), topology, size_bytes=16e6, time_limit_s=0)
+    schedules.verify_schedule(result.schedule, topology=topology, check_times=True)
+    assert result.time_s >= schedules.lower_bound(schedules.all_gather(16), topology, 16e6).seconds
 
 
 def test_policies_choose_many_or_few_connections():
@@ -171,7 +178,7 @@ def test_policies_choose_many_or_few_connections():
     used = {}
     for policy in ("uc-min", "uc-max"):
         plan = Sketch(switches=(SwitchSketch(ranks=tuple(range(5)), policy=policy),))
-        found = sketched(broadcast(5, 2), topology, plan)
+        found = sketched(schedules.broadcast(5, 2), topology, plan)
         prices = prices_of(found.logical, size_bytes=2e3)
         routing = route(found, prices, detour=2, time_limit_s=5)
         used[policy] = len({link for _, link in routing.moves})
@@ -185,7 +192,7 @@ def test_balance_spreads_the_load():
         Link(x, y, bandwidth_bytes_per_s=1e9) for x, y in ("ab", "bd", "ac", "cd", "da", "ba", "ca")
     ]
     diamond = Topology("diamond", [Node(name, "gpu") for name in names], links)
-    both = custom_collective(4, [(0, 0), (1, 0)], post=[(0, 3), (1, 3)])
+    both = schedules.custom_collective(4, [(0, 0), (1, 0)], post=[(0, 3), (1, 3)])
     found = sketched(both, diamond, Sketch(balance="minmax"))
     prices = prices_of(found.logical, size_bytes=2e9)
     routing = route(found, prices, time_limit_s=3)
@@ -216,17 +223,22 @@ def random_networks(draw):
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(random_networks(), st.sampled_from([all_gather, all_reduce, all_to_all, reduce]))
+@given(
+    random_networks(),
+    st.sampled_from(
+        [schedules.all_gather, schedules.all_reduce, schedules.all_to_all, schedules.reduce]
+    ),
+)
 def test_stages_never_break_or_lengthen_a_schedule(topology, make):
     collective = make(topology.num_ranks)
     result = taccl(collective, topology, size_bytes=1e6, time_limit_s=1)
-    verify_schedule(result.schedule, topology=topology, check_times=True)
-    assert result.time_s >= lower_bound(collective, topology, 1e6).seconds * (1 - 1e-9)
+    schedules.verify_schedule(result.schedule, topology=topology, check_times=True)
+    assert result.time_s >= schedules.lower_bound(collective, topology, 1e6).seconds * (1 - 1e-9)
 
 
 def test_each_stage_is_no_longer_than_the_one_before():
     topology = named_topology("ndv2", boxes=2)
-    found = sketched(all_gather(16), topology, published_sketch("sk1-ndv2-n2"))
+    found = sketched(schedules.all_gather(16), topology, published_sketch("sk1-ndv2-n2"))
     prices = prices_of(found.logical, size_bytes=16e6)
     routing = greedy_routes(found, prices)
     assert len(routing.moves) == 16 * 15
@@ -240,7 +252,7 @@ def test_each_stage_is_no_longer_than_the_one_before():
 
 def test_candidates_are_the_shortest_paths():
     """On a ring of 4 a chunk goes both ways, and to the far side over either neighbour."""
-    found = sketched(all_gather(4), ring(4), Sketch())
+    found = sketched(schedules.all_gather(4), ring(4), Sketch())
     kept = candidates(found)
     instance = found.logical
     ends = {
@@ -254,7 +266,7 @@ def test_candidates_are_the_shortest_paths():
 def test_own_chunks_leave_first():
     topology, chunk_bytes, _ = profiled("dgx2_1MB", 2, "relay")
     plan = published_sketch("sk1-dgx2-n2").with_chunks(1)
-    collective = all_gather(32)
+    collective = schedules.all_gather(32)
     result = taccl(
         collective,
         topology,
@@ -270,36 +282,40 @@ def test_own_chunks_leave_first():
 
 
 def test_one_rank_and_chunks_of_no_bytes():
-    assert taccl(all_gather(1), fully_connected(1), size_bytes=8).schedule.num_transfers == 0
-    empty = taccl(all_gather(3), ring(3, latency=1e-6, bandwidth=1e9), size_bytes=0)
-    verify_schedule(empty.schedule)
+    assert (
+        taccl(schedules.all_gather(1), fully_connected(1), size_bytes=8).schedule.num_transfers == 0
+    )
+    empty = taccl(schedules.all_gather(3), ring(3, latency=1e-6, bandwidth=1e9), size_bytes=0)
+    schedules.verify_schedule(empty.schedule)
     assert empty.time_s == pytest.approx(1e-6)
 
 
 def test_too_large_instances_are_refused(monkeypatch):
     monkeypatch.setattr("fivefold.collectives.synthesis._taccl._MOST_PAIRS", 10)
     with pytest.raises(ConfigurationError, match="too many"):
-        taccl(all_gather(4), ring(4), size_bytes=8)
+        taccl(schedules.all_gather(4), ring(4), size_bytes=8)
 
 
 def test_parallel_links_are_used_side_by_side():
     nodes = [Node("a", "gpu"), Node("b", "gpu")]
     links = [Link(a, b, bandwidth_bytes_per_s=1e9) for a, b in (("a", "b"), ("a", "b"), ("b", "a"))]
-    result = taccl(broadcast(2, 4), Topology("pair", nodes, links), size_bytes=4e9, time_limit_s=3)
-    verify_schedule(result.schedule, check_times=True)
+    result = taccl(
+        schedules.broadcast(2, 4), Topology("pair", nodes, links), size_bytes=4e9, time_limit_s=3
+    )
+    schedules.verify_schedule(result.schedule, check_times=True)
     assert result.time_s == pytest.approx(2.0)
 
 
 def test_bad_input_says_what_to_do():
     with pytest.raises(ConfigurationError, match="equal chunks"):
-        taccl(all_to_allv([[0, 1], [2, 0]]), line(2), size_bytes=8)
+        taccl(schedules.all_to_allv([[0, 1], [2, 0]]), line(2), size_bytes=8)
     one_way = Topology(
         "one-way",
         [Node("a", "gpu"), Node("b", "gpu")],
         [Link("a", "b", bandwidth_bytes_per_s=1e9)],
     )
     with pytest.raises(InfeasibleError, match="no way"):
-        taccl(all_gather(2), one_way, size_bytes=8)
+        taccl(schedules.all_gather(2), one_way, size_bytes=8)
 
 
 def test_a_search_leaves_ctrl_c_as_it_was():

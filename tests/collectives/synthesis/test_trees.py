@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.collectives.schedules import (
-    all_gather,
-    all_reduce,
-    broadcast,
-    evaluate,
-    scatter,
-    throughput_optimum,
-    verify_schedule,
-)
+from fivefold.collectives import schedules
 from fivefold.collectives.synthesis import spanning_trees
 from fivefold.collectives.synthesis._packing import integer_network
 from fivefold.errors import ConfigurationError, InfeasibleError
@@ -145,7 +137,7 @@ def test_trees_reach_the_worst_cut_of_random_networks(topology):
     packing = spanning_trees(topology)
     packing.check()
     assert packing.inverse_rate_s_per_byte == least_time_by_all_cuts(topology)
-    verify_schedule(packing.to_schedule("all_gather"))
+    schedules.verify_schedule(packing.to_schedule("all_gather"))
     few = spanning_trees(topology, connections="few")
     few.check()
     assert few.is_optimal
@@ -164,7 +156,7 @@ def test_trees_of_lopsided_networks_are_valid(data):
     topology = Topology("lopsided", gpus(count), links)
     packing = spanning_trees(topology, k=data.draw(st.integers(1, 4)))
     packing.check()
-    bound = float(throughput_optimum(topology).inverse_rate)
+    bound = float(schedules.throughput_optimum(topology).inverse_rate)
     assert float(packing.inverse_rate_s_per_byte) >= bound * (1 - 1e-8)
 
 
@@ -173,7 +165,7 @@ def test_edmonds_trees_of_one_root():
     packing.check()
     assert packing.inverse_rate_s_per_byte * 25 * GIGA == Fraction(1, 6)  # six links leave GPU 0
     for name in ("broadcast", "reduce"):
-        verify_schedule(packing.to_schedule(name, chunks=12))
+        schedules.verify_schedule(packing.to_schedule(name, chunks=12))
 
 
 @pytest.mark.parametrize("name", ["dgx1", "dgx_a100:2", "torus 4x4", "fat tree 4"])
@@ -181,10 +173,10 @@ def test_many_chunks_approach_the_bound(name):
     packing = spanning_trees(OPTIMA[name][0]())
     for pieces in (1, 4, 16):
         schedule = packing.to_schedule("all_gather", chunks=pieces * packing.k)
-        verify_schedule(schedule)
+        schedules.verify_schedule(schedule)
         shard = 1e9 / packing.topology.num_ranks
         bound_s = float(packing.optimum_s_per_byte) * shard
-        timing = evaluate(schedule, size_bytes=1e9, model="synchronous")
+        timing = schedules.evaluate(schedule, size_bytes=1e9, model="synchronous")
         alpha_s = (pieces + packing.height) * packing.topology.latencies_s.max() * 8
         ramp = (pieces + packing.height - 1) / pieces
         assert bound_s * (1 - 1e-9) <= timing.total_s <= ramp * bound_s * (1 + 1e-9) + alpha_s
@@ -193,10 +185,12 @@ def test_many_chunks_approach_the_bound(name):
 def test_times_are_close_to_the_bound_behind_switches():
     packing = spanning_trees(named_topology("dgx_a100", boxes=2))
     schedule = packing.to_schedule("all_gather", size_bytes=1e9)
-    verify_schedule(schedule, check_times=True)
+    schedules.verify_schedule(schedule, check_times=True)
     bound_s = float(packing.optimum_s_per_byte) * 1e9 / 16
     assert schedule.ends_s.max() <= 1.05 * bound_s
-    assert evaluate(schedule, size_bytes=1e9).total_s <= schedule.ends_s.max() * (1 + 1e-9)
+    assert schedules.evaluate(schedule, size_bytes=1e9).total_s <= schedule.ends_s.max() * (
+        1 + 1e-9
+    )
 
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce"])
@@ -206,16 +200,16 @@ def test_reductions_are_trees_run_backwards(name, size_bytes):
     links.append(Link("g2", "g0", bandwidth_bytes_per_s=2.0))
     packing = spanning_trees(Topology("lopsided", gpus(3), links))
     schedule = packing.to_schedule(name, size_bytes=size_bytes)
-    verify_schedule(schedule, check_times=size_bytes is not None)
+    schedules.verify_schedule(schedule, check_times=size_bytes is not None)
 
 
 def test_any_number_of_chunks_finds_trees():
     packing = spanning_trees(named_topology("dgx1"))
     for chunks in (1, 2, 5, 7):
-        schedule = packing.to_schedule(all_gather(8, chunks))
-        verify_schedule(schedule)
+        schedule = packing.to_schedule(schedules.all_gather(8, chunks))
+        schedules.verify_schedule(schedule)
         assert schedule.num_transfers == 8 * 7 * chunks
-    verify_schedule(packing.to_schedule(all_reduce(8, 16)))
+    schedules.verify_schedule(packing.to_schedule(schedules.all_reduce(8, 16)))
 
 
 def test_parallel_links_and_chained_switches():
@@ -230,7 +224,7 @@ def test_parallel_links_and_chained_switches():
     packing.check()
     assert packing.inverse_rate_s_per_byte == least_time_by_all_cuts(topology)
     assert max(len(route) for tree in packing.trees for route in tree.routes) == 4
-    verify_schedule(packing.to_schedule("all_gather", size_bytes=64.0), check_times=True)
+    schedules.verify_schedule(packing.to_schedule("all_gather", size_bytes=64.0), check_times=True)
 
 
 @pytest.mark.parametrize("ranks", [4, 12])
@@ -289,18 +283,18 @@ def test_what_trees_do_not_do():
     packing = spanning_trees(ring(4))
     for wanted in (
         "scatter",
-        scatter(4),
+        schedules.scatter(4),
         "broadcast",
-        broadcast(4),
-        all_gather(5),
-        all_reduce(4, 3),
+        schedules.broadcast(4),
+        schedules.all_gather(5),
+        schedules.all_reduce(4, 3),
     ):
         with pytest.raises(ConfigurationError):
             packing.to_schedule(wanted)
     with pytest.raises(ConfigurationError):
         packing.to_schedule("all_gather", chunks=0)
     with pytest.raises(ConfigurationError, match="root"):
-        spanning_trees(ring(4), root=1).to_schedule(broadcast(4, root=2))
+        spanning_trees(ring(4), root=1).to_schedule(schedules.broadcast(4, root=2))
     with pytest.raises(InfeasibleError, match="disconnected"):
         spanning_trees(Topology("apart", gpus(3), both_ways("g0", "g1", 1.0)))
 

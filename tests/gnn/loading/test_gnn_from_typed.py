@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import CheckpointError, ConfigurationError, DataError, InfeasibleError
@@ -285,7 +285,6 @@ def typed_graphs(draw):
     st.sampled_from([1, 3, 50]),
     st.sampled_from(["static", "belady"]),
 )
-@settings(max_examples=60, deadline=None)
 def test_random_typed_graphs(case, fanouts, batch_size, policy):
     graph, kind = case
     with (

@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
@@ -62,7 +62,6 @@ class PlainSieve:
         return set(self.queue)
 
 
-@settings(max_examples=150, deadline=None)
 @given(trace=traces, size=st.integers(0, 6), policy=st.sampled_from(["lru", "sieve"]))
 def test_same_hits_and_content_as_the_plain_cache(trace, size, policy):
     plain = {"lru": PlainLru, "sieve": PlainSieve}[policy](size)

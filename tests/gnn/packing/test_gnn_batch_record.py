@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError
@@ -135,7 +135,6 @@ def build(sampled, device, host, storage):
     )
 
 
-@settings(max_examples=150, deadline=None)
 @given(batches())
 def test_a_record_is_what_the_slow_way_makes(case):
     sampled, device, host, storage = case
@@ -154,7 +153,6 @@ def test_a_record_is_what_the_slow_way_makes(case):
         assert np.array_equal(decoded.edge_ids, sampled.edge_ids)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2**63 - 1), max_size=20), max_size=6), st.booleans())
 def test_arrays_come_back(lists, ordered):
     arrays = [np.array(sorted(values) if ordered else values, np.int64) for values in lists]
@@ -187,7 +185,6 @@ def test_a_record_that_is_damaged_or_of_another_batch_is_refused(damage):
         decode_arrays(block) if damage != "number" else decode_record(block, number=3)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
 def test_slots_follow_admissions(seed, dense):
     rng = np.random.default_rng(seed)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError
@@ -18,7 +18,6 @@ from fivefold.gnn.planning.id_sets import (
 distinct = st.lists(st.integers(0, 700), unique=True, max_size=80)
 
 
-@settings(max_examples=150, deadline=None)
 @given(distinct, distinct, distinct, st.sampled_from([np.int32, np.int64, np.uint32]))
 def test_a_set_answers_like_a_set(first, second, other, dtype):
     members = IdSet(701, np.array(first, dtype))
@@ -41,7 +40,6 @@ def test_a_set_answers_like_a_set(first, second, other, dtype):
     assert (len(members), members.ascending().tolist()) == (0, [])
 
 
-@settings(max_examples=150, deadline=None)
 @given(distinct, st.sampled_from([701, 10**6, 2**40]))
 def test_sorting_is_sorting_dense_or_not(ids, bound):
     array = np.array(ids, np.int64)
@@ -50,7 +48,6 @@ def test_sorting_is_sorting_dense_or_not(ids, bound):
     assert sort_distinct(np.concatenate([array, array]), bound).tolist() == sorted(ids * 2)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(distinct, max_size=5), st.booleans())
 def test_a_union_is_the_same_by_bits_and_by_sorting(lists, sparse):
     scale = 2**33 if sparse else 1

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError
@@ -67,13 +67,11 @@ def replay(batches, course, size):
     return misses
 
 
-@settings(max_examples=200, deadline=None)
 @given(traces(), st.integers(0, 5))
 def test_no_cache_has_fewer_misses(batches, size):
     assert replay(batches, course_of(batches, size), size) == fewest_misses(batches, size)
 
 
-@settings(max_examples=60, deadline=None)
 @given(traces(), st.integers(0, 3), st.sets(st.integers(0, 5)))
 def test_pinned_rows_are_hits_and_never_enter(batches, size, pinned):
     course = course_of(batches, size, pinned=np.array(sorted(pinned), np.int64))

@@ -1,7 +1,7 @@
 """The layout of a segment against slow references that say what it is."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.gnn.planning.id_sets import union_of
@@ -38,7 +38,6 @@ def segments(draw, most_batches=9):
     return [np.array(ids, np.int64) for ids in lists]
 
 
-@settings(max_examples=150, deadline=None)
 @given(segments())
 def test_every_batch_finds_its_rows(batches):
     laid_out = segment_layout(batches)
@@ -50,7 +49,6 @@ def test_every_batch_finds_its_rows(batches):
     assert len(laid_out.order) == len(users(batches))
 
 
-@settings(max_examples=100, deadline=None)
 @given(segments())
 def test_gray_orders_by_rank_of_the_mask_then_by_id(batches):
     assert segment_layout(batches).order.tolist() == slow_gray(batches)
@@ -71,7 +69,6 @@ def test_where_every_mask_occurs_gray_is_the_reflected_code():
     assert [len(gray.runs(batch)[0]) for batch in range(6)] == [1, 1, 2, 4, 8, 16]
 
 
-@settings(max_examples=100, deadline=None)
 @given(segments())
 def test_runs_of_a_batch_are_known_when_it_is_split_off(batches):
     union = union_of(batches)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.gnn.planning.layout import read_costs, runs_of
@@ -20,7 +20,6 @@ def runs(draw):
     return starts, counts
 
 
-@settings(max_examples=150, deadline=None)
 @given(some=runs(), row_bytes=st.sampled_from([1, 12, 400, 512, 1536, 4096, 4100, 9000, 300_000]))
 def test_costs_are_those_of_the_extents_cut_into_blocks(extents_of, some, row_bytes):
     starts, counts = some

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError
@@ -133,7 +133,6 @@ def test_belady_reads_less_than_static(samples, disk):
     assert optimal.num_host_slots == 150
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=25), st.integers(0, 30))
 def test_the_hottest_rows_go_by_count_then_by_id(counts, num_rows):
     used = [node for node, count in enumerate(counts) if count]

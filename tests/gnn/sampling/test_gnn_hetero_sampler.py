@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
@@ -54,7 +54,6 @@ def assert_same(found, expected):
             np.testing.assert_array_equal(ours[kind], theirs[kind], err_msg=f"{name} {kind}")
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.data())
 def test_hetero_sampler_equals_the_reference(seed, data):
     sizes = data.draw(st.tuples(st.integers(1, 30), st.integers(1, 20), st.integers(1, 3)))

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
@@ -378,7 +378,6 @@ def records(draw):
     return form, batch
 
 
-@settings(max_examples=80, deadline=None)
 @given(records())
 def test_any_record_comes_back(case):
     form, batch = case

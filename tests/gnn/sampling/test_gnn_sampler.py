@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError
@@ -66,7 +66,6 @@ def cases(draw):
     return np.cumsum([0, *degrees]), indices, weights, seeds, fanouts, number
 
 
-@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_sampler_equals_the_reference_on_small_graphs_of_any_shape(case):
     indptr, indices, weights, seeds, fanouts, number = case

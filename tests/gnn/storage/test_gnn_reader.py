@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, DataError, StorageError, UnsupportedError
@@ -136,7 +136,6 @@ def test_gaps_are_read_over_as_far_as_allowed(make_file, random_rows, backend):
             assert cost.bytes_read == PAGE * sum(b - a for a, b in extents)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_runs_come_out_right(data, shared_files):
     rows, container = shared_files[data.draw(st.sampled_from(sorted(shared_files)))]

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
@@ -43,7 +43,6 @@ def cases(draw):
     }
 
 
-@settings(max_examples=200, deadline=None)
 @given(case=cases())
 def test_requests_cover_what_is_wanted_once_and_nothing_else(case):
     runs, numbers = case

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError, StorageError
@@ -36,7 +36,6 @@ def sound_file(tmp_path_factory):
     return path.read_bytes()
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_flipped_bit_anywhere_is_seen(data, sound_file, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "flipped.fvf"
@@ -46,7 +45,6 @@ def test_any_flipped_bit_anywhere_is_seen(data, sound_file, tmp_path_factory):
         Container.open(path, verify="full")
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_truncation_is_seen_on_opening(data, sound_file, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "cut.fvf"

@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, UnsupportedError
 from fivefold.gnn.storage.pages import aligned_empty, gather_rows
 
 
-@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_equals_numpy_indexing(data):
     dtype = data.draw(st.sampled_from(["u1", "f2", "f4", "c16", "S3"]))

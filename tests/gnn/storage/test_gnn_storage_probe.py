@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, StorageError
@@ -39,7 +39,6 @@ def test_without_a_table_the_other_numbers_are_used():
     assert made.seconds(5, 5 << 20) == pytest.approx((5 << 20) / 1e9)
 
 
-@settings(max_examples=100)
 @given(
     table=st.dictionaries(st.integers(1, 10**7), st.floats(1.0, 1e12), min_size=1, max_size=6),
     sizes=st.tuples(st.floats(0, 1e8), st.floats(0, 1e8)),

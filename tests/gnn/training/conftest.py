@@ -38,7 +38,7 @@ def known_disk(monkeypatch):
     """Plans do not depend on the machine, and no test spends seconds on a probe."""
     disk = Disk()
     disk.sequential_read_bytes_per_s = disk.sequential_write_bytes_per_s = 1e9
-    for module in ("loading.prepare", "training._inference", "training._inference_typed"):
+    for module in ("loading.prepare", "training._inference"):
         monkeypatch.setattr(f"fivefold.gnn.{module}.probe_disk", lambda *_, **__: disk)
     torch.set_num_threads(1)
 

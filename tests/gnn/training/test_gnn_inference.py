@@ -91,7 +91,7 @@ def test_graphs_with_hardly_anything_in_them(name, nodes, edges, tmp_path, model
 def test_a_hub_whose_neighbours_do_not_fit(name, tmp_path, model_of):
     with make_dataset(tmp_path / "g", nodes=900, edges=9000, dim=16) as dataset:
         topology, model = dataset.topology(), model_of(name, dataset)
-        parts = take_apart(model)[0]
+        parts = take_apart(model)[0][0]
         shares = share_memory(
             50_000, parts, row_bytes=64, num_nodes=900, num_edges=topology.num_edges
         )
@@ -137,7 +137,7 @@ def test_ranges_cover_all_nodes_and_keep_to_the_shares():
     degrees = rng.integers(0, 9, 500)
     degrees[7] = 3000
     indptr = np.concatenate([[0], np.cumsum(degrees)])
-    parts = take_apart(GraphSAGE(16, 8, 3, num_layers=1))[0]
+    parts = take_apart(GraphSAGE(16, 8, 3, num_layers=1))[0][0]
     shares = share_memory(30_000, parts, row_bytes=64, num_nodes=500, num_edges=int(indptr[-1]))
     found = list(ranges(indptr, shares))
     assert [piece.first for piece in found] == [0, *(piece.stop for piece in found[:-1])]

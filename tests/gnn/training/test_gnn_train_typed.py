@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from helpers.night import by_night
+
 with warnings.catch_warnings():  # of deprecations in torch, on import
     warnings.simplefilter("ignore")
     from torch_geometric.data import HeteroData
@@ -262,7 +264,7 @@ def start(*arguments):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("mode", ["disk", "online"])
+@pytest.mark.parametrize("mode", by_night(["disk", "online"], ["disk"]))
 def test_killed_and_resumed_it_ends_as_if_nothing_had_been(configure, tmp_path, mode):
     options = {"mode": mode, "epochs": 30, "checkpoint_every_steps": 7}
     whole_run = train_graph(configure("whole", **options))
@@ -286,6 +288,15 @@ def test_killed_and_resumed_it_ends_as_if_nothing_had_been(configure, tmp_path, 
     out, err = inferred.communicate(timeout=120)
     assert inferred.returncode == 0, err
     assert json.loads(out)["accuracy"]["test"] > 0.7
+
+
+def test_outputs_of_an_earlier_checkpoint_are_not_taken_for_those_of_this_one(configure, tmp_path):
+    config = configure(epochs=1)
+    train_graph(config)
+    infer_run(config.run.output, tmp_path / "out", memory_bytes=10**7)
+    train_graph(configure(epochs=2))
+    with pytest.raises(DataError, match="another model"):
+        infer_run(config.run.output, tmp_path / "out", memory_bytes=10**7)
 
 
 @pytest.mark.parametrize("memory_bytes", [30_000, 10_000_000])

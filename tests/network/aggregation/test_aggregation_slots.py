@@ -119,7 +119,6 @@ def joined(pool, job, size, window=4, sequence=0):
         pool.join(job, rank, size=size, window=window, sequence=sequence)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     slots=st.integers(1, 6),

@@ -44,7 +44,6 @@ def solve(flows, capacities):
     )
 
 
-@settings(max_examples=150, deadline=None)
 @given(problems())
 def test_rates_are_those_of_exact_water_filling(problem):
     flows, capacities = problem

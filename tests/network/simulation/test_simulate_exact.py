@@ -77,7 +77,6 @@ def draw_flow(draw, topology, number, common):
     )
 
 
-@settings(max_examples=120, deadline=None)
 @given(cases())
 def test_times_are_those_of_the_exact_simulator(case):
     topology, tasks = case

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.network.simulation import AggregationRequest, Compute, Flow, simulate
@@ -40,7 +40,6 @@ def jobs(draw):
     return topology, tasks, iterations
 
 
-@settings(max_examples=60, deadline=None)
 @given(jobs(), st.sampled_from([None, 4.3, 11.7]))
 def test_what_repeats_is_what_running_it_gives(case, until_s):
     topology, tasks, iterations = case

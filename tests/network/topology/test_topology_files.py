@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError
@@ -73,7 +73,6 @@ def test_a_file_without_a_name_has_that_of_its_file(tmp_path):
 
 
 @given(st.lists(st.tuples(positive, times, st.integers(1, 10**6)), max_size=5), names, names)
-@settings(max_examples=150, deadline=None)
 def test_what_is_written_is_read_back_to_the_last_bit(values, name, host):
     nodes = [Node("a", "gpu", host), Node(name + "b", "switch")]
     links = [

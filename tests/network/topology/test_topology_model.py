@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, InfeasibleError
@@ -110,7 +110,6 @@ def test_parallel_links_stay_apart():
 
 
 @given(st.integers(1, 12), st.integers(0, 40), st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
 def test_neighbours_are_those_of_the_link_list(num_nodes, num_links, seed):
     random = np.random.default_rng(seed)
     nodes = [

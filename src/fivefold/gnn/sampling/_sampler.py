@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from fivefold.errors import ConfigurationError, DataError, require_one_of, require_whole
 from fivefold.gnn.sampling._topology import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import (
+    ONE_TYPE,
     EdgeType,
     GraphTypes,
     HeteroSampledBatch,
@@ -242,9 +243,6 @@ def _edges_of(hops: list[_Hop]) -> dict[str, Any]:
         "sources": np.concatenate([hop.sources for hop in hops]),
         "edge_ids": np.concatenate(edge_ids) if edge_ids else None,
     }
-
-
-ONE_TYPE: EdgeType = ("node", "edge", "node")
 
 
 class NeighborSampler(_Sampler[ArrayLike, SampledBatch]):

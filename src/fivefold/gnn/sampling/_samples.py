@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError, DataError, require_whole
-from fivefold.gnn.sampling._sampler import ONE_TYPE, HeteroNeighborSampler, NeighborSampler
+from fivefold.gnn.sampling._sampler import HeteroNeighborSampler, NeighborSampler
 from fivefold.gnn.sampling._topology import Adjacency
 from fivefold.gnn.sampling.batches import (
+    ONE_TYPE,
     GraphTypes,
     SampledBatch,
     as_ids,

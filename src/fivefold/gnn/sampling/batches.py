@@ -24,6 +24,7 @@ from fivefold.gnn.sampling.kernels import mix_bits
 from fivefold.gnn.storage.pages import Ids
 
 EdgeType = tuple[str, str, str]
+ONE_TYPE: EdgeType = ("node", "edge", "node")  # of a graph of one type
 GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _ORDER = 0x6F72646572  # keeps the key of the order apart from those of the hops

@@ -12,9 +12,8 @@ import torch
 
 from fivefold.errors import CheckpointError, DataError
 from fivefold.gnn.storage import Container
-from fivefold.gnn.training._graph import Graph, TypedData, model_for, open_graph
-from fivefold.gnn.training._inference import InferenceResult, infer_layers
-from fivefold.gnn.training._inference_typed import infer_types
+from fivefold.gnn.training._graph import Graph, model_for, open_graph
+from fivefold.gnn.training._inference import InferenceResult, infer_graph
 from fivefold.gnn.training.config import Backend, GnnConfig, load_gnn_config
 from fivefold.gnn.training.models import LayeredModel, TypedSAGE
 from fivefold.runs import write_json
@@ -93,18 +92,16 @@ def infer_run(
     with open_graph(config) as dataset:
         model, step = load_model(config, dataset)
         place = run / "inference" / f"step-{step:08d}" if folder is None else Path(folder)
-        options: dict[str, Any] = {
-            "memory_bytes": memory_bytes,
-            "mapped": config.data.mapped,
-            "keep_layers": keep_layers,
-            "backend": backend,
-            "progress": progress,
-        }
-        if isinstance(dataset, TypedData):
-            assert isinstance(model, TypedSAGE), "made for this data set"
-            outputs = infer_types(model, dataset, place, **options)
-        else:
-            outputs = infer_layers(model, dataset, place, **options)
+        outputs = infer_graph(
+            model,
+            dataset,
+            place,
+            memory_bytes=memory_bytes,
+            mapped=config.data.mapped,
+            keep_layers=keep_layers,
+            backend=backend,
+            progress=progress,
+        )
         accuracy = _accuracy(outputs.path, dataset)
     result = RunInference(outputs=outputs, accuracy=accuracy, step=step)
     write_json(place / "inference.json", result.record())

@@ -1,19 +1,22 @@
 """Full-graph inference, layer by layer, with features and layer outputs on disk.
 
 Every node's output is computed from all of its in-neighbours, as in one forward pass over the
-whole graph, but never with more than a budget of rows in memory. A layer goes over ranges of
-targets; each range keeps running sums while the rows of its in-neighbours stream by once, sorted
-and each read once per range. Outputs of a layer are a container that the next layer reads.
-A range that is done is marked on disk: a killed run goes on from there.
+whole graph, but never with more than a budget of rows in memory. A layer has a table of outputs
+for each node type, a container that the next layer reads. A table goes over ranges of targets, as
+long as the edges of all types into them allow; within a range the edge types come one after
+another, each with running sums while the rows of the in-neighbours stream by, sorted and each read
+once. A range that is done is marked on disk: a killed run goes on from there. A graph of one type
+is one of several types that has only one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +27,17 @@ from torch import Tensor
 from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import Adjacency
+from fivefold.gnn.sampling.batches import ONE_TYPE, EdgeType
 from fivefold.gnn.storage import Container, ContainerWriter, DiskProfile, probe_disk
+from fivefold.gnn.storage.pages import Ids
 from fivefold.gnn.storage.reader import ReadStatistics
+from fivefold.gnn.training._graph import TypedData
 from fivefold.gnn.training._inference_layers import (
     Aggregate,
     LayerParts,
+    Outputs,
     Piece,
     RowStream,
-    Shares,
     choose_reading,
     profitable_gap_bytes,
     ranges,
@@ -44,7 +50,8 @@ from fivefold.gnn.training.models import LayeredModel, TypedSAGE, as_layered
 from fivefold.units import format_bytes, format_duration_s
 
 _LOG = logging.getLogger(__name__)
-OUTPUT_KIND = "embeddings"
+_KIND = "embeddings"
+_ONES_ROWS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,233 +144,314 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         ...     outputs.sections["x"].shape
         (50, 3)
     """
-    folder, layered = Path(folder), as_layered(model)
-    _check(layered, dataset)
-    make_folder(folder)
-    run = _Run(
-        topology=dataset.topology(mapped=mapped),
-        profile=probe_disk(folder) if profile is None else profile,
-        memory_bytes=memory_bytes,
-        backend=backend,
-        progress=progress or _no_progress,
-        num_layers=layered.num_layers,
-    )
-    model_id = identity_of(layered, dataset.fingerprint)
-    files = _LayerFiles(folder, num_layers=layered.num_layers, model=model_id)
-    return run.layers(take_apart(layered), dataset.features, files, keep_layers=keep_layers)
+    with torch.no_grad():
+        return infer_graph(
+            as_layered(model),
+            dataset,
+            Path(folder),
+            memory_bytes=memory_bytes,
+            mapped=mapped,
+            keep_layers=keep_layers,
+            profile=profile,
+            backend=backend,
+            progress=progress,
+        )
 
 
-def _check(model: LayeredModel, dataset: Dataset) -> None:
-    if model.in_dim != dataset.dim:
-        message = f"the model takes rows of {model.in_dim}, the features have {dataset.dim}"
+def infer_graph(  # noqa: PLR0913 - those of ``infer_layers``
+    model: LayeredModel | TypedSAGE,
+    data: Dataset | TypedData,
+    folder: Path,
+    *,
+    memory_bytes: int,
+    mapped: bool,
+    keep_layers: bool,
+    profile: DiskProfile | None = None,
+    backend: Backend = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> InferenceResult:
+    """Compute the outputs of all nodes, of a graph of one type or of several."""
+    if isinstance(data, Dataset) and isinstance(model, LayeredModel) and model.in_dim != data.dim:
+        message = f"the model takes rows of {model.in_dim}, the features have {data.dim}"
         raise ConfigurationError(message, hint="use the model that was trained on this data set")
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder for outputs.
-
-    Raises:
-        StorageError: It cannot be written in.
-    """
+    folder = folder.absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         message = f"cannot write in {folder}: {error.strerror or error}"
         raise StorageError(message, hint="name a folder that you may write") from error
-
-
-@dataclasses.dataclass(frozen=True)
-class _LayerFiles:
-    """Files of the layers' outputs, and the model that they come from."""
-
-    folder: Path
-    num_layers: int
-    model: str
-
-    def path(self, number: int) -> Path:
-        """Return the file of a layer's outputs; the last layer's has a name of its own."""
-        last = number == self.num_layers
-        return self.folder / ("output.fvf" if last else f"layer-{number:02d}.fvf")
-
-    def attributes(self, number: int) -> dict[str, Any]:
-        """Return the attributes by which a file is known to be of this model and layer."""
-        return {"model": self.model, "layer": number}
-
-    def newest(self, features: Container) -> tuple[int, Container]:
-        """Return the last complete layer and its outputs; (0, the features) where none is."""
-        for number in range(self.num_layers, 0, -1):
-            path = self.path(number)
-            if not path.exists():
-                continue
-            container = Container.open(path, kind=OUTPUT_KIND)
-            if container.attributes != self.attributes(number):
-                container.close()
-                message = f"{path} was made by another model or from another graph"
-                raise DataError(message, hint="choose another folder, or delete that one")
-            return number, container
-        return 0, features
+    edges: Mapping[EdgeType, Adjacency]
+    features: dict[str, Container]
+    if isinstance(data, Dataset):
+        topology = data.topology(mapped=mapped)
+        edges, num_nodes = {ONE_TYPE: topology}, {ONE_TYPE[2]: topology.num_nodes}
+        features = {ONE_TYPE[2]: data.features}
+    else:
+        typed, graph = data.topology(mapped=mapped), data.graph
+        edges, num_nodes = typed.edges, typed.num_nodes
+        features = {name: graph.features(name) for name in num_nodes if graph.has_features(name)}
+    run = _Run(
+        tables=take_apart(model),
+        edges=edges,
+        num_nodes=num_nodes,
+        features=features,
+        folder=folder,
+        typed=isinstance(data, TypedData),
+        identity=_identity_of(model, data.fingerprint),
+        profile=probe_disk(folder) if profile is None else profile,
+        memory_bytes=memory_bytes,
+        backend=backend,
+        progress=progress or (lambda _done, _total: None),
+    )
+    with torch.no_grad():
+        return run.layers(keep_layers=keep_layers)
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Run:
-    """Settings that all layers of one inference share."""
+    """Settings that all tables of one inference share."""
 
-    topology: Adjacency
+    tables: list[list[Outputs]]  # of each layer
+    edges: Mapping[EdgeType, Adjacency]
+    num_nodes: Mapping[str, int]
+    features: Mapping[str, Container]
+    folder: Path
+    typed: bool
+    identity: str
     profile: DiskProfile
     memory_bytes: int
     backend: Backend
     progress: Callable[[int, int], None]
-    num_layers: int
+    done: int = 0  # targets, over all tables
 
-    def layers(
-        self,
-        all_parts: list[LayerParts],
-        features: Container,
-        files: _LayerFiles,
-        *,
-        keep_layers: bool,
-    ) -> InferenceResult:
+    @property
+    def last(self) -> int:
+        """Return the number of the last layer."""
+        return len(self.tables)
+
+    def layers(self, *, keep_layers: bool) -> InferenceResult:
         """Compute what is missing of all layers."""
-        done, source = files.newest(features)
-        reports = [LayerReport(layer=number) for number in range(1, done + 1)]
-        for number, parts in list(enumerate(all_parts, start=1))[done:]:
-            report, made = self.layer(number, parts, source, files=files)
+        finished = next((n for n in range(self.last, 0, -1) if self._is_done(n)), 0)
+        reports = [LayerReport(layer=number) for number in range(1, finished + 1)]
+        self.done = sum(map(self._targets, self.tables[:finished]))
+        for number in range(finished + 1, self.last + 1):
+            with contextlib.ExitStack() as opened:
+                sources = self._sources(number - 1, opened)
+                report = self._layer(number, sources)
             reports.append(report)
             _LOG.info("%s", report.line())
-            if source is not features:
-                source.close()
-                if not keep_layers:
-                    source.path.unlink()
-            source = made
-        source.close()
-        return InferenceResult(path=source.path, layers=tuple(reports))
+            for name in sources:
+                if number == 1 or not keep_layers:  # what stands for features is no layer's output
+                    self._path(number - 1, name).unlink(missing_ok=True)
+        return InferenceResult(path=self._path(self.last, ""), layers=tuple(reports))
 
-    def layer(
-        self, number: int, parts: LayerParts, source: Container, *, files: _LayerFiles
-    ) -> tuple[LayerReport, Container]:
-        """Compute a layer, or what is missing of it."""
-        section = source.section("x")
-        shares = share_memory(
-            self.memory_bytes,
-            parts,
-            row_bytes=section.row_bytes,
-            num_nodes=self.topology.num_nodes,
-            num_edges=self.topology.num_edges,
-        )
-        shape = (self.topology.num_nodes, parts.out_dim)
-        gap_bytes = profitable_gap_bytes(self.profile)
+    def _path(self, number: int, name: str) -> Path:
+        """Return the file of a layer's outputs of a node type; the last layer has one."""
+        if number == self.last:
+            return self.folder / "output.fvf"
+        place = f"-{list(self.num_nodes).index(name):02d}" if self.typed else ""
+        return self.folder / f"layer-{number:02d}{place}.fvf"
+
+    def _attributes(self, number: int, name: str) -> dict[str, Any]:
+        """Return what a file must say to be of this model, layer and node type."""
+        found = {"model": self.identity, "layer": number}
+        return found | {"node_type": name} if self.typed else found
+
+    def _opened(self, number: int, name: str) -> Container:
+        path = self._path(number, name)
+        container = Container.open(path, kind=_KIND)
+        if container.attributes != self._attributes(number, name):
+            container.close()
+            message = f"{path} was made by another model or from another graph"
+            raise DataError(message, hint="choose another folder, or delete that one")
+        return container
+
+    def _is_done(self, number: int) -> bool:
+        names = [table.name for table in self.tables[number - 1]]
+        if not all(self._path(number, name).exists() for name in names):
+            return False
+        for name in names:
+            self._opened(number, name).close()
+        return True
+
+    def _sources(self, number: int, opened: contextlib.ExitStack) -> dict[str, Container]:
+        """Return the rows that the layer after ``number`` reads, by node type."""
+        tables, found = self.tables[number], {}
+        names = {table.name for table in tables} | {kind[0] for t in tables for kind in t.into}
+        for name in names:
+            if number == 0 and name in self.features:
+                found[name] = self.features[name]  # closed with the data set
+                continue
+            if number == 0 and not self._path(0, name).exists():
+                self._write_ones(name)
+            found[name] = opened.enter_context(self._opened(number, name))
+        return found
+
+    def _write_ones(self, name: str) -> None:
+        """Write the rows of a node type without features."""
+        count = self.num_nodes[name]
         with ContainerWriter(
-            files.path(number),
-            kind=OUTPUT_KIND,
-            sections={"x": (np.float32, shape)},
-            attributes=files.attributes(number),
-            resume=True,
+            self._path(0, name),
+            kind=_KIND,
+            sections={"x": (np.float32, (count, 1))},
+            attributes=self._attributes(0, name),
         ) as writer:
-            stream = RowStream(source, shares, backend=self.backend, gap_bytes=gap_bytes)
-            try:
-                work = _LayerWork(self, parts, stream, writer, shares=shares, number=number)
-                report = work.run(section.row_bytes, gap_bytes)
-            finally:
-                stream.close()
-            return report, writer.commit()
+            for low in range(0, count, _ONES_ROWS):
+                writer.write("x", low, np.ones((min(_ONES_ROWS, count - low), 1), np.float32))
+            writer.commit().close()
 
+    def _targets(self, tables: list[Outputs]) -> int:
+        return sum(self.num_nodes[table.name] for table in tables)
 
-class _LayerWork:
-    """One layer: ranges of targets, their sums, their outputs."""
+    def told(self, targets: int) -> None:
+        """Count targets that are done."""
+        self.done += targets
+        self.progress(self.done, sum(map(self._targets, self.tables)))
 
-    def __init__(
-        self,
-        run: _Run,
-        parts: LayerParts,
-        stream: RowStream,
-        writer: ContainerWriter,
-        *,
-        shares: Shares,
-        number: int,
-    ) -> None:
-        self.run_, self.parts, self.stream, self.writer = run, parts, stream, writer
-        self.number, self.shares = number, shares
-        self.aggregate = Aggregate.empty(shares.targets, parts)
-        self.keys = np.empty(shares.edges, np.int64)
-        self.shift = max(1, (shares.targets - 1).bit_length())
-        self.ways: list[str] = []
-
-    def run(self, row_bytes: int, gap_bytes: int) -> LayerReport:
-        """Compute all target ranges that are not done yet; return what that took."""
-        started_s = time.perf_counter()
-        first = (self.writer.progress or {"next": 0})["next"]
-        count, nodes = 0, self.run_.topology.num_nodes
-        for piece in ranges(self.run_.topology.indptr, self.shares, first=first):
-            self._range(piece, row_bytes, gap_bytes)
-            self.writer.mark({"next": piece.stop})
-            count += 1
-            done = (self.number - 1) * nodes + piece.stop
-            self.run_.progress(done, self.run_.num_layers * nodes)
-        statistics: ReadStatistics = self.stream.statistics
+    def _layer(self, number: int, sources: Mapping[str, Container]) -> LayerReport:
+        """Compute the tables of a layer that are not there yet."""
+        started_s, tables = time.perf_counter(), []
+        for outputs in self.tables[number - 1]:
+            path = self._path(number, outputs.name)
+            if path.exists():
+                self.told(self.num_nodes[outputs.name])
+                continue
+            table = _Table(self, outputs, sources, activated=number < self.last)
+            with ContainerWriter(
+                path,
+                kind=_KIND,
+                sections={"x": (np.float32, (table.num_nodes, outputs.out_dim))},
+                attributes=self._attributes(number, outputs.name),
+                resume=True,
+            ) as writer:
+                table.run(writer)
+                writer.commit().close()
+            tables.append(table)
+        cost = sum((table.cost for table in tables), ReadStatistics())
         return LayerReport(
-            layer=self.number,
-            ranges=count,
-            gathered=self.ways.count("gather"),
-            swept=self.ways.count("sweep"),
-            bytes_read=statistics.bytes_read,
-            bytes_used=statistics.bytes_used,
-            requests=statistics.requests,
+            layer=number,
+            ranges=sum(table.ranges for table in tables),
+            gathered=sum(table.ways.count("gather") for table in tables),
+            swept=sum(table.ways.count("sweep") for table in tables),
+            bytes_read=cost.bytes_read,
+            bytes_used=cost.bytes_used,
+            requests=cost.requests,
             seconds=time.perf_counter() - started_s,
         )
 
-    def _range(self, piece: Piece, row_bytes: int, gap_bytes: int) -> None:
-        parts, aggregate = self.parts, self.aggregate.first(piece.stop - piece.first)
-        if parts.needs_own_at_start:
-            for place, own in self.stream.sequence(piece.first, piece.stop):
-                parts.begin(aggregate, place - piece.first, own)
-        for low in range(piece.low, piece.high, len(self.keys)):
+
+class _Table:
+    """The outputs of one layer for one node type, range by range."""
+
+    def __init__(
+        self, run: _Run, outputs: Outputs, sources: Mapping[str, Container], *, activated: bool
+    ) -> None:
+        self._run, self._outputs, self._sources = run, outputs, sources
+        self._activated, self.num_nodes = activated, run.num_nodes[outputs.name]
+        self.cost, self.ways, self.ranges = ReadStatistics(), list[str](), 0
+        starts = [run.edges[kind].indptr for kind in outputs.into]
+        self._indptr: Ids = (
+            starts[0] if len(starts) == 1 else sum(starts, np.zeros(self.num_nodes + 1, np.int64))
+        )
+        rows = [sources[outputs.name], *(sources[kind[0]] for kind in outputs.into)]
+        self._shares = share_memory(
+            run.memory_bytes,
+            outputs,
+            row_bytes=max(source.section("x").row_bytes for source in rows),
+            num_nodes=self.num_nodes,
+            num_edges=int(self._indptr[-1]),
+        )
+        self._gap_bytes = profitable_gap_bytes(run.profile)
+        self._keys = np.empty(self._shares.edges, np.int64)
+        self._shift = max(1, (self._shares.targets - 1).bit_length())
+        self._opened: tuple[str, RowStream] | None = None
+
+    def run(self, writer: ContainerWriter) -> None:
+        """Compute all ranges that are not done yet."""
+        first = (writer.progress or {"next": 0})["next"]
+        self._run.told(first)
+        try:
+            for piece in ranges(self._indptr, self._shares, first=first):
+                writer.write("x", piece.first, self._range(piece).numpy())
+                writer.mark({"next": piece.stop})
+                self._run.told(piece.stop - piece.first)
+                self.ranges += 1
+        finally:
+            self._close_stream()
+        self._keys = self._keys[:0].copy()  # the counts stay until the layer is done
+
+    def _stream(self, name: str) -> RowStream:
+        """Return the rows of a node type; one table is open at a time, for its buffers."""
+        if self._opened is None or self._opened[0] != name:
+            self._close_stream()
+            stream = RowStream(
+                self._sources[name],
+                self._shares,
+                backend=self._run.backend,
+                gap_bytes=self._gap_bytes,
+            )
+            self._opened = name, stream
+        return self._opened[1]
+
+    def _close_stream(self) -> None:
+        if self._opened is not None:
+            self.cost += self._opened[1].statistics
+            self._opened[1].close()
+            self._opened = None
+
+    def _own_rows(self, piece: Piece) -> Iterator[tuple[int, Tensor]]:
+        """Yield the targets' own rows, with the place of the first in the range."""
+        for row, own in self._stream(self._outputs.name).sequence(piece.first, piece.stop):
+            yield row - piece.first, own
+
+    def _range(self, piece: Piece) -> Tensor:
+        """Return the outputs [T, out_dim] of a range of targets."""
+        out = torch.zeros(piece.stop - piece.first, self._outputs.out_dim)
+        if self._outputs.has_own:
+            for place, own in self._own_rows(piece):
+                out[place : place + len(own)] = self._outputs.of_own(own)
+        for kind, parts in self._outputs.into.items():
+            self._add(kind, parts, piece, out)
+        return out.relu_() if self._activated else out
+
+    def _add(self, kind: EdgeType, parts: LayerParts, piece: Piece, out: Tensor) -> None:
+        """Add what comes along one edge type."""
+        edges, aggregate = self._run.edges[kind], Aggregate.empty(len(out), parts)
+        if parts.with_own:
+            for place, own in self._own_rows(piece):
+                parts.begin(aggregate, place, own)
+        stream, section = self._stream(kind[0]), self._sources[kind[0]].section("x")
+        low, high = int(edges.indptr[piece.first]), int(edges.indptr[piece.stop])
+        for start in range(low, high, len(self._keys)):
             keys = sorted_keys(
-                self.run_.topology,
+                edges,
                 piece.first,
-                (low, min(low + len(self.keys), piece.high)),
-                shift=self.shift,
-                drops_loops=parts.drops_loops,
-                keys=self.keys,
+                (start, min(start + len(self._keys), high)),
+                shift=self._shift,
+                drops_loops=parts.with_own,
+                keys=self._keys,
             )
             if not len(keys):
                 continue
             way = choose_reading(
                 keys,
-                self.shift,
-                row_bytes=row_bytes,
-                profile=self.run_.profile,
-                gap_bytes=gap_bytes,
+                self._shift,
+                row_bytes=section.row_bytes,
+                profile=self._run.profile,
+                gap_bytes=self._gap_bytes,
             )
             self.ways.append(way)
-            for part, rows in self.stream.sources(keys, self.shift, way):
-                parts.add(aggregate, part, self.shift, parts.messages(rows))
-        self._finish(piece, aggregate)
-
-    def _finish(self, piece: Piece, aggregate: Aggregate) -> None:
-        if self.parts.needs_own_at_finish:
-            for place, own in self.stream.sequence(piece.first, piece.stop):
-                self._write(piece, aggregate, place, own)
-            return
-        for place in range(piece.first, piece.stop, self.shares.rows):
-            self._write(piece, aggregate, place, None)
-
-    def _write(self, piece: Piece, aggregate: Aggregate, place: int, own: Tensor | None) -> None:
-        stop = min(place + self.shares.rows, piece.stop)
-        places = slice(place - piece.first, stop - piece.first)
-        out = self.parts.finish(aggregate, places, own)
-        if self.number < self.run_.num_layers:
-            out = out.relu_()
-        self.writer.write("x", place, out.numpy())
+            for found, rows in stream.sources(keys, self._shift, way):
+                parts.add(aggregate, found, self._shift, parts.messages(rows))
+        for start in range(0, len(out), self._shares.rows):
+            places = slice(start, min(start + self._shares.rows, len(out)))
+            out[places] += parts.finish(aggregate, places)
 
 
-def identity_of(model: LayeredModel | TypedSAGE, data: str) -> str:
+def _identity_of(model: LayeredModel | TypedSAGE, data: str) -> str:
     """Return the digest of whatever decides the outputs; ``data`` is the graph's fingerprint."""
     digest = hashlib.sha256(f"{model.name} {data}".encode())
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _no_progress(_done: int, _total: int) -> None:
-    """Show nothing."""

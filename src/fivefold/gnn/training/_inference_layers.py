@@ -13,24 +13,33 @@ swept (everything between the first and the last is read, as in a broadcast of A
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fivefold._compiler import njit
 from fivefold.errors import InfeasibleError, UnsupportedError
 from fivefold.gnn.sampling import Adjacency
+from fivefold.gnn.sampling.batches import ONE_TYPE, EdgeType
 from fivefold.gnn.storage import Container, DiskProfile, RowReader
 from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Ids, aligned_empty
 from fivefold.gnn.storage.parallel import read_ahead
 from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.gnn.training.config import Backend
-from fivefold.gnn.training.models import GAT, GCN, GraphSAGE, LayeredModel
+from fivefold.gnn.training.models import (
+    GAT,
+    GCN,
+    GraphSAGE,
+    LayeredModel,
+    TypedLayer,
+    TypedSAGE,
+)
 from fivefold.units import format_bytes
 
 Pair = tuple[int, int]
@@ -54,38 +63,14 @@ class Aggregate:
             norms=np.zeros((targets, parts.extra), np.float64),
         )
 
-    def first(self, targets: int) -> Aggregate:
-        """Return the first places, cleared."""
-        part = Aggregate(sums=self.sums[:targets], norms=self.norms[:targets])
-        part.sums.fill(0)
-        part.norms.fill(0)
-        return part
-
-    @staticmethod
-    def bytes_per_target(parts: Sizes) -> int:
-        """Return the bytes that one target takes."""
-        return 4 * parts.width + 8 * parts.extra
-
-
-def take_apart(model: LayeredModel) -> list[LayerParts]:
-    """Return the layers of a model."""
-    kinds: dict[type[LayeredModel], type[Any]] = {GraphSAGE: _Sage, GCN: _Gcn, GAT: _Gat}
-    kind = kinds.get(type(model))
-    if kind is None:
-        message = f"layer-wise inference knows no {type(model).__name__}"
-        raise UnsupportedError(message, hint="use GraphSAGE, GCN or GAT, or sample the nodes")
-    return [kind(conv) for conv in model.convs]
-
 
 class MeanParts:
     """A mean of rows, or of rows made narrower first where the output is narrower."""
 
     heads, extra = 0, 1
-    drops_loops = False
-    needs_own_at_start = False
-    needs_own_at_finish = False
 
-    def __init__(self, linear: Any) -> None:
+    def __init__(self, linear: Any, *, with_own: bool = False) -> None:
+        self.with_own = with_own  # whether a node is among its neighbours, once
         self.weight: Tensor = linear.weight.detach().cpu()
         bias = torch.zeros(()) if linear.bias is None else linear.bias
         self.bias: Tensor = bias.detach().cpu()
@@ -110,41 +95,17 @@ class MeanParts:
         """Add messages along sorted edges."""
         add_mean(keys, shift, messages[0], aggregate.sums, aggregate.norms[:, 0])
 
-    def finish(self, aggregate: Aggregate, places: slice, own: Tensor | None) -> Tensor:
+    def finish(self, aggregate: Aggregate, places: slice) -> Tensor:
         """Return the outputs [T, out_dim] of the targets at some places of the aggregate."""
-        del own
         sums = torch.from_numpy(aggregate.sums[places])
         means = sums / torch.from_numpy(aggregate.norms[places]).clamp(min=1).float()
         return (means if self.narrows else means @ self.weight.T) + self.bias
 
 
-class _Sage(MeanParts):
-    needs_own_at_finish = True
-
-    def __init__(self, conv: Any) -> None:
-        super().__init__(conv.lin_l)
-        self.own_weight: Tensor = conv.lin_r.weight.detach().cpu()
-
-    def finish(self, aggregate: Aggregate, places: slice, own: Tensor | None) -> Tensor:
-        """Return the outputs [T, out_dim], the nodes' own rows added to their neighbours' means."""
-        assert own is not None, "GraphSAGE adds the node's own row"
-        return super().finish(aggregate, places, None) + own @ self.own_weight.T
-
-
-class _Gcn(MeanParts):
-    drops_loops = True
-    needs_own_at_start = True
-
-    def __init__(self, conv: Any) -> None:
-        super().__init__(conv.lin)
-
-
 class _Gat:
     """Attention; the aggregate keeps running maxima, denominators and the targets' scores."""
 
-    drops_loops = True
-    needs_own_at_start = True
-    needs_own_at_finish = False
+    with_own = True
 
     def __init__(self, conv: Any) -> None:
         self.weight: Tensor = conv.lin.weight.detach().cpu()
@@ -192,9 +153,8 @@ class _Gat:
             norms=aggregate.norms,
         )
 
-    def finish(self, aggregate: Aggregate, places: slice, own: Tensor | None) -> Tensor:
+    def finish(self, aggregate: Aggregate, places: slice) -> Tensor:
         """Return the outputs [T, out_dim]: each head divided by the sum of its weights."""
-        del own
         totals = torch.from_numpy(self._norms(aggregate)[1][places])
         sums = torch.from_numpy(aggregate.sums[places]).view(-1, self.heads, self.head_dim)
         heads = sums / totals.float().unsqueeze(-1)
@@ -209,33 +169,61 @@ LayerParts: TypeAlias = "MeanParts | _Gat"
 """One layer of a model, taken apart."""
 
 
-class Sizes(Protocol):
-    """What decides the memory of a target and of a source row."""
+class Outputs:
+    """The outputs of one layer for one node type: how they follow from the rows before.
+
+    Args:
+        name: The node type.
+        own: Linear map of a node's own row; None where there is none.
+        into: The parts of each edge type into this type, whose outputs add up.
+    """
+
+    def __init__(self, name: str, own: Any, into: Mapping[EdgeType, LayerParts]) -> None:
+        self.name, self.into = name, into
+        weight = None if own is None else own.weight.detach().cpu()
+        bias = None if own is None or own.bias is None else own.bias.detach().cpu()
+        self._own: tuple[Tensor, Tensor | None] | None = None if weight is None else (weight, bias)
+        parts = list(into.values())
+        dims = [(part.in_dim, part.out_dim) for part in parts]
+        dims += [] if weight is None else [(int(weight.shape[1]), int(weight.shape[0]))]
+        self.in_dim, self.out_dim = max(dim for dim, _ in dims), dims[0][1]
+        self.width = max((part.width for part in parts), default=0)
+        self.extra = max((part.extra for part in parts), default=0)
+        self.heads = max((part.heads for part in parts), default=0)
 
     @property
-    def width(self) -> int:
-        """Values of a message."""
-        ...
+    def has_own(self) -> bool:
+        """Return whether a node's own row has a map of its own."""
+        return self._own is not None
 
-    @property
-    def extra(self) -> int:
-        """Norms of a target."""
-        ...
+    def of_own(self, rows: Tensor) -> Tensor:
+        """Return the map of the nodes' own rows."""
+        assert self._own is not None, "asked for where there is one"
+        return functional.linear(rows, *self._own)
 
-    @property
-    def heads(self) -> int:
-        """Scores of a message."""
-        ...
 
-    @property
-    def in_dim(self) -> int:
-        """Values of a source row."""
-        ...
+def take_apart(model: LayeredModel | TypedSAGE) -> list[list[Outputs]]:
+    """Return the layers of a model, each as the outputs of its node types."""
+    if isinstance(model, TypedSAGE):
+        return [_typed_outputs(layer) for layer in model.layers]  # type: ignore[arg-type]
+    parts: dict[type[LayeredModel], Callable[[Any], tuple[Any, LayerParts]]] = {
+        GraphSAGE: lambda conv: (conv.lin_r, MeanParts(conv.lin_l)),
+        GCN: lambda conv: (None, MeanParts(conv.lin, with_own=True)),
+        GAT: lambda conv: (None, _Gat(conv)),
+    }
+    if type(model) not in parts:
+        message = f"layer-wise inference knows no {type(model).__name__}"
+        raise UnsupportedError(message, hint="use GraphSAGE, GCN or GAT, or sample the nodes")
+    layers = [parts[type(model)](conv) for conv in model.convs]
+    return [[Outputs(ONE_TYPE[2], own, {ONE_TYPE: part})] for own, part in layers]
 
-    @property
-    def out_dim(self) -> int:
-        """Values of an output."""
-        ...
+
+def _typed_outputs(layer: TypedLayer) -> list[Outputs]:
+    into: dict[str, dict[EdgeType, LayerParts]] = {name: {} for name in layer.targets}
+    for kind, linear in zip(layer.edge_types, layer.neighbors, strict=True):
+        into[kind[2]][kind] = MeanParts(linear)
+    pairs = zip(layer.targets, layer.own, strict=True)
+    return [Outputs(name, own, into[name]) for name, own in pairs]
 
 
 @njit
@@ -424,7 +412,7 @@ class Piece:
 
 
 def share_memory(
-    memory_bytes: int, parts: Sizes, *, row_bytes: int, num_nodes: int, num_edges: int
+    memory_bytes: int, parts: Outputs, *, row_bytes: int, num_nodes: int, num_edges: int
 ) -> Shares:
     """Divide a budget so that few ranges are needed.
 
@@ -434,7 +422,7 @@ def share_memory(
     reader_bytes = min(_MOST_READER_BYTES, memory_bytes // _READER_SHARE)
     free = memory_bytes - reader_bytes
     chunk_bytes = _bytes_per_chunk_row(parts, row_bytes)
-    sum_bytes = Aggregate.bytes_per_target(parts)
+    sum_bytes = 4 * (parts.width + parts.out_dim) + 8 * parts.extra  # sums beside outputs
     rows = int(free * _CHUNK_SHARE) // chunk_bytes
     whole = num_nodes * sum_bytes + num_edges * _KEY_BYTES
     share = min(1.0, free * (1 - _CHUNK_SHARE) / max(whole, 1))
@@ -453,7 +441,7 @@ def share_memory(
     )
 
 
-def _bytes_per_chunk_row(parts: Sizes, row_bytes: int) -> int:
+def _bytes_per_chunk_row(parts: Outputs, row_bytes: int) -> int:
     """Return the bytes that a row of a chunk takes on its way.
 
     As it is stored three times (one is read ahead, one is picked), in float32, as a message with
