@@ -23,6 +23,7 @@ from fivefold.strategy import (
     load_model,
 )
 from fivefold.strategy.cluster import DeviceSpec
+from fivefold.strategy.parts import LowRankAdapters
 from fivefold.strategy.plan import plan_problem
 
 __all__ = ["PublicRow", "read_folder"]
@@ -40,6 +41,8 @@ _OFFLOADED = {
 }  # fmt: skip
 _NAMED = ("deepseek-v3", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "kimi-k2",
           "nemotron-3-nano")  # fmt: skip
+# NeMo's defaults, LoraPEFTConfig of 24.07: adapter_dim, and attention_qkv alone.
+_ADAPTERS = LowRankAdapters(rank=32, modules=("q_proj", "k_proj", "v_proj"))
 _PLAIN: dict[str, Any] = {
     "tied": False, "learned_positions": False, "dropout": False, "biases": False, "gated": True,
 }  # fmt: skip
@@ -178,6 +181,8 @@ def _model(entry: dict[str, str]) -> ModelSpec | None:
     }  # fmt: skip
     if entry["kv_heads"]:
         shape["num_kv_heads"] = int(entry["kv_heads"])
+    if entry["task"] == "lora":
+        shape["adapters"] = _ADAPTERS
     if entry["model"].startswith("llama"):
         return ModelSpec(**shape, **_PLAIN)
     if entry["model"].startswith("nemotron4"):  # squared ReLU: two matrices

@@ -15,6 +15,7 @@ from fivefold.strategy import (
     SearchSpace,
     evaluate_plan,
     load_cluster,
+    load_model,
     search_plans,
 )
 from fivefold.strategy.cost import evaluate_table
@@ -456,3 +457,19 @@ def test_a_message_pays_its_latency_and_the_exchange_rate():
     )
     assert near == pytest.approx(3e-3 + 1e9 / 0.5e11)
     assert far == pytest.approx(12e-3 + 1e9 / 0.25e10)
+
+
+def test_a_host_that_waits_for_the_router_cannot_issue_experts_ahead():
+    """Attention is bound by the GPU and experts by the host: with the wait both take their time."""
+    base = load_cluster("h100-bridge")
+    model = load_model("qwen3-30b-a3b")
+    plan = ParallelPlan(expert=8, data=8, micro_batch=4, global_batch=64)
+
+    def total_s(**changes):
+        device = dataclasses.replace(base.device, **changes)
+        return evaluate_plan(model, device, base.fabric, plan=plan).time.total_s
+
+    slow = {"expert_kernel_s": 1e-3}
+    assert total_s(dropless=True, **slow) > 1.01 * total_s(dropless=False, **slow)
+    free = {"expert_kernel_s": 0.0, "host_kernel_s": 0.0}
+    assert total_s(dropless=True, **free) == pytest.approx(total_s(dropless=False, **free))

@@ -140,6 +140,21 @@ def test_uneven_layers_with_embedding_and_head():
     assert sum(itertools.repeat(16, 6)) + 30 == 126
 
 
+@given(st.integers(2, 200), st.integers(2, 64), st.booleans(), st.integers(1, 3))
+def test_every_layer_has_a_stage(layers, stages, outer, losses):
+    if stages > layers:
+        return
+    first, middle, last = map(
+        int, stage_layers(layers, stages, embedding_layers=outer, losses=losses)
+    )
+    inner = stages - 2
+    assert layers <= first + middle * inner + last <= layers + max(inner - 1, 0) + (last == 0)
+
+
+def test_a_head_that_predicts_further_tokens_counts_twice():
+    assert stage_layers(62, 16, embedding_layers=True, losses=2) == (4, 4, 2)
+
+
 def test_an_unknown_schedule_is_explained():
     with pytest.raises(ConfigurationError, match="choose one of gpipe"):
         pipeline_shape("2f2b", stages=2, micro_batches=2, **THIRD)

@@ -73,8 +73,9 @@ class Columns:
         self.expert_shards: Ints = np.maximum(self.shards * widened // t.expert, 1)
         self._parameters: dict[int, tuple[Floats, Floats]] = {}
         self.counts = stage_layers(
-            self.model.num_layers, t.pipeline, embedding_layers=t.embedding_layers == 1
-        )
+            self.model.num_layers, t.pipeline, embedding_layers=t.embedding_layers == 1,
+            losses=self.losses,
+        )  # fmt: skip
 
     def group(self, size: Ints, stride: Ints) -> Groups:
         """Return the groups of an axis of every plan's mesh."""

@@ -242,6 +242,7 @@ def _work_of(
     device: DeviceSpec, *, key: LayerKey, operators: tuple[Operator, ...], causal: bool
 ) -> _Work:
     work = _Work()
+    earlier_s = 0.0  # forward of the operator before
     for op in operators:
         times = _operator_times(device, op, dtype=key.dtype, causal=causal)
         work.total = work.total.plus(times)
@@ -252,9 +253,10 @@ def _work_of(
         if op.scores or op.kind == "attention":
             work.again_s += times.forward_s
         elif op.after and _is_dropped(op, device):
-            work.remade_s += memory_time_s(device, 2 * op.stored_bytes) + device.kernel_gap_s
+            work.remade_s += earlier_s  # what a norm or an activation made
         if op.after == "expands" and "latent" in device.selective_drops:
             work.remade_s += times.forward_s
+        earlier_s = times.forward_s
     return work
 
 
@@ -273,10 +275,14 @@ def _timed(
             forward_s=beside(exchange.forward_s, shared.forward_s),
             input_s=beside(exchange.input_s, shared.input_s + shared.weight_s),
         )
-    floor_s = device.host_kernel_s * sum(op.kernels for op in operators if not op.grouped)
-    floor_s += sum(_grouped_host_s(op, device, key.dtype) for op in operators if op.grouped)
+    before_s, before_floor_s = _before_experts(device, key=key, operators=operators, causal=causal)
+    floor_s, backward_floor_s = (
+        _host_s(device, operators, dtype=key.dtype, products=products) for products in (1, 2)
+    )
     sent = tensor.plus(context).plus(exchange)
-    forward_s = max(total.forward_s + sent.forward_s, floor_s)
+    # The host issues experts when it has read how many tokens each has: the GPU has nothing to do.
+    after_s = total.forward_s + sent.forward_s - before_s
+    forward_s = max(before_s, before_floor_s) + max(after_s, floor_s - before_floor_s)
     skipped_s = 0.0
     if device.recompute_stops_early:
         skipped_s = _skipped_s(device, key=key, operators=operators, causal=causal, tensor=tensor)
@@ -291,9 +297,9 @@ def _timed(
     repeated = 2.0 if key.recompute == "full" else 1.0
     sent_again_s = (repeated - 1.0) * sent.forward_s
     input_s, weight_s = total.input_s + sent.input_s, total.weight_s + sent.weight_s
-    waiting_s = max(floor_s - input_s - weight_s, 0.0)
+    waiting_s = max(backward_floor_s - input_s - weight_s, 0.0)
     # What the host issues late is half of either kind of backward, as far as there is room.
-    late_s = min(max(floor_s / 2 - weight_s, 0.0), waiting_s)
+    late_s = min(max(backward_floor_s / 2 - weight_s, 0.0), waiting_s)
     return LayerCost(
         forward_s=forward_s,
         input_s=input_s + recompute_s + waiting_s - late_s,
@@ -302,17 +308,37 @@ def _timed(
         context_s=repeated * context.forward_s + context.input_s,
         expert_s=repeated * exchange.forward_s + exchange.input_s,
         recompute_s=max(recompute_s - sent_again_s, 0.0),
-        host_s=(1.0 + repeated) * floor_s,
+        host_s=repeated * floor_s + backward_floor_s,
     )
 
 
-def _grouped_host_s(op: Operator, device: DeviceSpec, dtype: str) -> float:
-    """Return the host's time for the products of several experts, which it issues one by one.
+def _before_experts(
+    device: DeviceSpec, *, key: LayerKey, operators: tuple[Operator, ...], causal: bool
+) -> tuple[float, float]:
+    """Return forward and its host's time up to the router, where the host waits for its counts."""
+    names = [op.name for op in operators]
+    if not device.dropless or "router" not in names:
+        return 0.0, 0.0
+    opening = operators[: names.index("router") + 1]
+    times = [_operator_times(device, op, dtype=key.dtype, causal=causal) for op in opening]
+    return sum(one.forward_s for one in times), _host_s(device, opening, dtype=key.dtype)
 
-    Each has its own casts, and one product forward and two backward: their mean.
+
+def _host_s(
+    device: DeviceSpec, operators: tuple[Operator, ...], *, dtype: str, products: int = 1
+) -> float:
+    """Return the host's time for a pass of one or two products for each forward one.
+
+    Products of several experts are issued one by one, with casts of their own: of tensors whose
+    scale comes from themselves, and of blocks whose scales are laid out in tiles, three kernels.
     """
-    casts = {"fp8": 1, "mxfp8": 3, "nvfp4": 3}.get(dtype, 0)  # with scales laid out in tiles
-    return device.expert_kernel_s * op.batch * (1.5 + casts)
+    casts = {"fp8": 1 + 2 * device.current_scaling, "mxfp8": 3, "nvfp4": 3}.get(dtype, 0)
+    return sum(
+        device.expert_kernel_s * op.batch * (products + casts)
+        if op.grouped
+        else device.host_kernel_s * op.kernels
+        for op in operators
+    )
 
 
 def _skipped_s(

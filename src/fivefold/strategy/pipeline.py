@@ -88,15 +88,19 @@ def stored_at(schedule: str, *, after: Any, stages: Any, micro_batches: Any, vir
     return np.where(p == 1, 1.0, np.minimum(stored[schedule](), micro_batches))
 
 
-def stage_layers(num_layers: int, stages: Any, *, embedding_layers: Any) -> tuple[Any, Any, Any]:
+def stage_layers(
+    num_layers: int, stages: Any, *, embedding_layers: Any, losses: int = 1
+) -> tuple[Any, Any, Any]:
     """Return the layers on the first, the fullest middle and the last stage.
 
     Layers left over go to middle stages first, for the outer ones hold embedding and head, which
-    count as a layer each where ``embedding_layers`` says so.
+    count as a layer each where ``embedding_layers`` says so. With several ``losses`` the head
+    counts twice and the embedding not, as in the layouts of models that predict further tokens.
     """
     p, outer = stages, embedding_layers
-    each, rest = np.divmod(np.where(outer, num_layers + 2, num_layers), p)
-    ends = np.where(outer, each - 1, each)
-    counts = ends + (rest > np.maximum(p - 2, 0)), each + (rest > 0), ends
+    opening, closing = (1, 1) if losses == 1 else (0, 2)
+    each, rest = np.divmod(np.where(outer, num_layers + opening + closing, num_layers), p)
+    first, last = np.where(outer, each - opening, each), np.where(outer, each - closing, each)
+    counts = first + (rest > np.maximum(p - 2, 0)), each + (rest > 0), np.maximum(last, 0)
     first, middle, last = (np.where(p == 1, num_layers, count) for count in counts)
     return first, middle, last

@@ -41,6 +41,7 @@ class StackSpec:
         selective_products_fp8: The same of 8-bit products.
         host_kernel_s: Time in which the host can issue one kernel: the floor of small layers.
         expert_kernel_s: The same for products of experts, one by one; 0: they are one kernel.
+        dropless: No token is dropped, so the host waits for the router before it issues experts.
         overlap_slowdown: Share by which compute slows down while communication runs beside it.
         gradient_bytes: Width of gradients in memory, copies of another width included.
         gradient_wire_bytes: Width of gradients when they are reduced.
@@ -92,6 +93,7 @@ class StackSpec:
     selective_products_fp8: float = 0.0
     host_kernel_s: float = 1e-5
     expert_kernel_s: float = 0.0
+    dropless: bool = False
     overlap_slowdown: float = 0.1
     gradient_bytes: float = 4.0
     gradient_wire_bytes: float = 2.0
