@@ -12,7 +12,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from benchmarks.moe._gpu._cases import (
     KINDS,
     Case,
     checked_cases,
+    exchanged_cases,
     kind_of,
     of_kind,
     timed_cases,
@@ -106,7 +107,7 @@ def _checked(rung: str, case: Case, backend: str, parameter: int = 0, note: str 
     return Step(rung=rung, name=name, backend=backend, kind=kind, run=run, needs=(backend,))
 
 
-def _checks(*, tiny: bool) -> list[Step]:  # noqa: C901 - a list
+def _checks(*, tiny: bool) -> list[Step]:
     cases = checked_cases(tiny=tiny)
     usual, found = cases[0], []
     found += [_checked("count and place", case, "split") for case in cases]
@@ -129,10 +130,8 @@ def _checks(*, tiny: bool) -> list[Step]:  # noqa: C901 - a list
             found.append(_checked("backward", case, "backward", number, what))
         whole = cases if kind == "bf16" else (usual,)
         found += [_checked("whole backward", of_kind(c, kind), "backward") for c in whole]
-    for kind in ("fp32",) if tiny else ("bf16", "fp32"):
-        for ranks in (1, 2) if tiny else (1, 2, 4):
-            case = of_kind(replace(usual, tokens=usual.tokens // 4 * 4), kind)
-            found.append(_checked("exchange", case, "exchange", ranks, f"{ranks} virtual ranks"))
+    for case, ranks in exchanged_cases(tiny=tiny):
+        found.append(_checked("exchange", case, "exchange", ranks, f"{ranks} virtual ranks"))
     return found
 
 
