@@ -70,12 +70,13 @@ def pieces() -> Iterator[tuple[str, Callable[[], Any]]]:
         calls: dict[str, Callable[..., Any]] = {"fused": launches.forward_fused}
         if case in cases:
             calls["split"] = launches.forward_split
+        what = "" if case in cases else "timed "
         for name, call in calls.items():
-            yield f"{name}, {case}", lambda c=call, g=given, o=options: c(*g.positional, **o)
+            yield f"{what}{name}, {case}", lambda c=call, g=given, o=options: c(*g.positional, **o)
         if case in cases or case.backward:
             for kept in (None, hidden):
                 yield (
-                    f"backward, {case}",
+                    f"{what}backward, {case}",
                     lambda g=given, o=options, h=kept: launches.backward_fused(
                         g.x, *g.positional, hidden=h, **o
                     ),
@@ -123,7 +124,7 @@ def _share(share: str, only: str) -> None:
     for name, call in named[first::step]:
         began_s = time.monotonic()
         # Timed kernels have no clock; those of the checks give up waiting.
-        os.environ["FIVEFOLD_MOE_DEBUG"] = "0" if "sweep" in name else "6"
+        os.environ["FIVEFOLD_MOE_DEBUG"] = "0" if name.startswith(("sweep", "timed")) else "6"
         with compiled_instead() as found:
             try:
                 call()

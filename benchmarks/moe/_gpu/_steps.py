@@ -37,6 +37,7 @@ from benchmarks.moe._gpu._timing import (
     swept_cases,
     time_case,
     time_training,
+    time_tuned,
 )
 
 __all__ = ["Step", "steps_of", "work"]
@@ -164,7 +165,19 @@ def _times(*, tiny: bool) -> list[Step]:
                     run=partial(_swept, case, number), bounded=False, limit_s=20.0,
                 )
             )  # fmt: skip
-    return found
+    return found + _times_of_tuned(cases, tiny=tiny)
+
+
+def _times_of_tuned(cases: list[Case], *, tiny: bool) -> list[Step]:
+    """Steps beside those who tune themselves, last: each may take minutes."""
+    return [
+        Step(
+            rung="tuned", name=f"tuned / {case}", kind=kind_of(case), bounded=False,
+            run=partial(_timed, time_tuned, case), limit_s=45.0 if tiny else 200.0,
+        )
+        for case in cases
+        if case.activation == "swiglu" and case.target_flops_per_s is not None
+    ]  # fmt: skip
 
 
 def _timed(

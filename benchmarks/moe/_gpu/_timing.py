@@ -14,12 +14,12 @@ from benchmarks.moe._gpu._cases import Case, kind_of, timed_cases
 from benchmarks.moe._gpu._clock import Ceilings, Clock, arithmetic_of, ceilings_of
 from benchmarks.moe._gpu._operands import Operands, operands_of
 from benchmarks.moe._gpu._rungs import options_of
-from benchmarks.moe._gpu._variants import OUR_BACKENDS, Variant, variants_of
+from benchmarks.moe._gpu._variants import OUR_BACKENDS, Variant, tuned_variants, variants_of
 from fivefold.moe import fused_moe
 from fivefold.moe.kernels import launch as launches
 from fivefold.moe.kernels.arguments import Tiles
 
-__all__ = ["SWEPT", "ceilings", "sweep", "swept_cases", "time_case", "time_training"]
+__all__ = ["SWEPT", "ceilings", "sweep", "swept_cases", "time_case", "time_training", "time_tuned"]
 
 _PEER_TOLERANCE = 3e-2  # peers round in between; enough to see one that computes something else
 SWEPT_CASES = (0, 1, 13)
@@ -73,13 +73,17 @@ def _wanted(case: Case, given: Operands) -> torch.Tensor:
     )  # fmt: skip
 
 
+def _variants(case: Case, bench: Bench) -> dict[str, Variant]:
+    compiler = ("inductor" if bench.on_gpu else "eager") if case.compiled else None
+    return variants_of(case, bench.device, compiler=compiler)
+
+
 def _usable(
-    case: Case, given: Operands, bench: Bench, allowed: set[str]
+    case: Case, given: Operands, bench: Bench, allowed: set[str], variants: dict[str, Variant]
 ) -> tuple[dict[str, Variant], list[str]]:
     """Who computes the right thing; ours first. A call each, which warms up as well."""
-    compiler = ("inductor" if bench.on_gpu else "eager") if case.compiled else None
     wanted, usable = _wanted(case, given), {}
-    for name, run in variants_of(case, bench.device, compiler=compiler).items():
+    for name, run in variants.items():
         if name in OUR_BACKENDS and name not in allowed:
             continue
         limit = TOLERANCE[kind_of(case)] if name in OUR_BACKENDS else _PEER_TOLERANCE
@@ -102,11 +106,19 @@ def _usable(
     return usable, [name for name in usable if name in OUR_BACKENDS]
 
 
-def time_case(case: Case, bench: Bench, allowed: set[str]) -> None:
+def time_tuned(case: Case, bench: Bench, allowed: set[str]) -> None:
+    """Do ``time_case`` with those who tune themselves first."""
+    time_case(case, bench, allowed, tuned_variants(case, bench.device))
+
+
+def time_case(
+    case: Case, bench: Bench, allowed: set[str], variants: dict[str, Variant] | None = None
+) -> None:
     """Forward: seconds, FLOP/s and shares of the machine's ceilings, each turn's raw seconds."""
     clock, given = _clock(bench.device), _case_operands(case, bench)
+    variants = _variants(case, bench) if variants is None else variants
     with torch.no_grad():
-        usable, ours = _usable(case, given, bench, allowed)
+        usable, ours = _usable(case, given, bench, allowed, variants)
         calls = {name: (lambda run=run: run(given)) for name, run in usable.items()}
         seconds = clock.in_turns(calls, repetitions=_turns(bench))
     ceilings = _ceilings(bench.device)
@@ -134,7 +146,7 @@ def time_training(case: Case, bench: Bench, allowed: set[str]) -> None:
     """Forward and backward together, since what is kept is part of the price."""
     clock, given = _clock(bench.device), _case_operands(case, bench)
     leaves, gradient = given.leaves(), torch.ones_like(given.x)
-    usable, _ = _usable(case, given, bench, allowed)
+    usable, _ = _usable(case, given, bench, allowed, _variants(case, bench))
     calls: dict[str, Callable[[], object]] = {}
     for name, run in usable.items():
 
