@@ -67,9 +67,7 @@ def pieces() -> Iterator[tuple[str, Callable[[], Any]]]:
         hidden = torch.empty(
             (given.ids.numel(), given.w13.shape[1]), dtype=case.dtype, device="meta"
         )
-        calls: dict[str, Callable[..., Any]] = {"fused": launches.forward_fused}
-        if case in cases:
-            calls["split"] = launches.forward_split
+        calls = {"fused": launches.forward_fused, "split": launches.forward_split}
         what = "" if case in cases else "timed "
         for name, call in calls.items():
             yield f"{what}{name}, {case}", lambda c=call, g=given, o=options: c(*g.positional, **o)

@@ -58,14 +58,18 @@ def variants_of(case: Case, device: torch.device, *, compiler: str | None) -> di
         found["torch grouped_mm, compiled"] = torch.compile(pipeline, backend=compiler)
     if case.activation == "swiglu":
         found |= _transformers_backends(case)
-        if device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
-            found[LIGER] = _liger()
     return found
 
 
 def tuned_variants(case: Case, device: torch.device) -> dict[str, Variant]:
-    """Return ours, and who tunes itself for a minute or more at its first call, by name."""
-    found = {name: _our_backend(case, device, name) for name in OUR_BACKENDS}
+    """Return ours, and who tunes itself for minutes at its first call, by name."""
+    found = {
+        name: _our_backend(case, device, name)
+        for name in OUR_BACKENDS
+        if backends(device).get(name, "not there") is None
+    }
+    if device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
+        found[LIGER] = _liger()
     if device.type == "cuda" and importlib.util.find_spec("sonicmoe") is not None:
         found[SONIC] = _sonic()
     return found

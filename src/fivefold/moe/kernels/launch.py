@@ -242,8 +242,8 @@ def forward_fused(
 ) -> torch.Tensor:
     """Compute the operator in one launch; ids out of range are dropped like -1.
 
-    The result does not depend on ``programs``, of which None is one per multiprocessor. W13 x goes
-    to ``hidden`` [T K, rows of w13], by rows, where that is given.
+    The result does not depend on ``programs``, of which None is one per multiprocessor. What the
+    backward takes goes to ``hidden`` [T K, rows of w13], by rows, where that is given.
     """
     x, ids = operands[0], operands[3]
     if x.numel() == 0 or ids.numel() == 0:
@@ -323,7 +323,7 @@ def backward_fused(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of x, w13, w2, weights, b13 and b2; the same bits every time.
 
-    The rows are placed as in the forward; z = W13 x is computed again unless ``hidden`` has it.
+    The rows are placed as in the forward; the first product is done again without ``hidden``.
     ``programs`` is the most of a launch of the new kernels; the result does not depend on it.
     """
     x, w13, w2, ids, weights = operands
