@@ -85,8 +85,8 @@ def pieces() -> Iterator[tuple[str, Callable[[], Any]]]:
         small = replace(case, tokens=16)
         given = _operands(small)
         options = options_of(small, given)
-        for tiles, lag in SWEPT:
-            more = options | {"tiles": tiles, "lag": lag}
+        for tiles in dict.fromkeys(tiles for tiles, _ in SWEPT):
+            more = options | {"tiles": tiles}
             yield (
                 f"sweep, {small}, {tiles}",
                 lambda g=given, o=more: launches.forward_fused(*g.positional, **o),

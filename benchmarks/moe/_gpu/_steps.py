@@ -156,12 +156,12 @@ def _times(*, tiny: bool) -> list[Step]:
             )  # fmt: skip
     swept = [tiny_case(case) for case in swept_cases()[:1]] if tiny else swept_cases()
     for case in swept:
-        for number, (tiles, lag) in enumerate(SWEPT[:2] if tiny else SWEPT):
+        for number, (tiles, more) in enumerate(SWEPT[:2] if tiny else SWEPT):
             shape = f"{tiles.rows}x{tiles.columns}x{tiles.second_columns}x{tiles.depth}"
             how = f"{shape}, {tiles.stages} stages, {tiles.warps} warps, group {tiles.group}"
             found.append(
                 Step(
-                    rung="sweep", name=f"sweep / {case} / {how}, lag {lag or 'usual'}",
+                    rung="sweep", name=f"sweep / {case} / {how}, {more or 'usual'}",
                     run=partial(_swept, case, number), bounded=False, limit_s=20.0,
                 )
             )  # fmt: skip
