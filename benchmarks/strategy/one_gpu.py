@@ -185,6 +185,7 @@ class Llama(nn.Module):
         width = spec.hidden // spec.num_heads
         rates = 10000.0 ** (-torch.arange(0, width, 2, device="cpu") / width)
         angles = torch.outer(torch.arange(spec.seq_len, device="cpu").float(), rates).repeat(1, 2)
+        angles = angles.to(self.embedding.weight.device)
         self.register_buffer("cosine", angles.cos(), persistent=False)
         self.register_buffer("sine", angles.sin(), persistent=False)
 

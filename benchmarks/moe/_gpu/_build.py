@@ -30,7 +30,7 @@ from benchmarks.moe._gpu._cases import (
 )
 from benchmarks.moe._gpu._operands import Operands
 from benchmarks.moe._gpu._rungs import exchanged, group_of, options_of
-from benchmarks.moe._gpu._timing import SWEPT, swept_cases
+from benchmarks.moe._gpu._timing import SWEPT, SWEPT_BACKWARD, swept_cases
 
 __all__ = ["build", "pieces"]
 
@@ -81,6 +81,14 @@ def pieces() -> Iterator[tuple[str, Callable[[], Any]]]:
                 )
     for case, ranks in exchanged_cases(tiny=False):
         yield f"exchange, {ranks} ranks, {case}", lambda c=case, r=ranks: _exchange(c, r)
+    for case in timed_cases()[1:3]:
+        given = _operands(replace(case, tokens=16))
+        for tiles in SWEPT_BACKWARD:
+            more = options_of(case, given) | {"tiles": tiles}
+            yield (
+                f"sweep backward, {case}, {tiles}",
+                lambda g=given, o=more: launches.backward_fused(g.x, *g.positional, **o),
+            )
     for case in swept_cases():
         small = replace(case, tokens=16)
         given = _operands(small)

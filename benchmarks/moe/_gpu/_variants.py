@@ -32,6 +32,7 @@ OUR_BACKENDS = (OURS, "split")
 Variant = Callable[[Operands], torch.Tensor]
 
 _MOST_BATCHED_TOKENS = 64  # transformers' batched_mm copies the weights of every assignment
+_MOST_EXPERTS_ONE_BY_ONE = 32  # beyond, transformers' loop takes ten times as long as the rest
 _PACKAGES = {"liger_kernel": "liger-kernel", "sonicmoe": "sonic-moe"}
 _PEER_MODULES = ("transformers", "liger_kernel", "sonicmoe")
 
@@ -166,7 +167,9 @@ def _transformers_backends(case: Case) -> dict[str, Variant]:
     )
     with torch.device("meta"):  # the weights are the operands'
         experts = module.Qwen3MoeExperts(config)
-    names = ["eager", "grouped_mm"]
+    names = ["grouped_mm"]
+    if case.experts <= _MOST_EXPERTS_ONE_BY_ONE:
+        names.append("eager")
     if case.tokens <= _MOST_BATCHED_TOKENS:
         names.append("batched_mm")
     return {f"transformers {name}": _transformers(experts, config, name) for name in names}
