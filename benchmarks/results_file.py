@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-import os
 import platform
 import shlex
 import statistics
@@ -22,6 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from benchmarks.machine import describe_machine
 from fivefold.errors import ConfigurationError, DataError
 
 _PACKAGES = ("fivefold", "torch", "numpy")
@@ -126,6 +126,7 @@ def write_results(
     rows: Sequence[BenchmarkRow],
     versions: Mapping[str, str] | None = None,
     command: str | None = None,
+    machine: Mapping[str, str | int] | None = None,
 ) -> BenchmarkResults:
     """Write a benchmark's rows as JSON and, beside it, as a Markdown table.
 
@@ -135,6 +136,7 @@ def write_results(
         rows: What was measured.
         versions: Versions of peers, beside those of Python, fivefold, torch and NumPy.
         command: How to run it again; None takes this process's command line.
+        machine: Where it was measured; None is here.
 
     Returns:
         What was written.
@@ -152,7 +154,7 @@ def write_results(
             date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             commit=_commit(),
             command=_command() if command is None else command,
-            machine=describe_machine(),
+            machine=describe_machine() if machine is None else dict(machine),
             versions=_versions() | dict(versions or {}),
             rows=tuple(rows),
         )
@@ -223,25 +225,6 @@ def render_markdown(results: BenchmarkResults) -> str:
         cells = [row.case, row.metric, row.unit, _figure(row.ours), spread, *figures]
         lines.append(_table_line([*cells, _figure(row.limit), target]))
     return "\n".join(lines) + "\n"
-
-
-def describe_machine() -> dict[str, Any]:
-    """Describe this machine without naming it: processor, cores, memory, system."""
-    return {
-        "cpu": _processor(),
-        "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": f"{platform.system()} {platform.release()}",
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _versions() -> dict[str, str]:

@@ -63,14 +63,12 @@ BACKWARD: dict[str, dict[str, Any]] = {
     ", fp32 ieee": FP32,
     ", bf16, odd sizes": BF16 | ODD,
 }
-USUAL = Tiles(rows=128, columns=128, second_columns=256, depth=64)  # of bf16 swiglu
-NARROW = Tiles(rows=64, columns=64, second_columns=128, depth=64, stages=4, warps=4)
+USUAL = Tiles(rows=128, columns=128, second_columns=256, depth=64, stages=4)  # of bf16 swiglu
+NARROW = Tiles(rows=64, columns=128, second_columns=256, depth=64, warps=4)
 TILES = {  # offered by the sweep beside the usual ones
-    "four stages": replace(USUAL, stages=4),
-    "four stages, second product of 128 columns": replace(USUAL, second_columns=128, stages=4),
-    "twice as deep, two stages": replace(USUAL, depth=128, stages=2, second_columns=128),
-    "256 rows, two stages": replace(USUAL, rows=256, columns=64, second_columns=128, stages=2),
-    "for few tokens: 64 rows, four stages": NARROW,
+    "three stages": replace(USUAL, stages=3),
+    "second product of 128 columns": replace(USUAL, second_columns=128),
+    "for few tokens: 64 rows, three stages": NARROW,
 }
 LAUNCHES = ["count", "place", "ranges", "hidden", "d_hidden", "d_x", "d_w2", "d_w13", "d_b2"]
 LAUNCHES += ["d_b13", "d_weights", "combine"]
@@ -171,6 +169,7 @@ def show(name: str, kernel: Any) -> None:
         "spilled_bytes": numbers["STACK"] + numbers["LOCAL"],
         "shared_bytes": int(kernel.metadata.shared),
         "instructions": Counter(instruction.split(".")[0] for instruction in instructions),
+        "moved": sorted({i for i in instructions if i.startswith(("LDG.E", "STG.E"))}),
         "products": sorted({i for i in instructions if i.startswith(("HGMMA", "HMMA"))}),
         "ptx": kernel.asm["ptx"],
     }

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.machine import describe_machine
 from benchmarks.moe._gpu._bench import Bench, say
 from benchmarks.moe._gpu._cases import (
     KINDS,
@@ -89,7 +90,7 @@ def machine(bench: Bench, _allowed: set[str]) -> None:
         found |= {"CUDA": str(torch.version.cuda)}
         bench.row("multiprocessors", "", properties.multi_processor_count)
         bench.row("memory", "bytes", properties.total_memory)
-    say(event="machine", step=bench.step, versions=found)
+    say(event="machine", step=bench.step, versions=found, machine=describe_machine())
     from benchmarks.moe._gpu._clear import clear_kernel  # noqa: PLC0415 - triton may be missing
 
     words = torch.full((3000,), 7, dtype=torch.int32, device=bench.device)

@@ -39,7 +39,7 @@ SWEPT_CASES = (0, 1, 13)
 
 def _swept() -> list[tuple[Tiles, dict[str, Any]]]:
     """Tiles and what else may be chosen; the first is what is shipped for bfloat16 and swiglu."""
-    usual = Tiles(rows=128, columns=128, second_columns=256, depth=64)
+    usual = Tiles(rows=128, columns=128, second_columns=256, depth=64, stages=4)
     small = Tiles(rows=64, columns=128, second_columns=256, depth=64, warps=4)
     made = [usual, *(replace(usual, stages=s, group=g) for s in (4, 3) for g in (8, 4, 16))]
     made += [replace(usual, second_columns=128, stages=s) for s in (3, 4)]
@@ -47,19 +47,17 @@ def _swept() -> list[tuple[Tiles, dict[str, Any]]]:
     made += [replace(small, second_columns=128, stages=4, group=4)]
     made += [replace(usual, columns=256, stages=s) for s in (3, 4)]  # where nothing is gated
     found: list[tuple[Tiles, dict[str, Any]]] = [(tiles, {}) for tiles in dict.fromkeys(made)]
-    deep = replace(usual, stages=4)
-    found += [(deep, {"lag": lag}) for lag in (1, 2, 1 << 20)]
-    found += [(deep, {"spans": pair}) for pair in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4))]
-    return [*found, (deep, {"spans": (1, 1), "lag": 1 << 20})]
+    found += [(usual, {"lag": lag}) for lag in (1, 2, 1 << 20)]
+    return found
 
 
 SWEPT = _swept()
 _USUAL = SWEPT[0][0]
 SWEPT_BACKWARD = [
     _USUAL,
-    replace(_USUAL, stages=4),
-    replace(_USUAL, stages=4, group=16),
-    replace(_USUAL, stages=4, second_columns=128),
+    replace(_USUAL, stages=3),
+    replace(_USUAL, group=16),
+    replace(_USUAL, second_columns=128),
 ]
 
 

@@ -347,14 +347,20 @@ _INTERPRETED = Tiles(
 
 
 def tiles_for(
-    dtype: torch.dtype, *, halves: bool, precision: str, by_descriptor: bool, interpreted: bool
+    dtype: torch.dtype,
+    *,
+    halves: bool,
+    precision: str,
+    by_descriptor: bool,
+    interpreted: bool,
+    few: bool = False,
 ) -> Tiles:
-    """Return the variant for a data type; chosen by what compiles without spills, not by timing.
+    """Return the variant for a data type: timed on an H200 for 16 bits, else what does not spill.
 
-    ``halves``: the first product has two of its tiles in registers at a time, as that of a gated
-    activation, or of the backward. Weights that do not come through the tensor memory accelerator
-    (``by_descriptor``) need registers for their addresses. A weight gradient's tile is ``rows`` by
-    ``second_columns``.
+    ``few``: an expert has a few rows at most, as in decoding. ``halves``: the first product has two
+    of its tiles in registers at a time, as that of a gated activation, or of the backward. Weights
+    that do not come through the tensor memory accelerator (``by_descriptor``) need registers for
+    their addresses. A weight gradient's tile is ``rows`` by ``second_columns``.
     """
     if interpreted:
         return _INTERPRETED
@@ -362,9 +368,12 @@ def tiles_for(
         # Ordinary multiply-adds unroll the depth: 32 would spill.
         depth = 16 if dtype == torch.float32 and precision == "ieee" else 32
         return Tiles(rows=64, columns=64, second_columns=64, depth=depth, stages=2)
-    widest, depth = (128, 32) if dtype == torch.float32 else (256, 64)
-    columns = widest // 2 if halves else widest
-    return Tiles(rows=128, columns=columns, second_columns=widest, depth=depth)
+    if dtype == torch.float32:
+        return Tiles(rows=128, columns=64 if halves else 128, second_columns=128, depth=32)
+    if few:
+        return Tiles(rows=64, columns=128, second_columns=256, depth=64, warps=4)
+    columns = 128 if halves else 256
+    return Tiles(rows=128, columns=columns, second_columns=256, depth=64, stages=4)
 
 
 @dataclass(frozen=True, kw_only=True)

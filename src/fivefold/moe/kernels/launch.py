@@ -11,10 +11,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
+import shutil
+import sysconfig
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +44,7 @@ from fivefold.moe.kernels.arguments import (
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _OLDEST_TRITON = (3, 6)
-_LONG_DEPTH = 2048  # of a task's product: about 30 microseconds on an H200
-_TASKS_PER_PROGRAM = 8
+_FEW_ROWS = 8  # of an expert, on average
 _OPTIONS = {"enable_fp_fusion": True}  # triton 3.9 warns where it is not said
 
 
@@ -52,6 +55,16 @@ def _triton_problem() -> str | None:
     found = importlib.metadata.version("triton")
     if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST_TRITON:
         return f"it needs triton 3.6 or newer, found {found}"
+    return None
+
+
+@cache
+def _compiler_problem() -> str | None:
+    """Return why triton cannot build what starts its kernels, or None where it can."""
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang", "cc")))):
+        return "triton needs a C compiler: install gcc, or set CC"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "triton needs Python.h: install Python's headers (python3-dev)"
     return None
 
 
@@ -77,7 +90,7 @@ def _problem_of_cuda(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:
         return f"it needs compute capability 9.0 or more; {device} has {major}.{minor}"
-    return None
+    return _compiler_problem()
 
 
 def start(kernel: Any, programs: int, known: dict[str, Any], warps: int) -> None:
@@ -108,18 +121,6 @@ def lag_for(tiles: Tiles, intermediate: int, programs: int) -> int:
     """Return by how many steps the second product trails: two waves of first products between."""
     in_a_step = tiles.group * -(-intermediate // tiles.columns)
     return max(1, -(-2 * programs // in_a_step))
-
-
-def span_for(row_tiles: int, depth: int, width: int, columns: int, programs: int) -> int:
-    """Return the tiles of columns that a task of a product does, one after another.
-
-    As many as make a task long beside what it takes to begin and to end it, with some tasks left
-    for each program.
-    """
-    tiles = -(-width // columns)
-    long_enough = -(-_LONG_DEPTH // depth)
-    allowed = row_tiles * tiles // (_TASKS_PER_PROGRAM * programs)
-    return max(1, min(tiles, long_enough, allowed))
 
 
 def combine_columns_for(tiles: Tiles, hidden: int, blocks: int, programs: int) -> int:
@@ -190,7 +191,8 @@ def _prepare(  # noqa: PLR0913 - the operator's own options
         "interpreted": interpreted,
     }
     if tiles is None:
-        tiles = tiles_for(x.dtype, halves=activation.gated or backward, **how)
+        few = not backward and ids.numel() <= _FEW_ROWS * len(w2)
+        tiles = tiles_for(x.dtype, halves=activation.gated or backward, few=few, **how)
     shape = call_sizes(x, w2, ids.shape[1])
     layout = layout_for(**shape, tile_rows=tiles.rows, chunk_slots=CHUNK_SLOTS[interpreted])
     if workspace is None:
@@ -218,17 +220,12 @@ def _prepare(  # noqa: PLR0913 - the operator's own options
 
 
 def prepare_forward(
-    *operands: torch.Tensor,
-    programs: int,
-    lag: int | None = None,
-    spans: tuple[int, int] | None = None,
-    **options: Any,
+    *operands: torch.Tensor, programs: int, lag: int | None = None, **options: Any
 ) -> Call:
     """Make the launches of a forward ready: memory, descriptors, sizes; nothing is started.
 
     ``programs`` are those of the single kernel, ``lag`` the steps by which its second product
-    trails the first, ``spans`` the tiles of columns that a task of either product does (None:
-    chosen by them); the options are ``forward_fused``'s, and ``tiles``.
+    trails the first (None: chosen by them); the options are ``forward_fused``'s, and ``tiles``.
     """
     call = _prepare(*operands, **options)
     x, tiles, sizes = operands[0], call.tiles, call.sizes
@@ -236,15 +233,9 @@ def prepare_forward(
         call.known["w13"] = descriptor(call.known["w13"], tiles.columns, tiles.depth)
         call.known["w2"] = descriptor(call.known["w2"], tiles.second_columns, tiles.depth)
     blocks = -(-len(x) // tiles.combine_tokens)
-    if spans is None:
-        row_tiles = -(-operands[3].numel() // tiles.rows)
-        steps = (sizes.H, sizes.I, tiles.columns), (sizes.I, sizes.H, tiles.second_columns)
-        spans = tuple(span_for(row_tiles, *step, programs) for step in steps)
     call.known.update(
         given=call.known["given"]._replace(out=_like(x)),
         max_lag=lag_for(tiles, sizes.I, programs) if lag is None else lag,
-        first_span=spans[0],
-        second_span=spans[1],
         combine_columns=combine_columns_for(tiles, sizes.H, blocks, programs),
         limit_ns=wait_limit_ns(),
     )
