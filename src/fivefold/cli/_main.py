@@ -6,23 +6,27 @@ them: rich would wrap long lines and take brackets in messages for markup.
 
 from __future__ import annotations
 
+import _thread
 import ast
 import errno
 import importlib
 import importlib.util
 import logging
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, NoReturn, Self
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 from typer.core import TyperCommand, TyperGroup
 
+import fivefold
 from fivefold.cli._options import help_text, shown_help
 from fivefold.errors import FivefoldError
 from fivefold.files import nearest_file
@@ -209,6 +213,7 @@ def _of_file(error: OSError) -> FivefoldError:
 
 
 _INTERRUPTED = 130
+_AGAIN_S = 0.1
 
 app = typer.Typer(
     name="fivefold",
@@ -223,7 +228,7 @@ app = typer.Typer(
 
 def _print_version(value: bool) -> None:  # noqa: FBT001 - typer calls it with a positional bool
     if value:
-        typer.echo(f"fivefold {version('fivefold')}")
+        typer.echo(f"fivefold {fivefold.__version__}")
         raise typer.Exit
 
 
@@ -239,6 +244,8 @@ def _options(
     ] = False,
 ) -> None:
     _ = show_version  # handled by the eager callback
+    if not debug:  # torch does so too, at the end of its import, which Ctrl-C may cut short
+        logging.getLogger("torch").setLevel(logging.WARNING)
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.INFO,
         format="%(message)s",
@@ -247,25 +254,46 @@ def _options(
     )
 
 
+class _CtrlC:
+    """Remember Ctrl-C: where compiled code calls back, its exception is lost or becomes another."""
+
+    def __enter__(self) -> Self:
+        self.pressed = False
+        self._usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._lost = sys.unraisablehook
+        if self._usual:  # not where it is ignored, as in the background of a script
+            signal.signal(signal.SIGINT, self._on_signal)
+            sys.unraisablehook = self._on_lost
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.unraisablehook = self._lost
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> NoReturn:
+        self.pressed = True
+        raise KeyboardInterrupt
+
+    def _on_lost(self, lost: Any) -> None:
+        if isinstance(lost.exc_value, KeyboardInterrupt):  # raised again outside of the call
+            threading.Timer(_AGAIN_S, _thread.interrupt_main).start()
+        else:
+            self._lost(lost)
+
+
 def main() -> None:
-    """Run the command line; the only place that ends the process.
-
-    Raises:
-        SystemExit: Always, with 0 for success, 1 for a failure, 2 for a wrong command line, 3
-            for a request that nothing satisfies and 130 after Ctrl-C.
-
-    Examples:
-        $ fivefold --version
-    """
-    try:
-        # Not standalone: typer would print errors in a form of its own.
-        code = app(standalone_mode=False)
-    except KeyboardInterrupt:
-        code = _INTERRUPTED  # where typer has not made it the same code
-    except Exception as error:
-        if "--debug" in sys.argv[1:] and not is_usage_error(error):
-            raise
-        sys.exit(show_error(error))
+    """Run a command and end the process with its exit code."""
+    with _CtrlC() as ctrl_c:
+        try:
+            # Not standalone: typer would print errors in a form of its own.
+            code = app(standalone_mode=False)
+        except KeyboardInterrupt:
+            code = _INTERRUPTED  # where typer has not made it the same code
+        except Exception as error:
+            if "--debug" in sys.argv[1:] and not is_usage_error(error):
+                raise
+            code = _INTERRUPTED if ctrl_c.pressed else show_error(error)
     if code == _INTERRUPTED:
         sys.stderr.write("interrupted\n")
     sys.exit(code if isinstance(code, int) else 0)
