@@ -10,6 +10,7 @@ SOURCES := $(shell find src -type f -not -name '*.pyc' 2>/dev/null) README.md LI
 .PHONY: help setup demo test test-nightly lint tests docs dev clean
 
 help:
+	@echo "make setup   make .venv with everything in it; then: . .venv/bin/activate"
 	@echo "make demo    set up, profile a slow link, plan, train with DDP and as recommended, report"
 	@echo "make test    set up, lint, check types, build the docs, run all tests"
 	@echo "make test-nightly  all tests, the long ones too, with many new random cases: hours"
