@@ -68,8 +68,9 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
     when nothing refers to its batch any more, so batches may be kept, at the cost of memory.
 
     Data parallel training: all ranks open the same store and pass their ``rank`` and the
-    ``world_size``. Each batch goes to one rank, all ranks make the same number of steps. Caches
-    and buffers are per rank: plan with the memory of one.
+    ``world_size``. Each batch goes to one rank, all ranks make the same number of steps. Ranks of
+    one host have one cache in host memory together; buffers are per rank: plan with the memory of
+    one.
 
     Args:
         store: Packed store, or what ``from_dataset`` prepares of a graph of several types.
@@ -158,15 +159,17 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         # Closed in this order: engines, then what from_dataset opened for them.
         self._closing = contextlib.ExitStack()
         readers = 2 if self._buffers >= _BUFFERS_FOR_TWO_READERS else 1
+        how: dict[str, Any] = {"threads": threads, "shared": settings.world_size > 1}
+        how |= settings.engine
         self._features: dict[str | None, FeatureStore] = {}
         self._edges: dict[EdgeType | None, FeatureStore] = {}
         for kind, rows in packed.nodes.items():
             self._features[kind] = FeatureStore(
-                rows, device=settings.device, threads=threads, readers=readers, **settings.engine
+                rows, device=settings.device, readers=readers, **how
             )
             self._closing.callback(self._features[kind].close)
         for edge_type, rows in packed.edges.items():
-            self._edges[edge_type] = FeatureStore(rows, threads=threads, **settings.engine)
+            self._edges[edge_type] = FeatureStore(rows, **how)
             self._closing.callback(self._edges[edge_type].close)
 
     @classmethod
