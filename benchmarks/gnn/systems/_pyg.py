@@ -17,8 +17,8 @@ from benchmarks.gnn.systems._system import Preparation, SystemBatch, SystemStati
 
 __all__ = ["PygMappedSystem"]
 
-# With two batches waiting for each: as many in flight as the other peers' pipelines hold.
-_WORKERS, _WAITING = 3, 2
+# With three batches waiting for each: as many in flight as the other peers' pipelines hold.
+_WORKERS, _WAITING = 2, 3
 
 
 class PygMappedSystem:
