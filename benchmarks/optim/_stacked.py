@@ -57,6 +57,7 @@ class StackedModel:
         problem: What is trained.
         number: Models, M.
         dtype: Of parameters and arithmetic.
+        device: Where they are.
 
     Attributes:
         modules: The M models, whose parameters are views of the stacked ones.
@@ -64,12 +65,13 @@ class StackedModel:
     """
 
     def __init__(
-        self, problem: Problem, *, number: int, dtype: torch.dtype = torch.float32
-    ) -> None:
+        self, problem: Problem, *, number: int, dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
         self.problem = problem
         shape = MODEL.model_copy(update={"width": problem.width, "layers": problem.layers})
         self.modules: list[Transformer] = [
-            make_model(problem.seed, shape).to(dtype) for _ in range(number)
+            make_model(problem.seed, shape).to(device, dtype) for _ in range(number)
         ]
         self.steps_done = 0
         self._lr = problem.lr
@@ -105,7 +107,7 @@ class StackedModel:
         _, V, D = embedding_MVD.shape
         cos_TJ, sin_TJ = first.cos_TJ[:T], first.sin_TJ[:T]
         ones_D = embedding_MVD.new_ones(D)
-        rows = inputs_MBT.reshape(M, B * T) + torch.arange(M)[:, None] * V
+        rows = inputs_MBT.reshape(M, B * T) + torch.arange(M, device=inputs_MBT.device)[:, None] * V
         x = F.embedding(rows, embedding_MVD.view(M * V, D))
 
         def norm(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -168,7 +170,7 @@ class StackedModel:
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return causal attention as plain products: heads of few columns are faster so on a CPU."""
     T = q.shape[2]
-    hidden = torch.full((T, T), -torch.inf, dtype=q.dtype).triu(1)
+    hidden = torch.full((T, T), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
     scores = torch.baddbmm(
         hidden, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=q.shape[3] ** -0.5
     )
@@ -201,15 +203,17 @@ def _tokens(
     return inputs, targets
 
 
-def _tokens_of(problem: Problem, world_size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _tokens_of(
+    problem: Problem, world_size: int, device: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     inputs, targets = _tokens(
         steps=problem.steps, world_size=world_size, seed=problem.seed, batch_size=problem.batch_size
     )
-    return zip(inputs, targets, strict=True)
+    return zip(inputs.to(device), targets.to(device), strict=True)
 
 
 def train_ddp_stacked(
-    problem: Problem, *, world_size: int, dtype: torch.dtype = torch.float32
+    problem: Problem, *, world_size: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Transformer:
     """Train one model on the batches of all workers; the mean of their gradients is its gradient.
 
@@ -217,15 +221,16 @@ def train_ddp_stacked(
         problem: What is trained.
         world_size: Workers.
         dtype: Of parameters and arithmetic.
+        device: Where it is trained; it comes back on the CPU.
     """
     assert problem.batch_size == BATCH_SIZE, "all workers have the same number of tokens"
-    stack = StackedModel(problem, number=1, dtype=dtype)
-    for pair in _tokens_of(problem, world_size):
+    stack = StackedModel(problem, number=1, dtype=dtype, device=device)
+    for pair in _tokens_of(problem, world_size, device):
         inputs, targets = (tokens.view(1, -1, SEQUENCE_LENGTH) for tokens in pair)
         stack.gradient(inputs, targets)
         stack.clip()
         stack.update()
-    return stack.modules[0]
+    return stack.modules[0].cpu()
 
 
 class _Placeholder(torch.optim.Optimizer):
@@ -248,6 +253,7 @@ def train_rule_stacked(
     world_size: int,
     coded: Callable[[Any], Any],
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> Transformer:
     """Train with one rule and return the drained model of the first worker.
 
@@ -257,9 +263,10 @@ def train_rule_stacked(
         world_size: Workers.
         coded: Puts the codec round a worker's transport.
         dtype: Of parameters and arithmetic.
+        device: Where they are trained; the model comes back on the CPU.
     """
-    stack = StackedModel(problem, number=world_size, dtype=dtype)
-    tokens = _tokens_of(problem, world_size)
+    stack = StackedModel(problem, number=world_size, dtype=dtype, device=device)
+    tokens = _tokens_of(problem, world_size, device)
     late = isinstance(rule, DelayedGradients)
 
     def local_step() -> None:
@@ -297,4 +304,4 @@ def train_rule_stacked(
             raise
 
     run_world(world_size, guarded, timeout_s=_TIMEOUT_S)
-    return stack.modules[0]
+    return stack.modules[0].cpu()

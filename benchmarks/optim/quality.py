@@ -11,7 +11,7 @@ batched model (``_stacked``), which takes half of the time, and its rows say "si
 
     python -m benchmarks.optim.quality --keep FOLDER [--steps 600] [--seeds 0,1,2] [--width 128]
         [--layers 3] [--optimizers AdamW,Muon] [--lrs 4e-3,8e-3] [--only WORDS] [--minutes 60]
-        [--stacked]
+        [--stacked [--device cuda]]
 """
 
 from __future__ import annotations
@@ -204,23 +204,24 @@ def _coded(transport: InMemoryTransport, codec: str) -> Any:
     return transport if isinstance(found, ExactCodec) else CodedTransport(transport, found)
 
 
-def train_stacked(problem: Problem, method: Method) -> float:
+def train_stacked(problem: Problem, method: Method, *, device: str = "cpu") -> float:
     """Train one method with its workers in one batched model; bits per byte."""
     if method.rule is None:
-        return validate(train_ddp_stacked(problem, world_size=WORLD_SIZE))
+        return validate(train_ddp_stacked(problem, world_size=WORLD_SIZE, device=device))
     model = train_rule_stacked(
-        problem, method.rule(), world_size=WORLD_SIZE, coded=lambda t: _coded(t, method.codec)
-    )
+        problem, method.rule(), world_size=WORLD_SIZE, coded=lambda t: _coded(t, method.codec),
+        device=device,
+    )  # fmt: skip
     return validate(model)
 
 
 class Study:
     """Outcomes of finished runs, kept as files of one folder."""
 
-    def __init__(self, folder: Path, *, minutes: float, stacked: bool) -> None:
+    def __init__(self, folder: Path, *, minutes: float, stacked: bool, device: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._stacked = stacked
+        self._stacked, self._device = stacked, device
         self._ends_s = time.monotonic() + 60 * minutes
 
     def outcome(self, name: str, problem: Problem) -> float | None:
@@ -235,7 +236,7 @@ class Study:
                 return None
             method = METHODS[name]
             if self._stacked:
-                found = train_stacked(problem, method)
+                found = train_stacked(problem, method, device=self._device)
             elif method.rule is None:
                 found = train_ddp(problem)
             else:
@@ -311,11 +312,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts of names of methods, between semicolons")
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--stacked", action="store_true", help="simulate in one batched model")
+    parser.add_argument("--device", default="cpu", help="of --stacked: cpu or cuda")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     corpus()
-    study = Study(arguments.keep, minutes=arguments.minutes, stacked=arguments.stacked)
+    if arguments.device != "cpu" and not arguments.stacked:
+        parser.error("--device goes with --stacked: the others train in threads of the CPU")
+    study = Study(
+        arguments.keep, minutes=arguments.minutes, stacked=arguments.stacked,
+        device=arguments.device,
+    )  # fmt: skip
     words = arguments.only.split(";")
     names = [name for name in METHODS if any(word in name for word in words)]
     seeds = [int(seed) for seed in arguments.seeds.split(",")]

@@ -27,25 +27,29 @@ def meet():
 """
 
 # From the first byte sent to the answer to the last one: no buffer can make that look faster than
-# the link. The best of three on one connection: TCP has found the rate, and a busy machine has
-# stalled one of them at most.
+# the link. A busy machine can make it look slower: so five short transfers on one connection, and
+# more until one was undisturbed and took no longer than ENOUGH_S, or sixty were not.
 _TRANSFER = """
-total = int(os.environ["TOTAL_BYTES"])
-rates = []
+data = bytes(int(os.environ["TOTAL_BYTES"]))
+enough_s = float(os.environ["ENOUGH_S"])
+shortest_s = float("inf")
 with meet() as peer:
-    for _ in range(3):
-        start = time.perf_counter()
-        if rank == 0:
-            peer.sendall(bytes(total))
+    if rank == 0:
+        for turn in range(60):
+            start = time.perf_counter()
+            peer.sendall(data)
             assert peer.recv(1) == b"x"
-            rates.append(total / (time.perf_counter() - start))
-        else:
-            left = total
-            while left > 0:
-                left -= len(peer.recv(1 << 20))
-            peer.sendall(b"x")
-if rank == 0:
-    print(max(rates))
+            shortest_s = min(shortest_s, time.perf_counter() - start)
+            if turn >= 4 and shortest_s <= enough_s:
+                break
+        print(shortest_s)
+    else:
+        left = len(data)
+        while arrived := len(peer.recv(1 << 20)):
+            left -= arrived
+            if left == 0:
+                peer.sendall(b"x")
+                left = len(data)
 """
 
 _ROUND_TRIP = """
@@ -112,32 +116,39 @@ dist.destroy_process_group()
 """
 
 
-def _run(spec: LabSpec, script: str, *, total_bytes: int = 0) -> LabResult:
-    # `env` puts the variable into the ranks' environment.
-    command = ["env", f"TOTAL_BYTES={total_bytes}", sys.executable, "-c", textwrap.dedent(script)]
+def _run(spec: LabSpec, script: str, **environment: float) -> LabResult:
+    # `env` puts the variables into the ranks' environment.
+    variables = [f"{name.upper()}={value}" for name, value in environment.items()]
+    command = ["env", *variables, sys.executable, "-c", textwrap.dedent(script)]
     return run_lab(spec, command, timeout_s=60.0, grace_s=2.0, stream=False).check()
+
+
+def _transfer(
+    spec: LabSpec, rate: float, *, seconds: float = 0.25, round_trip_s: float = 0.0
+) -> tuple[LabResult, float]:
+    """Send what takes so long at this rate; return the run, and the payload's rate in bytes/s."""
+    size, enough_s = round(seconds * rate), seconds / 0.94 + round_trip_s
+    result = _run(spec, _MEET + _TRANSFER, total_bytes=size, enough_s=enough_s)
+    return result, size / (float(result.ranks[0].stdout()) - round_trip_s)
 
 
 @pytest.mark.usefixtures("bridge_works")
 @pytest.mark.parametrize("rate", ["20Mbit/s", "200Mbit/s"])
 def test_a_transfer_takes_the_time_that_the_rate_says(rate: str) -> None:
     spec = LabSpec(hosts=2, rate=rate)
-    wanted = spec.rate_bytes_per_s
-    assert wanted is not None
-    result = _run(spec, _MEET + _TRANSFER, total_bytes=round(wanted * 0.6))
+    result, found = _transfer(spec, spec.rate_bytes_per_s)
     assert result.lab["means"] == "tbf"
     # Headers take 4.4 % of each frame (1448 of 1514 bytes are payload).
-    assert float(result.ranks[0].stdout()) == pytest.approx(wanted, rel=0.10)
-    assert float(result.ranks[0].stdout()) <= wanted
+    assert 0.93 * spec.rate_bytes_per_s <= found <= spec.rate_bytes_per_s
 
 
 @pytest.mark.usefixtures("bridge_works")
 def test_a_slow_host_is_slow_and_an_unlimited_link_is_not() -> None:
     slow = LabSpec(hosts=2, rate="1Gbit/s", host_rates={1: "40Mbit/s"})
-    rate = float(_run(slow, _MEET + _TRANSFER, total_bytes=2_500_000).ranks[0].stdout())
-    assert rate == pytest.approx(5e6, rel=0.10)
-    free = _run(LabSpec(hosts=2), _MEET + _TRANSFER, total_bytes=50_000_000)
-    assert float(free.ranks[0].stdout()) > 50e6
+    # A full bucket of 66 kB may pass at once, which is 5.3 % of a transfer; headers take 4.4 %.
+    assert 0.93 * 5e6 <= _transfer(slow, 5e6)[1] <= 1.01 * 5e6
+    free, found = _transfer(LabSpec(hosts=2), 50e6)
+    assert found > 50e6
     assert free.lab["shaped"] is False
     assert free.lab["reason"] == "no rate, delay or loss was asked for"
 
@@ -150,8 +161,9 @@ def test_the_relay_gives_rate_and_round_trip_time() -> None:
     times_s = [float(text) for text in result.ranks[0].stdout().strip("[]\n").split(",")]
     assert times_s[0] >= 0.020  # never less than twice the one-way delay
     assert times_s[len(times_s) // 4] == pytest.approx(0.020, rel=0.10)
-    moved = _run(spec, _MEET + _TRANSFER, total_bytes=7_500_000)
-    assert float(moved.ranks[0].stdout()) == pytest.approx(12.5e6, rel=0.10)
+    # Headers take 1.3 % of each packet (4948 of 5014 bytes are payload).
+    _, found = _transfer(spec, 12.5e6, seconds=0.1, round_trip_s=0.020)
+    assert 0.94 * 12.5e6 <= found <= 12.5e6
 
 
 @pytest.mark.usefixtures("relay_works")

@@ -15,14 +15,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from benchmarks.moe._gpu._bench import say
-from benchmarks.moe._gpu._cases import KINDS, Case, checked_cases, of_kind, timed_cases
+from benchmarks.moe._gpu._cases import (
+    KINDS,
+    Case,
+    checked_cases,
+    exchanged_cases,
+    of_kind,
+    timed_cases,
+)
 from benchmarks.moe._gpu._operands import Operands
-from benchmarks.moe._gpu._rungs import options_of
-from benchmarks.moe._gpu._timing import SWEPT, swept_cases
+from benchmarks.moe._gpu._rungs import exchanged, group_of, options_of
+from benchmarks.moe._gpu._timing import SWEPT, SWEPT_BACKWARD, swept_cases
 
 __all__ = ["build", "pieces"]
 
@@ -59,29 +67,57 @@ def pieces() -> Iterator[tuple[str, Callable[[], Any]]]:
         hidden = torch.empty(
             (given.ids.numel(), given.w13.shape[1]), dtype=case.dtype, device="meta"
         )
-        calls: dict[str, Callable[..., Any]] = {"fused": launches.forward_fused}
-        if case in cases:
-            calls["split"] = launches.forward_split
+        calls = {"fused": launches.forward_fused, "split": launches.forward_split}
+        what = "" if case in cases else "timed "
         for name, call in calls.items():
-            yield f"{name}, {case}", lambda c=call, g=given, o=options: c(*g.positional, **o)
+            yield f"{what}{name}, {case}", lambda c=call, g=given, o=options: c(*g.positional, **o)
         if case in cases or case.backward:
             for kept in (None, hidden):
                 yield (
-                    f"backward, {case}",
+                    f"{what}backward, {case}",
                     lambda g=given, o=options, h=kept: launches.backward_fused(
                         g.x, *g.positional, hidden=h, **o
                     ),
                 )
+    for case, ranks in exchanged_cases(tiny=False):
+        yield f"exchange, {ranks} ranks, {case}", lambda c=case, r=ranks: _exchange(c, r)
+    for case in timed_cases()[1:3]:
+        given = _operands(replace(case, tokens=16))
+        for tiles in SWEPT_BACKWARD:
+            more = options_of(case, given) | {"tiles": tiles}
+            yield (
+                f"sweep backward, {case}, {tiles}",
+                lambda g=given, o=more: launches.backward_fused(g.x, *g.positional, **o),
+            )
     for case in swept_cases():
         small = replace(case, tokens=16)
         given = _operands(small)
         options = options_of(small, given)
-        for tiles, lag in SWEPT:
-            more = options | {"tiles": tiles, "lag": lag}
+        for tiles in dict.fromkeys(tiles for tiles, _ in SWEPT):
+            more = options | {"tiles": tiles}
             yield (
                 f"sweep, {small}, {tiles}",
                 lambda g=given, o=more: launches.forward_fused(*g.positional, **o),
             )
+
+
+def _exchange(case: Case, ranks: int) -> None:
+    """Forward and backward of virtual ranks, as the rung calls them."""
+    from fivefold.moe.kernels import launch as launches  # noqa: PLC0415 - triton, if any
+    from fivefold.moe.operator.fused import Backend  # noqa: PLC0415
+    from fivefold.moe.parallel import _one_sided as one_sided  # noqa: PLC0415
+
+    anywhere = Backend(
+        name="fused", forward=launches.forward_fused, backward=launches.backward_fused,
+        missing=lambda _device: None,
+    )  # fmt: skip
+    group = group_of(case, ranks, torch.device("meta"))
+    with (
+        mock.patch.object(one_sided, "backend_for", return_value=anywhere),
+        mock.patch.object(one_sided.OneSidedGroup, "check"),  # reads words that are nowhere
+    ):
+        out = exchanged(case, _operands(case).leaves(), group)
+        torch.autograd.backward(out, torch.empty_like(out))
 
 
 def _share(share: str, only: str) -> None:
@@ -94,7 +130,7 @@ def _share(share: str, only: str) -> None:
     for name, call in named[first::step]:
         began_s = time.monotonic()
         # Timed kernels have no clock; those of the checks give up waiting.
-        os.environ["FIVEFOLD_MOE_DEBUG"] = "0" if "sweep" in name else "6"
+        os.environ["FIVEFOLD_MOE_DEBUG"] = "0" if name.startswith(("sweep", "timed")) else "6"
         with compiled_instead() as found:
             try:
                 call()

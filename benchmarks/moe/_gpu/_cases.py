@@ -8,7 +8,16 @@ import torch
 
 from fivefold.moe.operator.operands import Precision
 
-__all__ = ["KINDS", "Case", "checked_cases", "kind_of", "of_kind", "timed_cases", "tiny_case"]
+__all__ = [
+    "KINDS",
+    "Case",
+    "checked_cases",
+    "exchanged_cases",
+    "kind_of",
+    "of_kind",
+    "timed_cases",
+    "tiny_case",
+]
 
 ROUTINGS = ("balanced", "Zipf", "worst")
 
@@ -142,6 +151,14 @@ def checked_cases(*, tiny: bool) -> list[Case]:
         replace(usual, name="weights on the input", top_k=1, weight_on_input=True),
         replace(usual, name="odd sizes", tokens=130, hidden=130, inner=70, experts=5, top_k=3),
     ]
+
+
+def exchanged_cases(*, tiny: bool) -> list[tuple[Case, int]]:
+    """Cases between virtual ranks, and how many of them."""
+    usual = checked_cases(tiny=tiny)[0]
+    usual = replace(usual, tokens=usual.tokens // 4 * 4)
+    kinds, counts = (("fp32",), (1, 2)) if tiny else (("bf16", "fp32"), (1, 2, 4))
+    return [(of_kind(usual, kind), ranks) for kind in kinds for ranks in counts]
 
 
 def of_kind(case: Case, kind: str) -> Case:

@@ -20,7 +20,7 @@ from fivefold.moe.kernels import launch as launches
 from fivefold.moe.kernels import sync
 from fivefold.moe.operator.activations import activation_named
 
-__all__ = ["BACKWARD", "RUNGS", "options_of"]
+__all__ = ["BACKWARD", "RUNGS", "exchanged", "group_of", "options_of"]
 
 BACKWARD = ("ranges", "d_hidden", "rows of dx", "d_w2", "d_w13", "d_b2", "d_b13", "d_weights", "dx")
 """The launches of a backward that keeps z, in order, behind count and place."""
@@ -245,7 +245,7 @@ def backward(case: Case, bench: Bench, which: int) -> None:
     gradient = torch.empty_like(given.x).normal_(generator=generator)
     right = _right_rows(case, given, exact, gradient)
     options = options_of(case, given)
-    z = exact.z.detach().to(case.dtype)
+    z = (exact.z if case.weight_on_input else exact.pre).detach().to(case.dtype)
     kept = torch.zeros(given.ids.numel(), z.shape[1], dtype=z.dtype, device=z.device)
     kept[: len(z)] = z
     call = launches.prepare_backward(gradient, *given.positional, hidden=kept, **options)
@@ -342,17 +342,30 @@ def whole_backward(case: Case, bench: Bench, _parameter: int) -> None:
     bench.error("d_x of the first call", found, right["x"], 2 * TOLERANCE[kind_of(case)])
 
 
-def exchange(case: Case, bench: Bench, ranks: int) -> None:
-    """Virtual ranks in one launch: forward and gradients, twice, so that epochs follow."""
-    given = operands_of(case, bench.device)
-    exact = Exact(case, given)
+def group_of(case: Case, ranks: int, device: torch.device) -> OneSidedGroup:
+    """Virtual ranks that share a case's experts and tokens."""
     config = OneSidedConfig(
         ranks=ranks, experts=case.experts, hidden=case.hidden, intermediate=case.inner,
         top_k=case.top_k, max_tokens=-(-case.tokens // ranks), dtype=case.dtype,
         activation=case.activation, precision=case.precision, training=True,
     )  # fmt: skip
-    heap = VirtualHeap(ranks, nbytes=config.heap_bytes(), device=bench.device)
-    group = OneSidedGroup(config, heap, timeout_s=8.0)
+    heap = VirtualHeap(ranks, nbytes=config.heap_bytes(), device=device)
+    return OneSidedGroup(config, heap, timeout_s=8.0)
+
+
+def exchanged(case: Case, leaves: Operands, group: OneSidedGroup) -> torch.Tensor:
+    """Return the forward of virtual ranks, in one launch."""
+    return fused_moe(
+        *leaves.positional, b13=leaves.b13, b2=leaves.b2, group=group, backend="fused",
+        activation=case.activation, precision=case.precision,
+    )  # fmt: skip
+
+
+def exchange(case: Case, bench: Bench, ranks: int) -> None:
+    """Virtual ranks in one launch: forward and gradients, twice, so that epochs follow."""
+    given = operands_of(case, bench.device)
+    exact = Exact(case, given)
+    group = group_of(case, ranks, bench.device)
     control = group._control  # noqa: SLF001 - to be shown should it hang
     queues = {f"tickets of phase {n}": (32 * n, 1, None) for n in range(6)}
     words = {"programs out": (sync.LEFT.value, 1, None), "error word": (sync.ERROR.value, 1, 0)}
@@ -360,12 +373,7 @@ def exchange(case: Case, bench: Bench, ranks: int) -> None:
     leaves = given.leaves()
     for turn in range(2):
         try:
-            out = bench.run(
-                lambda: fused_moe(
-                    *leaves.positional, b13=leaves.b13, b2=leaves.b2, group=group,
-                    backend="fused", activation=case.activation, precision=case.precision,
-                )
-            )  # fmt: skip
+            out = bench.run(lambda: exchanged(case, leaves, group))
             group.check()
         except CommunicationError:
             say(event="control", step=bench.step, words=bench.seen())

@@ -12,7 +12,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from benchmarks.moe._gpu._cases import (
     KINDS,
     Case,
     checked_cases,
+    exchanged_cases,
     kind_of,
     of_kind,
     timed_cases,
@@ -31,11 +32,14 @@ from benchmarks.moe._gpu._cases import (
 from benchmarks.moe._gpu._rungs import BACKWARD, RUNGS
 from benchmarks.moe._gpu._timing import (
     SWEPT,
+    SWEPT_BACKWARD,
     ceilings,
     sweep,
+    sweep_backward,
     swept_cases,
     time_case,
     time_training,
+    time_tuned,
 )
 
 __all__ = ["Step", "steps_of", "work"]
@@ -106,7 +110,7 @@ def _checked(rung: str, case: Case, backend: str, parameter: int = 0, note: str 
     return Step(rung=rung, name=name, backend=backend, kind=kind, run=run, needs=(backend,))
 
 
-def _checks(*, tiny: bool) -> list[Step]:  # noqa: C901 - a list
+def _checks(*, tiny: bool) -> list[Step]:
     cases = checked_cases(tiny=tiny)
     usual, found = cases[0], []
     found += [_checked("count and place", case, "split") for case in cases]
@@ -129,10 +133,8 @@ def _checks(*, tiny: bool) -> list[Step]:  # noqa: C901 - a list
             found.append(_checked("backward", case, "backward", number, what))
         whole = cases if kind == "bf16" else (usual,)
         found += [_checked("whole backward", of_kind(c, kind), "backward") for c in whole]
-    for kind in ("fp32",) if tiny else ("bf16", "fp32"):
-        for ranks in (1, 2) if tiny else (1, 2, 4):
-            case = of_kind(replace(usual, tokens=usual.tokens // 4 * 4), kind)
-            found.append(_checked("exchange", case, "exchange", ranks, f"{ranks} virtual ranks"))
+    for case, ranks in exchanged_cases(tiny=tiny):
+        found.append(_checked("exchange", case, "exchange", ranks, f"{ranks} virtual ranks"))
     return found
 
 
@@ -156,22 +158,49 @@ def _times(*, tiny: bool) -> list[Step]:
             )  # fmt: skip
     swept = [tiny_case(case) for case in swept_cases()[:1]] if tiny else swept_cases()
     for case in swept:
-        for number, (tiles, lag) in enumerate(SWEPT[:2] if tiny else SWEPT):
+        for number, (tiles, more) in enumerate(SWEPT[:2] if tiny else SWEPT):
+            if case.gated and tiles.columns > 128:  # two such tiles are more than there is room for
+                continue
             shape = f"{tiles.rows}x{tiles.columns}x{tiles.second_columns}x{tiles.depth}"
             how = f"{shape}, {tiles.stages} stages, {tiles.warps} warps, group {tiles.group}"
             found.append(
                 Step(
-                    rung="sweep", name=f"sweep / {case} / {how}, lag {lag or 'usual'}",
+                    rung="sweep", name=f"sweep / {case} / {how}, {more or 'usual'}",
                     run=partial(_swept, case, number), bounded=False, limit_s=20.0,
                 )
             )  # fmt: skip
-    return found
+    for case in swept[1:] if tiny else cases[1:3]:
+        for number, tiles in enumerate(SWEPT_BACKWARD):
+            how = f"{tiles.second_columns} columns, {tiles.stages} stages, group {tiles.group}"
+            found.append(
+                Step(
+                    rung="sweep", name=f"sweep backward / {case} / {how}", bounded=False,
+                    run=partial(_swept_backward, case, number), limit_s=20.0,
+                )
+            )  # fmt: skip
+    return found + _times_of_tuned(cases, tiny=tiny)
+
+
+def _times_of_tuned(cases: list[Case], *, tiny: bool) -> list[Step]:
+    """Steps beside those who tune themselves, last: each may take minutes."""
+    return [
+        Step(
+            rung="tuned", name=f"tuned / {case}", kind=kind_of(case), bounded=False,
+            run=partial(_timed, time_tuned, case), limit_s=45.0 if tiny else 200.0,
+        )
+        for case in cases
+        if case.activation == "swiglu" and case.target_flops_per_s is not None
+    ]  # fmt: skip
 
 
 def _timed(
     function: Callable[[Case, Bench, set[str]], None], case: Case, bench: Bench, allowed: set[str]
 ) -> None:
     function(case, bench, allowed)
+
+
+def _swept_backward(case: Case, number: int, bench: Bench, _allowed: set[str]) -> None:
+    sweep_backward(case, bench, number)
 
 
 def _swept(case: Case, number: int, bench: Bench, _allowed: set[str]) -> None:

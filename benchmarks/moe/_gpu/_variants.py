@@ -20,17 +20,21 @@ __all__ = [
     "OUR_BACKENDS",
     "Variant",
     "missing_variants",
+    "tuned_variants",
     "variants_of",
     "versions_of_peers",
 ]
 
 OURS = "fused"
 LIGER = "Liger-Kernel"
+SONIC = "SonicMoE"
 OUR_BACKENDS = (OURS, "split")
 Variant = Callable[[Operands], torch.Tensor]
 
 _MOST_BATCHED_TOKENS = 64  # transformers' batched_mm copies the weights of every assignment
-_PEER_MODULES = ("transformers", "liger_kernel")
+_MOST_EXPERTS_ONE_BY_ONE = 32  # beyond, transformers' loop takes ten times as long as the rest
+_PACKAGES = {"liger_kernel": "liger-kernel", "sonicmoe": "sonic-moe"}
+_PEER_MODULES = ("transformers", "liger_kernel", "sonicmoe")
 
 
 def variants_of(case: Case, device: torch.device, *, compiler: str | None) -> dict[str, Variant]:
@@ -55,8 +59,20 @@ def variants_of(case: Case, device: torch.device, *, compiler: str | None) -> di
         found["torch grouped_mm, compiled"] = torch.compile(pipeline, backend=compiler)
     if case.activation == "swiglu":
         found |= _transformers_backends(case)
-        if device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
-            found[LIGER] = _liger()
+    return found
+
+
+def tuned_variants(case: Case, device: torch.device) -> dict[str, Variant]:
+    """Return ours, and who tunes itself for minutes at its first call, by name."""
+    found = {
+        name: _our_backend(case, device, name)
+        for name in OUR_BACKENDS
+        if backends(device).get(name, "not there") is None
+    }
+    if device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
+        found[LIGER] = _liger()
+    if device.type == "cuda" and importlib.util.find_spec("sonicmoe") is not None:
+        found[SONIC] = _sonic()
     return found
 
 
@@ -65,14 +81,14 @@ def missing_variants(device: torch.device) -> dict[str, str]:
     found = {name: reason for name, reason in backends(device).items() if reason is not None}
     for module in _PEER_MODULES:
         if importlib.util.find_spec(module) is None:
-            found[module] = f"not installed: pip install {module.replace('_', '-')}"
+            found[module] = f"not installed: pip install {_PACKAGES.get(module, module)}"
     return found
 
 
 def versions_of_peers() -> dict[str, str]:
     """Versions of what is installed, triton included."""
     metadata = importlib.import_module("importlib.metadata")
-    names = ("triton", "transformers", "liger-kernel")
+    names = ("triton", "transformers", *_PACKAGES.values())
     found = {}
     for name in names:
         try:
@@ -151,7 +167,9 @@ def _transformers_backends(case: Case) -> dict[str, Variant]:
     )
     with torch.device("meta"):  # the weights are the operands'
         experts = module.Qwen3MoeExperts(config)
-    names = ["eager", "grouped_mm"]
+    names = ["grouped_mm"]
+    if case.experts <= _MOST_EXPERTS_ONE_BY_ONE:
+        names.append("eager")
     if case.tokens <= _MOST_BATCHED_TOKENS:
         names.append("batched_mm")
     return {f"transformers {name}": _transformers(experts, config, name) for name in names}
@@ -175,6 +193,34 @@ def _liger() -> Variant:
         output: torch.Tensor = function.apply(
             given.x, given.w13, given.w2, given.ids.to(torch.int32), given.weights
         )
+        return output
+
+    return run
+
+
+def _sonic() -> Variant:
+    """Return SonicMoE with routing from outside; it wants a token's assignments side by side."""
+    function = importlib.import_module("sonicmoe.functional").moe_general_routing_inputs
+    kind = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
+
+    def run(given: Operands) -> torch.Tensor:
+        tokens, top_k = given.ids.shape
+        token = torch.arange(tokens, dtype=torch.int32, device=given.x.device)
+        output: torch.Tensor = function(
+            given.x,
+            given.weights.reshape(-1),
+            token.repeat_interleave(top_k),
+            given.ids.reshape(-1).to(torch.int32),
+            given.w13.permute(1, 2, 0),
+            None,
+            given.w2.permute(1, 2, 0),
+            None,
+            len(given.w2),
+            torch.cuda.current_stream().cuda_stream,
+            kind,
+            not torch.is_grad_enabled(),
+            concat_layout=True,
+        )[0]
         return output
 
     return run
