@@ -25,14 +25,15 @@ def main() -> None:
     """
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if usual:  # until the commands are loaded there is nothing to tidy up
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, leave_at_once)
     entry = import_module("fivefold.cli._main")
     if usual:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     entry.main()
 
 
-def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
+def leave_at_once(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Answer Ctrl-C where nothing has to be tidied up."""
     os.write(2, b"interrupted\n")
     os._exit(130)
 

@@ -27,6 +27,7 @@ from rich.logging import RichHandler
 from typer.core import TyperCommand, TyperGroup
 
 import fivefold
+from fivefold.cli import leave_at_once
 from fivefold.cli._options import help_text, shown_help
 from fivefold.errors import FivefoldError
 from fivefold.files import nearest_file
@@ -255,7 +256,10 @@ def _options(
 
 
 class _CtrlC:
-    """Remember Ctrl-C: where compiled code calls back, its exception is lost or becomes another."""
+    """Answer Ctrl-C where compiled code calls back, too: it loses exceptions, or aborts on them.
+
+    While a module is being loaded the process ends at once: what runs may be killed at any time.
+    """
 
     def __enter__(self) -> Self:
         self.pressed = False
@@ -271,7 +275,9 @@ class _CtrlC:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.unraisablehook = self._lost
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> NoReturn:
+    def _on_signal(self, number: int, frame: FrameType | None) -> NoReturn:
+        if _is_loading(frame):
+            leave_at_once(number, frame)
         self.pressed = True
         raise KeyboardInterrupt
 
@@ -280,6 +286,14 @@ class _CtrlC:
             threading.Timer(_AGAIN_S, _thread.interrupt_main).start()
         else:
             self._lost(lost)
+
+
+def _is_loading(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def main() -> None:
