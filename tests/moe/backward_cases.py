@@ -111,6 +111,9 @@ for kind in ("bfloat16", "float16"):
     CASES[kind] = lambda kind=kind: error(
         operands((37, 32, 24, 4, 2), bias=True, dtype=getattr(torch, kind))
     )
+CASES["relu in bfloat16"] = lambda: error(  # a sum must not cross the kink by being rounded
+    operands((96, 16, 64, 3, 2), "relu", bias=True, dtype=torch.bfloat16), "relu", keep="fused"
+)
 for form in ("gelu", "swiglu"):
     for keep in (False, True):
         CASES[f"{form} with weights on the input{', kept' * keep}"] = lambda f=form, k=keep: error(

@@ -30,7 +30,7 @@ from benchmarks.moe._gpu._cases import (
 )
 from benchmarks.moe._gpu._operands import Operands
 from benchmarks.moe._gpu._rungs import exchanged, group_of, options_of
-from benchmarks.moe._gpu._timing import SWEPT, swept_cases
+from benchmarks.moe._gpu._timing import SWEPT, SWEPT_BACKWARD, swept_cases
 
 __all__ = ["build", "pieces"]
 
@@ -67,9 +67,7 @@ def pieces() -> Iterator[tuple[str, Callable[[], Any]]]:
         hidden = torch.empty(
             (given.ids.numel(), given.w13.shape[1]), dtype=case.dtype, device="meta"
         )
-        calls: dict[str, Callable[..., Any]] = {"fused": launches.forward_fused}
-        if case in cases:
-            calls["split"] = launches.forward_split
+        calls = {"fused": launches.forward_fused, "split": launches.forward_split}
         what = "" if case in cases else "timed "
         for name, call in calls.items():
             yield f"{what}{name}, {case}", lambda c=call, g=given, o=options: c(*g.positional, **o)
@@ -83,12 +81,20 @@ def pieces() -> Iterator[tuple[str, Callable[[], Any]]]:
                 )
     for case, ranks in exchanged_cases(tiny=False):
         yield f"exchange, {ranks} ranks, {case}", lambda c=case, r=ranks: _exchange(c, r)
+    for case in timed_cases()[1:3]:
+        given = _operands(replace(case, tokens=16))
+        for tiles in SWEPT_BACKWARD:
+            more = options_of(case, given) | {"tiles": tiles}
+            yield (
+                f"sweep backward, {case}, {tiles}",
+                lambda g=given, o=more: launches.backward_fused(g.x, *g.positional, **o),
+            )
     for case in swept_cases():
         small = replace(case, tokens=16)
         given = _operands(small)
         options = options_of(small, given)
-        for tiles, lag in SWEPT:
-            more = options | {"tiles": tiles, "lag": lag}
+        for tiles in dict.fromkeys(tiles for tiles, _ in SWEPT):
+            more = options | {"tiles": tiles}
             yield (
                 f"sweep, {small}, {tiles}",
                 lambda g=given, o=more: launches.forward_fused(*g.positional, **o),

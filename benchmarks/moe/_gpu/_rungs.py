@@ -245,7 +245,7 @@ def backward(case: Case, bench: Bench, which: int) -> None:
     gradient = torch.empty_like(given.x).normal_(generator=generator)
     right = _right_rows(case, given, exact, gradient)
     options = options_of(case, given)
-    z = exact.z.detach().to(case.dtype)
+    z = (exact.z if case.weight_on_input else exact.pre).detach().to(case.dtype)
     kept = torch.zeros(given.ids.numel(), z.shape[1], dtype=z.dtype, device=z.device)
     kept[: len(z)] = z
     call = launches.prepare_backward(gradient, *given.positional, hidden=kept, **options)

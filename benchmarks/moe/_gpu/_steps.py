@@ -32,8 +32,10 @@ from benchmarks.moe._gpu._cases import (
 from benchmarks.moe._gpu._rungs import BACKWARD, RUNGS
 from benchmarks.moe._gpu._timing import (
     SWEPT,
+    SWEPT_BACKWARD,
     ceilings,
     sweep,
+    sweep_backward,
     swept_cases,
     time_case,
     time_training,
@@ -156,13 +158,24 @@ def _times(*, tiny: bool) -> list[Step]:
             )  # fmt: skip
     swept = [tiny_case(case) for case in swept_cases()[:1]] if tiny else swept_cases()
     for case in swept:
-        for number, (tiles, lag) in enumerate(SWEPT[:2] if tiny else SWEPT):
+        for number, (tiles, more) in enumerate(SWEPT[:2] if tiny else SWEPT):
+            if case.gated and tiles.columns > 128:  # two such tiles are more than there is room for
+                continue
             shape = f"{tiles.rows}x{tiles.columns}x{tiles.second_columns}x{tiles.depth}"
             how = f"{shape}, {tiles.stages} stages, {tiles.warps} warps, group {tiles.group}"
             found.append(
                 Step(
-                    rung="sweep", name=f"sweep / {case} / {how}, lag {lag or 'usual'}",
+                    rung="sweep", name=f"sweep / {case} / {how}, {more or 'usual'}",
                     run=partial(_swept, case, number), bounded=False, limit_s=20.0,
+                )
+            )  # fmt: skip
+    for case in swept[1:] if tiny else cases[1:3]:
+        for number, tiles in enumerate(SWEPT_BACKWARD):
+            how = f"{tiles.second_columns} columns, {tiles.stages} stages, group {tiles.group}"
+            found.append(
+                Step(
+                    rung="sweep", name=f"sweep backward / {case} / {how}", bounded=False,
+                    run=partial(_swept_backward, case, number), limit_s=20.0,
                 )
             )  # fmt: skip
     return found + _times_of_tuned(cases, tiny=tiny)
@@ -184,6 +197,10 @@ def _timed(
     function: Callable[[Case, Bench, set[str]], None], case: Case, bench: Bench, allowed: set[str]
 ) -> None:
     function(case, bench, allowed)
+
+
+def _swept_backward(case: Case, number: int, bench: Bench, _allowed: set[str]) -> None:
+    sweep_backward(case, bench, number)
 
 
 def _swept(case: Case, number: int, bench: Bench, _allowed: set[str]) -> None:

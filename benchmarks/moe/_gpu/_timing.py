@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 
@@ -19,32 +20,47 @@ from fivefold.moe import fused_moe
 from fivefold.moe.kernels import launch as launches
 from fivefold.moe.kernels.arguments import Tiles
 
-__all__ = ["SWEPT", "ceilings", "sweep", "swept_cases", "time_case", "time_training", "time_tuned"]
+__all__ = [
+    "SWEPT",
+    "SWEPT_BACKWARD",
+    "ceilings",
+    "sweep",
+    "sweep_backward",
+    "swept_cases",
+    "time_case",
+    "time_training",
+    "time_tuned",
+]
 
 _PEER_TOLERANCE = 3e-2  # peers round in between; enough to see one that computes something else
 SWEPT_CASES = (0, 1, 13)
 """Places among the timed cases: the paper's, Qwen3 of 8,192 tokens, Qwen3 decoding 8 tokens."""
 
 
-def _tiles() -> list[tuple[Tiles, int | None]]:
-    """Tiles and lag of about 40 variants; the first is what is shipped for bfloat16 and swiglu."""
+def _swept() -> list[tuple[Tiles, dict[str, Any]]]:
+    """Tiles and what else may be chosen; the first is what is shipped for bfloat16 and swiglu."""
     usual = Tiles(rows=128, columns=128, second_columns=256, depth=64)
-    small = Tiles(rows=64, columns=128, second_columns=128, depth=64, warps=4)
-    made = [replace(usual, stages=stages, group=group) for stages in (3, 4) for group in (4, 8, 16)]
-    made += [replace(usual, second_columns=128, stages=s, group=g) for s in (3, 4) for g in (4, 8)]
-    made += [replace(usual, columns=64, second_columns=s2, stages=4) for s2 in (128, 256)]
-    made += [replace(usual, depth=128, stages=2, second_columns=s2) for s2 in (128, 256)]
-    made += [replace(small, stages=s, group=g) for s in (3, 4) for g in (4, 8, 16)]
-    made += [replace(small, columns=64, stages=s) for s in (3, 4, 5)]
-    made += [replace(small, second_columns=256, warps=w) for w in (4, 8)]
-    made += [replace(small, columns=64, second_columns=64, depth=128, stages=s) for s in (2, 3)]
-    made += [replace(usual, rows=256, columns=64, second_columns=128, stages=s) for s in (2, 3)]
-    lags = [(replace(usual, stages=s), lag) for s in (3, 4) for lag in (1, 2, 4, 1 << 20)]
-    first = [usual, *(tiles for tiles in made if tiles != usual)]
-    return [*((tiles, None) for tiles in dict.fromkeys(first)), *lags]
+    small = Tiles(rows=64, columns=128, second_columns=256, depth=64, warps=4)
+    made = [usual, *(replace(usual, stages=s, group=g) for s in (4, 3) for g in (8, 4, 16))]
+    made += [replace(usual, second_columns=128, stages=s) for s in (3, 4)]
+    made += [replace(usual, second_columns=128, stages=4, group=16), small]
+    made += [replace(small, second_columns=128, stages=4, group=4)]
+    made += [replace(usual, columns=256, stages=s) for s in (3, 4)]  # where nothing is gated
+    found: list[tuple[Tiles, dict[str, Any]]] = [(tiles, {}) for tiles in dict.fromkeys(made)]
+    deep = replace(usual, stages=4)
+    found += [(deep, {"lag": lag}) for lag in (1, 2, 1 << 20)]
+    found += [(deep, {"spans": pair}) for pair in ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4))]
+    return [*found, (deep, {"spans": (1, 1), "lag": 1 << 20})]
 
 
-SWEPT = _tiles()
+SWEPT = _swept()
+_USUAL = SWEPT[0][0]
+SWEPT_BACKWARD = [
+    _USUAL,
+    replace(_USUAL, stages=4),
+    replace(_USUAL, stages=4, group=16),
+    replace(_USUAL, stages=4, second_columns=128),
+]
 
 
 @cache
@@ -135,7 +151,8 @@ def time_case(
             more = {"target": longest, "target_met": middle <= longest}
         bench.row(
             f"{name}: forward", "s", middle, raw=raw, floor=floor_s,
-            flops_per_s=case.flops / middle, launches=clock.launches(calls[name]),
+            flops_per_s=case.flops / middle, host_s=clock.host_seconds(calls[name]),
+            launches=clock.launches(calls[name]),
             peak_bytes=clock.peak_bytes(calls[name]), **more,
         )  # fmt: skip
     if not ours:
@@ -181,13 +198,13 @@ def ceilings(bench: Bench) -> None:
 
 def sweep(case: Case, bench: Bench, which: int) -> None:
     """The single kernel with other tiles: right, and how long."""
-    given, (tiles, lag) = _case_operands(case, bench), SWEPT[which]
+    given, (tiles, more) = _case_operands(case, bench), SWEPT[which]
     if not bench.on_gpu:
         tiles = Tiles(
             rows=16, columns=16, second_columns=16, depth=16, group=2, stages=tiles.stages,
             combine_columns=16,
         )  # fmt: skip
-    options = options_of(case, given) | {"tiles": tiles, "lag": lag}
+    options = options_of(case, given) | {"tiles": tiles} | more
     clock = _clock(bench.device)
 
     def forward() -> torch.Tensor:
@@ -197,7 +214,26 @@ def sweep(case: Case, bench: Bench, which: int) -> None:
     raw = clock.in_turns({"": forward}, repetitions=_turns(bench))[""]
     middle = statistics.median(raw)
     speed = case.flops / middle
-    bench.row("fused: forward", "s", middle, raw=raw, flops_per_s=speed, tiles=vars(tiles), lag=lag)
+    made = {"tiles": vars(tiles)} | more
+    bench.row("fused: forward", "s", middle, raw=raw, flops_per_s=speed, **made)
+
+
+def sweep_backward(case: Case, bench: Bench, which: int) -> None:
+    """The backward's launches with other tiles: as with the usual ones, and how long."""
+    given, options = _case_operands(case, bench), options_of(case, _case_operands(case, bench))
+    gradient, clock = torch.ones_like(given.x), _clock(bench.device)
+
+    def backward(tiles: Tiles) -> tuple[torch.Tensor | None, ...]:
+        return launches.backward_fused(gradient, *given.positional, **options, tiles=tiles)
+
+    usual, found = backward(_USUAL), bench.run(lambda: backward(SWEPT_BACKWARD[which]))
+    for name, ours, wanted in zip(("x", "w13", "w2", "weights"), found, usual, strict=False):
+        bench.error(f"d_{name}", ours, wanted, 2 * TOLERANCE[kind_of(case)])
+    raw = clock.in_turns({"": lambda: backward(SWEPT_BACKWARD[which])}, repetitions=_turns(bench))
+    middle = statistics.median(raw[""])
+    speed = (2 + 1 / 3 if case.gated else 2.5) * case.flops / middle
+    tiles = vars(SWEPT_BACKWARD[which])
+    bench.row("backward", "s", middle, raw=raw[""], flops_per_s=speed, tiles=tiles)
 
 
 def swept_cases() -> list[Case]:

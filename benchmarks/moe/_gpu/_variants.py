@@ -32,6 +32,7 @@ OUR_BACKENDS = (OURS, "split")
 Variant = Callable[[Operands], torch.Tensor]
 
 _MOST_BATCHED_TOKENS = 64  # transformers' batched_mm copies the weights of every assignment
+_MOST_EXPERTS_ONE_BY_ONE = 32  # beyond, transformers' loop takes ten times as long as the rest
 _PACKAGES = {"liger_kernel": "liger-kernel", "sonicmoe": "sonic-moe"}
 _PEER_MODULES = ("transformers", "liger_kernel", "sonicmoe")
 
@@ -58,14 +59,18 @@ def variants_of(case: Case, device: torch.device, *, compiler: str | None) -> di
         found["torch grouped_mm, compiled"] = torch.compile(pipeline, backend=compiler)
     if case.activation == "swiglu":
         found |= _transformers_backends(case)
-        if device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
-            found[LIGER] = _liger()
     return found
 
 
 def tuned_variants(case: Case, device: torch.device) -> dict[str, Variant]:
-    """Return ours, and who tunes itself for a minute or more at its first call, by name."""
-    found = {name: _our_backend(case, device, name) for name in OUR_BACKENDS}
+    """Return ours, and who tunes itself for minutes at its first call, by name."""
+    found = {
+        name: _our_backend(case, device, name)
+        for name in OUR_BACKENDS
+        if backends(device).get(name, "not there") is None
+    }
+    if device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
+        found[LIGER] = _liger()
     if device.type == "cuda" and importlib.util.find_spec("sonicmoe") is not None:
         found[SONIC] = _sonic()
     return found
@@ -162,7 +167,9 @@ def _transformers_backends(case: Case) -> dict[str, Variant]:
     )
     with torch.device("meta"):  # the weights are the operands'
         experts = module.Qwen3MoeExperts(config)
-    names = ["eager", "grouped_mm"]
+    names = ["grouped_mm"]
+    if case.experts <= _MOST_EXPERTS_ONE_BY_ONE:
+        names.append("eager")
     if case.tokens <= _MOST_BATCHED_TOKENS:
         names.append("batched_mm")
     return {f"transformers {name}": _transformers(experts, config, name) for name in names}

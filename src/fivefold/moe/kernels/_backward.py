@@ -3,15 +3,16 @@
 # mypy: ignore-errors
 """The backward, one launch for each kind of task; nothing here waits, and no sum is atomic.
 
-With z = W13 x (``hidden``), h what the activation f takes, u = f(h), g the gradient of the output
+With z = W13 x, h what the activation f takes (``hidden``), u = f(h), g the gradient of the output
 of a token, and a row's weight w on the output:
 
     q = g W2,  dw = q . u,  dh = w q f'(h),  dx = dh W13 added over k,  dW2 = g^T (w u),
     dW13 = dh^T x
 
-and with the weight on the input dw = dh . z, dx = w dh W13, dW2 = g^T u, dW13 = dh^T (w x). So the
-expert's output is never computed again, and a routing weight of zero needs no division. What is
-added over columns comes as one partial sum per tile of columns, added in order afterwards.
+and with the weight on the input, where ``hidden`` has z, dw = dh . z, dx = w dh W13, dW2 = g^T u,
+dW13 = dh^T (w x). So the expert's output is never computed again, and a routing weight of zero
+needs no division. What is added over columns comes as one partial sum per tile of columns, added in
+order afterwards.
 
 A program takes every ``num_programs``-th task, so any number of programs gives the same bits; with
 one program per task the machine's own scheduler balances them. The order between launches is that
@@ -62,7 +63,9 @@ def _through_the_activation(
     if S.GATED:
         raw_up = tl.load(place + S.I, mask=keep, other=0.0).to(tl.float32)
     factors = given.weights + slot
-    gate, up = weigh_and_bias(raw_gate, raw_up, factors, inside, expert, column, given.b13, S)
+    gate, up = raw_gate, raw_up  # with their bias
+    if S.WEIGHT_ON_INPUT:
+        gate, up = weigh_and_bias(gate, up, factors, inside, expert, column, given.b13, S)
     value = activate(gate, S)
     slope = slope_of(gate, S)
     if S.GATED:

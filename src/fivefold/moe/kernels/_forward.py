@@ -129,7 +129,7 @@ def _scattered_product(m, n, given, w2, t, inner, outputs, S: tl.constexpr):
 
 
 @triton.jit
-def product_task(index, num_groups, lag, FIRST: tl.constexpr, SECOND: tl.constexpr):
+def product_task(index, num_groups, lag, FIRST, SECOND):
     """Return which product, which group and which place within it an index of the products means.
 
     FIRST and SECOND are how many tasks of either product a group of row tiles has. The first
@@ -176,17 +176,25 @@ def _place_rows(given, t, control, num_slots, num_chunks, limit_ns, S: tl.conste
         "num_slots",
         "max_tiles",
         "max_lag",
+        "first_span",
+        "second_span",
         "combine_columns",
         "limit_ns",
     ]
 )
 def moe_kernel(
     given, w13, w2, t, inner, hidden, outputs, control, num_tokens, num_slots, max_tiles, max_lag,
-    combine_columns, limit_ns, S: tl.constexpr,
+    first_span, second_span, combine_columns, limit_ns, S: tl.constexpr,
 ):  # fmt: skip
-    """Compute the whole forward in one launch."""
+    """Compute the whole forward in one launch.
+
+    A task of a product does ``span`` tiles of columns one after another: taking a ticket, waiting
+    and publishing take some microseconds, as long as half a small tile.
+    """
     first_columns: tl.constexpr = (S.I + S.BN - 1) // S.BN
     second_columns: tl.constexpr = (S.H + S.BN2 - 1) // S.BN2
+    first_tasks = (first_columns + first_span - 1) // first_span
+    second_tasks = (second_columns + second_span - 1) // second_span
     first_done = control + FLAGS
     second_done = control + FLAGS + max_tiles
     num_chunks = (num_slots + S.CHUNK - 1) // S.CHUNK
@@ -195,20 +203,26 @@ def moe_kernel(
     groups = (tiles + S.GROUP - 1) // S.GROUP
     lag = tl.minimum(max_lag, groups)
     base = 2 * num_chunks
-    stop = base + groups * S.GROUP * (first_columns + second_columns)
+    stop = base + groups * S.GROUP * (first_tasks + second_tasks)
     while ticket < stop:
         second, group, place = product_task(
-            ticket - base, groups, lag, S.GROUP * first_columns, S.GROUP * second_columns
+            ticket - base, groups, lag, S.GROUP * first_tasks, S.GROUP * second_tasks
         )
         m = group * S.GROUP + place % S.GROUP
         n = place // S.GROUP
         if m < tiles:
             if not second:
-                _gathered_product(m, n, given, w13, t, inner, hidden, S)
+                for column in range(
+                    n * first_span, tl.minimum(n * first_span + first_span, first_columns)
+                ):
+                    _gathered_product(m, column, given, w13, t, inner, hidden, S)
                 publish(first_done + m)
             else:
-                wait(first_done + m, first_columns, control, limit_ns)
-                _scattered_product(m, n, given, w2, t, inner, outputs, S)
+                wait(first_done + m, first_tasks, control, limit_ns)
+                for column in range(
+                    n * second_span, tl.minimum(n * second_span + second_span, second_columns)
+                ):
+                    _scattered_product(m, column, given, w2, t, inner, outputs, S)
                 publish(second_done + m)
         ticket = take(control, 0)
 
@@ -218,7 +232,7 @@ def moe_kernel(
         block = (ticket - stop) // parts
         _slot, _mask, tile = slots_of_block(block, num_tokens, t, S)
         wait_counts(
-            second_done + tile, second_columns, tl.zeros_like(tile), tile >= 0, control, limit_ns,
+            second_done + tile, second_tasks, tl.zeros_like(tile), tile >= 0, control, limit_ns,
             OWN_TASK, "gpu",
         )  # fmt: skip
         combine(

@@ -232,17 +232,22 @@ def first_product(
 ):  # fmt: skip
     """Store inner[row, n BN : (n+1) BN] = f(W13 x[token] + b13).
 
-    W13 x itself goes to ``hidden``, for the backward, where that is not None; ``inner`` may be
-    None then.
+    For the backward, what the activation takes goes to ``hidden`` where that is not None, or
+    W13 x itself where the weights are on the input; ``inner`` may be None then.
     """
     width: tl.constexpr = 2 * S.I if S.GATED else S.I
     up_at: tl.constexpr = S.I if S.GATED else 0
     gate, up = multiply(x, token, inside, w13, expert, n * S.BN, S.H, width, S.BN, up_at, False, S)
     column = n * S.BN + tl.arange(0, S.BN)
     if hidden is not None:
-        keep_columns(hidden, row, column, gate, up, inside, S)
+        if S.WEIGHT_ON_INPUT:
+            keep_columns(hidden, row, column, gate, up, inside, S)
+    gate, up = weigh_and_bias(gate, up, factors, inside, expert, column, b13, S)
+    if hidden is not None:
+        # With its bias: rounded without, a sum may come out on the other side of a kink.
+        if not S.WEIGHT_ON_INPUT:
+            keep_columns(hidden, row, column, gate, up, inside, S)
     if inner is not None:
-        gate, up = weigh_and_bias(gate, up, factors, inside, expert, column, b13, S)
         value = activate(gate, S)
         if S.GATED:
             value = value * up

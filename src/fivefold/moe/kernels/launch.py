@@ -40,6 +40,8 @@ from fivefold.moe.kernels.arguments import (
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _OLDEST_TRITON = (3, 6)
+_LONG_DEPTH = 2048  # of a task's product: about 30 microseconds on an H200
+_TASKS_PER_PROGRAM = 8
 _OPTIONS = {"enable_fp_fusion": True}  # triton 3.9 warns where it is not said
 
 
@@ -106,6 +108,18 @@ def lag_for(tiles: Tiles, intermediate: int, programs: int) -> int:
     """Return by how many steps the second product trails: two waves of first products between."""
     in_a_step = tiles.group * -(-intermediate // tiles.columns)
     return max(1, -(-2 * programs // in_a_step))
+
+
+def span_for(row_tiles: int, depth: int, width: int, columns: int, programs: int) -> int:
+    """Return the tiles of columns that a task of a product does, one after another.
+
+    As many as make a task long beside what it takes to begin and to end it, with some tasks left
+    for each program.
+    """
+    tiles = -(-width // columns)
+    long_enough = -(-_LONG_DEPTH // depth)
+    allowed = row_tiles * tiles // (_TASKS_PER_PROGRAM * programs)
+    return max(1, min(tiles, long_enough, allowed))
 
 
 def combine_columns_for(tiles: Tiles, hidden: int, blocks: int, programs: int) -> int:
@@ -204,12 +218,17 @@ def _prepare(  # noqa: PLR0913 - the operator's own options
 
 
 def prepare_forward(
-    *operands: torch.Tensor, programs: int, lag: int | None = None, **options: Any
+    *operands: torch.Tensor,
+    programs: int,
+    lag: int | None = None,
+    spans: tuple[int, int] | None = None,
+    **options: Any,
 ) -> Call:
     """Make the launches of a forward ready: memory, descriptors, sizes; nothing is started.
 
     ``programs`` are those of the single kernel, ``lag`` the steps by which its second product
-    trails the first (None: chosen by them); the options are ``forward_fused``'s, and ``tiles``.
+    trails the first, ``spans`` the tiles of columns that a task of either product does (None:
+    chosen by them); the options are ``forward_fused``'s, and ``tiles``.
     """
     call = _prepare(*operands, **options)
     x, tiles, sizes = operands[0], call.tiles, call.sizes
@@ -217,9 +236,15 @@ def prepare_forward(
         call.known["w13"] = descriptor(call.known["w13"], tiles.columns, tiles.depth)
         call.known["w2"] = descriptor(call.known["w2"], tiles.second_columns, tiles.depth)
     blocks = -(-len(x) // tiles.combine_tokens)
+    if spans is None:
+        row_tiles = -(-operands[3].numel() // tiles.rows)
+        steps = (sizes.H, sizes.I, tiles.columns), (sizes.I, sizes.H, tiles.second_columns)
+        spans = tuple(span_for(row_tiles, *step, programs) for step in steps)
     call.known.update(
         given=call.known["given"]._replace(out=_like(x)),
         max_lag=lag_for(tiles, sizes.I, programs) if lag is None else lag,
+        first_span=spans[0],
+        second_span=spans[1],
         combine_columns=combine_columns_for(tiles, sizes.H, blocks, programs),
         limit_ns=wait_limit_ns(),
     )
@@ -242,8 +267,8 @@ def forward_fused(
 ) -> torch.Tensor:
     """Compute the operator in one launch; ids out of range are dropped like -1.
 
-    The result does not depend on ``programs``, of which None is one per multiprocessor. W13 x goes
-    to ``hidden`` [T K, rows of w13], by rows, where that is given.
+    The result does not depend on ``programs``, of which None is one per multiprocessor. What the
+    backward takes goes to ``hidden`` [T K, rows of w13], by rows, where that is given.
     """
     x, ids = operands[0], operands[3]
     if x.numel() == 0 or ids.numel() == 0:
@@ -323,7 +348,7 @@ def backward_fused(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of x, w13, w2, weights, b13 and b2; the same bits every time.
 
-    The rows are placed as in the forward; z = W13 x is computed again unless ``hidden`` has it.
+    The rows are placed as in the forward; the first product is done again without ``hidden``.
     ``programs`` is the most of a launch of the new kernels; the result does not depend on it.
     """
     x, w13, w2, ids, weights = operands
