@@ -26,7 +26,7 @@ CASES = [
     ("ablate --cluster fat_tree:4,gpus=2 --seeds 500", 2.0),
     ("collectives synthesize all_to_all dgx_a100:2 --size 64MB -o found.json", 2.5),
     ("collectives bench all_to_all fat_tree:16,gpus=2", 1.5),
-    ("execute jobs.toml --cluster switch:4,bandwidth=25MB/s", 2.0),
+    ("execute jobs.toml --cluster switch:4,bandwidth=25MB/s", 1.0),
     ("train train.toml --nproc 2", 2.5),
     ("doctor", 1.0),
     ("gnn generate graphs/big --nodes 30000000 --dim 64", 1.6),
