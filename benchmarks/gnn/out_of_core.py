@@ -1,4 +1,4 @@
-"""Measures epochs of ours, DiskGNN, MariusGNN, Ginex, an online cache and mmap out of core.
+"""Measures epochs of ours, DiskGNN, MariusGNN, Ginex, an online cache, PyG and mmap out of core.
 
 All systems work on one generated graph, one file of samples and one budget for a cache of feature
 rows, each in a process of its own under a memory cgroup of topology + cache + 512 MB + the rows of

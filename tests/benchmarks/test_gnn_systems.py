@@ -10,6 +10,7 @@ from benchmarks.gnn.systems import (
     MariusSystem,
     OnlineSystem,
     PackedLoaderSystem,
+    PygMappedSystem,
     Workload,
     source_counts,
 )
@@ -82,6 +83,7 @@ SYSTEMS = {
     "mmap": lambda w, _t: MappedSystem(w),
     "mmap plain": lambda w, _t: MappedSystem(w, advice="normal"),
     "mmap + degree cache": lambda w, t: MappedSystem(w, scores=source_counts(t)),
+    "PyG mmap": lambda w, _t: PygMappedSystem(w),
     "online LRU": lambda w, _t: OnlineSystem(w),
     "online SIEVE": lambda w, _t: OnlineSystem(w, policy="sieve"),
     "Ginex": lambda w, _t: GinexSystem(w, super_batch=4),

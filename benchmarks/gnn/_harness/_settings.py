@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 __all__ = ["BY_DEFAULT", "SETTINGS", "Setting", "quick"]
 
 ALL = (
-    "in memory", "mmap", "mmap + degree cache", "online LRU", "Ginex", "MariusGNN sequential",
-    "MariusGNN dispersed", "DiskGNN", "ours static", "ours belady",
+    "in memory", "mmap", "mmap + degree cache", "PyG mmap", "online LRU", "Ginex",
+    "MariusGNN sequential", "MariusGNN dispersed", "DiskGNN", "ours static", "ours belady",
 )  # fmt: skip
-SOME = ("mmap", "online LRU", "Ginex", "DiskGNN", "ours static")
+SOME = ("mmap", "PyG mmap", "online LRU", "Ginex", "DiskGNN", "ours static")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from benchmarks.gnn.systems import (
     MariusSystem,
     OnlineSystem,
     PackedLoaderSystem,
+    PygMappedSystem,
     System,
     Workload,
     source_counts,
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["NAMES", "PACKED", "UNLIMITED", "Order", "loader_bytes", "make_system"]
 
 NAMES = (
-    "in memory", "mmap", "mmap plain", "mmap + degree cache", "online LRU", "online SIEVE",
-    "Ginex", "MariusGNN sequential", "MariusGNN dispersed", "DiskGNN", "ours static",
-    "ours belady",
+    "in memory", "mmap", "mmap plain", "mmap + degree cache", "PyG mmap", "online LRU",
+    "online SIEVE", "Ginex", "MariusGNN sequential", "MariusGNN dispersed", "DiskGNN",
+    "ours static", "ours belady",
 )  # fmt: skip
 PACKED = ("DiskGNN", "ours static", "ours belady")
 INTERPRETER_BYTES = 256 << 20
@@ -88,7 +89,7 @@ def make_system(order: Order, dataset: Dataset, samples: SampleFile) -> System:
     name = order.name
     if name == "in memory":
         return InMemorySystem(work)
-    if name.startswith("mmap"):
+    if "mmap" in name:
         return _mapped(name, work, dataset)
     if name.startswith("online"):
         return OnlineSystem(work, policy="sieve" if "SIEVE" in name else "lru")
@@ -109,6 +110,8 @@ def make_system(order: Order, dataset: Dataset, samples: SampleFile) -> System:
 
 
 def _mapped(name: str, work: Workload, dataset: Dataset) -> System:
+    if name == "PyG mmap":
+        return PygMappedSystem(work)
     scores = source_counts(dataset.topology(mapped=True)) if "cache" in name else None
     return MappedSystem(work, advice="normal" if "plain" in name else "random", scores=scores)
 

@@ -203,7 +203,7 @@ class _Served:
         """Run an epoch or a stretch of one, with or without the model, by the clock."""
         assert self.system is not None, "prepared before"
         # What a memory map had in the page cache is gone: it warms up each time.
-        if seek and (self.at != start or self.order.name.startswith("mmap")):
+        if seek and (self.at != start or "mmap" in self.order.name):
             self.system.seek(start)
         learn = self._learner() if train else None
         before, io_before = self.system.statistics().copy(), _disk_bytes()[0]

@@ -22,6 +22,7 @@ from benchmarks.gnn.systems._partitions import (
     sequential_states,
     training_first_order,
 )
+from benchmarks.gnn.systems._pyg import PygMappedSystem
 from benchmarks.gnn.systems._segments import first_feasible_segment
 from benchmarks.gnn.systems._simple import InMemorySystem, MappedSystem, source_counts, top_rows
 from benchmarks.gnn.systems._system import (
@@ -48,6 +49,7 @@ __all__ = [
     "PackedLoaderSystem",
     "PageReader",
     "Preparation",
+    "PygMappedSystem",
     "System",
     "SystemBatch",
     "SystemStatistics",

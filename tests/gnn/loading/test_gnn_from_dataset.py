@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.data import array_source, ingest
 from fivefold.gnn.loading import DiskLoader, OnlineLoader
 from fivefold.gnn.planning import Budgets
+from helpers.night import number_of
 
 with warnings.catch_warnings():  # of deprecations in torch, on import
     warnings.simplefilter("ignore")
@@ -257,44 +259,60 @@ def test_wide_rows_of_edges_leave_narrow_ones_of_nodes_their_pages(tmp_path):
             check(batch, graph)
 
 
-NEIGHBOR_LOADER = """
-import torch
-from torch.nn import functional
-from torch_geometric.loader import NeighborLoader
-from torch_geometric.nn import GATConv
-
-torch.manual_seed(0)
-model = GATConv(5, 2, edge_dim=3)
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-loader = NeighborLoader(data, [4], batch_size=16, input_nodes=data.train_mask, shuffle=True)
-losses = []
-for epoch in range(4):
-    for batch in loader:
-        out = model(batch.x, batch.edge_index, batch.edge_attr)[: batch.batch_size]
-        loss = functional.mse_loss(out, batch.y[: batch.batch_size].float())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-"""
+def check_hops(batch, graph, fanouts):
+    """What a hop met is expanded in the next one, by all it may have, and nothing else is."""
+    into = torch.bincount(graph.edge_index[1], minlength=graph.num_nodes).tolist()
+    ids, hops, heard = batch.n_id.tolist(), dict.fromkeys(range(batch.batch_size), 0), {}
+    for source, target in batch.edge_index.T.tolist():
+        heard.setdefault(target, []).append(source)
+    for hop, fanout in enumerate(fanouts):
+        for node in [node for node, met in hops.items() if met == hop]:
+            found, degree = heard.pop(node, []), into[ids[node]]
+            assert len(found) == (degree if fanout < 0 else min(fanout, degree))
+            for source in found:
+                hops.setdefault(source, hop + 1)
+    assert not heard
+    assert sorted(hops) == list(range(len(ids)))
+    assert len(set(ids)) == len(ids)
+    assert len(batch.e_id.unique()) == len(batch.e_id)
 
 
-def test_a_script_for_neighbor_loader_is_ported_by_two_lines(tmp_path, monkeypatch):
-    """The script of PyG's users as it stands, but for the lines with the loader."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    ours = NEIGHBOR_LOADER.replace(
-        "from torch_geometric.loader import NeighborLoader",
-        "from fivefold.gnn.loading import DiskLoader",
-    ).replace("NeighborLoader(", "DiskLoader.from_dataset(")
-    pairs = zip(NEIGHBOR_LOADER.splitlines(), ours.splitlines(), strict=True)
-    assert sum(theirs != line for theirs, line in pairs) == 2
-    graph = make_graph()
-    ran = {"data": graph}
-    exec(compile(ours, "port", "exec"), ran)  # noqa: S102 - the script is the subject
-    steps = -(-int(graph.train_mask.sum()) // 16)
-    assert len(ran["losses"]) == 4 * steps
-    assert np.mean(ran["losses"][-steps:]) < np.mean(ran["losses"][:steps])
-    ran["loader"].close()
+def test_batches_of_random_graphs_by_brute_force(tmp_path):
+    """Loops, double edges, nodes without edges; memory that holds few rows beside the batches."""
+    wanted, checked, graphs = number_of(60, 5000), 0, 0
+    while checked < wanted:
+        random = np.random.default_rng(graphs)
+        nodes, edges = int(random.integers(1, 80)), int(random.choice([0, 1, 40, 400]))
+        graph = Data(
+            x=torch.from_numpy(random.integers(0, 99, (nodes, random.choice([1, 5, 700])))).short(),
+            edge_index=torch.from_numpy(random.integers(0, nodes, (2, edges))),
+            edge_attr=torch.arange(edges),
+        )
+        fanouts = random.choice([-1, 0, 1, 3], random.integers(1, 4)).tolist()
+        seeds = np.flatnonzero(random.random(nodes) < 0.6)
+        seeds = seeds if len(seeds) else np.zeros(1, np.int64)
+        with DiskLoader.from_dataset(
+            graph,
+            fanouts,
+            int(random.choice([1, 4, 30])),
+            input_nodes=seeds,
+            cache=tmp_path / "cache",
+            policy=str(random.choice(["static", "belady"])),
+            sampled_epochs=int(random.choice([1, 2])),
+            budgets=Budgets(host_bytes=3 * graph.x.numel() * 2 + 4096, disk_bytes=10**9),
+        ) as loader:
+            met = []
+            for batch in loader:
+                met += batch.n_id[: batch.batch_size].tolist()
+                assert torch.equal(batch.x, graph.x[batch.n_id])
+                assert torch.equal(batch.edge_attr, batch.e_id)
+                ends = batch.n_id[batch.edge_index]
+                assert torch.equal(ends, graph.edge_index[:, batch.e_id])
+                check_hops(batch, graph, fanouts)
+                checked += 1
+            assert sorted(met) == seeds.tolist()
+        shutil.rmtree(tmp_path / "cache")
+        graphs += 1
 
 
 def test_batches_sampled_online_have_the_rows_of_their_edges(tmp_path):

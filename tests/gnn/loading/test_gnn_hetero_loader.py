@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fivefold.errors import CheckpointError, ConfigurationError, DataError
+from fivefold.errors import CheckpointError, ConfigurationError
 from fivefold.gnn.data import ingest, pyg_source
-from fivefold.gnn.loading import HeteroLoader
+from fivefold.gnn.loading import OnlineLoader
 
 with warnings.catch_warnings():  # of deprecations in torch, on import
     warnings.simplefilter("ignore")
@@ -42,7 +42,7 @@ def dataset(graph, tmp_path_factory):
 @pytest.mark.parametrize("fanouts", [[-1, -1], [2, 2], {CITES: [3, 1], WRITES: [0, 2], AT: [1, 0]}])
 def test_rows_edges_and_labels_are_those_of_the_graph(dataset, graph, fanouts):
     seen = []
-    with HeteroLoader(
+    with OnlineLoader(
         dataset, "paper", fanouts=fanouts, batch_size=7, shuffle=True, backend="threads"
     ) as loader:
         for batch in loader:
@@ -68,7 +68,7 @@ def test_a_model_of_pyg_trains_on_the_batches(dataset):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         conv = HeteroConv({CITES: SAGEConv((6, 6), 3), WRITES: SAGEConv((3, 6), 3)}, aggr="sum")
-    with HeteroLoader(dataset, "paper", fanouts=[4], batch_size=20) as loader:
+    with OnlineLoader(dataset, "paper", fanouts=[4], batch_size=20) as loader:
         data = next(iter(loader)).to_data()
     x = {name: rows.float() for name, rows in data.x_dict.items()}
     edges = {kind: data.edge_index_dict[kind] for kind in (CITES, WRITES)}
@@ -79,12 +79,31 @@ def test_a_model_of_pyg_trains_on_the_batches(dataset):
     assert data["v"].num_nodes == 0
 
 
+def test_edges_have_their_rows_in_the_class_of_pyg(graph, tmp_path):
+    """Of a type without labels all nodes are seeds."""
+    graph = graph.clone()
+    graph[CITES].edge_attr = torch.arange(480.0).reshape(240, 2)
+    with ingest(pyg_source(graph), tmp_path / "g") as dataset:
+        how = {"fanouts": [-1], "batch_size": 20, "features": "memory"}
+        with OnlineLoader(dataset, ("paper", range(60)), form="data", **how) as loader:
+            for data in loader:
+                assert torch.equal(data["paper"].y, graph["paper"].y[data["paper"].n_id])
+                edges = data[CITES]
+                assert torch.equal(edges.edge_attr, graph[CITES].edge_attr[edges.e_id])
+                ends = [data["paper"].n_id[ends] for ends in edges.edge_index]
+                assert torch.equal(torch.stack(ends), graph[CITES].edge_index[:, edges.e_id])
+        with OnlineLoader(dataset, "author", edge_ids=False, **how) as loader:
+            batches = list(loader)
+        assert sum(batch.batch_size for batch in batches) == 25
+        assert not any(batch.edge_attr_dict or batch.e_id_dict for batch in batches)
+
+
 def test_positions_ranks_and_repetition(dataset):
     def ids_of(loader):
         return [batch.n_id_dict["paper"].tolist() for batch in loader]
 
     options = {"fanouts": [2, 2], "batch_size": 4, "shuffle": True, "seed": 3}
-    with HeteroLoader(dataset, "paper", **options) as loader:
+    with OnlineLoader(dataset, "paper", **options) as loader:
         whole = ids_of(loader)
         assert ids_of(loader) != whole  # another epoch, another order
         loader.set_epoch(0)
@@ -92,21 +111,21 @@ def test_positions_ranks_and_repetition(dataset):
         next(running)
         next(running)
         state = loader.state_dict()
-    with HeteroLoader(dataset, "paper", **options) as loader:
+    with OnlineLoader(dataset, "paper", **options) as loader:
         loader.load_state_dict(state)
         assert ids_of(loader) == whole[2:]
         with pytest.raises(CheckpointError, match="seed"):
             loader.load_state_dict(state | {"seed": 4})
-    with HeteroLoader(dataset, "paper", ids=[0, 1, 2, 3, 4], **options) as loader:
+    with OnlineLoader(dataset, ("paper", [0, 1, 2, 3, 4]), **options) as loader:
         state = loader.state_dict()
     with (  # as many, one of them another
-        HeteroLoader(dataset, "paper", ids=[0, 1, 2, 3, 5], **options) as loader,
+        OnlineLoader(dataset, ("paper", [0, 1, 2, 3, 5]), **options) as loader,
         pytest.raises(CheckpointError, match="ids"),
     ):
         loader.load_state_dict(state)
     shares = []
     for rank in (0, 1):
-        with HeteroLoader(dataset, "paper", rank=rank, world_size=2, **options) as loader:
+        with OnlineLoader(dataset, "paper", rank=rank, world_size=2, **options) as loader:
             shares.append(ids_of(loader))
     assert shares == [whole[0:4:2], whole[1:4:2]]
 
@@ -114,9 +133,12 @@ def test_positions_ranks_and_repetition(dataset):
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (("reader",), {}, DataError, "no node type 'reader'"),
-        (("author",), {}, DataError, "there is no"),
-        (("paper", [60]), {}, ConfigurationError, "ids go from 60"),
+        (("reader",), {}, ConfigurationError, "'reader', which names no node type"),
+        ((("paper", [60]),), {}, ConfigurationError, "ids go from 60"),
+        (("paper",), {"form": "blocks"}, ConfigurationError, "for graphs of one type"),
+        (("paper",), {"cache_bytes": 9000}, ConfigurationError, "for graphs of one type"),
+        (("paper",), {"node_time": [1.0] * 60}, ConfigurationError, "for graphs of one type"),
+        (("paper",), {"features": np.zeros((60, 6))}, ConfigurationError, "graphs of one type"),
         (("paper",), {"fanouts": {CITES: [2]}}, ConfigurationError, "edge types differ"),
         (
             ("paper",),
@@ -129,4 +151,4 @@ def test_positions_ranks_and_repetition(dataset):
 )
 def test_misuse_is_refused(dataset, arguments, options, error, message):
     with pytest.raises(error, match=message):
-        HeteroLoader(dataset, *arguments, **{"fanouts": [2], "batch_size": 4} | options)
+        OnlineLoader(dataset, *arguments, **{"fanouts": [2], "batch_size": 4} | options)

@@ -9,7 +9,7 @@ from fivefold.gnn.loading._base import LoaderStatistics
 from fivefold.gnn.loading._disk_loader import DiskLoader
 from fivefold.gnn.loading._links import LinkLoader
 from fivefold.gnn.loading._pipeline import StallError
-from fivefold.gnn.loading._sampled import HeteroLoader, OnlineLoader
+from fivefold.gnn.loading._sampled import OnlineLoader
 from fivefold.gnn.loading.batch import Block, HeteroMiniBatch, MiniBatch
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ __all__ = [
     "Block",
     "DiskLoader",
     "FeatureStoreAdapter",
-    "HeteroLoader",
     "HeteroMiniBatch",
     "LinkLoader",
     "LoaderStatistics",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -30,13 +30,14 @@ from fivefold.gnn.loading._base import (
 )
 from fivefold.gnn.loading._feature_store import LEVELS, FeatureStore
 from fivefold.gnn.loading._pipeline import BufferRing, Pipeline, Stage, Ticket, buffer_count
-from fivefold.gnn.loading._pyg_batches import open_source
+from fivefold.gnn.loading._pyg_batches import labels_of, open_source
 from fivefold.gnn.loading.batch import (
     Form,
+    Maker,
     MiniBatch,
+    Records,
     SeedTable,
-    assemble,
-    assemble_typed,
+    batch_maker,
     checked_form,
 )
 from fivefold.gnn.loading.prepare import Prepared, StoreRecipe, prepare
@@ -67,8 +68,9 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
     when nothing refers to its batch any more, so batches may be kept, at the cost of memory.
 
     Data parallel training: all ranks open the same store and pass their ``rank`` and the
-    ``world_size``. Each batch goes to one rank, all ranks make the same number of steps. Caches
-    and buffers are per rank: plan with the memory of one.
+    ``world_size``. Each batch goes to one rank, all ranks make the same number of steps. Ranks of
+    one host have one cache in host memory together; buffers are per rank: plan with the memory of
+    one.
 
     Args:
         store: Packed store, or what ``from_dataset`` prepares of a graph of several types.
@@ -145,7 +147,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
             self._ring,
             places=places,
             unpacked=packed.unpacked,
-            build=_builder(packed, labels, checked_form(form)),
+            build=_maker(packed, labels, checked_form(form)),
             transfer=self._transfer,
             edges=self._edges,
         )
@@ -157,15 +159,17 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         # Closed in this order: engines, then what from_dataset opened for them.
         self._closing = contextlib.ExitStack()
         readers = 2 if self._buffers >= _BUFFERS_FOR_TWO_READERS else 1
+        how: dict[str, Any] = {"threads": threads, "shared": settings.world_size > 1}
+        how |= settings.engine
         self._features: dict[str | None, FeatureStore] = {}
         self._edges: dict[EdgeType | None, FeatureStore] = {}
         for kind, rows in packed.nodes.items():
             self._features[kind] = FeatureStore(
-                rows, device=settings.device, threads=threads, readers=readers, **settings.engine
+                rows, device=settings.device, readers=readers, **how
             )
             self._closing.callback(self._features[kind].close)
         for edge_type, rows in packed.edges.items():
-            self._edges[edge_type] = FeatureStore(rows, threads=threads, **settings.engine)
+            self._edges[edge_type] = FeatureStore(rows, **how)
             self._closing.callback(self._edges[edge_type].close)
 
     @classmethod
@@ -264,7 +268,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
             opened.callback(prepared.close)
             loader = cls(
                 prepared,
-                labels=source.labels(input_type) if form != "data" else None,
+                labels=labels_of(source.dataset, input_type) if form != "data" else None,
                 shuffle=shuffle,
                 seed=seed,
                 prefetch=prefetch,
@@ -377,30 +381,15 @@ def _places_in_buffer(stores: Mapping[str | None, PackedStore]) -> dict[str | No
     return places
 
 
-Records = Mapping[Any, BatchRecord | SampledBatch]
-Build = Callable[[Records, Mapping[Any, torch.Tensor], Mapping[Any, Array]], Any]
-
-
-def _builder(packed: Prepared, labels: Array | torch.Tensor | None, form: Form) -> Build:
+def _maker(packed: Prepared, labels: Array | torch.Tensor | None, form: Form) -> Maker:
     """Return what makes a batch of its records, its rows and the rows of its edges."""
-    store = next(iter(packed.nodes.values()))
-    input_type = packed.input_type
-    if input_type is None or packed.samples is None:
+    store, kind, samples = next(iter(packed.nodes.values())), packed.input_type, packed.samples
+    if kind is None or samples is None:
         seeds = SeedTable(store.train_ids, _checked_labels(labels, store.plan.num_nodes))
-        return lambda records, x, edge_attr: assemble(
-            records[None], x[None], seeds, form=form, edge_attr=edge_attr.get(None)
-        )
-    types = packed.samples.types
-    labels = _checked_labels(labels, types.num_nodes[input_type])
-    seeds = SeedTable(store.train_ids, labels)
-    return lambda records, x, edge_attr: assemble_typed(
-        records,
-        x,
-        seeds,
-        edge_types=types.edge_types,
-        input_type=input_type,
-        edge_attr=edge_attr,
-    )
+        return batch_maker(seeds, form, None, ())
+    types = samples.types
+    seeds = SeedTable(store.train_ids, _checked_labels(labels, types.num_nodes[kind]))
+    return batch_maker(seeds, form, kind, types.edge_types)
 
 
 def _checked_labels(labels: Array | torch.Tensor | None, num_nodes: int) -> Array | None:
@@ -458,7 +447,7 @@ class BatchStages:
         *,
         places: Mapping[str | None, slice],
         unpacked: Mapping[str, SampleFile],
-        build: Build,
+        build: Maker,
         transfer: DeviceTransfer | None,
         edges: Mapping[EdgeType | None, FeatureStore],
     ) -> None:

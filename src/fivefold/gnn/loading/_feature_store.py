@@ -10,6 +10,7 @@ batch; then batches must be served in the planned order.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import ConfigurationError, DataError
+from fivefold.gnn.loading._shared_rows import shared_rows
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.storage import Container, RowReader
@@ -30,6 +32,7 @@ Rows = Array
 LEVELS = ("device", "host", "shared", "private")
 _CHUNK_BYTES = 32 << 20  # of a cache on its way to a device
 _SLOWEST_BYTES_PER_S = 10e6  # a disk below this is taken for one that hangs
+_LEAST_PATIENCE_S = 60.0  # with another process that fills a cache
 _THREADS = 2  # enough for a disk's bandwidth with requests of a megabyte
 
 
@@ -37,9 +40,16 @@ class CacheLevel:
     """Rows in memory, by slot; at the start those of a section of the packed rows, in its order."""
 
     def __init__(
-        self, container: Container, section: str, *, slots: int, backend: Backend, verify: bool
+        self,
+        container: Container,
+        section: str,
+        *,
+        slots: int,
+        backend: Backend,
+        verify: bool,
+        shared: bool,
     ) -> None:
-        self._container, self._name = container, section
+        self._container, self._name, self._shared = container, section, shared
         self._backend, self._verify = backend, verify
         self._section = container.section(section)
         self._shape = (max(slots, self._section.num_rows), *self._section.shape[1:])
@@ -51,13 +61,26 @@ class CacheLevel:
         return self._shape[0] * self._section.row_bytes
 
     def fill(self) -> ReadStatistics:
-        """Read the rows into host memory, in one sequential pass."""
+        """Read the rows into host memory, in one sequential pass, unless a process here has."""
+        if self._section.num_rows == 0:
+            self.rows = aligned_empty(self._shape, self._section.dtype)
+            return ReadStatistics()
+        if self._shared and self.nbytes and hasattr(os, "memfd_create"):
+            self.rows, cost = shared_rows(
+                self._container,
+                f"{self._name} {self._verify}",
+                (self._shape, np.dtype(self._section.dtype)),
+                self._read,
+                patience_s=_LEAST_PATIENCE_S + self.nbytes / _SLOWEST_BYTES_PER_S,
+            )
+            return cost
         if len(self.rows) != self._shape[0]:
             self.rows = aligned_empty(self._shape, self._section.dtype)
-        if self._section.num_rows == 0:
-            return ReadStatistics()
+        return self._read(self.rows)
+
+    def _read(self, rows: Rows) -> ReadStatistics:
         with self._open() as reader:
-            return reader.read_runs(*_one_run(0, self._section.num_rows), self.rows)
+            return reader.read_runs(*_one_run(0, self._section.num_rows), rows)
 
     def fill_on(self, device: torch.device) -> tuple[Tensor, ReadStatistics]:
         """Read the rows onto a device, through a small buffer in host memory."""
@@ -94,7 +117,8 @@ class FeatureStore:
     """Serve the rows of batch records from all levels.
 
     ``readers`` is how many batches can be read at the same time, each with ``threads`` threads.
-    With the device "cpu" the device cache lives in host memory.
+    With the device "cpu" the device cache lives in host memory. ``shared`` caches in host memory
+    are those of all processes of this machine that have the same store.
     """
 
     def __init__(
@@ -106,6 +130,7 @@ class FeatureStore:
         threads: int | None = None,
         verify: bool = True,
         readers: int = 1,
+        shared: bool = False,
     ) -> None:
         self.readers = readers
         section = store.rows.section("rows")
@@ -115,12 +140,11 @@ class FeatureStore:
         self._store = store
         self._device = torch.device(device)
         plan = store.plan
-        self._on_device = CacheLevel(
-            store.rows, "device", slots=len(plan.device_rows), backend=backend, verify=verify
-        )
-        self._on_host = CacheLevel(
-            store.rows, "host", slots=plan.num_host_slots, backend=backend, verify=verify
-        )
+        how: dict[str, Any] = {"backend": backend, "verify": verify}
+        # A cache that changes is nobody else's.
+        how["shared"] = shared and plan.policy == "static"
+        self._on_device = CacheLevel(store.rows, "device", slots=len(plan.device_rows), **how)
+        self._on_host = CacheLevel(store.rows, "host", slots=plan.num_host_slots, **how)
         # Shared and private rows lie in one section and are read in one sweep.
         self._disks = [
             RowReader(

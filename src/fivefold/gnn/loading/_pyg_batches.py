@@ -27,7 +27,7 @@ from fivefold.gnn.data import (
 from fivefold.gnn.data.arrays import ArrayEdges, ArraySource, as_rows
 from fivefold.gnn.loading._base import checked_ids
 from fivefold.gnn.loading.batch import HeteroMiniBatch, MiniBatch, import_geometric
-from fivefold.gnn.loading.prepare import alone_in
+from fivefold.gnn.loading.prepare import alone_in, rows_of
 from fivefold.gnn.sampling.batches import EdgeType, checked_fanouts, fanouts_by_type
 from fivefold.gnn.storage.pages import Ids
 
@@ -41,14 +41,6 @@ class GraphSource:
     made_into: LabelledData | SlicedData | None
     has_edges: bool  # with attributes of their own, so that batches must name them
 
-    def labels(self, input_type: str | None) -> Ids | None:
-        """Return the classes of all nodes of a type, where there are some."""
-        data = self.dataset
-        if isinstance(data, Dataset):
-            return data.labels if data.has_labels else None
-        assert input_type is not None, "one of several types was chosen"
-        return data.labels(input_type) if data.has_labels(input_type) else None
-
     def fanouts(self, given: Sequence[int] | Mapping[EdgeType, Sequence[int]]) -> tuple[Any, ...]:
         """Return numbers, or pairs of an edge type and its numbers."""
         if isinstance(self.dataset, HeteroDataset):
@@ -60,24 +52,41 @@ class GraphSource:
 
     def seeds(self, given: Any) -> tuple[str | None, Ids]:
         """Return the node type of the seeds (None where there is one), and their ids."""
-        data = self.dataset
-        in_memory = isinstance(self.made_into, SlicedData)
-        if isinstance(data, Dataset):
-            if given is not None:
-                return None, checked_ids(given, data.num_nodes)
-            everything = in_memory or not data.has_labels
-            return None, np.arange(data.num_nodes) if everything else data.train
-        kind, ids = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-        if kind not in data.node_types:
-            raise ConfigurationError(
-                f"input_nodes is {given!r}, which names no node type of this graph",
-                hint=f"give one of {', '.join(data.node_types)}, or a pair of it and ids or a mask",
-            )
-        count = data.num_nodes[kind]
-        if ids is not None:
-            return kind, checked_ids(ids, count)
-        everything = in_memory or not data.has_labels(kind)
-        return kind, np.arange(count) if everything else data.split(kind, "train")
+        return seeds_of(self.dataset, given, everything=isinstance(self.made_into, SlicedData))
+
+
+def labels_of(data: Dataset | HeteroDataset, input_type: str | None) -> Ids | None:
+    """Return the classes of all nodes of a type, where there are some."""
+    if isinstance(data, Dataset):
+        return data.labels if data.has_labels else None
+    assert input_type is not None, "one of several types was chosen"
+    return data.labels(input_type) if data.has_labels(input_type) else None
+
+
+def seeds_of(
+    data: Dataset | HeteroDataset, given: Any, *, everything: bool = False, distinct: bool = True
+) -> tuple[str | None, Ids]:
+    """Return the node type of seeds (None where there is one) and their ids.
+
+    Where none are given they are the training nodes, or with ``everything`` and without labels
+    all nodes.
+    """
+    if isinstance(data, Dataset):
+        if given is not None:
+            return None, checked_ids(given, data.num_nodes, distinct=distinct)
+        everything |= not data.has_labels
+        return None, np.arange(data.num_nodes) if everything else data.train
+    kind, ids = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    if kind not in data.node_types:
+        raise ConfigurationError(
+            f"the seeds are {given!r}, which names no node type of this graph",
+            hint=f"give one of {', '.join(data.node_types)}, or a pair of it and ids or a mask",
+        )
+    count = data.num_nodes[kind]
+    if ids is not None:
+        return kind, checked_ids(ids, count, distinct=distinct)
+    everything |= not data.has_labels(kind)
+    return kind, np.arange(count) if everything else data.split(kind, "train")
 
 
 def open_source(
@@ -93,7 +102,7 @@ def open_source(
     if isinstance(data, Dataset | HeteroDataset):
         folder = data.folder / "prepared" if cache is None else Path(cache)
         made_into = LabelledData(data) if form == "data" else None
-        return GraphSource(data, folder, made_into, _has_edge_rows(data))
+        return GraphSource(data, folder, made_into, bool(rows_of(data)[1]))
     if not hasattr(data, "edge_types") and not hasattr(data, "edge_index"):
         raise ConfigurationError(
             f"the graph is a {type(data).__name__}",
@@ -110,12 +119,6 @@ def open_source(
     stores = data.edge_stores
     beside = [name for store in stores for name in store.edge_attrs() if name != "edge_index"]
     return GraphSource(found, folder, SlicedData(data), bool(beside))
-
-
-def _has_edge_rows(data: Dataset | HeteroDataset) -> bool:
-    if isinstance(data, Dataset):
-        return data.edge_features is not None
-    return any(data.edge_features(kind) is not None for kind in data.edge_types)
 
 
 def cache_folder() -> Path:

@@ -1,17 +1,17 @@
-"""Loaders that sample mini-batches when they are asked for, from features as they lie.
+"""``OnlineLoader``: mini-batches sampled when they are asked for, from features as they lie.
 
-``OnlineLoader`` is for validation and test ids, for training that fits in memory, and as the
-yardstick of packed training: the same batches, without any packing. ``HeteroLoader`` is its like
-for graphs with several node and edge types.
+It is for validation and test ids, for training that fits in memory, and the yardstick of packed
+training: the same batches, without any packing. Graphs may have several node and edge types.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, Unpack
 
 import numpy as np
@@ -21,67 +21,27 @@ from numpy.typing import ArrayLike
 from fivefold.errors import ConfigurationError, require_whole
 from fivefold.gnn.data import Dataset, HeteroDataset
 from fivefold.gnn.loading._base import (
-    Batch,
     BatchLoader,
     LoaderOptions,
     LoaderSettings,
     LoaderStatistics,
-    checked_ids,
 )
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
-from fivefold.gnn.loading._pyg_batches import LabelledData
-from fivefold.gnn.loading.batch import (
-    HeteroMiniBatch,
-    MiniBatch,
-    SeedTable,
-    assemble,
-    assemble_typed,
-    checked_form,
-)
-from fivefold.gnn.loading.rows import CachePolicy, DiskRows, open_rows
+from fivefold.gnn.loading._pyg_batches import LabelledData, labels_of, seeds_of
+from fivefold.gnn.loading.batch import MiniBatch, SeedTable, batch_maker, checked_form
+from fivefold.gnn.loading.prepare import rows_of
+from fivefold.gnn.loading.rows import CachedRows, CachePolicy, DiskRows, MemoryRows, open_rows
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency, HeteroNeighborSampler, NeighborSampler
-from fivefold.gnn.sampling.batches import EdgeType, HeteroSampledBatch, SampledBatch, epoch_batches
+from fivefold.gnn.sampling.batches import (
+    EdgeType,
+    HeteroSampledBatch,
+    SampledBatch,
+    epoch_batches,
+)
 from fivefold.gnn.sampling.temporal import TemporalSampler, TemporalStrategy
+from fivefold.gnn.storage import Container
 from fivefold.gnn.storage.pages import Array, Ids
 from fivefold.gnn.storage.reader import ReadStatistics
-
-
-class SampledLoader(BatchLoader[Batch]):
-    """A loader of the batches that an epoch's seeds make, in order or shuffled.
-
-    Threads hold the stages and what these need, not the loader, so that it can be collected.
-    """
-
-    def __init__(
-        self, ids: Ids, batch_size: int, settings: LoaderSettings, release: Callable[[], None]
-    ) -> None:
-        super().__init__(settings, release)
-        self._prefetch = require_whole("prefetch", settings.prefetch)
-        self._ids, self._batch_size = ids, require_whole("batch_size", batch_size)
-        self._length(0)  # an impossible rank is refused here and not in the first epoch
-
-    def _length(self, epoch: int) -> int:
-        del epoch  # all are of one length
-        return len(self._numbers())
-
-    def _numbers(self) -> Ids:
-        return self._settings.share(np.arange(math.ceil(len(self._ids) / self._batch_size)))
-
-    def _epoch_seeds(self, epoch: int) -> Sequence[Ids]:
-        size = self._batch_size
-        if self._settings.shuffle:
-            seed = self._settings.seed
-            return epoch_batches(self._ids, batch_size=size, seed=seed, epoch=epoch)
-        return [self._ids[i : i + size] for i in range(0, len(self._ids), size)]
-
-    def _pipeline_of(self, stages: Sequence[Stage], first: int) -> Pipeline:
-        """Run the batches from place ``first`` on through the stages, a thread for each."""
-        return Pipeline(
-            iter(self._numbers()[first:].tolist()),
-            [[stage] for stage in stages],
-            capacity=self._prefetch,
-            timeout_s=self._settings.timeout_s,
-        )
 
 
 class Seeds(Protocol):
@@ -135,28 +95,33 @@ class _Reading:
     edges: ReadStatistics = dataclasses.field(default_factory=ReadStatistics)
 
 
-class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
+class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG's classes
     """Sample and gather mini-batches on the fly, a few batches ahead of the training loop.
 
     Iterating yields the batches of the current epoch; after a whole epoch the next one begins,
-    with other samples and, with ``shuffle``, another order of ids.
+    with other samples and, with ``shuffle``, another order of ids. Threads hold the stages and what
+    these need, not the loader, so that it can be collected.
 
     Args:
         dataset: Dataset that holds topology, features and labels.
-        ids: Seed node ids, distinct, or a mask over all nodes.
-        fanouts: Neighbours per hop, -1 for all.
+        ids: Seed node ids, distinct, or a mask over all nodes. Of several types a node type, whose
+            training nodes are meant, or a pair of it and of these.
+        fanouts: Neighbours per hop, -1 for all; of several types for all edge types alike or by
+            edge type.
         batch_size: Seeds per batch; the last batch of an epoch may be smaller.
         topology: Adjacency to sample from; None opens the dataset's.
         features: "disk" reads each batch's rows from the feature file, "memory" loads the file
-            first, an array [nodes, dim] serves rows itself.
+            first, an array [nodes, dim] of one type serves rows itself.
         cache_bytes: Memory of a cache of rows from disk that learns which ones come again, its
-            tables included; 0 for none.
+            tables included; 0 for none. For graphs of one type, as are blocks and times.
         cache_policy: "lru" keeps what was used last, "sieve" what was used again.
         shuffle: Put the ids in a new random order every epoch.
         resample: Draw other neighbours every epoch; False repeats the draws of epoch 0.
         seed: Seed of order and samples.
-        edge_ids: Whether batches have ``e_id``; with features of edges they always do.
-        form: "edge_index", "blocks" for layered models, or "data" for PyG's ``Data``.
+        edge_ids: Whether batches have ``e_id``, and the rows of edges that have some; None: where
+            they do.
+        form: "edge_index", "blocks" for layered models, or "data" for PyG's ``Data`` or
+            ``HeteroData``.
         prefetch: Batches that are prepared ahead.
         node_time: ``[nodes]``, when each node came into being: then only what is not later than a
             seed is sampled, each seed has a tree of its own, and seeds may stand several times.
@@ -167,7 +132,7 @@ class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
             remainder, backend, verify, timeout_s.
 
     Raises:
-        ConfigurationError: A setting is out of range.
+        ConfigurationError: A setting is out of range, or not for graphs of several types.
 
     Examples:
         >>> import tempfile
@@ -183,19 +148,19 @@ class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
 
     def __init__(  # noqa: PLR0913 - independent options, each with a default
         self,
-        dataset: Dataset,
-        ids: ArrayLike,
+        dataset: Dataset | HeteroDataset,
+        ids: ArrayLike | str | tuple[str, ArrayLike | None],
         *,
-        fanouts: Sequence[int],
+        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
         batch_size: int,
-        topology: Adjacency | None = None,
+        topology: Adjacency | HeteroAdjacency | None = None,
         features: Literal["disk", "memory"] | Array = "disk",
         cache_bytes: int = 0,
         cache_policy: CachePolicy = "lru",
         shuffle: bool = False,
         resample: bool = True,
         seed: int = 0,
-        edge_ids: bool = False,
+        edge_ids: bool | None = None,
         form: Literal["edge_index", "blocks", "data"] = "edge_index",
         prefetch: int = 2,
         node_time: ArrayLike | None = None,
@@ -205,75 +170,100 @@ class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         **options: Unpack[LoaderOptions],
     ) -> None:
         settings = LoaderSettings(shuffle=shuffle, seed=seed, prefetch=prefetch, **options)
+        self._prefetch = require_whole("prefetch", prefetch)
+        self._batch_size = require_whole("batch_size", batch_size)
         self._form = checked_form("edge_index" if form == "data" else form)
         self._resample = resample
         timed = node_time is not None or edge_time is not None
-        labels = dataset.labels if dataset.has_labels else None
-        seeds = checked_ids(ids, dataset.num_nodes, distinct=not timed)
-        self._seeds = SeedTable(seeds, labels)
-        if topology is None:
-            topology = dataset.topology()
-        carried = edge_ids or dataset.edge_features is not None
-        self._links: Seeds | None = None
-        self._sampler: NeighborSampler | TemporalSampler
-        if timed:
-            self._sampler = TemporalSampler(
-                topology,
-                fanouts,
-                node_time=node_time,
-                edge_time=edge_time,
-                strategy=temporal_strategy,
-                seed=seed,
-                edge_ids=carried,
-            )
-            if len(seeds) or input_time is not None:  # a loader of links has no such seeds
-                times = self._sampler.times_of(seeds, input_time)
-                self._links = _TimedSeeds(seeds, times, labels)
-                seeds = np.arange(len(seeds))
-        elif input_time is not None or temporal_strategy != "uniform":
+        plain = isinstance(features, str) and not (timed or cache_bytes or form == "blocks")
+        if isinstance(dataset, HeteroDataset) and not plain:
+            message = "times, caches, blocks and features in an array are for graphs of one type"
+            raise ConfigurationError(message, hint="leave them out for a HeteroDataset")
+        if not timed and (input_time is not None or temporal_strategy != "uniform"):
             message = "input_time and temporal_strategy need times of nodes or edges"
             raise ConfigurationError(message, hint="give node_time or edge_time too")
-        else:
-            self._sampler = NeighborSampler(topology, fanouts, seed=seed, edge_ids=carried)
-        _check_topology(self._sampler.topology, dataset)
-        self._read = _Reading()
-        opened = self._open_rows(dataset, features, cache_bytes, cache_policy, settings)
-        super().__init__(seeds, batch_size, settings, opened.close)
+        self._input_type, seeds = seeds_of(dataset, ids, distinct=not timed)
+        labels = labels_of(dataset, self._input_type)
+        self._seeds = SeedTable(seeds, labels)
+        graph = dataset.topology() if topology is None else topology
+        _check_topology(graph, dataset)
+        nodes, edges = rows_of(dataset)
+        edges = {} if edge_ids is False else edges
+        self._sampler = _sampler_of(
+            graph,
+            fanouts,
+            {"node_time": node_time, "edge_time": edge_time, "strategy": temporal_strategy}
+            if timed
+            else None,
+            seed=seed,
+            edge_ids=bool(edge_ids or edges),
+        )
+        self._links: Seeds | None = None
+        if isinstance(self._sampler, TemporalSampler) and (len(seeds) or input_time is not None):
+            # A loader of links has no such seeds.
+            times = self._sampler.times_of(seeds, input_time)
+            self._links = _TimedSeeds(seeds, times, labels)
+            seeds = np.arange(len(seeds))
+        self._ids, self._read = seeds, _Reading()
+        settings.share(self._places())  # an impossible rank is refused here, not in an epoch
+        opened = self._open_rows(nodes, edges, features, cache_bytes, cache_policy, settings)
+        super().__init__(settings, opened.close)
         if form == "data":
             self._made_into = LabelledData(dataset)
 
     def _open_rows(
         self,
-        dataset: Dataset,
+        nodes: Mapping[str | None, Container],
+        edges: Mapping[EdgeType | None, Container],
         features: Literal["disk", "memory"] | Array,
         cache_bytes: int,
         cache_policy: CachePolicy,
         settings: LoaderSettings,
     ) -> contextlib.ExitStack:
         """Open the rows of nodes and of edges; return the stack that closes them."""
+        self._rows: dict[str | None, CachedRows | DiskRows | MemoryRows] = {}
+        self._edge_rows: dict[EdgeType | None, DiskRows] = {}
         with contextlib.ExitStack() as opened:
-            self._rows = open_rows(
-                dataset.features,
-                features,
-                cache_bytes=cache_bytes,
-                cache_policy=cache_policy,
-                **settings.engine,
-            )
-            opened.callback(self._rows.close)
-            self._edge_rows: DiskRows | None = None
-            if dataset.edge_features is not None:
-                self._edge_rows = DiskRows(dataset.edge_features, **settings.engine)
-                opened.callback(self._edge_rows.close)
+            for kind, container in nodes.items():
+                self._rows[kind] = open_rows(
+                    container,
+                    features,
+                    cache_bytes=cache_bytes,
+                    cache_policy=cache_policy,
+                    **settings.engine,
+                )
+                opened.callback(self._rows[kind].close)
+            for edge_type, container in edges.items():
+                self._edge_rows[edge_type] = DiskRows(container, **settings.engine)
+                opened.callback(self._edge_rows[edge_type].close)
             return opened.pop_all()
+
+    def _length(self, epoch: int) -> int:
+        del epoch  # all are of one length
+        return len(self._settings.share(self._places()))
+
+    def _places(self) -> Ids:
+        return np.arange(math.ceil(len(self._ids) / self._batch_size))
+
+    def _epoch_seeds(self, epoch: int) -> Sequence[Ids]:
+        size = self._batch_size
+        if self._settings.shuffle:
+            seed = self._settings.seed
+            return epoch_batches(self._ids, batch_size=size, seed=seed, epoch=epoch)
+        return [self._ids[i : i + size] for i in range(0, len(self._ids), size)]
 
     def _start(self, epoch: int, first: int) -> Pipeline:
         seeds, reading, drawn = self._epoch_seeds(epoch), self._read, epoch * self._resample
         sampler, rows, device = self._sampler, self._rows, self._settings.device
-        table, form, edge_rows = self._seeds, self._form, self._edge_rows
-        links = self._links
+        input_type, edge_rows, links = self._input_type, self._edge_rows, self._links
+        topology = sampler.topology
+        edge_types = topology.edge_types if isinstance(topology, HeteroAdjacency) else ()
+        table, form = self._seeds, self._form
 
-        def sample(ticket: Ticket) -> SampledBatch:
+        def sample(ticket: Ticket) -> SampledBatch | HeteroSampledBatch:
             number, chosen = ticket.batch, seeds[ticket.batch]
+            if isinstance(sampler, HeteroNeighborSampler):
+                return sampler.sample({str(input_type): chosen}, epoch=drawn, batch=number)
             nodes = chosen if links is None else links.nodes(chosen, epoch=drawn, batch=number)
             if isinstance(sampler, NeighborSampler):
                 return sampler.sample(nodes, epoch=drawn, batch=number)
@@ -281,44 +271,51 @@ class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
             assert limits is not None, "whoever sets seeds gives their times"
             return sampler.sample(nodes, limits, epoch=drawn, batch=number)
 
-        def read(ticket: Ticket) -> tuple[SampledBatch, Array]:
-            sampled: SampledBatch = ticket.value
-            ids, places = sampled.node_ids, None
-            if sampled.trees is not None:  # a node may be in several
-                ids, places = np.unique(ids, return_inverse=True)
-            out = np.empty((len(ids), *rows.row_shape), rows.dtype)
-            reading.total += rows.read(ids, out)
-            return sampled, out if places is None else out[places]
+        def read(ticket: Ticket) -> tuple[Any, dict[Any, torch.Tensor]]:
+            sampled, x = ticket.value, {}
+            parts = _parts(sampled)
+            for kind, source in rows.items():
+                ids, places = parts[kind].node_ids, None
+                if parts[kind].trees is not None:  # a node may be in several
+                    ids, places = np.unique(ids, return_inverse=True)
+                out = np.empty((len(ids), *source.row_shape), source.dtype)
+                reading.total += source.read(ids, out)
+                x[kind] = torch.from_numpy(out if places is None else out[places])
+            return sampled, x
 
-        def build(ticket: Ticket) -> MiniBatch:
-            sampled, out = ticket.value
-            attr = None
-            if edge_rows is not None and sampled.edge_ids is not None:
-                attr, cost = edge_rows.read_any(sampled.edge_ids)
+        def build(ticket: Ticket) -> Any:
+            sampled, x = ticket.value
+            edge_attr = {}
+            for kind, source in edge_rows.items():
+                edge_ids = sampled.edge_ids if kind is None else sampled.edge_ids[kind]
+                edge_attr[kind], cost = source.read_any(edge_ids)
                 reading.edges += cost
-            x = torch.from_numpy(out)
+            ends = table if links is None else SeedTable(sampled.seeds, None)
+            make = batch_maker(ends, form, input_type, edge_types)
+            made = make(_parts(sampled), x, edge_attr).to(device)
             if links is None:
-                return assemble(sampled, x, table, form=form, edge_attr=attr).to(device)
-            ends = SeedTable(sampled.seeds, None)
-            made = assemble(sampled, x, ends, form=form, edge_attr=attr).to(device)
+                return made
             chosen = seeds[ticket.batch]
             made = links.add(made, chosen, epoch=drawn, batch=ticket.batch)
-            limits = links.times(chosen)
-            if limits is None or sampled.trees is None:
-                return made
-            of_time = {
-                "seed_time": torch.from_numpy(limits),
-                "batch": torch.from_numpy(sampled.trees),
-            }
-            return dataclasses.replace(made, links={**(made.links or {}), **of_time}).to(device)
+            return _with_times(made, sampled, links.times(chosen)).to(device)
 
         stages = [Stage("sample", sample), Stage("read rows", read), Stage("build tensors", build)]
-        return self._pipeline_of(stages, first)
+        return Pipeline(
+            iter(self._settings.share(self._places())[first:].tolist()),
+            [[stage] for stage in stages],
+            capacity=self._prefetch,
+            timeout_s=self._settings.timeout_s,
+        )
 
     def _identity(self) -> dict[str, Any]:
+        fanouts: Any = self._sampler.fanouts
+        typed = {} if self._input_type is None else {"input_type": self._input_type}
         return {
             "topology": self._sampler.topology.fingerprint,
-            "fanouts": list(self._sampler.fanouts),
+            "fanouts": [[list(kind), list(n)] for kind, n in fanouts.items()]
+            if typed
+            else list(fanouts),
+            **typed,
             "ids": name_of_ids(self._ids),
             "batch_size": self._batch_size,
             "resample": self._resample,
@@ -328,11 +325,14 @@ class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
 
     def statistics(self) -> LoaderStatistics:
         """Return counts since the loader was made; rows come from "file", "memory" or "host"."""
-        shape, total = self._rows.row_shape, self._read.total
+        total, tables = self._read.total, list(self._rows.values())
+        served: collections.Counter[str] = collections.Counter()
+        for table in tables:
+            served.update(table.served)
         return LoaderStatistics(
             batches=self._delivered,
-            rows=dict(self._rows.served),
-            row_bytes=math.prod(shape) * self._rows.dtype.itemsize,
+            rows=dict(served),
+            row_bytes=tables[0].row_bytes if len(tables) == 1 else 0,
             requests=total.requests,
             bytes_read=total.bytes_read,
             cold_bytes=total.bytes_used,
@@ -342,120 +342,37 @@ class OnlineLoader(SampledLoader[Any]):  # of MiniBatch, or of Data of PyG
         )
 
 
-class HeteroLoader(SampledLoader[HeteroMiniBatch]):
-    """Sample and read mini-batches of several types, a few batches ahead of the training loop.
-
-    Iterating yields the batches of the current epoch; after a whole epoch the next one begins.
-
-    Args:
-        dataset: Graph, features and labels.
-        input_type: Node type of the seeds.
-        ids: Seeds, distinct, or a mask; None for the training nodes of that type.
-        fanouts: Neighbours per hop, -1 for all; for all edge types alike or by edge type.
-        batch_size: Seeds per batch; the last batch of an epoch may be smaller.
-        topology: Adjacency to sample from; None opens the dataset's.
-        shuffle: Put the seeds in a new random order every epoch.
-        seed: Seed of order and samples.
-        prefetch: Batches that are prepared ahead.
-        options: Those that all loaders take, as for ``DiskLoader``: device, rank, world_size,
-            remainder, backend, verify, timeout_s.
-
-    Raises:
-        ConfigurationError: A setting is out of range, or fan-outs do not fit the edge types.
-        DataError: There is no such node type, or it has no labels to take the seeds from.
-
-    Examples:
-        >>> import tempfile
-        >>> from fivefold.gnn.data import HeteroSource, array_source, ingest
-        >>> one = array_source([[0, 1], [1, 0]], features=[[1.0, 0.0], [0.0, 1.0]])
-        >>> source = HeteroSource(
-        ...     name="pair", nodes={"a": one}, edges={("a", "to", "a"): one.edges()})
-        >>> with ingest(source, tempfile.mkdtemp()) as dataset:
-        ...     with HeteroLoader(dataset, "a", [0], fanouts=[2], batch_size=1) as loader:
-        ...         next(iter(loader)).x_dict["a"].tolist()
-        [[1.0, 0.0], [0.0, 1.0]]
-    """
-
-    def __init__(  # noqa: PLR0913 - independent options, each with a default
-        self,
-        dataset: HeteroDataset,
-        input_type: str,
-        ids: ArrayLike | None = None,
-        *,
-        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
-        batch_size: int,
-        topology: HeteroAdjacency | None = None,
-        shuffle: bool = False,
-        seed: int = 0,
-        prefetch: int = 2,
-        **options: Unpack[LoaderOptions],
-    ) -> None:
-        settings = LoaderSettings(shuffle=shuffle, seed=seed, prefetch=prefetch, **options)
-        chosen = dataset.split(input_type, "train") if ids is None else ids
-        labels = dataset.labels(input_type) if dataset.has_labels(input_type) else None
-        seeds = checked_ids(chosen, dataset.num_nodes.get(input_type, 0))
-        self._input_type = input_type
-        self._sampler = HeteroNeighborSampler(
-            dataset.topology() if topology is None else topology, fanouts, seed=seed
-        )
-        self._seeds, self._rows = SeedTable(seeds, labels), dict[str, DiskRows]()
-        self._read = _Reading()
-        closing = contextlib.ExitStack()
-        for name in filter(dataset.has_features, dataset.node_types):
-            self._rows[name] = DiskRows(dataset.features(name), **settings.engine)
-            closing.callback(self._rows[name].close)
-        super().__init__(seeds, batch_size, settings, closing.close)
-
-    def _start(self, epoch: int, first: int) -> Pipeline:
-        sampler, rows, device = self._sampler, self._rows, self._settings.device
-        seeds, name, table = self._epoch_seeds(epoch), self._input_type, self._seeds
-        reading = self._read
-
-        def sample(ticket: Ticket) -> HeteroSampledBatch:
-            return sampler.sample({name: seeds[ticket.batch]}, epoch=epoch, batch=ticket.batch)
-
-        def read(ticket: Ticket) -> HeteroMiniBatch:
-            found: HeteroSampledBatch = ticket.value
-            x = {}
-            for kind, part in rows.items():
-                own, cost = part.read_any(found.node_ids[kind])
-                x[kind], reading.total = torch.from_numpy(own), reading.total + cost
-            return assemble_typed(
-                {kind: found.part(kind) for kind in found.node_ids},
-                x,
-                table,
-                edge_types=list(found.sources),
-                input_type=name,
-                edge_attr={},
-            ).to(device)
-
-        return self._pipeline_of([Stage("sample", sample), Stage("read rows", read)], first)
-
-    def statistics(self) -> LoaderStatistics:
-        """Return counts since the loader was made; all rows come from the files."""
-        total = self._read.total
-        return LoaderStatistics(
-            batches=self._delivered,
-            rows={"file": sum(part.served["file"] for part in self._rows.values())},
-            requests=total.requests,
-            bytes_read=total.bytes_read,
-            cold_bytes=total.bytes_used,
-            stage_s=self._stage_s(self._pipeline),
-            wait_s=self._wait_s(self._pipeline),
-        )
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "topology": self._sampler.topology.fingerprint,
-            "fanouts": [[list(kind), list(n)] for kind, n in self._sampler.fanouts.items()],
-            "input_type": self._input_type,
-            "ids": name_of_ids(self._ids),
-            "batch_size": self._batch_size,
-            **self._settings.identity(),
-        }
+def _sampler_of(
+    graph: Adjacency | HeteroAdjacency,
+    fanouts: Any,
+    times: dict[str, Any] | None,
+    **draws: Any,
+) -> NeighborSampler | TemporalSampler | HeteroNeighborSampler:
+    """Return the sampler for a graph, and for times where there are some."""
+    if isinstance(graph, HeteroAdjacency):
+        return HeteroNeighborSampler(graph, fanouts, **draws)
+    if times is not None:
+        return TemporalSampler(graph, fanouts, **times, **draws)
+    return NeighborSampler(graph, fanouts, **draws)
 
 
-def _check_topology(topology: Adjacency, dataset: Dataset) -> None:
+def _parts(sampled: SampledBatch | HeteroSampledBatch) -> dict[str | None, SampledBatch]:
+    """Return what is sampled of each node type; None is the only one of a graph of one type."""
+    if isinstance(sampled, SampledBatch):
+        return {None: sampled}
+    return {kind: sampled.part(kind) for kind in sampled.node_ids}
+
+
+def _with_times(made: MiniBatch, sampled: SampledBatch, limits: Array | None) -> MiniBatch:
+    if limits is None or sampled.trees is None:
+        return made
+    times = {"seed_time": torch.from_numpy(limits), "batch": torch.from_numpy(sampled.trees)}
+    return dataclasses.replace(made, links={**(made.links or {}), **times})
+
+
+def _check_topology(
+    topology: Adjacency | HeteroAdjacency, dataset: Dataset | HeteroDataset
+) -> None:
     """Refuse a topology of another graph."""
     if topology.num_nodes != dataset.num_nodes:
         raise ConfigurationError(

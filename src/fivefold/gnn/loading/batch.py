@@ -403,6 +403,26 @@ def assemble_typed(
     )
 
 
+Records = Mapping[Any, BatchRecord | SampledBatch]
+Maker = Callable[[Records, Mapping[Any, Tensor], Mapping[Any, Array]], Any]
+
+
+def batch_maker(
+    seeds: SeedTable, form: Form, input_type: str | None, edge_types: Sequence[EdgeType]
+) -> Maker:
+    """Return what makes a batch of its parts, its rows and the rows of its edges, all by type.
+
+    Of a graph of one type, where ``input_type`` is None, the only key is None.
+    """
+    if input_type is None:
+        return lambda parts, x, edge_attr: assemble(
+            parts[None], x[None], seeds, form=form, edge_attr=edge_attr.get(None)
+        )
+    return lambda parts, x, edge_attr: assemble_typed(
+        parts, x, seeds, edge_types=edge_types, input_type=input_type, edge_attr=edge_attr
+    )
+
+
 def _blocks(sampled: SampledBatch | BatchRecord, expanded: Int32 | None) -> tuple[Block, ...]:
     """Return one block per hop; block b has the edges into nodes found in the first H - b hops.
 

@@ -233,15 +233,7 @@ class _Preparation:
     def _tables(self) -> list[_Table]:
         """Return what is packed: the rows of nodes, then those of edges."""
         data, key = self._dataset, self._store_key
-        nodes: dict[Any, Container] = {}
-        edges: dict[Any, Container | None] = {}
-        if isinstance(data, Dataset):
-            nodes, edges = {None: data.features}, {None: data.edge_features}
-        else:
-            nodes = {
-                kind: data.features(kind) for kind in data.node_types if data.has_features(kind)
-            }
-            edges = {kind: data.edge_features(kind) for kind in data.edge_types}
+        nodes, edges = rows_of(data)
         if not nodes:
             raise DataError(
                 f"no node type of {data.folder} has features: there is nothing to pack",
@@ -251,8 +243,7 @@ class _Preparation:
             edges = {}
         tables = []
         for name, found in (("store", nodes), ("edges", edges)):
-            kinds = [(kind, rows) for kind, rows in found.items() if rows is not None]
-            for number, (kind, rows) in enumerate(kinds):
+            for number, (kind, rows) in enumerate(found.items()):
                 folder = self._folder / f"{name}{number or ''}-{key}"
                 tables.append(_Table(kind, rows, folder, of_edges=name == "edges"))
         return tables
@@ -404,6 +395,19 @@ class _Preparation:
         yield
         taken_s = time.perf_counter() - started_s
         self._seconds[name] = self._seconds.get(name, 0.0) + taken_s
+
+
+def rows_of(data: Dataset | HeteroDataset) -> tuple[dict[Any, Container], dict[Any, Container]]:
+    """Return the rows of nodes and those of edges by type, where they have some.
+
+    Of a graph of one type the only key is None.
+    """
+    if isinstance(data, Dataset):
+        edges = {None: data.edge_features}
+        return {None: data.features}, {k: rows for k, rows in edges.items() if rows is not None}
+    nodes = {kind: data.features(kind) for kind in data.node_types if data.has_features(kind)}
+    found = {kind: data.edge_features(kind) for kind in data.edge_types}
+    return nodes, {kind: rows for kind, rows in found.items() if rows is not None}
 
 
 @dataclasses.dataclass(frozen=True)

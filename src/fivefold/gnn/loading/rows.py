@@ -8,6 +8,7 @@ thousands of ids costs milliseconds. SIEVE: Zhang et al., NSDI 2024.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -179,6 +180,7 @@ class MemoryRows:
         self.served = {"memory": 0}
         self.row_shape: tuple[int, ...] = features.shape[1:]
         self.dtype: np.dtype[Any] = features.dtype
+        self.row_bytes = features.dtype.itemsize * math.prod(self.row_shape)
 
     def read(self, node_ids: Ids, out: Array) -> ReadStatistics:
         """Put the rows of ``node_ids`` into ``out``, in their order."""
@@ -243,7 +245,7 @@ class CachedRows:
         self._rows = rows
         self._cache = OnlineCache(rows.num_rows, num_slots=slots, policy=policy)
         self._kept = aligned_empty((self._cache.num_slots, *rows.row_shape), rows.dtype)
-        self.row_shape, self.dtype = rows.row_shape, rows.dtype
+        self.row_shape, self.row_bytes, self.dtype = rows.row_shape, rows.row_bytes, rows.dtype
         self._hits = 0
 
     @property

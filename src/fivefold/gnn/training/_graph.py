@@ -7,7 +7,6 @@ a single 1: its nodes differ by their neighbours alone.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,8 @@ import torch
 
 from fivefold.errors import ConfigurationError, DataError
 from fivefold.gnn.data import Dataset, HeteroDataset, open_dataset
-from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.loading import HeteroMiniBatch, MiniBatch
-from fivefold.gnn.sampling import HeteroAdjacency
 from fivefold.gnn.storage.files import Closing
-from fivefold.gnn.storage.pages import Ids
 from fivefold.gnn.training.config import GnnConfig
 from fivefold.gnn.training.models import LayeredModel, TypedSAGE, make_model
 
@@ -56,45 +52,14 @@ class TypedData(Closing):
                 f"data.node_type is {self.node_type!r}, which {what} in {graph.folder}",
                 hint=f"with labels there is {', '.join(labelled)}",
             )
-
-    def topology(self, *, mapped: bool, progress: Progress | None = None) -> HeteroAdjacency:
-        """Return the edges of all types."""
-        return self.graph.topology(mapped=mapped, progress=progress)
-
-    @property
-    def has_labels(self) -> bool:
-        """Return True: others are refused."""
-        return True
-
-    @cached_property
-    def labels(self) -> Ids:
-        """Return the class of every node of the type, -1 where unknown."""
-        return self.graph.labels(self.node_type)
-
-    @cached_property
-    def train(self) -> Ids:
-        """Return the ids of the training nodes."""
-        return self.graph.split(self.node_type, "train")
-
-    @cached_property
-    def valid(self) -> Ids:
-        """Return the ids of the validation nodes."""
-        return self.graph.split(self.node_type, "valid")
-
-    @cached_property
-    def test(self) -> Ids:
-        """Return the ids of the test nodes."""
-        return self.graph.split(self.node_type, "test")
-
-    @property
-    def num_classes(self) -> int:
-        """Return one more than the largest label."""
-        return self.graph.num_classes(self.node_type)
-
-    @property
-    def fingerprint(self) -> str:
-        """Return a hash of all files and the type: a run goes on only with the same of both."""
-        return f"{self.graph.fingerprint} {self.node_type}"
+        self.labels = graph.labels(self.node_type)
+        self.train, self.valid, self.test = (
+            graph.split(self.node_type, name) for name in ("train", "valid", "test")
+        )
+        self.num_classes = graph.num_classes(self.node_type)
+        # A run goes on only with the same files and the same type.
+        self.fingerprint = f"{graph.fingerprint} {self.node_type}"
+        self.topology, self.has_labels = graph.topology, True
 
     @property
     def in_dims(self) -> dict[str, int]:

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.data.parts import Progress
-from fivefold.gnn.loading import DiskLoader, HeteroLoader, LoaderStatistics, OnlineLoader
+from fivefold.gnn.loading import DiskLoader, LoaderStatistics, OnlineLoader
 from fivefold.gnn.loading.prepare import Prepared, StoreRecipe, prepare
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import fanouts_by_type
@@ -33,7 +33,7 @@ from fivefold.gnn.training.config import GnnConfig
 from fivefold.runs.ranks import Ranks
 
 _LOG = logging.getLogger(__name__)
-Loader: TypeAlias = DiskLoader | OnlineLoader | HeteroLoader
+Loader: TypeAlias = DiskLoader | OnlineLoader
 
 
 def make_loader(
@@ -65,28 +65,18 @@ def make_loader(
             form="edge_index" if isinstance(dataset, TypedData) else loader.form,
             **place,
         )
-    place |= {"fanouts": config.sampling.fanouts, "batch_size": config.sampling.batch_size}
-    place["form"] = loader.form
-    return _sampled(dataset, dataset.train, topology=topology, features=features, **place)
+    sampling = config.sampling
+    place |= {"fanouts": sampling.fanouts, "batch_size": sampling.batch_size, "topology": topology}
+    return _sampled(dataset, dataset.train, form=loader.form, features=features, **place)
 
 
-def _sampled(
-    dataset: Graph,
-    ids: Ids,
-    *,
-    topology: Any,
-    features: Array | None,
-    form: Literal["edge_index", "blocks"],
-    resample: bool = True,
-    **options: Any,
-) -> OnlineLoader | HeteroLoader:
-    """Return a loader that samples; of several types it draws anew unless its epoch is set."""
+def _sampled(dataset: Graph, ids: Ids, *, features: Array | None, **options: Any) -> OnlineLoader:
+    """Return a loader that samples; the models need no rows of edges."""
+    options |= {"features": "disk" if features is None else features, "edge_ids": False}
     if isinstance(dataset, TypedData):
-        return HeteroLoader(dataset.graph, dataset.node_type, ids, topology=topology, **options)
-    rows: Literal["disk"] | Array = "disk" if features is None else features
-    return OnlineLoader(
-        dataset, ids, topology=topology, features=rows, form=form, resample=resample, **options
-    )
+        options["form"] = "edge_index"
+        return OnlineLoader(dataset.graph, (dataset.node_type, ids), **options)
+    return OnlineLoader(dataset, ids, **options)
 
 
 def counts_of(statistics: LoaderStatistics) -> dict[str, Any]:

@@ -1,0 +1,143 @@
+"""Rows in memory that the processes of one machine have together.
+
+The rows are in a file in memory without a name in any folder (``memfd_create``), so that nothing
+is left behind however its processes end. It carries the fingerprint of the store in its label,
+and is sealed when it is full: what is sealed is whole and never changes. Others find it among the
+open files of this user's processes and map it; each of them keeps it alive, so the one that
+filled it may die. A lock on the packed rows lets one fill while the others wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from fivefold.files import lock_file
+from fivefold.gnn.storage import Container
+from fivefold.gnn.storage.pages import Array
+from fivefold.gnn.storage.reader import ReadStatistics
+
+_LOG = logging.getLogger(__name__)
+_SEALS = 0x1 | 0x2 | 0x4 | 0x8  # no further seals, no shrinking, no growing, no writing
+_ADD_SEALS, _GET_SEALS = 1033, 1034  # of fcntl; Python has their names from 3.12 on
+
+Shape = tuple[tuple[int, ...], np.dtype[np.generic]]
+
+
+def shared_rows(
+    container: Container,
+    name: str,
+    shape: Shape,
+    read: Callable[[Array], ReadStatistics],
+    *,
+    patience_s: float,
+) -> tuple[Array, ReadStatistics]:
+    """Return rows that a process of this machine has read, or read them for all.
+
+    Args:
+        container: Whose rows they are.
+        name: Which of them, and how they were read.
+        shape: Their shape and dtype.
+        read: Reads them into an array.
+        patience_s: The longest wait for another process that reads them.
+
+    Returns:
+        The rows, read-only; the cost of reading, nothing where another process had read them.
+    """
+    key = hashlib.blake2b(f"{container.fingerprint} {name} {shape}".encode(), digest_size=16)
+    label = f"fivefold-rows-{key.hexdigest()}"
+    with _alone(Path(container.path), patience_s):
+        rows = _found(label, shape)
+        if rows is not None:
+            _LOG.debug("%s %s: mapped from another process", container.path, name)
+            return rows, ReadStatistics()
+        return _filled(label, shape, read)
+
+
+@contextlib.contextmanager
+def _alone(path: Path, patience_s: float) -> Iterator[None]:
+    """Let one process at a time look and fill; without the lock some would read twice."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems lock only what is writable
+            if not lock_file(descriptor, path, patience_s=patience_s):
+                _LOG.warning(
+                    "another process has been filling a cache from %s for %.0f s: reading the rows "
+                    "for this process alone",
+                    path,
+                    patience_s,
+                )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _found(label: str, shape: Shape) -> Array | None:
+    """Return the sealed rows of a label that a process of this user has open."""
+    target = f"/memfd:{label} (deleted)"
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # of another user, or gone
+            for file in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(file.readlink()) != target:
+                        continue
+                    rows = _mapped(os.open(file, os.O_RDONLY | os.O_CLOEXEC), target, shape)
+                    if rows is not None:
+                        return rows
+    return None
+
+
+def _mapped(descriptor: int, target: str, shape: Shape) -> Array | None:
+    """Map an open file, if it is what it was taken for, this user's, and whole."""
+    try:
+        facts = os.fstat(descriptor)
+        right = (
+            str(Path(f"/proc/self/fd/{descriptor}").readlink())
+            == target  # the number was not used again
+            and facts.st_uid == os.geteuid()
+            and facts.st_size == _num_bytes(shape)
+            and fcntl.fcntl(descriptor, _GET_SEALS) == _SEALS
+        )
+        if not right:
+            return None
+        # Nobody writes, so that private maps have their pages together, too; a shared one of what
+        # is sealed needs Linux 6.7.
+        memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+        return _rows(memory, shape)
+    finally:
+        os.close(descriptor)  # the map has its own
+
+
+def _filled(
+    label: str, shape: Shape, read: Callable[[Array], ReadStatistics]
+) -> tuple[Array, ReadStatistics]:
+    """Read the rows into a file in memory, seal it, and return them."""
+    descriptor = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, _num_bytes(shape))
+        memory = mmap.mmap(descriptor, 0)
+        cost = read(_rows(memory, shape))
+        memory.close()  # what somebody may write to cannot be sealed
+        fcntl.fcntl(descriptor, _ADD_SEALS, _SEALS)
+        rows = _mapped(os.dup(descriptor), f"/memfd:{label} (deleted)", shape)
+        assert rows is not None, "it was made here"
+        return rows, cost
+    finally:
+        os.close(descriptor)
+
+
+def _num_bytes(shape: Shape) -> int:
+    return math.prod(shape[0]) * shape[1].itemsize
+
+
+def _rows(memory: mmap.mmap, shape: Shape) -> Array:
+    return np.frombuffer(memory, shape[1]).reshape(shape[0])
