@@ -36,7 +36,7 @@ class Clock:
     def seconds(self, call: Call) -> float:
         """One call, from its first launch to its last."""
         if self.on_gpu:
-            torch.cuda._sleep(_BUSY_CYCLES)  # noqa: SLF001 - as torch's own benchmarks do
+            _keep_busy()
         self._flood.zero_()
         if not self.on_gpu:
             start_s = time.perf_counter()
@@ -66,7 +66,7 @@ class Clock:
         for _ in range(repetitions):
             if self.on_gpu:
                 self.settle()
-                torch.cuda._sleep(_BUSY_CYCLES)  # noqa: SLF001
+                _keep_busy()
             start_s = time.perf_counter()
             call()
             found.append(time.perf_counter() - start_s)
@@ -146,6 +146,10 @@ def ceilings_of(clock: Clock) -> Ceilings:
     target = torch.empty_like(source)
     best_s = min(clock.seconds(lambda: target.copy_(source)) for _ in range(5))
     return Ceilings(flops_per_s=found, bytes_per_s=2 * length / best_s)
+
+
+def _keep_busy() -> None:
+    torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001 - as torch's own benchmarks do
 
 
 def _products(clock: Clock, side: int, dtype: torch.dtype, precision: str) -> float:

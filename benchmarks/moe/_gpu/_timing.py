@@ -226,6 +226,8 @@ def sweep_backward(case: Case, bench: Bench, which: int) -> None:
 
     usual, found = backward(_USUAL), bench.run(lambda: backward(SWEPT_BACKWARD[which]))
     for name, ours, wanted in zip(("x", "w13", "w2", "weights"), found, usual, strict=False):
+        assert ours is not None
+        assert wanted is not None
         bench.error(f"d_{name}", ours, wanted, 2 * TOLERANCE[kind_of(case)])
     raw = clock.in_turns({"": lambda: backward(SWEPT_BACKWARD[which])}, repetitions=_turns(bench))
     middle = statistics.median(raw[""])
