@@ -7,9 +7,10 @@ BIN := $(VENV)/bin
 WORKERS ?= auto --maxprocesses 4
 SOURCES := $(shell find src -type f -not -name '*.pyc' 2>/dev/null) README.md LICENSE
 
-.PHONY: help setup demo test test-nightly lint tests docs dev clean
+.PHONY: help setup demo test test-nightly checks lint tests docs dev clean
 
 help:
+	@echo "make setup   make .venv with everything in it; then: . .venv/bin/activate"
 	@echo "make demo    set up, profile a slow link, plan, train with DDP and as recommended, report"
 	@echo "make test    set up, lint, check types, build the docs, run all tests"
 	@echo "make test-nightly  all tests, the long ones too, with many new random cases: hours"
@@ -32,20 +33,25 @@ $(VENV)/.wheel: $(VENV)/.dependencies $(SOURCES)
 demo: setup
 	@$(BIN)/fivefold demo
 
-test: lint docs tests
+test: checks tests
+
+checks: setup
+	@$(MAKE) --no-print-directory -j 2 lint docs
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two parts, both run whatever the first finds: most tests side by side, then one by one those that
-# must not be disturbed (marker `alone`). Plain `pytest` runs everything one by one. What pytest
-# compiles is kept for the second part, also where Python is told to keep nothing.
+# Three parts, all run whatever the first finds: most tests side by side, then two at a time those
+# that mostly wait (marker `in_pairs`), then one by one those that must not be disturbed (`alone`).
+# Plain `pytest` runs everything one by one. What pytest compiles is kept for the later parts, also
+# where Python is told to keep nothing.
 tests: export PYTHONDONTWRITEBYTECODE =
 tests: setup
 	@failed=0; set -x; \
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone and not nightly" || failed=1; \
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone and not in_pairs and not nightly" || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadfile -m "in_pairs and not nightly" || failed=1; \
 	$(BIN)/pytest -m "alone and not nightly" || failed=1; \
 	exit $$failed
 
@@ -53,11 +59,12 @@ tests: setup
 # processors: hours, before a release.
 test-nightly: setup
 	@failed=0; set -x; \
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone" --hypothesis-profile=nightly --timeout 7200 || failed=1; \
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone and not in_pairs" --hypothesis-profile=nightly --timeout 7200 || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadfile -m in_pairs --hypothesis-profile=nightly --timeout 7200 || failed=1; \
 	$(BIN)/pytest -m alone --hypothesis-profile=nightly --timeout 7200 || failed=1; \
 	for kernels in "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41" \
 	  "ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2"; do \
-	  env $$kernels $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone and not nightly" || failed=1; \
+	  env $$kernels $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not alone and not in_pairs and not nightly" || failed=1; \
 	done; \
 	exit $$failed
 

@@ -37,13 +37,17 @@ def pytest_make_parametrize_id(config, val, argname):  # noqa: ARG001 - pytest's
     return None
 
 
-RUNS_ALONE = re.compile(r"\bmark\.(alone|lab)\b")
+APART = {
+    "alone": re.compile(r"\bmark\.(alone|lab)\b"),
+    "in_pairs": re.compile(r"\bmark\.in_pairs\b"),
+}
 
 
 def pytest_ignore_collect(collection_path, config):
-    # What runs alone stands in a tenth of the files; to import the others takes most of a minute.
-    if config.option.markexpr.startswith("alone") and collection_path.match("test_*.py"):
-        return True if not RUNS_ALONE.search(collection_path.read_text()) else None
+    # What runs apart stands in a tenth of the files; to import the others takes most of a minute.
+    wanted = APART.get(config.option.markexpr.partition(" ")[0])
+    if wanted is not None and collection_path.match("test_*.py"):
+        return True if not wanted.search(collection_path.read_text()) else None
     return None
 
 
@@ -61,5 +65,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("lab"):
             item.add_marker("alone")
-        if item.get_closest_marker("alone") and not RUNS_ALONE.search(item.path.read_text()):
-            raise pytest.UsageError(f"{item.nodeid} is alone, and its file does not say mark.alone")
+        for name, says in APART.items():
+            if item.get_closest_marker(name) and not says.search(item.path.read_text()):
+                raise pytest.UsageError(f"{item.nodeid} runs {name}, and its file does not say so")

@@ -48,7 +48,7 @@ def set_up_dependencies(venv: Path) -> int:
     if not install_torch(python):
         return fail("torch could not be installed", "see pip's message above")
     say("installing the other dependencies (about a minute)")
-    if not pip(python, "-c", "constraints.txt", *dependencies()):
+    if not pip(python, "-c", str(constraints(venv)), *dependencies()):
         return fail("a dependency could not be installed", "see pip's message above")
     return 0
 
@@ -126,6 +126,22 @@ def installed(python: Path, version: str) -> bool:
     code = "import importlib.metadata as m; print(m.version('torch').partition('+')[0])"
     found = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
     return found.stdout.strip() == version
+
+
+def constraints(venv: Path) -> Path:
+    """Write constraints.txt without what the installed torch pins itself; return the file.
+
+    Its CUDA build wants another triton than the one that the tests of the CPU build know.
+    """
+    code = "import importlib.metadata as m; print(*m.requires('torch') or [], sep='\\n')"
+    wanted = subprocess.run(
+        [str(venv / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    own = {line.partition("==")[0] for line in wanted.splitlines() if "==" in line}
+    lines = Path("constraints.txt").read_text().splitlines()
+    file = venv / "constraints.txt"
+    file.write_text("\n".join(line for line in lines if line.partition("==")[0] not in own))
+    return file
 
 
 def dependencies() -> list[str]:

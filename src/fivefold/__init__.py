@@ -6,10 +6,10 @@ Sub-packages are resolved lazily: ``import fivefold`` loads no torch.
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from fivefold import (
         codesign,
         collectives,
@@ -48,14 +48,14 @@ __all__ = [
     "units",
 ]
 
-__version__ = version("fivefold")
-
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # whose reading costs as much as starting Python does
+        return str(importlib.import_module("importlib.metadata").version("fivefold"))
     if name in __all__:
         return importlib.import_module(f"fivefold.{name}")
     raise AttributeError(f"module 'fivefold' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *__all__, "__version__"])

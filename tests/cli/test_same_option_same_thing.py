@@ -40,5 +40,6 @@ def test_what_several_commands_take_has_one_form():
 @pytest.mark.parametrize("name", ALL)
 def test_every_command_answers_h(name, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [*name.split(), "-h"])
-    assert app([*name.split()[1:], "-h"], standalone_mode=False) in {0, None}
+    code = app([*name.split()[1:], "-h"], prog_name="fivefold", standalone_mode=False)
+    assert code in {0, None}
     assert f"Usage: {name}" in capsys.readouterr().out

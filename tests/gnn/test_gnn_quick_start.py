@@ -22,7 +22,7 @@ def commands_of(page, start=""):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.in_pairs
 def test_the_quick_start_runs_as_printed(tmp_path, monkeypatch, capsys):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
@@ -40,7 +40,7 @@ def test_the_quick_start_runs_as_printed(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.in_pairs
 def test_graphs_of_several_types_are_trained_as_printed(tmp_path, monkeypatch, capsys):
     heading = "### Several types of nodes and edges"
     shutil.copytree(ROOT / "examples", tmp_path / "examples")

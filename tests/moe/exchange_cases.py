@@ -31,8 +31,10 @@ from fivefold.moe.kernels.launch import forward_fused
 from fivefold.moe.kernels.sync import QUEUES
 from fivefold.moe.parallel._config import heap_layout
 from oracles.experts import expected, operands, relative
+from oracles.interpreter import hurry
 
 torch.set_num_threads(1)
+hurry()
 CASES = {}
 
 

@@ -79,7 +79,7 @@ def tokens_of(size):
     return [torch.randn(n, 8, dtype=torch.float64) for n in TOKENS[:size]]
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("size", "changes"),
@@ -132,7 +132,7 @@ def test_outputs_gradients_loads_and_bytes_are_those_of_one_process(tmp_path, si
         assert payload["results"] == payload["gradients of the tokens"] == arriving * 8 * 8
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 @pytest.mark.distributed
 def test_layers_that_differ_are_an_error_on_every_rank(tmp_path):
     def body(group, rank):
@@ -143,7 +143,7 @@ def test_layers_that_differ_are_an_error_on_every_rank(tmp_path):
         assert found.startswith("ConfigurationError: experts: rank ")
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 @pytest.mark.distributed
 def test_a_peer_that_dies_is_an_error_that_says_who_waited_for_what(tmp_path):
     def body(group, rank):

@@ -112,7 +112,7 @@ def test_every_case_is_looked_at(virtual):
     assert set(virtual) == set(CASES)
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("scene", SCENES)
 def test_processes_without_a_barrier(processes, scene):
     number = int(scene[0])
@@ -125,7 +125,7 @@ def test_processes_without_a_barrier(processes, scene):
     assert sum(processes[scene, rank]["sent_bytes"] for rank in range(number)) > 0
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 @pytest.mark.parametrize("scene", TRAINED)
 def test_gradients_between_processes(processes, scene):
     for rank in range(int(scene[0])):
@@ -135,7 +135,7 @@ def test_gradients_between_processes(processes, scene):
         assert found["epochs"] == 2 * TRAINED[scene]
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 def test_a_layer_between_processes_and_a_peer_that_leaves_before_the_backward(processes):
     for rank in range(2):
         found = processes["a layer", rank]
@@ -147,7 +147,7 @@ def test_a_layer_between_processes_and_a_peer_that_leaves_before_the_backward(pr
     assert left["waited_s"] < 60
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 def test_who_waits_for_a_dead_rank_is_told(processes):
     for rank in range(3):
         found = processes["a rank dies", rank]
@@ -158,7 +158,7 @@ def test_who_waits_for_a_dead_rank_is_told(processes):
         assert found["waited_s"] < 60
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 def test_setting_a_heap_up_is_bounded_and_compared(processes):
     assert (
         "waited 0.1 s for rank 1 to be ready" in processes["a rank that never comes", 0]["refused"]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fivefold.errors import CommunicationError
 from fivefold.optim.transport import ProcessGroupTransport
 
-pytestmark = [pytest.mark.distributed, pytest.mark.alone]
+pytestmark = [pytest.mark.distributed, pytest.mark.in_pairs]
 
 
 class Stream:

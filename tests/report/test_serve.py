@@ -45,8 +45,9 @@ def test_the_page_follows_the_runs(make_run, tmp_path, serving):
 
 def test_only_the_page_is_served_and_only_here(comparison, serving):
     address = serving([comparison])
-    with pytest.raises(urllib.error.HTTPError, match="404"):
+    with pytest.raises(urllib.error.HTTPError, match="404") as refused:
         read(address + "../etc/passwd")
+    refused.value.close()
     server = page_server([comparison])
     assert server.server_address[0] == "127.0.0.1"
     with pytest.raises(ConfigurationError, match="cannot be listened on"):

@@ -94,7 +94,7 @@ def worker_pids(config_path):
     return found
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_ranks_from_one_command(fivefold, write_config):
@@ -112,7 +112,7 @@ def test_two_ranks_from_one_command(fivefold, write_config):
     assert not error_lines(err)
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_sigterm_to_the_launcher_writes_a_checkpoint(fivefold, write_config):
@@ -128,7 +128,7 @@ def test_sigterm_to_the_launcher_writes_a_checkpoint(fivefold, write_config):
     assert not error_lines(err)
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="finds the workers in /proc")
@@ -162,7 +162,7 @@ def test_a_killed_worker_is_two_lines_and_a_restart_goes_on(fivefold, write_conf
     assert "Traceback" not in err
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_an_error_of_the_workers_is_two_lines_once(fivefold, write_config, tmp_path):

@@ -18,7 +18,7 @@ from fivefold.network.aggregation import AggregationSwitch
 from fivefold.optim import elastic_transport, start_lighthouse
 from fivefold.train.config import config_to_toml
 
-pytestmark = [pytest.mark.alone, pytest.mark.distributed]
+pytestmark = [pytest.mark.in_pairs, pytest.mark.distributed]
 _LISTEN = "0A"
 _HEAR = (
     "import socket, time; s = socket.create_server(('0.0.0.0', 5000)); print('here', flush=True); "

@@ -63,7 +63,7 @@ def wait_for(condition, process, *, timeout_s=60):
         time.sleep(0.05)
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("method", by_night(["co2", "ddp"], ["ddp"]))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +58,7 @@ own = PathFinder.find_spec("sitecustomize", others)
 if own is not None and own.loader is not None:
     own.loader.exec_module(importlib.util.module_from_spec(own))
 """
+_ENDING_S = 3.0
 _WAITING = "of a step is waiting"
 
 
@@ -99,7 +103,7 @@ def _measured(command: list[str], steps: int) -> JobTimes:
             "FIVEFOLD_ADVISE_STEPS": str(steps),
         }  # fmt: skip
         # Not to standard output, which is the advice's.
-        code = subprocess.run(command, env=environment, stdout=sys.stderr, check=False).returncode
+        code = _run_job(command, environment)
         if not found.exists():
             raise FivefoldError(
                 f"the job ended with exit code {code} before {steps} steps were measured on rank 0",
@@ -111,6 +115,27 @@ def _measured(command: list[str], steps: int) -> JobTimes:
         raise FivefoldError(record["error"], hint=record["hint"])
     sizes, all_reduce_s = tuple(record.pop("sizes_bytes")), tuple(record.pop("all_reduce_s"))
     return JobTimes(**record, sizes_bytes=sizes, all_reduce_s=all_reduce_s)
+
+
+def _run_job(command: list[str], environment: Mapping[str, str]) -> int:
+    job = subprocess.Popen(command, env=environment, stdout=sys.stderr)
+    try:
+        return job.wait()
+    except KeyboardInterrupt:
+        # It was pressed for the job too, whose launcher ends its workers: killed at once, as
+        # subprocess.run does, it would leave them behind. They may be stuck in an all-reduce.
+        with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+            job.wait(_ENDING_S)
+        for process in [*_below(job.pid), job.pid] if job.poll() is None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        raise
+
+
+def _below(process: int) -> Iterator[int]:
+    for file in Path("/proc").glob(f"{process}/task/*/children"):
+        for child in map(int, file.read_text(encoding="ascii").split()):
+            yield from (*_below(child), child)
 
 
 def _show(times: JobTimes, options: list[Option]) -> None:

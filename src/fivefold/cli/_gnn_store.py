@@ -42,7 +42,8 @@ HostOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="Device memory for feature caches and buffers.")]
 DiskOption = Annotated[
-    str, typer.Option(help="Disk space for the packed store and the scratch files of packing.")
+    str | None,
+    typer.Option(help="Disk space for the packed store and the scratch files of packing."),
 ]
 PolicyOption = Annotated[
     str, typer.Option(help="Cache contents: static, or belady for a fixed order of batches.")
@@ -146,7 +147,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
     *,
     host_memory: HostOption = "1 GB",
     device_memory: DeviceOption = "0 B",
-    disk: DiskOption | None = None,
+    disk: DiskOption = None,
     policy: PolicyOption = "static",
     segment_batches: SegmentOption = None,
     output: _PlanOutput = None,

@@ -6,23 +6,28 @@ them: rich would wrap long lines and take brackets in messages for markup.
 
 from __future__ import annotations
 
+import _thread
 import ast
 import errno
 import importlib
 import importlib.util
 import logging
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, NoReturn, Self
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 from typer.core import TyperCommand, TyperGroup
 
+import fivefold
+from fivefold.cli import leave_at_once
 from fivefold.cli._options import help_text, shown_help
 from fivefold.errors import FivefoldError
 from fivefold.files import nearest_file
@@ -209,6 +214,7 @@ def _of_file(error: OSError) -> FivefoldError:
 
 
 _INTERRUPTED = 130
+_AGAIN_S = 0.1
 
 app = typer.Typer(
     name="fivefold",
@@ -223,7 +229,7 @@ app = typer.Typer(
 
 def _print_version(value: bool) -> None:  # noqa: FBT001 - typer calls it with a positional bool
     if value:
-        typer.echo(f"fivefold {version('fivefold')}")
+        typer.echo(f"fivefold {fivefold.__version__}")
         raise typer.Exit
 
 
@@ -239,6 +245,8 @@ def _options(
     ] = False,
 ) -> None:
     _ = show_version  # handled by the eager callback
+    if not debug:  # torch does so too, at the end of its import, which Ctrl-C may cut short
+        logging.getLogger("torch").setLevel(logging.WARNING)
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.INFO,
         format="%(message)s",
@@ -247,25 +255,59 @@ def _options(
     )
 
 
-def main() -> None:
-    """Run the command line; the only place that ends the process.
+class _CtrlC:
+    """Answer Ctrl-C where compiled code calls back, too: it loses exceptions, or aborts on them.
 
-    Raises:
-        SystemExit: Always, with 0 for success, 1 for a failure, 2 for a wrong command line, 3
-            for a request that nothing satisfies and 130 after Ctrl-C.
-
-    Examples:
-        $ fivefold --version
+    While a module is being loaded the process ends at once: what runs may be killed at any time.
     """
-    try:
-        # Not standalone: typer would print errors in a form of its own.
-        code = app(standalone_mode=False)
-    except KeyboardInterrupt:
-        code = _INTERRUPTED  # where typer has not made it the same code
-    except Exception as error:
-        if "--debug" in sys.argv[1:] and not is_usage_error(error):
-            raise
-        sys.exit(show_error(error))
+
+    def __enter__(self) -> Self:
+        self.pressed = False
+        self._usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._lost = sys.unraisablehook
+        if self._usual:  # not where it is ignored, as in the background of a script
+            signal.signal(signal.SIGINT, self._on_signal)
+            sys.unraisablehook = self._on_lost
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.unraisablehook = self._lost
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> NoReturn:
+        if _is_loading(frame):
+            leave_at_once(number, frame)
+        self.pressed = True
+        raise KeyboardInterrupt
+
+    def _on_lost(self, lost: Any) -> None:
+        if isinstance(lost.exc_value, KeyboardInterrupt):  # raised again outside of the call
+            threading.Timer(_AGAIN_S, _thread.interrupt_main).start()
+        else:
+            self._lost(lost)
+
+
+def _is_loading(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def main() -> None:
+    """Run a command and end the process with its exit code."""
+    with _CtrlC() as ctrl_c:
+        try:
+            # Not standalone: typer would print errors in a form of its own.
+            code = app(standalone_mode=False)
+        except KeyboardInterrupt:
+            code = _INTERRUPTED  # where typer has not made it the same code
+        except Exception as error:
+            if "--debug" in sys.argv[1:] and not is_usage_error(error):
+                raise
+            code = _INTERRUPTED if ctrl_c.pressed else show_error(error)
     if code == _INTERRUPTED:
         sys.stderr.write("interrupted\n")
     sys.exit(code if isinstance(code, int) else 0)

@@ -243,13 +243,14 @@ class _Run:
         self._relay_died = False
         self._supervisor_code = 0
         self._stopping = False
+        self._listening: list[int] = []
         self.signals: list[signal.Signals] = []
 
     def follow(self) -> None:
         """Start the supervisor and stay with it until all is down."""
         control_read, control_write = os.pipe()
         event_read, event_write = os.pipe()
-        with _handed_on(control_write, received=self.signals):
+        with _handed_on(self._listening, received=self.signals):
             process = self._start(control_read, event_write)
             try:
                 os.close(control_read)
@@ -263,6 +264,10 @@ class _Run:
                 with os.fdopen(event_read, encoding="utf-8") as events:
                     for line in events:
                         self._take(json.loads(line))
+                        if not self._listening:  # before its first event it reads the job only
+                            self._listening.append(control_write)
+                            if self.signals:
+                                os.write(control_write, b"stop\n")
             finally:
                 os.close(control_write)  # cuts the lifeline: the supervisor ends if it has not
                 _wait_or_kill(process)
@@ -346,15 +351,16 @@ class _Run:
 
 
 @contextmanager
-def _handed_on(control_fd: int, *, received: list[signal.Signals]) -> Iterator[None]:
-    """Turn signals into requests to the supervisor, and collect them."""
+def _handed_on(control_fds: list[int], *, received: list[signal.Signals]) -> Iterator[None]:
+    """Turn signals into requests to the supervisor, once it listens, and collect them."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python lets only the main thread handle signals
         return
 
     def hand_on(number: int, _: object) -> None:
-        with suppress(OSError):
-            os.write(control_fd, b"kill\n" if received else b"stop\n")
+        for control_fd in control_fds:
+            with suppress(OSError):
+                os.write(control_fd, b"kill\n" if received else b"stop\n")
         received.append(signal.Signals(number))
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -67,6 +67,8 @@ class StopRequest:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, b"stopping where it can go on later; Ctrl-C again ends at once\n")
         self.requested = True
 
 

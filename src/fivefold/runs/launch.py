@@ -96,8 +96,11 @@ def _set_environment(*, threads: int, outcomes: Path) -> None:
 
 def _run_elastic(settings: LaunchConfig, command: list[str], *, outcomes: Path, nproc: int) -> int:
     if not _LOG.isEnabledFor(logging.DEBUG):
-        # It logs a table and tracebacks for what we say in two lines.
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        # It logs a table and tracebacks for what we say in two lines. Its modules have levels of
+        # their own.
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         elastic_launch(settings, sys.executable)(*command)
     except ChildFailedError as error:

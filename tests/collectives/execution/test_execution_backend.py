@@ -315,7 +315,7 @@ def test_a_registered_file(tmp_path):
 # -- failures ------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 def test_a_dead_rank_is_an_error_on_the_others():
     def work(rank):
         data = torch.ones(1 << 16)
@@ -335,7 +335,7 @@ def test_a_dead_rank_is_an_error_on_the_others():
     assert run_processes(3, work, backend="fivefold", timeout_s=60) == ["saw it", "left", "saw it"]
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 def test_a_stuck_rank_is_a_timeout_that_names_it():
     def work(rank):
         group = dist.new_group(backend="fivefold", timeout=timedelta(seconds=3))
@@ -356,7 +356,7 @@ def test_a_stuck_rank_is_a_timeout_that_names_it():
     assert run_processes(2, work, timeout_s=60) == ["timed out", "slept"]
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 def test_an_asynchronous_failure_reaches_wait_and_the_future():
     def work(rank):
         group = dist.new_group(backend="fivefold", timeout=timedelta(seconds=2))
@@ -376,7 +376,7 @@ def test_an_asynchronous_failure_reaches_wait_and_the_future():
     assert all(run_processes(2, work, timeout_s=60))
 
 
-@pytest.mark.alone
+@pytest.mark.in_pairs
 def test_calls_that_differ_are_an_error_not_a_hang():
     def work(rank):
         group = dist.new_group(backend="fivefold", timeout=timedelta(seconds=2))

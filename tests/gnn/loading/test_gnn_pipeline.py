@@ -22,7 +22,7 @@ from fivefold.gnn.loading._pipeline import (
     Stage,
 )
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.in_pairs
 
 
 def no_threads_left(before):

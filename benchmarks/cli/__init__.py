@@ -1,0 +1,1 @@
+"""Benchmarks of what a person types."""
