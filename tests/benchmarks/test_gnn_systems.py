@@ -153,7 +153,9 @@ def test_no_cache_and_a_cache_of_everything(name, share, topology, samples, tmp_
         system.close()
 
 
-@pytest.mark.parametrize("name", ["mmap", "online LRU", "online SIEVE", "Ginex", "DiskGNN"])
+@pytest.mark.parametrize(
+    "name", ["mmap", "PyG mmap", "online LRU", "online SIEVE", "Ginex", "DiskGNN"]
+)
 def test_a_stretch_after_seek_is_as_in_the_whole_epoch(name, topology, samples, tmp_path):
     values = random_rows(33, "float32")
     with write_features(tmp_path / "features.fvf", values) as features:

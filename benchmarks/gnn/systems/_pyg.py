@@ -37,32 +37,49 @@ class PygMappedSystem:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self._statistics = SystemStatistics()
+        self._places: list[int] = []
+        self._loader: Any = None
 
     def prepare(self) -> Preparation:
         """Do nothing: the page cache is all it has."""
         return Preparation()
 
     def seek(self, start: int) -> None:
-        """Take the batch before, so that the page cache holds something."""
-        if start:
-            for _ in self.epoch(0, start=start - 1, stop=start):
-                pass
+        """Start the processes, and take the batch before, so that the page cache holds something.
+
+        They end with the epoch: pages that are mapped would survive a drop of the page cache.
+        """
+        self._loader = self._make_loader()
+        for _ in self._run(range(max(0, start - 1), start)):
+            pass
 
     def epoch(
         self, number: int, *, start: int = 0, stop: int | None = None
     ) -> Iterator[SystemBatch]:
         """Hand out batches in the order of the sample file."""
+        del number
+        if self._loader is None:
+            self.seek(0)
+        yield from self._run(
+            range(start, self.workload.samples.num_batches if stop is None else stop)
+        )
+        self._loader = None
+
+    def _run(self, places: range) -> Iterator[SystemBatch]:
+        self._places[:] = places
+        for place, batch_size, ids, rows, edges in self._loader:
+            self._statistics.rows_requested += len(ids)
+            yield SystemBatch(place, ids.numpy(), rows.numpy(), batch_size, edges.numpy)
+
+    def _make_loader(self) -> Any:
         import torch  # noqa: PLC0415 - the other systems' processes do without it
         from torch.utils.data import DataLoader  # noqa: PLC0415 - as above
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of deprecations in torch, on import
-            from torch_geometric.loader.utils import index_select  # noqa: PLC0415 - as above
-
-        del number
         work, samples = self.workload, self.workload.samples
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the map is only read
+            warnings.simplefilter("ignore")  # of what is deprecated, and that the map is only read
+            from torch_geometric.loader.utils import index_select  # noqa: PLC0415 - as above
+
             x = torch.from_numpy(work.features.memory_map(work.section, advice="random"))
 
         def collate(batch: list[int]) -> tuple[int, int, Any, Any, Any]:
@@ -71,17 +88,16 @@ class PygMappedSystem:
             edges = torch.from_numpy(sample.edge_index())
             return sample.number, sample.batch_size, ids, index_select(x, ids), edges
 
-        loader: Any = DataLoader(
-            range(start, samples.num_batches if stop is None else stop),  # type: ignore[arg-type]
+        return DataLoader(
+            range(samples.num_batches),  # type: ignore[arg-type]
+            sampler=self._places,
             collate_fn=collate,
             num_workers=_WORKERS,
             prefetch_factor=_WAITING,
+            persistent_workers=True,
             worker_init_fn=lambda _: torch.set_num_threads(max(1, work.threads // _WORKERS)),
             multiprocessing_context="fork",
         )
-        for place, batch_size, ids, rows, edges in loader:
-            self._statistics.rows_requested += len(ids)
-            yield SystemBatch(place, ids.numpy(), rows.numpy(), batch_size, edges.numpy)
 
     def work(self, start: int, stop: int) -> int:
         """Rows."""
@@ -92,4 +108,5 @@ class PygMappedSystem:
         return self._statistics
 
     def close(self) -> None:
-        """Do nothing: the map goes with the epoch."""
+        """End the processes, and with them the map."""
+        self._loader = None

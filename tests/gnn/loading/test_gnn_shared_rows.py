@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.gnn.loading import DiskLoader
+from fivefold.gnn.data import Dataset
+from fivefold.gnn.loading import DiskLoader, OnlineLoader
 from fivefold.gnn.packing import PackedStore
 
 pytestmark = pytest.mark.distributed
@@ -74,10 +75,15 @@ class Rank:
 
     @staticmethod
     def _serve(pipe, folder, rank, world_size):
-        with (
-            PackedStore.open(folder) as store,
-            DiskLoader(store, rank=rank, world_size=world_size, **HOW) as loader,
-        ):
+        how = HOW | {"rank": rank, "world_size": world_size}
+        with contextlib.ExitStack() as opened:
+            if (folder / "graph.fvf").exists():
+                data = opened.enter_context(Dataset.open(folder))
+                sampling = {"fanouts": [4, 3], "batch_size": 10, "features": "memory"}
+                loader = OnlineLoader(data, data.train, **sampling, **how)
+            else:
+                loader = DiskLoader(opened.enter_context(PackedStore.open(folder)), **how)
+            opened.enter_context(loader)
             batches = iter(loader)
             commands = {
                 "batch": lambda: told(next(batches)),
@@ -144,6 +150,25 @@ def test_ranks_have_one_cache_and_the_same_batches(folders, expected, start, wor
     resident, shares = ([part[i] for own in maps for part in own] for i in (1, 2))
     assert sum(shares) < 1.02 * cache_bytes(folders[0]), "memory counts once"
     assert sum(resident) > 1.5 * sum(shares), "though every rank has it"
+
+
+def test_features_in_memory_are_there_once(tmp_path, dataset_of, start):
+    with (
+        dataset_of(tmp_path, nodes=800, dim=2048, train=180) as dataset,
+        OnlineLoader(
+            dataset, dataset.train, fanouts=[4, 3], batch_size=10, features="memory", **HOW
+        ) as loader,
+    ):
+        expected, size = dict(map(told, loader)), dataset.features.section("x").nbytes
+    ranks = [start(tmp_path, rank, 2) for rank in (0, 1)]
+    for rank in ranks:
+        rank.tell("rest")
+    assert dict(batch for rank in ranks for batch in rank.answer()) == expected
+    maps = [rank.ask("maps") for rank in ranks]
+    (name, first, share), (other, second, rest) = (own[0] for own in maps)
+    assert name == other
+    assert share + rest < 1.02 * size
+    assert first + second > 1.5 * (share + rest)
 
 
 def test_the_one_that_filled_it_is_killed(folders, expected, start):

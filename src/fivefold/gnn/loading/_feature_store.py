@@ -10,7 +10,6 @@ batch; then batches must be served in the planned order.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.loading._shared_rows import shared_rows
+from fivefold.gnn.loading._shared_rows import SLOWEST_BYTES_PER_S, shared_rows
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.storage import Container, RowReader
@@ -31,8 +30,6 @@ Rows = Array
 
 LEVELS = ("device", "host", "shared", "private")
 _CHUNK_BYTES = 32 << 20  # of a cache on its way to a device
-_SLOWEST_BYTES_PER_S = 10e6  # a disk below this is taken for one that hangs
-_LEAST_PATIENCE_S = 60.0  # with another process that fills a cache
 _THREADS = 2  # enough for a disk's bandwidth with requests of a megabyte
 
 
@@ -62,25 +59,17 @@ class CacheLevel:
 
     def fill(self) -> ReadStatistics:
         """Read the rows into host memory, in one sequential pass, unless a process here has."""
-        if self._section.num_rows == 0:
-            self.rows = aligned_empty(self._shape, self._section.dtype)
-            return ReadStatistics()
-        if self._shared and self.nbytes and hasattr(os, "memfd_create"):
+        if self._shared:
             self.rows, cost = shared_rows(
-                self._container,
-                f"{self._name} {self._verify}",
-                (self._shape, np.dtype(self._section.dtype)),
-                self._read,
-                patience_s=_LEAST_PATIENCE_S + self.nbytes / _SLOWEST_BYTES_PER_S,
+                self._container, self._name, backend=self._backend, verify=self._verify
             )
             return cost
         if len(self.rows) != self._shape[0]:
             self.rows = aligned_empty(self._shape, self._section.dtype)
-        return self._read(self.rows)
-
-    def _read(self, rows: Rows) -> ReadStatistics:
+        if self._section.num_rows == 0:
+            return ReadStatistics()
         with self._open() as reader:
-            return reader.read_runs(*_one_run(0, self._section.num_rows), rows)
+            return reader.read_runs(*_one_run(0, self._section.num_rows), self.rows)
 
     def fill_on(self, device: torch.device) -> tuple[Tensor, ReadStatistics]:
         """Read the rows onto a device, through a small buffer in host memory."""
@@ -178,7 +167,7 @@ class FeatureStore:
     @property
     def fill_patience_s(self) -> float:
         """Return the longest time that ``start`` may take on a disk that still works."""
-        return self.cache_bytes / _SLOWEST_BYTES_PER_S
+        return self.cache_bytes / SLOWEST_BYTES_PER_S
 
     def start(self, batch: int) -> None:
         """Bring the caches into the state in which ``batch`` finds them.

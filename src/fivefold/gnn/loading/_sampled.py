@@ -230,6 +230,7 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
                     features,
                     cache_bytes=cache_bytes,
                     cache_policy=cache_policy,
+                    shared=settings.world_size > 1,
                     **settings.engine,
                 )
                 opened.callback(self._rows[kind].close)

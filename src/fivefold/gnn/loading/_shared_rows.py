@@ -22,44 +22,47 @@ from pathlib import Path
 import numpy as np
 
 from fivefold.files import lock_file
-from fivefold.gnn.storage import Container
-from fivefold.gnn.storage.pages import Array
-from fivefold.gnn.storage.reader import ReadStatistics
+from fivefold.gnn.storage import Container, RowReader
+from fivefold.gnn.storage.pages import Array, aligned_empty
+from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
 _LOG = logging.getLogger(__name__)
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # no further seals, no shrinking, no growing, no writing
 _ADD_SEALS, _GET_SEALS = 1033, 1034  # of fcntl; Python has their names from 3.12 on
 
+_LEAST_PATIENCE_S = 60.0  # with another process that reads rows
+SLOWEST_BYTES_PER_S = 10e6  # a disk below this is taken for one that hangs
+
 Shape = tuple[tuple[int, ...], np.dtype[np.generic]]
 
 
 def shared_rows(
-    container: Container,
-    name: str,
-    shape: Shape,
-    read: Callable[[Array], ReadStatistics],
-    *,
-    patience_s: float,
+    container: Container, name: str, *, backend: Backend = "auto", verify: bool = True
 ) -> tuple[Array, ReadStatistics]:
-    """Return rows that a process of this machine has read, or read them for all.
-
-    Args:
-        container: Whose rows they are.
-        name: Which of them, and how they were read.
-        shape: Their shape and dtype.
-        read: Reads them into an array.
-        patience_s: The longest wait for another process that reads them.
+    """Return all rows of a section that a process of this machine has read, or read them for all.
 
     Returns:
         The rows, read-only; the cost of reading, nothing where another process had read them.
     """
-    key = hashlib.blake2b(f"{container.fingerprint} {name} {shape}".encode(), digest_size=16)
-    label = f"fivefold-rows-{key.hexdigest()}"
+    section = container.section(name)
+    shape = tuple(section.shape), np.dtype(section.dtype)
+
+    def read(rows: Array) -> ReadStatistics:
+        start, count = np.zeros(1, np.int64), np.array([section.num_rows])
+        with RowReader(container, name, backend=backend, verify=verify) as reader:
+            return reader.read_runs(start, count, start, rows)
+
+    if not section.nbytes or not hasattr(os, "memfd_create"):
+        rows = aligned_empty(*shape)
+        return rows, read(rows)
+    text = f"{container.fingerprint} {name} {verify} {shape}"
+    label = f"fivefold-rows-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+    patience_s = _LEAST_PATIENCE_S + section.nbytes / SLOWEST_BYTES_PER_S
     with _alone(Path(container.path), patience_s):
-        rows = _found(label, shape)
-        if rows is not None:
+        found = _found(label, shape)
+        if found is not None:
             _LOG.debug("%s %s: mapped from another process", container.path, name)
-            return rows, ReadStatistics()
+            return found, ReadStatistics()
         return _filled(label, shape, read)
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.gnn.data.arrays import as_array
+from fivefold.gnn.loading._shared_rows import shared_rows
 from fivefold.gnn.storage import Container, RowReader
 from fivefold.gnn.storage.pages import Array, Ids, aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
@@ -272,6 +273,11 @@ class CachedRows:
         self._rows.close()
 
 
+def rows_in_memory(container: Container, *, shared: bool) -> Array:
+    """Return all rows of section ``x``; shared ones are there once for this machine's processes."""
+    return shared_rows(container, "x")[0] if shared else container.read("x")
+
+
 def open_rows(
     container: Container,
     features: Any,
@@ -280,8 +286,12 @@ def open_rows(
     verify: bool,
     cache_bytes: int = 0,
     cache_policy: CachePolicy = "lru",
+    shared: bool = False,
 ) -> CachedRows | DiskRows | MemoryRows:
-    """Return the rows named by ``features``: "disk", "memory" (read once) or an array."""
+    """Return the rows named by ``features``: "disk", "memory" (read once) or an array.
+
+    ``shared`` rows in memory are there once for all processes of this machine.
+    """
     if not isinstance(features, str):
         in_memory, num_nodes = as_array(features, "features"), container.section("x").num_rows
         if in_memory.ndim != 2 or len(in_memory) != num_nodes or in_memory.dtype.kind not in "iufb":
@@ -292,7 +302,7 @@ def open_rows(
             )
         features, in_memory = "memory", np.ascontiguousarray(in_memory)
     elif features == "memory":
-        in_memory = container.read("x")
+        in_memory = rows_in_memory(container, shared=shared)
     elif features != "disk":
         raise ConfigurationError(
             f"features is {features!r}", hint='use "disk", "memory" or an array'
