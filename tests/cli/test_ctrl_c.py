@@ -119,6 +119,16 @@ def test_a_command_is_interrupted(shell, place, words, at_s):
 
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_plans_made_by_several_processes_are_interrupted(shell):
+    command = shell("ablate --cluster fat_tree:4,gpus=2 --seeds 500 --parallel 2")
+    code, said = command.interrupt_when(lambda: "ablation: " in command.error.read_text())
+    assert code == 130
+    assert said.endswith("interrupted\n")
+    assert "Traceback" not in said
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_what_was_interrupted_is_done_by_the_same_command(shell, place):
     words = "gnn generate graphs/one --nodes 100000 --dim 64"
     folder = place / "graphs" / "one"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +26,12 @@ from fivefold.cli._options import (
     write_json,
 )
 from fivefold.cli._plan_files import make_folder
-from fivefold.errors import InfeasibleError, UnsupportedError
+from fivefold.errors import (
+    CommunicationError,
+    InfeasibleError,
+    UnsupportedError,
+    optional_module,
+)
 
 with later():
     from fivefold.codesign import (
@@ -51,6 +57,7 @@ with later():
     from fivefold.runs import ProgressBar, write_text
 
 
+_DASK_PATIENCE_S = 10
 CoDesignsOption = Annotated[
     str,
     typer.Option(
@@ -141,6 +148,15 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     sizes: Annotated[str, typer.Option(help="Ranks of drawn jobs, comma-separated.")] = "4,8",
     iterations: Annotated[int, typer.Option(min=1, help="Iterations of drawn jobs.")] = 20,
     budget: BudgetOption = 60,
+    parallel: Annotated[
+        int, typer.Option(min=1, help="Plans made side by side, in processes of this machine.")
+    ] = 1,
+    dask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="Dask scheduler, such as tcp://head:8786, whose workers plan."
+        ),
+    ] = None,
     report: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -151,6 +167,7 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
 
     Examples:
         $ fivefold ablate --cluster fat_tree:4,gpus=2 --seeds 3
+        $ fivefold ablate --cluster fat_tree:4,gpus=2 --seeds 20 --parallel 8
     """
     require_writable(report)
     topology = topology_of(cluster)
@@ -163,7 +180,7 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
             topology, number=number, seed=seed, sizes=drawn_sizes, iterations=iterations
         )
 
-    with ProgressBar() as show:
+    with _engine(parallel, dask), ProgressBar() as show:
         rows = ablate(
             topology,
             make,
@@ -179,6 +196,32 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
         write_json([asdict(row) for row in rows])
         return
     print_page(ablation_page(rows, cluster=topology.name))
+
+
+@contextmanager
+def _engine(parallel: int, dask: str | None) -> Iterator[None]:
+    """Let joblib use processes of this machine, or the workers of a Dask cluster."""
+    joblib = optional_module("joblib", extra="network", use="an ablation")
+    if dask is None:
+        with joblib.parallel_config(n_jobs=parallel):
+            yield
+        return
+    if parallel > 1:
+        message = f"--parallel {parallel} and --dask {dask} are two ways to make plans side by side"
+        raise ArgumentError(message, hint="leave one of them out")
+    distributed = optional_module("distributed", extra="sweeps", use="--dask")
+    try:
+        client = distributed.Client(dask, timeout=_DASK_PATIENCE_S)
+    except (OSError, ValueError) as error:
+        message = f"no Dask scheduler answers at {dask!r}: {error}"
+        hint = "start one with `dask scheduler`, and `dask worker ADDRESS` on each machine"
+        raise CommunicationError(message, hint=hint) from error
+    with client:
+        if not client.scheduler_info()["workers"]:
+            message = f"the Dask scheduler at {dask} has no worker"
+            raise CommunicationError(message, hint=f"start some: dask worker {dask}")
+        with joblib.parallel_config("dask"):
+            yield
 
 
 def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.codesign._page import SIMULATED, change
 from fivefold.codesign.arbiter import PlanningOptions, objective_s
-from fivefold.codesign.baselines import best_alone_plan
 from fivefold.codesign.coordinator import plan_cluster
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import CoDesigns
-from fivefold.codesign.simulate import run_plan
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, optional_module
 from fivefold.network.topology import Topology
 from fivefold.report.page import DataTable, Page, PageSection, RangeChart, RangeRow, TextBlock
 
@@ -55,6 +54,9 @@ def ablate(
 ) -> list[AblationRow]:
     """Plan the same jobs with every combination of co-designs.
 
+    Plans are independent of each other and made where ``joblib.parallel_config`` says: by several
+    processes of this machine, by a Dask or a Ray cluster; without it one after another.
+
     Args:
         topology: The cluster.
         make_jobs: Jobs of a seed.
@@ -69,6 +71,7 @@ def ablate(
 
     Raises:
         ConfigurationError: There is no seed.
+        UnsupportedError: joblib is not installed.
 
     Examples:
         >>> from fivefold.codesign import synthetic_jobs
@@ -85,55 +88,57 @@ def ablate(
     if not numbers:
         message = "an ablation needs a seed or more"
         raise ConfigurationError(message, hint="such as seeds=range(10)")
-    found: dict[str, list[_Sample]] = {}
-    total = len(numbers) * (len(chosen) + 1)
-    done = 0
+    joblib = optional_module("joblib", extra="network", use="an ablation")
+    jobs_of: dict[int, list[JobSpec]] = {}
 
-    def tell() -> None:
-        nonlocal done
-        done += 1
+    def tasks() -> Iterator[Any]:
+        for seed in numbers:
+            jobs_of[seed] = list(make_jobs(seed))
+            for flags in (*chosen, None):
+                yield joblib.delayed(_completions)(topology, jobs_of[seed], flags, seed, options)
+
+    made: dict[tuple[int, CoDesigns | None], tuple[Seconds, Seconds]] = {}
+    for seed, flags, *completions in joblib.Parallel(return_as="generator_unordered")(tasks()):
+        made[seed, flags] = tuple(completions)
         if progress is not None:
-            progress(done, total)
-
+            progress(len(made), len(numbers) * (len(chosen) + 1))
+    found: dict[str, list[_Sample]] = {}
     for seed in numbers:
-        samples = _of_seed(topology, list(make_jobs(seed)), chosen, seed, (options, tell))
-        for label, sample in samples.items():
-            found.setdefault(label, []).append(sample)
+        jobs, (on_best, best) = jobs_of[seed], made[seed, None]
+        null = best
+        for flags in chosen:
+            planned, null = made[seed, flags]
+            found.setdefault(flags.label, []).append(_sample(jobs, planned, null, best))
+        found.setdefault("B1", []).append(_sample(jobs, best, null, best))
+        label = f"B1+{CoDesigns.all().label}"
+        found.setdefault(label, []).append(_sample(jobs, on_best, null, best))
     return [_row(label, samples) for label, samples in found.items()]
 
 
-def _of_seed(
+Seconds = dict[str, float]
+
+
+def _completions(
     topology: Topology,
     jobs: list[JobSpec],
-    chosen: Sequence[CoDesigns],
+    flags: CoDesigns | None,
     seed: int,
-    how: tuple[PlanningOptions | None, Callable[[], None]],
-) -> dict[str, _Sample]:
-    """Return all combinations, B1, and all four on top of it, for the jobs of one seed."""
-    options, tell = how
-    best = dict(run_plan(topology, jobs, best_alone_plan(topology, jobs, seed=seed)).completion_s)
-    found: dict[str, _Sample] = {}
-    null: dict[str, float] = {}
-    for flags in chosen:
-        planned = plan_cluster(topology, jobs, flags, seed=seed, options=options)
-        null = dict(planned.baseline_outcome.completion_s)
-        found[flags.label] = _sample(jobs, dict(planned.outcome.completion_s), null, best)
-        tell()
-    found["B1"] = _sample(jobs, best, null, best)
-    on_best = plan_cluster(topology, jobs, start="best", seed=seed, options=options)
-    after = dict(on_best.outcome.completion_s)
-    found[f"B1+{CoDesigns.all().label}"] = _sample(jobs, after, null, best)
-    tell()
-    return found
+    options: PlanningOptions | None,
+) -> tuple[int, CoDesigns | None, Seconds, Seconds]:
+    """Return when jobs end as planned, and under the baseline; None: all four on top of B1."""
+    if flags is None:
+        found = plan_cluster(topology, jobs, start="best", seed=seed, options=options)
+    else:
+        found = plan_cluster(topology, jobs, flags, seed=seed, options=options)
+    planned, before = found.outcome.completion_s, found.baseline_outcome.completion_s
+    return seed, flags, dict(planned), dict(before)
 
 
 _Sample = tuple[float, float, float, int, int, int]
 """Ratios to B0, to B1 and of the tails; jobs worse than under B0 and B1, and all."""
 
 
-def _sample(
-    jobs: Sequence[JobSpec], after: dict[str, float], null: dict[str, float], best: dict[str, float]
-) -> _Sample:
+def _sample(jobs: Sequence[JobSpec], after: Seconds, null: Seconds, best: Seconds) -> _Sample:
     ours = objective_s(jobs, after)
     return (
         ours / objective_s(jobs, null),
