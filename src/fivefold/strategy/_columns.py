@@ -56,7 +56,7 @@ class Columns:
         # Where nothing but the tensor group talks inside a layer, its place does not matter.
         self.layer_stride: Ints = np.where(t.context * t.expert > 1, self.data_stride, 0)
         self.pipe_stride: Ints = np.where(tcdp, t.tensor * self.replicas, t.tensor)
-        self.wide: npt.NDArray[np.bool_] = t.is_word("dtype", "fp32")
+        self.wide: npt.NDArray[np.bool_] = t.is_word("dtype", "fp32") | self.device.autocast
         self.element_bytes: Floats = np.where(self.wide, 4.0, ELEMENT_BYTES)
         # In 32 bits the optimizer has no copy of the parameters beside them.
         states = self.device.optimizer_state_bytes

@@ -26,6 +26,7 @@ from fivefold.tasks.schedule import exposed_s
 
 _ALIGNED = 8
 _LOGIT_BYTES = 4.0
+_WIDE_BYTES = 4.0
 # 32-bit vector units against 16-bit products: A100 19.5 of 312 TFLOP/s, H100 67 of 989.
 _VECTOR_SHARE = 1 / 16
 NARROW = ("fp8", "mxfp8", "nvfp4")
@@ -71,6 +72,8 @@ class LayerKey:
             sequence_parallel=self.sequence_parallel,
             fused_attention=device.fused_attention, imbalance=device.expert_imbalance,
             expert_passes=device.expert_passes, element_bytes=element_bytes(self.dtype),
+            stream_bytes=_WIDE_BYTES if device.autocast else element_bytes(self.dtype),
+            fused_elementwise=device.fused_elementwise,
         )  # fmt: skip
 
 
@@ -142,7 +145,8 @@ def layer_cost(
         kept = min(kept, _every_second_product(inputs, shape, operators))
         dropped = stored - kept
     if key.recompute == "full":
-        kept = inputs / (key.tensor if key.sequence_parallel or device.splits_checkpoints else 1)
+        kept = inputs * shape.stream_bytes / shape.element_bytes
+        kept = kept / (key.tensor if key.sequence_parallel or device.splits_checkpoints else 1)
         kept = min(kept, stored)
         dropped = stored
     cost = _timed(device, fabric, key=key, operators=operators, causal=model.causal)
@@ -157,10 +161,17 @@ def _stored_bytes(op: Operator, device: DeviceSpec, dtype: str) -> float:
 
     Attention keeps its own result in 16 bits, beside the narrow copy that its projection keeps.
     """
+    cast = ELEMENT_BYTES * _cast_weights(op, device, dtype)
     if op.kind != "gemm" or op.name == "router" or op.plain or op.frozen or dtype not in NARROW:
-        return op.stored_bytes
+        return op.stored_bytes + cast
     share = device.input_bytes_fp8 * MATRIX_BYTES[dtype] / ELEMENT_BYTES
-    return op.stored_bytes * (share + (1.0 if op.name == "attention projection" else 0.0))
+    return op.stored_bytes * (share + (1.0 if op.name == "attention projection" else 0.0)) + cast
+
+
+def _cast_weights(op: Operator, device: DeviceSpec, dtype: str) -> float:
+    """Return how many weights of a product are cast to 16 bits for it."""
+    casts = device.autocast and op.kind == "gemm" and dtype != "fp32"
+    return op.batch * op.n * op.k if casts else 0.0
 
 
 def _is_dropped(op: Operator, device: DeviceSpec) -> bool:
@@ -207,7 +218,8 @@ def head_cost(
     dtype = "bf16" if key.dtype in NARROW else key.dtype
     plain = dataclasses.replace(key, recompute="none", dtype=dtype)
     cost = _timed(device, fabric, key=plain, operators=operators, causal=model.causal)
-    return dataclasses.replace(cost, stored_bytes=sum(op.stored_bytes for op in operators))
+    stored = sum(_stored_bytes(op, device, dtype) for op in operators)
+    return dataclasses.replace(cost, stored_bytes=stored)
 
 
 def _loss_of(op: Operator, device: DeviceSpec) -> Operator:
@@ -385,6 +397,10 @@ def _product_times(device: DeviceSpec, op: Operator, *, dtype: str) -> _Times:
         gemm_time_s, device, m=op.m, batch=op.batch, dtype=dtype, output_bytes=element_bytes(dtype)
     )
     forward_s, input_s = timed(n=op.n, k=op.k), timed(n=op.k, k=op.n)
+    weights = _cast_weights(op, device, dtype)
+    if weights:  # their gradients come in 32 bits, as counted below
+        cast_s = memory_time_s(device, (_WIDE_BYTES + ELEMENT_BYTES) * weights)
+        forward_s += cast_s + device.kernel_gap_s
     weight_s, copies = 0.0, 1
     if not op.frozen:
         # Weight gradients add up over micro-batches: read and written at their own width.

@@ -109,12 +109,30 @@ def stage_bytes(columns: Columns, stage: int) -> dict[str, Floats]:
         at_work = stored - np.maximum(moved - _LAYERS_AT_WORK * columns.layer["stored_bytes"], 0.0)
         host = host + np.where(t.offload_activations == 1, stored - at_work, 0.0)
         stored = np.where(t.offload_activations == 1, at_work, stored)
+    if device.frees_gradients:
+        gradients, stored, spared = _fullest_moment(columns, stage, gradients, stored)
+        working = working - spared
     used = weights + gradients + optimizer + stored + working
     return {
         "weights_bytes": weights, "gradients_bytes": gradients, "optimizer_bytes": optimizer,
         "activations_bytes": stored, "working_bytes": working,
         "reserved_bytes": device.reserved_bytes + device.fragments * used, "host_bytes": host,
     }  # fmt: skip
+
+
+def _fullest_moment(
+    columns: Columns, stage: int, gradients: Floats, stored: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Return gradients and activations at the loss or at the end, and buffers not there then."""
+    again, one = columns.layer["working_bytes"], columns.micro_batches == 1
+    is_last = (columns.table.pipeline == 1) | (stage == 2)
+    spared = np.where(is_last, np.minimum(columns.head["stored_bytes"], again), 0.0)
+    ends = one & (gradients + spared > stored)
+    return (
+        np.where(one & ~ends, 0.0, gradients),
+        np.where(ends, 0.0, stored),
+        np.where(ends, 0.0, spared),
+    )
 
 
 def stored_bytes(columns: Columns, stage: int) -> Floats:

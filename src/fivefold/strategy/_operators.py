@@ -35,6 +35,14 @@ class LayerShape:
     imbalance: float = 1.0
     expert_passes: float = 1.0
     element_bytes: float = ELEMENT_BYTES
+    stream_bytes: float = ELEMENT_BYTES
+    fused_elementwise: bool = True
+
+    @property
+    def cast_bytes(self) -> float:
+        """Return what a cast between stream and products moves for an element; 0 where none is."""
+        wide = self.stream_bytes > self.element_bytes
+        return self.stream_bytes + self.element_bytes if wide else 0.0
 
     @property
     def sequence_split(self) -> int:
@@ -106,11 +114,15 @@ def tokens_of(model: ModelSpec, shape: LayerShape) -> float:
 
 
 def _norm_operators(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Operator, ...]:
-    size = shape.element_bytes * tokens_of(model, shape) * model.hidden / shape.sequence_split
+    elements = tokens_of(model, shape) * model.hidden / shape.sequence_split
+    size, cast = shape.stream_bytes * elements, shape.cast_bytes * elements
+    # A second kernel reads input and gradient again for the weight's gradient.
+    passes = 3 if shape.fused_elementwise else 5
     return (
         Operator(
-            name=f"{name} norm", kind="memory", moved_bytes=2 * size,
-            backward_moved_bytes=3 * size, stored_bytes=size,
+            name=f"{name} norm", kind="memory", moved_bytes=2 * size + cast,
+            backward_moved_bytes=passes * size + cast, stored_bytes=size,
+            kernels=2 if cast else 1,
         ),
     )  # fmt: skip
 
@@ -118,11 +130,15 @@ def _norm_operators(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Ope
 def _residual_operators(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Operator, ...]:
     elements = tokens_of(model, shape) * model.hidden / shape.sequence_split
     mask = _MASK_BYTES * elements if model.dropout else 0.0
+    width, stream = shape.element_bytes, shape.stream_bytes
+    # The gradients of both branches are added: beside the norm's backward, or in a kernel.
+    added = stream if shape.fused_elementwise else 3 * stream
     return (
         Operator(
             name=f"{name} residual", kind="memory", stored_bytes=mask,
-            moved_bytes=3 * shape.element_bytes * elements + mask,
-            backward_moved_bytes=(1 + model.dropout) * shape.element_bytes * elements + mask,
+            moved_bytes=(2 * stream + width) * elements + mask,
+            backward_moved_bytes=(added + model.dropout * width + shape.cast_bytes) * elements
+            + mask,
         ),
     )  # fmt: skip
 
@@ -150,23 +166,39 @@ def _attention_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator,
     queries = model.num_heads * width / t
     # A key head that fewer ranks share than there are tensor ranks is held by several.
     keys = max(model.kv_heads / t, 1.0) * width
-    rotary = 2 * shape.element_bytes * tokens * (queries + keys)
-    rotation = Operator(
-        name="rotary", kind="memory", moved_bytes=rotary, backward_moved_bytes=rotary
-    )
+    rotated = not model.learned_positions and model.embeds_tokens
     return (
         Operator(
             name="query, key, value", kind="gemm", m=tokens, n=queries + 2 * keys, k=h,
             after="norm",
             stored_bytes=_input_bytes(model, shape),
         ),
-        *(() if model.learned_positions or not model.embeds_tokens else (rotation,)),
+        *(_rotary_operators(tokens, shape, queries=queries, keys=keys) if rotated else ()),
         *_core_operators(model, shape, queries=queries, keys=keys, values=queries),
         Operator(
             name="attention projection", kind="gemm", m=tokens, n=h, k=queries,
             stored_bytes=shape.element_bytes * tokens * queries,
         ),
         *_tensor_message(model, shape, "attention"),
+    )  # fmt: skip
+
+
+def _rotary_operators(
+    tokens: float, shape: LayerShape, *, queries: float, keys: float
+) -> tuple[Operator, ...]:
+    size = shape.element_bytes * tokens * (queries + keys)
+    if shape.fused_elementwise:
+        return (
+            Operator(name="rotary", kind="memory", moved_bytes=2 * size,
+                     backward_moved_bytes=2 * size),
+        )  # fmt: skip
+    # x cos + cat(-x2, x1) sin: 2 passes, 1 for half of it, 2, 2, 3; backward as many. What comes
+    # of it is kept beside the product's result, which the values still are part of. Then gradients
+    # of the three are joined, and copied into the product's order.
+    joined = 4 * shape.element_bytes * tokens * (queries + 2 * keys)
+    return (
+        Operator(name="rotary", kind="memory", moved_bytes=10 * size, stored_bytes=size,
+                 backward_moved_bytes=10 * size + joined, kernels=10),
     )  # fmt: skip
 
 
@@ -311,6 +343,11 @@ def _feed_forward(
     elements = rows * inner * batch
     gates = 2 if model.gated else 1
     passes, backward_passes = _CLAMPED_PASSES if model.clamped else (gates + 1, 2 * gates + 1)
+    kept, kernels = gates, 1
+    if model.gated and not shape.fused_elementwise:
+        # silu (2), product (3); backward: of the product (6) and of silu (3), both joined (4).
+        passes, backward_passes = max(passes, 5), max(backward_passes, 13)
+        kept, kernels = 3, 2
     return (
         Operator(name=f"{name} up", kind="gemm", m=rows, n=gates * inner, k=model.hidden,
                  batch=batch),
@@ -318,7 +355,7 @@ def _feed_forward(
             name=f"{name} activation", kind="memory",
             moved_bytes=passes * shape.element_bytes * elements,
             backward_moved_bytes=backward_passes * shape.element_bytes * elements,
-            stored_bytes=gates * shape.element_bytes * elements,
+            stored_bytes=kept * shape.element_bytes * elements, kernels=kernels,
         ),
         Operator(
             name=f"{name} down", kind="gemm", m=rows, n=model.hidden, k=inner, batch=batch,

@@ -296,7 +296,8 @@ def _lower_bounds(
         stored = stored_bytes(columns, stage=0)
         if True in space.offload:
             stored = np.minimum(stored, 2.0 * columns.layer["stored_bytes"])
-        least = (stored + columns.layer["working_bytes"]).reshape(shape).min(axis=1)
+        working = 0.0 if device.frees_gradients else columns.layer["working_bytes"]
+        least = (stored + working).reshape(shape).min(axis=1)
         states = _least_states(columns, space, pattern).reshape(shape).min(axis=1)
         memory_bytes[rows] = least + states + device.reserved_bytes
     return time_s * (1 - _ROUNDING), memory_bytes * (1 - _ROUNDING)
@@ -315,6 +316,8 @@ def _least_states(columns: Columns, space: SearchSpace, pattern: Pattern) -> Flo
     weights = columns.element_bytes * (shared if most >= 3 else whole)
     weights = weights + (frozen_shared if most >= 3 else sum(frozen))
     gradients = columns.device.gradient_bytes * (shared if most >= 2 else whole)
+    if columns.device.frees_gradients:  # activations may be what is there instead
+        gradients = np.zeros(len(whole))
     bytes_each = columns.state_bytes
     if "muon" in space.optimizers:
         bytes_each = bytes_each - moment_bytes(columns.device)

@@ -60,6 +60,14 @@ class StackSpec:
         input_bytes_fp8: Bytes per element that an 8-bit product keeps of its input for backward.
         loss_bytes: Bytes per logit that head and loss keep at once.
         loss_chunks: Pieces in which the loss is computed; 1 is whole.
+        fused_elementwise: Rotary embedding, activation and a norm's backward are one kernel each.
+            False: PyTorch's operators one by one, not compiled: what one gives goes to memory, and
+            stays there where the backward of the next reads it.
+        autocast: Parameters, and the stream between blocks, have 32 bits; every forward casts the
+            weights of its products, and their backward keeps the casts.
+        frees_gradients: Gradients are freed after the update. Those of a step's only micro-batch
+            come as its activations go, so the fullest moment is the loss or the end of backward;
+            and logits are gone before a layer is computed again.
         gathered_layers: Layers whose parameters ZeRO-3 holds whole at a time.
         splits_checkpoints: Inputs kept by full recomputation are split over the tensor group.
         reserved_bytes: What context and communication buffers take of the memory.
@@ -110,6 +118,9 @@ class StackSpec:
     input_bytes_fp8: float = 1.0
     loss_bytes: float = 4.0
     loss_chunks: int = 1
+    fused_elementwise: bool = True
+    autocast: bool = False
+    frees_gradients: bool = False
     gathered_layers: float = 2.0
     splits_checkpoints: bool = False
     reserved_bytes: float = 2e9
