@@ -213,7 +213,7 @@ def rounding_to_tf32_bit_by_bit():
     value = bits.view(torch.float32)
     found = torch.empty_like(value)
     call = {"num_tokens": 4, "hidden": 16, "intermediate": 16, "num_experts": 2, "top_k": 1}
-    how = {"precision": "tf32", "by_descriptor": True, "interpreted": True}
+    how = {"precision": "tf32", "by_descriptor": True}
     call["dtype"] = torch.float32
     tiles = tiles_for(torch.float32, halves=True, **how)
     options = {"activation": ACTIVATIONS["swiglu"], "weight_on_input": False} | how

@@ -37,11 +37,6 @@ class _Layout:
     bias: str | None = None
     shared: tuple[str, str, str] | None = None  # gate, up, down of the shared expert
 
-    @property
-    def stacked(self) -> bool:
-        """Return whether all experts are in one tensor."""
-        return "{}" not in self.gate
-
 
 _SHARED = (
     "shared_experts.gate_proj.weight",
@@ -109,21 +104,16 @@ def convert_checkpoint(
     require_one_of(layout, LAYOUTS, f"there is no layout {layout!r}")
     known, layer = LAYOUTS[layout], _Read(state)
     router = _take(layer, prefix + known.router)
-    gate = _stacked(layer, prefix + known.gate, known, len(router))
-    halves = [gate]
+    w13 = _stacked(layer, prefix + known.gate, len(router))
     if known.up is not None:
-        halves.append(_stacked(layer, prefix + known.up, known, len(router)))
-    found = {
-        "gate.weight": router,
-        "experts.w13": _joined(halves),
-        "experts.w2": _stacked(layer, prefix + known.down, known, len(router)),
-    }
+        w13 = _joined(w13, _stacked(layer, prefix + known.up, len(router)))
+    w2 = _stacked(layer, prefix + known.down, len(router))
+    found = {"gate.weight": router, "experts.w13": w13, "experts.w2": w2}
     if known.bias is not None and prefix + known.bias in layer:
         found["gate.selection_bias"] = layer[prefix + known.bias]
     if known.shared is not None and prefix + known.shared[0] in layer:
-        parts = [_take(layer, prefix + name).unsqueeze(0) for name in known.shared]
-        found["shared.w13"] = _joined(parts[:2])
-        found["shared.w2"] = parts[2]
+        gate, up, down = (_take(layer, prefix + name).unsqueeze(0) for name in known.shared)
+        found |= {"shared.w13": _joined(gate, up), "shared.w2": down}
     _check_left(layer, layout, prefix)
     return found
 
@@ -153,9 +143,9 @@ class _Read(dict[str, torch.Tensor]):
             tensor = _widened(name, tensor, self._state[scale])
         return tensor
 
-    def left(self, prefix: str) -> list[str]:
-        """Return the names of the layer that nobody asked for."""
-        return [n for n in self._state if n.startswith(prefix) and n not in self.used]
+    def left(self, starts: str | tuple[str, ...]) -> list[str]:
+        """Return the names with such a start that nobody asked for."""
+        return [n for n in self._state if n.startswith(starts) and n not in self.used]
 
 
 def _widened(name: str, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -178,10 +168,8 @@ def _widened(name: str, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tens
 
 def _check_left(state: _Read, layout: str, prefix: str) -> None:
     """Refuse to leave weights of the layer behind: it would compute something else."""
-    left = state.left(prefix)
-    if not prefix:  # perhaps with the rest of a model
-        left = [name for name in left if name.startswith(_ROOTS)]
-    left = [name for name in left if not name.endswith(_COUNTERS)]
+    # Without a prefix the rest of a model may stand beside the layer.
+    left = [name for name in state.left(prefix or _ROOTS) if not name.endswith(_COUNTERS)]
     if left:
         raise DataError(
             f"layout {layout!r} has no place for {left[0]} ({len(left)} names in all)",
@@ -215,15 +203,14 @@ def export_checkpoint(
         )
     w13, w2 = _take(state, "experts.w13"), _take(state, "experts.w2")
     found = {prefix + known.router: _take(state, "gate.weight")}
-    gates = w13 if known.up is None else w13.chunk(2, dim=1)[0]
-    parts = [(known.gate, gates), (known.down, w2)]
+    parts = {known.gate: w13, known.down: w2}
     if known.up is not None:
-        parts.append((known.up, w13.chunk(2, dim=1)[1]))
-    for name, tensor in parts:
-        if known.stacked:
-            found[prefix + name] = tensor
-        else:
+        parts[known.gate], parts[known.up] = w13.chunk(2, dim=1)
+    for name, tensor in parts.items():
+        if "{}" in name:
             found |= {prefix + name.format(e): expert for e, expert in enumerate(tensor)}
+        else:
+            found[prefix + name] = tensor
     if known.bias is not None and "gate.selection_bias" in state:
         found[prefix + known.bias] = state["gate.selection_bias"]
     if known.shared is not None and "shared.w13" in state:
@@ -242,10 +229,8 @@ def _take(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         ) from None
 
 
-def _stacked(
-    state: Mapping[str, torch.Tensor], name: str, layout: _Layout, experts: int
-) -> torch.Tensor:
-    if layout.stacked:
+def _stacked(state: Mapping[str, torch.Tensor], name: str, experts: int) -> torch.Tensor:
+    if "{}" not in name:
         return _take(state, name)
     parts = [_take(state, name.format(expert)) for expert in range(experts)]
     odd = [e for e, part in enumerate(parts) if part.shape != parts[0].shape]
@@ -258,13 +243,13 @@ def _stacked(
     return torch.stack(parts)
 
 
-def _joined(halves: list[torch.Tensor]) -> torch.Tensor:
-    if len(halves) == 2 and halves[0].shape != halves[1].shape:
+def _joined(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if gate.shape != up.shape:
         raise DataError(
-            f"gate and up projections differ: {tuple(halves[0].shape)}, {tuple(halves[1].shape)}",
+            f"gate and up projections differ: {tuple(gate.shape)}, {tuple(up.shape)}",
             hint="the file is damaged or of another model",
         )
-    return halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)
+    return torch.cat([gate, up], dim=1)
 
 
 def open_checkpoint(path: str | Path) -> Mapping[str, torch.Tensor]:

@@ -20,7 +20,6 @@ import torch
 from fivefold.errors import ConfigurationError
 
 _GIVE_UP_NS = 50_000_000  # in the interpreter, where a wait that does not end at once never will
-_DEBUG_GIVE_UP_NS = 30_000_000_000
 _SMALLEST_TILE_ROWS = 16
 _ALIGNMENT_BYTES = 256
 CONTROL_WORDS = 448
@@ -150,14 +149,8 @@ class Workspace:
                 or more.
 
         Examples:
-            >>> Workspace.size(
-            ...     num_tokens=8192,
-            ...     hidden=2048,
-            ...     intermediate=768,
-            ...     num_experts=128,
-            ...     top_k=8,
-            ...     dtype=torch.bfloat16,
-            ... ) // 2**20
+            >>> qwen3 = dict(hidden=2048, intermediate=768, num_experts=128, top_k=8)
+            >>> Workspace.size(num_tokens=8192, **qwen3, dtype=torch.bfloat16) // 2**20
             353
         """
         layout = layout_for(**sizes)
@@ -182,11 +175,7 @@ class Workspace:
         self.control.zero_()
 
     def check_call(self, x: torch.Tensor, w2: torch.Tensor, top_k: int) -> None:
-        """Check that it is one, and enough for a call, whatever the backend.
-
-        Raises:
-            ConfigurationError: It is smaller than ``size`` says, elsewhere, or of another form.
-        """
+        """Check that it is one, and enough for a call, whatever the backend."""
         for name, tensor, kind in (
             ("control", self.control, torch.int32),
             ("scratch", self.scratch, torch.uint8),
@@ -205,11 +194,7 @@ class Workspace:
         self.check(layout_for(**call_sizes(x, w2, max(top_k, 1))), x.device)
 
     def check(self, layout: Layout, device: torch.device) -> None:
-        """Check that a call fits.
-
-        Raises:
-            ConfigurationError: It does not, or the workspace is elsewhere.
-        """
+        """Check that a call fits, and that its tokens are on the same device."""
         if self.control.device != device or self.scratch.device != device:
             raise ConfigurationError(
                 f"the workspace is on {self.scratch.device}, the tokens are on {device}",
@@ -341,9 +326,7 @@ class Tiles:
     combine_columns: int = 256
 
 
-_INTERPRETED = Tiles(
-    rows=16, columns=16, second_columns=16, depth=16, group=2, combine_tokens=8, combine_columns=16
-)
+_INTERPRETED = Tiles(rows=16, columns=16, second_columns=16, depth=16, group=2, combine_columns=16)
 
 
 def tiles_for(
@@ -352,7 +335,6 @@ def tiles_for(
     halves: bool,
     precision: str,
     by_descriptor: bool,
-    interpreted: bool,
     few: bool = False,
 ) -> Tiles:
     """Return the variant for a data type: timed on an H200 for 16 bits, else what does not spill.
@@ -362,7 +344,7 @@ def tiles_for(
     that do not come through the tensor memory accelerator (``by_descriptor``) need registers for
     their addresses. A weight gradient's tile is ``rows`` by ``second_columns``.
     """
-    if interpreted:
+    if interpreting():
         return _INTERPRETED
     if not by_descriptor or (dtype == torch.float32 and precision != "tf32"):
         # Ordinary multiply-adds unroll the depth: 32 would spill.
@@ -432,9 +414,9 @@ def sizes_for(
     weight_on_input: bool,
     precision: str,
     by_descriptor: bool,
-    interpreted: bool,
 ) -> Sizes:
     """Return the sizes of a call on one rank."""
+    interpreted = interpreting()
     bins = max(16, power_of_two(call["num_experts"]))
     return Sizes(
         H=call["hidden"],
@@ -489,4 +471,4 @@ def wait_limit_ns() -> int | None:
     if not debugging():
         return None
     seconds = int(os.environ["FIVEFOLD_MOE_DEBUG"])
-    return _DEBUG_GIVE_UP_NS if seconds == 1 else seconds * 1_000_000_000
+    return (30 if seconds == 1 else seconds) * 1_000_000_000

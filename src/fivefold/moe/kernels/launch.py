@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fivefold.errors import CommunicationError, ConfigurationError
+from fivefold.errors import CommunicationError
 from fivefold.moe.kernels.arguments import (
     CHUNK_SLOTS,
     GatedFunction,
@@ -70,8 +70,7 @@ def _compiler_problem() -> str | None:
 
 def missing_fused(device: torch.device) -> str | None:
     """Return why the kernel cannot work on a device, or None where it can."""
-    problem = _triton_problem()
-    if problem is not None:
+    if (problem := _triton_problem()) is not None:
         return problem
     if device.type == "cuda":
         return _problem_of_cuda(device)
@@ -115,6 +114,16 @@ def descriptor(weight: torch.Tensor, columns: int, depth: int) -> Any:
     # By name: triton is optional and has no types.
     kind = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
     return kind.from_tensor(weight.view(-1, weight.shape[2]), [columns, depth])
+
+
+def contiguous(*tensors: torch.Tensor | None) -> Iterator[Any]:
+    """Return tensors as the kernels take them; None where there is none."""
+    return (None if tensor is None else tensor.contiguous() for tensor in tensors)
+
+
+def unfilled(like: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor of any values for a result."""
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def lag_for(tiles: Tiles, intermediate: int, programs: int) -> int:
@@ -174,38 +183,26 @@ def _prepare(  # noqa: PLR0913 - the operator's own options
     backward: bool = False,
 ) -> Call:
     x, w13, w2, ids, weights = operands
-    if w2.numel() == 0:
-        raise ConfigurationError(
-            f"w2 has shape {tuple(w2.shape)}: the kernel needs an expert with an inner size",
-            hint='use backend="reference"',
-        )
     w13, w2 = w13.contiguous(), w2.contiguous()
-    interpreted = interpreting()
     # The tensor memory accelerator wants multiples of 16 bytes.
     aligned = all(
         w.data_ptr() % 16 == 0 and w.shape[2] * w.dtype.itemsize % 16 == 0 for w in (w13, w2)
     )
-    how: dict[str, Any] = {
-        "precision": precision,
-        "by_descriptor": aligned,
-        "interpreted": interpreted,
-    }
+    how: dict[str, Any] = {"precision": precision, "by_descriptor": aligned}
     if tiles is None:
         few = not backward and ids.numel() <= _FEW_ROWS * len(w2)
         tiles = tiles_for(x.dtype, halves=activation.gated or backward, few=few, **how)
     shape = call_sizes(x, w2, ids.shape[1])
-    layout = layout_for(**shape, tile_rows=tiles.rows, chunk_slots=CHUNK_SLOTS[interpreted])
+    layout = layout_for(**shape, tile_rows=tiles.rows, chunk_slots=CHUNK_SLOTS[interpreting()])
     if workspace is None:
         scratch = torch.empty(layout.nbytes, dtype=torch.uint8, device=x.device)
     else:
         workspace.check(layout, x.device)
         scratch = workspace.scratch
     memory = layout.cut(scratch)
-    optional = (None if bias is None else bias.contiguous() for bias in (b13, b2))
-    given = Operands(x.contiguous(), ids.contiguous(), weights.contiguous(), *optional)
     sizes = sizes_for(tiles, shape, activation=activation, weight_on_input=weight_on_input, **how)
     known = {
-        "given": given,
+        "given": Operands(*contiguous(x, ids, weights, b13, b2)),
         "w13": w13,
         "w2": w2,
         "t": Tables(*(memory.pop(name) for name in Tables._fields)),
@@ -234,16 +231,12 @@ def prepare_forward(
         call.known["w2"] = descriptor(call.known["w2"], tiles.second_columns, tiles.depth)
     blocks = -(-len(x) // tiles.combine_tokens)
     call.known.update(
-        given=call.known["given"]._replace(out=_like(x)),
+        given=call.known["given"]._replace(out=unfilled(x)),
         max_lag=lag_for(tiles, sizes.I, programs) if lag is None else lag,
         combine_columns=combine_columns_for(tiles, sizes.H, blocks, programs),
         limit_ns=wait_limit_ns(),
     )
     return call
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _programs_on(device: torch.device) -> int:
@@ -263,17 +256,15 @@ def forward_fused(
     """
     x, ids = operands[0], operands[3]
     if x.numel() == 0 or ids.numel() == 0:
-        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+        return unfilled(x).zero_()
     from fivefold.moe.kernels._forward import moe_kernel  # noqa: PLC0415 - optional
 
     programs = _programs_on(x.device) if programs is None else programs
     call = prepare_forward(*operands, workspace=workspace, programs=programs, **options)
-    words = call.layout.control_words
-    control = (
-        torch.zeros(words, dtype=torch.int32, device=x.device)
-        if workspace is None
-        else workspace.control
-    )
+    if workspace is None:
+        control = torch.zeros(call.layout.control_words, dtype=torch.int32, device=x.device)
+    else:
+        control = workspace.control
     with on(x.device):
         start(moe_kernel, programs, call.known | {"control": control}, call.tiles.warps)
     _look_for_errors(control)
@@ -297,15 +288,12 @@ def _look_for_errors(control: torch.Tensor) -> None:
         )
 
 
-def forward_split(
-    *operands: torch.Tensor, workspace: Workspace | None = None, **options: Any
-) -> torch.Tensor:
+def forward_split(*operands: torch.Tensor, **options: Any) -> torch.Tensor:
     """Compute ``forward_fused`` in five launches, ordered by their ends instead of flags."""
     x, ids = operands[0], operands[3]
     if x.numel() == 0 or ids.numel() == 0:
-        return torch.zeros_like(x, memory_format=torch.contiguous_format)
-    programs = _programs_on(x.device)
-    call = prepare_forward(*operands, workspace=workspace, programs=programs, **options)
+        return unfilled(x).zero_()
+    call = prepare_forward(*operands, programs=_programs_on(x.device), **options)
     with on(x.device):
         for launch in forward_launches(call):
             launch.start(call)
@@ -344,12 +332,9 @@ def backward_fused(
     """
     x, w13, w2, ids, weights = operands
     leaves = (x, w13, w2, weights, options.get("b13"), options.get("b2"))
+    found = tuple(None if t is None else unfilled(t) for t in leaves)
     if x.numel() == 0 or ids.numel() == 0:
-        return tuple(
-            None if t is None else torch.zeros_like(t, memory_format=torch.contiguous_format)
-            for t in leaves
-        )
-    found = tuple(None if t is None else _like(t) for t in leaves)
+        return tuple(None if t is None else t.zero_() for t in found)
     call = prepare_backward(gradient, *operands, hidden=hidden, **options)
     with on(x.device):
         for launch in backward_launches(call, found, kept=hidden is not None):
@@ -365,28 +350,27 @@ def prepare_backward(
 ) -> Call:
     """Make the launches of a backward ready, as ``prepare_forward``; ``hidden`` is a kept z."""
     call = _prepare(*operands, **options, backward=True)
-    gradient = gradient.contiguous()
     known, tiles, sizes = call.known, call.tiles, call.sizes
-    x, ids = known["given"].x, known["given"].ids
-    w13, w2 = known["w13"], known["w2"]
-    known |= {"w13_deep": w13, "w2_deep": w2}
+    given, w13, w2 = known["given"], known["w13"], known["w2"]
+    slots, parts = given.ids.numel(), -(-sizes.I // tiles.columns)
+    d_hidden = given.x.new_empty(slots, w13.shape[1])
+    known |= {
+        "w13_deep": w13,
+        "w2_deep": w2,
+        "gradient": gradient.contiguous(),
+        "weights": given.weights,
+        "ranges": given.x.new_empty(2, len(w2), dtype=torch.int32),
+        "partial": given.x.new_empty(parts * slots, dtype=torch.float32),
+        "d_hidden": d_hidden,
+        # In place where it is computed here: what was kept may be asked for again.
+        "hidden": d_hidden if hidden is None else hidden,
+    }
     if sizes.TMA:
         known |= {
             "w13": descriptor(w13, tiles.columns, tiles.depth),
             "w13_deep": descriptor(w13, tiles.depth, tiles.second_columns),
             "w2_deep": descriptor(w2, tiles.depth, tiles.columns),
         }
-    parts = -(-sizes.I // tiles.columns)
-    d_hidden = torch.empty(ids.numel(), w13.shape[1], dtype=x.dtype, device=x.device)
-    known |= {
-        "gradient": gradient,
-        "weights": known["given"].weights,
-        "ranges": torch.empty(2, len(w2), dtype=torch.int32, device=x.device),
-        "partial": torch.empty(parts * ids.numel(), dtype=torch.float32, device=x.device),
-        "d_hidden": d_hidden,
-        # In place where it is computed here: what was kept may be asked for again.
-        "hidden": d_hidden if hidden is None else hidden,
-    }
     return call
 
 

@@ -12,7 +12,6 @@ Shapes: T tokens, K experts per token, R assignments that were not dropped, H wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +32,7 @@ from fivefold.moe.operator._products import (
     sort_assignments,
 )
 from fivefold.moe.operator.activations import Activation
+from fivefold.moe.operator.operands import as_given
 
 _Optional = torch.Tensor | None
 _MOST_SINGLE_ROWS = 64
@@ -56,7 +56,7 @@ class Call:
 
     def forward(self, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
         """Return [T, H] in x's type; what the activation takes goes to ``kept``, block by block."""
-        with _as_given(self.x):
+        with as_given(self.x):
             order, blocks = self.order, self.blocks
             first = self.first_product()
             second = ExpertWeights(self.w2, self.b2, order)
@@ -77,7 +77,7 @@ class Call:
         wanted: Sequence[bool] = (True,) * 6,
     ) -> Gradients:
         """Return the gradients that are wanted; what was not ``kept`` is computed again."""
-        with _as_given(self.x):
+        with as_given(self.x):
             return _Backward(self, gradient, wanted).run(kept)
 
     def weights_by_row(self) -> torch.Tensor:
@@ -187,17 +187,11 @@ class _Backward:
             self.d_w13.add(d_entering, seen, block)
         self._biases(block, incoming, d_entering)
         if self.d_rows is not None:
-            self._tokens(block, rows, d_entering, self.d_rows)
-
-    def _tokens(
-        self, block: Block, rows: torch.Tensor, d_entering: torch.Tensor, results: _RowResults
-    ) -> None:
-        d_rows = self.first.pulled(d_entering, block, results.room(block))
-        results.put(d_rows)
-        if self.call.weight_on_input:
-            products = (d_rows * rows).sum(-1, dtype=self.by_row.dtype)
-            self.d_weights[block.rows] = products
-            d_rows *= self.by_row[block.rows].to(d_rows.dtype)
+            d_rows = self.first.pulled(d_entering, block, self.d_rows.room(block))
+            self.d_rows.put(d_rows)
+            if call.weight_on_input:
+                self.d_weights[block.rows] = (d_rows * rows).sum(-1, dtype=weights.dtype)
+                d_rows *= weights.to(d_rows.dtype)
 
     def _biases(self, block: Block, incoming: torch.Tensor, d_entering: torch.Tensor) -> None:
         call = self.call
@@ -219,14 +213,6 @@ def _add_by_expert(total: torch.Tensor, rows: torch.Tensor, block: Block) -> Non
     sums = total[block.experts]
     for number, part in block.parts(rows):
         sums[number] = part.sum(0)
-
-
-def _as_given(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Compute products in the type of their operands, also where torch.autocast is on."""
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
 
 
 def forward_grouped(
@@ -268,7 +254,7 @@ def _row_by_row(
     repeated = len(numbers) - len(set(numbers))
     if repeated * 8 > len(numbers) or min(numbers) < 0 or max(numbers) >= len(w2):
         return None
-    with _as_given(x):
+    with as_given(x):
         rows = x.repeat_interleave(ids.shape[1], 0)
         inner = activation(one_row_each(rows, w13, b13, experts))
         rows = one_row_each(inner, w2, b2, experts)
@@ -294,8 +280,7 @@ def recorded_grouped(
 ) -> torch.Tensor:
     """Compute ``forward_grouped`` and record it for ``backward()``."""
     x, w13, w2, ids, weights = operands
-    given = (x, w13, w2, weights, b13, b2, ids, options, recompute)
-    found: torch.Tensor = _Recorded.apply(*given)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Recorded.apply(x, w13, w2, weights, b13, b2, ids, options, recompute)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -275,8 +275,7 @@ class ExpertGradient:
     def add(self, left: torch.Tensor, right: torch.Tensor, block: Block) -> None:
         """Add left^T right of each expert of a block: [R, N] and [R, K] to [N, K]."""
         weight = self._weights.weight
-        num_bytes = weight.numel() * weight.element_size()
-        whole = len(block.sizes) == len(weight) > 1 and num_bytes < LARGE_BYTES
+        whole = len(block.sizes) == len(weight) > 1 and weight.nbytes < LARGE_BYTES
         if whole and self._weights.is_grouped:
             ends = self._weights.ends(block)
             if weight.is_contiguous():

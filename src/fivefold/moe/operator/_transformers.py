@@ -78,7 +78,7 @@ def register_transformers_backend(
     if name == "eager":
         raise taken
     registry = _registry()
-    if name in registry and not _is_ours(registry[name]):
+    if name in registry and getattr(registry[name], "func", None) is not _forward:
         raise taken
     registry.register(name, functools.partial(_forward, backend=backend, recompute=recompute))
     return name
@@ -97,10 +97,6 @@ def _registry() -> Any:
         message = "this transformers has no registry of experts backends"
         raise UnsupportedError(message, hint="install transformers 5.0 or newer")
     return registry
-
-
-def _is_ours(function: Any) -> bool:
-    return isinstance(function, functools.partial) and function.func is _forward
 
 
 def _forward(

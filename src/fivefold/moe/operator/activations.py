@@ -88,13 +88,9 @@ _FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Pull]] = {
 GATED_NAMES = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 ACTIVATIONS: dict[str, Activation] = {
-    name: Activation(
-        name=name, gated=gated, function=_FUNCTIONS[plain][0], pull=_FUNCTIONS[plain][1]
-    )
-    for name, gated, plain in [
-        *((name, False, name) for name in _FUNCTIONS),
-        *((name, True, plain) for plain, name in GATED_NAMES.items()),
-    ]
+    name: Activation(name=name, gated=name != plain, function=function, pull=pull)
+    for plain, name in [*zip(_FUNCTIONS, _FUNCTIONS, strict=True), *GATED_NAMES.items()]
+    for function, pull in [_FUNCTIONS[plain]]
 }
 """All activations by name: silu, gelu, gelu_tanh, relu, relu2 and the gated swiglu, geglu,
 geglu_tanh, reglu."""

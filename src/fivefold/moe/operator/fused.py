@@ -90,14 +90,13 @@ def backend_for(name: str, x: torch.Tensor) -> Backend:
     """Return the backend of a name, or the best one for these tokens where it is "auto"."""
     require_one_of(name, ("auto", *_BACKENDS), f"there is no backend {name!r}")
     found = _BACKENDS[_best_for(x) if name == "auto" else name]
-    reason = found.refuses(x)
-    if reason is not None:
+    if (reason := found.refuses(x)) is not None:
         raise UnsupportedError(f"backend {name!r} cannot work here: {reason}", hint="use auto")
     return found
 
 
 def _best_for(x: torch.Tensor) -> str:
-    """Return the fastest backend that was timed: kernels for 16 bits on an H100 or H200."""
+    """Return the fastest that was timed: kernels for 16 bits on an H200, or H100 of its kind."""
     if x.is_cuda and x.dtype in _TIMED and torch.cuda.get_device_capability(x.device) == (9, 0):
         return "split" if missing_fused(x.device) is None else "reference"
     return "reference"
@@ -149,9 +148,7 @@ def _compute_forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     # what lies in scratch means nothing, and an op that says so could have no gradients.
     backend, operands, options = _chosen(given)
     control, scratch, keep_hidden = given[11:]
-    workspace = None
-    if control is not None and scratch is not None:
-        workspace = Workspace(control=control, scratch=scratch)
+    workspace = None if control is None else Workspace(control=control, scratch=scratch)
     x, w13, _, ids, _ = operands
     hidden = x.new_empty((ids.numel() if keep_hidden else 0, w13.shape[1]))
     kept = hidden if keep_hidden else None
@@ -174,8 +171,7 @@ def _compute_backward(gradient: torch.Tensor, *given: Any) -> list[torch.Tensor]
 
 
 def _backward_shapes(_gradient: torch.Tensor, *given: Any) -> list[torch.Tensor]:
-    x, w13, w2, _, *rest = given[:7]
-    like = [tensor for tensor in (x, w13, w2, *rest) if tensor is not None]
+    like = [tensor for tensor in (*given[:3], *given[4:7]) if tensor is not None]
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like]
 
 
@@ -290,7 +286,7 @@ def fused_moe(  # noqa: PLR0913 - an operator's operands and options, all but fi
     check_precision(precision)
     capacity = check_capacity(capacity, drop_policy)
     if isinstance(x, torch.Tensor):
-        floats = as_autocast((x, w13, w2, b13, b2), x.device.type)
+        floats = as_autocast(x, w13, w2, b13, b2)
         x, w13, w2, b13, b2 = floats
         check_forward_mode((*floats, topk_weights))
         check_transforms((*floats, topk_ids, topk_weights))
@@ -342,18 +338,10 @@ def _computed(
         if chosen.recorded is not None:
             return chosen.recorded(*operands, **more, recompute=recompute)
     _check_own(kind, "in graphs and transformations", refused=True)
-    result: torch.Tensor = _forward(
-        *operands,
-        b13,
-        b2,
-        options["activation"],
-        options["weight_on_input"],
-        chosen.name,
-        options["precision"],
-        None if workspace is None else workspace.control,
-        None if workspace is None else workspace.scratch,
-        wanted and not recompute,
-    )[0]
+    named = (options["activation"], options["weight_on_input"], chosen.name, options["precision"])
+    memory = (None, None) if workspace is None else (workspace.control, workspace.scratch)
+    keep_hidden = wanted and not recompute
+    result: torch.Tensor = _forward(*operands, b13, b2, *named, *memory, keep_hidden)[0]
     return result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch import nn
 from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.fused import OperatorGroup, backends, fused_moe
-from fivefold.moe.operator.operands import as_autocast, check_weight_on_input
+from fivefold.moe.operator.operands import as_autocast, as_given, check_weight_on_input
 from fivefold.moe.routing.families import layer_options
 from fivefold.moe.routing.router import (
     DropPolicy,
@@ -278,8 +277,14 @@ class MoE(nn.Module):
         self._decision = _Decision(routing=routing, logits=logits)
         self.last_routing, self.last_logits = routing.detached(), logits.detach()
         ids = self._within_capacity(routing)
-        tokens = _as_autocast(tokens)
-        output, self.last_load = self._through_the_group(tokens, routing, ids)
+        tokens = as_autocast(tokens)[0]  # the operator takes one type for all
+        local = functools.partial(self._through, experts=self.experts)
+        if self.group is None:
+            output = local(tokens, ids, routing.weights_TK)
+            kept = counts_of(ids, config.experts)
+            self.last_load = ExpertLoad(routed=routing.load_E, kept=kept)
+        else:
+            output, self.last_load = self.group.apply(tokens, routing, ids, local)
         if self.shared is not None:
             every = torch.zeros(len(tokens), 1, dtype=torch.int64, device=x.device)
             weights = self._shared_weights(tokens)
@@ -291,46 +296,24 @@ class MoE(nn.Module):
         if self.shared_gate is None:
             kind = torch.promote_types(tokens.dtype, torch.float32)
             return torch.ones(len(tokens), 1, dtype=kind, device=tokens.device)
-        return torch.sigmoid(nn.functional.linear(tokens, _as_autocast(self.shared_gate)))
-
-    def _through_the_group(
-        self, tokens: torch.Tensor, routing: Routing, ids: torch.Tensor
-    ) -> tuple[torch.Tensor, ExpertLoad]:
-        """Return the experts' output, and the loads, wherever the experts are."""
-        local = functools.partial(self._through, experts=self.experts)
-        if self.group is not None:
-            return self.group.apply(tokens, routing, ids, local)
-        kept = counts_of(ids, self.config.experts)
-        return local(tokens, ids, routing.weights_TK), ExpertLoad(routed=routing.load_E, kept=kept)
+        return torch.sigmoid(nn.functional.linear(tokens, as_autocast(self.shared_gate)[0]))
 
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
         # Not in autocast's 16 bits: a rounded logit sends a token to another expert (selective
         # precision, arXiv 2101.03961, section 2.4).
-        device = tokens.device.type
-        switch = torch.amp.is_autocast_available(device)
-        with torch.autocast(device, enabled=False) if switch else contextlib.nullcontext():
+        with as_given(tokens):
             wide = torch.promote_types(tokens.dtype, self.gate.weight.dtype)
             return nn.functional.linear(tokens.to(wide), self.gate.weight.to(wide))
 
     def _within_capacity(self, routing: Routing) -> torch.Tensor:
         """Return expert ids with -1 for the dropped; a rank's tokens compete among themselves."""
-        config = self.config
-        if config.capacity_factor is None:
-            return routing.ids_TK
-        capacity = capacity_for(
-            len(routing.ids_TK),
-            config.experts,
-            top_k=config.router.top_k,
-            factor=config.capacity_factor,
-        )
-        kept = drop_beyond_capacity(
-            routing.ids_TK,
-            routing.weights_TK,
-            num_experts=config.experts,
-            capacity=capacity,
-            policy=config.drop_policy,
-        )
-        return routing.ids_TK.masked_fill(~kept, -1)
+        config, ids, factor = self.config, routing.ids_TK, self.config.capacity_factor
+        if factor is None:
+            return ids
+        capacity = capacity_for(len(ids), config.experts, top_k=ids.shape[1], factor=factor)
+        room = {"num_experts": config.experts, "capacity": capacity}
+        kept = drop_beyond_capacity(ids, routing.weights_TK, **room, policy=config.drop_policy)
+        return ids.masked_fill(~kept, -1)
 
     def _through(
         self,
@@ -391,9 +374,3 @@ class MoE(nn.Module):
             f"experts={config.experts}, top_k={config.router.top_k}, "
             f"activation={config.activation!r}"
         )
-
-
-def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """Cast to the type of torch.autocast, where it is on: the operator takes one type for all."""
-    cast: torch.Tensor = as_autocast((tensor,), tensor.device.type)[0]
-    return cast

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -28,14 +29,25 @@ def is_eager(tensors: tuple[Any, ...]) -> bool:
     )
 
 
-def as_autocast(tensors: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    """Cast floating-point tensors to the type of torch.autocast, where it is on."""
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+def _autocasts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def as_autocast(first: torch.Tensor, *others: Any) -> tuple[Any, ...]:
+    """Cast floating-point tensors to the type of torch.autocast, where it is on for the first."""
+    device, tensors = first.device.type, (first, *others)
+    if not _autocasts(device):
         return tensors
     kind = torch.get_autocast_dtype(device)
     return tuple(
         t.to(kind) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in tensors
     )
+
+
+def as_given(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Compute products in the type of their operands, also where torch.autocast is on."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if _autocasts(device) else nullcontext()
 
 
 def check_forward_mode(tensors: tuple[Any, ...]) -> None:
@@ -107,7 +119,7 @@ def check_operands(  # noqa: PLR0913 - the operator's own operands
     if ids.dtype not in _ID_TYPES:
         raise ConfigurationError(f"topk_ids has dtype {ids.dtype}", hint="use int32 or int64")
     floats = {"x": x, "w13": w13, "w2": w2, "b13": b13, "b2": b2}
-    _check_alike(floats)
+    _check_alike(x, floats)
     if not weights.is_floating_point():
         raise ConfigurationError(f"topk_weights has dtype {weights.dtype}", hint="use float32")
     for name, tensor in {"topk_ids": ids, "topk_weights": weights, **floats}.items():
@@ -124,9 +136,7 @@ def _check_tensors(**given: object) -> None:
             raise ConfigurationError(f"{name} is a {kind}", hint="it must be a torch.Tensor")
 
 
-def _check_alike(floats: dict[str, torch.Tensor | None]) -> None:
-    x = floats["x"]
-    assert x is not None, "x is always there"
+def _check_alike(x: torch.Tensor, floats: dict[str, torch.Tensor | None]) -> None:
     if x.dtype not in _FLOAT_TYPES:
         raise ConfigurationError(
             f"x has dtype {x.dtype}", hint="use bfloat16, float16, float32 or float64"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -137,22 +138,11 @@ class OneSidedConfig:
     def tiles(self) -> Tiles:
         """Return the kernel's variant, narrower than on one rank: addresses take registers."""
         gated = activation_named(self.activation).gated
-        tiles = tiles_for(
-            self.dtype,
-            halves=gated,
-            precision=self.precision,
-            by_descriptor=self.by_descriptor,
-            interpreted=interpreting(),
-        )
-        if interpreting():
-            return tiles
+        how: dict[str, Any] = {"precision": self.precision, "by_descriptor": self.by_descriptor}
+        tiles = tiles_for(self.dtype, halves=gated, **how)
         slow = self.dtype == torch.float32 and self.precision != "tf32"
-        widest = 32 if slow and gated else 128
-        return replace(
-            tiles,
-            columns=min(tiles.columns, widest),
-            second_columns=min(tiles.second_columns, 128),
-        )
+        columns = min(tiles.columns, 32 if slow and gated else 128)
+        return replace(tiles, columns=columns, second_columns=min(tiles.second_columns, 128))
 
     @property
     def cell_rows(self) -> int:
@@ -206,9 +196,9 @@ def source_tiles(config: OneSidedConfig) -> int:
 
 def receive_tiles(config: OneSidedConfig) -> int:
     """Return the most row tiles that the rows which a rank receives are cut into."""
-    if config.capacity is not None:
-        return config.receive_rows // config.tiles.rows
-    return config.receive_rows // config.tiles.rows + min(config.local_experts, config.receive_rows)
+    rows = config.receive_rows
+    cut_short = min(config.local_experts, rows) if config.capacity is None else 0
+    return rows // config.tiles.rows + cut_short
 
 
 def heap_layout(config: OneSidedConfig) -> Layout:
@@ -235,45 +225,37 @@ def heap_layout(config: OneSidedConfig) -> Layout:
 
 def private_layout(config: OneSidedConfig) -> Layout:
     """Lay the memory of its own of a rank out; ``max_tiles`` is that of received rows."""
-    int32 = torch.int32
     slots, rows = config.max_tokens * config.top_k, config.receive_rows
     chunks = max(1, -(-slots // CHUNK_SLOTS[interpreting()]))
-    tiles, recv = source_tiles(config), receive_tiles(config)
-    experts, local = config.experts, config.local_experts
+    recv, experts = receive_tiles(config), config.experts
+    counts = {
+        "counts": chunks * experts,
+        **dict.fromkeys(("totals", "own_first", "return_first", "return_tile"), experts),
+        "return_row": slots,
+        "expert_first": config.local_experts,
+        **dict.fromkeys(("count_rows", "count_upper"), recv * config.ranks),
+        "recv_tiles": 1,
+        **dict.fromkeys(("recv_expert", "recv_first", "recv_stop"), recv),
+    }
     sizes = {
-        "counts": (chunks * experts, int32),
-        "totals": (experts, int32),
-        "own_first": (experts, int32),
-        **table_sizes(tiles, slots),
-        "return_row": (slots, int32),
-        "expert_first": (local, int32),
-        "return_first": (experts, int32),  # [P, L]
-        "return_tile": (experts, int32),
+        **{name: (count, torch.int32) for name, count in counts.items()},
+        **table_sizes(source_tiles(config), slots),
         "return_address": (rows, torch.int64),
         "word_address": (rows if config.debug or config.training else 0, torch.int64),
         "count_address": (recv * config.ranks, torch.int64),
-        "count_rows": (recv * config.ranks, int32),
-        "count_upper": (recv * config.ranks, int32),
-        "recv_tiles": (1, int32),
-        "recv_expert": (recv, int32),
-        "recv_first": (recv, int32),
-        "recv_stop": (recv, int32),
         "inner": (rows * config.intermediate, config.dtype),
     }
-    return Layout.of(
-        sizes,
-        control_words=_up(CONTROL_WORDS + experts + recv, 64),
-        num_chunks=chunks,
-        max_tiles=recv,
-    )
+    words = _up(CONTROL_WORDS + experts + recv, 64)
+    return Layout.of(sizes, control_words=words, num_chunks=chunks, max_tiles=recv)
 
 
 def sizes_of(
-    config: OneSidedConfig, *, num_local: int, weight_on_input: bool, router: Router | None = None
+    config: OneSidedConfig, *, num_local: int, router: Router | None = None, **changes: Any
 ) -> Sizes:
     """Return what is fixed when the kernels are compiled; ``num_local`` ranks share a launch.
 
     ``router`` is that of the gate in the launch; None where ids and weights are given.
+    ``changes`` are sizes of this launch that differ from the group's.
     """
     router = router or Router(top_k=config.top_k)
     call: CallSizes = {
@@ -288,30 +270,29 @@ def sizes_of(
         config.tiles,
         call,
         activation=activation_named(config.activation),
-        weight_on_input=weight_on_input,
+        weight_on_input=False,
         precision=config.precision,
         by_descriptor=config.by_descriptor,
-        interpreted=interpreting(),
     )
-    return replace(
-        sizes,
-        V=num_local,
-        P=config.ranks,
-        PP=power_of_two(config.ranks),
-        L=config.local_experts,
-        LP=power_of_two(config.local_experts),
-        C=config.cell_rows,
-        SHADOW=config.debug,
-        COPY=16 if interpreting() else 64,
-        SCORE=router.score,
-        NORMALIZE=router.normalize,
-        SCALE=router.scale,
-        GROUPS=router.groups,
-        TOP_GROUPS=router.top_groups,
-        GROUP_SUM=router.group_score == "top2_sum",
-        BG=16 if interpreting() or sizes.EP > 256 else 32,
-        BD=16 if interpreting() else 64,
-    )
+    of_groups: dict[str, Any] = {
+        "V": num_local,
+        "P": config.ranks,
+        "PP": power_of_two(config.ranks),
+        "L": config.local_experts,
+        "LP": power_of_two(config.local_experts),
+        "C": config.cell_rows,
+        "SHADOW": config.debug,
+        "COPY": 16 if interpreting() else 64,
+        "SCORE": router.score,
+        "NORMALIZE": router.normalize,
+        "SCALE": router.scale,
+        "GROUPS": router.groups,
+        "TOP_GROUPS": router.top_groups,
+        "GROUP_SUM": router.group_score == "top2_sum",
+        "BG": 16 if interpreting() or sizes.EP > 256 else 32,
+        "BD": 16 if interpreting() else 64,
+    }
+    return replace(sizes, **of_groups | changes)
 
 
 def check_call(
@@ -417,13 +398,8 @@ def check_gate(
 
 def check_layer(config: OneSidedConfig, layer: MoEConfig) -> None:
     """Refuse a layer that a group was not made for."""
-    pairs = {
-        "hidden": (layer.hidden, config.hidden),
-        "intermediate": (layer.intermediate, config.intermediate),
-        "top_k": (layer.router.top_k, config.top_k),
-        "activation": (layer.activation, config.activation),
-    }
-    for name, (its, ours) in pairs.items():
+    for name in ("hidden", "intermediate", "top_k", "activation"):
+        its, ours = getattr(layer.router if name == "top_k" else layer, name), getattr(config, name)
         if its != ours:
             raise ConfigurationError(
                 f"{name} of the layer is {its!r}, of the group {ours!r}",

@@ -55,16 +55,14 @@ class SymmetricHeap(AbstractContextManager["SymmetricHeap"]):
         self.close()
 
 
-def _check_sizes(ranks: int, nbytes: int, rank: int = 0) -> None:
+def _rounded(nbytes: int, ranks: int, rank: int = 0) -> int:
+    """Return the bytes of a rank's part; refuse sizes and ranks that are none."""
     if ranks < 1 or nbytes < 1:
         raise ConfigurationError(f"a heap needs ranks and bytes; got {ranks} and {nbytes}")
     if not 0 <= rank < ranks:
         raise ConfigurationError(
             f"rank is {rank}, there are {ranks} ranks", hint="ranks count from 0"
         )
-
-
-def _rounded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -86,8 +84,7 @@ class VirtualHeap(SymmetricHeap):
     """
 
     def __init__(self, ranks: int, *, nbytes: int, device: str | torch.device = "cpu") -> None:
-        _check_sizes(ranks, nbytes)
-        nbytes = _rounded(nbytes)
+        nbytes = _rounded(nbytes, ranks)
         own = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=device)
         addresses = [own.data_ptr() + rank * nbytes for rank in range(ranks)]
         super().__init__(own, addresses, first_rank=0)
@@ -130,8 +127,7 @@ class SharedMemoryHeap(SymmetricHeap):
         tag: str = "",
         timeout_s: float = 60.0,
     ) -> None:
-        _check_sizes(ranks, nbytes, rank)
-        nbytes = _rounded(nbytes)
+        nbytes = _rounded(nbytes, ranks, rank)
         self._folder = Path(folder)
         self._rank = rank
         deadline_s = time.monotonic() + timeout_s
@@ -211,8 +207,7 @@ class TorchSymmetricHeap(SymmetricHeap):
         self, *, nbytes: int, device: str | torch.device = "cuda", group: Any = None
     ) -> None:
         place = torch.device(device)
-        reason = self.missing(place)
-        if reason is not None:
+        if (reason := self.missing(place)) is not None:
             raise UnsupportedError(
                 reason, hint="VirtualHeap has all ranks on one device, SharedMemoryHeap on the CPU"
             )
@@ -221,9 +216,9 @@ class TorchSymmetricHeap(SymmetricHeap):
             message = "there is no process group"
             raise ConfigurationError(message, hint="call torch.distributed.init_process_group")
         group = distributed.group.WORLD if group is None else group
-        _check_sizes(group.size(), nbytes)
+        nbytes = _rounded(nbytes, group.size())
         module = importlib.import_module("torch.distributed._symmetric_memory")
-        memory = module.empty(_rounded(nbytes), dtype=torch.uint8, device=place)
+        memory = module.empty(nbytes, dtype=torch.uint8, device=place)
         memory.zero_()
         handle = module.rendezvous(memory, group)
         # All ranks' zeros are there before anyone writes.

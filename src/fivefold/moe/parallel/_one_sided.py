@@ -13,8 +13,8 @@ ranks of this process, L experts of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,7 +25,6 @@ from fivefold.errors import CommunicationError, ConfigurationError, DataError, U
 from fivefold.moe.kernels.arguments import (
     Heap,
     Launch,
-    Layout,
     Operands,
     Plan,
     Sizes,
@@ -35,12 +34,14 @@ from fivefold.moe.kernels.arguments import (
 )
 from fivefold.moe.kernels.launch import (
     combine_columns_for,
+    contiguous,
     descriptor,
     lag_for,
     missing_fused,
     multiprocessors,
     on,
     start,
+    unfilled,
 )
 from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.fused import Backend, backend_for
@@ -56,7 +57,7 @@ from fivefold.moe.parallel._config import (
     private_layout,
     sizes_of,
 )
-from fivefold.moe.parallel._heaps import SharedMemoryHeap, SymmetricHeap, VirtualHeap
+from fivefold.moe.parallel._heaps import SharedMemoryHeap, SymmetricHeap
 from fivefold.moe.routing.router import (
     DropPolicy,
     Router,
@@ -97,6 +98,7 @@ class OneSidedGroup:
         UnsupportedError: The kernel cannot run on the heap's device; says why.
 
     Examples:
+        >>> from fivefold.moe import VirtualHeap
         >>> config = OneSidedConfig(
         ...     ranks=2, experts=4, hidden=8, intermediate=8, top_k=1, max_tokens=3
         ... )
@@ -108,8 +110,7 @@ class OneSidedGroup:
     def __init__(
         self, config: OneSidedConfig, heap: SymmetricHeap, *, timeout_s: float = 30.0
     ) -> None:
-        reason = missing_fused(heap.device)
-        if reason is not None:
+        if (reason := missing_fused(heap.device)) is not None:
             raise UnsupportedError(
                 f"a one-sided group cannot work here: {reason}",
                 hint="AllToAllGroup needs no kernel, and works over gloo and NCCL",
@@ -129,18 +130,17 @@ class OneSidedGroup:
         if not timeout_s > 0:
             raise ConfigurationError(f"timeout_s must be positive; got {timeout_s}")
         self.config, self.heap, self.timeout_s = config, heap, timeout_s
-        num_local, ranks, device = heap.num_local, config.ranks, heap.device
-        control_words, scratch_bytes = self._private.control_words, self._private.nbytes
-        self._control = torch.zeros(num_local, control_words, dtype=torch.int32, device=device)
-        self._scratch = torch.empty(num_local, scratch_bytes, dtype=torch.uint8, device=device)
-        statistics = (num_local, len(_STATISTICS), ranks)
+        here, words, device = heap.num_local, self._private.control_words, heap.device
+        self._control = torch.zeros(here, words, dtype=torch.int32, device=device)
+        self._scratch = torch.empty(here, self._private.nbytes, dtype=torch.uint8, device=device)
+        statistics = (here, len(_STATISTICS), config.ranks)
         self._stats = torch.zeros(statistics, dtype=torch.int64, device=device)
         self._token_first: dict[tuple[int, ...], torch.Tensor] = {}
         self._broken: str | None = None
-        self._known = self._fixed_arguments(self.heap_layout)
+        self._known = self._fixed_arguments()
 
-    def _fixed_arguments(self, layout: Layout) -> dict[str, Any]:
-        config, heap, private = self.config, self.heap, self._private
+    def _fixed_arguments(self) -> dict[str, Any]:
+        config, heap, layout, private = self.config, self.heap, self.heap_layout, self._private
         tables = private.cut(self._scratch[0])
         offsets = {name: first for name, (first, _, _) in layout.sections.items()}
         return {
@@ -253,14 +253,8 @@ class OneSidedGroup:
             message = "this group has no room for a backward"
             hint = "make it with OneSidedConfig(training=True), or use torch.no_grad()"
             raise ConfigurationError(message, hint=hint)
-        options = {
-            "group": self,
-            "counts": counts,
-            "weight_on_input": weight_on_input,
-            "backend": backend_for(backend, x),
-            "programs": programs,
-        }
-        result: _Tensor = _Recorded.apply(*floats, topk_ids, options)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+        how = (self, counts, weight_on_input, programs)
+        result: _Tensor = _Recorded.apply(*floats, topk_ids, backend_for(backend, x), how)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
         return result
 
     def routed(  # noqa: PLR0913 - the operator's own operands
@@ -304,54 +298,11 @@ class OneSidedGroup:
             hint = "route first, and use fused_moe(..., group=group), or torch.no_grad()"
             raise UnsupportedError(message, hint=hint)
         counts = check_call(config, self.heap, operands, biases=(b13, b2), num_tokens=num_tokens)
-        out = self.forward(operands, (b13, b2), counts, routing=(gate, selection_bias, router))
-        return out, ids, weights
-
-    def forward(
-        self,
-        operands: tuple[torch.Tensor, ...],
-        biases: tuple[torch.Tensor | None, torch.Tensor | None],
-        counts: tuple[int, ...],
-        *,
-        weight_on_input: bool = False,
-        programs: int | None = None,
-        routing: tuple[torch.Tensor, torch.Tensor | None, Router] | None = None,
-    ) -> torch.Tensor:
-        """Launch a call whose operands x, w13, w2, ids and weights were checked.
-
-        With a ``routing`` (gate, selection bias and router) ids and weights are results.
-        """
-        from fivefold.moe.kernels.one_sided import one_sided_kernel  # noqa: PLC0415 - optional
-
-        tiles = self.config.tiles
-        x, w13, w2, ids, weights = (operand.contiguous() for operand in operands)
-        b13, b2 = (None if bias is None else bias.contiguous() for bias in biases)
-        out = torch.empty_like(x)
-        gate, selection_bias, router = routing or (None, None, None)
-        given = {
-            "given": Operands(x, ids, weights, b13, b2, out),
-            "w13": self._weights(w13, tiles.columns),
-            "w2": self._weights(w2, tiles.second_columns),
-            "gate": None if gate is None else gate.contiguous(),
-            "selection_bias": None if selection_bias is None else selection_bias.contiguous(),
-            "S": sizes_of(
-                self.config,
-                num_local=self.heap.num_local,
-                weight_on_input=weight_on_input,
-                router=router,
-            ),
-        }
-        self.launch(one_sided_kernel, given, counts, programs=programs)
-        self.check_if_cheap()
-        return out
+        call = _Call(x, w13, w2, weights, b13, b2, ids, self, counts)
+        return call.in_one_launch(gate, selection_bias, router), ids, weights
 
     def launch(
-        self,
-        kernel: Any,
-        given: dict[str, Any],
-        counts: tuple[int, ...],
-        *,
-        programs: int | None = None,
+        self, kernel: Any, given: dict[str, Any], counts: tuple[int, ...], programs: int | None
     ) -> None:
         """Start a kernel with arguments by name, besides those that this knows."""
         programs = self._programs() if programs is None else programs
@@ -367,13 +318,6 @@ class OneSidedGroup:
 
     def _programs(self) -> int:
         return 1 if interpreting() else multiprocessors(self.heap.device)
-
-    def _weights(self, weight: torch.Tensor, columns: int) -> Any:
-        if not self.config.by_descriptor:
-            return weight
-        if weight.data_ptr() % 16:
-            weight = weight.clone()
-        return descriptor(weight, columns, self.config.tiles.depth)
 
     def _offsets(self, counts: tuple[int, ...]) -> torch.Tensor:
         """Return each rank's first token; kept, so that a repeated call copies nothing to a GPU."""
@@ -513,7 +457,7 @@ class OneSidedGroup:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call's operands, checked, and who computes them."""
+    """One call's operands, checked."""
 
     x: _Tensor
     w13: _Tensor  # of this process's experts, as w2 and the biases
@@ -524,20 +468,43 @@ class _Call:
     ids: _Tensor  # among all experts
     group: OneSidedGroup
     counts: tuple[int, ...]  # tokens of each rank of this process
-    weight_on_input: bool
-    backend: Backend
-    programs: int | None
+    weight_on_input: bool = False
+    programs: int | None = None
 
-    def forward(self) -> _Tensor:
+    def in_one_launch(
+        self, gate: _Optional = None, selection_bias: _Optional = None, router: Router | None = None
+    ) -> _Tensor:
+        """Return [T, H]; with a gate and its router, ids and weights are results as well."""
+        from fivefold.moe.kernels.one_sided import one_sided_kernel  # noqa: PLC0415 - optional
+
+        tiles = self.group.config.tiles
+        operands = contiguous(self.x, self.ids, self.weights, self.b13, self.b2)
+        out = unfilled(self.x)
+        gate, selection_bias = contiguous(gate, selection_bias)
+        given = {
+            "given": Operands(*operands)._replace(out=out),
+            "w13": self._weight(self.w13, tiles.columns),
+            "w2": self._weight(self.w2, tiles.second_columns),
+            "gate": gate,
+            "selection_bias": selection_bias,
+            "S": self._sizes(router=router, WEIGHT_ON_INPUT=self.weight_on_input),
+        }
+        self.group.launch(one_sided_kernel, given, self.counts, self.programs)
+        self.group.check_if_cheap()
+        return out
+
+    def _weight(self, weight: _Tensor, columns: int) -> Any:
+        weight, config = weight.contiguous(), self.group.config
+        if not config.by_descriptor:
+            return weight
+        if weight.data_ptr() % 16:
+            weight = weight.clone()
+        return descriptor(weight, columns, config.tiles.depth)
+
+    def forward(self, backend: Backend) -> _Tensor:
         """Return [T, H]: in one launch, or by dispatch, this process's experts and combination."""
-        if self.backend.name == "fused":
-            return self.group.forward(
-                (self.x, self.w13, self.w2, self.ids, self.weights),
-                (self.b13, self.b2),
-                self.counts,
-                weight_on_input=self.weight_on_input,
-                programs=self.programs,
-            )
+        if backend.name == "fused":
+            return self.in_one_launch()
         rows, experts = self._scatter(self.x, weights=self.weight_on_input)
         results = rows.new_empty(rows.shape)
         for place, here, ids in _by_rank(experts):
@@ -546,12 +513,12 @@ class _Call:
             weight = entering.new_ones(len(entering), 1, dtype=torch.float32)
             if self.weight_on_input:
                 weight = self._sent_weights(place)[here].unsqueeze(1)
-            results[place][here] = self.backend.forward(
+            results[place][here] = backend.forward(
                 entering, w13, w2, ids, weight, **options, workspace=None
             )
         return self._gather(results, None)[0]
 
-    def backward(self, gradient: _Tensor) -> tuple[_Optional, ...]:
+    def backward(self, gradient: _Tensor, backend: Backend) -> tuple[_Optional, ...]:
         """Return the gradients of x, w13, w2, weights, b13 and b2, by the same way out and back.
 
         A token's row goes out with the row of its gradient; the experts' ranks compute the first
@@ -567,7 +534,7 @@ class _Call:
             w13, w2, options = self._share(place)
             entering, incoming = torch.split(rows[place][here], width, dim=1)
             weight = self._sent_weights(place)[here].unsqueeze(1)
-            d_x, d_w13, d_w2, d_weight, d_b13, d_b2 = self.backend.backward(
+            d_x, d_w13, d_w2, d_weight, d_b13, d_b2 = backend.backward(
                 incoming.contiguous(), entering.contiguous(), w13, w2, ids, weight, **options
             )
             assert d_x is not None, "a backend gives all gradients"
@@ -605,10 +572,12 @@ class _Call:
         experts = torch.full(
             (heap.num_local, config.receive_rows), -1, dtype=torch.int32, device=rows.device
         )
-        given = Operands(rows.contiguous(), self.ids.contiguous(), self.weights.contiguous())
-        sizes = self._sizes(H=width, WEIGHT_ON_INPUT=weights)
-        changes = {"given": given, "row_expert": experts, "S": sizes}
-        self.group.launch(kernels.scatter_kernel, changes, self.counts)
+        changes = {
+            "given": Operands(*contiguous(rows, self.ids, self.weights)),
+            "row_expert": experts,
+            "S": self._sizes(H=width, WEIGHT_ON_INPUT=weights),
+        }
+        self.group.launch(kernels.scatter_kernel, changes, self.counts, None)
         came = self.group.heap_layout.view("receive", heap.own)
         return came[:, : config.receive_rows * width].view(heap.num_local, -1, width), experts
 
@@ -619,7 +588,7 @@ class _Call:
         """
         from fivefold.moe.kernels import one_sided as kernels  # noqa: PLC0415 - optional
 
-        out = torch.empty_like(self.x, memory_format=torch.contiguous_format)
+        out = unfilled(self.x)
         numbers = torch.empty(self.ids.shape, dtype=torch.float32, device=out.device)
         weights = self.weights.contiguous()
         changes = {
@@ -635,14 +604,12 @@ class _Call:
                 BN2=self.group.config.hidden,
             ),
         }
-        self.group.launch(kernels.gather_kernel, changes, self.counts)
+        self.group.launch(kernels.gather_kernel, changes, self.counts, None)
         self.group.check_if_cheap()
         return out, None if scalars is None else numbers.to(weights.dtype)
 
     def _sizes(self, **changes: Any) -> Sizes:
-        group = self.group
-        made = sizes_of(group.config, num_local=group.heap.num_local, weight_on_input=False)
-        return replace(made, **changes)
+        return sizes_of(self.group.config, num_local=self.group.heap.num_local, **changes)
 
 
 def _stacked(parts: tuple[_Optional, ...]) -> _Optional:
@@ -652,19 +619,17 @@ def _stacked(parts: tuple[_Optional, ...]) -> _Optional:
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _by_rank(experts: _Tensor) -> list[tuple[int, _Tensor | slice, _Tensor]]:
-    """Return place, rows and ids of each rank of this process.
+def _by_rank(experts: _Tensor) -> Iterator[tuple[int, _Tensor | slice, _Tensor]]:
+    """Yield place, rows and ids of each rank of this process.
 
     On the CPU with the rows that came only. Elsewhere with all that there is room for, -1 marking
     those that did not come: to know their number would be to wait for the device.
     """
-    found: list[tuple[int, _Tensor | slice, _Tensor]] = []
     for place, of_rank in enumerate(experts):
         here: _Tensor | slice = slice(None)
         if experts.device.type == "cpu":
             here = (of_rank >= 0).nonzero().squeeze(1)
-        found.append((place, here, of_rank[here].unsqueeze(1)))
-    return found
+        yield place, here, of_rank[here].unsqueeze(1)
 
 
 class _Recorded(Function):
@@ -675,15 +640,12 @@ class _Recorded(Function):
         """Make the call and keep its operands."""
         # The tensors come back from ctx, so that torch sees when one was changed in between.
         ctx.save_for_backward(*given[:7])
-        ctx.options = given[7]
-        return _Call(*given[:7], **ctx.options).forward()
+        ctx.backend, ctx.how = given[7:]
+        return _Call(*given[:7], *ctx.how).forward(ctx.backend)
 
     @staticmethod
     def backward(ctx: Any, *gradients: _Tensor) -> tuple[Any, ...]:
         """Return the gradients, by another collective call."""
-        call = _Call(*ctx.saved_tensors, **ctx.options)
+        call = _Call(*ctx.saved_tensors, *ctx.how)
         call.group._check_whole()  # noqa: SLF001 - of this file
-        return *call.backward(gradients[0].contiguous()), None, None
-
-
-_ = VirtualHeap  # for the example above
+        return *call.backward(gradients[0].contiguous(), ctx.backend), None, None, None

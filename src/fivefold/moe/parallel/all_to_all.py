@@ -30,7 +30,7 @@ from torch.autograd import Function
 
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
 from fivefold.moe.operator.layer import ExpertLoad, LocalExperts, MoEConfig
-from fivefold.moe.routing.router import Routing
+from fivefold.moe.routing.router import Routing, counts_of
 
 Guard = Callable[[str], AbstractContextManager[None]]
 
@@ -133,16 +133,8 @@ class AllToAllGroup:
         wanted = (owner.unsqueeze(0) == ranks.view(-1, 1, 1)).any(dim=-1)  # [P, T]
         to_rank, rows = wanted.nonzero(as_tuple=True)
         # Rows per rank first, then the loads: one message brings both.
-        told = self.gather(
-            torch.cat(
-                [
-                    wanted.sum(dim=1),
-                    torch.bincount(routing.ids_TK.reshape(-1), minlength=num_experts),
-                    torch.bincount(ids.reshape(-1) + 1, minlength=num_experts + 1)[1:],
-                ]
-            ),
-            name="row counts",
-        )
+        counts = [wanted.sum(dim=1), routing.load_E, counts_of(ids, num_experts)]
+        told = self.gather(torch.cat(counts), name="row counts")
         mine = ids[rows] - (to_rank * share).unsqueeze(1)
         plan = _Plan(
             tokens=rows,
@@ -152,9 +144,8 @@ class AllToAllGroup:
             num_tokens=len(tokens),
             row_bytes=tokens.shape[1] * tokens.element_size(),
         )
-        received: tuple[torch.Tensor, ...]
-        received = _Dispatch.apply(tokens, routing.weights_TK, plan, self)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-        partial = local(received[0], received[2], received[1])
+        came, weights, numbers = _Dispatch.apply(tokens, routing.weights_TK, plan, self)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+        partial = local(came, numbers, weights)
         output: torch.Tensor = _Combine.apply(partial, plan, self)  # type: ignore[no-untyped-call]  # as above
         loads = told[:, self.size :].sum(dim=0)
         return output, ExpertLoad(routed=loads[:num_experts], kept=loads[num_experts:])
@@ -188,8 +179,14 @@ class AllToAllGroup:
                     )
         self._agreed.add(kind)
 
-    def send(self, rows: torch.Tensor, plan: _Plan, *, name: str, back: bool) -> torch.Tensor:
-        """Send bytes [S, N] the plan's way, giving [R, N], or ``back`` the opposite way."""
+    def send(
+        self, parts: list[torch.Tensor], plan: _Plan, *, name: str, back: bool
+    ) -> list[torch.Tensor]:
+        """Send tensors [S, N] the plan's way, giving [R, N] each, or ``back`` the opposite way.
+
+        They go side by side as rows of bytes: one message instead of several.
+        """
+        rows = torch.cat([_as_bytes(part) for part in parts], dim=1)
         send, receive = (plan.receive, plan.send) if back else (plan.send, plan.receive)
         received = rows.new_empty((sum(receive), rows.shape[1]))
         away = sum(send) - send[self.rank]
@@ -197,22 +194,15 @@ class AllToAllGroup:
             name, payload_bytes=away * plan.row_bytes, sent_bytes=away * rows.shape[1]
         ):
             dist.all_to_all_single(received, rows, list(receive), list(send), group=self._group)
-        return received
+        return _unpacked(received, parts)
 
     @contextlib.contextmanager
-    def _timed(self, name: str, *, payload_bytes: int, sent_bytes: int) -> Iterator[None]:
+    def _timed(self, name: str, **num_bytes: int) -> Iterator[None]:
         start_s = time.perf_counter()
         with self._guard(f"sending {name} between experts"):
             yield
-        self._calls.append(
-            AllToAllCall(
-                name=name,
-                start_s=start_s,
-                end_s=time.perf_counter(),
-                payload_bytes=payload_bytes,
-                sent_bytes=sent_bytes,
-            )
-        )
+        call = AllToAllCall(name=name, start_s=start_s, end_s=time.perf_counter(), **num_bytes)
+        self._calls.append(call)
 
     @contextlib.contextmanager
     def _default_guard(self, what: str) -> Iterator[None]:
@@ -243,8 +233,7 @@ class _Dispatch(Function):
         ctx.token_type, ctx.weight_type = tokens.dtype, weights.dtype
         of_others = plan.ids < 0
         sent = [tokens[plan.tokens], weights[plan.tokens].masked_fill(of_others, 0.0), plan.ids]
-        packed = group.send(_packed(sent), plan, name="tokens", back=False)
-        received = _unpacked(packed, sent)
+        received = group.send(sent, plan, name="tokens", back=False)
         ctx.mark_non_differentiable(received[2])
         return tuple(received)
 
@@ -253,10 +242,8 @@ class _Dispatch(Function):
         ctx: Any, *gradients: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         """Bring the gradients of tokens and weights back."""
-        plan: _Plan = ctx.plan
-        sent = list(gradients[:2])
-        packed = ctx.group.send(_packed(sent), plan, name="gradients of the tokens", back=True)
-        rows, weights = _unpacked(packed, sent)
+        plan, sent = ctx.plan, list(gradients[:2])
+        rows, weights = ctx.group.send(sent, plan, name="gradients of the tokens", back=True)
         weights = weights.masked_fill(plan.ids < 0, 0.0)
         d_tokens = _summed(rows, plan).to(ctx.token_type)
         return d_tokens, _summed(weights, plan).to(ctx.weight_type), None, None
@@ -269,24 +256,15 @@ class _Combine(Function):
     def forward(ctx: Any, partial: torch.Tensor, plan: _Plan, group: AllToAllGroup) -> torch.Tensor:
         """Bring the sums back and add them up by token."""
         ctx.plan, ctx.group = plan, group
-        packed = group.send(_packed([partial]), plan, name="results", back=True)
-        (rows,) = _unpacked(packed, [partial])
+        (rows,) = group.send([partial], plan, name="results", back=True)
         return _summed(rows, plan).to(partial.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Send the gradients of the sums out."""
-        sent = gradients[0][ctx.plan.tokens]
-        packed = ctx.group.send(
-            _packed([sent]), ctx.plan, name="gradients of the results", back=False
-        )
-        (rows,) = _unpacked(packed, [sent])
+        sent = [gradients[0][ctx.plan.tokens]]
+        (rows,) = ctx.group.send(sent, ctx.plan, name="gradients of the results", back=False)
         return rows, None, None
-
-
-def _packed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Put tensors [N, ...] side by side as rows of bytes: one message instead of several."""
-    return torch.cat([_as_bytes(part) for part in parts], dim=1)
 
 
 def _as_bytes(part: torch.Tensor) -> torch.Tensor:
@@ -301,9 +279,7 @@ def _unpacked(rows: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor
     pieces = torch.split(rows, widths, dim=1)
     # A copy: a view of a wider type must begin at a multiple of its size.
     return [
-        torch.empty(piece.shape, dtype=torch.uint8, device=rows.device)
-        .copy_(piece)
-        .view(part.dtype)
+        piece.clone(memory_format=torch.contiguous_format).view(part.dtype)
         for piece, part in zip(pieces, like, strict=True)
     ]
 

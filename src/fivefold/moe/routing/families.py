@@ -144,29 +144,25 @@ def _shared_width(family: str, config: Any) -> int:
 
 def layer_options(config: Any) -> _Options:
     """Return the fields of a ``MoEConfig``, all but the router."""
-    router_options(config)
+    router_options(config)  # refuses families without a row
     config, family = _text_part(config)
-    with _fields_of(family):
-        _check_layer(config, family)
-        return _layer_options(config, family)
-
-
-def _layer_options(config: Any, family: str) -> _Options:
     row = _families()[family]
-    part = config.ffn_config if family == "dbrx" else config
     inner = "ffn_hidden_size" if family == "dbrx" else row.get("inner", "moe_intermediate_size")
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     biased = row.get("biased", False) or bool(getattr(config, "use_expert_bias", False))
-    return {
-        "hidden": _number(config, "hidden_size"),
-        "intermediate": _number(part, inner),
-        "experts": _number(part, *names),
-        "activation": _activation(part, family),
-        "shared_intermediate": _shared_width(family, config),
-        "shared_gate": row.get("shared_gate", False),
-        "selection_bias": biased,
-        "weight_on_input": family == "llama4",
-    }
+    with _fields_of(family):
+        _check_layer(config, family)
+        part = config.ffn_config if family == "dbrx" else config
+        return {
+            "hidden": _number(config, "hidden_size"),
+            "intermediate": _number(part, inner),
+            "experts": _number(part, *names),
+            "activation": _activation(part, family),
+            "shared_intermediate": _shared_width(family, config),
+            "shared_gate": row.get("shared_gate", False),
+            "selection_bias": biased,
+            "weight_on_input": family == "llama4",
+        }
 
 
 @contextlib.contextmanager

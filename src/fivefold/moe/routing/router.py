@@ -178,9 +178,8 @@ class Router:
         if self.top_k < 1:
             raise ConfigurationError(f"top_k must be at least 1; got {self.top_k}")
         require_one_of(self.score, get_args(Score), f"score is {self.score!r}")
-        require_one_of(
-            self.group_score, ("max", "top2_sum"), f"group_score is {self.group_score!r}"
-        )
+        score, allowed = self.group_score, get_args(GroupScore)
+        require_one_of(score, allowed, f"group_score is {score!r}")
         if not math.isfinite(self.scale):
             raise ConfigurationError(f"scale must be a finite number; got {self.scale}")
         if not 0.0 <= self.epsilon < math.inf:
