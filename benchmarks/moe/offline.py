@@ -143,6 +143,9 @@ def compiled_instead() -> Iterator[list[tuple[str, Any]]]:
     with (
         mock.patch.object(triton.JITFunction, "run", run),
         mock.patch.object(launches, "multiprocessors", return_value=132),
+        # No kernel runs, so its control words cannot be looked at.
+        mock.patch.object(launches, "debugging", return_value=False),
+        mock.patch.object(one_sided, "debugging", return_value=False),
         mock.patch.object(one_sided, "multiprocessors", return_value=132),
         mock.patch.object(one_sided, "missing_fused", return_value=None),
     ):

@@ -175,7 +175,11 @@ class Workspace:
         self.control.zero_()
 
     def check_call(self, x: torch.Tensor, w2: torch.Tensor, top_k: int) -> None:
-        """Check that it is one, and enough for a call, whatever the backend."""
+        """Check that it is one, and enough for a call, whatever the backend.
+
+        Raises:
+            ConfigurationError: It is too small, on another device, or of another form.
+        """
         for name, tensor, kind in (
             ("control", self.control, torch.int32),
             ("scratch", self.scratch, torch.uint8),
@@ -194,7 +198,11 @@ class Workspace:
         self.check(layout_for(**call_sizes(x, w2, max(top_k, 1))), x.device)
 
     def check(self, layout: Layout, device: torch.device) -> None:
-        """Check that a call fits, and that its tokens are on the same device."""
+        """Check that a call fits.
+
+        Raises:
+            ConfigurationError: It does not, or its tokens are on another device.
+        """
         if self.control.device != device or self.scratch.device != device:
             raise ConfigurationError(
                 f"the workspace is on {self.scratch.device}, the tokens are on {device}",
