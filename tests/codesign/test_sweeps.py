@@ -1,9 +1,12 @@
 """An ablation by several processes, or by a Dask cluster: the figures that one process finds."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +38,7 @@ def start_dask(tmp_path):
         command += ["--host", "127.0.0.1", "--scheduler-file", str(file), *options]
         with (tmp_path / f"{program}-{len(started)}.log").open("w") as log:
             started.append(subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log))
+            start_all.processes = started
 
     def start_all(*, workers):
         start("scheduler", "--port", "0")
@@ -84,3 +88,61 @@ def test_two_ways_at_once_are_refused():
     found = fivefold("--dask", "tcp://127.0.0.1:1", "--parallel", "2")
     assert found.returncode == 2
     assert "leave one of them out" in found.stderr
+
+
+LONG = "ablate --cluster fat_tree:8,gpus=2 --seeds 1000 --number 8"
+
+
+def told_after(tmp_path, kill, *options):
+    """Return what a long ablation says when something is killed while it plans."""
+    error = tmp_path / "error"
+    command = [sys.executable, "-m", "fivefold", *LONG.split(), *options]
+    with error.open("w") as file:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
+    try:
+        end = time.monotonic() + 240
+        while "ablation: " not in error.read_text():
+            assert process.poll() is None, error.read_text()
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        kill(process)
+        assert process.wait(120) == 1
+    finally:
+        process.kill()
+        process.wait()
+    text = error.read_text()
+    assert "Traceback" not in text
+    return text[text.index("error: ") :].splitlines()
+
+
+def test_a_killed_process_is_told(tmp_path):
+    def kill(process):
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parent = int(file.read_text().rpartition(")")[2].split()[1])
+                words = (file.parent / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if parent == process.pid and b"popen_loky" in words:
+                os.kill(int(file.parent.name), signal.SIGKILL)
+                return
+        pytest.fail("no process makes plans")
+
+    said = told_after(tmp_path, kill, "--parallel", "2")
+    assert said[0] == "error: one of 2 processes that made plans was killed"
+    assert said[1].startswith("hint: memory may have run out")
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"), [(slice(1, 2), "has lost all its workers"), (slice(1), "is gone")]
+)
+def test_a_dask_cluster_that_dies_is_told(start_dask, tmp_path, lost, message):
+    address = start_dask(workers=1)
+
+    def kill(_process):
+        for each in start_dask.processes[lost]:
+            each.kill()
+
+    said = told_after(tmp_path, kill, "--dask", address)
+    assert said[0] == f"error: the Dask scheduler at {address} {message}"
+    assert len(said) == 2

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import BrokenExecutor, CancelledError
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -203,25 +207,73 @@ def _engine(parallel: int, dask: str | None) -> Iterator[None]:
     """Let joblib use processes of this machine, or the workers of a Dask cluster."""
     joblib = optional_module("joblib", extra="network", use="an ablation")
     if dask is None:
-        with joblib.parallel_config(n_jobs=parallel):
-            yield
+        try:
+            with joblib.parallel_config(n_jobs=parallel):
+                yield
+        except BrokenExecutor as error:
+            message = f"one of {parallel} processes that made plans was killed"
+            hint = "memory may have run out: take fewer with --parallel, or a smaller cluster"
+            raise CommunicationError(message, hint=hint) from error
         return
     if parallel > 1:
         message = f"--parallel {parallel} and --dask {dask} are two ways to make plans side by side"
         raise ArgumentError(message, hint="leave one of them out")
     distributed = optional_module("distributed", extra="sweeps", use="--dask")
+    if logging.getLogger().level > logging.DEBUG:  # a lost scheduler is told below, in a line
+        for name in ("distributed", "distributed.client"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         client = distributed.Client(dask, timeout=_DASK_PATIENCE_S)
     except (OSError, ValueError) as error:
         message = f"no Dask scheduler answers at {dask!r}: {error}"
         hint = "start one with `dask scheduler`, and `dask worker ADDRESS` on each machine"
         raise CommunicationError(message, hint=hint) from error
-    with client:
-        if not client.scheduler_info()["workers"]:
-            message = f"the Dask scheduler at {dask} has no worker"
-            raise CommunicationError(message, hint=f"start some: dask worker {dask}")
-        with joblib.parallel_config("dask"):
-            yield
+    with client, _watched(distributed, client, dask) as lost:
+        try:
+            with joblib.parallel_config("dask") as chosen:
+                backend = chosen["backend"]
+                # With one job at a time joblib would make plans here, and not on the worker.
+                number = max(2, backend.effective_n_jobs(-1))
+                backend.effective_n_jobs = lambda *_: number
+                yield
+        except CancelledError as error:
+            message = lost[0] if lost else f"the Dask scheduler at {dask} is gone"
+            raise CommunicationError(message, hint="see its log, and those of workers") from error
+        except (distributed.scheduler.KilledWorker, ImportError) as error:
+            message = f"workers of the Dask scheduler at {dask} cannot make plans: {error}"
+            hint = "each needs this version of fivefold, and memory for a plan"
+            raise CommunicationError(message, hint=hint) from error
+
+
+@contextmanager
+def _watched(distributed: Any, client: Any, address: str) -> Iterator[list[str]]:
+    """Cancel what was given to a Dask cluster when no worker is left; say so in the list."""
+    if not client.scheduler_info()["workers"]:
+        message = f"the Dask scheduler at {address} has no worker"
+        raise CommunicationError(message, hint=f"start some: dask worker {address}")
+    lost: list[str] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        seen_s = time.monotonic()
+        while not over.wait(1.0):
+            try:
+                if client.scheduler_info()["workers"]:
+                    seen_s = time.monotonic()
+            except OSError:  # no scheduler: Dask cancels all by itself
+                return
+            if time.monotonic() - seen_s > _DASK_PATIENCE_S:
+                lost.append(f"the Dask scheduler at {address} has lost all its workers")
+                client.cancel([distributed.Future(key, client) for key in [*client.futures]])
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield lost
+    finally:
+        over.set()
+        thread.join(_DASK_PATIENCE_S)
 
 
 def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
