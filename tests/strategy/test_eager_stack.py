@@ -311,6 +311,39 @@ def test_gradients_that_are_freed_never_take_more(case):
     assert freed <= kept * (1 + 1e-12)
 
 
+@given(cases(), st.booleans())
+def test_memory_grows_with_the_work(case, offload):
+    model, cluster, plan = case
+
+    def total_bytes(model=model, **changes):
+        changed = dataclasses.replace(plan, offload_activations=offload, **changes)
+        return predicted_use(model, cluster, changed).total_bytes
+
+    again = total_bytes() * (1 - 1e-12)
+    assert total_bytes(global_batch=2 * plan.global_batch) >= again
+    assert total_bytes(dataclasses.replace(model, vocab=2 * model.vocab)) >= again
+    assert total_bytes(dataclasses.replace(model, seq_len=2 * model.seq_len)) >= again
+    assert total_bytes(dataclasses.replace(model, num_layers=2 * model.num_layers)) >= again
+
+
+def predicted_use(model, cluster, plan):
+    return evaluate_plan(model, cluster.device, cluster.fabric, plan=plan).memory
+
+
+def test_logits_stay_on_the_device():
+    """The loss reads logits at once: only what layers keep goes to the host."""
+    model = load_model("llama3-8b", seq_len=8192)
+    kept = predicted(model, EAGER, batch=1, plan={"global_batch": 2, "recompute": "full"})
+    moved = predicted(
+        model, EAGER, batch=1,
+        plan={"global_batch": 2, "recompute": "full", "offload_activations": True},
+    )  # fmt: skip
+    inputs = 2 * 8192 * model.hidden * model.num_layers
+    on_host = moved.memory.host_bytes
+    assert on_host == pytest.approx(inputs * (1 - 2 / 32))
+    assert kept.memory.activations_bytes - moved.memory.activations_bytes == pytest.approx(on_host)
+
+
 @pytest.mark.parametrize("states", ["bf16", "autocast"])
 def test_twice_the_tokens_keep_twice_the_activations_but_for_casts(states):
     cluster = one_gpu.told("h200-pytorch", states)

@@ -105,7 +105,8 @@ def stage_bytes(columns: Columns, stage: int) -> dict[str, Floats]:
         weights = np.where(t.offload_weights == 1, weights * kept, weights)
         host = host + np.where(t.offload_optimizer == 1, optimizer, 0.0)
         optimizer = np.where(t.offload_optimizer == 1, 0.0, optimizer)
-        moved = stored * columns.share_of_layers("offload_layers")
+        heads = _head_bytes(columns, stage)  # the loss reads them at once
+        moved = (stored - heads) * columns.share_of_layers("offload_layers")
         at_work = stored - np.maximum(moved - _LAYERS_AT_WORK * columns.layer["stored_bytes"], 0.0)
         host = host + np.where(t.offload_activations == 1, stored - at_work, 0.0)
         stored = np.where(t.offload_activations == 1, at_work, stored)
@@ -137,17 +138,23 @@ def _fullest_moment(
 
 def stored_bytes(columns: Columns, stage: int) -> Floats:
     """Return the activations that the first, second or last stage keeps."""
-    t, model, layer, head = columns.table, columns.model, columns.layer, columns.head
+    t, model = columns.table, columns.model
     in_flight = _in_flight(columns, stage)
-    stored: Floats = in_flight * columns.counts[stage] * layer["stored_bytes"]
-    is_last = (t.pipeline == 1) | (stage == 2)
+    stored: Floats = in_flight * columns.counts[stage] * columns.layer["stored_bytes"]
     if model.dropout and not model.stages:
         split = t.context * np.where(t.sequence_parallel == 1, t.tensor, 1)
         # The embedding's dropout marks one byte per element.
         marks = in_flight * t.micro_batch * model.seq_len * model.hidden / split
         stored = stored + np.where((t.pipeline == 1) | (stage == 0), marks, 0.0)
-    heads = np.where(t.is_word("schedule", "gpipe"), in_flight, 1.0) * head["stored_bytes"]
-    return stored + np.where(is_last, heads, 0.0)
+    return stored + _head_bytes(columns, stage)
+
+
+def _head_bytes(columns: Columns, stage: int) -> Floats:
+    """Return what head and loss keep of them, which the last stage has."""
+    t = columns.table
+    count = np.where(t.is_word("schedule", "gpipe"), _in_flight(columns, stage), 1.0)
+    heads = count * columns.head["stored_bytes"]
+    return np.where((t.pipeline == 1) | (stage == 2), heads, 0.0)
 
 
 def _in_flight(columns: Columns, stage: int) -> Floats:
