@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fivefold.errors import UnsupportedError
+from fivefold.errors import DataError, UnsupportedError
 from fivefold.strategy.presets import FAMILIES, model_from_hugging_face
 
 OWN_TEST = {"bamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"}  # test_hybrid
@@ -103,3 +103,23 @@ def test_which_layers_look_back_how_far(keys, window, windowed):
              "vocab_size": 100}  # fmt: skip
     model = model_from_hugging_face({**sizes, **keys}, seq_len=128)
     assert (model.window, model.windowed_layers) == (window, windowed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_size", 1.5),
+        ("vocab_size", True),
+        ("hidden_size", -4096),
+        ("num_hidden_layers", "many"),
+        ("num_attention_heads", [32]),
+        ("intermediate_size", 0),
+    ],
+)
+def test_a_size_that_is_no_whole_number_is_refused(key, value):
+    config = {
+        "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 2,
+        "intermediate_size": 8192, "vocab_size": 1000, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    with pytest.raises(DataError, match=f"{key} of the model's configuration must be"):
+        model_from_hugging_face(config | {key: value})

@@ -233,8 +233,8 @@ def _ffn(config: Config) -> int | None:
     names = ["intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"]
     if not config.get("num_local_experts", 1):  # Granite's dense hybrids
         names.insert(0, "shared_intermediate_size")
-    found = next((config[name] for name in names if config.get(name)), None)
-    return None if found is None else int(found)
+    named = sorted((name for name in names if name in config), key=lambda name: not config[name])
+    return _whole(named[0], config[named[0]]) if named else None
 
 
 def _windows(config: Config, *, vision: bool) -> dict[str, Any]:
@@ -262,9 +262,17 @@ def _windows(config: Config, *, vision: bool) -> dict[str, Any]:
 def _size(config: Config, *names: str) -> int:
     for name in names:
         if name in config:
-            return int(config[name])
+            return _whole(name, config[name])
     message = f"the model's configuration has none of {', '.join(names)}"
     raise DataError(message, hint="is it the config.json of a transformer?")
+
+
+def _whole(name: str, value: Any) -> int:
+    text = str(value).removesuffix(".0")
+    if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
+        message = f"{name} of the model's configuration must be a whole number; got {value!r}"
+        raise DataError(message, hint="is it the config.json of a transformer?")
+    return int(text)
 
 
 def _length(config: Config, *, vision: bool) -> int:
