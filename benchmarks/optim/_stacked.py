@@ -58,6 +58,8 @@ class StackedModel:
         number: Models, M.
         dtype: Of parameters and arithmetic.
         device: Where they are.
+        alike: The models are equal at every update (they take the same mean gradient), so one is
+            updated and copied.
 
     Attributes:
         modules: The M models, whose parameters are views of the stacked ones.
@@ -66,7 +68,7 @@ class StackedModel:
 
     def __init__(
         self, problem: Problem, *, number: int, dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
+        device: str = "cpu", alike: bool = False,
     ) -> None:  # fmt: skip
         self.problem = problem
         shape = MODEL.model_copy(update={"width": problem.width, "layers": problem.layers})
@@ -82,13 +84,17 @@ class StackedModel:
         for index, module in enumerate(self.modules):
             for name, parameter in module.named_parameters():
                 parameter.data = self.stacked[name].data[index]
+        self._updated = {
+            name: p.detach()[:1].requires_grad_() if alike else p
+            for name, p in self.stacked.items()
+        }
         self._make_optimizers(problem)
 
     def _make_optimizers(self, problem: Problem) -> None:
-        matrices = [n for n, p in self.stacked.items() if p.dim() == 3]
+        matrices = [n for n, p in self._updated.items() if p.dim() == 3]
         muon = problem.optimizer == MUON
-        self._muon = [self.stacked[n] for n in matrices if muon and "embedding" not in n]
-        rest = [p for p in self.stacked.values() if all(p is not m for m in self._muon)]
+        self._muon = [self._updated[n] for n in matrices if muon and "embedding" not in n]
+        rest = [p for p in self._updated.values() if all(p is not m for m in self._muon)]
         decays = [p for p in rest if p.dim() == 3 and not muon]
         groups = [
             {"params": decays, "weight_decay": WEIGHT_DECAY},
@@ -157,6 +163,9 @@ class StackedModel:
     @torch.no_grad()
     def update(self) -> None:
         """Take one step of the inner optimizer on every model."""
+        pairs = [(p, self.stacked[n]) for n, p in self._updated.items() if p is not self.stacked[n]]
+        for one, all_of_them in pairs:
+            one.grad = None if all_of_them.grad is None else all_of_them.grad[:1]
         set_learning_rate(self._adamw, self._lr)
         self._adamw.step()
         for weight, momentum in zip(self._muon, self._momenta, strict=True):
@@ -165,6 +174,8 @@ class StackedModel:
             update = _orthogonalised(weight.grad.lerp(momentum, _MUON_MOMENTUM))
             weight.mul_(1 - self._lr * WEIGHT_DECAY)
             weight.add_(update, alpha=-self._lr * 0.2 * max(weight.shape[1:]) ** 0.5)
+        for one, all_of_them in pairs:
+            all_of_them[1:].copy_(one.expand_as(all_of_them[1:]))
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -265,9 +276,9 @@ def train_rule_stacked(
         dtype: Of parameters and arithmetic.
         device: Where they are trained; the model comes back on the CPU.
     """
-    stack = StackedModel(problem, number=world_size, dtype=dtype, device=device)
-    tokens = _tokens_of(problem, world_size, device)
     late = isinstance(rule, DelayedGradients)
+    stack = StackedModel(problem, number=world_size, dtype=dtype, device=device, alike=late)
+    tokens = _tokens_of(problem, world_size, device)
 
     def local_step() -> None:
         stack.gradient(*next(tokens))
