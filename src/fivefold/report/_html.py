@@ -348,6 +348,7 @@ def render_html(page: Page) -> str:
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="description", content=page.finding),
         tag("title", f"fivefold: {page.title}"),
         tag("style", Markup(_resource("page.css"))),
     )
