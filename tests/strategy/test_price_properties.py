@@ -23,7 +23,8 @@ from fivefold.strategy.demand import plan_demand
 from fivefold.strategy.parts import LowRankAdapters, MambaMixer, MixtureOfExperts
 from fivefold.strategy.plan import PlanTable
 
-DEVICES = {name: load_cluster(name).device for name in ("h100-nemo", "a100-megatron", "h200-pytorch")}
+STACKS = ("h100-nemo", "a100-megatron", "h200-pytorch")
+DEVICES = {name: load_cluster(name).device for name in STACKS}
 TWO_CHUNKS = {"zb_v", "v_half", "v_min", "dualpipe_v", "interleaved"}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_1p", "zb_2p", "zb_v", "v_half", "v_min",
              "dualpipe", "dualpipe_v")  # fmt: skip
