@@ -42,6 +42,9 @@ _OFFLOADED = {
 _NAMED = ("deepseek-v3", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "kimi-k2",
           "nemotron-3-nano")  # fmt: skip
 # NeMo's defaults, LoraPEFTConfig of 24.07: adapter_dim, and attention_qkv alone.
+# Dispatchers, from the recipes of Megatron-Bridge (tags v0.1.0rc4 to v0.3.1): DeepEP or HybridEP,
+# but a plain all-to-all where tokens are dropped, which asserts it, and for GPT-OSS.
+_ALL_TO_ALL = " all-to-all"
 _ADAPTERS = LowRankAdapters(rank=32, modules=("q_proj", "k_proj", "v_proj"))
 _PLAIN: dict[str, Any] = {
     "tied": False, "learned_positions": False, "dropout": False, "biases": False, "gated": True,
@@ -91,12 +94,18 @@ class PublicRow:
 
 @functools.cache
 def _cluster(name: str) -> Cluster:
+    name, _, dispatcher = name.partition(" ")
     base, _, release = name.partition("-bridge-")
-    if not release:
+    if not release and not dispatcher:
         return load_cluster(name)
+    lines = [f'base = "{base}-bridge"', f'stack = "megatron-bridge-{release}"'] if release else [
+        f'base = "{name}"'
+    ]  # fmt: skip
+    if dispatcher:
+        lines += ["[device]", "dispatches_by_node = false"]
     with tempfile.TemporaryDirectory() as folder:  # the same GPU under the stack of a release
         path = Path(folder) / "cluster.toml"
-        path.write_text(f'base = "{base}-bridge"\nstack = "megatron-bridge-{release}"\n')
+        path.write_text("\n".join(lines) + "\n")
         return load_cluster(path)
 
 
@@ -130,7 +139,8 @@ def _row(table: str, entry: dict[str, str]) -> PublicRow:
     return PublicRow(
         case=f"{release} {entry['row_id'].split(':')[-1]} {entry['model']} {entry['gpus']} "
              f"{degrees} B{entry['gbs']} {entry['precision']}",
-        group=_group(table, entry, model), cluster=_preset(table, entry), model=model, plans=plans,
+        group=_group(table, entry, model), model=model, plans=plans,
+        cluster=_preset(table, entry) + _ALL_TO_ALL * _drops_or_is_plain(entry),
         measured_s=float(entry["step_s"]) if entry["step_s"] else None,
         memory_bytes=float(memory) * unit if memory and not out else None, out_of_memory=out,
     )  # fmt: skip
@@ -160,6 +170,10 @@ def _preset(table: str, entry: dict[str, str]) -> str:
     stack = "bridge" if table == "megatron_bridge" else "nemo"
     device = entry["device"].lower()
     return "b200-bridge" if (device, stack) == ("b200", "nemo") else f"{device}-{stack}"
+
+
+def _drops_or_is_plain(entry: dict[str, str]) -> bool:
+    return "tokendrop" in entry["notes"] or entry["model"] == "gpt-oss-120b"
 
 
 def _model(entry: dict[str, str]) -> ModelSpec | None:

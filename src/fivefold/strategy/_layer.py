@@ -74,6 +74,7 @@ class LayerKey:
             expert_passes=device.expert_passes, element_bytes=element_bytes(self.dtype),
             stream_bytes=_WIDE_BYTES if device.autocast else element_bytes(self.dtype),
             fused_elementwise=device.fused_elementwise,
+            pads_experts=device.dropless and self.dtype in NARROW,
         )  # fmt: skip
 
 

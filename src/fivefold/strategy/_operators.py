@@ -37,6 +37,7 @@ class LayerShape:
     element_bytes: float = ELEMENT_BYTES
     stream_bytes: float = ELEMENT_BYTES
     fused_elementwise: bool = True
+    pads_experts: bool = False
 
     @property
     def cast_bytes(self) -> float:
@@ -420,13 +421,19 @@ def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ..
         if inner_split < t:
             shared = (*shared, *_tensor_message(model, shape, "shared expert"))
     gathered = _visit_message(model, shape, busy * moe.top_k) if inner_split == t else ()
+    # Narrow products want rows in multiples of their scales' blocks: each expert's are copied into
+    # such a place, and back out of it.
+    copied = 2 * shape.element_bytes * rows * local * model.hidden
+    padding = (
+        Operator(name="padding", kind="memory", moved_bytes=copied, backward_moved_bytes=copied),
+    ) * shape.pads_experts
     return (
         Operator(
             name="router", kind="gemm", m=tokens / shape.sequence_split, n=moe.num_experts,
             k=model.hidden, stored_bytes=_input_bytes(model, shape), kernels=6,
         ),
         moves, *exchange, *gathered,
-        _storing(up, shape.element_bytes * rows * local * model.hidden), *rest,
+        *padding, _storing(up, shape.element_bytes * rows * local * model.hidden), *rest, *padding,
         *exchange, moves, *shared,
     )  # fmt: skip
 
