@@ -158,33 +158,69 @@ def committed_refusals() -> list[BenchmarkRow]:
     ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Residual:
+    """An error, the kinds it is of, its pair of model and GPU, and which constants were fitted."""
+
+    kinds: tuple[str, ...]
+    error: float
+    pair: str
+    fitted: tuple[str, ...] = ()
+
+
 def write_residuals(folder: Path, path: Path) -> None:
     """Write the table of errors that error bars are read from.
 
     Rows for fitting of the folder, and rows of the committed tables that nothing was fitted to.
     """
-    found: dict[str, list[tuple[str, float]]] = {}
+    groups: dict[str, list[tuple[str, float]]] = {}
+    every = _fitted_residuals(folder) + _committed_residuals()
+    for one in every:
+        left = _left_out(one, every)
+        for key in one.kinds if left is not None else ():
+            groups.setdefault(key, []).append((one.pair, left))
+    found = {key: _spread(errors) for key, errors in sorted(groups.items())}
+    said = "ln(predicted / measured), root mean square over pairs: all, and less each pair's mean"
+    path.write_text(json.dumps({"errors": said, "groups": found}, indent=1) + "\n")
+
+
+def _fitted_residuals(folder: Path) -> list[_Residual]:
+    found = []
     for one in halves(read_folder(folder))["fit"]:
         predicted = one.predict()
         if predicted is None or one.measured_s is None or one.model is None:
             continue
-        kinds = kinds_of(one.model, one.device(), one.plans[0], time_s=one.measured_s)
-        error = math.log(predicted[0] / one.measured_s)
-        for key in kinds:
-            found.setdefault(key, []).append((f"{one.model.name} {one.cluster}", error))
-    for name in COMMITTED:
-        for row in read_table(name):
-            if row.role != "judge" or len(row.plans) > 1:
-                continue
-            cluster = load_cluster(row.cluster)
-            error = math.log(row.predicted(cluster, row.plans[0]).time_s / row.measured_s)
-            kinds = kinds_of(row.model, cluster.device, row.plans[0], time_s=row.measured_s)
-            pair = f"{row.model.hidden} {row.model.num_layers} {row.cluster}"
-            for key in kinds:
-                found.setdefault(key, []).append((pair, error))
-    groups = {key: _spread(errors) for key, errors in sorted(found.items())}
-    said = "ln(predicted / measured), root mean square: all, and less each pair's mean"
-    path.write_text(json.dumps({"errors": said, "groups": groups}, indent=1) + "\n")
+        device, plan = one.device(), one.plans[0]
+        # Rates were fitted to dense rows, by GPU, type and stack; experts have none of their own.
+        stack = one.cluster.split("-")[1]
+        fitted = (device.gpu, plan.dtype, stack) if one.model.experts is None else ()
+        found.append(
+            _Residual(kinds_of(one.model, device, plan, time_s=one.measured_s),
+                      math.log(predicted[0] / one.measured_s),
+                      f"{one.model.hidden} {one.model.num_layers} {device.gpu}", fitted)
+        )  # fmt: skip
+    return found
+
+
+def _committed_residuals() -> list[_Residual]:
+    found = []
+    for row in (row for name in COMMITTED for row in read_table(name)):
+        if row.role != "judge" or len(row.plans) > 1:
+            continue
+        cluster = load_cluster(row.cluster)
+        error = math.log(row.predicted(cluster, row.plans[0]).time_s / row.measured_s)
+        kinds = kinds_of(row.model, cluster.device, row.plans[0], time_s=row.measured_s)
+        pair = f"{row.model.hidden} {row.model.num_layers} {row.cluster}"
+        found.append(_Residual(kinds, error, pair))
+    return found
+
+
+def _left_out(one: _Residual, every: list[_Residual]) -> float | None:
+    """Its error if its pair had not been among the rows of the fit; None where it was alone."""
+    if not one.fitted:
+        return one.error
+    others = [o.error for o in every if o.fitted == one.fitted and o.pair != one.pair]
+    return one.error - statistics.fmean(others) if others else None
 
 
 def _spread(errors: list[tuple[str, float]]) -> dict[str, float]:
@@ -194,8 +230,8 @@ def _spread(errors: list[tuple[str, float]]) -> dict[str, float]:
     mean = {pair: statistics.fmean(values) for pair, values in pairs.items()}
     freedom = max(len(errors) - len(pairs), 1)
     between = sum((error - mean[pair]) ** 2 for pair, error in errors) / freedom
-    whole = statistics.fmean(error**2 for _, error in errors)
-    return {"count": len(errors), "error": round(math.sqrt(whole), 4),
+    whole = statistics.fmean(statistics.fmean(e**2 for e in values) for values in pairs.values())
+    return {"count": len(errors), "pairs": len(pairs), "error": round(math.sqrt(whole), 4),
             "between_plans": round(math.sqrt(between), 4)}  # fmt: skip
 
 

@@ -1,8 +1,11 @@
 """What measurements say of predictions: how far off they may be, and constants that make them true.
 
-The shipped table of errors holds, per kind of row, how many rows there are, the root mean square of
-their errors ln(predicted / measured), and that of the errors once the mean error of each pair of
-model and device is taken away: what is left between plans of one job.
+The shipped table of errors holds, per kind of row, how many rows there are and of how many pairs of
+model and GPU, the root mean square of their errors ln(predicted / measured), every pair weighed
+alike, and that of the errors once the mean error of each pair is taken away: what is left between
+plans of one job. Rows of one pair err alike, so it is pairs that count as independent. Errors of
+dense rows to which constants were fitted are those without the pair: less the mean error of the
+other models on the same GPU, type and stack, since a fit without it would have centred those.
 ``benchmarks.strategy.recent`` writes it from rows that are not among those it judges.
 
 A cluster's file has constants of a kind of device; the one at hand is faster or slower, for this
@@ -34,10 +37,10 @@ _GENERATIONS = {
 }  # fmt: skip
 _NARROW = {"fp8", "mxfp8", "nvfp4"}
 _SMALL_STEP_S = 0.5
-_FEWEST_ROWS = 8
-# Student's t at 95 % on one side, by rows: 90 % of rows like these lie inside.
-_STUDENT = ((8, 1.86), (10, 1.81), (15, 1.75), (20, 1.72), (30, 1.70), (60, 1.67),
-            (math.inf, 1.645))  # fmt: skip
+_FEWEST_PAIRS = 5
+# Student's t at 95 % on one side, by pairs: 90 % of rows like these lie inside.
+_STUDENT = ((5, 2.02), (6, 1.94), (8, 1.86), (10, 1.81), (15, 1.75), (20, 1.72), (30, 1.70),
+            (60, 1.67), (math.inf, 1.645))  # fmt: skip
 
 
 def kinds_of(
@@ -122,19 +125,12 @@ def error_bar(
     keys = kinds_of(model, device, plan, time_s=time_s)
     table = _table()
     key = next(
-        (key for key in keys if table.get(key, {}).get("count", 0) >= _FEWEST_ROWS), keys[-1]
+        (key for key in keys if table.get(key, {}).get("pairs", 0) >= _FEWEST_PAIRS), keys[-1]
     )
-    count = int(table[key]["count"])
-    times = next(t for most, t in _STUDENT if count <= most)
-    # Few rows are weighed with all of their kind: constants were fitted to some of them.
-    parent = table[keys[-1]]
-    error, between = (
-        times * math.sqrt(
-            (count * table[key][name] ** 2 + _FEWEST_ROWS * parent[name] ** 2)
-            / (count + _FEWEST_ROWS)
-        )
-        for name in ("error", "between_plans")
-    )  # fmt: skip
+    found = table[key]
+    count = int(found["count"])
+    times = next(t for most, t in _STUDENT if found["pairs"] <= most)
+    error, between = (times * found[name] for name in ("error", "between_plans"))
     # Two rows of one pair differ by both their errors, and never by more than strangers do.
     between = min(between, error) * math.sqrt(2.0)
     share = math.expm1(min(between, error) if device.anchor != 1.0 else error)

@@ -129,13 +129,18 @@ class _Rings:
             most = np.where(crossed, np.maximum(most, getattr(tier, name)), most)
         return most
 
+    def reach(self, tier: int) -> Floats:
+        """Return the share of a tier's bandwidth that leads to other members of the group."""
+        peers = np.maximum(-(-self.units[tier] // self.units[tier + 1]) - 1, 1)
+        return np.minimum(1.0, self.tiers[tier].peer_share * peers)
+
     @functools.cached_property
     def rate(self) -> Floats:
         """Return what the narrowest tier carries of a ring."""
         rate = np.full(self.size.shape, np.inf)
-        for tier, carries, members in zip(self.tiers, self.carries, self.members, strict=True):
-            share = tier.rate_bytes_per_s * members
-            rate = np.where(carries, np.minimum(rate, share), rate)
+        for i, tier in enumerate(self.tiers):
+            share = tier.rate_bytes_per_s * self.members[i] * self.reach(i)
+            rate = np.where(self.carries[i], np.minimum(rate, share), rate)
         return rate
 
     @functools.cached_property
@@ -168,7 +173,8 @@ class _Rings:
         slowest = np.zeros(self.size.shape)
         for i, tier in enumerate(self.tiers):
             share = 2.0 * (self.units[i] - 1.0) / self.units[i]
-            sent_s = share * size_bytes / (tier.rate_bytes_per_s * self.members[i])
+            rate = tier.rate_bytes_per_s * self.members[i] * self.reach(i)
+            sent_s = share * size_bytes / rate
             slowest = np.where(self.carries[i], np.maximum(slowest, sent_s), slowest)
         return slowest / _TREE_SHARE
 
@@ -207,7 +213,8 @@ def _all_to_all_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> 
     sent_s, start_s = np.zeros(size.shape), np.zeros(size.shape)
     for i, tier in enumerate(ring.tiers):
         outside = size - ring.members[i]
-        beyond_s = whole * outside / size / tier.exchange_rate_bytes_per_s
+        rate = tier.exchange_rate_bytes_per_s * ring.reach(i)
+        beyond_s = whole * outside / size / rate
         sent_s = np.where(ring.carries[i], np.maximum(sent_s, beyond_s), sent_s)
         outermost_s = tier.base_s + tier.hop_s * np.ceil(np.log2(outside + 1))
         start_s = np.where(ring.crossed[i], outermost_s, start_s)
@@ -291,9 +298,8 @@ def chain_time_s(
     slowest, total, rate = np.zeros(whole.shape), np.zeros(whole.shape), np.inf
     for i, tier in enumerate(ring.tiers):
         # Pairs in one node use its links; those of different nodes every tier from there on.
-        rate = (
-            tier.exchange_rate_bytes_per_s if i < 2 else min(rate, tier.exchange_rate_bytes_per_s)
-        )
+        own = tier.exchange_rate_bytes_per_s * tier.peer_share
+        rate = own if i < 2 else min(rate, own)
         message_s = tier.base_s + tier.hop_s + whole / rate
         pairs = ring.units[i] - ring.units[i + 1]
         slowest = np.where(pairs > 0, np.maximum(slowest, message_s), slowest)

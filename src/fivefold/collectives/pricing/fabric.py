@@ -36,9 +36,12 @@ class Tier:
         hop_s: Time of one step across this tier.
         fill_s: Time scale in which a pipelined collective fills: adds 2 sqrt(fill x size / rate).
         all_reduce_gain: Rate of an all-reduce against a ring's, where switches reduce (NVLS).
+        peer_share: Share of the bandwidth that leads to one peer. Below 1 where links join pairs
+            and no switch is there: a group uses those between its own members only.
 
     Raises:
-        ConfigurationError: A bandwidth or count is not positive, or a time negative.
+        ConfigurationError: A bandwidth or count is not positive, or a time negative, or
+            ``peer_share`` is no share.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Tier:
     hop_s: float = 3.4e-6
     fill_s: float = 0.0
     all_reduce_gain: float = 1.0
+    peer_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or not self.bandwidth_bytes_per_s > 0 or not self.efficiency > 0:
@@ -58,6 +62,9 @@ class Tier:
         if min(self.base_s, self.hop_s, self.fill_s) < 0:
             message = f"tier {self.name!r} has a negative time"
             raise ConfigurationError(message, hint="latencies are at least 0")
+        if not 0 < self.peer_share <= 1:
+            message = f"tier {self.name!r} has peer_share={self.peer_share!r}"
+            raise ConfigurationError(message, hint="above 0, and 1 where a switch joins all")
 
     @property
     def rate_bytes_per_s(self) -> float:
