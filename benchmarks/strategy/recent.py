@@ -177,7 +177,9 @@ def write_residuals(folder: Path, path: Path) -> None:
     every = _fitted_residuals(folder) + _committed_residuals()
     for one in every:
         left = _left_out(one, every)
-        for key in one.kinds if left is not None else ():
+        if left is None:
+            continue
+        for key in one.kinds:
             groups.setdefault(key, []).append((one.pair, left))
     found = {key: _spread(errors) for key, errors in sorted(groups.items())}
     said = "ln(predicted / measured), root mean square over pairs: all, and less each pair's mean"

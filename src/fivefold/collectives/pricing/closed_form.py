@@ -132,7 +132,8 @@ class _Rings:
     def reach(self, tier: int) -> Floats:
         """Return the share of a tier's bandwidth that leads to other members of the group."""
         peers = np.maximum(-(-self.units[tier] // self.units[tier + 1]) - 1, 1)
-        return np.minimum(1.0, self.tiers[tier].peer_share * peers)
+        share: Floats = np.minimum(1.0, self.tiers[tier].peer_share * peers)
+        return share
 
     @functools.cached_property
     def rate(self) -> Floats:
