@@ -70,8 +70,8 @@ TILES = {  # offered by the sweep beside the usual ones
     "second product of 128 columns": replace(USUAL, second_columns=128),
     "for few tokens: 64 rows, three stages": NARROW,
 }
-LAUNCHES = ["count", "place", "ranges", "hidden", "d_hidden", "d_x", "d_w2", "d_w13", "d_b2"]
-LAUNCHES += ["d_b13", "d_weights", "combine"]
+LAUNCHES = ["count", "place", "ranges", "hidden", "d_hidden", "rows of g", "d_w2", "rows of x"]
+LAUNCHES += ["d_w13", "d_x", "d_b2", "d_b13", "d_weights", "combine"]
 SIZES = {"hidden": 2048, "intermediate": 2048, "top_k": 2, "max_tokens": 8192}
 EXCHANGE: dict[str, dict[str, Any]] = {
     "compact, bf16 swiglu, 8 ranks": {"ranks": 8, "experts": 64},

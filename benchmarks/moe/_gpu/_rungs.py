@@ -22,7 +22,10 @@ from fivefold.moe.operator.activations import activation_named
 
 __all__ = ["BACKWARD", "RUNGS", "exchanged", "group_of", "options_of"]
 
-BACKWARD = ("ranges", "d_hidden", "rows of dx", "d_w2", "d_w13", "d_b2", "d_b13", "d_weights", "dx")
+BACKWARD = (
+    *("ranges", "d_hidden", "rows of g", "d_w2", "rows of x", "d_w13", "rows of dx"),
+    *("d_b2", "d_b13", "d_weights", "dx"),
+)
 """The launches of a backward that keeps z, in order, behind count and place."""
 _FORWARD = ("count", "place", "first", "second", "combine")
 
@@ -255,7 +258,10 @@ def backward(case: Case, bench: Bench, which: int) -> None:
     # Count and place are those of the forward.
     launch = list(launches.backward_launches(call, found, kept=True))[2 + which]
     _set_backward(case, given, exact, call, right)
-    checks = list(_outputs_of(launch, case, exact, call, right, found))
+    if (source := {"d_w2": "gradient", "d_w13": "x"}.get(BACKWARD[which])) is not None:
+        gathered = _gathered(case, given, exact, right, source)
+        _by_row(call.known["outputs"], *gathered.shape).copy_(gathered)
+    checks = list(_outputs_of(launch, case, exact, given, call, right, found))
     for _, tensor, *_ in checks:
         _poison(tensor)
     bench.run(lambda: launch.start(call), checks[0][1])
@@ -287,6 +293,16 @@ def _set_backward(
     partial[0][slots] = _share_of_products(case, given, exact, right)[slots].float()
 
 
+def _gathered(
+    case: Case, given: Operands, exact: Exact, right: dict[str, Any], source: str
+) -> torch.Tensor:
+    """The rows of g or of x, as the weight gradients take them."""
+    tokens: torch.Tensor = right["gradient"] if source == "gradient" else given.x.double()
+    rows = tokens[exact.token]
+    weighted = source == "x" and case.weight_on_input
+    return rows * exact.weight if weighted else rows
+
+
 def _share_of_products(
     case: Case, given: Operands, exact: Exact, right: dict[str, Any]
 ) -> torch.Tensor:
@@ -303,6 +319,7 @@ def _outputs_of(
     launch: launches.Launch,
     case: Case,
     exact: Exact,
+    given: Operands,
     call: launches.Call,
     right: dict[str, Any],
     found: tuple[Any, ...],
@@ -316,6 +333,10 @@ def _outputs_of(
         yield "d_hidden", known["d_hidden"], right["pre"], slice(rows)
         inner = _by_row(known["inner"], rows, case.inner)
         yield "inner values for dW2", inner, right["inner"], None
+    elif kernel == "gather_rows_kernel":
+        source = "x" if launch.other["source"] is known["given"].x else "gradient"
+        gathered = _gathered(case, given, exact, right, source)
+        yield f"rows of {source}", _by_row(known["outputs"], *gathered.shape), gathered, None
     elif kernel == "token_gradient_kernel":
         outputs = _by_row(known["outputs"], case.tokens * case.top_k, case.hidden)
         yield "rows of dx", outputs, right["rows of dx"], slots

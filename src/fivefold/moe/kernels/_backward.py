@@ -149,14 +149,58 @@ def _read_rows(source, index, inside, column, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit(do_not_specialize=["tasks"])
-def weight_gradient_kernel(
-    left, right, out, weights, ranges, t, tasks, P: tl.constexpr, Q: tl.constexpr,
-    GATHER_LEFT: tl.constexpr, WEIGHTED: tl.constexpr, S: tl.constexpr,
+def gather_rows_kernel(
+    source, rows, weights, ranges, t, tasks, WEIGHTED: tl.constexpr, S: tl.constexpr
+):
+    """Store rows[row] = source[its token], of H, BT rows and BH columns a task.
+
+    Times its routing weight where WEIGHTED. A product whose loads look a token up first can hold
+    two steps at most; through what is gathered here it holds as many as there is memory for.
+    """
+    columns: tl.constexpr = (S.H + S.BH - 1) // S.BH
+    stop = tl.load(ranges + 2 * S.E - 1)
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        row = task // columns * S.BT + tl.arange(0, S.BT)
+        column = task % columns * S.BH + tl.arange(0, S.BH)
+        inside = row < stop
+        slot = tl.load(t.slot_of_row + row, mask=inside, other=0)
+        block = _read_rows(source, slot // S.K, inside, column, S.H, S.BH)
+        if WEIGHTED:
+            weight = tl.load(weights + slot, mask=inside, other=0.0).to(tl.float32)
+            block = narrow(block.to(tl.float32) * weight[:, None], rows.dtype.element_ty, S)
+        keep = inside[:, None] & (column < S.H)[None, :]
+        tl.store(places(rows, row, column, S.H), block, mask=keep)
+
+
+@triton.jit
+def _row_tile(
+    source, first, stop, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
+    """Load BK rows from ``first`` on, columns [column, column + BLOCK); zero from ``stop`` on.
+
+    WHOLE: there is none from ``stop`` on.
+    """
+    row = first + tl.arange(0, S.BK)
+    if S.TMA:
+        block = source.load([first, column])
+        if not WHOLE:  # behind an expert's last row stand the next one's, or what may be NaN
+            if S.INTERPRETED:
+                block = block.to(tl.float32)
+            block = tl.where((row < stop)[:, None], block, 0.0)
+        return block
+    else:  # Triton compiles what stands behind a return, and a descriptor has no `+`
+        return _read_rows(source, row, row < stop, column + tl.arange(0, BLOCK), WIDTH, BLOCK)
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def weight_gradient_kernel(
+    left, right, out, ranges, tasks, P: tl.constexpr, Q: tl.constexpr, S: tl.constexpr
+):
     """Store out[expert] = left^T right over the expert's rows, [P, Q], in tiles of BM x BN2.
 
-    Zero where there are no rows. One of the two has a row per token and is gathered, the other has
-    the rows themselves. Where WEIGHTED, rows of ``right`` are multiplied by their routing weight.
+    Zero where there are no rows. Tasks go along the side with fewer tiles first, whose columns then
+    stay in the cache.
     """
     p_tiles: tl.constexpr = (P + S.BM - 1) // S.BM
     q_tiles: tl.constexpr = (Q + S.BN2 - 1) // S.BN2
@@ -164,25 +208,26 @@ def weight_gradient_kernel(
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         expert = task // (p_tiles * q_tiles)
         place = task % (p_tiles * q_tiles)
-        p_column = place % p_tiles * S.BM + tl.arange(0, S.BM)
-        q_column = place // p_tiles * S.BN2 + tl.arange(0, S.BN2)
+        if p_tiles <= q_tiles:
+            p_first = place % p_tiles * S.BM
+            q_first = place // p_tiles * S.BN2
+        else:
+            p_first = place // q_tiles * S.BM
+            q_first = place % q_tiles * S.BN2
+        first = tl.load(ranges + expert)
         stop = tl.load(ranges + S.E + expert)
+        whole = first + (stop - first) // S.BK * S.BK
         total = tl.full([S.BM, S.BN2], 0, tl.float32)
-        for first in tl.range(tl.load(ranges + expert), stop, S.BK, num_stages=S.STAGES):
-            row = first + tl.arange(0, S.BK)
-            inside = row < stop
-            slot = tl.load(t.slot_of_row + row, mask=inside, other=0)
-            if GATHER_LEFT:
-                a = _read_rows(left, slot // S.K, inside, p_column, P, S.BM)
-                b = _read_rows(right, row, inside, q_column, Q, S.BN2)
-            else:
-                a = _read_rows(left, row, inside, p_column, P, S.BM)
-                b = _read_rows(right, slot // S.K, inside, q_column, Q, S.BN2)
-            if WEIGHTED:
-                weight = tl.load(weights + slot, mask=inside, other=0.0).to(tl.float32)
-                b = b.to(tl.float32) * weight[:, None]
-                b = narrow(b, right.dtype.element_ty, S)
+        for row in tl.range(first, whole, S.BK, num_stages=S.STAGES):
+            a = _row_tile(left, row, stop, p_first, P, S.BM, True, S)
+            b = _row_tile(right, row, stop, q_first, Q, S.BN2, True, S)
             total = add_product(a.T, b, total, precision, S)
+        if whole < stop:
+            a = _row_tile(left, whole, stop, p_first, P, S.BM, False, S)
+            b = _row_tile(right, whole, stop, q_first, Q, S.BN2, False, S)
+            total = add_product(a.T, b, total, precision, S)
+        p_column = p_first + tl.arange(0, S.BM)
+        q_column = q_first + tl.arange(0, S.BN2)
         store_rows(out, expert * P + p_column, q_column, total, p_column < P, Q, S)
 
 

@@ -1,8 +1,8 @@
 """The host's side of the kernels on one rank: tiles, memory, descriptors, launches.
 
 ``forward_fused`` is one launch, ``forward_split`` the same tasks as five launches (the honest
-ablation: what does one launch buy?), ``backward_fused`` up to twelve, ordered by the stream. Triton
-is loaded when one is called. Nothing here waits for the device, except in debug mode
+ablation: what does one launch buy?), ``backward_fused`` up to fourteen, ordered by the stream.
+Triton is loaded when one is called. Nothing here waits for the device, except in debug mode
 (``FIVEFOLD_MOE_DEBUG=1``) and in Triton's interpreter, where waits are bounded and looked at.
 """
 
@@ -110,10 +110,10 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def descriptor(weight: torch.Tensor, columns: int, depth: int) -> Any:
-    """Return a weight for the tensor memory accelerator, in blocks."""
+    """Return a weight, or rows, for the tensor memory accelerator, in blocks."""
     # By name: triton is optional and has no types.
     kind = importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
-    return kind.from_tensor(weight.view(-1, weight.shape[2]), [columns, depth])
+    return kind.from_tensor(weight.view(-1, weight.shape[-1]), [columns, depth])
 
 
 def contiguous(*tensors: torch.Tensor | None) -> Iterator[Any]:
@@ -394,18 +394,29 @@ def backward_launches(
     if not kept:
         yield Launch(kernel=forward.first_kernel, tasks=first, other={"inner": None})
     yield Launch(kernel=backward.hidden_gradient_kernel, tasks=first)
+    # The rows of g, then those of x, lie where afterwards the token gradients go.
+    slots = given.ids.numel()
+    rows, inner = (
+        known[name][: slots * width].view(slots, width)
+        for name, width in (("outputs", sizes.H), ("inner", sizes.I))
+    )
+    blocks = -(-slots // tiles.combine_tokens) * -(-sizes.H // tiles.combine_columns)
+    pairs: tuple[tuple[Any, ...], ...] = (
+        (known["gradient"], False, rows, inner, d_w2),
+        (given.x, sizes.WEIGHT_ON_INPUT, known["d_hidden"], rows, d_w13),
+    )
+    for source, weighted, left, right, out in pairs:
+        other = {"source": source, "rows": rows, "WEIGHTED": weighted}
+        yield Launch(kernel=backward.gather_rows_kernel, tasks=blocks, other=other)
+        experts, height, width = out.shape
+        tasks = experts * -(-height // tiles.rows) * -(-width // tiles.second_columns)
+        other = {"left": left, "right": right, "out": out, "P": height, "Q": width}
+        if sizes.TMA:
+            other["left"] = descriptor(left, tiles.depth, tiles.rows)
+            other["right"] = descriptor(right, tiles.depth, tiles.second_columns)
+        yield Launch(kernel=backward.weight_gradient_kernel, tasks=tasks, other=other)
     tasks = call.per_tile(sizes.H, tiles.second_columns)
     yield Launch(kernel=backward.token_gradient_kernel, tasks=tasks)
-    of_w2 = {"left": known["gradient"], "right": known["inner"], "out": d_w2}
-    of_w13 = {"left": known["d_hidden"], "right": given.x, "out": d_w13}
-    for other in (
-        of_w2 | {"GATHER_LEFT": True, "WEIGHTED": False},
-        of_w13 | {"GATHER_LEFT": False, "WEIGHTED": sizes.WEIGHT_ON_INPUT},
-    ):
-        experts, rows, columns = other["out"].shape
-        tasks = experts * -(-rows // tiles.rows) * -(-columns // tiles.second_columns)
-        other |= {"P": rows, "Q": columns}
-        yield Launch(kernel=backward.weight_gradient_kernel, tasks=tasks, other=other)
     of_b2 = {"source": known["gradient"], "out": d_b2}
     of_b13 = {"source": known["d_hidden"], "out": d_b13}
     for other in (
