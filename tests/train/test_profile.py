@@ -18,37 +18,47 @@ def spin(seconds):
         pass
 
 
+def slowdown_beside(spend, config, folder, monkeypatch):
+    """Slowdown of a step beside all-reduces that spend their time in one way, on two ranks."""
+    all_reduce = torch.distributed.all_reduce
+    file = folder / "found"
+
+    def slow(*arguments, **options):
+        spend(MESSAGE_S)
+        return all_reduce(*arguments, **options)
+
+    def work():
+        ranks = open_ranks(device="cpu", timeout_s=30.0)
+        times = profile.measure_steps(config, ranks)
+        if ranks.is_main:
+            file.write_text(repr(times.overlap_slowdown))
+        close_ranks(ranks)
+        return 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(profile, "_MEASURED_S", 1.0)
+        patched.setattr(profile, "_MOST_STEPS", 600)
+        patched.setattr(torch.distributed, "all_reduce", slow)
+        world = ForkedRanks(folder, work, world_size=2)
+        assert set(world.wait().values()) == {0}, world.logs()
+    return float(file.read_text())
+
+
 @pytest.mark.alone
 @pytest.mark.distributed
 def test_messages_that_take_the_processor_slow_a_step_and_others_do_not(
     make_config, tmp_path, monkeypatch
 ):
-    config = make_config("ddp")
-    all_reduce, found = torch.distributed.all_reduce, {}
-    monkeypatch.setattr(profile, "_MEASURED_S", 1.0)
-    monkeypatch.setattr(profile, "_MOST_STEPS", 600)
-    for name, spend in (("waits", time.sleep), ("works", spin)):
-
-        def slow(*arguments, _spend=spend, **options):
-            _spend(MESSAGE_S)
-            return all_reduce(*arguments, **options)
-
-        monkeypatch.setattr(torch.distributed, "all_reduce", slow)
-        file = tmp_path / name
-
-        def work(file=file):
-            ranks = open_ranks(device="cpu", timeout_s=30.0)
-            times = profile.measure_steps(config, ranks)
-            if ranks.is_main:
-                file.write_text(repr(times.overlap_slowdown))
-            close_ranks(ranks)
-            return 0
-
-        world = ForkedRanks(tmp_path / f"world-{name}", work, world_size=2)
-        assert set(world.wait().values()) == {0}, world.logs()
-        found[name] = float(file.read_text())
-    assert found["waits"] < 0.25
-    assert found["works"] > found["waits"] + 0.25
+    config, found = make_config("ddp"), []
+    for attempt in range(3):  # a neighbour on the machine slows a step as well
+        waits, works = (
+            slowdown_beside(spend, config, tmp_path / f"{spend.__name__}-{attempt}", monkeypatch)
+            for spend in (time.sleep, spin)
+        )
+        found.append((waits, works))
+        if waits < 0.25 and works > waits + 0.25:
+            return
+    pytest.fail(f"slowdowns beside messages that wait, and that work: {found}")
 
 
 @pytest.mark.distributed

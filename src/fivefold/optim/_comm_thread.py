@@ -27,7 +27,8 @@ import torch
 
 from fivefold.errors import CommunicationError
 
-_PATIENCE_S = 5.0  # how long the interpreter's exit waits for what nobody waits for any more
+_PATIENCE_S = 15.0  # how long the interpreter's exit waits for what nobody waits for any more
+_LETTING_GO_S = 0.02  # gloo's thread holds a collective's tensors a moment longer than it lasts
 
 
 @contextlib.contextmanager
@@ -251,7 +252,10 @@ def _end_thread(jobs: _Jobs, thread: threading.Thread) -> None:
 def _end_all() -> None:
     """Wait for every thread, also one that is just letting go of its last job.
 
-    A daemon thread that the interpreter's exit cuts off within torch aborts the process.
+    A thread that the interpreter's exit cuts off within torch aborts the process, be it this one
+    or gloo's, which may have to free a tensor that Python no longer holds.
     """
     for jobs, thread in _STARTED:
         _end_thread(jobs, thread)
+    if _STARTED:
+        time.sleep(_LETTING_GO_S)
