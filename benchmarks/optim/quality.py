@@ -155,7 +155,8 @@ class CodedTransport:
 
     def _round(self, payload: torch.Tensor, *, key: tuple[str, int, int]) -> None:
         residual = self._residuals.setdefault(key, torch.zeros_like(payload))
-        wire = torch.empty(self._codec.encoded_bytes(payload.numel()), dtype=torch.uint8)
+        size = self._codec.encoded_bytes(payload.numel())
+        wire = torch.empty(size, dtype=torch.uint8, device=payload.device)
         self._codec.encode_with_feedback_(residual, wire, values=payload)
         self._codec.decode_(wire, payload)
 
