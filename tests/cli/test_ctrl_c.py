@@ -22,7 +22,7 @@ CASES = [
     ("plan plan_job.toml --cluster cluster_10g_ethernet.toml -o plan.toml", 0.5),
     ("plan job.toml --compare h100-nemo:64 h100-nemo:128 h100-nemo:256 h100-nemo:512", 1.2),
     ("explain job.toml --cluster cluster.toml", 1.2),
-    ("simulate codesign_jobs.toml --cluster fat_tree:16,gpus=2,bandwidth=12.5GB/s -o plans", 1.8),
+    ("simulate codesign_jobs.toml --cluster fat_tree:16,gpus=2,bandwidth=12.5GB/s -o plans", 1.3),
     ("ablate --cluster fat_tree:4,gpus=2 --seeds 500", 2.0),
     ("collectives synthesize all_to_all dgx_a100:2 --size 64MB -o found.json", 2.5),
     ("collectives bench all_to_all fat_tree:16,gpus=2", 1.5),
