@@ -284,7 +284,7 @@ class _CtrlC:
     def _on_lost(self, lost: Any) -> None:
         if isinstance(lost.exc_value, KeyboardInterrupt):  # raised again outside of the call
             threading.Timer(_AGAIN_S, _thread.interrupt_main).start()
-        else:
+        elif not self.pressed:  # else it is of an object that was half made
             self._lost(lost)
 
 
