@@ -141,6 +141,26 @@ def test_what_was_interrupted_is_done_by_the_same_command(shell, place):
     assert not list(place.rglob("*.partial"))
 
 
+HALF_MADE = """
+import os, signal
+from fivefold.cli import _main
+class Half:
+    def __init__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        self.whole = True
+    def __del__(self):
+        assert self.whole
+_main.app = lambda **_: Half()
+_main.main()
+"""
+
+
+def test_nothing_is_said_about_an_object_that_was_half_made():
+    command = [sys.executable, "-c", HALF_MADE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 STUCK = """
 import os, pathlib, signal, subprocess, sys, time
 if "worker" not in sys.argv:  # a launcher that waits for a worker that does not heed it

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from fivefold.runs.checkpoints import checkpoint_folders, read_checkpoint
+from fivefold.runs.ranks import close_ranks, open_ranks
 from fivefold.train import TrainConfig, _ddp, _outer, config_to_toml
 from fivefold.train import _worker as worker
 from fivefold.train.config import DataConfig, ModelConfig, OptimConfig, RunConfig, SyncConfig
-from helpers.forked_ranks import forked_worlds
+from fivefold.train.profile import measure_steps
+from helpers.forked_ranks import ForkedRanks, forked_worlds
 
 # The first optimizer of a process loads torch._dynamo, half a second in each forked rank.
 PRELOADED = (_ddp, _outer, importlib.import_module("torch._dynamo"))
@@ -106,3 +108,25 @@ def final_digest():
         return tensor_digest([(s["model"], s["optimizer"], s["method"], s["rng"]) for s in states])
 
     return digest
+
+
+@pytest.fixture
+def profiled():
+    """What a profile of two ranks finds of a run's step, by the name of the figure."""
+
+    def measure(config, folder, name):
+        file = folder / "found"
+
+        def work():
+            ranks = open_ranks(device="cpu", timeout_s=30.0)
+            times = measure_steps(config, ranks)
+            if ranks.is_main:
+                file.write_text(repr(getattr(times, name)))
+            close_ranks(ranks)
+            return 0
+
+        world = ForkedRanks(folder, work, world_size=2)
+        assert set(world.wait().values()) == {0}, world.logs()
+        return float(file.read_text())
+
+    return measure

@@ -11,11 +11,9 @@ import torch
 from fivefold.errors import ConfigurationError
 from fivefold.moe import MoE
 from fivefold.runs.checkpoints import checkpoint_folders, read_checkpoint
-from fivefold.runs.ranks import close_ranks, open_ranks
 from fivefold.train import Transformer, load_config, profile, train
 from fivefold.train._mixture import mixture_blocks
 from fivefold.train.config import MixtureConfig, ModelConfig
-from helpers.forked_ranks import ForkedRanks
 
 
 def with_table(config, table, **changes):
@@ -259,7 +257,9 @@ def test_every_so_many_th_block_is_a_mixture_and_the_last_one_always(layers, eve
 
 
 @pytest.mark.distributed
-def test_a_profile_of_shared_experts_leaves_their_exchanges_out(moe_config, tmp_path, monkeypatch):
+def test_a_profile_of_shared_experts_leaves_their_exchanges_out(
+    moe_config, profiled, tmp_path, monkeypatch
+):
     """What a slow network adds to the passes is the network's, not the device's."""
     config = moe_config("ddp", moe={"expert_parallel": 2})
     exchange, slow_s = torch.distributed.all_to_all_single, 0.02
@@ -270,17 +270,6 @@ def test_a_profile_of_shared_experts_leaves_their_exchanges_out(moe_config, tmp_
 
     monkeypatch.setattr(torch.distributed, "all_to_all_single", slow_exchange)
     monkeypatch.setattr(profile, "_MEASURED_S", 0.1)
-    file = tmp_path / "times"
-
-    def work():
-        ranks = open_ranks(device="cpu", timeout_s=30.0)
-        times = profile.measure_steps(config, ranks)
-        if ranks.is_main:
-            file.write_text(repr(times.model_s))
-        close_ranks(ranks)
-        return 0
-
-    world = ForkedRanks(tmp_path / "world", work, world_size=2)
-    assert set(world.wait().values()) == {0}, world.logs()
+    model_s = profiled(config, tmp_path / "world", "model_s")
     exchanges = 2 * 2 * 2  # blocks, there and back, forward and backward
-    assert float(file.read_text()) < exchanges * slow_s / 2
+    assert model_s < exchanges * slow_s / 2

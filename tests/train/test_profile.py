@@ -7,7 +7,6 @@ import torch
 
 from fivefold.runs.ranks import close_ranks, open_ranks
 from fivefold.train import profile
-from helpers.forked_ranks import ForkedRanks
 
 MESSAGE_S = 0.01
 
@@ -18,41 +17,35 @@ def spin(seconds):
         pass
 
 
-def slowdown_beside(spend, config, folder, monkeypatch):
-    """Slowdown of a step beside all-reduces that spend their time in one way, on two ranks."""
-    all_reduce = torch.distributed.all_reduce
-    file = folder / "found"
+@pytest.fixture
+def slowdown_beside(profiled, monkeypatch):
+    """The slowdown of a step beside all-reduces that spend their time in one way."""
 
-    def slow(*arguments, **options):
-        spend(MESSAGE_S)
-        return all_reduce(*arguments, **options)
+    def measure(spend, config, folder):
+        all_reduce = torch.distributed.all_reduce
 
-    def work():
-        ranks = open_ranks(device="cpu", timeout_s=30.0)
-        times = profile.measure_steps(config, ranks)
-        if ranks.is_main:
-            file.write_text(repr(times.overlap_slowdown))
-        close_ranks(ranks)
-        return 0
+        def slow(*arguments, **options):
+            spend(MESSAGE_S)
+            return all_reduce(*arguments, **options)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(profile, "_MEASURED_S", 1.0)
-        patched.setattr(profile, "_MOST_STEPS", 600)
-        patched.setattr(torch.distributed, "all_reduce", slow)
-        world = ForkedRanks(folder, work, world_size=2)
-        assert set(world.wait().values()) == {0}, world.logs()
-    return float(file.read_text())
+        with monkeypatch.context() as patched:
+            patched.setattr(profile, "_MEASURED_S", 1.0)
+            patched.setattr(profile, "_MOST_STEPS", 600)
+            patched.setattr(torch.distributed, "all_reduce", slow)
+            return profiled(config, folder, "overlap_slowdown")
+
+    return measure
 
 
 @pytest.mark.alone
 @pytest.mark.distributed
 def test_messages_that_take_the_processor_slow_a_step_and_others_do_not(
-    make_config, tmp_path, monkeypatch
+    make_config, slowdown_beside, tmp_path
 ):
     config, found = make_config("ddp"), []
     for attempt in range(3):  # a neighbour on the machine slows a step as well
         waits, works = (
-            slowdown_beside(spend, config, tmp_path / f"{spend.__name__}-{attempt}", monkeypatch)
+            slowdown_beside(spend, config, tmp_path / f"{spend.__name__}-{attempt}")
             for spend in (time.sleep, spin)
         )
         found.append((waits, works))
