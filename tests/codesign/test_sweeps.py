@@ -93,10 +93,10 @@ def test_two_ways_at_once_are_refused():
 LONG = "ablate --cluster fat_tree:8,gpus=2 --seeds 1000 --number 8"
 
 
-def told_after(tmp_path, kill, *options):
+def told_after(tmp_path, kill, *options, program=("-m", "fivefold"), words=LONG):
     """Return what a long ablation says when something is killed while it plans."""
     error = tmp_path / "error"
-    command = [sys.executable, "-m", "fivefold", *LONG.split(), *options]
+    command = [sys.executable, *program, *words.split(), *options]
     with error.open("w") as file:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
     try:
@@ -146,3 +146,36 @@ def test_a_dask_cluster_that_dies_is_told(start_dask, tmp_path, lost, message):
     said = told_after(tmp_path, kill, "--dask", address)
     assert said[0] == f"error: the Dask scheduler at {address} {message}"
     assert len(said) == 2
+
+
+# Results whose gathering the scheduler's end cuts off: Dask never tells joblib of such ones.
+CUT_OFF = """
+import pathlib
+import sys
+import distributed
+from fivefold.cli import main
+
+usual, flag = distributed.Future._result, pathlib.Path(sys.argv.pop(1))
+
+async def cut_off(*args, **options):
+    if flag.exists():
+        raise distributed.comm.CommClosedError("the scheduler ended")
+    return await usual(*args, **options)
+
+distributed.Future._result = cut_off
+main()
+"""
+
+
+def test_a_result_lost_with_its_scheduler_does_not_hang(start_dask, tmp_path):
+    address, flag = start_dask(workers=1), tmp_path / "cut off"
+
+    def kill(_process):
+        flag.touch()
+        time.sleep(3)  # then every result under way is lost
+        start_dask.processes[0].kill()
+
+    words = SMALL.replace("--seeds 2", "--seeds 1000")
+    program = ("-c", CUT_OFF, str(flag))
+    said = told_after(tmp_path, kill, "--dask", address, program=program, words=words)
+    assert said[0] == f"error: the Dask scheduler at {address} is gone"

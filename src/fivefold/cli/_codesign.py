@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
 import threading
 import time
+from _thread import interrupt_main
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -220,7 +222,7 @@ def _engine(parallel: int, dask: str | None) -> Iterator[None]:
         raise ArgumentError(message, hint="leave one of them out")
     distributed = optional_module("distributed", extra="sweeps", use="--dask")
     if logging.getLogger().level > logging.DEBUG:  # a lost scheduler is told below, in a line
-        for name in ("distributed", "distributed.client"):
+        for name in ("distributed", "distributed.client", "tornado.application"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         client = distributed.Client(dask, timeout=_DASK_PATIENCE_S)
@@ -228,7 +230,7 @@ def _engine(parallel: int, dask: str | None) -> Iterator[None]:
         message = f"no Dask scheduler answers at {dask!r}: {error}"
         hint = "start one with `dask scheduler`, and `dask worker ADDRESS` on each machine"
         raise CommunicationError(message, hint=hint) from error
-    with client, _watched(distributed, client, dask) as lost:
+    with client, _watched(client, dask):
         try:
             with joblib.parallel_config("dask") as chosen:
                 backend = chosen["backend"]
@@ -237,8 +239,7 @@ def _engine(parallel: int, dask: str | None) -> Iterator[None]:
                 backend.effective_n_jobs = lambda *_: number
                 yield
         except CancelledError as error:
-            message = lost[0] if lost else f"the Dask scheduler at {dask} is gone"
-            raise CommunicationError(message, hint="see its log, and those of workers") from error
+            raise _lost(f"the Dask scheduler at {dask} is gone") from error
         except (distributed.scheduler.KilledWorker, ImportError) as error:
             message = f"workers of the Dask scheduler at {dask} cannot make plans: {error}"
             hint = "each needs this version of fivefold, and memory for a plan"
@@ -246,34 +247,47 @@ def _engine(parallel: int, dask: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(distributed: Any, client: Any, address: str) -> Iterator[list[str]]:
-    """Cancel what was given to a Dask cluster when no worker is left; say so in the list."""
+def _watched(client: Any, address: str) -> Iterator[None]:
+    """Raise an error in this thread, the main one, when a Dask cluster has no worker left."""
     if not client.scheduler_info()["workers"]:
         message = f"the Dask scheduler at {address} has no worker"
         raise CommunicationError(message, hint=f"start some: dask worker {address}")
-    lost: list[str] = []
     over = threading.Event()
+    gone = False
 
     def watch() -> None:
+        nonlocal gone
         seen_s = time.monotonic()
         while not over.wait(1.0):
-            try:
-                if client.scheduler_info()["workers"]:
+            # Dask cancels what waits for a lost scheduler. It forgets a result that was on its way,
+            # though, and where that is the only one nothing would end the wait.
+            gone = client.status != "running"
+            with suppress(OSError):
+                if not gone and client.nthreads():
                     seen_s = time.monotonic()
-            except OSError:  # no scheduler: Dask cancels all by itself
-                return
-            if time.monotonic() - seen_s > _DASK_PATIENCE_S:
-                lost.append(f"the Dask scheduler at {address} has lost all its workers")
-                client.cancel([distributed.Future(key, client) for key in [*client.futures]])
+            if time.monotonic() - seen_s > _DASK_PATIENCE_S and not over.is_set():
+                interrupt_main(signal.SIGUSR1)
                 return
 
+    def tell(*_: object) -> NoReturn:
+        raise _lost(
+            f"the Dask scheduler at {address} "
+            + ("is gone" if gone else "has lost all its workers")
+        )
+
+    usual = signal.signal(signal.SIGUSR1, tell)
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield lost
+        yield
     finally:
         over.set()
+        signal.signal(signal.SIGUSR1, usual)
         thread.join(_DASK_PATIENCE_S)
+
+
+def _lost(message: str) -> CommunicationError:
+    return CommunicationError(message, hint="see its log, and those of workers")
 
 
 def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
