@@ -5,12 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("distributed")
+from fivefold.cli._codesign import _watched
+from fivefold.errors import CommunicationError
+
+distributed = pytest.importorskip("distributed")
 pytestmark = [pytest.mark.distributed, pytest.mark.in_pairs]
 
 SMALL = "ablate --cluster switch:4 --seeds 2 --number 2 --sizes 2 --iterations 2 --budget 2 --json"
@@ -93,10 +97,10 @@ def test_two_ways_at_once_are_refused():
 LONG = "ablate --cluster fat_tree:8,gpus=2 --seeds 1000 --number 8"
 
 
-def told_after(tmp_path, kill, *options, program=("-m", "fivefold"), words=LONG):
+def told_after(tmp_path, kill, *options):
     """Return what a long ablation says when something is killed while it plans."""
     error = tmp_path / "error"
-    command = [sys.executable, *program, *words.split(), *options]
+    command = [sys.executable, "-m", "fivefold", *LONG.split(), *options]
     with error.open("w") as file:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file)
     try:
@@ -148,34 +152,22 @@ def test_a_dask_cluster_that_dies_is_told(start_dask, tmp_path, lost, message):
     assert len(said) == 2
 
 
-# Results whose gathering the scheduler's end cuts off: Dask never tells joblib of such ones.
-CUT_OFF = """
-import pathlib
-import sys
-import distributed
-from fivefold.cli import main
+@pytest.mark.parametrize(
+    ("lost", "message"), [(slice(1, 2), "has lost all its workers"), (slice(1), "is gone")]
+)
+def test_a_wait_that_dask_forgets_is_ended(start_dask, lost, message):
+    """A result on its way from a scheduler that ends is never told to who waits for it."""
+    address = start_dask(workers=1)
+    usual = signal.getsignal(signal.SIGUSR1)
+    with distributed.Client(address) as client:
+        client.wait_for_workers(1, timeout=60)
 
-usual, flag = distributed.Future._result, pathlib.Path(sys.argv.pop(1))
+        def wait():
+            with _watched(client, address):
+                for each in start_dask.processes[lost]:
+                    each.kill()
+                threading.Event().wait(100)
 
-async def cut_off(*args, **options):
-    if flag.exists():
-        raise distributed.comm.CommClosedError("the scheduler ended")
-    return await usual(*args, **options)
-
-distributed.Future._result = cut_off
-main()
-"""
-
-
-def test_a_result_lost_with_its_scheduler_does_not_hang(start_dask, tmp_path):
-    address, flag = start_dask(workers=1), tmp_path / "cut off"
-
-    def kill(_process):
-        flag.touch()
-        time.sleep(3)  # then every result under way is lost
-        start_dask.processes[0].kill()
-
-    words = SMALL.replace("--seeds 2", "--seeds 1000")
-    program = ("-c", CUT_OFF, str(flag))
-    said = told_after(tmp_path, kill, "--dask", address, program=program, words=words)
-    assert said[0] == f"error: the Dask scheduler at {address} is gone"
+        with pytest.raises(CommunicationError, match=f"scheduler at {address} {message}"):
+            wait()
+    assert signal.getsignal(signal.SIGUSR1) is usual

@@ -118,6 +118,14 @@ def test_the_start_takes_the_state_of_the_most_advanced_checkpoint():
     assert decision.sources == {"a": ("b", ""), "c": ("b", "")}
 
 
+def test_no_job_starts_without_a_worker_that_any_voter_has_heard_of():
+    """All read the same list: none may go on while another votes again."""
+    heard = [joiner("a", alive=["a", "b"]), joiner("b", alive=["c", "b", "a"])]
+    assert decide(heard).silent == ("c",)
+    assert decide([*heard, joiner("c", settings="other")]).silent == ()
+    assert decide([*heard, member("d")]).silent == ()  # a job is under way
+
+
 def test_a_second_start_of_the_job_loses_against_the_first():
     # Two joiners that met nobody started afresh while the others were silent for long.
     old = [member("a", turn=57, slot=0, history="a")]

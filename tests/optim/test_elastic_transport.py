@@ -33,8 +33,9 @@ UNHURRIED_S = 20.0  # of an all-reduce, where a busy machine must not cost a rou
 class Miniature:
     """One-round-late sums: the smallest engine with an all-reduce in the air at every boundary."""
 
-    def __init__(self, transport, name, *, rounds, delayed=True):
+    def __init__(self, transport, name, *, rounds, delayed=True, stops_before=None):
         self.transport, self.me, self.delayed = transport, NAMES.index(name), delayed
+        self.stops_before = stops_before
         self.anchor = torch.zeros(len(NAMES), dtype=torch.float64)
         self.work = torch.zeros_like(self.anchor)
         self.payload = torch.zeros_like(self.anchor)
@@ -59,6 +60,8 @@ class Miniature:
             self.merge()
 
     def launch(self, *, weight):
+        if self.stops_before and self.round >= self.stops_before:
+            os.kill(os.getpid(), signal.SIGSTOP)
         self.metadata.zero_()
         self.metadata[self.transport.rank] = weight
         what = f"the sum of round {self.round}"
@@ -98,10 +101,20 @@ class Miniature:
             self.merge()
 
 
-def train(log, *, lighthouse, name, rounds=10_000, round_s=0.05, delayed=True, **options):
+def train(
+    log,
+    *,
+    lighthouse,
+    name,
+    rounds=10_000,
+    round_s=0.05,
+    delayed=True,
+    stops_before=None,
+    **options,
+):
     options = {"timeout_s": 4.0, "quorum_timeout_s": 20.0, "max_workers": SLOTS, **options}
     transport = elastic_transport(lighthouse=lighthouse, **options)
-    mini = Miniature(transport, name, rounds=rounds, delayed=delayed)
+    mini = Miniature(transport, name, rounds=rounds, delayed=delayed, stops_before=stops_before)
     started_s = time.monotonic()
     transport.join(mini)
     log("joined", slot=transport.rank, round=mini.round, took_s=time.monotonic() - started_s)
@@ -351,10 +364,8 @@ def test_a_deadline_follows_what_arrived():
 def test_a_worker_that_vanished_is_noticed_long_before_the_timeout(tmp_path, monkeypatch):
     monkeypatch.setattr(_elastic_services, "_SHORTEST_DEADLINE_S", 1.5)
     with World(tmp_path, min_workers=2, join_timeout_s=2.0) as world:
-        for name in "abc":
-            world.start(name, train, rounds=60, timeout_s=100.0)
-        world.until_rounds("c", 8)
-        world.kill("c", signal.SIGSTOP)
+        for name, stop in ("a", None), ("b", None), ("c", 8):  # the others have launched this sum
+            world.start(name, train, rounds=60, timeout_s=100.0, stops_before=stop)
         world.join("a", "b", timeout_s=60)
         require_equal_anchors(world, "a", "b")
         require_all_work_of(world, "a", "b")

@@ -8,10 +8,9 @@ import signal
 import sys
 import threading
 import time
-from _thread import interrupt_main
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -252,7 +251,7 @@ def _watched(client: Any, address: str) -> Iterator[None]:
     if not client.scheduler_info()["workers"]:
         message = f"the Dask scheduler at {address} has no worker"
         raise CommunicationError(message, hint=f"start some: dask worker {address}")
-    over = threading.Event()
+    over, main = threading.Event(), threading.get_ident()
     gone = False
 
     def watch() -> None:
@@ -262,11 +261,13 @@ def _watched(client: Any, address: str) -> Iterator[None]:
             # Dask cancels what waits for a lost scheduler. It forgets a result that was on its way,
             # though, and where that is the only one nothing would end the wait.
             gone = client.status != "running"
-            with suppress(OSError):
+            try:
                 if not gone and client.nthreads():
                     seen_s = time.monotonic()
+            except OSError:  # it ended after the look at the status
+                gone = True
             if time.monotonic() - seen_s > _DASK_PATIENCE_S and not over.is_set():
-                interrupt_main(signal.SIGUSR1)
+                signal.pthread_kill(main, signal.SIGUSR1)
                 return
 
     def tell(*_: object) -> NoReturn:

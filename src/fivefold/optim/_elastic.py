@@ -156,13 +156,16 @@ class ElasticTransport:
             if self.worker in decision.refused:
                 message = f"worker {self.worker} cannot join: {decision.refused[self.worker]}"
                 raise ConfigurationError(message, hint="start all workers with the same settings")
-            silent = self._silent_members(decision)
-            if not silent and self._enter(decision):
+            if not decision.silent and self._enter(decision):
                 return
+            silent = ", ".join(decision.silent)
             if time.monotonic() > deadline_s:
                 message = f"worker {self.worker} could not join in time; silent: {silent or '-'}"
                 hint = "end the silent workers if they hang, or raise quorum_timeout_s"
                 raise CommunicationError(message, hint=hint)
+            if silent:
+                _LOG.info("waiting for %s, which may have the job's state", silent)
+                time.sleep(_PAUSE_S)
             what = "joining again"
 
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
@@ -275,20 +278,6 @@ class ElasticTransport:
         return decision.committed
 
     # -- membership -------------------------------------------------------------------------------
-
-    def _silent_members(self, decision: Decision) -> list[str]:
-        """Return who may have the job's state, where none of the voters has.
-
-        Newcomers alone must not start a second job while a worker of the first is only slow.
-        """
-        if decision.turn >= 0:
-            return []
-        voters = [*(member.worker for member in decision.members), *decision.refused]
-        silent = self._services.silent_workers(voters)
-        if silent:
-            _LOG.info("waiting for %s, which may have the job's state", ", ".join(silent))
-            time.sleep(_PAUSE_S)
-        return silent
 
     def _enter(self, decision: Decision) -> bool:
         """Take the seat that the decision gives, with a peer's state; False to try again."""

@@ -39,6 +39,7 @@ class Ballot:
     state: str = ""  # address of the worker's state server
     members: Sequence[str] = ()  # workers of the all-reduce that is voted on
     gone: Sequence[str] = ()  # those of them that this worker knows to have ended
+    alive: Sequence[str] = ()  # while joining: all workers that the lighthouse has heard of late
 
     @property
     def joining(self) -> bool:
@@ -75,6 +76,9 @@ class Decision:
     # ended. While there are any the decision does not stand: all vote again. A lighthouse that
     # was started again has heard of some workers and not yet of others.
     missing: tuple[str, ...] = ()
+    # At the start of a job: workers that are alive but did not vote. One of them may have a job's
+    # state, and newcomers alone must not start a second job while it is only slow: all vote again.
+    silent: tuple[str, ...] = ()
 
     def copiers_from(self, worker: str) -> list[str]:
         """Return the workers that copy their state from this one."""
@@ -122,6 +126,7 @@ def _start(applicants: Sequence[Ballot]) -> Decision:
     source = min(applicants, key=lambda ballot: (-ballot.steps, ballot.worker))
     rest = [ballot for ballot in applicants if ballot is not source]
     accepted, refused = _screen(rest, like=source, taken=1)
+    alive = {name for ballot in applicants for name in ballot.alive}
     members = _seat([], [source, *accepted])
     return Decision(
         turn=JOINING,
@@ -131,6 +136,7 @@ def _start(applicants: Sequence[Ballot]) -> Decision:
         sources=_sources(accepted, [source]),
         refused=refused,
         left_behind=(),
+        silent=tuple(sorted(alive - {ballot.worker for ballot in applicants})),
     )
 
 

@@ -22,7 +22,7 @@ import urllib.request
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from http.server import ThreadingHTTPServer
@@ -107,6 +107,8 @@ class ElasticServices:
         while True:
             left_s = max(deadline_s - time.monotonic(), _POLL_S)
             try:
+                if ballot.joining:  # all read the same answer: that of each voter, in its ballot
+                    ballot = replace(ballot, alive=_LIVE.findall(self._page()))
                 quorum = self._client.quorum(
                     replica_id=self.worker,
                     timeout=timedelta(seconds=left_s),
@@ -130,13 +132,6 @@ class ElasticServices:
                     raise self._no_quorum(what) from error
                 _LOG.warning("the lighthouse does not answer (%s); trying again", error)
                 time.sleep(10 * _POLL_S)
-
-    def silent_workers(self, voters: Collection[str]) -> list[str]:
-        """Return workers that are alive but are not among the voters of a quorum.
-
-        A quorum does not say so; the lighthouse's page does.
-        """
-        return sorted(set(_LIVE.findall(self._page())) - set(voters))
 
     def _ended(self) -> set[str]:
         """Return workers that the lighthouse has not heard for longer than its timeout."""
