@@ -136,6 +136,14 @@ def test_rules(tmp_path, random_graph, as_edges, rules, memory):
         ({"edge_index": [[0], [1]], "features": np.zeros((2, 2, 2))}, "features have shape"),
         ({"edge_index": [[0], [1]], "features": np.zeros((2, 0))}, "features have shape"),
         ({"edge_index": [[0], [1]], "features": [["a"], ["b"]]}, "features have dtype"),
+        (
+            {"edge_index": [[0], [1]], "features": [[0.0, 1.0], [2.0, np.nan]]},
+            "feature of nodes is not finite: row 1 has nan in column 1",
+        ),
+        (
+            {"edge_index": [[0], [1]], "edge_features": np.full((1, 2), np.inf, np.float16)},
+            "feature of edges is not finite: row 0 has inf in column 0",
+        ),
         ({"edge_index": [[0], [1]], "weights": [1.0, 2.0]}, "weights have shape"),
         ({"edge_index": [[0], [1]], "weights": [-1.0]}, "weight is negative"),
         ({"edge_index": [[0], [1]], "weights": [np.nan]}, "not a number"),

@@ -155,7 +155,7 @@ def _is_finished(path: Path, recipe: Mapping[str, Any]) -> bool:
         )
         raise DataError(
             f"{path} was made otherwise: it differs in {', '.join(changed)}",
-            hint="choose another folder, or remove this file to make it again",
+            hint=f"choose another folder, or remove {path.parent} to make it again",
         )
     return True
 
@@ -255,9 +255,10 @@ def _write_features(
 def _checked_blocks(
     part: FeaturePart, first_row: int, max_rows: int, *, count: int, what: str
 ) -> Iterator[Array]:
-    """Yield the part's blocks; too many or too few rows are an error."""
+    """Yield the part's blocks; too many or too few rows are an error, and values not finite."""
     rows = first_row
     for block in part.blocks(first_row, max_rows):
+        _check_finite(block, rows, what)
         rows += block.shape[0]
         if rows > count:
             break
@@ -268,6 +269,18 @@ def _checked_blocks(
             f"there are {more}{min(rows, count)} feature rows for {count} {what}",
             hint="give one row each, in the order of ids",
         )
+
+
+def _check_finite(block: Array, first_row: int, what: str) -> None:
+    """Refuse what would make every loss, and with it every parameter, not a number."""
+    if block.dtype.kind != "f" or (finite := np.isfinite(block)).all():
+        return
+    row, column = np.argwhere(~finite)[0]
+    raise DataError(
+        f"a feature of {what} is not finite: row {first_row + row} has {block[row, column]} in "
+        f"column {column}",
+        hint=f"give finite values; the largest of {block.dtype} is {np.finfo(block.dtype).max:g}",
+    )
 
 
 @overload
