@@ -29,18 +29,19 @@ ON_TWO_RANKS = [
 ]
 
 
-def run(command, cwd):
+def run(command, cwd, *, may_abort_at_exit=False):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=150, cwd=cwd, env=environment
     )
-    assert result.returncode == 0, result.stderr[-3000:]
+    aborted = "terminate called without an active exception" in result.stderr
+    assert result.returncode == 0 or (may_abort_at_exit and aborted), result.stderr[-3000:]
     return result.stdout
 
 
-def torchrun(script, cwd):
+def torchrun(script, cwd, **options):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return run([*launcher, "--nproc-per-node", "2", str(script)], cwd)
+    return run([*launcher, "--nproc-per-node", "2", str(script)], cwd, **options)
 
 
 def test_every_example_is_run_by_this_file():
@@ -109,7 +110,8 @@ def test_lightning_resumes_to_the_same_bits(tmp_path):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ddp_learns(tmp_path):
-    output = torchrun(ROOT / "examples" / "ddp.py", tmp_path)
+    """The example is torch alone: a thread of gloo may abort its exit (pytorch, pull 179291)."""
+    output = torchrun(ROOT / "examples" / "ddp.py", tmp_path, may_abort_at_exit=True)
     assert float(re.search(r"loss (\S+)", output)[1]) < 0.95  # a guess of 0 has 1
 
 
