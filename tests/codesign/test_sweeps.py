@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -171,3 +172,28 @@ def test_a_wait_that_dask_forgets_is_ended(start_dask, lost, message):
         with pytest.raises(CommunicationError, match=f"scheduler at {address} {message}"):
             wait()
     assert signal.getsignal(signal.SIGUSR1) is usual
+
+
+def test_a_signal_that_comes_when_all_is_done_is_ignored(monkeypatch):
+    """Left to itself it ends the process."""
+    heard = []
+    usual = signal.signal(signal.SIGUSR1, lambda *_: heard.append("late"))
+    join = threading.Thread.join
+
+    def late(thread, timeout=None):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        join(thread, timeout)
+
+    workers = {"one": 1}
+    client = SimpleNamespace(
+        status="running", nthreads=lambda: workers, scheduler_info=lambda: {"workers": workers}
+    )
+    monkeypatch.setattr(threading.Thread, "join", late)
+    try:
+        with _watched(client, "tcp://somewhere"):
+            pass
+        assert heard == []
+        os.kill(os.getpid(), signal.SIGUSR1)  # from here on it is the program's own again
+        assert heard == ["late"]
+    finally:
+        signal.signal(signal.SIGUSR1, usual)

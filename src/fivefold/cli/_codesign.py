@@ -282,9 +282,10 @@ def _watched(client: Any, address: str) -> Iterator[None]:
     try:
         yield
     finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it may be on its way; usually it kills
         over.set()
-        signal.signal(signal.SIGUSR1, usual)
         thread.join(_DASK_PATIENCE_S)
+        signal.signal(signal.SIGUSR1, usual)
 
 
 def _lost(message: str) -> CommunicationError:

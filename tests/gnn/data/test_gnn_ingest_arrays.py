@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -204,8 +205,22 @@ def test_a_changed_source_is_not_mixed_with_the_old(tmp_path):
     ingest(array_source([[0], [1]], features=path), tmp_path / "out").close()
     np.save(path, np.ones((3, 2)))
     os.utime(path, ns=(1, 1))
-    with pytest.raises(DataError, match="differs in features"):
+    with pytest.raises(DataError, match="differs in features") as refused:
         ingest(array_source([[0], [1]], features=path), tmp_path / "out")
+    assert "remove features.fvf graph.fvf there" in refused.value.hint
+
+
+def test_a_source_whose_edges_were_wrong_is_taken_when_it_is_right(tmp_path):
+    features = np.ones((3, 2), np.float32)
+    with pytest.raises(DataError, match="an edge has target 7"):
+        ingest(array_source([[0], [7]], features=features, num_nodes=3), tmp_path)
+    right = array_source([[0], [2]], features=features, num_nodes=3)
+    with pytest.raises(DataError, match="was made otherwise") as refused:
+        ingest(right, tmp_path)
+    for name in re.findall(r"\S+\.fvf", refused.value.hint):
+        (tmp_path / name).unlink()
+    with ingest(right, tmp_path) as dataset:
+        assert dataset.topology().neighbors(2).tolist() == [0]
 
 
 def test_empty_graphs(tmp_path):

@@ -153,9 +153,10 @@ def _is_finished(path: Path, recipe: Mapping[str, Any]) -> bool:
         changed = sorted(
             key for key in {*recipe, *(found or {})} if (found or {}).get(key) != recipe.get(key)
         )
+        files = " ".join(sorted(file.name for file in path.parent.glob("*.fvf")))
         raise DataError(
             f"{path} was made otherwise: it differs in {', '.join(changed)}",
-            hint=f"choose another folder, or remove {path.parent} to make it again",
+            hint=f"choose another folder, or remove {files} there to make them again",
         )
     return True
 
