@@ -218,6 +218,7 @@ def trained_bytes(spec, *, batch, autocast=False, recompute=False, accumulation=
     return live.most
 
 
+TIED = one_gpu.llama("tied", 2, 128, 4, ffn=256, vocab=4000, seq_len=16, tied=True)
 WIDE = one_gpu.llama("wide", 2, 256, 4, ffn=1024, vocab=2000, seq_len=16, tied=False)
 
 
@@ -232,9 +233,14 @@ WIDE = one_gpu.llama("wide", 2, 256, 4, ffn=1024, vocab=2000, seq_len=16, tied=F
         (dataclasses.replace(SPEC, tied=True), {"batch": 16}),
         (WIDE, {"batch": 1}),
         (WIDE, {"batch": 6}),
+        (WIDE, {"batch": 1, "recompute": True}),
+        (WIDE, {"batch": 6, "autocast": True, "recompute": True}),
+        (TIED, {"batch": 1}),
+        (TIED, {"batch": 1, "recompute": True, "accumulation": 2}),
     ],
     ids=["plain", "recomputed", "accumulated", "autocast", "autocast, recomputed", "tied",
-         "gradients", "little more of gradients"],
+         "gradients", "little more of gradients", "gradients, recomputed", "one layer, recomputed",
+         "two gradients of a matrix", "two gradients of a matrix, accumulated"],
 )  # fmt: skip
 def test_memory_is_what_is_alive_at_the_fullest_moment(spec, how):
     cluster = AUTOCAST if how.get("autocast") else EAGER
@@ -301,6 +307,7 @@ def test_operators_one_by_one_are_never_faster_nor_smaller_than_fused(case):
 @given(cases())
 def test_gradients_that_are_freed_never_take_more(case):
     model, cluster, plan = case
+    model = dataclasses.replace(model, tied=False)  # whose second gradient is counted where freed
     kept, freed = (
         evaluate_plan(
             model, dataclasses.replace(cluster.device, frees_gradients=frees), cluster.fabric,
@@ -309,6 +316,16 @@ def test_gradients_that_are_freed_never_take_more(case):
         for frees in (False, True)
     )  # fmt: skip
     assert freed <= kept * (1 + 1e-12)
+
+
+@given(cases())
+def test_recomputation_never_takes_more(case):
+    model, cluster, plan = case
+    none, some = (
+        predicted_use(model, cluster, dataclasses.replace(plan, recompute=kind)).total_bytes
+        for kind in ("none", plan.recompute)
+    )
+    assert some <= none * (1 + 1e-12)
 
 
 @given(cases(), st.booleans())

@@ -149,7 +149,7 @@ def layer_cost(
         kept = inputs * shape.stream_bytes / shape.element_bytes
         kept = kept / (key.tensor if key.sequence_parallel or device.splits_checkpoints else 1)
         kept = min(kept, stored)
-        dropped = stored
+        dropped = stored - kept
     cost = _timed(device, fabric, key=key, operators=operators, causal=model.causal)
     working = dropped + widened_bytes(model, shape, operators)
     return dataclasses.replace(cost, stored_bytes=kept, working_bytes=working)

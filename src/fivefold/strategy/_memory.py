@@ -93,7 +93,8 @@ def stage_bytes(columns: Columns, stage: int) -> dict[str, Floats]:
     layers = np.maximum(columns.model.num_layers / t.pipeline, 1.0)
     gathered = device.gathered_layers * (width + device.gradient_bytes) * states / layers
     gathered = gathered + device.gathered_layers * held / layers
-    working = columns.layer["working_bytes"] + np.where(t.zero == 3, gathered, 0.0)
+    again = np.where(columns.counts[stage] > 0, columns.layer["working_bytes"], 0.0)
+    working = again + np.where(t.zero == 3, gathered, 0.0)
     workers = np.where(t.zero >= 3, columns.replicas / columns.shards, columns.replicas)
     outer = device.outer_state_bytes + device.outer_owned_bytes / workers
     outer = outer * np.where(t.zero >= 3, shared, states)  # ranks that share states are one worker
@@ -111,7 +112,7 @@ def stage_bytes(columns: Columns, stage: int) -> dict[str, Floats]:
         host = host + np.where(t.offload_activations == 1, stored - at_work, 0.0)
         stored = np.where(t.offload_activations == 1, at_work, stored)
     if device.frees_gradients:
-        gradients, stored, spared = _fullest_moment(columns, stage, gradients, stored)
+        gradients, stored, spared = _fullest_moment(columns, stage, gradients, stored, again)
         working = working - spared
     used = weights + gradients + optimizer + stored + working
     return {
@@ -122,18 +123,34 @@ def stage_bytes(columns: Columns, stage: int) -> dict[str, Floats]:
 
 
 def _fullest_moment(
-    columns: Columns, stage: int, gradients: Floats, stored: Floats
+    columns: Columns, stage: int, gradients: Floats, stored: Floats, again: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Return gradients and activations at the loss or at the end, and buffers not there then."""
-    again, one = columns.layer["working_bytes"], columns.micro_batches == 1
-    is_last = (columns.table.pipeline == 1) | (stage == 2)
-    spared = np.where(is_last, np.minimum(columns.head["stored_bytes"], again), 0.0)
-    ends = one & (gradients + spared > stored)
-    return (
-        np.where(one & ~ends, 0.0, gradients),
-        np.where(ends, 0.0, stored),
-        np.where(ends, 0.0, spared),
+    """Return gradients and activations at the fullest moment, and buffers not there then.
+
+    That is the loss, the first layer of backward, the last (whose own gradients and the embedding's
+    are still to come), or the end. Both gradients of a tied matrix stay until their sum is there.
+    """
+    t, model, (shared, routed) = columns.table, columns.model, columns.parameters(stage)
+    whole, one, none = shared + routed, t.pipeline == 1, np.zeros(len(t))
+    embedding = head = none
+    if model.adapters is None and not model.stages:
+        embedding = np.where(one | (stage == 0), model.embedding_parameters / t.tensor, 0.0)
+        head = np.where(one | (stage == 2), model.vocab * model.hidden / t.tensor, 0.0)
+    twice = head * (one & model.tied)
+    layers = whole + twice - embedding - head
+    late = layers / np.maximum(columns.counts[stage], 1) + embedding - twice
+    there = np.where(
+        columns.micro_batches == 1,
+        (none, head, whole - late, whole + 2 * twice),
+        (whole, whole + twice, whole + twice, whole + 3 * twice),
     )
+    heads, storing = _head_bytes(columns, stage), 1 - columns.share_of_layers("recompute_layers")
+    layer = np.minimum(columns.layer["stored_bytes"] - storing * again, stored - heads)
+    kept = np.stack((stored, stored - heads, layer, none))
+    spared = np.stack((again, none, none, again))
+    held = gradients / np.maximum(whole, 1.0) * there
+    at = (np.argmax(held + kept - spared, axis=0), np.arange(len(t)))
+    return held[at], kept[at], spared[at]
 
 
 def stored_bytes(columns: Columns, stage: int) -> Floats:

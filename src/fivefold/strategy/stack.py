@@ -66,8 +66,8 @@ class StackSpec:
         autocast: Parameters, and the stream between blocks, have 32 bits; every forward casts the
             weights of its products, and their backward keeps the casts.
         frees_gradients: Gradients are freed after the update. Those of a step's only micro-batch
-            come as its activations go, so the fullest moment is the loss or the end of backward;
-            and logits are gone before a layer is computed again.
+            come as its activations go, so the fullest moment is the loss, the end of backward, or
+            a layer in between; and logits are gone before a layer is computed again.
         gathered_layers: Layers whose parameters ZeRO-3 holds whole at a time.
         splits_checkpoints: Inputs kept by full recomputation are split over the tensor group.
         reserved_bytes: What context and communication buffers take of the memory.
