@@ -47,6 +47,22 @@ def test_parameters_are_those_that_transformers_makes(family, tied):
 
 
 @pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"hidden_act": "relu"}),
+        ("mixtral", {"hidden_act": "gelu"}),
+        ("nanochat", {"hidden_act": "silu"}),
+        ("bert", {"hidden_act": "silu"}),
+        ("gpt_bigcode", {"multi_query": False}),
+    ],
+)
+def test_the_family_says_what_is_built(family, changes):
+    theirs, saved = small(family, changes)
+    count = sum(parameter.numel() for parameter in theirs.parameters())
+    assert model_from_hugging_face(saved).num_parameters == pytest.approx(count, rel=0.03)
+
+
+@pytest.mark.parametrize(
     "family",
     ["bert", "bitnet", "cohere2", "falcon", "gemma2", "gpt_neox", "llama", "nemotron", "phi3",
      "qwen3", "starcoder2"],
@@ -67,6 +83,8 @@ def test_flops_are_those_of_its_forward(family):
     [
         ({"model_type": "gemma4_text"}, "'gemma4_text' cannot be read", "describe it under"),
         ({"model_type": "llama4", "text_config": {"hidden_size": 8}}, "and more", "text_config"),
+        ({"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512}, "=512", "[model]"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "=True has products", "[model]"),
     ],
 )
 def test_a_family_that_nobody_counted_is_refused(config, said, hint):
@@ -96,6 +114,11 @@ def test_a_file_without_a_family_is_a_plain_decoder():
           "layer_types": ["sliding_attention"] * 4 + ["full_attention"] * 2}, 16, 4),
         ({"model_type": "llama4_text", "attention_chunk_size": 64,
           "layer_types": ["chunked_attention"] * 5 + ["full_attention"]}, 32, 5),
+        ({"model_type": "llama4_text", "attention_chunk_size": 64, "no_rope_layers": []}, 32, 5),
+        ({"model_type": "llama4_text", "attention_chunk_size": 64,
+          "no_rope_layers": [1, 0, 1, 0, 1, 0]}, 32, 3),
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True,
+          "max_window_layers": 4}, 16, 2),
     ],
 )  # fmt: skip
 def test_which_layers_look_back_how_far(keys, window, windowed):
@@ -114,12 +137,17 @@ def test_which_layers_look_back_how_far(keys, window, windowed):
         ("num_hidden_layers", "many"),
         ("num_attention_heads", [32]),
         ("intermediate_size", 0),
+        ("moe_intermediate_size", 0),
+        ("num_key_value_heads", 2.5),
+        ("n_routed_experts", True),
+        ("kv_lora_rank", 512.5),
     ],
 )
 def test_a_size_that_is_no_whole_number_is_refused(key, value):
     config = {
         "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 2,
         "intermediate_size": 8192, "vocab_size": 1000, "max_position_embeddings": 2048,
+        "n_routed_experts": 4,
     }  # fmt: skip
     with pytest.raises(DataError, match=f"{key} of the model's configuration must be"):
         model_from_hugging_face(config | {key: value})

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
@@ -128,9 +129,9 @@ _ENCODERS = {
     "bert", "camembert", "data2vec-text", "ernie", "megatron-bert", "roberta",
     "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
 }  # fmt: skip
-_GATED = {"bitnet", "gemma", "gemma2", "gemma3_text", "vaultgemma"}  # whatever the activation
+_GEMMAS = {"gemma", "gemma2", "gemma3_text", "vaultgemma"}
 _DECODERS = {
-    "apertus", "arcee", "aria_text", "axk1", "cohere", "cohere2", "cohere2_moe", "cwm",
+    "apertus", "arcee", "aria_text", "axk1", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm",
     "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon",
     "flex_olmo", "flint", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite",
     "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense",
@@ -141,17 +142,30 @@ _DECODERS = {
     "smollm3", "solar_open", "stablelm", "youtu",
 }  # fmt: skip
 _VISION = {"vit", "vit_msn"}
-FAMILIES = frozenset({*_GPT, *_ROTARY_GPT, *_ENCODERS, *_GATED, *_DECODERS, *_VISION, *HYBRIDS})
+FAMILIES = frozenset({*_GPT, *_ROTARY_GPT, *_ENCODERS, *_GEMMAS, *_DECODERS, *_VISION, *HYBRIDS})
 """Values of ``model_type`` that are read."""
 
+# Without a gate in the feed-forward part, whatever the activation.
+_UNGATED = _GPT | _ROTARY_GPT | _ENCODERS | _VISION | {
+    "apertus", "arcee", "falcon", "jais2", "nanochat", "nemotron", "nemotron_h", "persimmon",
+}  # fmt: skip
+
+_COUNTS = re.compile(  # keys of whole numbers
+    r"(num|n)_.*|(?!use_).*(_size|_dim|_rank|_conv|_kernel|_state|_step|_index|_period|_offset"
+    r"|_interval|_window|_layers|_heads?|_groups?|_experts|_replace|expand)"
+)
+
 # Where the file does not say: head and embedding are one matrix.
-_TIED = _GPT | _ENCODERS | _GATED - {"bitnet"} | {
+_TIED = _GPT | _ENCODERS | _GEMMAS | {
     "bloom", "cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "falcon",
     "falcon_mamba", "granite_swa", "mamba", "minicpm3", "smollm3", "starcoder2", "youtu",
 }  # fmt: skip
 
 # Where the file does not say: one layer in so many looks at the whole sequence.
-_WHOLE_EVERY = {"cohere2": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+_WHOLE_EVERY = {
+    "cohere2": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "llama4_text": 4, "olmo3": 4,
+    "vaultgemma": 2,
+}  # fmt: skip
 
 
 def model_from_hugging_face(
@@ -174,7 +188,8 @@ def model_from_hugging_face(
     heads = 1 if set(layers.get("pattern", "")) == {"M"} else _size(config, *names)
     names = ("mlp_hidden_act", "hidden_act", "activation_function", "activation")
     kind = next((config[name] for name in names if config.get(name)), "silu")
-    gated = family in _GATED or (kind in {"silu", "swish", "swiglu"} and not gpt)
+    gated = kind in {"silu", "swish", "swiglu"} and not gpt and not vision
+    gated = family not in _UNGATED if family else gated
     head_dim = config.get("qk_nope_head_dim") or config.get("head_dim")
     sizes: dict[str, Any] = {
         "hidden": hidden, "num_heads": heads, "ffn": _ffn(config),
@@ -183,7 +198,7 @@ def model_from_hugging_face(
         "num_kv_heads": None if _latent(config) or heads == 1 else _kv_heads(config, family),
         "head_dim": None if head_dim is None or heads == 1 else int(head_dim),
         "clamped": bool(config.get("swiglu_limit")),
-        "gated": gated and not vision,
+        "gated": gated,
         "tied": bool(config.get("tie_word_embeddings", family in _TIED or (gpt and not family))),
         "learned_positions": encoder or (gpt and family not in _ROTARY_GPT),
         "dropout": _dropout(config, gpt=gpt), "biases": gpt or vision or encoder,
@@ -212,6 +227,17 @@ def _check_family(config: Config, family: str) -> None:
         hint = "describe it under [model] in a job file; or, where it is built like a type that is "
         hint += "known (llama, qwen3_moe, deepseek_v3, ...), set that model_type in a copy"
         raise UnsupportedError(message, hint=hint)
+    width = config.get("hidden_size")
+    own = {"add_cross_attention": False, "moe_latent_size": 0, "word_embed_proj_dim": width}
+    for key, plain in own.items():
+        if config.get(key, plain) != plain:
+            message = f"a model with {key}={config[key]!r} has products that have no price"
+            raise UnsupportedError(message, hint="describe what is near it under [model]")
+    for key, value in config.items():
+        part = isinstance(value, bool) or (isinstance(value, float) and not value.is_integer())
+        if part and _COUNTS.fullmatch(key):
+            message = f"{key} of the model's configuration must be a whole number; got {value!r}"
+            raise DataError(message, hint="is it the config.json of a transformer?")
 
 
 def _vocabulary(config: Config, *, vision: bool) -> int:
@@ -223,8 +249,8 @@ def _kv_heads(config: Config, family: str) -> int | None:
         if config.get("new_decoder_architecture"):
             return _size(config, "num_kv_heads")
         return 1 if config.get("multi_query", True) else None
-    if family == "gpt_bigcode" and config.get("multi_query", True):
-        return 1
+    if family == "gpt_bigcode":
+        return 1 if config.get("multi_query", True) else None
     found = config.get("num_key_value_heads")
     return None if found is None else int(found)
 
@@ -238,25 +264,29 @@ def _ffn(config: Config) -> int | None:
 
 
 def _windows(config: Config, *, vision: bool) -> dict[str, Any]:
-    kinds = list(config.get("layer_types", ()))
-    if "chunked_attention" in kinds:  # a token sees half a chunk in the mean, as with such a window
-        window, windowed = int(config["attention_chunk_size"]) // 2, "chunked_attention"
+    kinds, family = list(config.get("layer_types", ())), config.get("model_type")
+    chunk = int(config.get("attention_chunk_size", 0))
+    if chunk and (not kinds or "chunked_attention" in kinds):
+        # A token sees half a chunk in the mean, as with such a window.
+        window, windowed = chunk // 2, "chunked_attention"
+        kinds = kinds or [windowed if turned else "" for turned in config.get("no_rope_layers", ())]
     else:
         without = vision or config.get("use_sliding_window") is False
-        window, windowed = (
-            int(0 if without else config.get("sliding_window", 0)),
-            "sliding_attention",
-        )
+        window = int(0 if without else config.get("sliding_window", 0))
+        windowed = "sliding_attention"
     if not window:
         return {}
     if kinds:
         return {"window": window, "windowed_layers": kinds.count(windowed)}
-    default = _WHOLE_EVERY.get(str(config.get("model_type")))
+    default = _WHOLE_EVERY.get(str(family))
     every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", default))
-    if not isinstance(every, int):
+    if family in {"qwen2", "qwen3"} and "max_window_layers" in config:
+        whole = int(config["max_window_layers"])
+    elif isinstance(every, int):
+        whole = _size(config, "num_hidden_layers") // every
+    else:
         return {"window": window}
-    count = _size(config, "num_hidden_layers")
-    return {"window": window, "windowed_layers": count - count // every}
+    return {"window": window, "windowed_layers": max(_size(config, "num_hidden_layers") - whole, 0)}
 
 
 def _size(config: Config, *names: str) -> int:
@@ -310,7 +340,7 @@ def _experts(config: Config, dense_layers: int) -> MixtureOfExperts | None:
     count = next((config[name] for name in names if name in config), None)
     if not count:
         return None
-    inner = int(config.get("moe_intermediate_size") or _size(config, "intermediate_size"))
+    inner = _size(config, "moe_intermediate_size", "intermediate_size")
     shares = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     shared = inner * next((int(config[name]) for name in shares if name in config), 0)
     if "intermediate_size_mlp" in config:  # Llama 4: one, as wide as a routed one
