@@ -186,11 +186,23 @@ def test_a_cluster_takes_no_job_of_more_gpus_than_it_has(tmp_path):
         load_job(write(tmp_path, job + "gpus = 64\n"), cluster=small)
 
 
-def test_a_job_and_its_plan_agree_on_the_batch(tmp_path):
+def test_a_job_and_its_plan_agree(tmp_path):
     job = 'model = "llama2-7b"\ngpus = 8\nglobal_batch = 64\n[plan]\ndata = 8\n'
     assert load_job(write(tmp_path, job)).plan.global_batch == 64
     with pytest.raises(ConfigurationError, match=r"global_batch = 64, its \[plan\] 128"):
         load_job(write(tmp_path, job + "global_batch = 128\n"))
+    with pytest.raises(ConfigurationError, match=r"optimizer = muon, its \[plan\] adamw"):
+        load_job(write(tmp_path, 'optimizer = "muon"\n' + job + 'optimizer = "adamw"\n'))
+
+
+def test_a_length_of_nothing_is_not_the_models_own(tmp_path):
+    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), 8)
+    config = sizes | {"vocab_size": 8, "max_position_embeddings": 64}
+    write(tmp_path, json.dumps(config), "config.json")
+    job = 'model = "config.json"\ngpus = 1\nglobal_batch = 1\n'
+    assert load_job(write(tmp_path, job)).model.seq_len == 64
+    with pytest.raises(ConfigurationError, match=r"seq_len in .* got 0"):
+        load_job(write(tmp_path, job + "seq_len = 0\n"))
 
 
 @pytest.mark.parametrize("key", ["tensor", "pipeline", "context", "micro_batch", "virtual", "tau"])

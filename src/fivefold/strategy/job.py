@@ -74,7 +74,8 @@ def job_from_table(
         if value is None:
             raise ConfigurationError(f"{where} does not say {name!r}", hint=f"add {name} = ...")
     seq_len = table.get("seq_len")
-    for name, value, most in (("gpus", gpus, 1_000_000), ("seq_len", seq_len or 1, 1 << 30),
+    length = 1 if seq_len is None else seq_len
+    for name, value, most in (("gpus", gpus, 1_000_000), ("seq_len", length, 1 << 30),
                               ("global_batch", table["global_batch"], 100_000_000)):  # fmt: skip
         require_whole(f"{name} in {where}", value, most=most)
     if cluster is not None:
@@ -89,11 +90,12 @@ def job_from_table(
         check_types(table["plan"], ParallelPlan, where="[plan]")
         given = {name: table[name] for name in ("global_batch", "optimizer") if name in table}
         plan = ParallelPlan(**(given | table["plan"]))
-        if plan.global_batch != space.global_batch:
-            message = (
-                f"{where} says global_batch = {space.global_batch}, its [plan] {plan.global_batch}"
-            )
-            raise ConfigurationError(message, hint="leave one of the two out, or make them equal")
+        for name, said in given.items():
+            if getattr(plan, name) != said:
+                message = f"{where} says {name} = {said}, its [plan] {getattr(plan, name)}"
+                raise ConfigurationError(
+                    message, hint="leave one of the two out, or make them equal"
+                )
         if plan.num_gpus != space.num_gpus:
             message = f"[plan] takes {plan.num_gpus} GPUs, the job has {space.num_gpus}"
             replicas = plan.data * space.num_gpus / plan.num_gpus
