@@ -114,6 +114,17 @@ def test_a_slow_network_limits_and_a_fast_one_does_not(factor, limit):
         assert one.seconds < found.best_of("network").seconds
 
 
+def test_no_bound_is_worse_than_the_plan():
+    """Of a pipeline and data parallelism over slow links, which send side by side."""
+    plan = ParallelPlan(
+        global_batch=24, data=2, tensor=4, pipeline=3, virtual=2, schedule="zb_v", zero=1,
+        data_overlap=True, pipeline_overlap=True,
+    )  # fmt: skip
+    space = SearchSpace(num_gpus=24, global_batch=24)
+    found = explain_plan(Job(model=MODEL, space=space, plan=plan), slower(32))
+    assert min(change.saves_s for change in found.changes if change.kind == "bound") > 0
+
+
 def test_a_plan_that_does_not_fit_is_refused():
     plan = ParallelPlan(global_batch=64, data=32)
     job = Job(model=load_model("llama3-70b"), space=SPACE, plan=plan)

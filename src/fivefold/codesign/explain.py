@@ -334,8 +334,8 @@ def _tasks(asked: _Question) -> Iterator[Change]:
     )
     free_s = asked.with_plan(plain, fabric=asked.free).time_s
     sent_s = asked.with_plan(plain).time_s - free_s
-    if sent_s > 0:
-        least_s = free_s + float(exposed_s(sent_s, free_s))
+    least_s = free_s + float(exposed_s(max(sent_s, 0.0), free_s))
+    if least_s < asked.now.time_s:  # some plans send over several links at once
         yield asked.change("tasks", "all communication beside compute", least_s, "bound")
 
 
