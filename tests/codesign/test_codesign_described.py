@@ -285,6 +285,7 @@ def test_a_described_job_in_a_file(tmp_path):
         (("gpus = 4", "ranks = [0, 9]"), InfeasibleError, "rank 9", "fewer"),
         (("batch = 8\n", ""), ConfigurationError, "lacks batch", "devices and batch"),
         (("batch", "compute = 1\nbatch"), ConfigurationError, "cannot have compute", "give"),
+        (("batch", "layers = 8\nbatch"), ConfigurationError, "cannot have layers", "give"),
         (('"h100-nemo"', '"h100-nem"'), ConfigurationError, "unknown", "h100-nemo"),
         (('"llama3-8b"', '"llama3-9b"'), ConfigurationError, "llama3-9b", "llama3-8b"),
         (("tensor", "tensr"), ConfigurationError, "tensr", "tensor"),

@@ -465,6 +465,8 @@ def _check_job(job: _Job, source: str) -> None:
     others = {**described, **more} if job.model is None else layered
     missing = [name for name, value in chosen.items() if value is None]
     surplus = [name for name, value in others.items() if value is not None]
+    if job.model is not None:
+        surplus += sorted({"layers", "all_to_all"} & job.model_fields_set)
     if missing or surplus:
         what = f"lacks {missing[0]}" if missing else f"cannot have {surplus[0]} as well"
         raise ConfigurationError(
