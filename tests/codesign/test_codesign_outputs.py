@@ -199,6 +199,14 @@ def test_the_commands_write_pages_and_programs(tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert (out / "msccl" / "job0.all_reduce.xml").read_text().startswith("<algo")
+    two = tmp_path / "two.toml"
+    two.write_text(JOBS + JOBS.replace("a <b>", "b"))
+    again = ["simulate", str(two), "--cluster", "switch:8", "--output", str(out)]
+    assert CliRunner().invoke(app, again).exit_code == 0
+    assert len(list((out / "msccl").iterdir())) == 2
+    again[1] = str(file)
+    assert CliRunner().invoke(app, again).exit_code == 0
+    assert len(list((out / "msccl").iterdir())) == 1  # none of the plan before
     text = page.read_text()
     assert "a &lt;b&gt;" in text
     assert "a <b>" not in text

@@ -234,6 +234,9 @@ def test_the_command_writes_every_form_and_a_page(tmp_path):
     }  # fmt: skip
     assert "not written: megatron_flags.txt" in result.stderr
     assert "Where the time of an iteration goes" in page.read_text()
+    job.write_text(job.read_text().replace("zero = 3", "zero = 1"))
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert not (out / "torchtitan_planned.py").exists()  # of the plan before
     (tmp_path / "file").write_text("")
     arguments[-1] = str(tmp_path / "file" / "below")
     assert "cannot be written" in str(CliRunner().invoke(app, arguments).exception)

@@ -371,6 +371,8 @@ def _write_programs(
     folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
 ) -> None:
     """Write the collectives of every job whose hosts do all the work; name the others."""
+    for old in folder.glob("job[0-9]*.*.xml"):  # of an earlier plan
+        old.unlink()
     for number, job in enumerate(jobs):
         try:
             programs = msccl_programs(topology, job, found.plan.jobs[job.job_id])
@@ -386,6 +388,8 @@ def _write_traces(
 ) -> None:
     files = chakra_traces(topology, jobs, found.plan)
     make_folder(folder)
+    for old in folder.glob("trace.[0-9]*.et"):  # of a larger cluster
+        old.unlink()
     for name, content in files.items():
         (folder / name).write_bytes(content)
     typer.echo(f"{len(files) - 1} Chakra traces: {folder}", err=True)

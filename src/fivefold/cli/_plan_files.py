@@ -238,7 +238,7 @@ _FIRST_BUCKET, _BUCKET = 2.0**20, 25 * 2.0**20  # of DistributedDataParallel
 def write_plan_files(
     folder: Path, planned: PlannedJob, best: PlanPrediction, cluster: Cluster, *, base: str | None
 ) -> None:
-    """Write each form that the plan has, and say why where it has none."""
+    """Write each form that the plan has; say why where it has none, and leave no older one."""
     make_folder(folder)
     job, plan = planned.job, best.plan
     forms: dict[str, Callable[[], str]] = {
@@ -252,6 +252,7 @@ def write_plan_files(
         try:
             write_text(folder / name, make())
         except UnsupportedError as error:
+            (folder / name).unlink(missing_ok=True)  # of an earlier plan
             typer.echo(f"not written: {name}: {error.message}", err=True)
         else:
             typer.echo(f"written: {folder / name}", err=True)
