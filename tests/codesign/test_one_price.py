@@ -46,12 +46,12 @@ def devices(topology):
     )
 
 
-def simulated_s(topology, plan, model=MODEL, ranks=None):
+def simulated_s(topology, plan, model=MODEL, ranks=None, where=None):
     job = Job(
         model=model, plan=plan,
         space=SearchSpace(num_gpus=plan.num_gpus, global_batch=plan.global_batch),
     )  # fmt: skip
-    described = ModelJob(job_id="a", job=job, devices=devices(topology))
+    described = ModelJob(job_id="a", job=job, devices=where or devices(topology))
     jobs = [job_from_plan(topology, described, ranks or range(plan.num_gpus))]
     return run_plan(topology, jobs, null_plan(topology, jobs)).iteration_s["a"]
 
@@ -119,6 +119,15 @@ def test_a_large_model_has_one_price(plan):
     assert simulated_s(topology, plan, model) == pytest.approx(
         planned_s(topology, plan, model), rel=0.01
     )
+
+
+@pytest.mark.parametrize("gpus", [9, 12, 20])
+def test_a_node_that_is_not_full_has_the_links_of_its_gpus(gpus):
+    """Of a known cluster, whose tiers say what a GPU has."""
+    where = dataclasses.replace(BASE, device=LARGE, num_gpus=gpus)
+    plan = ParallelPlan(global_batch=4 * gpus, data=gpus, zero=1)
+    known_s = evaluate_plan(MODEL, LARGE, BASE.fabric, plan=plan).time_s
+    assert simulated_s(where.graph(), plan, where=where) == pytest.approx(known_s, rel=0.01)
 
 
 @given(cases(calm=False), st.sampled_from([0.9, 0.1, 1e-3]))

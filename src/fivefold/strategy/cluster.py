@@ -277,9 +277,9 @@ def _tree(cluster: Cluster, num_gpus: int) -> Topology:
             Node(name, "switch", host=f"node{n}" if inside else None)
             for n, name in enumerate(above)
         ]
-        rate = tier.bandwidth_bytes_per_s * size
         for n, name in enumerate(below):
             up = above[n * size // tier.gpus]
+            rate = tier.bandwidth_bytes_per_s * min(size, num_gpus - n * size)  # the last: fewer
             links += [
                 Link(a, b, bandwidth_bytes_per_s=rate, latency_s=tier.hop_s / 2)
                 for a, b in ((name, up), (up, name))
