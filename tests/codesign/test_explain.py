@@ -18,7 +18,7 @@ from fivefold.codesign import (
 )
 from fivefold.codesign.baselines import null_plan
 from fivefold.codesign.explain import LAYERS
-from fivefold.errors import DataError, InfeasibleError
+from fivefold.errors import ConfigurationError, DataError, InfeasibleError
 from fivefold.network.topology import parse_topology, switch
 from fivefold.strategy import (
     Job,
@@ -130,6 +130,33 @@ def test_a_plan_that_does_not_fit_is_refused():
     job = Job(model=load_model("llama3-70b"), space=SPACE, plan=plan)
     with pytest.raises(InfeasibleError, match="does not fit"):
         explain_plan(job, CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"b"', '"c"', "the plan is of jobs a, c, not of a, b"),
+        ('"order": [1, 3]', '"order": [1, 5]', "other ranks than its own"),
+        ("[[0, 2, 0, 5]", "[[0, 2, 0, 7]", "uses links that"),
+        ("[[0, 2, 0, 5]", "[[0, 2, 99]", "uses links that"),
+        ('"ring"', '"rings"', "algorithm must be"),
+        ('"shift_s": 0.0', '"shift_s": "0"', "shift_s must be"),
+        ('"bucket_bytes": null', '"bucket_bytes": -1', "none is negative"),
+        ("{", "\udcff", "this is no plan"),
+    ],
+)
+def test_a_plan_of_other_jobs_or_damaged_is_refused(tmp_path, old, new, said):
+    jobs, cluster = two_jobs(), switch(4)
+    text = json.dumps(json.loads(null_plan(cluster, jobs).to_json()))
+    assert old in text
+    file, described = tmp_path / "plan.json", tmp_path / "jobs.toml"
+    file.write_text(text.replace(old, new), errors="surrogateescape")
+    entry = '[[jobs]]\nid = "{}"\nranks = [{}]\ncompute = 0.3\ngradients = "1 GB"\n'
+    described.write_text(entry.format("a", "0, 2") + entry.format("b", "1, 3"))
+    asked = ["explain", str(described), "--cluster", "switch:4", "--plan", str(file)]
+    found = CliRunner().invoke(app, asked).exception
+    assert isinstance(found, ConfigurationError)
+    assert said in str(found)
 
 
 def two_jobs():

@@ -90,7 +90,9 @@ def _explained(what: Path, cluster: str | None, plan: Path | None) -> Explanatio
         where = load_cluster(cluster)
         return explain_plan(load_job(what, cluster=where), where)
     topology = topology_of(cluster)
-    planned = None if plan is None else ClusterPlan.from_json(plan.read_text(encoding="utf-8"))
+    planned = None
+    if plan is not None:
+        planned = ClusterPlan.from_json(plan.read_text(encoding="utf-8", errors="replace"))
     return explain_jobs(topology, load_jobs(what, topology), plan=planned)
 
 

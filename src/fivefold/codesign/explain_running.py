@@ -20,7 +20,7 @@ from fivefold.codesign.explain import Change, Explanation, Kind, worth_saying
 from fivefold.codesign.jobs import JobSpec, check_jobs
 from fivefold.codesign.plans import ClusterPlan, CoDesigns, JobPlan
 from fivefold.codesign.simulate import alone_quote, run_plan, schedule_iteration
-from fivefold.errors import DataError, FivefoldError
+from fivefold.errors import ConfigurationError, DataError, FivefoldError
 from fivefold.network.topology import Topology
 from fivefold.report import build_report
 from fivefold.tasks.schedule import exposed_s
@@ -53,7 +53,7 @@ def explain_jobs(
         The explanation, of the weighted mean completion of all jobs.
 
     Raises:
-        ConfigurationError: The jobs are not allowed.
+        ConfigurationError: The jobs are not allowed, or the plan is of other jobs or links.
         InfeasibleError: A job does not fit the cluster.
 
     Examples:
@@ -65,6 +65,8 @@ def explain_jobs(
         'network'
     """
     check_jobs(topology, jobs)
+    if plan is not None:
+        _check_plan(topology, jobs, plan)
     asked = _Question(topology, tuple(jobs), plan or null_plan(topology, jobs, seed=seed))
     makers = (_strategy, _tasks, _collectives, _flows, _network, _compute)
     changes = [one for make in makers for one in make(asked)]
@@ -80,6 +82,39 @@ def explain_jobs(
             "each line is all jobs simulated again with that one change; savings do not add up",
         ),
     )
+
+
+def _check_plan(topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan) -> None:
+    """Refuse a plan that was made for other jobs, or for another cluster."""
+    hint = "plan these jobs on this cluster: fivefold simulate JOBS --cluster ... --output FOLDER"
+    names = sorted(job.job_id for job in jobs)
+    if names != sorted(plan.jobs):
+        message = f"the plan is of jobs {', '.join(sorted(plan.jobs))}, not of {', '.join(names)}"
+        raise ConfigurationError(message, hint=hint)
+    for job in jobs:
+        own = plan.jobs[job.job_id]
+        if sorted(own.order) != sorted(job.split_as(own.split).ranks):
+            message = f"the plan has job {job.job_id!r} on other ranks than its own: {own.order}"
+            raise ConfigurationError(message, hint=hint)
+        roots = {own.root, *own.roots} - {None}
+        known = roots <= {node.name for node in topology.nodes}
+        if not known or not all(_leads(topology, edge, path) for edge, path in own.paths.items()):
+            message = f"the plan of job {job.job_id!r} uses links that {topology.name!r} has not"
+            raise ConfigurationError(message, hint=hint)
+
+
+def _leads(topology: Topology, edge: tuple[int, int], path: Sequence[int]) -> bool:
+    """Return whether links lead from one rank to another."""
+    if not all(0 <= link < len(topology.links) for link in path):
+        return False
+    if not all(0 <= rank < topology.num_ranks for rank in edge):
+        return False
+    at, end = (topology.ranks[rank] for rank in edge)
+    for link in path:
+        if topology.links[link].source != at:
+            return False
+        at = topology.links[link].target
+    return at == end
 
 
 class _Question:

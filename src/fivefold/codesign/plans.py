@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -13,6 +14,7 @@ from typing import Any, Literal
 from fivefold.collectives.pricing.phases import Algorithm
 from fivefold.errors import ConfigurationError
 from fivefold.files import parse_json
+from fivefold.strategy.cluster import check_types
 from fivefold.tasks.schedule import Ordering
 
 _SCHEMA = "fivefold.codesign/1"
@@ -61,6 +63,10 @@ class JobPlan:
         if self.algorithm == "in_network" and (self.root is None or self.slots < 1):
             message = "in-network aggregation needs a root and slots"
             raise ConfigurationError(message, hint="or choose a host algorithm")
+        numbers = (self.bucket_bytes or 0, self.split, self.slots, self.priority, self.shift_s)
+        if not 0 <= min(numbers) <= max(numbers) < math.inf:
+            message = f"bucket, split, slots, class and shift of a job's plan are {numbers}"
+            raise ConfigurationError(message, hint="none is negative, and all are finite")
 
     def __reduce__(self) -> tuple[Any, ...]:  # a mapping proxy cannot be pickled
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -133,7 +139,9 @@ class ClusterPlan:
                 raise ConfigurationError(f"unknown schema {record['schema']!r}", hint=hint)
             jobs = {}
             for name, values in record["jobs"].items():
-                paths = {(a, b): tuple(links) for a, b, *links in values["paths"]}
+                check_types(values, JobPlan, where=f"the plan of job {name!r}")
+                lists = [tuple(map(int, path)) for path in values["paths"]]
+                paths = {(a, b): tuple(links) for a, b, *links in lists}
                 jobs[name] = JobPlan(**{**values, "paths": paths})
         except (AttributeError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, ConfigurationError):
