@@ -154,6 +154,20 @@ def test_the_kubernetes_manifest_starts_the_same_configuration(shell, tmp_path, 
     assert elastic["minReplicas"] == elastic["maxReplicas"] == worker["replicas"] == 2
 
 
+@pytest.mark.parametrize("name", ["é", "2nd", "a" * 51])
+def test_a_name_that_kubernetes_refuses_is_refused(shell, tmp_path, name):
+    code, _, err = shell("new", name, "--for", "network", "--launcher", "kubernetes")
+    assert (code, "Kubernetes takes no job" in err) == (1, True)
+    assert not (tmp_path / name).exists()
+    assert shell("new", name, "--for", "network", "--launcher", "slurm")[0] == 0
+
+
+def test_a_name_is_no_option(shell, tmp_path):
+    code, _, err = shell("new", "--for", "network", "--", "-x")
+    assert (code, "must be letters" in err) == (1, True)
+    assert not (tmp_path / "-x").exists()
+
+
 def test_what_is_no_training_run_has_no_launcher(shell, tmp_path):
     code, _, err = shell("new", "first", "--for", "cluster", "--launcher", "slurm")
     assert code == 1

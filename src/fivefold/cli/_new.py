@@ -5,6 +5,7 @@ The configurations lie in ``templates/``, a folder for each problem.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
@@ -65,6 +66,7 @@ _LAUNCHERS = {
         ),
     ),
 }
+_LABEL = re.compile("[a-z][a-z0-9-]{0,49}")  # of services; pods have more behind it, 63 in all
 _COMMANDS = {"train.toml": "train", "gnn.toml": "gnn train"}
 
 
@@ -94,8 +96,8 @@ def new_command(
         ConfigurationError: The name is no plain word, a file is there already, or what is written
             is no training run.
     """
-    if not name.replace("-", "").replace("_", "").isalnum():
-        message = f"the name must be letters, digits, - and _; got {name!r:.60}"
+    if not name.replace("-", "").replace("_", "").isalnum() or name.startswith("-"):
+        message = f"the name must be letters, digits, - (not first) and _; got {name!r:.60}"
         raise ConfigurationError(message, hint="fivefold new first --for network")
     folder = Path(name)
     require_writable(folder)
@@ -132,6 +134,10 @@ def _launched(
     command = _COMMANDS[config]
     shown = ", ".join(command.split()) if launcher is Launcher.KUBERNETES else command
     label = name.lower().replace("_", "-").strip("-")
+    if launcher is Launcher.KUBERNETES and not _LABEL.fullmatch(label):
+        message = f"Kubernetes takes no job of the name {label!r:.60}"
+        hint = "a letter first, then letters, digits and -, all ASCII, 50 of them at most"
+        raise ConfigurationError(message, hint=hint)
     text = (_TEMPLATES / "launchers" / file).read_text(encoding="utf-8")
     words = {"name": name, "label": label, "config": config, "command": shown}
     for key, value in words.items():
