@@ -32,6 +32,7 @@ def configs():
         "mamba": tf.MambaConfig(num_hidden_layers=3, **few),
         "bamba": tf.BambaConfig(num_hidden_layers=4, attn_layer_indices=[2], **second, **few,
                                 **heads),
+        "one layer": tf.BambaConfig(num_hidden_layers=1, **second, **few, **heads),
         "jamba": tf.JambaConfig(num_hidden_layers=8, num_experts=4, mamba_dt_rank=32, **few,
                                 **heads),
         "granitemoehybrid": tf.GraniteMoeHybridConfig(
@@ -45,7 +46,7 @@ def configs():
 
 
 @pytest.mark.parametrize(
-    "family", ["mamba2", "mamba", "bamba", "jamba", "granitemoehybrid", "nemotron_h"]
+    "family", ["mamba2", "mamba", "bamba", "one layer", "jamba", "granitemoehybrid", "nemotron_h"]
 )
 def test_parameters_are_those_that_transformers_makes(family):
     torch = pytest.importorskip("torch")

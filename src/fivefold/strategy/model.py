@@ -125,7 +125,7 @@ class ModelSpec:
     def layer_kinds(self) -> tuple[tuple[float, str], ...]:
         """Return the blocks of each kind of layer, in the letters of ``pattern``, and its share."""
         if self.pattern:
-            layers = _layers_of(self.pattern)
+            layers = _layers_of(self.pattern, self.num_layers)
             return tuple((n / len(layers), kind) for kind, n in sorted(Counter(layers).items()))
         experts = 0
         if self.experts is not None:
@@ -417,14 +417,14 @@ BLOCKS = {
 """Letters of a pattern, and the parts whose matrices such a block has."""
 
 
-def _layers_of(pattern: str) -> list[str]:
+def _layers_of(pattern: str, num_layers: int) -> list[str]:
     """Return the blocks of each layer: a word each, or a letter each where there is one word."""
     words = pattern.split()
-    return words if len(words) > 1 else list(pattern.strip())
+    return words if len(words) > 1 or num_layers == 1 else list(pattern.strip())
 
 
 def _pattern_problem(model: ModelSpec) -> tuple[str, str] | None:
-    layers = _layers_of(model.pattern)
+    layers = _layers_of(model.pattern, model.num_layers)
     unknown = sorted(set("".join(layers)) - set(BLOCKS))
     used = set("".join(layers))
     moe = model.experts
