@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fivefold import optim
 from fivefold.errors import ConfigurationError
+from fivefold.optim.codecs import named_codec
 from fivefold.testing import run_world
 
 
@@ -119,6 +120,29 @@ def test_different_rules_or_models_are_refused():
 
     with pytest.raises(ConfigurationError, match="has another parameters than rank"):
         run_world(2, other_model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m, _: m.weight.requires_grad_(requires_grad=False), "parameters.*'frozen'"),
+        (lambda m, _: m.register_buffer("x", torch.zeros(3)), "set of averaged tensors"),
+        (lambda m, _: m.register_buffer("x", torch.zeros(3).int()), "set of fixed tensors"),
+        (lambda _, t: setattr(t, "codec", named_codec("int4")), "codec.*int4"),
+    ],
+    ids=["frozen", "averaged", "fixed", "codec"],
+)
+def test_ranks_that_would_send_different_tensors_are_refused_before_they_do(change, message):
+    def work(transport):
+        model = torch.nn.Linear(2, 1)
+        transport.codec = named_codec("int8")
+        if transport.rank == 1:
+            change(model, transport)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optim.OuterSync(model, optimizer, rule=optim.CO2(tau=1), transport=transport)
+
+    with pytest.raises(ConfigurationError, match=f"rank . has another {message}"):
+        run_world(2, work)
 
 
 def test_frozen_model_is_refused():

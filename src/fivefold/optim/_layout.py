@@ -7,6 +7,7 @@ at the start.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Iterable, Sequence
@@ -264,10 +265,21 @@ def find_worker(
     return worker
 
 
-def parameter_shapes(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return names, local shapes and data types, for the comparison of the ranks."""
-    named = model.named_parameters()
-    return [(name, tuple(local_tensor(p).shape), str(p.dtype)) for name, p in named]
+def parameter_shapes(model: torch.nn.Module) -> list[tuple[str, tuple[int, ...], str, str]]:
+    """Return what the ranks must have alike of each parameter."""
+    kinds = {True: "trainable", False: "frozen"}
+    return [
+        (name, tuple(local_tensor(p).shape), str(p.dtype), kinds[p.requires_grad])
+        for name, p in model.named_parameters()
+    ]
+
+
+def wire_format(transport: Transport) -> tuple[str, int, int] | None:
+    """Return what the ranks must have alike of a transport's codec; None where it has none."""
+    if getattr(transport, "chooses_codec", False):
+        return "auto", 0, 0
+    codec = getattr(transport, "codec", None)
+    return codec and (codec.name, codec.granule, codec.encoded_bytes(2**16))
 
 
 def require_equal_settings(transport: Transport, mine: dict[str, Any]) -> None:
@@ -280,7 +292,12 @@ def require_equal_settings(transport: Transport, mine: dict[str, Any]) -> None:
         for key, value in mine.items():
             if other[key] != value:
                 message = f"rank {rank} has another {key} than rank {transport.rank}"
-                hint = "all ranks must use the same model and the same rule"
+                theirs, ours = other[key], value
+                if isinstance(ours, list):
+                    pairs = itertools.zip_longest(theirs, ours, fillvalue="nothing")
+                    theirs, ours = next((a, b) for a, b in pairs if a != b)
+                message += f": {theirs!r:.90} instead of {ours!r:.90}"
+                hint = "all ranks must use the same model, rule and options"
                 raise ConfigurationError(message, hint=hint)
 
 

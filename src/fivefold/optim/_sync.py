@@ -39,6 +39,7 @@ from fivefold.optim._layout import (
     require_usable,
     rule_for,
     state_extras,
+    wire_format,
 )
 from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._optimizer_states import state_fragments
@@ -180,7 +181,6 @@ class OuterSync:
         )
         self._extras = state_extras(rule, may_lose=may_lose(self._transport))
         self._fragments = make_fragments(model, self._context, extras=self._extras)
-        self._tau = automatic_round(given, self._fragments, context=self._context)
         self._gradients: GradientHooks | None = None
         if isinstance(rule, DelayedGradients):
             self._gradients = GradientHooks(rule, self._optimizers, self._fragments)
@@ -192,6 +192,7 @@ class OuterSync:
             may_lose=may_lose(self._transport),
         )
         self._start_equal(model)
+        self._tau = automatic_round(given, self._fragments, context=self._context)
 
     def _make_context(
         self, *, timeout_s: float, outer_device: str, outlier_factor: float | None
@@ -542,17 +543,20 @@ class OuterSync:
     @torch.no_grad()
     def _start_equal(self, model: torch.nn.Module) -> None:
         place = None if self._worker is None else (self._worker.place, self._worker.size)
-        mine = {
+        mine: dict[str, Any] = {
             "rule": self._rule,
             "parameters": parameter_shapes(model),
+            "codec": wire_format(self._transport),
             "check": self._check_every_rounds,
             "outlier_factor": self._context.outlier_factor,
             "place within its worker": place,
             "average_states": self._averaged_states,
         }
-        require_equal_settings(self._transport, mine)
         anchors = [anchor for fragment in self._all_fragments() for anchor in fragment.anchors]
         fixed = [local_tensor(tensor) for tensor in fixed_tensors(model)]
+        for key, tensors in (("set of averaged tensors", anchors), ("set of fixed tensors", fixed)):
+            mine[key] = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+        require_equal_settings(self._transport, mine)
         self._transport.broadcast([*anchors, *fixed])
         for fragment in self._all_fragments():
             fragment.begin()
