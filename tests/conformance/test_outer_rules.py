@@ -17,6 +17,7 @@ from fivefold.optim import (
     AutoTau,
     DelayCorrected,
     LocalSGD,
+    OuterOptimizer,
     OuterSync,
     StreamingDiLoCo,
     _flat,
@@ -452,6 +453,24 @@ def test_a_loaded_state_is_not_written_into(name):
         worker.train(range(5, 11))
         pairs = zip(tensors_of(before), tensors_of(saved["fragments"]), strict=True)
         return all(torch.equal(a, b) for a, b in pairs)
+
+    assert run_world(2, work) == [True, True]
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_an_outer_optimizer_goes_on_in_the_arithmetic_that_it_had(option):
+    options = {"lr": 0.01, option: True}
+    rule = OuterOptimizer(tau=1, optimizer=torch.optim.Adam, options=options)
+
+    def work(transport):
+        worker = Worker(transport, rule, dtype=torch.float64)
+        worker.train(range(3))
+        saved = copy.deepcopy(worker.state())
+        worker.train(range(3, 15))
+        end = worker.flat()
+        worker.load(saved)
+        worker.train(range(3, 15))
+        return torch.equal(end, worker.flat())
 
     assert run_world(2, work) == [True, True]
 

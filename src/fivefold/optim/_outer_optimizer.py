@@ -94,18 +94,23 @@ class OuterOptimizerStep:
             parameter = torch.nn.Parameter(anchor)
             parameter.grad = gradient
             self._parameters.append(parameter)
+        self._rounding: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if all(parameter.device.type == "cpu" for parameter in self._parameters):
+            self._rounding = SeparateRounding()  # type: ignore[no-untyped-call] # torch
         try:
-            self._optimizer = rule.optimizer(self._parameters, **rule.options)
+            self._optimizer = self._fresh()
         except (TypeError, ValueError) as error:
             message = f"optimizer={rule.optimizer!r} refuses the model's parameters: {error}"
             hint = "some optimizers take matrices only; use an elementwise one, such as AdamW"
             raise ConfigurationError(message, hint=hint) from error
-        self._rounding: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if all(parameter.device.type == "cpu" for parameter in self._parameters):
-            self._rounding = SeparateRounding()  # type: ignore[no-untyped-call] # torch
-            for group in self._optimizer.param_groups:  # other ways to the same numbers
-                group.update({name: False for name in ("foreach", "fused") if name in group})
         self._steps = 0
+
+    def _fresh(self) -> torch.optim.Optimizer:
+        optimizer = self._rule.optimizer(self._parameters, **self._rule.options)
+        if isinstance(self._rounding, SeparateRounding):
+            for group in optimizer.param_groups:  # other ways to the same numbers
+                group.update({name: False for name in ("foreach", "fused") if name in group})
+        return optimizer
 
     def step(self) -> None:
         """Move the anchors by what is in the gradients."""
@@ -122,7 +127,7 @@ class OuterOptimizerStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict()`` of the same rule and shapes."""
         self._steps = int(state["steps"])
-        fresh = self._rule.optimizer(self._parameters, **self._rule.options)
+        fresh = self._fresh()
         if self._steps:
             whole = fresh.state_dict()
             # Copies: torch keeps the tensors that it is given, and later steps write into them.
