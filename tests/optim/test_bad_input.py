@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fivefold import optim
 from fivefold.errors import ConfigurationError
 from fivefold.optim.codecs import named_codec
+from fivefold.optim.transport import as_group
 from fivefold.testing import run_world
 
 
@@ -29,6 +30,10 @@ def make(transport, rule):
             lambda: optim.CO2(tau=2, outer_momentum=1.0),
             r"outer_momentum must be in \[0, 1\); got 1.0",
         ),
+        (lambda: optim.CO2(tau=2, outer_momentum="0.5"), r"outer_momentum must be .* got '0.5'"),
+        (lambda: optim.CO2(tau=2, staleness=2.0), "staleness must be a name or a penalty; got 2.0"),
+        (lambda: optim.GapPenalty(decay=None), "decay must be in .* got None"),
+        (lambda: optim.codecs.TopKCodec(density="0.1"), "density must be .* got '0.1'"),
         (lambda: optim.CO2(tau=2, clip=-1.0), "clip must be a positive number; got -1.0"),
         (lambda: optim.CO2(tau=2, staleness="gapp"), "'gapp' is not known; use one of gap, "),
         (lambda: optim.CO2(tau=2, staleness="constant:x"), "no number after the colon"),
@@ -157,6 +162,39 @@ def test_frozen_model_is_refused():
         run_world(2, work)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rule": optim.CO2}, "rule must be an outer rule; got <class"),
+        ({"timeout_s": float("inf")}, "timeout_s must be a positive number of seconds; got inf"),
+        ({"average_states": ["exp_avg"]}, "average_states must be a table"),
+        ({"outer_device": ["cpu"]}, "outer_device must be 'same' or 'cpu'"),
+        ({"codec": "int8"}, "codec='int8' has no use: the transport that was given sends"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments, message):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    arguments = {"rule": optim.CO2(tau=2)} | arguments
+    with pytest.raises(ConfigurationError, match=message):
+        run_world(2, lambda t: optim.OuterSync(model, optimizer, transport=t, **arguments))
+
+
+@pytest.mark.parametrize("group", [0, [0, 1], -100])
+def test_a_group_that_is_none_is_refused(group):
+    with pytest.raises(ConfigurationError, match="process_group must be a process group that has"):
+        as_group(group, name="process_group", dimension="replicate")
+
+
+def test_what_is_no_state_is_refused():
+    def work(transport):
+        model, _, sync = make(transport, optim.CO2(tau=2))
+        sync.load_state_dict(model.state_dict())
+
+    with pytest.raises(ConfigurationError, match="this is no state of an OuterSync"):
+        run_world(2, work)
+
+
 def test_state_of_another_rule_is_refused():
     def work(transport):
         _, _, sync = make(transport, optim.CO2(tau=2))
@@ -180,7 +218,7 @@ def test_zero_inner_learning_rate_in_lr_units_is_an_error():
         run_world(2, work)
 
 
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), "1"])
 def test_weights_that_are_no_weights_are_refused(weight):
     def work(transport):
         _, _, sync = make(transport, optim.LocalSGD(tau=1))

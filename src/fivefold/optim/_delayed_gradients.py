@@ -12,7 +12,6 @@ References:
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from fivefold.optim._merge import MergeTask
 from fivefold.optim._rules import MergeKind, OuterRule
 from fivefold.optim._shards import local_tensor
 from fivefold.optim._state import InAllReduce
-from fivefold.optim._update import PieceStatistics
+from fivefold.optim._update import PieceStatistics, is_number
 
 _UNFUSE = "make the optimizer with fused=False, or train in bfloat16 without a scaler"
 
@@ -86,16 +85,12 @@ class DelayedGradients(OuterRule):
         if self.synchronous_start or self.synchronous_end:
             message = "DelayedGradients has no local steps that could be synchronous"
             raise ConfigurationError(message, hint="use DDP for the first or last steps")
-        if self.max_norm is not None and not (_is_number(self.max_norm) and self.max_norm > 0):
+        if self.max_norm is not None and not (is_number(self.max_norm) and self.max_norm > 0):
             raise ConfigurationError(f"max_norm must be a positive number; got {self.max_norm!r}")
-        if not (_is_number(self.extrapolation) and 0 <= self.extrapolation <= 1):
+        if not (is_number(self.extrapolation) and 0 <= self.extrapolation <= 1):
             message = f"extrapolation must be from 0 to 1; got {self.extrapolation!r}"
             raise ConfigurationError(message, hint="0 for none, 1 for the whole last change")
         require_whole("ramp_steps", self.ramp_steps, hint="1 for no ramp")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class GradientFragment(Fragment):

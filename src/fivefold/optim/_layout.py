@@ -26,8 +26,8 @@ from fivefold.optim._rules import OuterRule
 from fivefold.optim._schedule import RoundSchedule
 from fivefold.optim._shards import RowShare, WorkerGroup, local_tensor, worker_group_of
 from fivefold.optim._state import EngineContext
-from fivefold.optim._update import GapPenalty
-from fivefold.optim.codecs import Codec, ExactCodec, named_codec
+from fivefold.optim._update import GapPenalty, is_number
+from fivefold.optim.codecs import Codec, ExactCodec, resolve_codec
 from fivefold.optim.transport import Transport
 
 
@@ -132,6 +132,9 @@ def _schedule(rule: OuterRule, *, tau: int, first_round_steps: int) -> RoundSche
 
 def require_codec_for(rule: OuterRule, codec: str | Codec, transport: Transport | None) -> None:
     """Refuse a codec that nobody would choose."""
+    if transport is not None and codec not in ("fp32", "auto"):
+        message = f"codec={codec!r} has no use: the transport that was given sends what it gets"
+        raise ConfigurationError(message, hint="leave codec out, or use the default transport")
     if codec != "auto":
         return
     if rule.auto_tau is None or transport is not None:
@@ -225,9 +228,7 @@ def outer_state_bytes(
     require_whole("num_workers", num_workers)
     require_whole("num_shards", num_shards)
     buffers = 2.0 + len(state_extras(rule, may_lose=False))
-    if codec == "auto" or not isinstance(
-        named_codec(codec) if isinstance(codec, str) else codec, ExactCodec
-    ):
+    if codec == "auto" or not isinstance(resolve_codec(codec), ExactCodec):
         buffers += 1 + 1 / num_workers
     return round(_ELEMENT_BYTES * buffers * num_parameters / num_shards)
 
@@ -303,7 +304,7 @@ def require_equal_settings(transport: Transport, mine: dict[str, Any]) -> None:
 
 def outer_device_of(name: str) -> torch.device | None:
     """Return where the outer state lives; None for beside the parameters."""
-    if name not in {"same", "cpu"}:
+    if name not in ("same", "cpu"):
         message = f"outer_device must be 'same' or 'cpu'; got {name!r}"
         raise ConfigurationError(message, hint="'cpu' saves device memory, 'same' is faster")
     return None if name == "same" else torch.device("cpu")
@@ -326,21 +327,27 @@ def as_optimizers(
 
 def require_outlier_factor(factor: float | None) -> float | None:
     """Return the factor, or refuse one that would leave usual payloads out."""
-    number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-    if factor is not None and not (number and math.isfinite(factor) and factor > 1):
+    if factor is not None and not (is_number(factor) and factor > 1):
         message = f"outlier_factor must be a number above 1, or None; got {factor!r}"
         raise ConfigurationError(message, hint="10 leaves out what is ten times the usual size")
     return factor
 
 
-def require_usable(model: torch.nn.Module, timeout_s: float, every: int) -> None:
+_LONGEST_S = 10**6  # gloo counts milliseconds in 32 bits
+
+
+def require_usable(model: torch.nn.Module, rule: object, *, timeout_s: float, every: int) -> None:
     """Refuse arguments of ``OuterSync`` that cannot work."""
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if isinstance(bare, torch.nn.parallel.DistributedDataParallel):
         message = "the model is wrapped in DistributedDataParallel, which communicates every step"
         raise ConfigurationError(message, hint="pass the bare module: OuterSync(model.module, ...)")
-    if timeout_s <= 0:
-        raise ConfigurationError(f"timeout_s must be positive; got {timeout_s}")
+    if not isinstance(rule, OuterRule):
+        message = f"rule must be an outer rule; got {rule!r}"
+        raise ConfigurationError(message, hint="give one, such as CO2(tau=8)")
+    if not (is_number(timeout_s) and 0 < timeout_s <= _LONGEST_S):
+        message = f"timeout_s must be a positive number of seconds; got {timeout_s!r}"
+        raise ConfigurationError(message, hint=f"use at most {_LONGEST_S:,}")
     require_whole("check_every_rounds", every, least=0, hint="0 switches the replica check off")
 
 

@@ -194,8 +194,11 @@ def state_fragments(
     may_lose: bool,
 ) -> list[StateFragment]:
     """Make the fragments of the optimizers' states, numbered from -1 downwards."""
-    if not periods:
+    if periods is None or periods == {}:
         return []
+    if not isinstance(periods, Mapping):
+        message = f"average_states must be a table of names and rounds; got {periods!r}"
+        raise ConfigurationError(message, hint=_hint())
     rule, worker = context.rule, context.worker
     unfit = {
         'tau="auto"': rule.auto_tau is not None,

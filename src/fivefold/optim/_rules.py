@@ -24,13 +24,18 @@ References:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, Self
 
 from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.optim._round_choice import filling_fragments, most_fragments
-from fivefold.optim._update import GapPenalty, NoPenalty, StalenessPenalty, named_penalty
+from fivefold.optim._update import (
+    GapPenalty,
+    NoPenalty,
+    StalenessPenalty,
+    is_number,
+    named_penalty,
+)
 from fivefold.optim.auto_tau import AutoTau, named_auto_tau
 
 MergeKind = Literal["replace", "pull", "correct", "eager", "hand over", "gradients"]
@@ -88,7 +93,7 @@ class OuterRule:
         _require_positive("outer_lr", self.outer_lr)
         if self.clip is not None:
             _require_positive("clip", self.clip)
-        if not 0 <= self.outer_momentum < 1:
+        if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
             message = f"outer_momentum must be in [0, 1); got {self.outer_momentum!r}"
             raise ConfigurationError(message, hint="0 for none; CO2 uses 0 to 0.6")
         require_one_of(self.units, ("delta", "lr"), f"units is {self.units!r}")
@@ -190,12 +195,12 @@ class OuterRule:
 
 
 def _require_positive(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+    if not (is_number(value) and value > 0):
         raise ConfigurationError(f"{name} must be a positive number; got {value!r}")
 
 
 def _require_share(name: str, value: object, *, hint: str) -> None:
-    if not isinstance(value, (int, float)) or not 0 < value < 1:
+    if not (is_number(value) and 0 < value < 1):
         message = f"{name} must be between 0 and 1, both excluded; got {value!r}"
         raise ConfigurationError(message, hint=hint)
 

@@ -8,7 +8,7 @@ used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -108,8 +108,12 @@ def settings(rule: OuterRule, *, fragments: int, codec: str) -> dict[str, Any]:
     }
 
 
-def require_same(saved: dict[str, Any], current: dict[str, Any]) -> None:
+def require_same(state: object, current: dict[str, Any]) -> None:
     """Check that a saved state belongs to this engine."""
+    saved = state.get("settings") if isinstance(state, Mapping) else None
+    if saved is None:
+        message = "this is no state of an OuterSync"
+        raise ConfigurationError(message, hint="load what its state_dict() returned")
     for key in current | saved:
         if saved.get(key) != current.get(key):
             message = (

@@ -156,7 +156,7 @@ class OuterSync:
         transport: Transport | None = None,
     ) -> None:
         self._optimizers = as_optimizers(optimizer)
-        require_usable(model, timeout_s, check_every_rounds)
+        require_usable(model, rule, timeout_s=timeout_s, every=check_every_rounds)
         reshard(model)
         self._model = model
         self._transport = transport or ProcessGroupTransport(
@@ -184,13 +184,13 @@ class OuterSync:
         self._gradients: GradientHooks | None = None
         if isinstance(rule, DelayedGradients):
             self._gradients = GradientHooks(rule, self._optimizers, self._fragments)
-        self._averaged_states = dict(sorted((average_states or {}).items()))
         self._states = state_fragments(
             average_states,
             self._optimizers,
             context=self._context,
             may_lose=may_lose(self._transport),
         )
+        self._averaged_states = dict(sorted((average_states or {}).items()))
         self._start_equal(model)
         self._tau = automatic_round(given, self._fragments, context=self._context)
 
@@ -228,7 +228,8 @@ class OuterSync:
             ReplicaMismatchError: The replicas' anchors differ; names the ranks.
             NonFiniteError: No rank had a finite payload; names ranks, round and parameters.
         """
-        if weight is not None and not 0 <= weight < float("inf"):
+        number = hasattr(weight, "__float__")  # also a tensor of one element
+        if weight is not None and not (number and 0 <= weight < float("inf")):
             message = f"weight must be finite and not negative; got {weight!r}"
             raise ConfigurationError(message, hint="pass the step's number of tokens")
         if self._weighted not in {None, weight is not None}:
@@ -397,7 +398,7 @@ class OuterSync:
         Raises:
             ConfigurationError: The state is of another rule or model.
         """
-        require_same(state["settings"], self._settings())
+        require_same(state, self._settings())
         for fragment in self._all_fragments():
             fragment.land()  # nothing may write into what is restored
         self._steps, self._weighted = state["steps"], None
@@ -444,7 +445,7 @@ class OuterSync:
             ConfigurationError: The state is of another rule or model.
         """
         reshard(self._model)
-        require_same(state["shared"]["state"]["settings"], self._settings())
+        require_same(state.get("shared", {}).get("state"), self._settings())
         self.load_state_dict(self._form().collect(state, self.state_dict()))
 
     def _form(self) -> StateForm:
@@ -484,7 +485,7 @@ class OuterSync:
         Raises:
             ConfigurationError: The state is of another rule or model.
         """
-        require_same(state["settings"], self._settings())
+        require_same(state, self._settings())
         self._steps, self._weighted = state["steps"], None
         with torch.no_grad():
             for mine, theirs in zip(fixed_tensors(self._model), state["fixed"], strict=True):

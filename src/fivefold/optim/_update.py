@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Real
+from typing import Literal, TypeGuard
 
 import torch
 
@@ -31,6 +32,11 @@ from fivefold.errors import ConfigurationError, require_one_of
 Number = float | torch.Tensor
 """A number, or a 0-dimensional tensor on the device: reading it there would stop the device."""
 PENALTY_NAMES = ("gap", "gap-rms", "gap-param", "constant", "none")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a setting is a finite number, NumPy's included."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class ConstantPenalty:
     value: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.value) and self.value > 0):
+        if not (is_number(self.value) and self.value > 0):
             message = f"ConstantPenalty value must be a positive number; got {self.value!r}"
             raise ConfigurationError(message, hint="use 1.0 for no damping, 2.0 to halve")
 
@@ -90,10 +96,10 @@ class GapPenalty:
     def __post_init__(self) -> None:
         require_one_of(self.norm, ("l2", "rms", "element"), f"GapPenalty norm is {self.norm!r}")
         fixed = self.reference != "ema"
-        if fixed and not (isinstance(self.reference, (int, float)) and self.reference > 0):
+        if fixed and not (is_number(self.reference) and self.reference > 0):
             message = f"GapPenalty reference must be 'ema' or positive; got {self.reference!r}"
             raise ConfigurationError(message)
-        if not 0 <= self.decay < 1:
+        if not (is_number(self.decay) and 0 <= self.decay < 1):
             raise ConfigurationError(f"GapPenalty decay must be in [0, 1); got {self.decay!r}")
 
     def gap(self, *, move: float, reference: float | None) -> float:
@@ -116,8 +122,11 @@ StalenessPenalty = NoPenalty | ConstantPenalty | GapPenalty
 
 def named_penalty(penalty: str | StalenessPenalty) -> StalenessPenalty:
     """Return the penalty that a name stands for; an object is returned as it is."""
-    if not isinstance(penalty, str):
+    if isinstance(penalty, StalenessPenalty):
         return penalty
+    if not isinstance(penalty, str):
+        message = f"staleness must be a name or a penalty; got {penalty!r}"
+        raise ConfigurationError(message, hint='"none" for no penalty, "constant:2.0" to halve')
     name, _, value = penalty.partition(":")
     if name == "constant":
         return ConstantPenalty(_constant_of(value, penalty) if value else 1.0)

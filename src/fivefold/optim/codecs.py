@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 
 from fivefold.errors import ConfigurationError, require_one_of, require_whole
+from fivefold.optim._update import is_number
 
 # On a CPU a piece stays in the second-level cache over all its passes, and is small enough that
 # torch runs it on the calling thread: the communication thread must not wake a pool of its own.
@@ -362,14 +363,14 @@ class TopKCodec(Codec):
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.density, bool) or not 0 < self.density <= 0.25:
+        if not (is_number(self.density) and 0 < self.density <= 0.25):
             message = f"density must be over 0 and at most 0.25; got {self.density!r}"
             raise ConfigurationError(message, hint='for more elements use codec="int4"')
         require_whole("block", self.block, least=64, most=_CPU_PIECE_ELEMENTS)
         if self.block.bit_count() != 1:
             message = f"block must be a power of two from 64 to 32768; got {self.block!r}"
             raise ConfigurationError(message, hint="the default is 4096")
-        if isinstance(self.decay, bool) or not 0 < self.decay <= 1:
+        if not (is_number(self.decay) and 0 < self.decay <= 1):
             message = f"decay must be over 0 and at most 1; got {self.decay!r}"
             raise ConfigurationError(message, hint="1 keeps everything, 0.95 is SparseLoCo's")
 

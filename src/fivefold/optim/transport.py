@@ -373,8 +373,10 @@ def as_group(
             message = f"{name} must have one dimension; got a mesh of {given.ndim}"
             raise ConfigurationError(message, hint=f'choose one: mesh["{dimension}"]')
         return given.get_group()
-    group = given or dist.group.WORLD
-    assert group is not None, "torch.distributed is initialised"
+    group = dist.group.WORLD if given is None else given
+    if not isinstance(group, dist.ProcessGroup):
+        message = f"{name} must be a process group that has this rank; got {group!r}"
+        raise ConfigurationError(message, hint="make one with torch.distributed.new_group(ranks)")
     return group
 
 
