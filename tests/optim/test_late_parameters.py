@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from fivefold.errors import ConfigurationError
-from fivefold.optim import CO2, DelayCorrected, EagerDiLoCo, LocalSGD, OuterSync, StreamingDiLoCo
+from fivefold.optim import (
+    CO2,
+    DelayCorrected,
+    DelayedGradients,
+    EagerDiLoCo,
+    LocalSGD,
+    OuterSync,
+    StreamingDiLoCo,
+)
 from fivefold.testing import run_processes, run_world
 
 RULES = [
@@ -64,6 +72,24 @@ def test_replicas_are_equal_after_parameters_joined(rule, unfrozen_at):
     assert any(not torch.equal(a, b) for a, b in zip(*results[0], strict=True))
     for _, final in results:
         assert all(torch.equal(a, b) for a, b in zip(final, results[0][1], strict=True))
+
+
+def test_delayed_gradients_keep_the_optimizers_state_of_a_late_parameter_equal():
+    def work(transport):
+        model, _, _ = make(transport, CO2(tau=2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        rule = DelayedGradients(extrapolation=1)
+        sync = OuterSync(model, optimizer, rule=rule, transport=transport, check_every_rounds=1)
+        train(model, optimizer, sync, transport.rank, 0, 3)
+        model[1].requires_grad_(True)
+        start = model[1].weight.detach().clone()
+        train(model, optimizer, sync, transport.rank, 3, 9)
+        state = [value for entry in optimizer.state.values() for value in entry.values()]
+        return not torch.equal(start, model[1].weight), [*values(model), *state]
+
+    (moved, first), (_, second) = run_world(2, work)
+    assert moved
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_late_parameters_start_from_the_mean_and_then_follow_the_rule():

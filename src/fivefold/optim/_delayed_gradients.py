@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from fivefold.errors import ConfigurationError, require_whole
-from fivefold.optim._flat import Piece
+from fivefold.optim._flat import FlatGroup, Piece
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._merge import MergeTask
 from fivefold.optim._rules import MergeKind, OuterRule
@@ -208,8 +208,11 @@ class GradientHooks:
         rule: DelayedGradients,
         optimizers: Sequence[torch.optim.Optimizer],
         fragments: Sequence[Fragment],
+        *,
+        look: Callable[[Iterable[FlatGroup]], Mapping[str, torch.Tensor]],
     ) -> None:
         self._max_norm = rule.max_norm
+        self._look = look  # for parameters that are not known yet
         self._optimizers = list(optimizers)
         self._all = fragments  # the engine's own list, which grows with late parameters
         self._swapped = False
@@ -298,6 +301,8 @@ class GradientHooks:
             fragment.forget_gradients()
 
     def _swap(self, *, own: bool) -> None:
+        for parameter in self._look(g for f in self._fragments() for g in f.groups).values():
+            parameter.grad = None  # this rank's alone, until all ranks have adopted it
         for fragment in self._fragments():
             fragment.swap(own=own)
         self._swapped = True

@@ -183,7 +183,9 @@ class OuterSync:
         self._fragments = make_fragments(model, self._context, extras=self._extras)
         self._gradients: GradientHooks | None = None
         if isinstance(rule, DelayedGradients):
-            self._gradients = GradientHooks(rule, self._optimizers, self._fragments)
+            self._gradients = GradientHooks(
+                rule, self._optimizers, self._fragments, look=self._late.look
+            )
         self._states = state_fragments(
             average_states,
             self._optimizers,
