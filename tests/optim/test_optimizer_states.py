@@ -1,6 +1,7 @@
 """Averaging of momenta and second moments, against AdamW and the averages written out."""
 
 import copy
+import math
 import threading
 
 import pytest
@@ -105,6 +106,29 @@ def test_states_are_those_of_the_equations(rule, delay):
                 traces[rank][step], (oracle.x[rank], oracle.m[rank], oracle.v[rank]), strict=True
             ):
                 assert torch.allclose(ours, theirs, rtol=0, atol=1e-12), f"step {step}"
+
+
+@pytest.mark.parametrize("bad_step", [None, 5], ids=["", "after infinity"])
+@pytest.mark.parametrize("periods", [{"exp_avg": 1, "exp_avg_sq": 9}, {"exp_avg": 1}])
+def test_rows_that_only_another_worker_has_seen_move_by_no_more_than_theirs(periods, bad_step):
+    def work(transport):
+        rows = torch.nn.Parameter(torch.zeros(WORKERS, SIZE))
+        optimizer = torch.optim.AdamW([rows], lr=LR)
+        sync = OuterSync(
+            torch.nn.ParameterList([rows]),
+            optimizer,
+            rule=LocalSGD(tau=2),
+            transport=transport,
+            average_states=periods,
+        )
+        for step in range(12):
+            rows.grad = torch.zeros_like(rows)
+            rows.grad[transport.rank] = math.inf if bad_step == step and transport.rank else 1.0
+            optimizer.step()
+            sync.step()
+        return rows.detach().abs().max()
+
+    assert max(run_world(WORKERS, work)) < 12 * 10 * LR
 
 
 def test_a_late_average_is_what_an_instant_one_would_have_become():

@@ -7,7 +7,10 @@ after it was sent is decayed as the state itself was meanwhile: a state that fol
 
     s <- s + b^d (mean(y) - y)        y: what this worker sent
 
-which is the state that it would have, had the mean been there at once.
+which is the state that it would have, had the mean been there at once. Adam divides m by sqrt(v),
+and its own sums obey ``m^2 <= v (1 - b1)^2 b2 / ((1 - b2) (b2 - b1^2))``. A mean of m that comes
+without that of v need not: rows of an embedding that this worker has not seen have v = 0. So it is
+cut at ten times that size.
 
 References:
     DES-LOC, arXiv 2505.22549 (each state at a period of its own, waited for).
@@ -15,6 +18,7 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -34,6 +38,7 @@ from fivefold.optim._update import (
     move_anchor_,
 )
 
+_FURTHEST = 10.0  # how far beyond what Adam can have beside its second moment a momentum may be
 _NOT_NEGATIVE = {"exp_avg_sq", "square_avg"}
 _KNOWN = {
     "exp_avg": "Adam's momentum",
@@ -102,6 +107,7 @@ class StateFragment(Fragment):
         if self._name in _NOT_NEGATIVE:  # what a codec made of a zero may be below it
             for tensor in self.tensors():
                 local_tensor(tensor).abs_()
+        self._cut_to_second_moments()
 
     def _finish_compute(self) -> None:
         super()._finish_compute()
@@ -156,6 +162,8 @@ class StateFragment(Fragment):
                         torch.sub(piece.anchor, piece.local, out=piece.sent)
                         torch.mul(piece.sent, self._weight(), out=piece.payload)
                         measured.look_at(piece.payload)
+        if mean is not None:
+            self._cut_to_second_moments()
         if send:
             self._sent_at_step = self.schedule.total_steps
         self._finite = measured.all_finite()
@@ -176,6 +184,22 @@ class StateFragment(Fragment):
             piece.local.copy_(arrived)
         else:
             piece.local.add_(torch.sub(arrived, own).mul_(decay))
+
+    @torch.no_grad()
+    def _cut_to_second_moments(self) -> None:
+        if self._name != "exp_avg":
+            return
+        for group, (optimizer, number, parameters) in zip(self.averaged, self._owners, strict=True):
+            first, second = map(float, optimizer.param_groups[number]["betas"])
+            apart = second - first * first
+            most = torch.finfo(parameters[0].dtype).max
+            if apart > 0:
+                most = _FURTHEST * (1 - first) * math.sqrt(second / ((1 - second) * apart))
+            for parameter, momentum in zip(parameters, group.tensors, strict=True):
+                moment = optimizer.state.get(parameter, {}).get("exp_avg_sq")
+                if moment is not None:
+                    bound = local_tensor(moment).sqrt().mul_(most)
+                    local_tensor(momentum).clamp_(-bound, bound)
 
     def _numbers(self) -> dict[str, Any]:
         return super()._numbers() | {"sent_at_step": self._sent_at_step}
@@ -223,7 +247,7 @@ def state_fragments(
             schedule=_schedule(rule.first_tau, periods[name], context=context),
             context=context,
         )
-        for number, name in enumerate(sorted(periods))
+        for number, name in reversed([*enumerate(sorted(periods))])  # second moments come first
     ]
 
 

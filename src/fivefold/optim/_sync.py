@@ -525,12 +525,12 @@ class OuterSync:
     @torch.no_grad()
     def _begin_again(self) -> None:
         """Go on from the anchor, with 0 for what is not finite in the inner optimizer's state."""
-        for fragment in self._all_fragments():
-            fragment.begin()
         states = (e for optimizer in self._optimizers for e in optimizer.state.values())
         for value in (value for entries in states for value in entries.values()):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 local_tensor(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        for fragment in self._all_fragments():
+            fragment.begin()
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
