@@ -131,6 +131,13 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(alone, tmp_path):
     assert names(tmp_path) == ["step-00000005"]
 
 
+@pytest.mark.parametrize("folder", ["", "checkpoints"])
+def test_a_runs_folder_is_no_checkpoint_and_not_called_damaged(alone, tmp_path, folder):
+    record = write_checkpoint(tmp_path, state_of(1.0), step=5, description={}, ranks=alone, keep=2)
+    with pytest.raises(CheckpointError, match=f"name one of them, such as {record.path}"):
+        choose_checkpoint(tmp_path / "other", str(tmp_path / folder), description={}, ranks=alone)
+
+
 def test_a_rank_that_is_not_in_it_is_an_error(alone, tmp_path):
     record = write_checkpoint(tmp_path, state_of(1.0), step=5, description={}, ranks=alone, keep=2)
     with pytest.raises(CheckpointError, match="rank 3 cannot read the checkpoint"):

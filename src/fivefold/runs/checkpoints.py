@@ -149,6 +149,13 @@ def require_resumable(output: Path, resume: str) -> None:
         message = f"run.resume names {resume}, which is not a folder"
         hint = f'{meant}Use "auto", "never" or a folder such as '
         raise CheckpointError(message, hint=f"{hint}{_root(output) / 'step-00000100'}")
+    given = Path(resume)
+    inside = checkpoint_folders(given) or (
+        given.name == _root(output).name and checkpoint_folders(given.parent)
+    )
+    if inside:
+        message = f"run.resume names {resume}, a folder with checkpoints and none itself"
+        raise CheckpointError(message, hint=f"name one of them, such as {inside[0]}")
 
 
 def find_checkpoint(
