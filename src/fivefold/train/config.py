@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.files import read_toml
 from fivefold.runs import Section, apply_overrides, check_tables, format_toml
 from fivefold.runs.config import (
@@ -422,6 +422,24 @@ class TrainConfig(Section):
                 hint="a selection bias follows the load of every step, which ranks that step apart "
                 "do not share; balance with model.moe.balance_loss",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sync_fits_the_run(self) -> TrainConfig:
+        start, end = self.sync.synchronous_start or 0, self.sync.synchronous_end or 0
+        if end and start + end > self.run.steps:
+            raise ConfigurationError(
+                "sync.synchronous_start and synchronous_end must be at most run.steps together; "
+                f"got {start} + {end} of {self.run.steps} steps",
+                hint="lower one of them, or raise run.steps",
+            )
+        kept = ["exp_avg", "exp_avg_sq"] + ["momentum_buffer"] * bool(self.optim.momentum)
+        for name in self.sync.average_states or {}:
+            require_one_of(
+                name, kept,
+                f"sync.average_states has {name!r}, which optim.optimizer = "
+                f'"{self.optim.optimizer}" does not keep',
+            )  # fmt: skip
         return self
 
     @model_validator(mode="after")
