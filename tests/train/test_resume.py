@@ -115,6 +115,12 @@ def test_ddp_resumes_exactly_on_three_ranks(make_config, run_ranks, final_digest
     shutil.copytree(source, resumed.run.output / "checkpoints" / source.name)
     run_ranks(resumed, world_size=3)
     assert final_digest(resumed, world_size=3) == final_digest(whole, world_size=3)
+    sent = [
+        json.loads((config.run.output / "result.json").read_text())["communication"]
+        for config in (whole, resumed)
+    ]
+    for key in ("payload_bytes", "sent_bytes", "collectives"):
+        assert sent[0][key] == sent[1][key] > 0
 
 
 @pytest.mark.distributed

@@ -110,6 +110,7 @@ class DataParallelMethod(Method):
         round differently in its first step than the run that was not interrupted.
         """
         counted = None if self._mixtures is None else self._mixtures.state_dict()
+        totals, self.totals = self.totals, CommunicationTotals()
         self.backward(self.loss(inputs, targets))
         for parameter in self._wrapped.parameters():
             parameter.grad = None
@@ -118,7 +119,7 @@ class DataParallelMethod(Method):
         if self._experts is not None:
             self._experts.take_calls()
         self._spans.clear()
-        self.totals = CommunicationTotals()
+        self.totals = totals
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Run the forward pass of one micro-batch."""
@@ -299,7 +300,6 @@ class ScheduledDataParallelMethod(DataParallelMethod):
         self._reduction.sent()
         self._reduction.waited()
         self._spans.clear()
-        self.totals = CommunicationTotals()
         self.armed = True
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -341,18 +341,29 @@ class ScheduledDataParallelMethod(DataParallelMethod):
     def evaluation(self) -> Iterator[None]:
         """Judge parameters to which all gradients were applied."""
         self._finish("the gradients before a validation")
-        # Within the validation's own span, so that they are no spans of their own.
-        self.totals.exposed_wait_s += sum(end - start for start, end in self._reduction.waited())
+        self._count_waits()
         with super().evaluation():
             yield
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals; what is on its way is applied first."""
         self._finish("the gradients before a checkpoint")
+        self._count_waits()
+        self._count_sent()
         return super().state_dict()
+
+    def _count_waits(self) -> None:
+        """Count waits within a validation or a checkpoint, which has a span of its own."""
+        self.totals.exposed_wait_s += sum(end - start for start, end in self._reduction.waited())
 
     def take_spans(self) -> list[Span]:
         """Return the spans since the last call: one per chunk, and waits."""
+        self._count_sent()
+        for start_s, end_s in self._reduction.waited():
+            self._wait(start_s, end_s)
+        return super().take_spans()
+
+    def _count_sent(self) -> None:
         landed = [
             Span(
                 lane="in_flight",
@@ -367,9 +378,6 @@ class ScheduledDataParallelMethod(DataParallelMethod):
             for chunk in self._reduction.sent()
         ]
         self._count(landed)
-        for start_s, end_s in self._reduction.waited():
-            self._wait(start_s, end_s)
-        return super().take_spans()
 
     def _finish(self, what: str) -> None:
         with self._ranks.guard(what):
