@@ -27,6 +27,7 @@ from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
 
 with later():
     import torch
+    import torch.distributed as dist
 
     from fivefold.collectives.pricing import fabric_from_topology
     from fivefold.network.profiling import Profile, profile_links
@@ -292,6 +293,10 @@ def profile_command(  # noqa: PLR0913 - each option is a parameter
     known = load_cluster(base or _base_of(on_gpu=on_gpu))
     with rank_process():
         ranks = open_ranks(device="cuda" if on_gpu else "cpu", timeout_s=wait_s)
+        if ranks.world_size == 1:  # a rank alone needs no group, but what measures links does
+            store = dist.HashStore()  # type: ignore[attr-defined]  # torch
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            ranks.owned = True
         profile = profile_links(
             sizes_bytes=sizes_bytes, repetitions=repetitions, contention=contention
         )

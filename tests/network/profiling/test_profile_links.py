@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 
 import numpy as np
@@ -11,6 +13,7 @@ from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.lab import LabSpec, probe_capabilities, run_lab
 from fivefold.network.profiling import profile_links
 from fivefold.network.topology import read_topology
+from fivefold.strategy import load_cluster
 from fivefold.testing import run_processes
 
 QUICK = {"sizes_bytes": (64, 65536), "repetitions": 2}
@@ -113,6 +116,16 @@ def test_the_command_says_how_it_is_started(monkeypatch, capsys):
     error = capsys.readouterr().err
     assert "error: there are no ranks to measure" in error
     assert "hint: start it as ranks" in error
+
+
+@pytest.mark.distributed
+def test_a_rank_alone_is_measured_without_links(tmp_path):
+    path = tmp_path / "alone.toml"
+    command = [sys.executable, "-m", "fivefold", "profile", "-o", str(path)]
+    command += ["--sizes", "64B,1KiB", "--repetitions", "1"]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    subprocess.run(command, check=True, env=os.environ | place)
+    assert load_cluster(path).num_gpus == 1
 
 
 @pytest.mark.lab
