@@ -142,6 +142,10 @@ def main() -> int:
         from benchmarks.moe._gpu._build import build  # noqa: PLC0415 - see above
 
         return build(arguments.build, arguments.share, arguments.only)
+    if arguments.cubins is not None:
+        from benchmarks.moe._gpu._build import settle  # noqa: PLC0415 - see above
+
+        settle(arguments.cubins)
     if arguments.work:
         from benchmarks.moe._gpu._steps import work  # noqa: PLC0415 - see above
 

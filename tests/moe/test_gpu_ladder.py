@@ -221,6 +221,26 @@ def test_cubins_are_made_without_a_gpu_and_found_again(tmp_path):
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".cubin", ".json"}
 
 
+def test_triton_finds_what_is_left_of_a_folder_that_was_moved(tmp_path):
+    pytest.importorskip("triton")
+    from benchmarks.moe._gpu._build import settle
+    from triton import knobs
+    from triton.runtime.cache import FileCacheManager
+
+    made, moved = tmp_path / "made", tmp_path / "moved"
+    with knobs.cache.scope():
+        knobs.cache.dir = str(made)
+        cache = FileCacheManager("key")
+        files = {name: cache.put("x", name) for name in ("k.ptx", "k.cubin", "k.json")}
+        cache.put_group("k.json", files)
+        Path(files["k.ptx"]).unlink()
+        made.rename(moved)
+        settle(moved)
+        knobs.cache.dir = str(moved)
+        found = FileCacheManager("key").get_group("k.json")
+    assert found == {name: str(moved / "key" / name) for name in ("k.cubin", "k.json")}
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "relu"])
 @pytest.mark.parametrize("weight_on_input", [False, True])
 def test_what_is_right_is_right(activation, weight_on_input):

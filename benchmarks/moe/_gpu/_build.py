@@ -7,6 +7,7 @@ serves a machine that has the same version, whatever its Python; what it does no
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from benchmarks.moe._gpu._operands import Operands
 from benchmarks.moe._gpu._rungs import exchanged, group_of, options_of
 from benchmarks.moe._gpu._timing import SWEPT, SWEPT_BACKWARD, swept_cases
 
-__all__ = ["build", "pieces"]
+__all__ = ["build", "pieces", "settle"]
 
 _KEPT = {".cubin", ".json"}
 
@@ -147,6 +148,18 @@ def _trust_versions() -> None:
     triton.runtime.cache.triton_key = lambda: f"triton {triton.__version__}"
 
 
+def settle(folder: Path) -> None:
+    """Tell triton which files a folder has, and where it lies now.
+
+    Triton writes a kernel's files down with their whole paths, and from 3.9 on uses none of them
+    where one is missing.
+    """
+    for path in folder.resolve().rglob("__grp__*.json"):
+        names = json.loads(path.read_text())["child_paths"]
+        there = {name: str(path.parent / name) for name in names if (path.parent / name).exists()}
+        path.write_text(json.dumps({"child_paths": there}))
+
+
 def build(folder: Path, share: str, only: str) -> int:
     """Compile all pieces into a folder, as many at a time as there are cores.
 
@@ -177,5 +190,6 @@ def build(folder: Path, share: str, only: str) -> int:
             path.unlink()
         elif path.is_file():
             kept += path.stat().st_size
+    settle(folder)
     say(event="note", text=f"{kept} bytes in {folder}")
     return max(codes)
