@@ -59,6 +59,16 @@ def test_the_operator_follows_autocast():
     assert given["w13"].grad.dtype == torch.float32
 
 
+def test_autocast_leaves_float64_alone_as_it_does_with_torch():
+    given = operands((5, 8, 6, 4, 2))
+    layer = MoE(MoEConfig(hidden=8, intermediate=4, experts=4, shared_intermediate=3)).double()
+    wanted = fused_moe(**given), layer(given["x"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.nn.functional.linear(given["x"], given["w13"][0]).dtype == torch.float64
+        found = fused_moe(**given), layer(given["x"])
+    assert all(map(torch.equal, found, wanted))
+
+
 def dropped_one_by_one(ids, weights, capacity, policy):
     """Who stays: the slots in the order of the rule, one after the other."""
     slots = [(k, t) for k in range(ids.shape[1]) for t in range(ids.shape[0])]

@@ -34,13 +34,16 @@ def _autocasts(device: str) -> bool:
 
 
 def as_autocast(first: torch.Tensor, *others: Any) -> tuple[Any, ...]:
-    """Cast floating-point tensors to the type of torch.autocast, where it is on for the first."""
+    """Cast all but float64 to the type of torch.autocast, as it does, where on for the first."""
     device, tensors = first.device.type, (first, *others)
     if not _autocasts(device):
         return tensors
     kind = torch.get_autocast_dtype(device)
     return tuple(
-        t.to(kind) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in tensors
+        t.to(kind)
+        if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
+        else t
+        for t in tensors
     )
 
 
