@@ -301,15 +301,16 @@ def test_a_call_without_gradients_is_the_recorded_one():
     assert torch.equal(plain, fused_moe(**given).detach())
 
 
-def test_an_activation_of_your_own():
-    def cube(rows):
-        return rows**3
+CUBE = (lambda rows: rows**3, lambda gradient, at, out: torch.mul(gradient, 3 * at**2, out=out))
+SAME = (lambda rows: rows, lambda gradient, _at, out: out.copy_(gradient))  # of bilinear layers
 
-    def slope(gradient, at, out):
-        torch.mul(gradient, 3 * at**2, out=out)
 
-    own = Activation(name="cube", gated=True, function=cube, pull=slope)
-    given = operands((9, 6, 5, 4, 2), bias=True)
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("function", "pull"), [CUBE, SAME], ids=["cube", "same"])
+def test_an_activation_of_your_own(function, pull, gated, recompute):
+    own = Activation(name="own", gated=gated, function=function, pull=pull)
+    given = operands((9, 6, 5, 4, 2), "swiglu" if gated else "silu", bias=True)
     names = [name for name, value in given.items() if value.is_floating_point()]
     leaves = {n: v.clone().requires_grad_(n in names) for n, v in given.items()}
     wanted = experts_one_by_one(
@@ -317,12 +318,12 @@ def test_an_activation_of_your_own():
         activation=own, b13=leaves["b13"], b2=leaves["b2"],
     )  # fmt: skip
     slopes = torch.autograd.grad(wanted.square().sum(), [leaves[n] for n in names])
-    found = fused_moe(**leaves, activation=own)
+    found = fused_moe(**leaves, activation=own, recompute=recompute)
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
     gradients = torch.autograd.grad(found.square().sum(), [leaves[n] for n in names])
     for gradient, right in zip(gradients, slopes, strict=True):
         torch.testing.assert_close(gradient, right, rtol=1e-10, atol=1e-11)
-    with pytest.raises(UnsupportedError, match="'cube' is not one of ACTIVATIONS"):
+    with pytest.raises(UnsupportedError, match="'own' is not one of ACTIVATIONS"):
         fused_moe(**{n: v.to("meta") for n, v in given.items()}, activation=own)
 
 

@@ -41,7 +41,7 @@ class Activation:
         if not self.gated:
             return self.function(hidden)
         gate, up = hidden.chunk(2, dim=-1)
-        opened = self.function(gate)
+        opened = self._of(gate)
         return opened * up if opened.requires_grad else opened.mul_(up)
 
     def with_gradient(
@@ -54,13 +54,18 @@ class Activation:
         d_hidden = torch.empty_like(hidden)
         if not self.gated:
             self.pull(gradient, hidden, d_hidden)
-            return self.function(hidden), d_hidden
+            return self._of(hidden), d_hidden
         gate, up = hidden.chunk(2, dim=-1)
         d_gate, d_up = d_hidden.chunk(2, dim=-1)
-        opened = self.function(gate)
+        opened = self._of(gate)
         torch.mul(gradient, opened, out=d_up)
         self.pull(gradient.mul_(up), gate, d_gate)
         return opened.mul_(up), d_hidden
+
+    def _of(self, at: torch.Tensor) -> torch.Tensor:
+        """Return f(at), to be written to: a copy where f returns what it was given."""
+        found = self.function(at)
+        return found.clone() if found is at else found
 
     def width(self, intermediate: int) -> int:
         """Return the rows of the first weight for an inner size: 2I where gated, else I."""
