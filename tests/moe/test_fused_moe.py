@@ -216,6 +216,8 @@ def test_weights_that_are_no_numbers():
     assert bool(fused_moe(**given, check=False)[3].isnan().all())
     given["topk_weights"][3] = torch.tensor([float("inf"), -float("inf")])  # numbers, if odd ones
     fused_moe(**given)
+    given["topk_ids"][3] = -1  # what is dropped adds nothing, whatever its weight
+    assert torch.equal(fused_moe(**given)[3], torch.zeros(8, dtype=torch.float64))
 
 
 SIZES = {"num_tokens": 5, "hidden": 8, "intermediate": 4, "num_experts": 4, "top_k": 2}

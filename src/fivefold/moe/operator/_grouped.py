@@ -68,6 +68,8 @@ class Call:
                 if kept is not None:
                     kept.append(entering)
             weights = None if self.weight_on_input else self.weights
+            if weights is not None and order.drops:  # an infinity times a row of zeros is NaN
+                weights = weights.masked_fill(order.places == order.num_rows, 0.0)
             return added(outputs.rows, order.places, weights).to(self.x.dtype)
 
     def backward(
