@@ -131,6 +131,15 @@ def test_selection_bias_balances_a_skewed_router():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_loads_are_compared_as_whole_numbers_whatever_the_type_of_the_bias(dtype):
+    many = 2**25
+    for load in ([257, 255, 256], [many + 1, many - 1, many]):
+        bias = updated_selection_bias(torch.zeros(3, dtype=dtype), torch.tensor(load), rate=0.5)
+        assert bias.tolist() == [-0.5, 0.5, 0.0]
+        assert bias.dtype == dtype
+
+
         ({"top_k": 0}, "top_k must be at least 1"),
         ({"top_k": 1, "score": "argmax"}, "score is 'argmax'"),
         ({"top_k": 1, "groups": 2, "top_groups": 3}, "top_groups must be between 1 and groups=2"),

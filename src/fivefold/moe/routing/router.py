@@ -374,5 +374,12 @@ def updated_selection_bias(
         >>> updated_selection_bias(torch.zeros(2), torch.tensor([3, 1]), rate=0.5).tolist()
         [-0.5, 0.5]
     """
-    load = load.to(bias)
-    return bias + rate * torch.sign(load.mean() - load)
+    if load.shape != bias.shape:
+        raise ConfigurationError(
+            f"load is {tuple(load.shape)}, bias {tuple(bias.shape)}", hint="both are [experts]"
+        )
+    load = load.to(bias.device, torch.float64)  # counts in the bias's own type may be rounded
+    return bias + rate * torch.sign(load.mean() - load).to(bias)
+    Raises:
+        ConfigurationError: The shapes differ.
+
