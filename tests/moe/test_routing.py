@@ -1,6 +1,8 @@
 """Routers against plain loops, closed forms of the losses, the drop rule."""
 
 import math
+from contextlib import nullcontext
+from typing import get_args
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fivefold.moe import (
     router_z_loss,
     updated_selection_bias,
 )
+from fivefold.moe.routing.router import Score
 
 
 def one_token(logits, router, bias):
@@ -128,9 +131,6 @@ def test_selection_bias_balances_a_skewed_router():
     assert spread[-1] < 30
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_loads_are_compared_as_whole_numbers_whatever_the_type_of_the_bias(dtype):
     many = 2**25
@@ -140,6 +140,9 @@ def test_loads_are_compared_as_whole_numbers_whatever_the_type_of_the_bias(dtype
         assert bias.dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ({"top_k": 0}, "top_k must be at least 1"),
         ({"top_k": 1, "score": "argmax"}, "score is 'argmax'"),
         ({"top_k": 1, "groups": 2, "top_groups": 3}, "top_groups must be between 1 and groups=2"),
@@ -165,9 +168,34 @@ def test_routers_that_do_not_fit(router, experts, message):
         route(torch.zeros(2, experts), router)
 
 
+@pytest.mark.parametrize("score", get_args(Score))
+def test_weights_that_are_no_numbers_are_refused(score):
+    for logits, is_bad in (
+        ([0.0, math.nan], True),
+        ([-math.inf, math.inf], score not in {"sigmoid", "topk_sigmoid"}),
+        ([-math.inf, 1.0], False),  # an expert that is masked out
+        ([-math.inf, -math.inf], "softmax" in score),
+    ):
+        with pytest.raises(DataError, match="token 1 are NaN") if is_bad else nullcontext():
+            route(torch.tensor([[0.0, 0.0], logits]), Router(top_k=1, score=score))
+
+
+def test_a_token_does_not_leave_its_groups_for_an_expert_that_is_masked_out():
+    router = Router(top_k=2, score="topk_softmax", groups=2)
+    routing = route(torch.tensor([[4.0, 3.0, 5.0, -math.inf]]), router)
+    assert routing.ids_TK.tolist() == [[2, 3]]
+    assert routing.weights_TK.tolist() == [[1.0, 0.0]]
+
+
+def test_a_score_that_is_zero_has_a_slope_of_zero():
+    logits = torch.tensor([[-200.0, 1.0, -300.0]], requires_grad=True)
+    routing = route(logits, Router(top_k=2, score="sqrtsoftplus"))
+    assert routing.weights_TK.tolist() == [[1.0, 0.0]]
+    (routing.weights_TK[0, 1] + load_balancing_loss(routing)).backward()
+    assert logits.grad[0, ::2].tolist() == [0.0, 0.0]
+
+
 def test_bad_logits():
-    with pytest.raises(DataError, match="NaN"):
-        route(torch.tensor([[0.0, math.nan]]), Router(top_k=1))
     with pytest.raises(ConfigurationError, match="tokens, experts"):
         route(torch.zeros(3), Router(top_k=1))
     with pytest.raises(ConfigurationError, match="selection_bias must be"):

@@ -253,8 +253,8 @@ def route(
 
     Raises:
         ConfigurationError: Shapes or the router do not fit.
-        DataError: A logit is not a number (looked at on the CPU only, and not while compiling:
-            elsewhere it would wait for the device).
+        DataError: A token's weights are NaN, as from logits that are (looked at on the CPU only,
+            and not while compiling: elsewhere it would wait for the device).
 
     Examples:
         >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
@@ -273,12 +273,6 @@ def route(
         raise ConfigurationError(
             f"selection_bias must be [{num_experts}]; got {tuple(selection_bias.shape)}"
         )
-    if is_plain(logits) and logits.device.type == "cpu" and bool(torch.isnan(logits).any()):
-        token = int(torch.isnan(logits).any(dim=1).nonzero()[0, 0])
-        raise DataError(
-            f"router logits hold NaN, first for token {token}",
-            hint="look for a diverged router or input before this layer",
-        )
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = _scores(values, router.score)
     wanted = values if router.score.startswith("topk") else scores
@@ -288,14 +282,25 @@ def route(
     if router.groups > 1:
         choice = _limited_to_groups(choice, router)
     ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, : router.top_k]
-    return Routing(ids_TK=ids, weights_TK=_weights(wanted.gather(1, ids), router), scores_TE=scores)
+    weights = _weights(wanted.gather(1, ids), router)
+    # A logit that is NaN is chosen first.
+    if is_plain(logits) and logits.device.type == "cpu" and bool(torch.isnan(weights).any()):
+        token = int(torch.isnan(weights).any(dim=1).nonzero()[0, 0])
+        raise DataError(
+            f"the routing weights of token {token} are NaN",
+            hint="its logits are NaN, infinite or all too low: look for a diverged router or input "
+            "before this layer",
+        )
+    return Routing(ids_TK=ids, weights_TK=weights, scores_TE=scores)
 
 
 def _scores(values: torch.Tensor, score: Score) -> torch.Tensor:
     if score in {"sigmoid", "topk_sigmoid"}:
         return torch.sigmoid(values)
     if score == "sqrtsoftplus":
-        return torch.nn.functional.softplus(values).sqrt()
+        raised = torch.nn.functional.softplus(values)
+        none = raised == 0.0  # underflowed; the slope of a root is infinite there
+        return raised.masked_fill(none, 1.0).sqrt().masked_fill(none, 0.0)
     return torch.softmax(values, dim=-1)
 
 
@@ -318,7 +323,8 @@ def _limited_to_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
         worth = grouped.topk(2, dim=-1).values.sum(dim=-1)
     best = torch.sort(worth, dim=-1, descending=True, stable=True).indices[:, : router.top_groups]
     closed = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, value=False)
-    return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).view_as(choice)
+    opened = grouped.clamp_min(torch.finfo(choice.dtype).min)  # also -inf comes before the closed
+    return opened.masked_fill(closed.unsqueeze(-1), float("-inf")).view_as(choice)
 
 
 def load_balancing_loss(routing: Routing, *, load: torch.Tensor | None = None) -> torch.Tensor:
