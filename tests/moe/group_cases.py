@@ -229,7 +229,7 @@ def what_does_not_fit_is_named():
         ),
         "top_k of the layer is 1": lambda: MoE(MoEConfig(**sizes, router=Router(top_k=1)), group),
         "keeps nothing": lambda: MoE(MoEConfig(**sizes, recompute=False), group),
-        "tokens have width 8": lambda: spread(torch.zeros(2, 8)),
+        "the layer has width": lambda: spread(torch.zeros(2, 8)),
     }
     for part, call in calls.items():
         try:

@@ -182,7 +182,9 @@ def test_compiles_whole_and_once_for_all_numbers_of_tokens():
         ({"x": torch.zeros(2, 5, 8)}, "x, w13 and w2 have shapes"),
         ({"w13": torch.zeros(4, 4, 8, dtype=torch.float64)}, "w13 has shape"),
         ({"b2": torch.zeros(4, 1, dtype=torch.float64)}, "b2 has shape"),
-        ({"topk_ids": torch.zeros(4, 2, dtype=torch.int64)}, "weights has shape"),
+        ({"b13": [1.0]}, "b13 is a list; it must be a torch.Tensor"),
+        ({"topk_ids": torch.zeros(4, 2, dtype=torch.int64)}, r"topk_ids has shape \(4, 2\)"),
+        ({"topk_weights": torch.zeros(5, 3)}, r"\(5, 2\), topk_weights \(5, 3\), x has 5 tokens"),
         ({"topk_ids": torch.zeros(5, 2)}, "topk_ids has dtype torch.float32"),
         ({"topk_ids": torch.tensor([[0, 4]] * 5)}, "topk_ids holds 4, there are 4 experts"),
         ({"topk_ids": torch.tensor([[0, -2]] * 5)}, "topk_ids holds -2"),
@@ -197,8 +199,8 @@ def test_compiles_whole_and_once_for_all_numbers_of_tokens():
         ({"x": torch.zeros(5, 8).to(torch.float8_e4m3fn)}, "x has dtype torch.float8_e4m3fn"),
         ({"w2": torch.zeros(4, 8, 0, dtype=torch.float64)}, "inner size must be positive"),
         ({"w2": torch.zeros(0, 8, 4, dtype=torch.float64)}, "experts, hidden and inner size"),
-        ({"capacity": 1.5}, "capacity is 1.5; it is a whole number"),
-        ({"capacity": -1}, "capacity must not be negative"),
+        ({"capacity": 1.5}, "capacity must be a whole number from 0; got 1.5"),
+        ({"capacity": -1}, "capacity must be a whole number from 0; got -1"),
         ({"drop_policy": "luck"}, "drop policy is 'luck'"),
         ({"workspace": 3}, "workspace is a int; Workspace.allocate makes one"),
     ],
@@ -246,7 +248,7 @@ def test_a_workspace_must_fit_whatever_the_backend(change, message):
     else:
         with pytest.raises(ConfigurationError, match=message):
             fused_moe(**given, workspace=workspace)
-    with pytest.raises(ConfigurationError, match="num_tokens must be positive; got -1"):
+    with pytest.raises(ConfigurationError, match="num_tokens must be a whole number from 0"):
         Workspace.size(**SIZES | {"num_tokens": -1}, dtype=torch.float32)
 
 

@@ -325,6 +325,7 @@ def test_reads_a_layer_out_of_sharded_files(tmp_path):
         ({"shared_intermediate": -1}, "shared_intermediate must be a whole number from 0"),
         ({"capacity_factor": 0.0}, "capacity_factor must be positive"),
         ({"activation": "mish"}, "no activation 'mish'"),
+        ({"router": 2}, "router is 2"),
         ({"router": Router(top_k=5)}, "can reach 4 experts only"),
         ({"drop_policy": "luck"}, "drop policy is 'luck'"),
         ({"backend": "magic"}, "there is no backend 'magic'"),
@@ -339,5 +340,7 @@ def test_bad_configurations(options, message):
 
 
 def test_wrong_width():
-    with pytest.raises(ConfigurationError, match="tokens have width 5, the layer 6"):
+    with pytest.raises(ConfigurationError, match="the layer has width 6"):
         layer_of()(torch.zeros(2, 5, dtype=torch.float64))
+    with pytest.raises(ConfigurationError, match="the layer has width 6"):
+        layer_of()(torch.tensor(1.0))

@@ -143,7 +143,9 @@ def test_loads_are_compared_as_whole_numbers_whatever_the_type_of_the_bias(dtype
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"top_k": 0}, "top_k must be at least 1"),
+        ({"top_k": 0}, "top_k must be a whole number from 1; got 0"),
+        ({"top_k": 2.5}, "top_k must be a whole number from 1; got 2.5"),
+        ({"top_k": 1, "groups": 2.0}, "groups must be a whole number from 1; got 2.0"),
         ({"top_k": 1, "score": "argmax"}, "score is 'argmax'"),
         ({"top_k": 1, "groups": 2, "top_groups": 3}, "top_groups must be between 1 and groups=2"),
         ({"top_k": 1, "group_score": "mean"}, "group_score is 'mean'"),
@@ -253,7 +255,9 @@ def test_capacity_by_formula():
     assert capacity_for(8192, 32, top_k=2) == 512
     assert capacity_for(10, 1, top_k=1, factor=1.1) == 11
     assert capacity_for(0, 4, top_k=2) == 0
-    with pytest.raises(ConfigurationError, match="must not be negative"):
+    with pytest.raises(ConfigurationError, match="factor must be a number from 0; got -1"):
+        capacity_for(10, 4, top_k=2, factor=-1.0)
+    with pytest.raises(ConfigurationError, match="whole number from 0; got -1"):
         drop_beyond_capacity(torch.zeros(1, 1).long(), torch.ones(1, 1), num_experts=1, capacity=-1)
     with pytest.raises(ConfigurationError, match="drop policy"):
         drop_beyond_capacity(

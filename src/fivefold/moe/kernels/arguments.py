@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypedDict, Unpack
 
 import torch
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_whole
 
 _GIVE_UP_NS = 50_000_000  # in the interpreter, where a wait that does not end at once never will
 _SMALLEST_TILE_ROWS = 16
@@ -76,8 +76,8 @@ def layout_for(
 ) -> Layout:
     """Lay the scratch buffer out; for the smallest tiles and chunks, which need the most of it."""
     for name, value in sizes.items():
-        if isinstance(value, int) and value < (0 if name == "num_tokens" else 1):
-            raise ConfigurationError(f"{name} must be positive; got {value}")
+        if name != "dtype":
+            require_whole(name, value, least=0 if name == "num_tokens" else 1)
     dtype, experts = sizes["dtype"], sizes["num_experts"]
     if not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"dtype is {dtype!r}", hint="use torch.bfloat16 or another")

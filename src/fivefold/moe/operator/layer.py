@@ -86,6 +86,8 @@ class MoEConfig:
         if self.shared_gate and not self.shared_intermediate:
             message = "shared_gate needs a shared expert"
             raise ConfigurationError(message, hint="set shared_intermediate, its inner width")
+        if not isinstance(self.router, Router):
+            raise ConfigurationError(f"router is {self.router!r:.40}", hint="use Router(top_k=...)")
         check_weight_on_input(self.router.top_k, weight_on_input=self.weight_on_input)
         check_capacity(None, self.drop_policy)
         require_one_of(self.backend, ("auto", *backends()), f"there is no backend {self.backend!r}")
@@ -266,9 +268,9 @@ class MoE(nn.Module):
             ConfigurationError: The last dimension is not H, or the tokens do not fit the group.
         """
         config = self.config
-        if x.shape[-1] != config.hidden:
+        if x.shape[-1:] != (config.hidden,):
             raise ConfigurationError(
-                f"tokens have width {x.shape[-1]}, the layer {config.hidden}",
+                f"tokens have shape {tuple(x.shape)}, the layer has width {config.hidden}",
                 hint="the last dimension is the hidden size",
             )
         tokens = x.reshape(-1, config.hidden)

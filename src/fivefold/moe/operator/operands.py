@@ -88,7 +88,9 @@ def check_operands(  # noqa: PLR0913 - the operator's own operands
     b2: torch.Tensor | None,
 ) -> None:
     """Check shapes, data types and devices, without looking at values."""
-    _check_tensors(x=x, w13=w13, w2=w2, topk_ids=ids, topk_weights=weights)
+    biases = {"b13": b13, "b2": b2}
+    given = {name: bias for name, bias in biases.items() if bias is not None}
+    _check_tensors(x=x, w13=w13, w2=w2, topk_ids=ids, topk_weights=weights, **given)
     if x.ndim != 2 or w13.ndim != 3 or w2.ndim != 3:
         raise ConfigurationError(
             f"x, w13 and w2 have shapes {tuple(x.shape)}, {tuple(w13.shape)}, {tuple(w2.shape)}",
@@ -103,7 +105,6 @@ def check_operands(  # noqa: PLR0913 - the operator's own operands
     expected = {
         "x": (x, (x.shape[0], hidden)),
         "w13": (w13, (experts, activation.width(inner), hidden)),
-        "weights": (weights, tuple(ids.shape)),
         "b13": (b13, (experts, activation.width(inner))),
         "b2": (b2, (experts, hidden)),
     }
@@ -114,16 +115,17 @@ def check_operands(  # noqa: PLR0913 - the operator's own operands
                 f"{activation.name!r} make it {shape}",
                 hint="a gated activation has 2 * inner rows in w13, gate rows first",
             )
-    if ids.ndim != 2 or ids.shape[0] != x.shape[0]:
+    if ids.ndim != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
         raise ConfigurationError(
-            f"topk_ids has shape {tuple(ids.shape)}, x has {x.shape[0]} tokens",
-            hint="topk_ids is [tokens, top_k]",
+            f"topk_ids has shape {tuple(ids.shape)}, topk_weights {tuple(weights.shape)}, x has "
+            f"{x.shape[0]} tokens",
+            hint="ids and weights are [tokens, top_k]",
         )
     if ids.dtype not in _ID_TYPES:
         raise ConfigurationError(f"topk_ids has dtype {ids.dtype}", hint="use int32 or int64")
-    floats = {"x": x, "w13": w13, "w2": w2, "b13": b13, "b2": b2}
+    floats = {"x": x, "w13": w13, "w2": w2, **biases}
     _check_alike(x, floats)
-    if not weights.is_floating_point():
+    if weights.dtype not in _FLOAT_TYPES:
         raise ConfigurationError(f"topk_weights has dtype {weights.dtype}", hint="use float32")
     for name, tensor in {"topk_ids": ids, "topk_weights": weights, **floats}.items():
         if tensor is not None and tensor.device != x.device:

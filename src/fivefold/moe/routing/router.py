@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from fivefold.errors import ConfigurationError, DataError, require_one_of
+from fivefold.errors import ConfigurationError, DataError, require_one_of, require_whole
 from fivefold.moe.routing.families import router_options
 
 DropPolicy = Literal["position", "weight"]
@@ -26,25 +26,27 @@ _MOST = 2**62  # more than there are assignments, and an int64
 def check_capacity(capacity: int | None, policy: str) -> int | None:
     """Return the capacity as a number that tensors can be compared with."""
     require_one_of(policy, ("position", "weight"), f"drop policy is {policy!r}")
-    if capacity is None:
-        return None
-    if isinstance(capacity, bool | float):
-        raise ConfigurationError(
-            f"capacity is {capacity!r}",
-            hint="it is a whole number of tokens; capacity_for makes one from a factor",
-        )
-    if capacity < 0:
-        raise ConfigurationError(f"capacity must not be negative; got {capacity}")
-    return min(capacity, _MOST)
+    return None if capacity is None else _within_int64(capacity)
+
+
+def _within_int64(capacity: int) -> int:
+    hint = "capacity_for makes one from a factor"
+    return min(require_whole("capacity", capacity, least=0, hint=hint), _MOST)
 
 
 def capacity_for(num_tokens: int, num_experts: int, *, top_k: int, factor: float = 1.0) -> int:
     """Return the tokens per expert at a capacity factor: ceil(T K / E * factor).
 
+    Raises:
+        ConfigurationError: There are no experts, or the factor is negative or no number.
+
     Examples:
         >>> capacity_for(10, 4, top_k=2, factor=1.25)
         7
     """
+    if not 0.0 <= factor < math.inf:
+        raise ConfigurationError(f"factor must be a number from 0; got {factor}")
+    require_whole("num_experts", num_experts)
     # Rounded first: 1.1 * 10 is a little more than 11 in binary.
     return math.ceil(round(num_tokens * top_k / num_experts * factor, 9))
 
@@ -71,7 +73,8 @@ def drop_beyond_capacity(
         True where an assignment stays, shape [T, K].
 
     Raises:
-        ConfigurationError: The capacity is no whole number or negative, or the policy unknown.
+        ConfigurationError: The capacity is no whole number or negative, the policy unknown, or the
+            shapes do not fit.
 
     Examples:
         >>> ids, weights = torch.tensor([[0], [0], [1]]), torch.tensor([[0.2], [0.9], [0.5]])
@@ -79,8 +82,14 @@ def drop_beyond_capacity(
         >>> kept.flatten().tolist()
         [False, True, True]
     """
-    most = check_capacity(capacity, policy)
-    assert most is not None, "a number stays one"
+    check_capacity(None, policy)
+    most = _within_int64(capacity)
+    require_whole("num_experts", num_experts)
+    if ids.ndim != 2 or weights.shape != ids.shape:
+        raise ConfigurationError(
+            f"ids are {tuple(ids.shape)}, weights {tuple(weights.shape)}",
+            hint="both are [tokens, top_k]",
+        )
     named = torch.where(ids < num_experts, ids, -1)
     by_slot = named.t().reshape(-1)  # first choices of all tokens, then second choices
     order = torch.arange(by_slot.numel(), device=ids.device)
@@ -175,8 +184,8 @@ class Router:
         return cls(**router_options(config))
 
     def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise ConfigurationError(f"top_k must be at least 1; got {self.top_k}")
+        for name in ("top_k", "groups", "top_groups"):
+            require_whole(name, getattr(self, name))
         require_one_of(self.score, get_args(Score), f"score is {self.score!r}")
         score, allowed = self.group_score, get_args(GroupScore)
         require_one_of(score, allowed, f"group_score is {score!r}")
@@ -376,6 +385,9 @@ def updated_selection_bias(
         load: Tokens per expert over the step, summed over all ranks, shape [E].
         rate: Size of the step.
 
+    Raises:
+        ConfigurationError: The shapes differ.
+
     Examples:
         >>> updated_selection_bias(torch.zeros(2), torch.tensor([3, 1]), rate=0.5).tolist()
         [-0.5, 0.5]
@@ -386,6 +398,3 @@ def updated_selection_bias(
         )
     load = load.to(bias.device, torch.float64)  # counts in the bias's own type may be rounded
     return bias + rate * torch.sign(load.mean() - load).to(bias)
-    Raises:
-        ConfigurationError: The shapes differ.
-
