@@ -240,6 +240,18 @@ def test_bad_checkpoints():
         convert_checkpoint(damaged, "qwen3", prefix=prefix)
     with pytest.raises(ConfigurationError, match=r"no place for experts\.b13"):
         export_checkpoint(layer_of(bias=True).state_dict(), "mixtral")
+    gated = layer_of(shared_intermediate=3, shared_gate=True)
+    with pytest.raises(ConfigurationError, match="'deepseek' has no place for shared_gate"):
+        export_checkpoint(gated.state_dict(), "deepseek")
+    with pytest.raises(DataError, match=r"w13 has shape .* or the activation has no gate"):
+        export_checkpoint(layer_of(activation="relu").state_dict(), "mixtral")
+    for name, shape in {
+        "gate.weight": (4, 7), "experts.gate_up_proj": (4, 10, 7), "experts.down_proj": (5, 6, 5),
+        "shared_experts.down_proj.weight": (6, 2), "gate.e_score_correction_bias": (3,),
+    }.items():  # fmt: skip
+        damaged = published_layer("transformers")[1] | {prefix + name: torch.zeros(shape)}
+        with pytest.raises(DataError, match="the other weights make it"):
+            convert_checkpoint(damaged, "transformers", prefix=prefix)
 
 
 def test_what_the_layout_does_not_know_is_not_left_behind():

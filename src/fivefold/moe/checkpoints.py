@@ -104,6 +104,11 @@ def convert_checkpoint(
     require_one_of(layout, LAYOUTS, f"there is no layout {layout!r}")
     known, layer = LAYOUTS[layout], _Read(state)
     router = _take(layer, prefix + known.router)
+    if router.ndim != 2 or 0 in router.shape:
+        raise DataError(
+            f"{prefix + known.router} has shape {tuple(router.shape)}",
+            hint="a router is [experts, hidden]: check the layout and the prefix",
+        )
     w13 = _stacked(layer, prefix + known.gate, len(router))
     if known.up is not None:
         w13 = _joined(w13, _stacked(layer, prefix + known.up, len(router)))
@@ -115,7 +120,24 @@ def convert_checkpoint(
         gate, up, down = (_take(layer, prefix + name).unsqueeze(0) for name in known.shared)
         found |= {"shared.w13": _joined(gate, up), "shared.w2": down}
     _check_left(layer, layout, prefix)
+    _check_shapes(found)
     return found
+
+
+def _check_shapes(found: Mapping[str, torch.Tensor]) -> None:
+    """Check that all weights are of one layer, with a gated activation."""
+    experts, hidden = found["gate.weight"].shape
+    wanted: dict[str, tuple[int, ...]] = {"gate.selection_bias": (experts,)}
+    for part, number in (("experts", experts), ("shared", 1)):
+        w13, w2 = f"{part}.w13", f"{part}.w2"
+        inner = found[w2].shape[-1] if w2 in found else 0
+        wanted |= {w13: (number, 2 * inner, hidden), w2: (number, hidden, inner)}
+    for name, shape in wanted.items():
+        if name in found and tuple(found[name].shape) != shape:
+            raise DataError(
+                f"{name} has shape {tuple(found[name].shape)}; the other weights make it {shape}",
+                hint="the file is damaged or of another model, or the activation has no gate",
+            )
 
 
 class _Read(dict[str, torch.Tensor]):
@@ -190,18 +212,19 @@ def export_checkpoint(
 
     Raises:
         ConfigurationError: The layout is unknown or cannot hold what the layer has.
-        DataError: A weight is missing.
+        DataError: A weight is missing, or has another shape than the others.
     """
     require_one_of(layout, LAYOUTS, f"there is no layout {layout!r}")
     known = LAYOUTS[layout]
-    spare = {"gate.selection_bias": known.bias, "shared.w13": known.shared}
-    extra = [name for name in state if name.endswith(("b13", "b2"))]
-    extra += [name for name, place in spare.items() if name in state and place is None]
-    if extra:
+    names = ["gate.weight", "experts.w13", "experts.w2"]
+    names += [] if known.bias is None else ["gate.selection_bias"]
+    names += [] if known.shared is None else ["shared.w13", "shared.w2"]
+    if extra := [name for name in state if name not in names]:
         raise ConfigurationError(
             f"layout {layout!r} has no place for {', '.join(extra)}", hint="choose another layout"
         )
     w13, w2 = _take(state, "experts.w13"), _take(state, "experts.w2")
+    _check_shapes(state)
     found = {prefix + known.router: _take(state, "gate.weight")}
     parts = {known.gate: w13, known.down: w2}
     if known.up is not None:
