@@ -4,6 +4,9 @@ Forward and gradients against one process that has all experts, which other test
 float64.
 """
 
+import copy
+import pickle
+
 import torch
 
 from fivefold.errors import FivefoldError
@@ -185,6 +188,22 @@ def a_layer():
     right = dict(whole.named_parameters())
     worst = max(relative(p.grad, right[n].grad.double()) for n, p in spread.named_parameters())
     return {"error": worst}
+
+
+@case
+def a_copy_of_a_layer_has_its_ranks():
+    """It once read what came from a copy of the heap, where nothing comes."""
+    group = group_of(operands((5, 16, 8, 4, 2), dtype=torch.float32), 2)
+    layer = MoE(MoEConfig(hidden=16, intermediate=8, experts=4), group)
+    before, x = torch.randn(2, 5, 16)
+    layer(before)
+    copied = copy.deepcopy(layer)
+    assert torch.equal(copied(x), layer(x))
+    try:
+        pickle.dumps(layer)  # addresses mean nothing in another process
+    except FivefoldError as error:
+        return {"holds": "save the layer's state_dict()" in str(error)}
+    return {"holds": False}
 
 
 @case

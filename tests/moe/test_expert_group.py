@@ -1,5 +1,6 @@
 """Experts shared out over real processes, against one process that has them all."""
 
+import copy
 import os
 import time
 
@@ -164,6 +165,8 @@ def test_groups_that_cannot_be_are_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = AllToAllGroup()
+        layer = MoE(MoEConfig(hidden=8, intermediate=4, experts=4), group)
+        assert copy.deepcopy(layer).group is group  # torch cannot copy a process group
         group.size = 3
         with pytest.raises(ConfigurationError, match="4 experts cannot be shared out equally"):
             MoE(MoEConfig(hidden=8, intermediate=4, experts=4), group)

@@ -62,6 +62,7 @@ CASES = [
     "every row has the writer that its index says",
     "a gate without numbers",
     "a gate that does not fit",
+    "group: a copy of a layer has its ranks",
     "group: no tokens anywhere",
     "group: what does not fit is named",
 ]

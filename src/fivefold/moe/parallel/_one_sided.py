@@ -301,6 +301,15 @@ class OneSidedGroup:
         call = _Call(x, w13, w2, weights, b13, b2, ids, self, counts)
         return call.in_one_launch(gate, selection_bias, router), ids, weights
 
+    def __deepcopy__(self, _memo: dict[int, object]) -> Self:
+        """Return this group: the ranks of a layer's copy are those of the layer."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse to be saved: addresses mean nothing in another process."""
+        message = "a one-sided group cannot be saved"
+        raise UnsupportedError(message, hint="save the layer's state_dict()")
+
     def launch(
         self, kernel: Any, given: dict[str, Any], counts: tuple[int, ...], programs: int | None
     ) -> None:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -96,6 +96,10 @@ class AllToAllGroup:
         self._guard = guard or self._default_guard
         self._calls: list[AllToAllCall] = []
         self._agreed: set[tuple[int, ...]] = set()
+
+    def __deepcopy__(self, _memo: dict[int, object]) -> Self:
+        """Return this group: the ranks of a layer's copy are those of the layer."""
+        return self
 
     def experts_of(self, num_experts: int, *, rank: int | None = None) -> range:
         """Return the numbers of the experts that a rank has; None: this rank.
