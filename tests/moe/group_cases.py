@@ -228,6 +228,7 @@ def what_does_not_fit_is_named():
         "must be a OneSidedGroup": {"group": 2},
         "nothing is kept for the backward": {"recompute": False},
         "are not those of the group": {name: given[name][:2] for name in ("w13", "w2")},
+        "topk_weights of token 0 hold NaN": {"topk_weights": given["topk_weights"] * torch.nan},
         "there are 4 experts": {"topk_ids": given["topk_ids"] + 3},
         "weight_on_input needs top_k 1": {"weight_on_input": True},
         "no backend 'fast'": {"backend": "fast"},
@@ -240,6 +241,16 @@ def what_does_not_fit_is_named():
         part: lambda change=change: fused_moe(**({"group": group} | given | change))
         for part, change in wrong.items()
     } | {
+        "programs must be a whole number from 1; got -1": lambda: group.fused_moe(
+            **given, programs=-1
+        ),
+        "num_tokens must be a whole number from 0; got 4.0": lambda: group.fused_moe(
+            **given, num_tokens=[4.0, 4.0]
+        ),
+        "no precision 'fp8'": lambda: group.fused_moe(**given, precision="fp8"),
+        "timeout_s must be positive and below 1e+09; got inf": lambda: OneSidedGroup(
+            group.config, group.heap, timeout_s=torch.inf
+        ),
         "the layer has 6 experts, the group 4": lambda: MoE(
             MoEConfig(**(sizes | {"experts": 6})), group
         ),

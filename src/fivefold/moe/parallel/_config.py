@@ -322,8 +322,8 @@ def check_call(
     if num_tokens is None:  # as evenly as can be
         each, more = divmod(len(x), heap.num_local)
         num_tokens = [each + (place < more) for place in range(heap.num_local)]
-    counts = tuple(num_tokens)
-    if len(counts) != heap.num_local or sum(counts) != len(x) or min(counts) < 0:
+    counts = tuple(require_whole("num_tokens", number, least=0) for number in num_tokens)
+    if len(counts) != heap.num_local or sum(counts) != len(x):
         raise ConfigurationError(
             f"num_tokens is {counts}, for {heap.num_local} ranks and {len(x)} tokens",
             hint="give one count for every rank of this process; they add up to len(x)",
@@ -347,6 +347,7 @@ def check_options(
         )
     if precision is None or dtype != torch.float32:
         return
+    check_precision(precision)
     if PRECISIONS.index(config.precision) > PRECISIONS.index(precision):
         raise ConfigurationError(
             f"precision is {precision!r}, the group computes in {config.precision!r}",

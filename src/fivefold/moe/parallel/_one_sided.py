@@ -21,7 +21,13 @@ from typing import Any, Self
 import torch
 from torch.autograd import Function
 
-from fivefold.errors import CommunicationError, ConfigurationError, DataError, UnsupportedError
+from fivefold.errors import (
+    CommunicationError,
+    ConfigurationError,
+    DataError,
+    UnsupportedError,
+    require_whole,
+)
 from fivefold.moe.kernels.arguments import (
     Heap,
     Launch,
@@ -46,7 +52,7 @@ from fivefold.moe.kernels.launch import (
 from fivefold.moe.operator.activations import activation_named
 from fivefold.moe.operator.fused import Backend, backend_for
 from fivefold.moe.operator.layer import ExpertLoad, LocalExperts, MoEConfig
-from fivefold.moe.operator.operands import Precision, check_ids, check_weight_on_input
+from fivefold.moe.operator.operands import Precision, check_values, check_weight_on_input
 from fivefold.moe.parallel._config import (
     OneSidedConfig,
     check_call,
@@ -69,6 +75,7 @@ from fivefold.moe.routing.router import (
 
 _Tensor = torch.Tensor
 _Optional = torch.Tensor | None
+_NO_TIMEOUT_S = 1e9  # kernels count nanoseconds, in 64 bits
 _STATISTICS = ("sent_bytes", "returned_bytes", "sent_signals", "returned_signals")
 _MISSING = {  # what a rank waited for, by the kind of its error word
     1: "a task of its own",
@@ -127,8 +134,10 @@ class OneSidedGroup:
                 f"{self.heap_layout.nbytes}",
                 hint="make it with nbytes=config.heap_bytes()",
             )
-        if not timeout_s > 0:
-            raise ConfigurationError(f"timeout_s must be positive; got {timeout_s}")
+        if not 0 < timeout_s < _NO_TIMEOUT_S:
+            raise ConfigurationError(
+                f"timeout_s must be positive and below {_NO_TIMEOUT_S:g}; got {timeout_s}"
+            )
         self.config, self.heap, self.timeout_s = config, heap, timeout_s
         here, words, device = heap.num_local, self._private.control_words, heap.device
         self._control = torch.zeros(here, words, dtype=torch.int32, device=device)
@@ -228,12 +237,14 @@ class OneSidedGroup:
         """
         config = self.config
         self._check_whole()
+        if programs is not None:
+            require_whole("programs", programs)
         check_options(config, activation=activation, precision=precision, dtype=x.dtype)
         operands, biases = (x, w13, w2, topk_ids, topk_weights), (b13, b2)
         counts = check_call(config, self.heap, operands, biases=biases, num_tokens=num_tokens)
         check_weight_on_input(topk_ids.shape[1], weight_on_input=weight_on_input)
         if check or (check is None and x.device.type == "cpu"):
-            check_ids(topk_ids, config.experts)
+            check_values(topk_ids, topk_weights, config.experts)
         mosts = (check_capacity(capacity, drop_policy), config.capacity)
         if limits := [most for most in mosts if most is not None]:
             # A rank's tokens compete among themselves.
