@@ -266,6 +266,19 @@ def test_a_layer_computes_what_the_model_s_own_block_does(family):
     check_block(family)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        ("qwen2_moe", "shared_expert_intermediate_size"),  # none, and so no gate of it
+        ("hy_v3", "num_shared_experts"),  # that of a dense layer, as of the next
+        ("nemotron_h", "moe_shared_expert_intermediate_size"),
+    ],
+)
+def test_a_shared_expert_of_width_zero_is_what_the_model_makes_of_it(family, field):
+    check_block(family, **{field: 0})
+
+
 @pytest.mark.parametrize("family", ROUTERS)
 def test_a_router_decides_what_the_model_s_own_does(family):
     check_router(family)
@@ -340,6 +353,7 @@ def test_every_family_of_transformers_is_made_or_refused():
 
 
 REFUSALS = [
+    ("aria_text", {"hidden_act": "gelu"}, "another activation in its shared expert"),
     ("axk2", {"groups": 4, "top_groups": 2}, "lets a token leave its groups"),
     ("cohere2_moe", {"num_shared_experts": 1, "shared_expert_combination_strategy": "average"},
      "averages the shared expert"),

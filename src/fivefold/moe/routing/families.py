@@ -137,9 +137,11 @@ def _routing(rule: str | _Options, config: Any) -> _Options:
 def _shared_width(family: str, config: Any) -> int:
     """Return the inner width of the shared experts, in sum; 0 for none."""
     fields = _families()[family].get("shared")
-    if fields is None:
-        return 0
-    return math.prod(int(getattr(config, name) or 0) for name in fields.split(" * "))
+    widths = (
+        math.prod(int(getattr(config, name) or 0) for name in product.split(" * "))
+        for product in (fields.split(" or ") if fields else ())
+    )
+    return next(filter(None, widths), 0)
 
 
 def layer_options(config: Any) -> _Options:
@@ -159,7 +161,7 @@ def layer_options(config: Any) -> _Options:
             "experts": _number(part, *names),
             "activation": _activation(part, family),
             "shared_intermediate": _shared_width(family, config),
-            "shared_gate": row.get("shared_gate", False),
+            "shared_gate": row.get("shared_gate", False) and _shared_width(family, config) > 0,
             "selection_bias": biased,
             "weight_on_input": family == "llama4",
         }
@@ -188,10 +190,15 @@ def _check_layer(config: Any, family: str) -> None:
         ("projects tokens before its experts", getattr(config, "moe_latent_size", None)),
         ("adds noise to tokens in training", getattr(config, "router_jitter_noise", 0.0)),
         ("has biases in its shared expert", shared and biased),
+        ("has another activation in its shared expert", shared and _is_mixed(config, family)),
     )
     for problem, is_there in problems:
         if is_there:
             raise _unfit(family, problem)
+
+
+def _is_mixed(config: Any, family: str) -> bool:
+    return family == "aria" and _PLAIN.get(config.hidden_act) != "silu"
 
 
 def _activation(config: Any, family: str) -> str:
