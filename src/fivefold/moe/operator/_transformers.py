@@ -173,7 +173,7 @@ class _Own(Activation):
         """Return the output and the gradient of ``hidden``, both by the module's own function."""
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_()
-            output = self.function(leaf)
+            output = self._of(leaf)
             (d_hidden,) = torch.autograd.grad(output, leaf, gradient)
         return output.detach(), d_hidden
 
