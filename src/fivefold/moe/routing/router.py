@@ -346,7 +346,8 @@ def load_balancing_loss(routing: Routing, *, load: torch.Tensor | None = None) -
     Args:
         routing: A routing.
         load: Assignments per expert that f_e is the share of, [E]; None: this routing's own. With
-            those of all ranks the mean of the ranks' losses is the loss of the whole batch.
+            those of all ranks the mean of the ranks' losses is the loss of the whole batch, where
+            they have as many tokens.
 
     Returns:
         A scalar; without tokens 0, with a graph, so that an empty rank's backward pass runs along
