@@ -28,6 +28,7 @@ def edges_of(path, out, **options):
         '"of, src",dst\n0,1\n1,2\n',
         "\n# a comment\n\nsrc,dst\n\n0,1\n1,2\n",
         "0\t1\n1\t2",
+        "# a form feed:\f, or \u2028\n0,1\n1,2\n",  # ends a line of text, but none of a table
         "a,b,dst\n0,9,1\n1,9,2\n",  # one usual name: the other end is the first column left
     ],
 )
@@ -46,6 +47,7 @@ def test_columns_are_found(tmp_path, text):
         ("e.csv", gzip.compress(b"0,1\n", mtime=0), "name does not say so"),
         ("e.txt", b"%%MatrixMarket matrix coordinate pattern general\n3 3 1\n1 2\n", "from 1"),
         ("e.txt", b"0   1\n1   2\n", "several blanks"),
+        ("e.csv", b"0;1;0,5\n1;2;0,25\n", "divided by ',' or ';'"),
         ("e.csv", b"src,dst\n70000000000,3\n", "they have gaps; --ids text"),
     ],
 )
@@ -53,6 +55,31 @@ def test_what_would_make_a_wrong_graph_is_refused(tmp_path, name, data, message)
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=message):
         find_source(tmp_path / name)
+
+
+def test_quoted_names_may_hold_delimiters(tmp_path):
+    (tmp_path / "e.csv").write_text('"Smith, J";"Doe | K"\n"Doe | K";"Roe, A"\n')
+    found = edges_of(tmp_path / "e.csv", tmp_path / "out", columns=TableColumns(names=False))
+    assert found == PAIR
+    names = parquet.read_table(tmp_path / "out" / "names.parquet")["name"].to_pylist()
+    assert names == ["Smith, J", "Doe | K", "Roe, A"]
+
+
+def test_a_line_of_very_many_columns(tmp_path):
+    names = [f"column_{i:05d}" for i in range(6000)]
+    (tmp_path / "nodes.csv").write_text(
+        "".join(f"{','.join(row)}\n" for row in (names, ["1"] * 6000))
+    )
+    (tmp_path / "e.csv").write_text("0,0\n")
+    with ingest(find_source(tmp_path)[0], tmp_path / "out") as dataset:
+        assert dataset.dim == 6000
+
+
+def test_named_edges_have_weights_though_there_are_none(tmp_path):
+    (tmp_path / "e.csv").write_text("source,target,weight\n")
+    options = SourceOptions(ids="text", columns=TableColumns(weight="weight"))
+    with ingest(find_source(tmp_path / "e.csv", options)[0], tmp_path / "out") as dataset:
+        assert dataset.weighted
 
 
 def test_source_and_target_are_two_columns(tmp_path):

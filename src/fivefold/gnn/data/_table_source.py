@@ -166,9 +166,10 @@ class TableSource:
             _write_names(folder / NAMES_FILE, names)
         else:
             _check_named(names, codes, known)
-        weights = ArrayRows(np.concatenate(numbering.weights)) if numbering.weights else None
+        weights = [np.empty(0, np.float32), *numbering.weights]
         pairs = ArrayRows(codes[known:].reshape(-1, 2))
-        self.numbered = ArrayEdges(pairs, weights, pairs=True)
+        rows = ArrayRows(np.concatenate(weights)) if self.weighted else None
+        self.numbered = ArrayEdges(pairs, rows, pairs=True)
 
     def _named(self, progress: Progress) -> Iterator[list[Any]]:
         """Yield columns of sources, of targets and of weights where there are some."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv as plain_csv
 import gzip
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ except ImportError as _error:  # pragma: no cover - the development environment 
     raise UnsupportedError(_message, hint="pip install 'fivefold[gnn]'") from _error
 
 _BLOCK_BYTES = 4 << 20
-_PEEK_BYTES = 1 << 16
+_PEEK_BYTES = 1 << 20  # holds a line of many columns
 _COMMENTS = ("#", "%")
 _ROLES = {"source", "target", "src", "dst", "from", "to", "head", "tail", "u", "v", "weight"}
 _ROLES |= {"id", "node", "label", "y", "split", "name"}
@@ -56,7 +57,7 @@ class CsvReader:
         while self._skip < len(lines) and _is_prelude(lines[self._skip]):
             self._skip += 1
         first = lines[self._skip] if self._skip < len(lines) else ""
-        self._delimiter = next((d for d in _DELIMITERS if d in first), ",")
+        self._delimiter = _delimiter_of(first, path)
         fields = self._fields(first)
         second = self._fields(next(filter(None, lines[self._skip + 1 :]), ""))
         self._header = _is_header(fields, second, path) if header is None else header
@@ -93,7 +94,8 @@ class CsvReader:
                 f"{self.path} is a Matrix Market file, whose ids count from 1",
                 hint="read it with scipy.io.mmread and give its row and col to array_source",
             )
-        return head.decode("utf-8-sig", "replace").splitlines()
+        # Lines as Arrow has them: text may end one at a form feed, too.
+        return [line.decode("utf-8-sig", "replace") for line in head.splitlines()]
 
     @property
     def types(self) -> list[Any]:
@@ -160,6 +162,18 @@ def rest_of(batches: Iterator[Any], first_row: int, max_rows: int) -> Iterator[t
             part = batch.slice(first, max_rows)
             yield part, begin + first + part.num_rows
         begin += batch.num_rows
+
+
+def _delimiter_of(line: str, path: Path) -> str:
+    """Return what stands between the fields of a line; what is in quotes does not count."""
+    bare = re.sub(r'"[^"]*"', "", line)
+    found = [delimiter for delimiter in _DELIMITERS if delimiter in bare]
+    if len(found) > 1 and found[0] != "\t" and found[1] != " ":
+        raise DataError(
+            f"the columns of {path} may be divided by {found[0]!r} or {found[1]!r}: {line[:80]}",
+            hint="put quotes around fields that hold one of them, or divide columns by tabs",
+        )
+    return found[0] if found else ","
 
 
 def _is_prelude(line: str) -> bool:
