@@ -362,3 +362,23 @@ def test_messages_of_no_duration_stay_apart():
     timed_schedule = with_times(schedule, evaluate(schedule, size_bytes=0.0)).replaced(steps=None)
     verify_schedule(timed_schedule, check_times=True)
     assert evaluate(timed_schedule, size_bytes=0.0).total_s == 0.0
+
+
+def test_a_message_waits_for_what_came_at_the_same_instant():
+    nodes = [Node(name, "gpu") for name in "abc"]
+    links = [
+        Link("a", "b", bandwidth_bytes_per_s=1.0),
+        Link("b", "c", bandwidth_bytes_per_s=1.0, latency_s=1.0),
+        Link("c", "a", bandwidth_bytes_per_s=1.0),
+    ]
+    moves = [
+        Transfer(chunk=1, source=1, target=2, start_s=0.0, end_s=1.0),
+        Transfer(chunk=0, source=0, target=1, start_s=0.0, end_s=0.0),
+        Transfer(chunk=0, source=1, target=2, start_s=0.0, end_s=1.0),
+    ]
+    collective = custom_collective(3, [(0, 0), (1, 1)], post=[(0, 2), (1, 2)])
+    schedule = Schedule.from_transfers(
+        moves, collective=collective, topology=Topology("chain", nodes, links)
+    )
+    verify_schedule(schedule, check_times=True, size_bytes=0.0)
+    assert evaluate(schedule, size_bytes=0.0).total_s == 1.0

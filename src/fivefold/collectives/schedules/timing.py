@@ -159,7 +159,10 @@ def _listed(
 
 
 def _messages_in_order(schedule: Schedule, order: Longs) -> tuple[Longs, Longs]:
-    """Return the offsets and members of the messages, each at the place of its first transfer."""
+    """Return the offsets and members of the messages, each at the place of its last transfer.
+
+    The last may carry on what came at the same instant, in no time.
+    """
     count = schedule.num_transfers
     plain = np.arange(count + 1, dtype=np.int64), order
     if schedule.has_steps or not schedule.has_times:
@@ -169,7 +172,9 @@ def _messages_in_order(schedule: Schedule, order: Longs) -> tuple[Longs, Longs]:
         return plain
     place = np.empty(count, dtype=np.int64)
     place[order] = np.arange(count)
-    members = np.lexsort((place, place[leaders]))
+    last = np.zeros(count, dtype=np.int64)
+    np.maximum.at(last, leaders, place)
+    members = np.lexsort((place, last[leaders]))
     first = np.flatnonzero(leaders[members] == members)
     return np.append(first, count).astype(np.int64), members
 
