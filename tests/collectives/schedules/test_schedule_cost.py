@@ -382,3 +382,12 @@ def test_a_message_waits_for_what_came_at_the_same_instant():
     )
     verify_schedule(schedule, check_times=True, size_bytes=0.0)
     assert evaluate(schedule, size_bytes=0.0).total_s == 1.0
+
+
+def test_times_over_very_unequal_links_are_not_taken_for_too_short():
+    network = line(4, bandwidth="1 TB/s", latency=0.0)
+    network = network.with_changed_link("gpu0", "gpu1", bandwidth=3.0)
+    for model in ("serial", "slotted"):
+        schedule = build_algorithm("direct", all_to_all(4), network)
+        timing = evaluate(schedule, size_bytes=7.0, model=model)
+        verify_schedule(with_times(schedule, timing), check_times=True)

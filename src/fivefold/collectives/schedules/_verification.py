@@ -79,11 +79,10 @@ def check_times_against_links(
     transfer_bytes = schedule.collective.chunk_bytes(size)[schedule.chunks]
     leaders, message_bytes = messages_of(schedule, transfer_bytes)
     legs, first_legs = routes.legs()
-    latencies_s = _running(legs.latencies_s(topology.latencies_s))
-    per_byte_s = _running(1.0 / legs.capacities_bytes_per_s(topology.capacities_bytes_per_s))
-    begins, ends = first_legs[routes.rows], first_legs[routes.rows + 1]
-    least_s = latencies_s[ends] - latencies_s[begins]
-    least_s = least_s + message_bytes * (per_byte_s[ends] - per_byte_s[begins])
+    latencies_s, _ = _sums(legs.latencies_s(topology.latencies_s), first_legs)
+    capacities = legs.capacities_bytes_per_s(topology.capacities_bytes_per_s)
+    per_byte_s, _ = _sums(1.0 / capacities, first_legs)
+    least_s = latencies_s[routes.rows] + message_bytes * per_byte_s[routes.rows]
     lasts_s = schedule.ends_s - schedule.starts_s
     horizon_s = schedule.total_s
     leading = leaders == np.arange(leaders.size)
@@ -113,20 +112,22 @@ def _check_room(
     owner = np.repeat(leading, np.diff(offsets))
     links = routes.links[places]
     legs, first_legs = routes.legs()
-    leg = np.repeat(legs.rows, np.diff(legs.offsets))[places]
-    begins, last = first_legs[routes.rows[owner]], first_legs[routes.rows[owner] + 1]
-    latencies_s = _running(legs.latencies_s(topology.latencies_s))
-    per_byte_s = _running(1.0 / legs.capacities_bytes_per_s(topology.capacities_bytes_per_s))
+    leg, row = np.repeat(legs.rows, np.diff(legs.offsets))[places], routes.rows[owner]
+    each_s = 1.0 / legs.capacities_bytes_per_s(topology.capacities_bytes_per_s)
+    latency_s, latency_before_s = _sums(legs.latencies_s(topology.latencies_s), first_legs)
+    byte_s, byte_before_s = _sums(each_s, first_legs)
     needs_s = message_bytes[owner] / topology.capacities_bytes_per_s[links]
     # After the legs before, and early enough for its own latency and the legs behind.
-    before_s = latencies_s[leg] - latencies_s[begins]
-    before_s += message_bytes[owner] * (per_byte_s[leg] - per_byte_s[begins])
-    behind_s = latencies_s[last] - latencies_s[leg]
-    behind_s += message_bytes[owner] * (per_byte_s[last] - per_byte_s[leg + 1])
+    before_s = latency_before_s[leg] + message_bytes[owner] * byte_before_s[leg]
+    behind_s = latency_s[row] - latency_before_s[leg]
+    behind_s += message_bytes[owner] * (byte_s[row] - byte_before_s[leg] - each_s[leg])
     starts_s = schedule.starts_s[owner] + before_s
     ends_s = np.maximum(schedule.ends_s[owner] - behind_s, starts_s)  # the last byte left by then
     order = np.lexsort((starts_s, links))
-    late = _first_overload(links[order], starts_s[order], ends_s[order], needs_s[order])
+    slack_s = _SLACK * needs_s + 1e-12 * schedule.ends_s[owner]  # what rounding leaves of an end
+    late = _first_overload(
+        links[order], starts_s[order], ends_s[order], needs_s[order], slack_s[order]
+    )
     if late[0] >= 0:
         at, link = int(owner[order[late[0]]]), int(links[order[late[0]]])
         name = f"{topology.links[link].source} -> {topology.links[link].target}"
@@ -138,13 +139,23 @@ def _check_room(
         )
 
 
-def _running(values: Floats) -> Floats:
-    """Return the sums of the first 0, 1, 2, ... values."""
-    return np.concatenate([[0.0], np.cumsum(values)])
+def _sums(values: Floats, first: Longs) -> tuple[Floats, Floats]:
+    """Return the sum of each row's values and, for each value, of those before it in its row.
+
+    Differences of sums over all rows would lose what is small beside the rows before.
+    """
+    place = np.arange(values.size) - np.repeat(first[:-1], np.diff(first))
+    before = np.zeros(values.size)
+    for hop in range(1, int(place.max(initial=0)) + 1):
+        on = np.flatnonzero(place == hop)
+        before[on] = before[on - 1] + values[on - 1]
+    return before[first[1:] - 1] + values[first[1:] - 1], before
 
 
 @njit
-def _first_overload(links: Array, starts_s: Array, ends_s: Array, needs_s: Array) -> Any:
+def _first_overload(
+    links: Array, starts_s: Array, ends_s: Array, needs_s: Array, slack_s: Array
+) -> Any:
     """Return the first message that cannot be done by its end, link by link, earliest end first.
 
     Earliest deadline first with interruption is optimal on one machine: if it fails, no sharing of
@@ -173,7 +184,7 @@ def _first_overload(links: Array, starts_s: Array, ends_s: Array, needs_s: Array
                 continue
             now_s = until_s
             late_s = now_s - ends_s[top]
-            if late_s > _SLACK * (needs_s[top] + 1e-6 * now_s) + 1e-12 * now_s:
+            if late_s > slack_s[top]:
                 return top, late_s
             size = pop_event(heap, size)
         first = last
