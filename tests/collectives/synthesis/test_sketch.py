@@ -84,7 +84,7 @@ def test_files_are_read_from_paths(tmp_path):
 ranks = st.integers(0, 7)
 sketches = st.builds(
     Sketch,
-    name=st.text('abc "\\é', min_size=1, max_size=6),
+    name=st.text('abc "\\é\x7f😀', min_size=1, max_size=6),
     boxes=st.integers(1, 4),
     chunks=st.integers(1, 9),
     switches=st.lists(
@@ -290,6 +290,10 @@ def test_bad_files_are_refused():
         'boxes = "2"',
         "balance = 3",
         "connections = {0 = [-1]}",
+        "connections = {0 = [1.9]}",
+        'senders = {0 = "01"}',
+        'own_chunks_first = "no"',
+        "name = 3",
     ],
 )
 def test_values_of_the_wrong_kind_are_refused_with_what_to_write(text):

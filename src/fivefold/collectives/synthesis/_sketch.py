@@ -10,6 +10,7 @@ applies it to a topology.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,6 +116,11 @@ class Sketch:
         for key in ("boxes", "chunks"):
             require_whole(f"{key} of a sketch", getattr(self, key), hint=f"write {key} = 2")
         require_one_of(self.balance, _BALANCES, f"balance {self.balance!r} is unknown")
+        for key, kind, example in (("name", str, '"relay"'), ("own_chunks_first", bool, "true")):
+            if not isinstance(value := getattr(self, key), kind):
+                raise ConfigurationError(
+                    f"{key} of a sketch is {value!r}", hint=f"write {key} = {example}"
+                )
         if isinstance(self.connections, str):
             if self.connections not in _NAMED_CONNECTIONS:
                 message = f"connections {self.connections!r} is unknown"
@@ -176,7 +182,8 @@ class Sketch:
 
     def to_toml(self) -> str:
         """Return the sketch as a TOML file."""
-        lines = [f"name = {json.dumps(self.name)}", f"boxes = {self.boxes}"]
+        name = json.dumps(self.name, ensure_ascii=False).replace("\x7f", "\\u007f")
+        lines = [f"name = {name}", f"boxes = {self.boxes}"]
         lines += [f"chunks = {self.chunks}", f'balance = "{self.balance}"']
         lines += [f"own_chunks_first = {str(self.own_chunks_first).lower()}"]
         lines += [f"symmetry = {json.dumps([list(pair) for pair in self.symmetry])}"]
@@ -300,7 +307,12 @@ def _switch(entry: Mapping[str, Any]) -> SwitchSketch:
 
 def _rank_map(key: str, table: Mapping[Any, Iterable[int]]) -> dict[int, tuple[int, ...]]:
     try:
-        ranks = {int(rank): tuple(int(other) for other in others) for rank, others in table.items()}
+        ranks = {  # the keys of a file are text
+            int(rank) if isinstance(rank, str) else operator.index(rank): tuple(
+                operator.index(other) for other in others
+            )
+            for rank, others in table.items()
+        }
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
         message = f"{key} of a sketch maps ranks to lists of ranks; got {table!r}"
         hint = f"write [{key}] and a line such as 0 = [1, 3]"
