@@ -87,6 +87,11 @@ def test_what_no_one_wrote_is_no_traceback(form, text):
         FORMS[form][1](text)
 
 
+def test_a_program_is_in_place_or_not():
+    with pytest.raises(DataError, match="in_place is 'no'"):
+        Program.from_json(PROGRAM.to_json().replace('"in_place": false', '"in_place": "no"'))
+
+
 def test_deep_json_is_said_to_be_too_deep():
     deep = '{"format":' + "[" * 100_000
     with pytest.raises(DataError, match="nested too deeply"):

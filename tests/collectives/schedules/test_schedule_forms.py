@@ -143,6 +143,10 @@ def broken_json(**changes):
     return json.dumps(data)
 
 
+UNEVEN = {"name": "custom", "num_ranks": 3, "num_chunks": 3, "reducing": False, "root": None}
+UNEVEN |= {"pre": [[0, 0], [1, 1], [2, 2]], "post": [[0, 1]], "weights": None}
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -158,6 +162,12 @@ def broken_json(**changes):
         (broken_json(sources=[99] * 6), "wrong entry.*99 in sources"),
         (broken_json(targets=[0]), "wrong entry"),
         (broken_json(steps=None), "wrong entry"),
+        (broken_json(chunks=[0.9] * 6), "wrong entry.*0.9"),
+        (broken_json(sources=[2**32] * 6), "wrong entry.*4294967296"),
+        (broken_json(steps=True), "wrong entry.*True"),
+        (broken_json(reduces="no"), "wrong entry.*no"),
+        (broken_json(collective=UNEVEN | {"reducing": {}}), "wrong entry.*reducing is {}"),
+        (broken_json(collective=UNEVEN | {"pre": [[1.5, 0]]}), "wrong entry.*1.5"),
         (broken_json(collective={"name": "x", "num_ranks": 2, "chunks": 1, "root": 0}), "wrong"),
         (broken_json(collective=[]), "wrong entry|no entry"),
         (broken_json(topology="nonsense = ["), "nonsense|TOML|line|Invalid"),

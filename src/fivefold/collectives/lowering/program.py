@@ -164,6 +164,9 @@ class Program:
                 f"{self.collective.name} has {self.collective.num_ranks}"
             )
         require_one_of(self.protocol, _PROTOCOLS, f"the protocol is {self.protocol!r}")
+        if not isinstance(self.in_place, bool):
+            message = f"in_place is {self.in_place!r:.60}"
+            raise ConfigurationError(message, hint="say True or False")
         if self.in_place and self.collective.name not in _IN_PLACE:
             raise ConfigurationError(
                 f"{self.collective.name} cannot run in place",

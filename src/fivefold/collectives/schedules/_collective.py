@@ -94,6 +94,9 @@ class Collective:
     def __post_init__(self) -> None:
         require_pairs("ranks", require_whole("num_ranks", self.num_ranks))
         require_pairs("chunks", require_whole("num_chunks", self.num_chunks, least=0))
+        if not isinstance(self.reducing, bool):
+            message = f"reducing is {self.reducing!r}"
+            raise ConfigurationError(message, hint="say True where chunks are sums, else False")
         for side in ("pre", "post"):
             try:
                 chunks = frozen(getattr(self, f"{side}_chunks"), np.int32)

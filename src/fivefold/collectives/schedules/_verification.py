@@ -11,6 +11,7 @@ References: collectives as pre- and postconditions, SCCL, arXiv 2008.08708.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ def size_of(schedule: Schedule, size_bytes: float | None) -> float:
     if found is None:
         message = "the schedule does not say for which size it was made"
         raise ConfigurationError(message, hint="pass size_bytes")
+    if isinstance(found, bool) or not isinstance(found, Real):
+        raise ConfigurationError(f"size_bytes is {found!r:.40}", hint="give a number of bytes")
     return float(found)
 
 

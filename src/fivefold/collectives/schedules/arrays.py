@@ -19,9 +19,21 @@ Floats = NDArray[np.float64]
 MOST_RANKS, MOST_PAIRS = 1 << 20, 1 << 27  # beyond, memory would end before any work began
 
 
+_CAST = {"i": "iu", "b": "iub", "f": "iuf"}  # kinds of numbers that one of these may be read from
+
+
 def frozen(values: ArrayLike, dtype: type) -> Array:
-    """Return a read-only view of the values; the caller's own array stays writeable."""
-    view: Array = np.asarray(values, dtype=dtype).view()
+    """Return a read-only view of the values; the caller's own array stays writeable.
+
+    Raises:
+        ConfigurationError: A value is no number, or another one in this type (1.5, 2^32, true).
+    """
+    given = np.asarray(values)
+    fine = not given.size or given.dtype.kind in _CAST[np.dtype(dtype).kind]
+    view: Array = given.astype(dtype, copy=False).view() if fine else given
+    if not fine or (view.dtype != given.dtype and view.dtype.kind != "f" and (view != given).any()):
+        message = f"{given!r:.60} is no array of {np.dtype(dtype)}"
+        raise ConfigurationError(message, hint="give whole numbers, or true and false")
     view.flags.writeable = False
     return view
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fivefold.collectives.schedules._collective import Collective
-from fivefold.collectives.schedules.arrays import Floats, Ints, require_pairs
+from fivefold.collectives.schedules.arrays import Floats, Ints, frozen, require_pairs
 from fivefold.errors import ConfigurationError, require_one_of, require_whole
 
 Pairs = tuple[Ints, Ints]
@@ -342,8 +342,7 @@ def collective_from_data(data: dict[str, Any]) -> Collective:
         return named_collective(
             data["name"], data["num_ranks"], chunks=data["chunks"], root=data["root"]
         )
-    pre = np.array(data["pre"], dtype=np.int32).reshape(-1, 2)
-    post = np.array(data["post"], dtype=np.int32).reshape(-1, 2)
+    pre, post = (frozen(data[side], np.int32).reshape(-1, 2) for side in ("pre", "post"))
     return Collective(
         name=data["name"],
         num_ranks=data["num_ranks"],

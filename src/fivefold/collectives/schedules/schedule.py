@@ -357,11 +357,11 @@ class Schedule:
         links = np.array([link for r in routes for link in r], dtype=np.int32)
         return cls(
             collective=collective,
-            chunks=np.array([m.chunk for m in moves], dtype=np.int32),
-            sources=np.array([m.source for m in moves], dtype=np.int32),
-            targets=np.array([m.target for m in moves], dtype=np.int32),
-            reduces=np.array([m.reduces for m in moves], dtype=np.bool_),
-            steps=np.array([m.step for m in moves], dtype=np.int32),
+            chunks=np.array([m.chunk for m in moves]),
+            sources=np.array([m.source for m in moves]),
+            targets=np.array([m.target for m in moves]),
+            reduces=np.array([m.reduces for m in moves]),
+            steps=np.array([m.step for m in moves]),
             starts_s=np.array([m.start_s for m in moves], dtype=np.float64) if timed else None,
             ends_s=np.array([m.end_s for m in moves], dtype=np.float64) if timed else None,
             route_offsets=np.cumsum(lengths) if routed else None,
@@ -569,8 +569,8 @@ def _from_data(data: dict[str, Any]) -> Schedule:
     return Schedule(
         collective=collective_from_data(data["collective"]),
         **{**{key: data[key] for key in _ARRAYS}, **arrays},
-        reduces=np.asarray(data["reduces"]).astype(np.bool_),
-        steps=np.asarray(data["steps"], dtype=np.int32),
+        reduces=frozen(data["reduces"], np.bool_),
+        steps=frozen(data["steps"], np.int32),
         topology=None if toml is None else read_topology(toml),
         name=data["name"],
         solver=data["solver"],
@@ -579,7 +579,7 @@ def _from_data(data: dict[str, Any]) -> Schedule:
 
 
 def _numbers(data: dict[str, Any], key: str) -> Array:
-    array = np.asarray(data[key], dtype=np.float64 if key.endswith("_s") else np.int64)
+    array = frozen(data[key], np.float64 if key.endswith("_s") else np.int64)
     if array.ndim != 1:
         message = f"{key} is no list of numbers"
         raise DataError(message, hint="write the schedule with Schedule.to_json")
