@@ -33,6 +33,7 @@ from fivefold.network.topology import (
     fully_connected,
     line,
     named_topology,
+    parse_topology,
     ring,
     switch,
     torus,
@@ -333,3 +334,11 @@ def test_a_search_leaves_ctrl_c_as_it_was():
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.stdout == "interrupted\n", done.stderr[-2000:]
+
+
+def test_a_symmetry_that_the_senders_break_leaves_no_chunk_behind():
+    sketch = Sketch(boxes=2, connections={0: (1,), 1: (0,)}, senders={0: (1,)}, symmetry=((1, 4),))
+    network = parse_topology("leaf_spine:2,leaves=2,spines=1,gpus=2")
+    collective = schedules.reduce_scatter(4)
+    result = taccl(collective, network, sketch, size_bytes=1e9, time_limit_s=2)
+    schedules.verify_schedule(result.schedule, topology=network)

@@ -82,6 +82,10 @@ class _Model:
         self.sketch, self.prices, self.orbits = sketch, prices, orbits
         self.instance: Instance = sketch.logical
         self.model = new_model()
+        # What symmetry makes equal is taken whole or not at all: a sender may be for one rank only.
+        broken = np.zeros(kept.size, np.bool_)
+        broken[orbits.link_orbits[~kept]] = True
+        kept = kept & ~broken[orbits.link_orbits]
         self.pairs = [(int(c), int(l)) for c, l in np.argwhere(kept)]  # noqa: E741 - (chunk, link)
         self.horizon = self._horizon()
         self.length = self.model.new_int_var(0, self.horizon, "T")
