@@ -49,10 +49,10 @@ class World:
     def row_bytes(self):
         return self.values.shape[1] * self.values.dtype.itemsize
 
-    def plan(self, *, device=20, host=60, **kwargs):
+    def plan(self, *, device=20, host=60, disk_bytes=10**9, **kwargs):
         budgets = Budgets(
             host_bytes=host * self.row_bytes,
-            disk_bytes=10**9,
+            disk_bytes=disk_bytes,
             device_bytes=device * self.row_bytes,
         )
         return make_plan(self.samples, self.features, budgets, Disk(), buffer_batches=0, **kwargs)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.gnn.packing import PackedStore, pack
 from fivefold.gnn.storage import RowReader
 
@@ -113,6 +113,19 @@ def test_graphs_and_batches_of_odd_shapes(make_world, tmp_path, shape):
         check_store(world, store)
         with pytest.raises(ConfigurationError, match="there is no batch"):
             store.record(store.num_batches)
+
+
+def test_the_least_disk_that_a_plan_names_is_enough_to_pack(make_world, tmp_path):
+    world = make_world()
+    with pytest.raises(InfeasibleError) as caught:
+        world.plan(disk_bytes=0)
+    least = int(caught.value.hint.split("disk_bytes=")[1].split()[0])
+    plan = world.plan(disk_bytes=least)
+    with pack(
+        world.features, world.samples, plan, tmp_path / "store", memory_bytes=2 << 20
+    ) as store:
+        check_store(world, store)
+        assert store.nbytes <= least
 
 
 @pytest.mark.parametrize("policy", ["static", "belady"])

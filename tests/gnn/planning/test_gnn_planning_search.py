@@ -128,3 +128,17 @@ def test_too_small_a_disk_names_the_smallest_that_does(question, disk):
             segment_batches=None,
             num_passes=50,
         )
+
+
+def test_more_disk_is_never_too_little(disk):
+    """Batches repeat after 150: estimates of up to 256 batches are lower than what is counted."""
+    cold = [np.arange(3) + 3 * (batch % 150) for batch in range(300)]
+    asked = SegmentQuestion(
+        cold=KeptArrays(iter(cold), limit=450), row_bytes=ROW_BYTES, disk=disk, gaps_bytes=(0,)
+    )
+    for disk_rows in (450, 529, 560, 900):
+        space = space_of(disk, disk_rows)
+        found = search_segments(asked, space, segment_batches=None, num_passes=50)
+        assert int(found.reads.segment_rows[-1]) <= disk_rows
+    with pytest.raises(InfeasibleError, match=f"disk_bytes={450 * ROW_BYTES} "):
+        search_segments(asked, space_of(disk, 449), segment_batches=None, num_passes=50)

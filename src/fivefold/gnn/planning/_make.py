@@ -25,6 +25,7 @@ from fivefold.gnn.planning._search import (
 from fivefold.gnn.planning.geometry import Geometry, least_memory_bytes, packing_ways
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, DiskProfile
+from fivefold.gnn.storage.pages import PAGE_BYTES
 from fivefold.units import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -201,11 +202,12 @@ class _Inputs:
     def record_bytes(self, packed_rows: int, cold_rows: int) -> int:
         """Estimate the bytes that packing writes besides rows: records, and for a while layouts.
 
-        Records are about as large as the samples; the layouts take a node id per packed row and a
-        number per cold row of a batch.
+        Records are about as large as the samples; the layouts take a node id per packed row, a
+        number per cold row of a batch and three per batch, in a file of whole pages.
         """
-        id_bytes = 4 if self.samples.num_nodes <= 2**32 else 8
-        return self.samples.nbytes + packed_rows * id_bytes + 4 * cold_rows
+        id_bytes = 4 if self.samples.num_nodes < 2**32 else 8
+        layouts = packed_rows * id_bytes + 4 * cold_rows + 24 * self.samples.num_batches
+        return self.samples.nbytes + layouts + layouts // 1024 + 7 * PAGE_BYTES
 
     def predict(self, caches: Caches, tally: Tally, found: Found) -> Prediction:
         """Sum up what the choices lead to; sums over all batches become means per epoch."""

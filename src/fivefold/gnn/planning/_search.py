@@ -6,9 +6,10 @@ all batches as often as training will.
 
 One pass over the batches estimates every size up to a window, and the window grows until a size
 fits the disk. Then the best size and its neighbours are counted exactly, all segments of them,
-until the best one is among those. Sizes whose cost is within 2 percent of the least are held to be
-as good, for the prices are not more exact than that; of them the one of least disk space is the
-best.
+until the best one is among those. Where none of these fits, for estimates may be too low, larger
+ones are counted: one segment of all batches has the fewest rows. Sizes whose cost is within 2
+percent of the least are held to be as good, for the prices are not more exact than that; of them
+the one of least disk space is the best.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def search_segments(
     else:
         search.look_around()
         search.settle()
+        search.enlarge()
     return search.result()
 
 
@@ -107,6 +109,20 @@ class _Search:
                 self.count(size)
             if self._best(self._costs.values()) == best:
                 return
+
+    def enlarge(self) -> None:
+        """Count larger sizes where none that was counted fits, and halve the way back."""
+        low = max(self._reads)
+        if any(self._fits(self._costs[size]) for size in self._reads):
+            return
+        high = low
+        while high < self._most and not self._fits(self._costs[high]):
+            low, high = high, min(2 * high, self._most)
+            self.count(high)
+        while high - low > max(1, high // 16):
+            middle = (low + high) // 2
+            self.count(middle)
+            low, high = (low, middle) if self._fits(self._costs[middle]) else (middle, high)
 
     def count(self, size: int) -> None:
         """Count one size exactly."""
