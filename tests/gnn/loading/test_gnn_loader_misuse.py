@@ -84,6 +84,7 @@ def test_a_mask_stands_for_its_ids(dataset):
     [
         ({"features": np.zeros((5, 4), np.float32)}, ConfigurationError, r"shape \[5, 4\]"),
         ({"features": "ram"}, ConfigurationError, "features is 'ram'"),
+        ({"features": np.ones((200, 4), np.longdouble)}, UnsupportedError, "torch has no dtype"),
         ({"features": [["a"]] * 200}, ConfigurationError, "features have dtype <U1"),
         ({"features": "memory", "cache_bytes": 10**6}, ConfigurationError, "all rows are in mem"),
         ({"cache_policy": "mru"}, ConfigurationError, "cache_policy is 'mru'"),
@@ -112,6 +113,10 @@ def test_a_device_that_is_not_there(dataset):
 def test_features_may_be_any_array_of_rows(dataset):
     columns = torch.arange(400.0).reshape(2, 200).requires_grad_()
     with OnlineLoader(dataset, [3, 5], fanouts=[2], batch_size=2, features=columns.T) as loader:
+        batch = next(iter(loader))
+    torch.testing.assert_close(batch.x, columns.detach().T[batch.n_id])
+    swapped = columns.detach().numpy().T.astype(">f4")
+    with OnlineLoader(dataset, [3, 5], fanouts=[2], batch_size=2, features=swapped) as loader:
         batch = next(iter(loader))
     torch.testing.assert_close(batch.x, columns.detach().T[batch.n_id])
 

@@ -128,6 +128,17 @@ def _checked_device(device: torch.device | str) -> torch.device:
     return chosen
 
 
+def check_dtype(dtype: np.dtype[Any]) -> None:
+    """Refuse rows that no tensor can hold."""
+    try:
+        torch.from_numpy(np.empty(0, dtype))
+    except TypeError as error:
+        raise UnsupportedError(
+            f"the features are {dtype}, for which torch has no dtype",
+            hint="convert them on ingestion",
+        ) from error
+
+
 def checked_ids(ids: ArrayLike, num_nodes: int, *, distinct: bool = True) -> Ids:
     """Return seeds from ids or from a mask over all nodes."""
     values = np.asarray(ids)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from fivefold.errors import ConfigurationError, UnsupportedError, require_whole
+from fivefold.errors import ConfigurationError, require_whole
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.loading._base import (
     BatchLoader,
@@ -27,6 +27,7 @@ from fivefold.gnn.loading._base import (
     LoaderSettings,
     LoaderStatistics,
     batch_order,
+    check_dtype,
 )
 from fivefold.gnn.loading._feature_store import LEVELS, FeatureStore
 from fivefold.gnn.loading._pipeline import BufferRing, Pipeline, Stage, Ticket, buffer_count
@@ -125,8 +126,8 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         self._stores = stores
         if planned:
             _check_planned(settings)
-        for rows in stores.values():
-            _check_dtype(rows.dtype)
+        for rows in (*stores.values(), *packed.edges.values()):
+            check_dtype(rows.dtype)
         if memory_bytes is None and prefetch is None:
             memory_bytes = sum(rows.plan.predicted.buffer_bytes for rows in stores.values()) or None
         places = _places_in_buffer(stores)
@@ -402,16 +403,6 @@ def _checked_labels(labels: Array | torch.Tensor | None, num_nodes: int) -> Arra
             hint="give one label per node of the graph, in the order of the node ids",
         )
     return array
-
-
-def _check_dtype(dtype: np.dtype[Any]) -> None:
-    try:
-        torch.from_numpy(np.empty(0, dtype))
-    except TypeError as error:
-        raise UnsupportedError(
-            f"the features are {dtype}, for which torch has no dtype",
-            hint="convert them on ingestion",
-        ) from error
 
 
 @dataclasses.dataclass(slots=True)

@@ -25,6 +25,7 @@ from fivefold.gnn.loading._base import (
     LoaderOptions,
     LoaderSettings,
     LoaderStatistics,
+    check_dtype,
 )
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._pyg_batches import LabelledData, labels_of, seeds_of
@@ -133,6 +134,7 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
 
     Raises:
         ConfigurationError: A setting is out of range, or not for graphs of several types.
+        UnsupportedError: torch has no dtype for the features.
 
     Examples:
         >>> import tempfile
@@ -237,6 +239,8 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
             for edge_type, container in edges.items():
                 self._edge_rows[edge_type] = DiskRows(container, **settings.engine)
                 opened.callback(self._edge_rows[edge_type].close)
+            for table in (*self._rows.values(), *self._edge_rows.values()):
+                check_dtype(table.dtype)
             return opened.pop_all()
 
     def _length(self, epoch: int) -> int:

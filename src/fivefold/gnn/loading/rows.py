@@ -300,7 +300,8 @@ def open_rows(
                 f"{num_nodes} nodes",
                 hint="give one row of numbers per node, in the order of the node ids",
             )
-        features, in_memory = "memory", np.ascontiguousarray(in_memory)
+        native = in_memory.dtype.newbyteorder("=")
+        features, in_memory = "memory", np.ascontiguousarray(in_memory, native)
     elif features == "memory":
         in_memory = rows_in_memory(container, shared=shared)
     elif features != "disk":

@@ -212,7 +212,7 @@ def _default_size(folder: Path, seconds: float) -> int:
     if size < _LEAST_FILE_BYTES:
         raise StorageError(
             f"{format_bytes(free)} are free in {folder}, too few to probe the disk",
-            hint="free some space",
+            hint=f"free some space: a probe needs {format_bytes(20 * _LEAST_FILE_BYTES)}",
         )
     return max(size, _LEAST_FILE_BYTES)
 
