@@ -113,6 +113,36 @@ def test_layouts_differ_from_rank_to_rank():
     assert run_processes(2, work) == [[3.0]] * 2
 
 
+def test_what_the_inner_backend_does_sees_layouts_too():
+    """Gloo itself takes memory as it lies: a column would be read along its row."""
+
+    def column(*values, dtype=torch.int32):
+        found = torch.full((len(values), 2), -7).to(dtype)[:, 0]
+        return found.copy_(torch.tensor(values))
+
+    def work(rank):
+        group = group_of()
+        summed = column(1, 2, 3)
+        dist.reduce(summed, 0, group=group)
+        parts = [column(1, 2, 3), column(4, 5, 6)]
+        own = column(0, 0, 0)
+        dist.scatter(own, parts if rank == 0 else None, 0, group=group)
+        listed = [column(0, 0, 0) for _ in range(2)] if rank == 0 else None
+        dist.gather(parts[rank], listed, 0, group=group)
+        some = column(True, False, bool(rank), dtype=torch.bool)
+        dist.all_reduce(some, dist.ReduceOp.MAX, group=group)
+        either = column(0, 0, 0)
+        dist.reduce_scatter(either, [column(1, 2, 4 + rank)] * 2, dist.ReduceOp.BOR, group=group)
+        if rank == 0:
+            assert summed.tolist() == [2, 4, 6]
+            assert [part.tolist() for part in listed] == [[1, 2, 3], [4, 5, 6]]
+        assert own.tolist() == ([4, 5, 6] if rank else [1, 2, 3])
+        assert some.tolist() == [True, False, True]
+        return either.tolist()
+
+    assert run_processes(2, work) == [[1, 2, 5]] * 2
+
+
 def test_the_first_ranks_settings_count():
     def work(rank):
         configure(algorithms=dict(FORCED) if rank == 0 else dict.fromkeys(FORCED, "inner"))

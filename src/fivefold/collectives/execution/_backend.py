@@ -69,12 +69,11 @@ class Collectives:
         results: list[_Tensor],
         unpack: _Finish = None,
     ) -> Any:
-        call, finish, sent = None, unpack, tensor
+        call, (sent, copy_back) = None, _packed(tensor)
+        finish = copy_back or unpack
         if self._fits(kind, [tensor]):
-            flat, copy_back = _flat_in_out(tensor)
+            flat = _flat(sent)
             call = Call(kind, flat, flat, unit=flat.numel(), size_bytes=flat.nbytes)
-            if copy_back is not None:
-                finish, sent = copy_back, flat
         inner = self._inner(tensor)
         method = inner.allreduce if kind.name == "all_reduce" else inner.broadcast
         return self.engine.run(
@@ -98,8 +97,7 @@ class Collectives:
         kind = _kind("all_gather", *listed)
         equal = all(other.numel() == tensor.numel() for other in listed)
         if not equal or not self._fits(kind, [tensor]):
-            inner = partial(self._inner(tensor).allgather, outputs, inputs, opts)
-            return self.engine.run(kind, None, inner, inputs, outputs, opts)
+            return self._by_inner(kind, "allgather", (outputs, inputs), inputs, opts)
         gathered = tensor.new_empty(tensor.numel() * self.engine.size)
 
         def unpack() -> None:
@@ -155,8 +153,7 @@ class Collectives:
         kind = _kind("reduce_scatter", *listed, operation=opts.reduceOp)
         equal = all(part.numel() == output.numel() for part in listed)
         if not equal or not self._fits(kind, [output]):
-            inner = partial(self._inner(output).reduce_scatter, outputs, inputs, opts)
-            return self.engine.run(kind, None, inner, listed, outputs, opts)
+            return self._by_inner(kind, "reduce_scatter", (outputs, inputs), listed, opts)
         flat = torch.cat([part.reshape(-1) for part in listed])
         return self._out_of_place(kind, output, flat, opts, sent=listed, results=outputs)
 
@@ -181,18 +178,16 @@ class Collectives:
         """Run an all-gather or a reduce-scatter of one tensor into one other."""
         gathers = kind.name == "all_gather"
         share, whole = (source, output) if gathers else (output, source)
-        call, finish, to, own = None, unpack, output, source
+        call, (to, copy_back), (own, _) = None, _packed(output), _packed(source)
         if self._fits(kind, [source, output]) and whole.numel() == share.numel() * self.engine.size:
-            flat, copy_back = _flat_in_out(output)
-            own = _flat(source)
-            to, finish = flat.view(output.shape), unpack or copy_back
-            call = Call(kind, own, flat, unit=share.numel(), size_bytes=whole.nbytes)
+            flat = _flat(to)
+            call = Call(kind, _flat(own), flat, unit=share.numel(), size_bytes=whole.nbytes)
         names = ("_allgather_base", "all_gather_single")
         if not gathers:
             names = ("_reduce_scatter_base", "reduce_scatter_single")
         method = inner_method(self._inner(source), *names)
-        inner = partial(method, to, own.view(source.shape), opts)
-        return self.engine.run(kind, call, inner, sent, results, opts, finish)
+        inner = partial(method, to, own, opts)
+        return self.engine.run(kind, call, inner, sent, results, opts, unpack or copy_back)
 
     # -- all-to-all ----------------------------------------------------------------------------
 
@@ -231,49 +226,53 @@ class Collectives:
     ) -> Any:
         opts = opts or c10d.AllToAllOptions()
         kind = CallKind("all_to_all", dtype=source.dtype)
-        call, finish, to, own = None, unpack, output, source
+        call, (to, copy_back), (own, _) = None, _packed(output), _packed(source)
         if self._fits(kind, [source, output]):
-            flat, copy_back = _flat_in_out(output)
-            to, finish = flat.view(output.shape), unpack or copy_back
-            own = _flat(source).view(source.shape)
             rows, rest = divmod(source.size(0) if source.dim() else 1, self.engine.size)
             equal = {rows} >= {*splits[0], *splits[1]}
             even = equal and not rest and output.numel() == source.numel()
             call = Call(
                 kind,
-                own.view(-1),
-                flat,
+                _flat(own),
+                _flat(to),
                 unit=own.numel() // self.engine.size,
                 size_bytes=own.nbytes if even else -1,
                 agreed=False,
             )
         method = inner_method(self._inner(source), "alltoall_base", "all_to_all_single")
         inner = partial(method, to, own, *splits, opts)
-        return self.engine.run(kind, call, inner, [source], results, opts, finish)
+        return self.engine.run(kind, call, inner, [source], results, opts, unpack or copy_back)
 
     # -- what the inner backend does -----------------------------------------------------------
 
     def reduce(self, tensors: list[_Tensor], opts: Any = None) -> Any:
         """Run on the inner backend."""
         opts = opts or c10d.ReduceOptions()
-        return self._by_inner("reduce", (tensors,), tensors, opts, operation=opts.reduceOp)
+        return self._to_root("reduce", (tensors,), tensors, opts, operation=opts.reduceOp)
 
     def gather(self, outputs: list[list[_Tensor]], inputs: list[_Tensor], opts: Any = None) -> Any:
         """Run on the inner backend."""
-        return self._by_inner("gather", (outputs, inputs), inputs, opts or c10d.GatherOptions())
+        return self._to_root("gather", (outputs, inputs), inputs, opts or c10d.GatherOptions())
 
     def scatter(self, outputs: list[_Tensor], inputs: list[list[_Tensor]], opts: Any = None) -> Any:
         """Run on the inner backend."""
-        return self._by_inner("scatter", (outputs, inputs), outputs, opts or c10d.ScatterOptions())
+        return self._to_root("scatter", (outputs, inputs), outputs, opts or c10d.ScatterOptions())
 
-    def _by_inner(
+    def _to_root(
         self, name: str, lists: tuple[Any, ...], sent: list[_Tensor], opts: Any, **fields: Any
     ) -> Any:
         (tensor,) = sent
         self.engine.say(name, f"{name} has no algorithm here and runs on the inner backend")
         kind = _kind(name, tensor, root=opts.rootRank, **fields)
-        inner = partial(getattr(self._inner(tensor), name), *lists, opts)
-        return self.engine.run(kind, None, inner, sent, lists[0], opts)
+        return self._by_inner(kind, name, lists, sent, opts)
+
+    def _by_inner(
+        self, kind: CallKind, name: str, lists: tuple[Any, ...], sent: list[_Tensor], opts: Any
+    ) -> Any:
+        """Run a method of the inner backend, whose first list is what it writes."""
+        (written, finish), read = _packed(lists[0]), [_packed(listed)[0] for listed in lists[1:]]
+        inner = partial(getattr(self._inner(sent[0]), name), written, *read, opts)
+        return self.engine.run(kind, None, inner, sent, lists[0], opts, finish)
 
     def barrier(self, opts: Any = None) -> Any:
         """Run on the inner backend."""
@@ -370,16 +369,27 @@ def _flat(tensor: _Tensor) -> _Tensor:
     return found.as_strided((found.numel(),), (1,))
 
 
-def _flat_in_out(tensor: _Tensor) -> tuple[_Tensor, Callable[[], None] | None]:
-    """Return a flat view, or a flat copy and what brings it back."""
-    flat = _flat(tensor)
-    if flat.data_ptr() == tensor.data_ptr():
-        return flat, None
+def _packed(tensors: Any) -> tuple[Any, _Finish]:
+    """Return nested lists of tensors, contiguous, and what brings back the copies among them.
+
+    Gloo reads and writes memory from a tensor's first element on, whatever the strides.
+    """
+    copies: list[tuple[_Tensor, _Tensor]] = []
+
+    def pack(one: Any) -> Any:
+        if isinstance(one, list):
+            return [pack(part) for part in one]
+        if one.layout is not torch.strided or (flat := _flat(one)).data_ptr() == one.data_ptr():
+            return one
+        copies.append((one, flat.view(one.shape)))
+        return copies[-1][1]
 
     def finish() -> None:
-        tensor.copy_(flat.view(tensor.shape))
+        for tensor, copy in copies:
+            tensor.copy_(copy)
 
-    return flat, finish
+    packed = pack(tensors)
+    return packed, finish if copies else None
 
 
 def _options_like(options: Any, given: Any) -> Any:
