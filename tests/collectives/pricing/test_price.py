@@ -91,8 +91,16 @@ def test_what_has_no_price_is_refused():
     for change in ({"kind": "gossip"}, {"fidelity": "guess"}):
         with pytest.raises(ConfigurationError, match="no price"):
             price_s(network, **{"kind": "all_gather", "size_bytes": 1.0} | change)
-    with pytest.raises(ConfigurationError, match="does not fit into 4 ranks"):
-        price_s(network, "all_gather", size_bytes=1.0, group=Group(size=8), fidelity="simulation")
+    for fidelity in ("closed_form", "schedule", "simulation"):
+        for group in (Group(size=8), Group(size=2, stride=4), Group(size=4, ranks=3)):
+            with pytest.raises(ConfigurationError, match="does not fit into 4 ranks"):
+                price_s(network, "all_gather", size_bytes=1.0, group=group, fidelity=fidelity)
+        for group in (Group(size=0), Group(size=2, stride=0)):
+            with pytest.raises(ConfigurationError, match="whole number from 1; got 0"):
+                price_s(network, "all_gather", size_bytes=1.0, group=group, fidelity=fidelity)
+        for size_bytes in (-1.0, float("nan"), float("inf"), "1 MB"):
+            with pytest.raises(ConfigurationError, match="size_bytes is"):
+                price_s(network, "all_gather", size_bytes=size_bytes, fidelity=fidelity)
 
 
 def two_tiers(able=("tor0", "tor1", "core"), *, core_rate=2e9, **pool):

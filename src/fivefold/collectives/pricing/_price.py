@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -15,7 +16,7 @@ from fivefold.collectives.pricing.phases import (
     phases_time_s,
     tree_switches,
 )
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import ConfigurationError, InfeasibleError, require_whole
 from fivefold.network.topology import Topology
 
 if TYPE_CHECKING:
@@ -86,9 +87,20 @@ def price_s(
             f"there is no price of {kind!r} in the fidelity {fidelity!r}",
             hint=f"kinds are {', '.join(_ALGORITHMS)}; fidelities {', '.join(get_args(Fidelity))}",
         )
+    if not isinstance(size_bytes, Real) or not 0 <= size_bytes < np.inf:
+        message = f"size_bytes is {size_bytes!r:.40}"
+        raise ConfigurationError(message, hint="give a finite size of at least 0 bytes")
     who = Group(size=topology.num_ranks) if group is None else group
+    ranks = who.size * who.stride if who.ranks is None else who.ranks
+    for key, number in (("size", who.size), ("stride", who.stride), ("ranks", ranks)):
+        require_whole(f"{key} of a group", number)
     if who.size < 2:
         return 0.0
+    if not (who.size - 1) * who.stride < ranks <= topology.num_ranks:
+        raise ConfigurationError(
+            f"{who} does not fit into {topology.num_ranks} ranks",
+            hint="size times stride, and ranks, are at most those of the topology",
+        )
     if algorithm == "in_network":
         return _in_network_s(topology, kind, size_bytes, who, fidelity=fidelity)
     if fidelity == "closed_form":
@@ -148,11 +160,6 @@ def _of_all_groups(topology: Topology, kind: str, group: Group, algorithm: str) 
     first = np.arange(ranks)
     first = first[first // group.stride % group.size == 0]
     first = first[first + (group.size - 1) * group.stride < ranks]
-    if ranks > topology.num_ranks or not first.size:
-        raise ConfigurationError(
-            f"{group} does not fit into {topology.num_ranks} ranks",
-            hint="size times stride, and ranks, are at most those of the topology",
-        )
     members = first[:, None] + group.stride * np.arange(group.size)
     part = build_algorithm(algorithm, named_collective(kind, group.size))
     one, count = part.collective, len(members)
