@@ -343,6 +343,9 @@ def test_bad_arguments_of_a_client():
         client.all_reduce(np.zeros(2, np.complex64))
     with pytest.raises(ConfigurationError, match="cannot hold int32"):
         client.all_reduce(np.zeros(2, np.float32), dtype="int32")
+    for array in (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, device="meta"), [1.0]):
+        with pytest.raises(UnsupportedError, match="no array in memory"):
+            client.all_reduce(array)
 
 
 def test_a_switch_that_never_answers_is_given_up_in_time():

@@ -24,7 +24,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
+from fivefold.errors import (
+    CommunicationError,
+    ConfigurationError,
+    FivefoldError,
+    UnsupportedError,
+)
 from fivefold.network.aggregation.pool import SwitchState
 from fivefold.network.aggregation.wire import (
     Frame,
@@ -391,7 +396,11 @@ class AggregationClient:
             ConfigurationError: The array is not contiguous, or of another type than said.
             UnsupportedError: There are no sums of such elements.
         """
-        values = array if isinstance(array, np.ndarray) else array.detach().numpy()
+        try:
+            values = array if isinstance(array, np.ndarray) else array.detach().numpy()
+        except (AttributeError, TypeError) as error:
+            hint = 'give bfloat16 as tensor.view(torch.uint16) with dtype="bfloat16"'
+            raise UnsupportedError(f"this is no array in memory: {error}", hint=hint) from None
         name = dtype_name(values, dtype)
         if not values.flags.c_contiguous or not values.flags.writeable:
             msg = "the array is not contiguous, or cannot be written"
