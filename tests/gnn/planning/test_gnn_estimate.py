@@ -159,6 +159,15 @@ def test_a_fan_out_beyond_all_degrees_takes_all_neighbours():
     assert half == pytest.approx(100 * (int(mean) // 4), rel=1e-6)
 
 
+@pytest.mark.parametrize(("nodes", "fanouts"), [(1, [3]), (2, [-1]), (10, [0]), (1000, [3, 0])])
+def test_a_batch_of_all_nodes_and_a_hop_of_none(nodes, fanouts):
+    graph = GraphSize(nodes=nodes, edges=8 * nodes, row_bytes=16, seeds=nodes)
+    budgets = Budgets(host_bytes=10**9, disk_bytes=10**12)
+    found = estimate(graph, fanouts, 1024, budgets, **SPEED)
+    assert found.nodes_per_batch == pytest.approx(nodes)
+    assert (found.edges_per_batch == 0) == (fanouts == [0])
+
+
 def test_what_it_refuses():
     graph = KNOWN_GRAPHS["papers100M"]
     with pytest.raises(InfeasibleError, match="in flight"):

@@ -345,7 +345,8 @@ class _Popularity:
     def batch(self, seeds: int, fanouts: Sequence[int]) -> tuple[Floats, Floats, float, float]:
         """Return nodes by class and the share of batches that use one, edges, expanded nodes."""
         total = self.nodes.sum()
-        used = np.full_like(self.nodes, seeds / total)
+        seed = min(1.0, seeds / total)  # the sum is rounded
+        used = np.full_like(self.nodes, seed)
         frontier, edges = self.nodes * used, 0.0
         for fanout in fanouts:
             expanding = used
@@ -353,18 +354,18 @@ class _Popularity:
             if fanout >= 0:
                 taken = _mean_of_least(taken, fanout)
             edges += float((frontier * taken).sum())
-            found = 1 - (1 - seeds / total) * np.exp(-edges * self.drawn / total)
+            found = 1 - (1 - seed) * np.exp(-edges * self.drawn / total)
             frontier = self.nodes * (found - used)
             used = found
         # How often an edge is taken depends on its target: the mean and the spread of that.
         rates = expanding * taken / self.in_degrees
         share = self.nodes * self.in_degrees / (self.nodes * self.in_degrees).sum()
         mean = float((share * rates).sum())
-        spread = float((share * (rates - mean) ** 2).sum()) / mean**2
+        spread = float((share * (rates - mean) ** 2).sum()) / (mean**2 or 1.0)
         out_edges = self.drawn * (self.nodes * self.in_degrees).sum() / total
         nodes, factors = _by_luck(self.nodes, out_edges, spread)
         drawn = np.repeat(self.drawn, _LUCKS) * factors
-        used = 1 - (1 - seeds / total) * np.exp(-edges * drawn / total)
+        used = 1 - (1 - seed) * np.exp(-edges * drawn / total)
         return nodes, used, edges, float((self.nodes * expanding).sum())
 
 

@@ -91,7 +91,7 @@ class SamplingConfig(Section):
     refresh_every_epochs: Count = 0
     """epochs after which new samples are drawn and packed, in the background; 0 for never"""
     seed: Seed = 0
-    """seed of the samples"""
+    """seed of the samples of mode "disk"; the other modes draw theirs from run.seed"""
     threads: Count = 0
     """threads of the sampler; 0 for all cores"""
 
