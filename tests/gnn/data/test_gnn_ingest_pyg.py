@@ -167,3 +167,30 @@ def test_a_typed_graph_that_was_used_is_saved_as_a_dictionary(tmp_path):
     with ingest(pyg_source(tmp_path / "tensors.pt"), tmp_path / "graph") as dataset:
         assert dataset.edge_types == [("a", "to", "a")]
         assert dataset.features("a").read("x").tolist() == data["a"].x.tolist()
+
+
+def test_a_folder_keeps_the_types_that_it_has(tmp_path, hetero):
+    plain = pyg_source(Data(x=torch.ones(2, 2), edge_index=torch.tensor([[0], [1]])))
+    ingest(pyg_source(hetero), tmp_path / "typed").close()
+    ingest(plain, tmp_path / "plain").close()
+    fewer = HeteroData()
+    name = hetero.node_types[0]
+    fewer[name].x = hetero[name].x
+    more = hetero.clone()
+    bare = next(name for name in hetero.node_types if "x" not in hetero[name])
+    more[bare].x = torch.ones(hetero[bare].num_nodes, 1)
+    for source, folder, message in (
+        (plain, "typed", "another form: dataset.json"),
+        (pyg_source(hetero), "plain", "another form: graph.fvf"),
+        (pyg_source(fewer), "typed", "differs in its node or edge types"),
+        (pyg_source(more), "typed", "differs in its node or edge types"),
+    ):
+        with pytest.raises(DataError, match=message):
+            ingest(source, tmp_path / folder)
+    assert not (tmp_path / "typed" / "graph.fvf").exists()
+    with ingest(pyg_source(hetero), tmp_path / "typed") as again:
+        assert sorted(again.node_types) == sorted(hetero.node_types)
+    rules = EdgeRules(add_reverse=True)
+    with pytest.raises(DataError, match="cannot be reversed"):
+        ingest(pyg_source(hetero), tmp_path / "new", rules=rules)
+    assert not (tmp_path / "new").exists()

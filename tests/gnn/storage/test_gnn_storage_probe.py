@@ -86,5 +86,5 @@ def test_impossible_probes_are_refused(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="No such file"):
         probe_disk(tmp_path / "missing")
     monkeypatch.setattr("fivefold.gnn.storage._disk.free_bytes", lambda _folder: 1000)
-    with pytest.raises(StorageError, match="too few to probe .* needs 83.9 MB"):
+    with pytest.raises(StorageError, match=r"too few to probe .* needs 83\.9 MB"):
         probe_disk(tmp_path, fresh=True)

@@ -19,7 +19,7 @@ from typing import Any, overload
 import numpy as np
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.files import write_checked_json
+from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.data._dataset import (
     EDGE_FEATURES_FILE,
     FEATURES_FILE,
@@ -53,6 +53,14 @@ def check_memory(memory_bytes: int) -> None:
         )
 
 
+def check_free(folder: Path, other: str) -> None:
+    """Refuse a folder with a data set of the other form: of one type, or of several."""
+    if (folder / other).is_file():
+        raise DataError(
+            f"{folder} holds a data set of another form: {other}", hint="choose another folder"
+        )
+
+
 def no_progress(_stage: str, _done: int, _total: int) -> None:
     """Tell nobody."""
 
@@ -69,6 +77,7 @@ def write_parts(
 ) -> None:
     """Write labels, graph, features and those of the edges, each unless it is there already."""
     check_memory(memory_bytes)
+    check_free(folder, HETERO_FILE)
     folder.mkdir(parents=True, exist_ok=True)
     recipe = json.loads(json.dumps(recipe))  # tuples become lists, as they will when read
     attributes = {**attributes, "recipe": recipe}
@@ -351,6 +360,7 @@ def ingest(
     run: dict[str, Any] = {"memory_bytes": memory_bytes, "progress": progress or no_progress}
     if isinstance(source, HeteroSource):
         return _ingest_hetero(source, folder, rules=rules, run=run)
+    check_free(folder, HETERO_FILE)
     if (prepare := getattr(source, "prepare", None)) is not None:
         prepare(folder, **run)
     edge_features = getattr(source, "edge_features", _nothing)
@@ -368,7 +378,9 @@ def ingest(
 def _ingest_hetero(
     source: HeteroSource, folder: Path, *, rules: EdgeRules, run: dict[str, Any]
 ) -> HeteroDataset:
-    listing = _listing(source)
+    check_free(folder, GRAPH_FILE)
+    listing = _listing(source, rules)
+    _check_same(folder, listing)
     for name, entry in listing["nodes"].items():
         part = source.nodes[name]
         attributes = {"name": name, "num_nodes": part.num_nodes, "node_type": name}
@@ -389,9 +401,33 @@ def _ingest_hetero(
     return HeteroDataset.open(folder)
 
 
-def _listing(source: HeteroSource) -> dict[str, Any]:
+def _check_same(folder: Path, listing: Mapping[str, Any]) -> None:
+    """Refuse a finished folder that has other types, or other files of them."""
+    try:
+        finished = read_checked_json(folder / HETERO_FILE)
+    except (FileNotFoundError, DataError):  # what is damaged is written again
+        return
+    if finished["version"] != HETERO_VERSION:
+        return
+
+    def facts(of: Mapping[str, Any]) -> list[Any]:
+        nodes = {name: [e["num_nodes"], sorted(e["files"])] for name, e in of["nodes"].items()}
+        return [nodes, [(entry["type"], sorted(entry["files"])) for entry in of["edges"]]]
+
+    if facts(finished) != facts(listing):
+        raise DataError(
+            f"{folder / HETERO_FILE} was made otherwise: it differs in its node or edge types",
+            hint="choose another folder",
+        )
+
+
+def _listing(source: HeteroSource, rules: EdgeRules) -> dict[str, Any]:
     nodes = {
-        name: {"num_nodes": part.num_nodes, "folder": f"nodes/{index}_{_slug(name)}"}
+        name: {
+            "num_nodes": part.num_nodes,
+            "folder": f"nodes/{index}_{_slug(name)}",
+            "files": _names_of({FEATURES_FILE: part.features(), LABELS_FILE: part.labels()}),
+        }
         for index, (name, part) in enumerate(source.nodes.items())
     }
     edges = []
@@ -402,8 +438,25 @@ def _listing(source: HeteroSource) -> dict[str, Any]:
                     f"edge type {kind} names node type {end!r}",
                     hint=f"node types are {', '.join(nodes) or 'none'}",
                 )
-        edges.append({"type": list(kind), "folder": f"edges/{index}_{_slug(kind[1])}"})
+        if rules.add_reverse and kind[0] != kind[2]:
+            raise DataError(
+                f"edges of type {kind} cannot be reversed into themselves",
+                hint="give the reverse as an edge type of its own",
+            )
+        rows = source.edge_features.get(kind)
+        edges.append(
+            {
+                "type": list(kind),
+                "folder": f"edges/{index}_{_slug(kind[1])}",
+                "files": _names_of({GRAPH_FILE: kind, EDGE_FEATURES_FILE: rows}),
+            }
+        )
     return {"version": HETERO_VERSION, "name": source.name, "nodes": nodes, "edges": edges}
+
+
+def _names_of(parts: Mapping[str, Any]) -> list[str]:
+    """Return the names of the files of the parts that there are."""
+    return [name for name, part in parts.items() if part is not None]
 
 
 def _slug(name: str) -> str:
@@ -419,11 +472,6 @@ def _write_edges(
 ) -> None:
     kind: EdgeType = tuple(entry["type"])
     part = source.edges[kind]
-    if rules.add_reverse and kind[0] != kind[2]:
-        raise DataError(
-            f"edges of type {kind} cannot be reversed into themselves",
-            hint="give the reverse as an edge type of its own",
-        )
     sizes = {"num_nodes": source.nodes[kind[2]].num_nodes}
     if kind[0] != kind[2]:
         sizes["num_sources"] = source.nodes[kind[0]].num_nodes
