@@ -167,3 +167,20 @@ def test_nearly_equal_periods_share_a_circle_within_the_tolerance(tolerance, ali
     found = time_shifts(routing, slots_per_period=1000, period_tolerance=tolerance)
     assert (found.left_out == ()) is alike
     assert (found.shift_s["b"] != found.shift_s["a"]) is alike
+
+
+def test_jobs_on_other_links_change_no_shift():
+    network = switch(4, bandwidth="1 GB/s")
+    pair = [JobTraffic(job_id=name, compute_s=1.0, flows=(FlowDemand(0, 1, 1e9),)) for name in "ab"]
+    quick = JobTraffic(job_id="c", compute_s=1e-3, flows=(FlowDemand(2, 3, 1e6),))
+    alone = time_shifts(route_flows(network, pair))
+    beside = time_shifts(route_flows(network, [quick, *pair]))
+    assert (beside.score_before, beside.score, beside.left_out) == (0.5, 1.0, ())
+    assert dict(beside.shift_s) == {**alone.shift_s, "c": 0.0}
+
+
+@pytest.mark.parametrize("period_s", [-1.0, float("nan"), float("inf")])
+def test_periods_that_are_none_are_refused(period_s):
+    job = JobTraffic(job_id="a", compute_s=1.0, flows=())
+    with pytest.raises(ConfigurationError, match="period_s of job 'a' is"):
+        time_shifts(route_flows(switch(2), [job]), period_s={"a": period_s})

@@ -94,27 +94,31 @@ def time_shifts(
         )
     periods = _periods(routing, period_s)
     turning = {name: period for name, period in periods.items() if period > 0}
-    if not turning:
-        return Shifts(dict.fromkeys(periods, 0.0), periods, 1.0, 1.0, loop_free=True, left_out=())
-    grid = _Grid(turning, slots_per_period, period_tolerance)
-    circles, left_out = _circles(routing, grid)
     shifts = dict.fromkeys(periods, 0.0)
-    jobs_of = [set(circle.jobs) for circle in circles]
+    jobs_of: list[set[str]] = []
+    left_out: list[tuple[str, str]] = []
     before = after = demand = 0.0
-    for component in _components(jobs_of):
-        own = [circle for circle in circles if component & set(circle.jobs)]
-        steps = _search(sorted(component), own, grid, seed)
-        before += sum(circle.excess({}) for circle in own)
-        after += sum(circle.excess(steps) for circle in own)
-        demand += sum(circle.demand for circle in own)
-        shifts |= {name: (steps[name] * grid.slot_s) % periods[name] for name in component}
+    for group in _components(_sharing(routing, list(turning))):
+        # A grid of its own: no period of jobs on other links makes its circles longer.
+        own_periods = {name: period for name, period in turning.items() if name in group}
+        grid = _Grid(own_periods, slots_per_period, period_tolerance)
+        circles, without = _circles(routing, grid)
+        left_out += without
+        jobs_of += (own_jobs := [set(circle.jobs) for circle in circles])
+        for component in _components(own_jobs):
+            own = [circle for circle in circles if component & set(circle.jobs)]
+            steps = _search(sorted(component), own, grid, seed)
+            before += sum(circle.excess({}) for circle in own)
+            after += sum(circle.excess(steps) for circle in own)
+            demand += sum(circle.demand for circle in own)
+            shifts |= {name: (steps[name] * grid.slot_s) % periods[name] for name in component}
     return Shifts(
         shifts,
         periods,
         1.0 - after / demand if demand else 1.0,
         1.0 - before / demand if demand else 1.0,
         _loop_free(jobs_of),
-        left_out,
+        tuple(sorted(left_out)),
     )
 
 
@@ -123,6 +127,10 @@ def _periods(routing: Routing, given: Mapping[str, float] | None) -> dict[str, f
         missing = [job.job_id for job in routing.traffic if job.job_id not in given]
         if missing:
             raise ConfigurationError(f"period_s has no job {missing[0]!r}")
+        for name, period in given.items():
+            if not 0 <= period < math.inf:
+                message = f"period_s of job {name!r} is {period}"
+                raise ConfigurationError(message, hint="give seconds, at least 0")
         return {job.job_id: float(given[job.job_id]) for job in routing.traffic}
     return {
         job.job_id: job.compute_s + routing.communication_s(job.job_id) for job in routing.traffic
@@ -169,6 +177,15 @@ class _Circle:
         for name, wave in zip(self.jobs, self.waves, strict=True):
             total += np.roll(wave, steps.get(name, 0))
         return self.count * float(np.maximum(total - 1.0, 0.0).mean())
+
+
+def _sharing(routing: Routing, names: Sequence[str]) -> list[set[str]]:
+    """Return the sets of jobs that meet on some link."""
+    if not names:
+        return []
+    used = np.array([routing.link_bytes(name) > 0 for name in names])
+    meeting = np.unique(used[:, used.sum(axis=0) > 1], axis=1).T
+    return [{names[i] for i in np.flatnonzero(users).tolist()} for users in meeting]
 
 
 def _circles(routing: Routing, grid: _Grid) -> tuple[list[_Circle], tuple[tuple[str, str], ...]]:
