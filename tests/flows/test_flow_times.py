@@ -1,5 +1,6 @@
 """Shifts and the guard against closed forms and brute force."""
 
+import itertools
 import math
 
 import numpy as np
@@ -184,3 +185,17 @@ def test_periods_that_are_none_are_refused(period_s):
     job = JobTraffic(job_id="a", compute_s=1.0, flows=())
     with pytest.raises(ConfigurationError, match="period_s of job 'a' is"):
         time_shifts(route_flows(switch(2), [job]), period_s={"a": period_s})
+
+
+@pytest.mark.parametrize("count", [3, 5], ids=["whole grid", "one by one"])
+def test_shifts_are_those_of_the_jobs_whatever_their_names(count):
+    def shifts(names):
+        jobs = [job(name, 1.0 + k, 1.0, source=k, target=8) for k, name in enumerate(names)]
+        jobs = sorted(jobs, key=lambda one: one.job_id)
+        found = time_shifts(route_flows(switch(9, bandwidth="1 GB/s"), jobs), slots_per_period=20)
+        return [found.shift_s[name] for name in names]
+
+    expected = shifts("abcde"[:count])
+    assert any(expected)
+    for names in itertools.islice(itertools.permutations("abcde"[:count]), 1, None, 7):
+        assert shifts(names) == expected

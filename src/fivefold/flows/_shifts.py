@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +108,8 @@ def time_shifts(
         jobs_of += (own_jobs := [set(circle.jobs) for circle in circles])
         for component in _components(own_jobs):
             own = [circle for circle in circles if component & set(circle.jobs)]
-            steps = _search(sorted(component), own, grid, seed)
+            names = sorted(component, key=lambda name: _content(routing, periods, name))
+            steps = _search(names, own, grid, seed)
             before += sum(circle.excess({}) for circle in own)
             after += sum(circle.excess(steps) for circle in own)
             demand += sum(circle.demand for circle in own)
@@ -120,6 +122,12 @@ def time_shifts(
         _loop_free(jobs_of),
         tuple(sorted(left_out)),
     )
+
+
+def _content(routing: Routing, periods: Mapping[str, float], name: str) -> tuple[Any, ...]:
+    """Return what puts jobs in an order: its name only where nothing else tells it apart."""
+    loads = routing.link_bytes(name).tobytes()
+    return periods[name], routing.jobs[name].compute_s, loads, name
 
 
 def _periods(routing: Routing, given: Mapping[str, float] | None) -> dict[str, float]:
