@@ -36,7 +36,7 @@ def text_folder(tmp_path_factory):
 def make_config(text_folder, tmp_path):
     """A configuration that trains in a second."""
 
-    def make(method, *, output="run", sync=None, **run):
+    def make(method, *, output="run", optimizer="adamw", sync=None, **run):
         takes_tau = method not in {"none", "ddp", "delayed_gradients"}
         run = {"steps": 18, "validate_every_steps": 7, "log_every_steps": 3} | run
         return TrainConfig(
@@ -48,7 +48,13 @@ def make_config(text_folder, tmp_path):
                 validation_fraction=0.25,
             ),
             model=ModelConfig(layers=1, width=16, heads=2),
-            optim=OptimConfig(batch_size=2, warmup_steps=2, validation_batches=4, precision="fp32"),
+            optim=OptimConfig(
+                optimizer=optimizer,
+                batch_size=2,
+                warmup_steps=2,
+                validation_batches=4,
+                precision="fp32",
+            ),
             sync=SyncConfig(method=method, **({"tau": 4} if takes_tau else {}) | (sync or {})),
         )
 
