@@ -271,10 +271,10 @@ class Arbiter:
             pass
 
     def _by_size(self) -> list[JobSpec]:
-        def size(job: JobSpec) -> tuple[float, tuple[int, ...], str]:
-            return -job.gradient_bytes * len(job.ranks), tuple(job.ranks), job.job_id
-
-        return sorted(self.jobs, key=size)
+        return sorted(
+            self.jobs,
+            key=lambda job: (-job.gradient_bytes * len(job.ranks), tuple(job.ranks), job.job_id),
+        )
 
     def _give_slots_to(self, job: JobSpec) -> bool:
         """Propose trees for a job where links are least loaded; return whether they were taken."""
