@@ -250,7 +250,6 @@ def algorithms():
     )
     return {
         "schedule": (gathered.to_json(), "json"),
-        "program": (lower(summed).to_json(), "json"),
         "xml": (to_msccl_xml(lower(summed)), "xml"),
     }
 
@@ -266,7 +265,7 @@ COMMANDS = {
     "cluster": (CLUSTER, "toml", "plan JOB --cluster FILE"),
     "jobs": (JOBS, "toml", "simulate FILE --cluster switch:8 --budget 2"),
     "model-jobs": (MODEL_JOBS, "toml", "simulate FILE --cluster switch:4 --budget 2"),
-    **dict.fromkeys(("schedule", "program", "xml"), (None, None, VERIFY)),
+    **dict.fromkeys(("schedule", "xml"), (None, None, VERIFY)),
 }
 
 

@@ -181,8 +181,6 @@ def read_algorithm(file: Path) -> Schedule | Program:
             f"{file} is a plan for MSCCL++, which is written and not read",
             hint="give the schedule (.json) or the MSCCL file (.xml) of the same algorithm",
         )
-    if '"fivefold-program/2"' in text:
-        return Program.from_json(text)
     return Schedule.from_json(text)
 
 

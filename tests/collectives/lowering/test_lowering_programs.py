@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fivefold.collectives import schedules
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
-from fivefold.collectives.lowering import Program, ProgramError, check_program, interpret, lower
+from fivefold.collectives.lowering import ProgramError, check_program, interpret, lower
 from fivefold.collectives.lowering.machine import run_order
 from fivefold.collectives.lowering.program import Operation, OpKind, ThreadBlock
 from fivefold.errors import ConfigurationError, DataError
@@ -303,11 +303,3 @@ def test_random_broadcast_forests(data, ranks, chunks):
     backwards = lower(schedule.inverted())
     check_program(backwards)
     require_right(backwards)
-
-
-def test_json_round_trip_and_damage():
-    program = lower(build("hierarchical", schedules.reduce_scatter(4)))
-    assert Program.from_json(program.to_json()) == program
-    for text in ("", "[]", "{}", '{"format": "other"}', program.to_json()[:-9]):
-        with pytest.raises(DataError):
-            Program.from_json(text)

@@ -17,9 +17,8 @@ import numpy as np
 from fivefold.collectives.lowering import Program
 from fivefold.collectives.lowering.machine import Arrival, Executed, Machine, run_order
 from fivefold.collectives.lowering.program import Buffer, OpKind, ThreadBlock
-from fivefold.collectives.schedules import Collective
 
-_PER_RANK = {"all_gather", "reduce_scatter"}
+_UNITS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 2}  # powers of the number of ranks
 _NOTHING = -2
 
 
@@ -135,7 +134,7 @@ class _Compiler:
 
     def __init__(self, program: Program, rank: int) -> None:
         self.tasks: list[Task] = []
-        self._slots = program.slots(rank)
+        self._slots = program.slots[rank]
         self._blocks = program.ranks[rank].blocks
         self._last_write: dict[int, int] = {}
         self._last_sent: dict[tuple[int, int], int] = {}
@@ -193,56 +192,37 @@ class _Compiler:
         return [int(cell) for cell in self._slots[span.buffer][span.first : span.last]]
 
 
-class _Tracer(Machine[list[int]]):
+class _Tracer(Machine):
     """Notes which chunk each memory cell of one rank holds; -1 where several do over time."""
 
     def __init__(self, program: Program, rank: int) -> None:
-        super().__init__(program)
+        memory = [np.full(part.num_slots, _NOTHING) for part in program.ranks]
+        super().__init__(program, memory, lambda first, _: first)  # both hold the same chunks
         collective = program.collective
-        self._rank, self._memory = rank, [[_NOTHING] * part.num_slots for part in program.ranks]
         addresses = collective.input_address(collective.pre_chunks, collective.pre_ranks)
         pairs = (collective.pre_chunks, collective.pre_ranks, addresses)
-        for chunk, holder, address in zip(*(array.tolist() for array in pairs), strict=True):
-            self._memory[holder][int(program.slots(holder)[Buffer.INPUT][address])] = chunk
-        self.chunks = list(self._memory[rank])
+        for chunk, holder, address in zip(*pairs, strict=True):
+            memory[holder][program.slots[holder][Buffer.INPUT][address]] = chunk
+        self._rank, self.chunks = rank, memory[rank].copy()
 
-    def read(self, executed: Executed, buffer: Buffer, offset: int) -> list[int]:
-        """Return the chunks that the cells hold."""
-        memory = self._memory[executed.rank]
-        return [memory[cell] for cell in self.cells(executed, buffer, offset).tolist()]
-
-    def write(self, executed: Executed, buffer: Buffer, offset: int, values: list[int]) -> None:
+    def write(self, executed: Executed, buffer: Buffer, offset: int, values: np.ndarray) -> None:
         """Note which chunks the cells hold now."""
-        cells = self.cells(executed, buffer, offset).tolist()
-        for cell, chunk in zip(cells, values, strict=True):
-            self._memory[executed.rank][cell] = chunk
-            if executed.rank == self._rank:
-                alone = self.chunks[cell] in (_NOTHING, chunk)
-                self.chunks[cell] = chunk if alone else -1
-
-    def add(self, _: Executed, first: list[int], __: list[int]) -> list[int]:
-        """Return the first: both hold the same chunks."""
-        return first
+        super().write(executed, buffer, offset, values)
+        if executed.rank == self._rank:
+            cells = self.cells(executed, buffer, offset)
+            alone = (self.chunks[cells] == _NOTHING) | (self.chunks[cells] == values)
+            self.chunks[cells] = np.where(alone, values, -1)
 
 
-def _layout(program: Program, rank: int, chunks: list[int]) -> Layout:
-    collective, scratch = program.collective, program.slots(rank)[Buffer.SCRATCH]
+def _layout(program: Program, rank: int, chunks: np.ndarray) -> Layout:
+    collective = program.collective
     mine = collective.pre_ranks == rank
     wanted = collective.post_ranks == rank
     inputs = np.zeros(program.ranks[rank].input_slots, dtype=np.int64)
     inputs[: int(mine.sum())] = np.sort(collective.pre_chunks[mine])
     outputs = np.zeros(program.ranks[rank].output_slots, dtype=np.int64)
     outputs[: int(wanted.sum())] = np.sort(collective.post_chunks[wanted])
-    scratched = np.array([chunks[int(cell)] for cell in scratch], dtype=np.int64)
-    scratched[scratched == _NOTHING] = 0  # never used
-    return Layout(inputs, outputs, scratched, parts=_parts(collective))
-
-
-def _parts(collective: Collective) -> int:
-    """Return the number of chunks that one rank's unit of elements is cut into."""
-    units = 1
-    if collective.name in _PER_RANK:
-        units = collective.num_ranks
-    if collective.name == "all_to_all":
-        units = collective.num_ranks**2
-    return max(collective.num_chunks // units, 1)
+    scratch = chunks[program.slots[rank][Buffer.SCRATCH]]
+    scratch[scratch == _NOTHING] = 0  # never used
+    units = collective.num_ranks ** _UNITS.get(collective.name, 0)
+    return Layout(inputs, outputs, scratch, parts=max(collective.num_chunks // units, 1))

@@ -36,9 +36,7 @@ class _Value(NamedTuple):
     contributors: int  # one bit for each rank
 
 
-class _Access(NamedTuple):
-    block: int
-    step: int
+_Access = tuple[int, int]  # block and step
 
 
 def check_program(program: Program, *, queue_slots: int | None = None) -> ProgramReport:
@@ -86,13 +84,13 @@ class _RaceError(ProgramError):
     """Nothing says which of two operations comes first."""
 
 
-class _Checker(Machine[list[_Value]]):
+class _Checker(Machine):
     def __init__(self, program: Program, *, across_ranks: bool) -> None:
-        super().__init__(program)
+        counts = [rank.num_slots for rank in program.ranks]
+        # Of each cell a _Value, or None.
+        super().__init__(program, [np.full(count, None) for count in counts], self._sum)
         self._across_ranks = across_ranks
         self._sums = program.collective.reducing
-        counts = [rank.num_slots for rank in program.ranks]
-        self._memory: list[list[_Value | None]] = [[None] * count for count in counts]
         self._writer: list[list[_Access | None]] = [[None] * count for count in counts]
         self._readers: list[list[list[_Access]]] = [[[] for _ in range(n)] for n in counts]
         self._sent_clocks: dict[int, np.ndarray] = {}
@@ -119,15 +117,16 @@ class _Checker(Machine[list[_Value]]):
         addresses = collective.input_address(collective.pre_chunks, collective.pre_ranks)
         pairs = zip(collective.pre_chunks, collective.pre_ranks, addresses, strict=True)
         for chunk, rank, address in pairs:
-            cell = self.program.slots(int(rank))[Buffer.INPUT][int(address)]
+            cell = self.program.slots[rank][Buffer.INPUT][address]
             # A copied chunk is what it is, whoever held it first; only sums have contributors.
             contributors = 1 << int(rank) if self._sums else 1
-            self._memory[int(rank)][int(cell)] = _Value(int(chunk), contributors)
+            self.memory[rank][cell] = _Value(int(chunk), contributors)
 
     def step(self, place: int, executed: Executed) -> None:
         """Run one operation and advance its block's vector clock."""
         rank, operation = executed.rank, executed.operation
-        self._clock = clock = self._clocks[rank][executed.block]
+        self._executed, self._clock = executed, self._clocks[rank][executed.block]
+        clock = self._clock
         if operation.wait_block >= 0:
             known = self._ended[rank, operation.wait_block, operation.wait_step]
             np.maximum(clock, known, out=clock)
@@ -146,8 +145,8 @@ class _Checker(Machine[list[_Value]]):
         values = []
         for cell in self.cells(executed, buffer, offset).tolist():
             self._require_before(executed, self._writer[rank][cell], f"{buffer}{offset}")
-            self._readers[rank][cell].append(_Access(executed.block, executed.step))
-            value = self._memory[rank][cell]
+            self._readers[rank][cell].append((executed.block, executed.step))
+            value = self.memory[rank][cell]
             if value is None:
                 raise ProgramError(
                     f"{_where(executed)} reads '{buffer}' from slot {offset}, where nothing is yet"
@@ -161,32 +160,32 @@ class _Checker(Machine[list[_Value]]):
         for cell, value in zip(cells, values, strict=True):
             for access in [self._writer[rank][cell], *self._readers[rank][cell]]:
                 self._require_before(executed, access, f"{buffer}{offset}")
-            self._memory[rank][cell] = value
-            self._writer[rank][cell] = _Access(executed.block, executed.step)
+            self.memory[rank][cell] = value
+            self._writer[rank][cell] = (executed.block, executed.step)
             self._readers[rank][cell] = []
 
     def _require_before(self, executed: Executed, access: _Access | None, slot: str) -> None:
-        if access is None or access.block == executed.block:
+        if access is None or access[0] == executed.block:
             return
-        if self._clock[self._first_block[executed.rank] + access.block] <= access.step:
+        block, step = access
+        if self._clock[self._first_block[executed.rank] + block] <= step:
             raise _RaceError(
-                f"{_where(executed)} and block {access.block} step {access.step} both use slot "
-                f"{slot}, and nothing says which comes first"
+                f"{_where(executed)} and block {block} step {step} both use slot {slot}, and "
+                "nothing says which comes first"
             )
 
-    def add(self, executed: Executed, first: list[_Value], second: list[_Value]) -> list[_Value]:
+    def _sum(self, first: list[_Value], second: list[_Value]) -> list[_Value]:
         """Add values of the same chunks from different ranks."""
         total = []
         for one, other in zip(first, second, strict=True):
             if one.chunk != other.chunk:
                 raise ProgramError(
-                    f"{_where(executed)} adds chunk {one.chunk} to chunk {other.chunk}"
+                    f"{_where(self._executed)} adds chunk {one.chunk} to chunk {other.chunk}"
                 )
             if one.contributors & other.contributors:
                 twice = (one.contributors & other.contributors).bit_length() - 1
-                raise ProgramError(
-                    f"{_where(executed)} adds rank {twice}'s share of chunk {one.chunk} twice"
-                )
+                share = f"rank {twice}'s share of chunk {one.chunk}"
+                raise ProgramError(f"{_where(self._executed)} adds {share} twice")
             total.append(_Value(one.chunk, one.contributors | other.contributors))
         return total
 
@@ -196,8 +195,8 @@ class _Checker(Machine[list[_Value]]):
         addresses = collective.output_address(collective.post_chunks, collective.post_ranks)
         pairs = zip(collective.post_chunks, collective.post_ranks, addresses, strict=True)
         for chunk, rank, address in pairs:
-            cell = self.program.slots(int(rank))[Buffer.OUTPUT][int(address)]
-            value = self._memory[int(rank)][int(cell)]
+            cell = self.program.slots[rank][Buffer.OUTPUT][address]
+            value = self.memory[rank][cell]
             everyone = sum(1 << int(holder) for holder in collective.holders(int(chunk)))
             wanted = _Value(int(chunk), everyone if self._sums else 1)
             if value != wanted:

@@ -32,15 +32,12 @@ _NO_LIMIT = (1 << 64) - 1
 _SYNC = {"name": "nop"}  # all threads of the block have done what comes before
 
 
-def to_mscclpp_json(
-    program: Program, *, check_limits: bool = True, threads_per_block: int = 1024
-) -> str:
+def to_mscclpp_json(program: Program, *, check_limits: bool = True) -> str:
     """Write the program, proved with :func:`check_program`, as an MSCCL++ execution plan.
 
     Args:
         program: The program.
         check_limits: Refuse what MSCCL++'s executor could not hold.
-        threads_per_block: GPU threads of each thread block.
 
     Raises:
         UnsupportedError: MSCCL++ has no such collective.
@@ -76,7 +73,7 @@ def to_mscclpp_json(
         "inplace": program.in_place,
         "reuse_resources": False,
         "gpus": gpus,
-        "num_threads_per_block": threads_per_block,
+        "num_threads_per_block": 1024,
         "use_double_scratch_buffer": False,
         "buffer_alignment": 16,
         "min_message_size": program.min_bytes,
@@ -108,7 +105,11 @@ class _Layout:
     def __init__(self, program: Program) -> None:
         self._program = program
         order = run_order(program)
-        queues = sorted({queue for step in order if (queue := _sends_to(program, step))})
+        queues = {
+            (rank, block.send_peer, block.channel)
+            for rank, _, block in program.blocks()
+            if any(operation.kind.sends for operation in block.operations)
+        }
         self.queues_of: dict[int, list[Queue]] = defaultdict(list)
         # Channel k of one rank to another is joined with channel k of that one back: both list
         # their common queues in one order.
@@ -126,9 +127,7 @@ class _Layout:
 
     def _land(self, step: Executed, sender: Executed, touched: set[int]) -> None:
         operation, rank = step.operation, step.rank
-        cells = set(_cells(self._program, step))
-        direct = not operation.kind.reduces and not cells & touched
-        if direct:
+        if not operation.kind.reduces and touched.isdisjoint(_cells(self._program, step)):
             slot = (operation.target, operation.target_offset)
         else:
             slot = (Buffer.SCRATCH, self.scratch_slots[rank])
@@ -136,20 +135,9 @@ class _Layout:
         self.landing[rank, step.block, step.step] = slot
         self.destination[sender.rank, sender.block, sender.step] = slot
 
-    def channel(self, rank: int, queue: Queue) -> int:
-        """Return the number of the rank's channel that carries the queue."""
-        return self.queues_of[rank].index(queue)
-
-
-def _sends_to(program: Program, step: Executed) -> Queue | None:
-    if not step.operation.kind.sends:
-        return None
-    block = program.ranks[step.rank].blocks[step.block]
-    return step.rank, block.send_peer, block.channel
-
 
 def _cells(program: Program, step: Executed) -> list[int]:
-    operation, slots = step.operation, program.slots(step.rank)
+    operation, slots = step.operation, program.slots[step.rank]
     cells: list[int] = []
     if operation.kind.reads_source:
         cells += slots[operation.source][operation.source_offset :][: operation.count].tolist()
@@ -235,7 +223,8 @@ class _Gpu:
         }
 
     def _operation(self, made: _Block, number: int, step: int, operation: Operation) -> None:
-        block, kind = self._blocks[number], operation.kind
+        block, kind, count = self._blocks[number], operation.kind, operation.count
+        target: Slot = (operation.target, operation.target_offset)
         if (number, step) in self._acquires:
             identity = self._semaphores[operation.wait_block, number]
             made.operations += [{"name": "sem_acquire", "semaphore_ids": [identity]}, _SYNC]
@@ -244,17 +233,12 @@ class _Gpu:
             self._wait(made, (block.receive_peer, self._rank, block.channel))
             result = self._take(made, operation, self._layout.landing[self._rank, number, step])
         elif kind is OpKind.COPY:
-            self._copy(made, result, (operation.target, operation.target_offset), operation.count)
+            self._move(made, "copy", [result], target, count)
         elif kind is OpKind.REDUCE:
-            target = (operation.target, operation.target_offset)
-            self._reduce(made, [target, result], target, operation.count)
+            self._move(made, "re", [target, result], target, count)
         if kind.sends:
             self._put(
-                made,
-                block,
-                result,
-                self._layout.destination[self._rank, number, step],
-                operation.count,
+                made, block, result, self._layout.destination[self._rank, number, step], count
             )
         for identity in self._releases.get((number, step), ()):
             made.operations += [_SYNC, {"name": "sem_release", "semaphore_ids": [identity]}]
@@ -264,19 +248,15 @@ class _Gpu:
         target = (operation.target, operation.target_offset)
         if not operation.kind.reduces:
             if landed != target:
-                self._copy(made, landed, target, operation.count)
+                self._move(made, "copy", [landed], target, operation.count)
             return target
         own = (operation.source, operation.source_offset)
         result = target if operation.kind.writes_target else landed
-        self._reduce(made, [own, landed], result, operation.count)
+        self._move(made, "re", [own, landed], result, operation.count)
         return result
 
-    def _copy(self, made: _Block, source: Slot, target: Slot, count: int) -> None:
-        operation = {"name": "copy", "src_buff": [_chunk(source, count)]}
-        made.operations += [_SYNC, operation | {"dst_buff": [_chunk(target, count)]}, _SYNC]
-
-    def _reduce(self, made: _Block, sources: list[Slot], target: Slot, count: int) -> None:
-        operation = {"name": "re", "src_buff": [_chunk(slot, count) for slot in sources]}
+    def _move(self, made: _Block, name: str, sources: list[Slot], target: Slot, count: int) -> None:
+        operation = {"name": name, "src_buff": [_chunk(slot, count) for slot in sources]}
         made.operations += [_SYNC, operation | {"dst_buff": [_chunk(target, count)]}, _SYNC]
 
     def _put(
@@ -298,7 +278,7 @@ class _Gpu:
         made.operations += [self._on_channel("wait", made, queue), _SYNC]
 
     def _on_channel(self, name: str, made: _Block, queue: Queue) -> dict[str, Any]:
-        local = _local(made.channels, self._layout.channel(self._rank, queue))
+        local = _local(made.channels, self._layout.queues_of[self._rank].index(queue))
         return {"name": name, "channel_ids": [local], "channel_type": "memory"}
 
 

@@ -1,20 +1,19 @@
 """MSCCL XML out and in.
 
-The element and attribute names are those that MSCCL's own parser asks for (the executor for NCCL
-of 2024), which is stricter than older ones: it requires ``minBytes``, ``maxBytes``, ``inplace``
-and ``outofplace``. Older files are read as well: ``op`` in place of ``step``, ``copy`` elements,
-``reduce_scatter``. Files come from outside: document types and entities are refused, and every
-error names the element and its line.
+Names are those that MSCCL's own parser asks for (the executor for NCCL of 2024). Older files are
+read as well: ``op`` in place of ``step``, ``copy`` elements, ``reduce_scatter``. Files come from
+outside: document types and entities are refused, and errors name the element and its line.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
+from xml.etree import ElementTree as ET
 from xml.parsers import expat
-from xml.sax.saxutils import quoteattr
 
 from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering.machine import ProgramError
@@ -104,25 +103,27 @@ def to_msccl_xml(program: Program, *, check_limits: bool = True) -> str:
     }
     if collective.root is not None:
         attributes["root"] = collective.root  # ours: MSCCL's files do not say it
-    lines = [_open("algo", attributes, level=0)]
-    for rank in range(program.num_ranks):
-        lines += _gpu_lines(program, rank)
-    lines.append("</algo>")
-    return "\n".join(lines) + "\n"
+    algorithm = ET.Element("algo", _texts(attributes))
+    for rank, sizes in enumerate(program.ranks):
+        _add_gpu(algorithm, rank, sizes)
+    ET.indent(algorithm)
+    return ET.tostring(algorithm, encoding="unicode") + "\n"
 
 
 def _chunks_per_loop(collective: Collective) -> int:
     """Return the chunks that MSCCL divides a buffer into, before it multiplies them by N."""
     if collective.name in {"all_to_all", "gather", "scatter"}:
-        chunks = collective.num_chunks // collective.num_ranks
-        return max(chunks, 1)
+        return max(collective.num_chunks // collective.num_ranks, 1)
     return collective.num_chunks
 
 
-def _gpu_lines(program: Program, rank: int) -> list[str]:
-    sizes = program.ranks[rank]
-    slots = {"i": sizes.input_slots, "o": sizes.output_slots, "s": sizes.scratch_slots}
-    lines = [_open("gpu", {"id": rank} | {f"{b}_chunks": n for b, n in slots.items()}, level=1)]
+def _add_gpu(algorithm: ET.Element, rank: int, sizes: RankProgram) -> None:
+    slots = {
+        "i_chunks": sizes.input_slots,
+        "o_chunks": sizes.output_slots,
+        "s_chunks": sizes.scratch_slots,
+    }
+    gpu = ET.SubElement(algorithm, "gpu", _texts({"id": rank} | slots))
     awaited = {
         (operation.wait_block, operation.wait_step)
         for block in sizes.blocks
@@ -130,57 +131,50 @@ def _gpu_lines(program: Program, rank: int) -> list[str]:
     }
     for number, block in enumerate(sizes.blocks):
         peers = {"send": block.send_peer, "recv": block.receive_peer, "chan": block.channel}
-        lines.append(_open("tb", {"id": number} | peers, level=2))
+        one = ET.SubElement(gpu, "tb", _texts({"id": number} | peers))
         for step, operation in enumerate(block.operations):
             attributes = {
                 "s": step,
-                "type": operation.kind.value,
-                "srcbuf": operation.source.value,
+                "type": operation.kind,
+                "srcbuf": operation.source,
                 "srcoff": operation.source_offset,
-                "dstbuf": operation.target.value,
+                "dstbuf": operation.target,
                 "dstoff": operation.target_offset,
                 "cnt": operation.count if operation.kind is not OpKind.NOP else 0,
                 "depid": operation.wait_block,
                 "deps": operation.wait_step,
                 "hasdep": int((number, step) in awaited),
             }
-            lines.append(_open("step", attributes, level=3, closed=True))
-        lines.append("    </tb>")
-    return [*lines, "  </gpu>"]
+            ET.SubElement(one, "step", _texts(attributes))
 
 
-def _open(tag: str, attributes: Mapping[str, object], *, level: int, closed: bool = False) -> str:
-    words = " ".join(f"{name}={quoteattr(str(value))}" for name, value in attributes.items())
-    return f"{'  ' * level}<{tag} {words}{'/' if closed else ''}>"
+def _texts(attributes: Mapping[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in attributes.items()}
 
 
 def _require_limits(program: Program) -> None:
-    found = [
-        ("channels", program.num_channels, _MAX_CHANNELS, "use fewer channels or instances"),
-        *_block_limits(program),
-    ]
-    for what, value, limit, remedy in found:
+    for what, value, limit, remedy in _limits(program):
         if value > limit:
             raise InfeasibleError(
                 f"MSCCL runs at most {limit} {what}; the program has {value}", hint=remedy
             )
 
 
-def _block_limits(program: Program) -> Iterator[tuple[str, int, int, str]]:
+def _limits(program: Program) -> Iterator[tuple[str, int, int, str]]:
+    yield "channels", program.num_channels, _MAX_CHANNELS, "use fewer channels or instances"
     for rank, sizes in enumerate(program.ranks):
         where = f"of rank {rank}"
         yield f"thread blocks {where}", len(sizes.blocks), _MAX_BLOCKS, "use fewer channels"
         nodes = 2 + len(sizes.blocks) + sizes.num_operations
         yield f"XML elements {where}", nodes, _MAX_NODES, "use fewer chunks"
-        users: dict[tuple[int, str], int] = {}
+        users: Counter[tuple[int, str]] = Counter()
         for number, block in enumerate(sizes.blocks):
             steps = len(block.operations)
             yield f"steps in block {number} {where}", steps, _MAX_STEPS, "use fewer chunks"
             counts = max((operation.count for operation in block.operations), default=0)
             yield f"chunks in one step {where}", counts, _MAX_COUNT, "lower with max_count=64"
-            for way, peer in (("sends", block.send_peer), ("receives", block.receive_peer)):
-                if peer >= 0:
-                    users[block.channel, way] = users.get((block.channel, way), 0) + 1
+            users[block.channel, "sends"] += block.send_peer >= 0
+            users[block.channel, "receives"] += block.receive_peer >= 0
         for (channel, way), count in users.items():
             what = f"blocks with {way} on channel {channel} {where}"
             yield what, count, _MAX_BLOCKS_OF_CHANNEL, "use more channels"
@@ -223,23 +217,25 @@ def from_msccl_xml(source: str | Path, *, collective: Collective | None = None) 
     given = isinstance(source, str) and source.lstrip().startswith("<")
     root = _parse(str(source) if given else read_text(source, what="program"))
     num_ranks = _integer(root, "ngpus", least=1, most=1 << 16)
-    programs: dict[int, RankProgram] = {}
-    for element in root.children:
-        rank = _integer(element, "id", least=0, most=num_ranks - 1)
-        if rank in programs:
-            _fail(element, f"there are two gpus with id {rank}")
-        programs[rank] = _rank_program(element, num_ranks)
-    missing = sorted(set(range(num_ranks)) - set(programs))
-    if missing:
-        _fail(root, f"gpu {missing[0]} of {num_ranks} is missing")
-    ranks = tuple(programs[rank] for rank in range(num_ranks))
+    gpus = _numbered(root, root.children, "id", "gpu")
+    if len(gpus) != num_ranks:
+        _fail(root, f"gpu {len(gpus)} of {num_ranks} is missing")
+    ranks = tuple(_rank_program(gpu, num_ranks) for gpu in gpus)
     if collective is None:
         collective = _collective_of(root, ranks)
     in_place = _integer(root, "inplace", default=0) and not _integer(root, "outofplace", default=0)
+    ranks = tuple(
+        replace(  # files may leave out what a rank does not touch
+            program,
+            input_slots=max(program.input_slots, int(collective.input_slots[rank])),
+            output_slots=max(program.output_slots, int(collective.output_slots[rank])),
+        )
+        for rank, program in enumerate(ranks)
+    )
     try:
         return Program(
             collective,
-            _with_slots(collective, ranks),
+            ranks,
             name=root.attributes.get("name", "program"),
             in_place=bool(in_place) and collective.name not in {"all_to_all", "gather", "scatter"},
             protocol=root.attributes.get("proto", "Simple"),
@@ -306,24 +302,31 @@ def _integer(
     return value
 
 
+def _numbered(
+    parent: _Element, children: list[_Element], attribute: str, what: str
+) -> list[_Element]:
+    """Return elements in the order of their numbers, which count from 0."""
+    found: dict[int, _Element] = {}
+    for child in children:
+        number = _integer(child, attribute, most=1 << 16)
+        if number in found:
+            _fail(child, f"there are two {what}s with {attribute} {number}")
+        found[number] = child
+    for number in range(len(found)):
+        if number not in found:
+            _fail(parent, f"{what} {number} is missing: they count from 0")
+    return [found[number] for number in range(len(found))]
+
+
 def _rank_program(gpu: _Element, num_ranks: int) -> RankProgram:
     sizes = [_integer(gpu, f"{b}_chunks", default=0, most=1 << 20) for b in "ios"]
-    by_id: dict[int, ThreadBlock] = {}
-    for element in gpu.children:
-        if element.tag != "tb":
-            continue
-        number = _integer(element, "id", most=_MAX_BLOCKS * 4)
-        if number in by_id:
-            _fail(element, f"there are two thread blocks with id {number}")
-        by_id[number] = _thread_block(element, num_ranks)
-    if sorted(by_id) != list(range(len(by_id))):
-        gap = next(number for number in range(len(by_id)) if number not in by_id)
-        _fail(gpu, f"thread block {gap} is missing: ids count from 0")
-    blocks = [by_id[number] for number in range(len(by_id))]
+    blocks = [child for child in gpu.children if child.tag == "tb"]
+    blocks = _numbered(gpu, blocks, "id", "thread block")
+    programs = [_thread_block(block, num_ranks) for block in blocks]
     copies = tuple(_copy(element) for element in gpu.children if element.tag == "copy")
     if copies:
-        blocks.append(ThreadBlock(copies))
-    return RankProgram(tuple(blocks), sizes[0], sizes[1], sizes[2])
+        programs.append(ThreadBlock(copies))
+    return RankProgram(tuple(programs), *sizes)
 
 
 def _copy(element: _Element) -> Operation:
@@ -338,17 +341,8 @@ def _copy(element: _Element) -> Operation:
 
 
 def _thread_block(element: _Element, num_ranks: int) -> ThreadBlock:
-    steps: dict[int, Operation] = {}
-    for child in element.children:
-        number = _integer(child, "s")
-        if number in steps:
-            _fail(child, f"there are two steps {number}")
-        steps[number] = _operation(child)
-    if sorted(steps) != list(range(len(steps))):
-        gap = next(number for number in range(len(steps)) if number not in steps)
-        _fail(element, f"step {gap} is missing: steps count from 0")
     return ThreadBlock(
-        tuple(steps[number] for number in range(len(steps))),
+        tuple(_operation(step) for step in _numbered(element, element.children, "s", "step")),
         send_peer=_integer(element, "send", least=-1, most=num_ranks - 1),
         receive_peer=_integer(element, "recv", least=-1, most=num_ranks - 1),
         channel=_integer(element, "chan", default=0, most=1 << 10),
@@ -359,19 +353,16 @@ def _operation(element: _Element) -> Operation:
     kind = element.attributes.get("type")
     if kind not in set(OpKind):
         _fail(element, f"type={kind!r} is none of {', '.join(OpKind)}")
-    buffers = []
     for name in ("srcbuf", "dstbuf"):
-        text = element.attributes.get(name, "i")
-        if text not in set(Buffer):
+        if (text := element.attributes.get(name, "i")) not in set(Buffer):
             _fail(element, f"{name}={text!r} is none of i, o, s")
-        buffers.append(Buffer(text))
     wait_block = _integer(element, "depid", default=-1, least=-1)
     wait_step = _integer(element, "deps", default=-1, least=-1)
     return Operation(
         OpKind(kind),
-        buffers[0],
+        Buffer(element.attributes.get("srcbuf", "i")),
         _integer(element, "srcoff", default=0, least=-1),
-        buffers[1],
+        Buffer(element.attributes.get("dstbuf", "i")),
         _integer(element, "dstoff", default=0, least=-1),
         max(_integer(element, "cnt", default=1), 1) if kind == "nop" else _integer(element, "cnt"),
         wait_block,
@@ -399,15 +390,3 @@ def _collective_of(root: _Element, ranks: tuple[RankProgram, ...]) -> Collective
     if chunks % count:
         _fail(root, f"nchunksperloop={chunks} is no multiple of the {count} gpus")
     return named_collective(plain, count, chunks=max(chunks // count, 1))
-
-
-def _with_slots(collective: Collective, ranks: tuple[RankProgram, ...]) -> tuple[RankProgram, ...]:
-    """Give buffers the collective's size: files may leave out what a rank does not touch."""
-    return tuple(
-        replace(
-            program,
-            input_slots=max(program.input_slots, int(collective.input_slots[rank])),
-            output_slots=max(program.output_slots, int(collective.output_slots[rank])),
-        )
-        for rank, program in enumerate(ranks)
-    )

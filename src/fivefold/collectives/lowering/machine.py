@@ -14,11 +14,10 @@ that execution between processes is compared with.
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +76,6 @@ class _Runner:
     def __init__(
         self, program: Program, *, arrival_s: Arrival | None, queue_slots: int | None
     ) -> None:
-        self._program = program
         self._arrival_s = arrival_s or (lambda sent_s, *_: sent_s + 1.0)
         self._queue_slots = queue_slots
         self._blocks: list[tuple[int, int, ThreadBlock]] = list(program.blocks())
@@ -272,7 +270,6 @@ def _check_operation(
 
 
 _Array = np.ndarray
-_Values = TypeVar("_Values")
 _REDUCTIONS: dict[str, Callable[[_Array, _Array], _Array]] = {
     "sum": np.add,
     "product": np.multiply,
@@ -281,15 +278,17 @@ _REDUCTIONS: dict[str, Callable[[_Array, _Array], _Array]] = {
 }
 
 
-class Machine(ABC, Generic[_Values]):
+class Machine:
     """Carries out a program's operations one after another, on values of any kind.
 
-    What a memory cell holds, and what adding means, is for those who inherit to say.
+    ``memory`` has an array of cells for each rank, and ``add`` says what adding means.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self._messages: dict[int, _Values] = {}
+    def __init__(
+        self, program: Program, memory: list[_Array], add: Callable[[Any, Any], Any]
+    ) -> None:
+        self.program, self.memory, self.add = program, memory, add
+        self._messages: dict[int, Any] = {}
 
     def run(self, order: Sequence[Executed]) -> None:
         """Carry out all operations, in the order that `run_order` found."""
@@ -302,33 +301,26 @@ class Machine(ABC, Generic[_Values]):
         values = self._messages.pop(executed.taken) if kind.receives else None
         if kind.reads_source:
             own = self.read(executed, operation.source, operation.source_offset)
-            values = own if values is None else self.add(executed, values, own)
+            values = own if values is None else self.add(values, own)
         if kind is OpKind.REDUCE:  # a local one adds to its target slots
-            assert values is not None, "a reduction reads its source"
             kept = self.read(executed, operation.target, operation.target_offset)
-            values = self.add(executed, values, kept)
+            values = self.add(values, kept)
         if kind.writes_target:
-            assert values is not None, "what is written was read or received"
             self.write(executed, operation.target, operation.target_offset, values)
         if kind.sends:
-            assert values is not None, "what is sent was read or received"
             self._messages[place] = values
 
-    def cells(self, executed: Executed, buffer: Buffer, offset: int) -> np.ndarray:
+    def cells(self, executed: Executed, buffer: Buffer, offset: int) -> _Array:
         """Return the memory cells of an operation's slots."""
-        return self.program.slots(executed.rank)[buffer][offset : offset + executed.operation.count]
+        return self.program.slots[executed.rank][buffer][offset : offset + executed.operation.count]
 
-    @abstractmethod
-    def read(self, executed: Executed, buffer: Buffer, offset: int) -> _Values:
+    def read(self, executed: Executed, buffer: Buffer, offset: int) -> Any:
         """Return what an operation's slots hold."""
+        return self.memory[executed.rank][self.cells(executed, buffer, offset)]
 
-    @abstractmethod
-    def write(self, executed: Executed, buffer: Buffer, offset: int, values: _Values) -> None:
+    def write(self, executed: Executed, buffer: Buffer, offset: int, values: Any) -> None:
         """Put values into an operation's slots."""
-
-    @abstractmethod
-    def add(self, executed: Executed, first: _Values, second: _Values, /) -> _Values:
-        """Return the sum of two operands."""
+        self.memory[executed.rank][self.cells(executed, buffer, offset)] = values
 
 
 def interpret(
@@ -358,36 +350,11 @@ def interpret(
         [[11, 22], [11, 22]]
     """
     require_one_of(reduction, _REDUCTIONS, f"there is no reduction {reduction!r}")
-    machine = _Interpreter(program, inputs, _REDUCTIONS[reduction])
-    machine.run(run_order(program))
+    memories = _load(program, inputs)
+    Machine(program, memories, _REDUCTIONS[reduction]).run(run_order(program))
     return [
-        memory[program.slots(rank)[Buffer.OUTPUT]] for rank, memory in enumerate(machine.memory)
+        memory[slots[Buffer.OUTPUT]] for memory, slots in zip(memories, program.slots, strict=True)
     ]
-
-
-class _Interpreter(Machine[_Array]):
-    def __init__(
-        self,
-        program: Program,
-        inputs: Sequence[_Array],
-        combine: Callable[[_Array, _Array], _Array],
-    ) -> None:
-        super().__init__(program)
-        self._combine = combine
-        self.memory = _load(program, inputs)
-
-    def read(self, executed: Executed, buffer: Buffer, offset: int) -> _Array:
-        """Return the values of the cells."""
-        held: _Array = self.memory[executed.rank][self.cells(executed, buffer, offset)]
-        return held
-
-    def write(self, executed: Executed, buffer: Buffer, offset: int, values: _Array) -> None:
-        """Write the values to the cells."""
-        self.memory[executed.rank][self.cells(executed, buffer, offset)] = values
-
-    def add(self, _: Executed, first: _Array, second: _Array) -> _Array:
-        """Combine two values."""
-        return self._combine(first, second)
 
 
 def _load(program: Program, inputs: Sequence[_Array]) -> list[_Array]:
@@ -415,6 +382,6 @@ def _load(program: Program, inputs: Sequence[_Array]) -> list[_Array]:
             )
         memory = np.zeros((sizes.num_slots, *chunk), dtype=dtype)
         if array.size:
-            memory[program.slots(rank)[Buffer.INPUT]] = array
+            memory[program.slots[rank][Buffer.INPUT]] = array
         memories.append(memory)
     return memories

@@ -9,19 +9,15 @@ knows nothing of files, topologies or torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from operator import index
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
 from fivefold.collectives.schedules import Collective
-from fivefold.collectives.schedules.constructors import collective_from_data, collective_to_data
-from fivefold.errors import ConfigurationError, DataError, FivefoldError, require_one_of
-from fivefold.files import parse_json
+from fivefold.errors import ConfigurationError, require_one_of
 
 _IN_PLACE = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}
 _MOST_SLOTS = 1 << 27
@@ -49,39 +45,12 @@ class OpKind(StrEnum):
     REDUCE = "re"
     NOP = "nop"
 
-    @property
-    def sends(self) -> bool:
-        """Return whether it puts chunks into the queue to the block's send peer."""
-        return self in _SENDS
-
-    @property
-    def receives(self) -> bool:
-        """Return whether it takes chunks from the queue of the block's receive peer."""
-        return self in _RECEIVES
-
-    @property
-    def reduces(self) -> bool:
-        """Return whether it adds."""
-        return self in _REDUCES
-
-    @property
-    def reads_source(self) -> bool:
-        """Return whether it reads its source slots."""
-        return self in _READS
-
-    @property
-    def writes_target(self) -> bool:
-        """Return whether it writes its target slots."""
-        return self in _WRITES
-
-
-_SENDS = {OpKind.SEND, OpKind.RECEIVE_COPY_SEND, OpKind.RECEIVE_REDUCE_SEND}
-_SENDS |= {OpKind.RECEIVE_REDUCE_COPY_SEND}
-_REDUCES = {OpKind.RECEIVE_REDUCE_SEND, OpKind.RECEIVE_REDUCE_COPY, OpKind.REDUCE}
-_REDUCES |= {OpKind.RECEIVE_REDUCE_COPY_SEND}
-_RECEIVES = (_REDUCES - {OpKind.REDUCE}) | {OpKind.RECEIVE, OpKind.RECEIVE_COPY_SEND}
-_READS = _REDUCES | {OpKind.SEND, OpKind.COPY}
-_WRITES = (_RECEIVES - {OpKind.RECEIVE_REDUCE_SEND}) | {OpKind.COPY, OpKind.REDUCE}
+    def __init__(self, value: str) -> None:
+        self.sends = value.endswith("s")  # puts chunks into the queue to the block's send peer
+        self.receives = value in {"r", "rcs", "rrs", "rrc", "rrcs"}
+        self.reduces = value in {"rrs", "rrc", "rrcs", "re"}
+        self.reads_source = self.reduces or value in {"s", "cpy"}
+        self.writes_target = value not in {"s", "rrs", "nop"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +122,6 @@ class Program:
     protocol: str = "Simple"
     min_bytes: int = 0
     max_bytes: int = 0
-    _slots: dict[int, tuple[Any, Any, Any]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         if len(self.ranks) != self.collective.num_ranks:
@@ -174,10 +140,24 @@ class Program:
             )
         for name in ("min_bytes", "max_bytes"):
             _require_whole(name, getattr(self, name), most=1 << 63)
-        for rank, program in enumerate(self.ranks):
-            _check_slots(self.collective, rank, program)
-            for number, block in enumerate(program.blocks):
-                _check_block(f"rank {rank} block {number}", block)
+        for rank in range(self.num_ranks):
+            self._check_slots(rank)
+        for rank, number, block in self.blocks():
+            _check_block(f"rank {rank} block {number}", block)
+
+    def _check_slots(self, rank: int) -> None:
+        program, collective = self.ranks[rank], self.collective
+        for buffer, have, needed in (
+            ("input", program.input_slots, int(collective.input_slots[rank])),
+            ("output", program.output_slots, int(collective.output_slots[rank])),
+            ("scratch", program.scratch_slots, 0),
+        ):
+            _require_whole(f"rank {rank}: the number of {buffer} slots", have, most=_MOST_SLOTS)
+            if have < needed:
+                raise ConfigurationError(
+                    f"rank {rank} has {have} {buffer} slots; "
+                    f"{collective.name} of {collective.num_chunks} chunks needs {needed}"
+                )
 
     @property
     def num_ranks(self) -> int:
@@ -200,69 +180,22 @@ class Program:
             for number, block in enumerate(program.blocks):
                 yield rank, number, block
 
-    def slots(self, rank: int) -> dict[Buffer, np.ndarray]:
-        """Return memory cell of each slot of a rank: equal numbers are one memory (in place)."""
-        if rank not in self._slots:
-            self._slots[rank] = self._number_slots(rank)
-        inputs, outputs, scratch = self._slots[rank]
-        return {Buffer.INPUT: inputs, Buffer.OUTPUT: outputs, Buffer.SCRATCH: scratch}
+    @cached_property
+    def slots(self) -> list[dict[Buffer, np.ndarray]]:
+        """Memory cell of each slot, by rank: equal numbers are one memory (in place)."""
+        return [self._number_slots(rank) for rank in range(self.num_ranks)]
 
-    def _number_slots(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _number_slots(self, rank: int) -> dict[Buffer, np.ndarray]:
         program = self.ranks[rank]
-        inputs = np.arange(program.input_slots)
-        outputs = program.input_slots + np.arange(program.output_slots)
-        scratch = program.input_slots + program.output_slots + np.arange(program.scratch_slots)
+        sizes = [program.input_slots, program.output_slots]
+        inputs, outputs, scratch = np.split(np.arange(program.num_slots), np.cumsum(sizes))
         if self.in_place:
             chunks = np.arange(self.collective.num_chunks)
             held = self.collective.input_address(chunks, rank)
             wanted = self.collective.output_address(chunks, rank)
             both = (held >= 0) & (wanted >= 0)
             outputs[wanted[both]] = inputs[held[both]]
-        return inputs, outputs, scratch
-
-    def to_json(self) -> str:
-        """Return the program as JSON; :meth:`from_json` reads it back."""
-        return json.dumps(
-            {
-                "format": "fivefold-program/2",
-                "name": self.name,
-                "collective": collective_to_data(self.collective),
-                "in_place": self.in_place,
-                "protocol": self.protocol,
-                "min_bytes": self.min_bytes,
-                "max_bytes": self.max_bytes,
-                "ranks": [_rank_to_json(rank) for rank in self.ranks],
-            }
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> Program:
-        """Read back what :meth:`to_json` wrote.
-
-        Raises:
-            DataError: The text is no such program.
-        """
-        try:
-            data = parse_json(text, where="the program")
-            if data["format"] != "fivefold-program/2":
-                raise DataError(f"the format is {data['format']!r}, not 'fivefold-program/2'")
-            for key in ("name", "protocol"):
-                if not isinstance(data[key], str):
-                    raise DataError(f"{key} of the program is {data[key]!r:.60}, not text")
-            return cls(
-                collective_from_data(data["collective"]),
-                tuple(_rank_from_json(rank) for rank in data["ranks"]),
-                name=data["name"],
-                in_place=data["in_place"],
-                protocol=data["protocol"],
-                min_bytes=index(data["min_bytes"]),
-                max_bytes=index(data["max_bytes"]),
-            )
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            if isinstance(error, DataError):
-                raise
-            reason = error.message if isinstance(error, FivefoldError) else repr(error)
-            raise DataError(f"this is no program in JSON: {reason}") from error
+        return {Buffer.INPUT: inputs, Buffer.OUTPUT: outputs, Buffer.SCRATCH: scratch}
 
 
 def _require_whole(what: str, value: object, *, least: int = 0, most: int = 1 << 31) -> None:
@@ -279,11 +212,10 @@ def _check_block(where: str, block: ThreadBlock) -> None:
         _require_whole(f"{where}: {name}", getattr(block, name), least=-1)
     _require_whole(f"{where}: channel", block.channel, most=1 << 20)
     for step, operation in enumerate(block.operations):
-        wrong = not isinstance(operation.kind, OpKind)
-        wrong |= not isinstance(operation.source, Buffer) or not isinstance(
-            operation.target, Buffer
-        )
-        if wrong:
+        buffers = operation.source, operation.target
+        if not isinstance(operation.kind, OpKind) or not all(
+            isinstance(buffer, Buffer) for buffer in buffers
+        ):
             raise ConfigurationError(
                 f"{where} step {step} is {operation!r}", hint="kinds are OpKind, buffers Buffer"
             )
@@ -291,69 +223,3 @@ def _check_block(where: str, block: ThreadBlock) -> None:
             value = getattr(operation, name)
             if type(value) is not int or not -1 <= value <= 1 << 31:
                 _require_whole(f"{where} step {step}: {name}", value, least=-1)
-
-
-def _check_slots(collective: Collective, rank: int, program: RankProgram) -> None:
-    needed = {
-        "input": int(collective.input_slots[rank]),
-        "output": int(collective.output_slots[rank]),
-    }
-    have = {"input": program.input_slots, "output": program.output_slots}
-    for buffer, slots in (*have.items(), ("scratch", program.scratch_slots)):
-        _require_whole(f"rank {rank}: the number of {buffer} slots", slots, most=_MOST_SLOTS)
-    for buffer, count in needed.items():
-        if have[buffer] < count:
-            raise ConfigurationError(
-                f"rank {rank} has {have[buffer]} {buffer} slots; "
-                f"{collective.name} of {collective.num_chunks} chunks needs {count}"
-            )
-
-
-def _rank_to_json(rank: RankProgram) -> dict[str, Any]:
-    return {
-        "slots": [rank.input_slots, rank.output_slots, rank.scratch_slots],
-        "blocks": [
-            {
-                "send": block.send_peer,
-                "receive": block.receive_peer,
-                "channel": block.channel,
-                "operations": [
-                    [
-                        op.kind.value,
-                        f"{op.source}{op.source_offset}",
-                        f"{op.target}{op.target_offset}",
-                        op.count,
-                        op.wait_block,
-                        op.wait_step,
-                    ]
-                    for op in block.operations
-                ],
-            }
-            for block in rank.blocks
-        ],
-    }
-
-
-def _rank_from_json(data: dict[str, Any]) -> RankProgram:
-    blocks = tuple(
-        ThreadBlock(
-            tuple(
-                Operation(
-                    OpKind(kind),
-                    Buffer(source[0]),
-                    int(source[1:]),
-                    Buffer(target[0]),
-                    int(target[1:]),
-                    index(count),
-                    index(wait_block),
-                    index(wait_step),
-                )
-                for kind, source, target, count, wait_block, wait_step in block["operations"]
-            ),
-            send_peer=index(block["send"]),
-            receive_peer=index(block["receive"]),
-            channel=index(block["channel"]),
-        )
-        for block in data["blocks"]
-    )
-    return RankProgram(blocks, *map(index, data["slots"]))
