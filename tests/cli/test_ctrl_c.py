@@ -174,6 +174,27 @@ def test_nothing_is_said_about_an_object_that_was_half_made():
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+BETWEEN_CALL_AND_NOTE = """
+import os, signal
+from fivefold.cli import _main
+source = "def close(freed):\\n    os.kill(os.getpid(), signal.SIGINT)\\n    freed.append(1)"
+exec(compile(source, "/lib/llvmlite/binding/ffi.py", "exec"))
+def work(**_):
+    freed = []
+    close(freed)
+    assert freed
+    signal.pause()
+_main.app = work
+_main.main()
+"""
+
+
+def test_llvm_notes_what_it_freed():
+    command = [sys.executable, "-c", BETWEEN_CALL_AND_NOTE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 STUCK = """
 import os, pathlib, signal, subprocess, sys, time
 if "worker" not in sys.argv:  # a launcher that waits for a worker that does not heed it

@@ -6,12 +6,12 @@ them: rich would wrap long lines and take brackets in messages for markup.
 
 from __future__ import annotations
 
-import _thread
 import ast
 import errno
 import importlib
 import importlib.util
 import logging
+import os
 import re
 import signal
 import sys
@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn, Self
+from typing import Annotated, Any, Self
 
 import typer
 from rich.console import Console
@@ -259,10 +259,13 @@ class _CtrlC:
     """Answer Ctrl-C where compiled code calls back, too: it loses exceptions, or aborts on them.
 
     While a module is being loaded the process ends at once: what runs may be killed at any time.
+    While LLVM's objects are made or freed it waits: between a call and the note of it an exception
+    would have one freed twice.
     """
 
     def __enter__(self) -> Self:
         self.pressed = False
+        self._again: threading.Timer | None = None
         self._usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         self._lost = sys.unraisablehook
         if self._usual:  # not where it is ignored, as in the background of a script
@@ -271,29 +274,37 @@ class _CtrlC:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._again is not None:
+            self._again.cancel()
         if self._usual:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.unraisablehook = self._lost
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> NoReturn:
-        if _is_loading(frame):
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        files = list(_files_of(frame))
+        if any(file.startswith("<frozen importlib") for file in files):
             leave_at_once(number, frame)
+        if any("/llvmlite/" in file for file in files):
+            self._press_again()
+            return
         self.pressed = True
         raise KeyboardInterrupt
 
+    def _press_again(self) -> None:
+        self._again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
+        self._again.start()
+
     def _on_lost(self, lost: Any) -> None:
         if isinstance(lost.exc_value, KeyboardInterrupt):  # raised again outside of the call
-            threading.Timer(_AGAIN_S, _thread.interrupt_main).start()
+            self._press_again()
         elif not self.pressed:  # else it is of an object that was half made
             self._lost(lost)
 
 
-def _is_loading(frame: FrameType | None) -> bool:
+def _files_of(frame: FrameType | None) -> Iterator[str]:
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
+        yield frame.f_code.co_filename
         frame = frame.f_back
-    return False
 
 
 def main() -> None:
