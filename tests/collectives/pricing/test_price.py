@@ -92,6 +92,10 @@ def test_what_has_no_price_is_refused():
         with pytest.raises(ConfigurationError, match="no price"):
             price_s(network, **{"kind": "all_gather", "size_bytes": 1.0} | change)
     for fidelity in ("closed_form", "schedule", "simulation"):
+        for algorithm, message in (("nosuch", "no algorithm"), ("pairwise", "does not do")):
+            wrong = {"fidelity": fidelity, "algorithm": algorithm}
+            with pytest.raises(ConfigurationError, match=message):
+                price_s(network, "all_gather", size_bytes=1.0, **wrong)
         for group in (Group(size=8), Group(size=2, stride=4), Group(size=4, ranks=3)):
             with pytest.raises(ConfigurationError, match="does not fit into 4 ranks"):
                 price_s(network, "all_gather", size_bytes=1.0, group=group, fidelity=fidelity)

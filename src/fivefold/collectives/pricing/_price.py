@@ -66,6 +66,7 @@ def price_s(
         group: Who takes part; None for all ranks.
         fidelity: One of the three above.
         algorithm: What the schedule is built by; None for rings, or pairwise for an all-to-all.
+            The closed form has no schedule: it is of those, whichever algorithm is named.
             ``"in_network"``: the best tree of aggregating switches over all ranks, for an
             all-reduce; its round trip, and the bytes at the least rate of links, adders and slots.
 
@@ -73,7 +74,7 @@ def price_s(
         Seconds; 0 for a group of one.
 
     Raises:
-        ConfigurationError: There is no such kind or fidelity, or the group does not fit.
+        ConfigurationError: There is no such kind, fidelity or algorithm, or the group does not fit.
         InfeasibleError: The topology is not connected, or no tree of switches can aggregate.
 
     Examples:
@@ -90,6 +91,8 @@ def price_s(
     if not isinstance(size_bytes, Real) or not 0 <= size_bytes < np.inf:
         message = f"size_bytes is {size_bytes!r:.40}"
         raise ConfigurationError(message, hint="give a finite size of at least 0 bytes")
+    if algorithm not in (None, "in_network"):  # a clear error, also where none is built
+        _build(algorithm, kind, 2)
     who = Group(size=topology.num_ranks) if group is None else group
     ranks = who.size * who.stride if who.ranks is None else who.ranks
     for key, number in (("size", who.size), ("stride", who.stride), ("ranks", ranks)):
@@ -147,21 +150,23 @@ def _in_network_s(
     return simulate(topology, [request]).finish_of("sum")
 
 
+def _build(algorithm: str, kind: str, size: int) -> Schedule:
+    from fivefold.collectives.algorithms import build_algorithm  # noqa: PLC0415 - as above
+    from fivefold.collectives.schedules import named_collective  # noqa: PLC0415 - as above
+
+    return build_algorithm(algorithm, named_collective(kind, size))
+
+
 def _of_all_groups(topology: Topology, kind: str, group: Group, algorithm: str) -> Schedule:
     """Return the same algorithm in every group of an axis, side by side."""
-    from fivefold.collectives.algorithms import build_algorithm  # noqa: PLC0415 - as above
-    from fivefold.collectives.schedules import (  # noqa: PLC0415 - as above
-        Collective,
-        Schedule,
-        named_collective,
-    )
+    from fivefold.collectives.schedules import Collective, Schedule  # noqa: PLC0415 - as above
 
     ranks = group.size * group.stride if group.ranks is None else group.ranks
     first = np.arange(ranks)
     first = first[first // group.stride % group.size == 0]
     first = first[first + (group.size - 1) * group.stride < ranks]
     members = first[:, None] + group.stride * np.arange(group.size)
-    part = build_algorithm(algorithm, named_collective(kind, group.size))
+    part = _build(algorithm, kind, group.size)
     one, count = part.collective, len(members)
     chunks = np.arange(count)[:, None] * one.num_chunks
     collective = Collective(
