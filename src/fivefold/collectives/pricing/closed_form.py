@@ -1,10 +1,8 @@
 """Times of collectives on a fabric of tiers, as arrays: one entry per group.
 
-A ring over a group leaves a unit by the shares of all its members inside: eight data-parallel
-rings of a node each get one share, one tensor ring over two nodes gets all eight. Ranks lie on
-units in their order, so a group that does not divide a unit lies across two in some places: all
-its places are looked at, and the slowest counts. What leaves a pod has left a node first, by the
-same adapters. Latencies follow NCCL's own model. The module knows no model.
+A ring over a group leaves a unit by the shares of all its members inside. Ranks lie on units in
+their order, so a group that does not divide a unit lies across two in some places: all its places
+are looked at, and the slowest counts. Latencies follow NCCL's own model.
 """
 
 from __future__ import annotations
@@ -222,17 +220,13 @@ def _all_to_all_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> 
     return ring.slowest(start_s + sent_s)
 
 
-def _slowest_message_s(fabric: FabricSpec, *, size_bytes: Floats, groups: Groups) -> Floats:
-    return chain_time_s(fabric, size_bytes=size_bytes, groups=groups)[0]
-
-
 _KINDS: Mapping[str, Callable[..., Floats]] = {
     "all_reduce": _all_reduce_s,
     "all_reduce_of_ends": functools.partial(_all_reduce_s, ends=True),
     "all_gather": _gather_s,
     "reduce_scatter": _gather_s,
     "all_to_all": _all_to_all_s,
-    "point_to_point": _slowest_message_s,
+    "point_to_point": lambda fabric, **asked: chain_time_s(fabric, **asked)[0],
 }
 
 

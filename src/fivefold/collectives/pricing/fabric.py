@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -118,7 +119,7 @@ class FabricSpec:
         """Return the tiers, neighbours of the same constants made one: nothing tells them apart."""
         kept: list[Tier] = []
         for tier in self.tiers:
-            if kept and _constants(kept[-1]) == _constants(tier):
+            if kept and replace(kept[-1], name=tier.name, gpus=tier.gpus) == tier:
                 kept.pop()
             kept.append(tier)
         return tuple(kept)
@@ -136,10 +137,6 @@ class FabricSpec:
     def holds_in_node(self, size: int, num_gpus: int) -> bool:
         """Return whether groups of ``size`` neighbours among so many GPUs all lie inside nodes."""
         return num_gpus <= self.gpus_per_node or self.gpus_per_node % size == 0
-
-
-def _constants(tier: Tier) -> dict[str, object]:
-    return {key: value for key, value in asdict(tier).items() if key not in {"name", "gpus"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +169,6 @@ class Groups:
     ranks: Ints
 
 
-if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
-
 _MOST_UNITS = 64  # flows are computed for so many units, spread over all
 _LARGEST_CAPACITY = 1 << 24  # SciPy's flows are 32-bit integers
 _Unit = tuple[int, ...]
@@ -202,22 +196,24 @@ def fabric_from_topology(
         [('node', 8, 300000000000.0), ('cluster', 16, 25000000000.0)]
     """
     topology.require_connected()
-    hosts = _hosts(topology)
+    hosts = ranks_by_host(topology, range(topology.num_ranks))
+    sizes = sorted({len(ranks) for ranks in hosts})
+    if len(sizes) > 1:
+        message = f"hosts of {topology.name!r} have {sizes} GPUs"
+        raise ConfigurationError(message, hint="take a subset with as many GPUs on every host")
     flows = _Flows(topology)
     racks = _racks(topology, hosts)
-    levels: list[tuple[str, list[_Unit]]] = [("node", [(rank,) for rank in range(flows.count)])]
+    levels: list[tuple[str, list[_Unit]]] = [("rack" if racks else "cluster", hosts)]
     if len(hosts) < flows.count:
-        levels.append(("rack" if racks else "cluster", hosts))
-    else:
-        levels = [("rack" if racks else "cluster", hosts)]
+        levels.insert(0, ("node", [(rank,) for rank in range(flows.count)]))
     if racks:
         levels.append(("cluster", racks))
     tiers = []
-    for number, (name, units) in enumerate(levels):
-        joined = levels[number + 1][1] if number + 1 < len(levels) else [tuple(range(flows.count))]
+    for (name, units), (_, joined) in pairwise([*levels, ("", [tuple(range(flows.count))])]):
         if len(joined) == len(units):
             continue
-        rate = min(flows.leaving(unit, joined) / len(unit) for unit in _spread(units))
+        some = units[:: max(1, len(units) // _MOST_UNITS)]
+        rate = min(flows.leaving(unit, joined) / len(unit) for unit in some)
         latency_s = max(_latency_s(topology, joined[0]), _latency_s(topology, joined[-1]))
         tiers.append(
             Tier(
@@ -228,15 +224,6 @@ def fabric_from_topology(
     if not tiers:
         tiers.append(Tier(name="node", gpus=1, bandwidth_bytes_per_s=1.0))
     return FabricSpec(name=topology.name, tiers=tuple(tiers))
-
-
-def _hosts(topology: Topology) -> list[_Unit]:
-    hosts = ranks_by_host(topology, range(topology.num_ranks))
-    sizes = sorted({len(ranks) for ranks in hosts})
-    if len(sizes) > 1:
-        message = f"hosts of {topology.name!r} have {sizes} GPUs"
-        raise ConfigurationError(message, hint="take a subset with as many GPUs on every host")
-    return hosts
 
 
 def _racks(topology: Topology, hosts: list[_Unit]) -> list[_Unit]:
@@ -253,11 +240,6 @@ def _racks(topology: Topology, hosts: list[_Unit]) -> list[_Unit]:
     sizes = {len(group) for group in groups.values()}
     uniform = len(sizes) == 1 and 1 < len(groups) < len(hosts)
     return [tuple(group) for group in groups.values()] if uniform else []
-
-
-def _spread(units: list[_Unit]) -> list[_Unit]:
-    step = max(1, len(units) // _MOST_UNITS)
-    return units[::step]
 
 
 def _latency_s(topology: Topology, unit: Sequence[int]) -> float:
@@ -298,11 +280,8 @@ class _Flows:
         graph, source, sink = self._graph(unit, others, within=within)
         return float(csgraph.maximum_flow(graph, source, sink).flow_value) * self.unit_bytes_per_s
 
-    def _graph(
-        self, unit: _Unit, others: Sequence[int], *, within: bool
-    ) -> tuple[csr_matrix, int, int]:
-        from scipy.sparse import csr_matrix  # noqa: PLC0415 - only this needs it
-
+    def _graph(self, unit: _Unit, others: Sequence[int], *, within: bool) -> tuple[Any, int, int]:
+        sparse = optional_module("scipy.sparse", extra="network", use="fabric of tiers")
         topology, nodes = self.topology, len(self.topology.nodes)
         source, sink = nodes, nodes + 1
         most = np.iinfo(np.int32).max // 4
@@ -313,6 +292,6 @@ class _Flows:
         links = np.where(self.is_inside, self.capacities, 0) if within else self.capacities
         values = np.concatenate([links, np.full(len(unit) + len(others), most)])
         # Parallel links add up when the matrix is built.
-        matrix = csr_matrix((values, (rows, columns)), shape=(nodes + 2, nodes + 2))
+        matrix = sparse.csr_matrix((values, (rows, columns)), shape=(nodes + 2, nodes + 2))
         matrix.data = np.minimum(matrix.data, most).astype(np.int32)
         return matrix.astype(np.int32), source, sink

@@ -1,11 +1,8 @@
 """What a schedule's messages take over links that they share, with the software's own cost.
 
-Prices are those of `price_s` in the fidelity ``"simulation"``, the fluid model: messages that share
-a link share it fairly, as TCP connections do. Here every message has a software cost besides, and
-processors have work. Processors of their own work while the links carry, so they count only where
-they need longer; cores that all ranks share, as in the lab, hold up what the links wait for, and
-their work is added. `LinkClock` is a simpler clock of the same idea, which sees messages one after
-the other: it gives the order in which a rank prefers them.
+Prices are those of `price_s` in the fidelity ``"simulation"``, and every message has a software
+cost besides, and processors have work. `LinkClock` is a simpler clock of the same idea, which sees
+messages one after the other: it gives the order in which a rank prefers them.
 """
 
 from __future__ import annotations
@@ -36,12 +33,18 @@ class LinkClock:
     message_s: float  # software cost of one message
     _free_s: dict[tuple[int, int], float] = field(default_factory=dict)
     _users: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
-    _routes: dict[tuple[int, int], tuple[tuple[int, ...], float]] = field(default_factory=dict)
+    _routes: dict[tuple[int, int], tuple[list[int], float]] = field(default_factory=dict)
 
     def __call__(self, sent_s: float, source: int, target: int, count: int) -> float:
         """Return the arrival of a message; see :func:`run_order`."""
         pair = (source, target)
-        route, latency_s = self._route(pair)
+        if pair not in self._routes:
+            links = [int(link) for link in self.topology.shortest_route(*pair)]
+            self._routes[pair] = (
+                links,
+                float(sum(self.topology.latencies_s[link] for link in links)),
+            )
+        route, latency_s = self._routes[pair]
         start_s = max(sent_s, self._free_s.get(pair, 0.0))
         size_bytes = count * self.chunk_bytes
         longest_s = 0.0
@@ -55,18 +58,15 @@ class LinkClock:
         self._free_s[pair] = start_s + longest_s
         return start_s + longest_s + latency_s + self.message_s
 
-    def _route(self, pair: tuple[int, int]) -> tuple[tuple[int, ...], float]:
-        if pair not in self._routes:
-            links = tuple(int(link) for link in self.topology.shortest_route(*pair))
-            latency_s = float(sum(self.topology.latencies_s[link] for link in links))
-            self._routes[pair] = (links, latency_s)
-        return self._routes[pair]
-
 
 def with_work_s(
     time_s: float, handled: Sequence[int], *, message_work_s: float, shared_cores: int
 ) -> float:
-    """Return the time of a collective with the processors' work for its messages."""
+    """Return the time of a collective with the processors' work for its messages.
+
+    Processors of their own work while the links carry, so they count only where they need longer;
+    cores that all ranks share, as in the lab, hold up what the links wait for.
+    """
     if shared_cores:
         return time_s + sum(handled) * message_work_s / 2 / shared_cores
     return max(time_s, max(handled, default=0) * message_work_s / 2)
@@ -90,17 +90,6 @@ def _on_links(schedule: Schedule, topology: Topology, sizes: Floats | None) -> F
     return found.astype(np.float64)
 
 
-def _with_shared_links(topology: Topology, schedule: Schedule, share: float) -> Topology:
-    """Return the topology with less capacity where several connections of a schedule meet."""
-    users = _on_links(schedule, topology, None)
-    return topology.with_links(
-        replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * share)
-        if users[number] > 1
-        else link
-        for number, link in enumerate(topology.links)
-    )
-
-
 def schedule_s(
     schedule: Schedule,
     topology: Topology,
@@ -111,18 +100,18 @@ def schedule_s(
 ) -> float:
     """Return the time of a schedule in the fluid model."""
     bare = schedule.replaced(topology=None, route_offsets=None, route_links=None)
-    costed = _with_message_cost(topology, message_s)
-    if shared_link_share < 1:
-        costed = _with_shared_links(costed, bare, shared_link_share)
-    return float(evaluate(bare, costed, size_bytes=size_bytes, model="fluid").total_s)
-
-
-def _with_message_cost(topology: Topology, message_s: float) -> Topology:
-    """Return the topology with a message's software cost on every link that leaves a rank."""
-    if not message_s:
-        return topology
     ranks = {node.name for node in topology.nodes if node.is_rank}
-    return topology.with_links(
-        replace(link, latency_s=link.latency_s + message_s) if link.source in ranks else link
-        for link in topology.links
-    )
+    if message_s:  # on every link that leaves a rank
+        topology = topology.with_links(
+            replace(link, latency_s=link.latency_s + message_s) if link.source in ranks else link
+            for link in topology.links
+        )
+    if shared_link_share < 1:  # where several connections meet
+        shared = _on_links(bare, topology, None) > 1
+        topology = topology.with_links(
+            replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * shared_link_share)
+            if shared[number]
+            else link
+            for number, link in enumerate(topology.links)
+        )
+    return float(evaluate(bare, topology, size_bytes=size_bytes, model="fluid").total_s)

@@ -55,13 +55,13 @@ def collective_phases(
         pairs = tuple((a, b) for a in group for b in group if a != b)
         return [[Phase(pairs, size_bytes / number, steps=1, coupled=False)]]
     rounds = 2 if kind == "all_reduce" else 1
-    sizes = {len(own) for own in ranks_by_host(topology, group)}
-    if algorithm == "ring" or (len(sizes) > 1 and every_port):
-        if every_port:
-            return [_rings(ranks_by_host(topology, group), rounds * size_bytes, rounds=rounds)]
+    hosts = ranks_by_host(topology, group)
+    equal = len({len(own) for own in hosts}) == 1
+    if every_port and (algorithm == "ring" or not equal):
+        return [_rings(hosts, rounds * size_bytes, rounds=rounds)]
+    if algorithm == "ring":
         return [[_ring(group, rounds * size_bytes, rounds=rounds)]]
-    hosts = host_groups(topology, group)
-    if hosts is None:
+    if not equal:
         raise InfeasibleError(
             f"{group} has not the same number of ranks on each host", hint="use the ring there"
         )
