@@ -127,9 +127,9 @@ def test_rounds_give_the_same():
 
     def work(rank):
         from fivefold.collectives.execution import _engine
-        from fivefold.collectives.execution._run import run_in_rounds
+        from fivefold.collectives.execution._run import RoundRunner
 
-        _engine.run_plan = run_in_rounds
+        _engine.Runner = RoundRunner
         for algorithm in ("ring", "recursive_halving_doubling", "double_binary_tree", "direct"):
             configure(algorithms=OWN | {"all_reduce": algorithm})
             group = dist.new_group(backend="fivefold")

@@ -23,7 +23,7 @@ from fivefold.collectives.execution._run import (
     ReadyTasks,
     ReceiveThreads,
     RunContext,
-    run_plan,
+    Runner,
 )
 from fivefold.collectives.lowering import lower
 from fivefold.collectives.lowering.program import OpKind
@@ -106,7 +106,7 @@ def everywhere(program, inputs, network, *, in_threads=True, timeout=LIMIT):
             timeout=timeout, what="test", tag=0, threads=threads,
         )  # fmt: skip
         try:
-            run_plan(plan_rank(program, rank=rank), context)
+            Runner(plan_rank(program, rank=rank), context).run()
         finally:
             if threads is not None:
                 threads.close()

@@ -19,11 +19,11 @@ import torch
 
 from fivefold.collectives.execution._calls import CallKind, FivefoldWork, c10d, dist, inner_method
 from fivefold.collectives.execution._engine import Call, Engine
-from fivefold.collectives.execution._settings import current_settings
 
 BACKEND = "fivefold"
 _ProcessGroup: Any = dist.ProcessGroup
 _Tensor = torch.Tensor
+_Tensors = list[torch.Tensor]
 _Finish = Callable[[], None] | None  # what brings results to where the caller wants them
 
 
@@ -34,18 +34,19 @@ class Collectives:
 
     # -- one buffer: all-reduce and broadcast --------------------------------------------------
 
-    def allreduce(self, tensors: list[_Tensor], opts: Any = None) -> Any:
-        """Sum, or otherwise combine, one tensor over all ranks."""
+    def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceOptions()
-        (tensor,) = tensors
-        kind = _kind("all_reduce", tensor, operation=opts.reduceOp)
-        return self._in_place(kind, tensor, opts, tensors)
+        kind = _kind("all_reduce", *tensors, operation=opts.reduceOp)
+        return self._in_place("allreduce", kind, tensors, opts, tensors)
 
-    def allreduce_coalesced(self, tensors: list[_Tensor], opts: Any = None) -> Any:
+    def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> Any:
         """Combine several tensors over all ranks, as one where they are of one kind."""
         opts = opts or c10d.AllreduceCoalescedOptions()
-        plain = _options_like(c10d.AllreduceOptions(), opts)
-        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+        plain = c10d.AllreduceOptions()
+        for name in ("reduceOp", "timeout", "asyncOp"):
+            if hasattr(opts, name):
+                setattr(plain, name, getattr(opts, name))
+        if _differ(tensors):
             return _all_of([self.allreduce([tensor], plain) for tensor in tensors], tensors)
         joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
 
@@ -53,32 +54,25 @@ class Collectives:
             _copy_parts(tensors, torch.split(joined, [tensor.numel() for tensor in tensors]))
 
         kind = _kind("all_reduce", joined, operation=opts.reduceOp)
-        return self._in_place(kind, joined, plain, tensors, unpack)
+        return self._in_place("allreduce", kind, [joined], plain, tensors, unpack)
 
-    def broadcast(self, tensors: list[_Tensor], opts: Any = None) -> Any:
-        """Give all ranks one rank's tensor."""
+    def broadcast(self, tensors: _Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.BroadcastOptions()
-        (tensor,) = tensors
-        return self._in_place(_kind("broadcast", tensor, root=opts.rootRank), tensor, opts, tensors)
+        kind = _kind("broadcast", *tensors, root=opts.rootRank)
+        return self._in_place("broadcast", kind, tensors, opts, tensors)
 
     def _in_place(
         self,
+        name: str,
         kind: CallKind,
-        tensor: _Tensor,
+        tensors: _Tensors,
         opts: Any,
-        results: list[_Tensor],
+        results: _Tensors,
         unpack: _Finish = None,
     ) -> Any:
-        call, (sent, copy_back) = None, _packed(tensor)
-        finish = copy_back or unpack
-        if self._fits(kind, [tensor]):
-            flat = _flat(sent)
-            call = Call(kind, flat, flat, unit=flat.numel(), size_bytes=flat.nbytes)
-        inner = self._inner(tensor)
-        method = inner.allreduce if kind.name == "all_reduce" else inner.broadcast
-        return self.engine.run(
-            kind, call, partial(method, [sent], opts), results, results, opts, finish
-        )
+        (tensor,) = tensors
+        cut = (tensor.numel(), tensor.nbytes) if self._fits(kind, tensor) else None
+        return self._submit(kind, (name,), [tensors], opts, results=results, cut=cut, unpack=unpack)
 
     # -- all-gather and reduce-scatter ---------------------------------------------------------
 
@@ -86,40 +80,37 @@ class Collectives:
         """Gather everyone's tensor, one after another, in one tensor."""
         opts = opts or c10d.AllgatherOptions()
         kind = _kind("all_gather", output)
-        return self._out_of_place(kind, output, input, opts, sent=[input], results=[output])
+        return self._out_of_place(kind, output, input, opts, results=[output])
 
-    def allgather(
-        self, outputs: list[list[_Tensor]], inputs: list[_Tensor], opts: Any = None
-    ) -> Any:
+    def allgather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Gather everyone's tensor in a list."""
         opts = opts or c10d.AllgatherOptions()
         (listed,), (tensor,) = outputs, inputs
         kind = _kind("all_gather", *listed)
         equal = all(other.numel() == tensor.numel() for other in listed)
-        if not equal or not self._fits(kind, [tensor]):
-            return self._by_inner(kind, "allgather", (outputs, inputs), inputs, opts)
+        if not equal or not self._fits(kind, tensor):
+            return self._submit(kind, ("allgather",), [outputs, inputs], opts, results=outputs)
         gathered = tensor.new_empty(tensor.numel() * self.engine.size)
 
         def unpack() -> None:
             _copy_parts(listed, gathered.chunk(len(listed)))
 
         return self._out_of_place(
-            kind, gathered, tensor.reshape(-1), opts, sent=inputs, results=outputs, unpack=unpack
+            kind, gathered, tensor.reshape(-1), opts, results=outputs, unpack=unpack
         )
 
     def all_gather_single_coalesced(
-        self, outputs: list[_Tensor], inputs: list[_Tensor], opts: Any = None
+        self, outputs: _Tensors, inputs: _Tensors, opts: Any = None
     ) -> Any:
-        """Do several all-gathers."""
         pairs = zip(outputs, inputs, strict=True)
         return _all_of([self.all_gather_single(out, own, opts) for out, own in pairs], outputs)
 
     def allgather_coalesced(
-        self, outputs: list[list[_Tensor]], inputs: list[_Tensor], opts: Any = None
+        self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None
     ) -> Any:
         """Do several all-gathers into lists, as one where they are of one kind."""
         opts = opts or c10d.AllgatherOptions()
-        if len({(tensor.dtype, tensor.device) for tensor in inputs}) > 1:
+        if _differ(inputs):
             works = [
                 self.allgather([[listed[at] for listed in outputs]], [own], opts)
                 for at, own in enumerate(inputs)
@@ -135,32 +126,29 @@ class Collectives:
 
         kind = _kind("all_gather", gathered)
         return self._out_of_place(
-            kind, gathered.view(-1), joined, opts, sent=inputs, results=outputs, unpack=unpack
+            kind, gathered.view(-1), joined, opts, results=outputs, unpack=unpack
         )
 
     def reduce_scatter_single(self, output: _Tensor, input: _Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Give everyone one share of the sum."""
         opts = opts or c10d.ReduceScatterOptions()
         kind = _kind("reduce_scatter", input, operation=opts.reduceOp)
-        return self._out_of_place(kind, output, input, opts, sent=[input], results=[output])
+        return self._out_of_place(kind, output, input, opts, results=[output])
 
-    def reduce_scatter(
-        self, outputs: list[_Tensor], inputs: list[list[_Tensor]], opts: Any = None
-    ) -> Any:
+    def reduce_scatter(self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None) -> Any:
         """Give everyone one of a list of sums."""
         opts = opts or c10d.ReduceScatterOptions()
         (output,), (listed,) = outputs, inputs
         kind = _kind("reduce_scatter", *listed, operation=opts.reduceOp)
         equal = all(part.numel() == output.numel() for part in listed)
-        if not equal or not self._fits(kind, [output]):
-            return self._by_inner(kind, "reduce_scatter", (outputs, inputs), listed, opts)
+        if not equal or not self._fits(kind, output):
+            return self._submit(kind, (kind.name,), [outputs, inputs], opts, results=outputs)
         flat = torch.cat([part.reshape(-1) for part in listed])
-        return self._out_of_place(kind, output, flat, opts, sent=listed, results=outputs)
+        return self._out_of_place(kind, output, flat, opts, results=outputs)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[_Tensor], inputs: list[_Tensor], opts: Any = None
+        self, outputs: _Tensors, inputs: _Tensors, opts: Any = None
     ) -> Any:
-        """Do several reduce-scatters."""
         pairs = zip(outputs, inputs, strict=True)
         return _all_of([self.reduce_scatter_single(out, own, opts) for out, own in pairs], outputs)
 
@@ -171,23 +159,20 @@ class Collectives:
         source: _Tensor,
         opts: Any,
         *,
-        sent: Sequence[_Tensor],
         results: list[Any],
         unpack: _Finish = None,
     ) -> Any:
         """Run an all-gather or a reduce-scatter of one tensor into one other."""
-        gathers = kind.name == "all_gather"
-        share, whole = (source, output) if gathers else (output, source)
-        call, (to, copy_back), (own, _) = None, _packed(output), _packed(source)
-        if self._fits(kind, [source, output]) and whole.numel() == share.numel() * self.engine.size:
-            flat = _flat(to)
-            call = Call(kind, _flat(own), flat, unit=share.numel(), size_bytes=whole.nbytes)
-        names = ("_allgather_base", "all_gather_single")
-        if not gathers:
-            names = ("_reduce_scatter_base", "reduce_scatter_single")
-        method = inner_method(self._inner(source), *names)
-        inner = partial(method, to, own, opts)
-        return self.engine.run(kind, call, inner, sent, results, opts, unpack or copy_back)
+        if kind.name == "all_gather":
+            share, whole, names = source, output, ("_allgather_base", "all_gather_single")
+        else:
+            share, whole, names = output, source, ("_reduce_scatter_base", "reduce_scatter_single")
+        fits = self._fits(kind, source, output)
+        fits = fits and whole.numel() == share.numel() * self.engine.size
+        cut = (share.numel(), whole.nbytes) if fits else None
+        return self._submit(
+            kind, names, [output, source], opts, results=results, cut=cut, unpack=unpack
+        )
 
     # -- all-to-all ----------------------------------------------------------------------------
 
@@ -200,10 +185,10 @@ class Collectives:
         opts: Any = None,
     ) -> Any:
         """Send a share from everyone to everyone; how much may differ from rank to rank."""
-        splits = list(output_split_sizes), list(input_split_sizes)
+        splits = [list(output_split_sizes), list(input_split_sizes)]
         return self._all_to_all(output, input, splits, opts, [output])
 
-    def alltoall(self, outputs: list[_Tensor], inputs: list[_Tensor], opts: Any = None) -> Any:
+    def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Send one of a list from everyone to everyone."""
         flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
         sizes = [tensor.numel() for tensor in outputs]
@@ -212,70 +197,54 @@ class Collectives:
         def unpack() -> None:
             _copy_parts(outputs, torch.split(received, sizes))
 
-        splits = sizes, [tensor.numel() for tensor in inputs]
+        splits = [sizes, [tensor.numel() for tensor in inputs]]
         return self._all_to_all(received, flat, splits, opts, outputs, unpack)
 
     def _all_to_all(
         self,
         output: _Tensor,
         source: _Tensor,
-        splits: tuple[list[int], list[int]],
+        splits: list[list[int]],
         opts: Any,
-        results: list[_Tensor],
+        results: _Tensors,
         unpack: _Finish = None,
     ) -> Any:
-        opts = opts or c10d.AllToAllOptions()
-        kind = CallKind("all_to_all", dtype=source.dtype)
-        call, (to, copy_back), (own, _) = None, _packed(output), _packed(source)
-        if self._fits(kind, [source, output]):
+        kind, cut = CallKind("all_to_all", dtype=source.dtype), None
+        if self._fits(kind, source, output):
             rows, rest = divmod(source.size(0) if source.dim() else 1, self.engine.size)
             equal = {rows} >= {*splits[0], *splits[1]}
             even = equal and not rest and output.numel() == source.numel()
-            call = Call(
-                kind,
-                _flat(own),
-                _flat(to),
-                unit=own.numel() // self.engine.size,
-                size_bytes=own.nbytes if even else -1,
-                agreed=False,
-            )
-        method = inner_method(self._inner(source), "alltoall_base", "all_to_all_single")
-        inner = partial(method, to, own, *splits, opts)
-        return self.engine.run(kind, call, inner, [source], results, opts, unpack or copy_back)
+            cut = (source.numel() // self.engine.size, source.nbytes if even else -1)
+        return self._submit(
+            kind,
+            ("alltoall_base", "all_to_all_single"),
+            [output, source],
+            opts or c10d.AllToAllOptions(),
+            results=results,
+            cut=cut,
+            unpack=unpack,
+            splits=splits,
+        )
 
     # -- what the inner backend does -----------------------------------------------------------
 
-    def reduce(self, tensors: list[_Tensor], opts: Any = None) -> Any:
-        """Run on the inner backend."""
+    def reduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceOptions()
-        return self._to_root("reduce", (tensors,), tensors, opts, operation=opts.reduceOp)
+        return self._to_root("reduce", [tensors], tensors, opts, operation=opts.reduceOp)
 
-    def gather(self, outputs: list[list[_Tensor]], inputs: list[_Tensor], opts: Any = None) -> Any:
-        """Run on the inner backend."""
-        return self._to_root("gather", (outputs, inputs), inputs, opts or c10d.GatherOptions())
+    def gather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
+        return self._to_root("gather", [outputs, inputs], inputs, opts or c10d.GatherOptions())
 
-    def scatter(self, outputs: list[_Tensor], inputs: list[list[_Tensor]], opts: Any = None) -> Any:
-        """Run on the inner backend."""
-        return self._to_root("scatter", (outputs, inputs), outputs, opts or c10d.ScatterOptions())
+    def scatter(self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None) -> Any:
+        return self._to_root("scatter", [outputs, inputs], outputs, opts or c10d.ScatterOptions())
 
-    def _to_root(
-        self, name: str, lists: tuple[Any, ...], sent: list[_Tensor], opts: Any, **fields: Any
-    ) -> Any:
-        (tensor,) = sent
+    def _to_root(self, name: str, lists: list[Any], own: _Tensors, opts: Any, **fields: Any) -> Any:
+        (tensor,) = own
         self.engine.say(name, f"{name} has no algorithm here and runs on the inner backend")
         kind = _kind(name, tensor, root=opts.rootRank, **fields)
-        return self._by_inner(kind, name, lists, sent, opts)
-
-    def _by_inner(
-        self, kind: CallKind, name: str, lists: tuple[Any, ...], sent: list[_Tensor], opts: Any
-    ) -> Any:
-        """Run a method of the inner backend, whose first list is what it writes."""
-        (written, finish), read = _packed(lists[0]), [_packed(listed)[0] for listed in lists[1:]]
-        inner = partial(getattr(self._inner(sent[0]), name), written, *read, opts)
-        return self.engine.run(kind, None, inner, sent, lists[0], opts, finish)
+        return self._submit(kind, (name,), lists, opts, results=lists[0])
 
     def barrier(self, opts: Any = None) -> Any:
-        """Run on the inner backend."""
         opts = opts or c10d.BarrierOptions()
         inner = partial(self.engine.inner("cpu").barrier, opts)
         return self.engine.run(CallKind("barrier"), None, inner, [], [], opts)
@@ -289,18 +258,43 @@ class Collectives:
         limit = timeout if timeout is not None else self.engine.timeout
         return self.engine.inner("cpu").monitored_barrier(limit, wait_all_ranks)
 
+    def _submit(  # noqa: PLR0913 - what a call is made of
+        self,
+        kind: CallKind,
+        names: Sequence[str],
+        tensors: Sequence[Any],
+        opts: Any,
+        *,
+        results: list[Any],
+        cut: tuple[int, int] | None = None,
+        unpack: _Finish = None,
+        splits: Sequence[Any] = (),
+    ) -> Any:
+        """Run what the inner backend knows by one of the names, or an algorithm in its place.
+
+        ``tensors`` are its arguments, the first what is written; ``cut`` is the unit and the bytes
+        of an algorithm's call, None where there can be none.
+        """
+        (to, copy_back), own = _packed(tensors[0]), [_packed(one)[0] for one in tensors[1:]]
+        call = None
+        if cut is not None:
+            written = to[0] if isinstance(to, list) else to
+            read = own[0] if own else written
+            agreed = kind.name != "all_to_all"
+            call = Call(kind, _flat(read), _flat(written), *cut, agreed=agreed)
+        seen = _leaves(tensors[-1]) or _leaves(tensors[0])  # who is no root may scatter nothing
+        inner = partial(inner_method(self._inner(seen[0]), *names), to, *own, *splits, opts)
+        return self.engine.run(kind, call, inner, seen, results, opts, unpack or copy_back)
+
     # -- messages: not collectives, and not numbered -------------------------------------------
 
-    def send(self, tensors: list[_Tensor], dst: int, tag: int = 0) -> Any:
-        """Run on the inner backend."""
+    def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> Any:
         return self._inner(tensors[0]).send(tensors, dst, tag)
 
-    def recv(self, tensors: list[_Tensor], src: int, tag: int = 0) -> Any:
-        """Run on the inner backend."""
+    def recv(self, tensors: _Tensors, src: int, tag: int = 0) -> Any:
         return self._inner(tensors[0]).recv(tensors, src, tag)
 
-    def recv_anysource(self, tensors: list[_Tensor], tag: int = 0) -> Any:
-        """Run on the inner backend."""
+    def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Any:
         return self._inner(tensors[0]).recv_anysource(tensors, tag)
 
     # -- common --------------------------------------------------------------------------------
@@ -308,7 +302,7 @@ class Collectives:
     def _inner(self, tensor: _Tensor) -> Any:
         return self.engine.inner(tensor.device.type)
 
-    def _fits(self, kind: CallKind, tensors: Sequence[_Tensor]) -> bool:
+    def _fits(self, kind: CallKind, *tensors: _Tensor) -> bool:
         if any(tensor.layout is not torch.strided for tensor in tensors):
             name = kind.name
             self.engine.say(f"{name} sparse", f"{name} of sparse tensors runs on the inner backend")
@@ -324,13 +318,11 @@ class Collectives:
     # -- names with which torch asks; all but those of backends stand in FivefoldGroup ---------
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name of the backend."""
         return BACKEND
 
     name = getBackendName
 
     def shutdown(self) -> None:
-        """Let go of the inner groups."""
         self.engine.close()
 
     abort = shutdown
@@ -352,6 +344,12 @@ def _kind(name: str, *tensors: _Tensor, operation: Any = None, root: int = -1) -
     dense = all(tensor.layout is torch.strided for tensor in tensors)
     size_bytes = sum(tensor.nbytes for tensor in tensors) if dense else -1
     return CallKind(name, size_bytes, tensors[0].dtype, getattr(operation, "op", operation), root)
+
+
+def _leaves(tensors: Any) -> _Tensors:
+    if isinstance(tensors, list):
+        return [leaf for part in tensors for leaf in _leaves(part)]
+    return [tensors]
 
 
 def _copy_parts(places: Sequence[_Tensor], parts: Sequence[_Tensor]) -> None:
@@ -392,42 +390,29 @@ def _packed(tensors: Any) -> tuple[Any, _Finish]:
     return packed, finish if copies else None
 
 
-def _options_like(options: Any, given: Any) -> Any:
-    options.reduceOp = given.reduceOp
-    options.timeout = given.timeout
-    if hasattr(given, "asyncOp"):
-        options.asyncOp = given.asyncOp
-    return options
+def _differ(tensors: _Tensors) -> bool:
+    return len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1
 
 
-def _all_of(works: list[Any], results: list[Any]) -> Any:
-    if not works:
-        done = FivefoldWork(results, what="nothing")
-        done.finish(None)
-        return done
-    futures = torch.futures.collect_all([work.get_future() for work in works])
+def _all_of(works: list[Any], results: list[Any]) -> FivefoldWork:
+    """Return the work that is over when all are."""
+    whole = FivefoldWork(results, what="several calls")
 
-    def after(collected: Any) -> list[Any]:
-        for future in collected.value():
-            future.value()
-        return results
-
-    return _chained(futures.then(after), results)
-
-
-def _chained(future: Any, results: list[Any]) -> FivefoldWork:
-    work = FivefoldWork(results, what="collective")
-
-    def done(ended: Any) -> None:
+    def after(collected: Any) -> None:
         try:
-            ended.value()
+            for future in collected.value():
+                future.value()
         except Exception as error:  # noqa: BLE001 - handed to whoever waits
-            work.finish(error)
+            whole.finish(error)
         else:
-            work.finish(None)
+            whole.finish()
 
-    future.add_done_callback(done)
-    return work
+    if works:
+        futures = [work.get_future() for work in works]
+        torch.futures.collect_all(futures).add_done_callback(after)
+    else:
+        whole.finish()
+    return whole
 
 
 class FivefoldGroup(Collectives, _ProcessGroup):
@@ -440,27 +425,21 @@ class FivefoldGroup(Collectives, _ProcessGroup):
 
     # Names with which C++ asks; they are torch's.
     def getRank(self) -> int:  # noqa: N802 - torch's name
-        """Return the rank of this process in the group."""
         return self.engine.rank
 
     def getSize(self) -> int:  # noqa: N802 - torch's name
-        """Return the number of ranks."""
         return self.engine.size
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name of the group."""
         return self.group_name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
-        """Name the group."""
         self._name = name
 
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
+    _set_group_name = setGroupName
 
     @property
     def group_name(self) -> str:
-        """Name of the group, under which functional collectives find it."""
         return self._name or str(c10d._world.pg_names[self])  # noqa: SLF001 - torch keeps it there
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -473,9 +452,7 @@ class FivefoldGroup(Collectives, _ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> FivefoldWork:
         del device
-        work = FivefoldWork([], what="coalesced calls")
-        work.finish(None)
-        return work
+        return _all_of([], [])
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: only torch's debug wrapper, never put around this group, needs a number."""
@@ -488,27 +465,22 @@ class FivefoldGroup(Collectives, _ProcessGroup):
         self.engine.timeout = timeout
 
 
-def _subclassable_backend() -> Any:
-    """Return torch's backend class, where it can be subclassed in Python; else None."""
-    base = getattr(dist, "_Backend", None)
-    if base is None:
-        return None
+def _made_for(engine: Engine) -> Any:
+    """Return a backend, where torch's class can be subclassed in Python; else a group."""
+    base = getattr(dist, "_Backend", object)
     try:
         base(0, 1)
     except TypeError:  # no constructor is defined: torch up to 2.13
-        return None
-    return base
+        return FivefoldGroup(engine)
 
-
-def _backend_class(base: Any) -> type:
     class FivefoldBackend(Collectives, base):
         """A backend of an ordinary process group, run by an engine."""
 
-        def __init__(self, engine: Engine) -> None:
+        def __init__(self) -> None:
             base.__init__(self, engine.rank, engine.size)
             self.engine = engine
 
-    return FivefoldBackend
+    return FivefoldBackend()
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
@@ -516,17 +488,16 @@ def _create(options: Any, backend_options: Any = None) -> Any:
     del backend_options
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     world = c10d._world.default_pg  # noqa: SLF001 - None while the default group is being made
-    engine = Engine(
-        options.store,
-        rank=options.group_rank,
-        size=options.group_size,
-        timeout=options.timeout,
-        ranks=ranks,
-        world_size=options.group_size if world is None else world.size(),
-        settings=current_settings(),
+    return _made_for(
+        Engine(
+            options.store,
+            rank=options.group_rank,
+            size=options.group_size,
+            timeout=options.timeout,
+            ranks=ranks,
+            world_size=options.group_size if world is None else world.size(),
+        )
     )
-    base = _subclassable_backend()
-    return FivefoldGroup(engine) if base is None else _backend_class(base)(engine)
 
 
 def register_backend() -> None:

@@ -14,6 +14,7 @@ every rank then fails with that reason. Calls that take less than a second cost 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import queue
 import threading
@@ -21,6 +22,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -78,6 +80,11 @@ class CallKind(NamedTuple):
         return " ".join(words)
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def _code(kind: CallKind) -> int:
+    return zlib.crc32(str(kind).encode())
+
+
 class CallLog:
     """The calls of one group on one rank."""
 
@@ -87,7 +94,6 @@ class CallLog:
         self._store, self._rank, self._size, self._groups = store, rank, size, groups
         self._number = 0
         self._last: deque[tuple[int, CallKind]] = deque(maxlen=_REMEMBERED)
-        self._codes: dict[CallKind, int] = {}
         self._open: tuple[float, Callable[[], bool]] | None = None
         self._looked = 0
         self._closed = threading.Event()
@@ -101,10 +107,7 @@ class CallLog:
         self.check()
         self._number += 1
         self._last.append((self._number, kind))
-        code = self._codes.get(kind)
-        if code is None:
-            code = self._codes[kind] = zlib.crc32(str(kind).encode())
-        return (code + self._number * _STEP) % NUM_TAGS
+        return (_code(kind) + self._number * _STEP) % NUM_TAGS
 
     def undo(self) -> None:
         """Forget the last call, which the inner backend refused before anything was sent."""
@@ -212,49 +215,40 @@ class CallLog:
 
 
 class FivefoldWork(dist.Work):
-    """A collective that is under way, or over."""
+    """A collective that is under way, or over; the methods are torch's."""
 
     def __init__(self, results: list[Any], *, what: object) -> None:
         super().__init__()
-        self._results = results
-        self._what = what
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-        self._future: Any = None
-        self._lock = threading.Lock()
+        self._results, self._what = results, what
+        self._over: futures.Future[None] = futures.Future()
 
-    def finish(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None = None) -> None:
         """Say that it is over."""
-        with self._lock:
-            self._error = error
-            self._done.set()
-            future = self._future
-        if future is not None:
-            self._resolve(future)
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it is over."""
         limit_s = timeout.total_seconds() if timeout > timedelta(0) else None
-        if not self._done.wait(limit_s):
-            raise CollectiveError(f"{self._what} is not over after {limit_s:g} s")
-        if self._error is not None:
-            raise self._error
+        try:
+            self._over.result(limit_s)
+        except TimeoutError:
+            if self._over.done():
+                raise
+            raise CollectiveError(f"{self._what} is not over after {limit_s:g} s") from None
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is over, well or not."""
-        return self._done.is_set()
+        return self._over.done()
 
     def is_success(self) -> bool:
-        """Return whether it is over and well."""
-        return self._done.is_set() and self._error is None
+        return self._over.done() and self._over.exception() is None
 
     def exception(self) -> Any:
-        """Return what went wrong, if anything did."""
-        return self._error
+        return self._over.exception() if self._over.done() else None
 
     def result(self) -> list[Any]:
-        """Return the tensors, when it is over."""
         self.wait()
         return self._results
 
@@ -264,32 +258,26 @@ class FivefoldWork(dist.Work):
 
     def get_future(self) -> Any:
         """Return a future of the tensors; DDP's reducer chains on it."""
-        with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                resolve = self._done.is_set()
-            else:
-                resolve = False
-        if resolve:
-            self._resolve(self._future)
-        return self._future
+        future: Any = torch.futures.Future()
 
-    def _resolve(self, future: Any) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)
-        else:
-            future.set_result(self._results)
+        def resolve(over: futures.Future[None]) -> None:
+            if (error := over.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(self._results)
+
+        self._over.add_done_callback(resolve)
+        return future
 
 
 class InnerWork(dist.Work):
-    """A collective of the inner group, with the backend's errors."""
+    """A collective of the inner group, with the backend's errors; the methods are torch's."""
 
     def __init__(self, work: Any, *, what: object, explain: Callable[..., BaseException]) -> None:
         super().__init__()
         self._work, self._what, self._explain = work, what, explain
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it is over."""
         try:
             return bool(self._work.wait(timeout) if timeout else self._work.wait())
         except RuntimeError as error:
@@ -300,27 +288,21 @@ class InnerWork(dist.Work):
             raise self._explain(failed, by_inner=True) from error
 
     def is_completed(self) -> bool:
-        """Return whether it is over, well or not."""
         return bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Return whether it is over and well."""
         return bool(self._work.is_success())
 
     def exception(self) -> Any:
-        """Return what went wrong, if anything did."""
         return self._work.exception()
 
     def result(self) -> Any:
-        """Return the tensors, when it is over."""
         return self._work.result()
 
     def synchronize(self) -> None:
-        """Let the current stream wait."""
         self._work.synchronize()
 
     def get_future(self) -> Any:
-        """Return a future of the tensors."""
         return self._work.get_future()
 
 
@@ -346,23 +328,20 @@ class WorkQueue:
         self._jobs: queue.Queue[tuple[Job, FivefoldWork] | None] = queue.Queue()
         self._turn = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._waiting = 0
-        self._count = threading.Lock()
 
     @property
     def is_busy(self) -> bool:
         """Return whether a job is in the thread, or waits for it."""
-        return self._waiting > 0
+        return self._jobs.unfinished_tasks > 0
 
     def submit(self, job: Job, work: FivefoldWork, *, in_thread: bool) -> None:
         """Run a job, or queue it."""
-        if not in_thread and self._waiting == 0:
-            with self._turn:
-                self._run(job, work)
+        if not in_thread and not self.is_busy:
+            self._run(job, work)
             return
-        self._start_thread()
-        with self._count:
-            self._waiting += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread.start()
         self._jobs.put((job, work))
 
     def close(self) -> None:
@@ -372,24 +351,18 @@ class WorkQueue:
             self._thread.join(timeout=1.0)
             self._thread = None
 
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            self._thread.start()
-
     def _loop(self) -> None:
         while (item := self._jobs.get()) is not None:
-            job, work = item
-            with self._turn:
-                self._run(job, work)
-            with self._count:
-                self._waiting -= 1
+            self._run(*item)
+            del item  # a waiting thread keeps no tensor alive
+            self._jobs.task_done()
 
     def _run(self, job: Job, work: FivefoldWork) -> None:
         error: BaseException | None = None
-        try:
-            with torch.no_grad():
-                job()
-        except BaseException as caught:  # noqa: BLE001 - handed to whoever waits
-            error = caught
-        work.finish(error)
+        with self._turn:
+            try:
+                with torch.no_grad():
+                    job()
+            except BaseException as caught:  # noqa: BLE001 - handed to whoever waits
+                error = caught
+            work.finish(error)

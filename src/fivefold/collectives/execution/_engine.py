@@ -1,14 +1,9 @@
-"""The backend itself, free of how torch wants to call it.
+"""The backend itself, free of how torch wants to call it: an engine for each group and rank.
 
-One engine belongs to one process group and one rank. It asks for an algorithm by collective and
-size, compiles it for this rank once, and runs it over the group's messages; what it has no
-algorithm for goes to the inner group as it is, and that is said once. All ranks must take the same
-algorithm, so the group's first rank chooses and tells the others through the group's store, and
-its settings count. Nothing is decided by what only one rank sees.
-
-Groups that were given a software aggregation switch reduce through it. A group of gloo's own
-carries the hosts' half: the agreement on which chunks all ranks have, and the sums that the switch
-did not make. It is apart from the inner group, whose messages may be under way at the same time.
+It asks for an algorithm by collective and size, compiles it for this rank once, and runs it over
+the group's messages; what has no algorithm goes to the inner group, and that is said once. The
+group's first rank chooses for all, through the group's store: nothing is decided by what only one
+rank sees. Groups that were given a software aggregation switch reduce through it.
 """
 
 from __future__ import annotations
@@ -40,24 +35,30 @@ from fivefold.collectives.execution._calls import (
     profiler_event,
 )
 from fivefold.collectives.execution._plan import RankPlan, plan_rank
-from fivefold.collectives.execution._run import ReceiveThreads, RunContext, run_in_rounds, run_plan
-from fivefold.collectives.execution._settings import CHOOSABLE, Settings, runs_own, topology_of
+from fivefold.collectives.execution._run import ReceiveThreads, RoundRunner, RunContext, Runner
+from fivefold.collectives.execution._settings import (
+    CHOOSABLE,
+    Settings,
+    current_settings,
+    runs_own,
+    topology_of,
+)
 from fivefold.collectives.execution.choose import Choice, choose, size_class
 from fivefold.collectives.pricing.messages import LinkClock
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.network.aggregation import AggregationClient
-from fivefold.network.aggregation.client import AggregationOutcome
 from fivefold.network.aggregation.wire import ordered_sum
 from fivefold.network.topology import Topology, read_topology
 
-_NAMES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.int32: "int32",
-    torch.int64: "int64",
+_SWITCHABLE = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int32,
+    torch.int64,
 }
+_ADDABLE = _SWITCHABLE | {torch.uint8, torch.int8, torch.int16}
 _TAG = (1 << 29) - 1  # the user's own messages on the same group have smaller ones
 _PIECE_BYTES = 1 << 20
 _SUMS = (dist.ReduceOp.RedOpType.SUM, dist.ReduceOp.RedOpType.AVG)
@@ -118,7 +119,11 @@ class GlooHosts:
 
 
 class SwitchRoute:
-    """One group's way through the switch."""
+    """One group's way through the switch.
+
+    A group of gloo's own carries the hosts' half: the agreement on which chunks all ranks have, and
+    the sums that the switch did not make. Messages of the inner group may be under way meanwhile.
+    """
 
     def __init__(
         self, store: Any, *, rank: int, size: int, timeout: Any, settings: Settings
@@ -140,27 +145,23 @@ class SwitchRoute:
             options=settings.aggregation_options,
         )
 
-    def takes(self, name: str, tensor: torch.Tensor, operation: Any) -> bool:
+    def takes(self, call: Call) -> bool:
         """Return whether such a collective goes through the switch: the same on all ranks."""
         return (
-            name == "all_reduce"
-            and operation in _SUMS
-            and tensor.device.type == "cpu"
-            and tensor.dtype in _NAMES
-            and tensor.nbytes >= self._least_bytes
+            call.name == "all_reduce"
+            and call.kind.operation in _SUMS
+            and call.inputs.device.type == "cpu"
+            and call.inputs.dtype in _SWITCHABLE
+            and call.inputs.nbytes >= self._least_bytes
         )
 
-    def all_reduce(self, tensor: torch.Tensor, label: int) -> AggregationOutcome:
+    def all_reduce(self, tensor: torch.Tensor, label: int) -> None:
         """Sum a flat, contiguous tensor over the group, in place; the label stands for the call."""
         if tensor.dtype is torch.bfloat16:  # numpy has none
-            return self.client.all_reduce(
-                tensor.view(torch.int16).numpy().view(np.uint16), dtype="bfloat16", label=label
-            )
-        return self.client.all_reduce(tensor, label=label)
-
-    def close(self) -> None:
-        """Leave the switch."""
-        self.client.close()
+            bits = tensor.view(torch.int16).numpy().view(np.uint16)
+            self.client.all_reduce(bits, dtype="bfloat16", label=label)
+        else:
+            self.client.all_reduce(tensor, label=label)
 
 
 def _bytes(array: np.ndarray) -> torch.Tensor:
@@ -179,17 +180,6 @@ _COMBINE: dict[Any, Callable[..., Any]] = {
     _Operations.MIN: torch.minimum,
     _Operations.MAX: torch.maximum,
 }
-_ADDABLE = {
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-}
 
 
 @dataclass(frozen=True)
@@ -205,12 +195,10 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Return the name of the collective."""
         return self.kind.name
 
     @property
     def root(self) -> int:
-        """Return the root of a broadcast; 0 for others."""
         return max(self.kind.root, 0)
 
 
@@ -226,17 +214,13 @@ class Engine:
         timeout: timedelta,
         ranks: Sequence[int],
         world_size: int,
-        settings: Settings,
     ) -> None:
-        self.rank = rank
-        self.size = size
-        self.timeout = timeout
+        self.rank, self.size, self.timeout = rank, size, timeout
         self._store = dist.PrefixStore("fivefold", store)
         # Background threads wait on this connection; on torch's own they would hold up the caller.
         self._own_store = self._store.clone()
         self._own_store.set_timeout(_STORE_TIMEOUT)
-        whole, known = topology_of(settings, world_size)
-        self._settings, whole, self._known = self._as_first_rank(settings, whole, known=known)
+        self._settings, whole, known = self._as_first_rank(current_settings(), world_size)
         self._topology: Topology = whole.subset(ranks) if len(ranks) < world_size else whole
         self._inner: dict[str, Any] = {}
         self._messages: Any = None
@@ -256,7 +240,7 @@ class Engine:
             self._switch = SwitchRoute(
                 self._store, rank=rank, size=size, timeout=timeout, settings=self._settings
             )
-        if not self._known and size > 1:
+        if not known and size > 1:
             self.say(
                 "topology",
                 "no topology is known: equal links are assumed (see FIVEFOLD_TOPOLOGY)",
@@ -264,9 +248,10 @@ class Engine:
             )
 
     def _as_first_rank(
-        self, settings: Settings, whole: Topology, *, known: bool
+        self, settings: Settings, world_size: int
     ) -> tuple[Settings, Topology, bool]:
         """Return the settings and topology of the group's first rank, which all must share."""
+        whole, known = topology_of(settings, world_size)
         names = ("inner", "message_s", "aggregation_min_bytes", "aggregation")
         text = whole.to_toml()
         facts = {name: getattr(settings, name) for name in names}
@@ -339,14 +324,32 @@ class Engine:
         return self._choices[key]
 
     def _agree(self, key: tuple[str, int, int]) -> Choice:
+        """Return what the first rank chooses; it tells the others."""
         name, root, size_bytes = key
         entry = f"choice {name} {root} {size_bytes}"
-        if self.rank == 0:
-            return self._choose_for_all(key, entry)
-        said = self._said_by_first(entry, f"{name} of {size_bytes} bytes")
-        if said.startswith(_REFUSED):
-            raise ConfigurationError(f"rank 0: {said.removeprefix(_REFUSED).decode()}")
-        return Choice.from_bytes(said)
+        if self.rank > 0:
+            said = self._said_by_first(entry, f"{name} of {size_bytes} bytes")
+            if said.startswith(_REFUSED):
+                raise ConfigurationError(f"rank 0: {said.removeprefix(_REFUSED).decode()}")
+            return Choice.from_bytes(said)
+        network, settings = self._topology, self._settings
+        try:
+            chosen = choose(
+                name, topology=network, settings=settings, size_bytes=size_bytes, root=root
+            )
+        except Exception as error:
+            self._store.set(entry, _REFUSED + str(error).encode())  # or the others would wait
+            raise
+        self._store.set(entry, chosen.to_bytes())
+        _log.info(
+            "fivefold: %s of up to %d bytes runs as %s (predicted %.3g s, inner %.3g s)",
+            name,
+            size_bytes,
+            chosen.label,
+            chosen.predicted_s,
+            chosen.inner_s,
+        )
+        return chosen
 
     def _said_by_first(self, entry: str, what: str) -> bytes:
         """Ask for what rank 0 writes, again and again, as calls may turn out to differ."""
@@ -372,30 +375,6 @@ class Engine:
             raise CollectiveError(
                 f"the group's store is gone: {error}", hint="the process that serves it has ended"
             ) from error
-
-    def _choose_for_all(self, key: tuple[str, int, int], entry: str) -> Choice:
-        name, root, size_bytes = key
-        try:
-            chosen = choose(
-                name,
-                topology=self._topology,
-                settings=self._settings,
-                size_bytes=size_bytes,
-                root=root,
-            )
-        except Exception as error:
-            self._store.set(entry, _REFUSED + str(error).encode())  # or the others would wait
-            raise
-        self._store.set(entry, chosen.to_bytes())
-        _log.info(
-            "fivefold: %s of up to %d bytes runs as %s (predicted %.3g s, inner %.3g s)",
-            name,
-            size_bytes,
-            chosen.label,
-            chosen.predicted_s,
-            chosen.inner_s,
-        )
-        return chosen
 
     def _plan(self, call: Call, choice: Choice) -> RankPlan:
         key = (call.name, call.root, choice.size_bytes)
@@ -486,8 +465,8 @@ class Engine:
         self._calls.check()
         plan = choice = None
         if call is not None and self._has_own(call):
-            if (route := self._route(call)) is not None:
-                self._switched(route, call, tag)
+            if self._switch is not None and self._switch.takes(call):
+                self._switched(self._switch, call, tag)
                 return
             try:
                 plan, choice = self._planned(call)
@@ -534,13 +513,6 @@ class Engine:
         InnerWork(work, what=what, explain=self._calls.explain).wait()
         return call.size_bytes >= 0 and bool((theirs == call.size_bytes).all())
 
-    def _route(self, call: Call) -> SwitchRoute | None:
-        """Return the switch, where the call goes there."""
-        operation = call.kind.operation
-        if self._switch is None or not self._switch.takes(call.name, call.inputs, operation):
-            return None
-        return self._switch
-
     def _switched(self, route: SwitchRoute, call: Call, tag: int) -> None:
         """Sum a call's buffer in the switch, or by the hosts where that cannot."""
         try:
@@ -574,7 +546,7 @@ class Engine:
             keep=self._kept,
         )
         grouped = not isinstance(inner, dist.ProcessGroupGloo)
-        (run_in_rounds if grouped else run_plan)(plan, context)
+        (RoundRunner if grouped else Runner)(plan, context).run()
         if call.kind.operation == _Operations.AVG:
             outputs.div_(self.size)
         if staged:
@@ -586,6 +558,6 @@ class Engine:
         self._queue.close()
         self._threads.close()
         if self._switch is not None:
-            self._switch.close()
+            self._switch.client.close()
         self._inner.clear()
         self._messages = None

@@ -1,11 +1,9 @@
 """Carries out one rank's plan over an inner process group with its sends and receives.
 
-Receives are posted as early as the memory they write is free, and a window ahead, so that data
-is taken off the wire while earlier chunks are still being added: the pipeline. What arrives first
-is used first, whichever peer sent it. No send is waited for before the end: gloo's sends end only
-when the peer takes them, and a rank that waited for that could wait in a circle. What is sent from
-memory that is written again is copied instead. Sums are formed in the program's order, whatever
-arrives first, so results are the same bits in every run.
+Receives are posted as early as the memory they write is free, and a window ahead: the pipeline.
+What arrives first is used first, whichever peer sent it, and added in the program's order, so
+results are the same bits in every run. No send is waited for before the end: gloo's end only when
+the peer takes them, and ranks could wait in a circle; what is written again before is copied.
 """
 
 from __future__ import annotations
@@ -18,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,8 +30,7 @@ _WORTH_THREADS_BYTES = 1 << 18  # below, what is sent is over before a thread ha
 _OTHER_ERRORS_S = 0.3  # after a failed wait: those that failed with it
 _MOST_THREADS = 64  # a direct exchange among thousands is no reason for thousands of threads
 
-Combine = Callable[..., Any]
-PLAIN_RECEIVES = {OpKind.RECEIVE, OpKind.RECEIVE_COPY_SEND}
+_PLAIN_RECEIVES = {OpKind.RECEIVE, OpKind.RECEIVE_COPY_SEND}
 
 
 @dataclass
@@ -43,7 +41,9 @@ class RunContext:
     inputs: torch.Tensor  # input buffer, flat
     outputs: torch.Tensor  # output buffer, flat; the input again where the program runs in place
     unit: int  # elements of the unit that is cut into chunks; see :meth:`Layout.offsets`
-    combine: Combine | None  # ``combine(first, second, out=...)``; None where nothing is added
+    combine: (
+        Callable[..., Any] | None
+    )  # ``combine(first, second, out=...)``; None where nothing is added
     timeout: timedelta  # longest wait for one message
     what: str  # name of the collective for messages
     tag: int  # first tag of the messages; a queue's number is added
@@ -56,15 +56,12 @@ class RunContext:
         return (self.tag + channel) % NUM_TAGS
 
 
-def run_plan(plan: RankPlan, context: RunContext) -> None:
-    """Run a plan, one task after another."""
-    Runner(plan, context).run()
-
-
-class _Memory:
-    """Slices of the buffers by chunk slots."""
+class Runner:
+    """One run of one plan."""
 
     def __init__(self, plan: RankPlan, context: RunContext) -> None:
+        self._tasks = plan.tasks
+        self._context = context
         self._offsets = plan.layout.offsets(context.unit)
         size = self._offsets[Buffer.SCRATCH][-1]
         scratch = context.inputs.new_empty(size) if size else context.inputs
@@ -73,20 +70,6 @@ class _Memory:
             Buffer.OUTPUT: context.outputs,
             Buffer.SCRATCH: scratch,
         }
-
-    def view(self, span: Span) -> torch.Tensor:
-        """Return the elements of a span."""
-        offsets = self._offsets[span.buffer]
-        return self._buffers[span.buffer][offsets[span.first] : offsets[span.last]]
-
-
-class Runner:
-    """One run of one plan."""
-
-    def __init__(self, plan: RankPlan, context: RunContext) -> None:
-        self._tasks = plan.tasks
-        self._context = context
-        self._memory = _Memory(plan, context)
         self._unposted: dict[tuple[int, int], deque[int]] = {}
         for at, task in enumerate(plan.tasks):
             if task.receive_peer >= 0:
@@ -94,12 +77,12 @@ class Runner:
                 self._unposted.setdefault(key, deque()).append(at)
         self._thread_of = {key: number for number, key in enumerate(self._unposted)}
         self._windows = dict.fromkeys(self._unposted, 0)  # posted and not yet used
-        threads = context.threads
-        size = max(context.inputs.nbytes, context.outputs.nbytes)
+        largest = max(context.inputs.nbytes, context.outputs.nbytes)
         few = 1 < len(self._thread_of) <= _MOST_THREADS
-        worth_it = few and size >= _WORTH_THREADS_BYTES
-        self._threads = threads if worth_it else None
-        self._arrivals: Arrivals = queue.SimpleQueue()
+        worth_it = few and largest >= _WORTH_THREADS_BYTES
+        self._threads = context.threads if worth_it else None
+        # Tasks whose messages came, and what the waits for those that did not ended with.
+        self._arrivals: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
         self._posted: dict[int, tuple[Any, torch.Tensor]] = {}
         self._sends: dict[int, Any] = {}
         self._copied = {sender for task in plan.tasks for sender in task.settle}
@@ -119,8 +102,19 @@ class Runner:
                 self._send(at, task, data)
             ready.done(at)
             self._post_receives(ready)
-        for at in list(self._sends):
-            self._finish_send(at)
+        for at, (work, _) in self._sends.items():
+            task = self._tasks[at]
+            self._wait(work, task, f"rank {task.send_peer} to take data")
+
+    def _view(self, span: Span) -> torch.Tensor:
+        offsets = self._offsets[span.buffer]
+        return self._buffers[span.buffer][offsets[span.first] : offsets[span.last]]
+
+    def _received_into(self, task: Task) -> torch.Tensor:
+        """Return the memory like which a message is; it lies there, or is added to it."""
+        span = task.read if task.kind.reduces else task.write
+        assert span is not None, "what is received is written or added to what is read"
+        return self._view(span)
 
     # -- receiving -----------------------------------------------------------------------------
 
@@ -138,26 +132,27 @@ class Runner:
                 del self._unposted[key]
 
     def _post(self, at: int, task: Task, ready: ReadyTasks) -> None:
-        span = task.read if task.kind.reduces else task.write
-        assert span is not None, "what is received is written or added to what is read"
-        target = self._memory.view(span)
+        target = self._received_into(task)
         if task.kind.reduces:
             target = torch.empty_like(target)
-        work = None
-        if target.numel():
-            tag = self._context.tag_of(task.channel)
-            work = self._call(
-                lambda: self._context.inner.recv([as_bytes(target)], task.receive_peer, tag), task
-            )
+        work = self._post_one(target, task, sending=False)
         self._posted[at] = (work, target)
         if work is None:
             ready.arrived(at)
         elif self._threads is not None:
             number = self._thread_of[task.receive_peer, task.channel]
-            self._threads.wait(number, lambda: self._wait_for_data(work, task), at, self._arrivals)
+            self._threads.wait(number, partial(self._report_data, at, work, task))
 
     def _wait_for_data(self, work: Any, task: Task) -> None:
         self._wait(work, task, f"data from rank {task.receive_peer}")
+
+    def _report_data(self, at: int, work: Any, task: Task) -> None:
+        error: BaseException | None = None
+        try:
+            self._wait_for_data(work, task)
+        except BaseException as caught:  # noqa: BLE001 - raised by who takes the report
+            error = caught
+        self._arrivals.put((at, error))
 
     def _await_one(self, ready: ReadyTasks) -> None:
         """Wait until a message is there that some task waits for."""
@@ -170,36 +165,36 @@ class Runner:
             return
         arrival = self._arrivals.get()
         while True:
-            if arrival.error is not None:
-                raise self._first_error(arrival)
-            ready.arrived(arrival.at)
+            at, error = arrival
+            if error is not None:
+                raise self._first_error(at, error)
+            ready.arrived(at)
             try:
                 arrival = self._arrivals.get_nowait()
             except queue.Empty:
                 return
 
-    def _first_error(self, failed: Arrival) -> BaseException:
+    def _first_error(self, at: int, error: BaseException) -> BaseException:
         """Return the error of the earliest task: who is late makes others late."""
-        found = [failed]
+        found = {at: error}
         end_s = time.monotonic() + _OTHER_ERRORS_S
         while (left_s := end_s - time.monotonic()) > 0:
             try:
-                found.append(self._arrivals.get(timeout=left_s))
+                other, failed = self._arrivals.get(timeout=left_s)
             except queue.Empty:
                 break
-        errors = [arrival for arrival in found if arrival.error is not None]
-        earliest = min(errors, key=lambda arrival: arrival.at).error
-        assert earliest is not None, "one of them has failed"
-        return earliest
+            if failed is not None:
+                found[other] = failed
+        return found[min(found)]
 
     def _result_of(self, at: int, task: Task) -> torch.Tensor:
         """Carry out a task up to its sending; what it would send."""
         received = self._received(at, task)
-        if task.kind in PLAIN_RECEIVES:
+        if task.kind in _PLAIN_RECEIVES:
             assert received is not None, "it has received"
             return received
         assert task.read is not None, "all others read"
-        own = self._memory.view(task.read)
+        own = self._view(task.read)
         if task.kind is OpKind.SEND:
             return own
         return self._combined(task, own, received)
@@ -214,7 +209,7 @@ class Runner:
     def _combined(
         self, task: Task, own: torch.Tensor, received: torch.Tensor | None
     ) -> torch.Tensor:
-        target = received if task.write is None else self._memory.view(task.write)
+        target = received if task.write is None else self._view(task.write)
         assert target is not None, "it writes, or sends what it received"
         if task.kind is OpKind.COPY:
             if target.data_ptr() != own.data_ptr():
@@ -229,22 +224,22 @@ class Runner:
     # -- sending -------------------------------------------------------------------------------
 
     def _send(self, at: int, task: Task, data: torch.Tensor) -> None:
-        if not data.numel():
-            return
         if at in self._copied:
             data = data.clone()
-        tag = self._context.tag_of(task.channel)
-        work = self._call(
-            lambda: self._context.inner.send([as_bytes(data)], task.send_peer, tag), task
-        )
-        # The data goes with the work: what was staged must live until it is sent.
-        self._sends[at] = (work, data)
+        work = self._post_one(data, task, sending=True)
+        if work is not None:  # the data goes with it: what was staged must live until it is sent
+            self._sends[at] = (work, data)
 
-    def _finish_send(self, at: int) -> None:
-        found = self._sends.pop(at, None)
-        if found is not None:
-            task = self._tasks[at]
-            self._wait(found[0], task, f"rank {task.send_peer} to take data")
+    def _post_one(self, data: torch.Tensor, task: Task, *, sending: bool) -> Any:
+        """Post a message, as bytes: gloo knows no float8, nor means of bool and complex."""
+        if not data.numel():
+            return None
+        inner, tag = self._context.inner, self._context.tag_of(task.channel)
+        post, peer = (inner.send, task.send_peer) if sending else (inner.recv, task.receive_peer)
+        try:
+            return post([data.view(torch.uint8)], peer, tag)
+        except RuntimeError as error:
+            self._fail(task, f"talking to rank {peer}", error)
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -256,16 +251,9 @@ class Runner:
             waited_s = time.monotonic() - started_s
             self._fail(task, f"after waiting {waited_s:.1f} s for {for_what}", error)
 
-    def _call(self, post: Callable[[], Any], task: Task) -> Any:
-        try:
-            return post()
-        except RuntimeError as error:
-            peer = task.send_peer if task.send_peer >= 0 else task.receive_peer
-            self._fail(task, f"talking to rank {peer}", error)
-
-    def _fail(self, task: Task, how: str, error: RuntimeError) -> None:
+    def _fail(self, task: Task, how: str, error: RuntimeError) -> NoReturn:
         # Receives under way may still write: their memory must outlive this call.
-        self._context.keep += [self._posted, self._sends, self._memory]
+        self._context.keep += [self._posted, self._sends, self._buffers]
         number = self._tasks.index(task)
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CollectiveError(
@@ -273,11 +261,6 @@ class Runner:
             f"{cause}",
             hint="a peer ended, is stuck, or called another collective; the group cannot go on",
         ) from error
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a message as bytes: gloo knows no float8, and bool and complex mean nothing to it."""
-    return tensor.view(torch.uint8)
 
 
 class ReadyTasks:
@@ -330,35 +313,22 @@ class ReadyTasks:
             heapq.heappush(self._ready, at)
 
 
-class Arrival(NamedTuple):
-    """A message that came, or did not."""
-
-    at: int  # the task that receives it
-    error: BaseException | None  # what the wait ended with; None where all is well
-
-
-Arrivals = queue.SimpleQueue[Arrival]
-_Wait = tuple[Callable[[], None], int, Arrivals]
-
-
 class ReceiveThreads:
     """Threads that wait, one for each queue of messages; they begin when they are first needed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._waits: list[queue.SimpleQueue[_Wait | None]] = []
+        self._waits: list[queue.SimpleQueue[Callable[[], None] | None]] = []
 
-    def wait(self, number: int, wait: Callable[[], None], at: int, arrivals: Arrivals) -> None:
-        """Have a thread wait, after what it was given before, and report."""
+    def wait(self, number: int, wait: Callable[[], None]) -> None:
+        """Have a thread wait, after what it was given before."""
         while number >= len(self._waits):
-            self._waits.append(queue.SimpleQueue())
-            name = f"{self._name}, thread {len(self._waits) - 1}"
+            waits: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            name = f"{self._name}, thread {len(self._waits)}"
             # Daemons: one whose peer hangs must not keep the process from ending.
-            thread = threading.Thread(
-                target=_wait_for_all, args=(self._waits[-1],), name=name, daemon=True
-            )
-            thread.start()
-        self._waits[number].put((wait, at, arrivals))
+            threading.Thread(target=_wait_for_all, args=(waits,), name=name, daemon=True).start()
+            self._waits.append(waits)
+        self._waits[number].put(wait)
 
     def close(self) -> None:
         """Let the threads end when what they wait for is over."""
@@ -367,24 +337,15 @@ class ReceiveThreads:
         self._waits = []
 
 
-def _wait_for_all(waits: queue.SimpleQueue[_Wait | None]) -> None:
-    while (item := waits.get()) is not None:
-        wait, at, arrivals = item
-        error: BaseException | None = None
-        try:
-            wait()
-        except BaseException as caught:  # noqa: BLE001 - raised by whoever takes the report
-            error = caught
-        arrivals.put(Arrival(at, error))
-        del wait, item, error  # a waiting thread keeps no message alive
+def _wait_for_all(waits: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (wait := waits.get()) is not None:
+        wait()
+        del wait  # a waiting thread keeps no message alive
 
 
-def run_in_rounds(plan: RankPlan, context: RunContext) -> None:
-    """Run a plan in rounds."""
-    _RoundRunner(plan, context).run()
+class RoundRunner(Runner):
+    """One run of one plan in rounds: what NCCL can do, all messages of a round at once."""
 
-
-class _RoundRunner(Runner):
     def __init__(self, plan: RankPlan, context: RunContext) -> None:
         super().__init__(plan, context)
         self._num_rounds = plan.num_rounds
@@ -410,7 +371,7 @@ class _RoundRunner(Runner):
                 self._outbox[sender] = self._outbox[sender].clone()
         data = self._result_of(at, task)
         if task.write is not None and task.receive_peer >= 0 and not task.kind.reduces:
-            place = self._memory.view(task.write)
+            place = self._view(task.write)
             place.copy_(data)
             data = place
         if task.send_peer >= 0:
@@ -422,36 +383,22 @@ class _RoundRunner(Runner):
 
     def _exchange(self, receives: list[int]) -> None:
         """Send and receive all messages of one round."""
-        sends = sorted(self._outbox, key=lambda at: (*self._queue(at, sending=True), at))
-        receives = sorted(receives, key=lambda at: (*self._queue(at, sending=False), at))
-        works: list[tuple[Any, Task]] = []
+        tasks, works = self._tasks, []
+        sends = sorted(self._outbox, key=lambda at: (tasks[at].send_peer, tasks[at].channel, at))
+        receives.sort(key=lambda at: (tasks[at].receive_peer, tasks[at].channel, at))
         inner, device = self._context.inner, self._context.inputs.device
         grouped = device.type != "cpu" and bool(sends or receives)
         if grouped:
             inner._start_coalescing(device)  # noqa: SLF001 - torch's own batch_isend_irecv does it
         for at in receives:
-            task = self._tasks[at]
-            span = task.read if task.kind.reduces else task.write
-            assert span is not None, "what is received is written or added to what is read"
-            self._arrived[at] = torch.empty_like(self._memory.view(span))
-            works.append((self._post_one(self._arrived[at], task, sending=False), task))
-        for at in sends:
-            task = self._tasks[at]
-            works.append((self._post_one(self._outbox[at], task, sending=True), task))
+            self._arrived[at] = torch.empty_like(self._received_into(tasks[at]))
+            works.append((self._post_one(self._arrived[at], tasks[at], sending=False), tasks[at]))
+        works += [
+            (self._post_one(self._outbox[at], tasks[at], sending=True), tasks[at]) for at in sends
+        ]
         if grouped:
             works = [(inner._end_coalescing(device), works[0][1])]  # noqa: SLF001 - as above
         for work, task in works:
             if work is not None:
                 self._wait(work, task, f"the round's messages with rank {task.receive_peer}")
         self._outbox.clear()
-
-    def _queue(self, at: int, *, sending: bool) -> tuple[int, int]:
-        task = self._tasks[at]
-        return task.send_peer if sending else task.receive_peer, task.channel
-
-    def _post_one(self, data: torch.Tensor, task: Task, *, sending: bool) -> Any:
-        if not data.numel():
-            return None
-        inner, tag = self._context.inner, self._context.tag_of(task.channel)
-        post, peer = (inner.send, task.send_peer) if sending else (inner.recv, task.receive_peer)
-        return self._call(lambda: post([as_bytes(data)], peer, tag), task)

@@ -141,7 +141,6 @@ def current_settings() -> Settings:
     topology = _current.topology
     if topology is None and os.environ.get(_TOPOLOGY):
         topology = parse_topology(os.environ[_TOPOLOGY])
-    switch_address = _current.aggregation or os.environ.get(_AGGREGATION) or None
     cores = _current.shared_cores
     if cores is None:  # the lab's hosts are processes of one machine
         cores = len(os.sched_getaffinity(0)) if os.environ.get(_LAB) else 0
@@ -149,7 +148,7 @@ def current_settings() -> Settings:
         _current,
         algorithms=algorithms,
         topology=topology,
-        aggregation=switch_address,
+        aggregation=_current.aggregation or os.environ.get(_AGGREGATION) or None,
         shared_cores=cores,
     )
 
@@ -183,15 +182,13 @@ def topology_of(settings: Settings, world_size: int) -> tuple[Topology, bool]:
     return assumed, False
 
 
-def runs_own(settings: Settings, collective: str | None = None) -> bool:
-    """Return whether a collective may run by an algorithm of its own; None asks for any collective.
+def runs_own(settings: Settings, collective: str) -> bool:
+    """Return whether a collective may run by an algorithm of its own.
 
     All-to-alls do so only where an algorithm is named or registered: their sizes may differ from
     rank to rank, so that the ranks have to tell each other first, and of the library's algorithms
     none is predicted to be faster than the inner backend's direct exchange.
     """
-    if collective is None:
-        return any(runs_own(settings, name) for name in CHOOSABLE)
     asked = settings.algorithm_of(collective)
     if collective == "all_to_all" and asked == "auto":
         own = (program.collective.name for program, _, _ in _registered.values())
@@ -255,8 +252,7 @@ def register_algorithm(
     if name in {"auto", "inner", "trees"}:
         raise ConfigurationError(f"the name {name!r} has a meaning already")
     if isinstance(source, Schedule):
-        in_place = source.collective.name in {"all_reduce", "broadcast"}
-        program = lower(source, in_place=in_place, queue_slots=None, relay=False)
+        program = lowered(source)
     elif isinstance(source, Program):
         program = source
     else:
@@ -266,9 +262,15 @@ def register_algorithm(
         computed, CHOOSABLE, f"{name} computes {computed}, which the backend does not run"
     )
     check_program(program)
-    largest = max_bytes or program.max_bytes
-    _registered[name] = (program, min_bytes or program.min_bytes, largest)
+    sizes = min_bytes or program.min_bytes, max_bytes or program.max_bytes
+    _registered[name] = (program, *sizes)
     return program
+
+
+def lowered(schedule: Schedule, pieces: int = 1) -> Program:
+    """Return the program of a schedule as the backend runs it, chunks cut into so many pieces."""
+    in_place = schedule.collective.name in {"all_reduce", "broadcast"}
+    return lower(schedule, instances=pieces, in_place=in_place, queue_slots=None, relay=False)
 
 
 def registered_algorithms() -> dict[str, tuple[Program, int, int]]:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 import pickle
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from fivefold.collectives.algorithms import available_algorithms, build_algorithm
-from fivefold.collectives.execution._settings import Settings, registered_algorithms
-from fivefold.collectives.lowering import Program, lower
+from fivefold.collectives.execution._settings import Settings, lowered, registered_algorithms
+from fivefold.collectives.lowering import Program
 from fivefold.collectives.lowering.machine import run_order
 from fivefold.collectives.pricing.messages import LinkClock, load_bound_s, schedule_s, with_work_s
 from fivefold.collectives.schedules import Collective, Schedule, broadcast, named_collective
@@ -30,7 +30,6 @@ from fivefold.errors import ConfigurationError, FivefoldError
 from fivefold.network.topology import Topology
 
 _log = logging.getLogger(__name__)
-_IN_PLACE = ("all_reduce", "broadcast")
 _MAX_OPERATIONS = 60_000  # a longer program takes seconds to price and to order
 _INNER_PIECES = 2  # gloo's ring cuts each share in two
 _WORTH_IT = 0.98  # twice the messages must save at least this much
@@ -117,7 +116,7 @@ def _candidates(
         ) and program.collective.root == collective.root
         in_range = least <= size_bytes and (most == 0 or size_bytes <= most)
         if fits and (asked == name or (asked == "auto" and in_range)):
-            yield name, program, _time_s(program, topology, settings, size_bytes)
+            yield name, program, _program_s(program, topology, settings, size_bytes)
     bounded = [
         (load_bound_s(schedule, topology, size_bytes), name, schedule)
         for name, schedule in candidate_schedules(collective, topology, asked)
@@ -132,31 +131,20 @@ def _candidates(
             fastest_s = min(fastest_s, found[1])
 
 
-def _time_s(program: Program, topology: Topology, settings: Settings, size_bytes: int) -> float:
-    time_s = _program_s(program, topology, settings, size_bytes)
-    handled = [
-        sum(
-            step.kind.sends + step.kind.receives
-            for block in part.blocks
-            for step in block.operations
-        )
-        for part in program.ranks
-    ]
+def _program_s(program: Program, topology: Topology, settings: Settings, size_bytes: int) -> float:
+    """Return the time that a program's messages take, where no schedule is known."""
+    chunk_bytes = float(program.collective.chunk_bytes(size_bytes).max(initial=0.0))
+    clock = LinkClock(topology, chunk_bytes, settings.message_s)
+    time_s = max((step.end_s for step in run_order(program, arrival_s=clock)), default=0.0)
+    handled = [0] * program.num_ranks
+    for rank, _, block in program.blocks():
+        handled[rank] += sum(step.kind.sends + step.kind.receives for step in block.operations)
     return _with_work_s(time_s, handled, settings)
 
 
-def _with_work_s(time_s: float, handled: Sequence[int], settings: Settings) -> float:
+def _with_work_s(time_s: float, handled: list[int], settings: Settings) -> float:
     work_s, cores = settings.message_work_s, settings.shared_cores or 0
     return with_work_s(time_s, handled, message_work_s=work_s, shared_cores=cores)
-
-
-def _program_s(program: Program, topology: Topology, settings: Settings, size_bytes: int) -> float:
-    """Return the time that a program's messages take, where no schedule is known."""
-    if program.collective.num_chunks == 0:
-        return 0.0
-    chunk_bytes = float(program.collective.chunk_bytes(size_bytes).max())
-    clock = LinkClock(topology, chunk_bytes, settings.message_s)
-    return max((step.end_s for step in run_order(program, arrival_s=clock)), default=0.0)
 
 
 def _in_pieces(
@@ -176,12 +164,7 @@ def _in_pieces(
             break
         best = (pieces, time_s)
         pieces *= 2
-    if best is None:
-        return None
-    in_place = schedule.collective.name in _IN_PLACE
-    return lower(
-        schedule, instances=best[0], in_place=in_place, queue_slots=None, relay=False
-    ), best[1]
+    return None if best is None else (lowered(schedule, best[0]), best[1])
 
 
 def _price_s(
@@ -200,9 +183,7 @@ def _price_s(
         handled += np.bincount(schedule.targets, minlength=count)
         return _with_work_s(time_s, handled.tolist(), settings)
     # There is nothing to compare: the plain clock will do, which needs no compiled simulator.
-    in_place = schedule.collective.name in _IN_PLACE
-    program = lower(schedule, in_place=in_place, queue_slots=None, relay=False)
-    return _time_s(program, topology, settings, size_bytes)
+    return _program_s(lowered(schedule), topology, settings, size_bytes)
 
 
 def _inner_s(
@@ -226,11 +207,8 @@ def _inner_s(
 
 def library_names(collective: Collective) -> list[str]:
     """Return the names of the algorithms that may be asked for."""
-    return [
-        *available_algorithms(collective),
-        _TREES,
-        *([_ROOTED] if collective.name == "all_reduce" else []),
-    ]
+    rooted = [_ROOTED] if collective.name == "all_reduce" else []
+    return [*available_algorithms(collective), _TREES, *rooted]
 
 
 def candidate_schedules(
@@ -241,22 +219,14 @@ def candidate_schedules(
         if asked not in ("auto", name):
             continue
         try:
-            yield from _schedules_of(name, collective, topology)
+            if name == _TREES:
+                yield from ((name, found) for found in _tree_schedules(collective, topology))
+            elif name == _ROOTED:
+                yield from ((name, found) for found in _rooted_schedules(topology))
+            else:
+                yield name, build_algorithm(name, collective, topology)
         except FivefoldError as error:
             _log.debug("%s does not fit %s: %s", name, topology.name, error)
-
-
-def _schedules_of(
-    name: str, collective: Collective, topology: Topology
-) -> Iterator[tuple[str, Schedule]]:
-    if name == _TREES:
-        for schedule in _tree_schedules(collective, topology):
-            yield name, schedule
-    elif name == _ROOTED:
-        for schedule in _rooted_schedules(topology):
-            yield name, schedule
-    else:
-        yield name, build_algorithm(name, collective, topology)
 
 
 def _tree_schedules(collective: Collective, topology: Topology) -> Iterator[Schedule]:
