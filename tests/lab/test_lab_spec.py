@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from fivefold.errors import ConfigurationError
@@ -48,11 +46,6 @@ def test_bad_values_say_what_is_allowed(fields: dict[str, object], message: str)
     with pytest.raises(ConfigurationError) as caught:
         LabSpec(**fields)
     assert message in str(caught.value)
-
-
-def test_json_brings_back_the_same_cluster() -> None:
-    spec = LabSpec(hosts=4, rate="1Gbit/s", delay="1ms", loss=0.02, host_rates={2: 1e6}, seed=3)
-    assert LabSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
 def test_one_line_says_what_it_is() -> None:

@@ -80,7 +80,6 @@ def test_packets_take_the_routes_that_were_asked_for(data):
             for pair in itertools.pairwise(nodes)
         )
     spec = LabSpec.of_topology(topology, routes=routes)
-    assert LabSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     _, steps = plan_topology(spec)
     for source in range(4):
         for target in set(range(4)) - {source}:

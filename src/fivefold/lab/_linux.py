@@ -7,7 +7,6 @@ the functions in ``os`` do. Knows nothing of clusters.
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import os
 import struct
@@ -33,12 +32,16 @@ VNET_HEADER_BYTES = 10
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def _own_namespace() -> int:
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
 def new_network_namespace() -> int:
     """Make a network namespace; it lives as long as the returned descriptor."""
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    home = _own_namespace()
     try:
         _call("unshare", _CLONE_NEWNET)
-        made = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        made = _own_namespace()
         _call("setns", home, _CLONE_NEWNET)
         return made
     finally:
@@ -51,7 +54,7 @@ def entered(namespace_fd: int | None) -> Iterator[None]:
     if namespace_fd is None:
         yield
         return
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    home = _own_namespace()
     try:
         _call("setns", namespace_fd, _CLONE_NEWNET)
         try:
@@ -71,12 +74,19 @@ def become_host(namespace_fd: int, *, name: str, folder: Path) -> None:
     """
     _call("setns", namespace_fd, _CLONE_NEWNET)
     _call("unshare", _CLONE_NEWNS | _CLONE_NEWUTS)
-    encoded = name.encode()
+    encoded, scratch = name.encode(), folder / "sys"
     _call("sethostname", encoded, len(encoded))
     with suppress(OSError):
-        _bind(folder / "hosts", Path("/etc/hosts"))
+        _mount(folder / "hosts", Path("/etc/hosts"), None, _MS_BIND)
     with suppress(OSError):
-        _show_own_interfaces(folder / "sys")
+        # Only two folders of sysfs differ between network namespaces; binding them alone keeps
+        # what is mounted below /sys, such as control groups.
+        _mount(Path("sysfs"), scratch, b"sysfs", 0)
+        try:
+            for inside in ("devices/virtual/net", "class/net"):
+                _mount(scratch / inside, Path("/sys") / inside, None, _MS_BIND)
+        finally:
+            _call("umount2", os.fsencode(scratch), _MNT_DETACH)
 
 
 def die_with_parent(signal_number: int) -> None:
@@ -106,29 +116,12 @@ def open_tun(name: str) -> int:
     return fd
 
 
-def _show_own_interfaces(scratch: Path) -> None:
-    # Only these two folders of sysfs differ between network namespaces; binding them alone keeps
-    # what is mounted below /sys, such as control groups.
-    _mount(b"sysfs", scratch, b"sysfs", 0)
-    try:
-        for folder in ("devices/virtual/net", "class/net"):
-            _bind(scratch / folder, Path("/sys") / folder)
-    finally:
-        _call("umount2", os.fsencode(scratch), _MNT_DETACH)
-
-
-def _bind(source: Path, target: Path) -> None:
-    _mount(os.fsencode(source), target, None, _MS_BIND)
-
-
-def _mount(source: bytes, target: Path, kind: bytes | None, flags: int) -> None:
-    _call("mount", source, os.fsencode(target), kind, ctypes.c_ulong(flags), None)
+def _mount(source: Path, target: Path, kind: bytes | None, flags: int) -> None:
+    paths = os.fsencode(source), os.fsencode(target)
+    _call("mount", *paths, kind, ctypes.c_ulong(flags), None)
 
 
 def _call(name: str, *arguments: object) -> None:
-    function = getattr(_libc, name, None)
-    if function is None:
-        raise OSError(errno.ENOSYS, f"{name}: not on this system")
-    if function(*arguments) != 0:
+    if getattr(_libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

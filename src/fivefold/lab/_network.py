@@ -1,15 +1,15 @@
 """Makes the planned network real, inside the supervisor's private namespaces.
 
 Hosts are network namespaces held open by descriptors of this process: nothing is registered
-anywhere, so the kernel removes them when the process ends, however it ends. Aggregating switches
-run ``python -m fivefold.network.aggregation`` in the namespaces of their nodes. One that dies is
-not started again: its clients sum by themselves. Their output is in the log folder.
+anywhere, so the kernel removes them when the process ends, however it ends.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import select
 import subprocess
 import sys
@@ -52,7 +52,6 @@ class Network:
     host_fds: list[int]
     relay: subprocess.Popen[bytes] | None = None
     node_fds: list[int] = field(default_factory=list)
-    _tools: dict[str, str] = field(default_factory=dict)
 
     def apply(self, steps: list[Step]) -> None:
         """Carry out a plan."""
@@ -75,7 +74,9 @@ class Network:
             f"{own}/{self.fd_of(word.removeprefix('@'))}" if word.startswith("@") else word
             for word in step.argv
         ]
-        argv[0] = self._tool(argv[0])
+        if (path := find_tool(argv[0])) is None:
+            raise UnsupportedError(f"the tool '{argv[0]}' is missing", hint="install iproute2")
+        argv[0] = path
         with entered(self.fd_of(step.namespace)):
             done = subprocess.run(
                 argv,
@@ -98,14 +99,6 @@ class Network:
         if namespace.startswith("node"):
             return self.node_fds[int(namespace.removeprefix("node"))]
         return self.host_fds[int(namespace.removeprefix("host"))]
-
-    def _tool(self, name: str) -> str:
-        if name not in self._tools:
-            path = find_tool(name)
-            if path is None:
-                raise UnsupportedError(f"the tool '{name}' is missing", hint="install iproute2")
-            self._tools[name] = path
-        return self._tools[name]
 
 
 def build_network(spec: LabSpec, *, means: str | None, counts_path: Path) -> Network:
@@ -134,13 +127,9 @@ def _start_relay(network: Network, spec: LabSpec, counts_path: Path) -> subproce
         with entered(host_fd):
             tun_fds.append(open_tun("eth0"))
         network.apply([step for step in plan_relay(spec) if step.namespace == host_name(host)])
-    job: dict[str, Any] = {
-        "spec": spec.to_dict(),
-        "tun_fds": tun_fds,
-        "counts_path": str(counts_path),
-    }
+    job = base64.b64encode(pickle.dumps((spec, tun_fds, counts_path))).decode()
     relay = subprocess.Popen(
-        [sys.executable, "-P", "-m", "fivefold.lab._relay", json.dumps(job)],
+        [sys.executable, "-P", "-m", "fivefold.lab._relay", job],
         pass_fds=tun_fds,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -152,7 +141,10 @@ def _start_relay(network: Network, spec: LabSpec, counts_path: Path) -> subproce
 
 
 class Aggregators:
-    """All aggregating switches of a run."""
+    """All aggregating switches of a run, each in the namespace of its node.
+
+    One that dies is not started again: its clients sum by themselves.
+    """
 
     def __init__(self, spec: LabSpec, network: Network, folder: Path, *, control_fd: int) -> None:
         self._processes = {

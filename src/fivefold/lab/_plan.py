@@ -1,35 +1,12 @@
 """The plan of a run: commands that make its network, and each rank's environment. Pure data.
 
 A plan is a list of steps; whoever carries it out replaces an argument ``@host0`` by a path of
-that host's network namespace. The switch is a bridge in a namespace of its own. This module runs
-nothing and knows nothing of processes.
-
-Queues: ``tbf`` lets a burst of ``BURST_S`` seconds of the rate (at least two frames) pass at once
-and holds at most ``queue_s`` seconds more. Where one of the kernel's large packets takes less than
-``LARGE_PACKET_S``, the burst lets it pass whole: cut into frames it would wake the receiver for
-each, and take processor time from what trains beside it (120 ms per 11 MB all-reduce were seen)
-that a network card would not take. Both directions of a link are shaped: the uplink where
-it leaves the host, the downlink where it leaves the switch.
-
-Each link with priority classes has a tree of token buckets (``htb``): the whole link's rate above,
-one leaf per class below. A leaf borrows what the link has left in strict order of its class, and
-has a hundredth of the rate for itself, so that no job waits for ever. Class 0 goes first, the last
-class last. A packet's class is, in this order: that of its class selector (RFC 2474), which any
-program may set with the socket option ``IP_TOS``; that of the host that sent it; for what an
-aggregating switch sends, that of the host it goes to; else the last.
-
-In a cluster that is a topology every node is a namespace and every link a pair of cables. Hosts
-keep their addresses, on an interface ``eth0`` of their own that leads nowhere; every link has a
-small network of its own, shaped in each direction where it leaves a node, and every node has a
-route to every host. Nodes pass on what is not for them, hosts too: in a ring a message to the host
-opposite uses the links between. Routes are the topology's own shortest ones, so that what is
-predicted is what is run.
+that host's network namespace. The switch is a bridge in a namespace of its own.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-OWN_SHARE = 0.01
+_OWN_SHARE = 0.01
 _SELECTOR_MASK = 0xE0
 _QUANTUM_BYTES = 66_000  # one large packet; only classes of one priority would take turns
 _FIRST_LEAF = 16
@@ -49,7 +26,7 @@ SWITCH = "switch"
 AGGREGATOR_PORT = 5900
 AGGREGATOR_NETWORK = "10.79.0.0/16"
 BURST_S = 0.001
-LARGE_PACKET_S = 0.02
+_LARGE_PACKET_S = 0.02
 _LARGE_PACKET_BYTES = 66_000  # Linux joins up to 64 KiB of a stream, and headers, into one packet
 FRAME_OVERHEAD_BYTES = 14  # the Ethernet header, which tbf counts
 _BRIDGE_ADDRESS = "10.77.0.254"  # behind those of the hosts
@@ -59,15 +36,20 @@ _RELAY_PACKET_S = 0.0004  # serialising one packet may take this long: bounds pa
 _MIN_QUEUED_FRAMES = 10
 _NETEM_HEADROOM = 2.0
 _MIN_NETEM_PACKETS = 1000
-_UNLIMITED_BYTES_PER_S = 12.5e9  # 100 Gbit/s, to size queues where no rate was asked for
+UNLIMITED_BYTES_PER_S = 12.5e9  # 100 Gbit/s, to size queues where no rate was asked for
 
 
 def htb_commands(
     spec: LabSpec, rate: float, *, device: str, parent: str = "root", sizes: tuple[int, int]
 ) -> tuple[str, ...]:
-    """Return what ``tc -batch`` reads to give one direction of a link its rate and classes."""
+    """Return what ``tc -batch`` reads to give one direction of a link its rate and classes.
+
+    A tree of token buckets: the whole link's rate above, one leaf per class below. A leaf borrows
+    what the link has left in strict order of its class, and has a hundredth of the rate for itself,
+    so that no job waits for ever. Class 0 goes first.
+    """
     classes, (burst, held) = spec.classes, sizes
-    bits, own = round(rate * 8), round(rate * 8 * OWN_SHARE)
+    bits, own = round(rate * 8), round(rate * 8 * _OWN_SHARE)
     bursts = f"burst {burst}b cburst {burst}b quantum {_QUANTUM_BYTES}"
     lines = [
         f"qdisc add dev {device} {parent} handle 8: htb default {_leaf(classes - 1)}",
@@ -92,7 +74,11 @@ def htb_commands(
 
 
 def _matches(spec: LabSpec) -> Iterator[tuple[int, str, int]]:
-    """Yield order, condition and class of each filter; the rest is of the last class."""
+    """Yield order, condition and class of each filter; the rest is of the last class.
+
+    The class selector (RFC 2474, the socket option ``IP_TOS``) counts before the host that sent
+    it; for what an aggregating switch sends, the host that it goes to counts.
+    """
     for priority in range(spec.classes - 1):
         tos = class_tos(priority, spec.classes)
         yield 1, f"match ip dsfield {tos:#x} {_SELECTOR_MASK:#x}", priority
@@ -161,11 +147,7 @@ def plan_bridge(spec: LabSpec, *, netem: bool = False) -> list[Step]:
     """Plan hosts on a bridge over veth pairs, shaped by ``tbf`` and, where asked, ``netem``."""
     steps = [Step.of(SWITCH, "ip link add br0 type bridge"), Step.of(SWITCH, "ip link set br0 up")]
     for host in range(spec.hosts):
-        steps += _plan_cable(spec, host)
-        steps += _plan_uplink(spec, host, netem=netem)
-        rate = spec.rate_of(host)
-        if rate is not None:
-            steps.append(shape_link(spec, rate, namespace=SWITCH, device=f"port{host}"))
+        steps += _plan_host(spec, host, netem=netem)
     if spec.aggregators:
         steps.append(Step.of(SWITCH, f"ip addr add {_BRIDGE_ADDRESS}/24 dev br0"))
         steps.append(Step.of(SWITCH, f"ip addr add {aggregator_address(spec, SWITCH)}/32 dev br0"))
@@ -189,19 +171,16 @@ def plan_relay(spec: LabSpec) -> list[Step]:
     return steps
 
 
-def _plan_cable(spec: LabSpec, host: int) -> list[Step]:
-    name, mtu = host_name(host), spec.mtu or ETHERNET_MTU
-    return [
+def _plan_host(spec: LabSpec, host: int, *, netem: bool) -> list[Step]:
+    """Return the steps that make a host's cable and shape both its directions."""
+    name, mtu, parent = host_name(host), spec.mtu or ETHERNET_MTU, "root"
+    steps = [
         Step.of(SWITCH, f"ip link add port{host} type veth peer name eth0 netns @{name}"),
         Step.of(SWITCH, f"ip link set port{host} mtu {mtu} master br0 up"),
         Step.of(name, "ip link set lo up"),
         Step.of(name, f"ip addr add {address_of(host)}/24 dev eth0"),
         Step.of(name, f"ip link set eth0 mtu {mtu} up"),
     ]
-
-
-def _plan_uplink(spec: LabSpec, host: int, *, netem: bool) -> list[Step]:
-    name, parent, steps = host_name(host), "root", []
     if netem and spec.delays_or_loses:
         if spec.loss > 0:
             # netem would drop a whole offloaded super-packet as if it were one packet.
@@ -210,17 +189,25 @@ def _plan_uplink(spec: LabSpec, host: int, *, netem: bool) -> list[Step]:
         parent = "parent 1:1"
     rate = spec.rate_of(host)
     if rate is not None:
-        steps.append(shape_link(spec, rate, namespace=name, device="eth0", parent=parent))
+        steps += [
+            shape_link(spec, rate, namespace=name, device="eth0", parent=parent),
+            shape_link(spec, rate, namespace=SWITCH, device=f"port{host}"),
+        ]
     return steps
 
 
 def shape_link(
     spec: LabSpec, rate: float, *, namespace: str, device: str, parent: str = "root"
 ) -> Step:
-    """Give one direction of a link its rate: by ``tbf``, or ``htb`` where it has classes."""
+    """Give one direction of a link its rate: by ``tbf``, or ``htb`` where it has classes.
+
+    A burst passes at once, and ``queue_s`` seconds more are held.
+    """
     mtu = spec.mtu or ETHERNET_MTU
     burst = max(rate * BURST_S, 2 * (mtu + FRAME_OVERHEAD_BYTES))
-    if rate * LARGE_PACKET_S >= _LARGE_PACKET_BYTES:
+    # Cut into frames, one of the kernel's large packets would wake the receiver for each, and take
+    # processor time from what trains beside it that a network card would not take.
+    if rate * _LARGE_PACKET_S >= _LARGE_PACKET_BYTES:
         burst = max(burst, _LARGE_PACKET_BYTES)
     held = queue_bytes(spec, rate, mtu=mtu)
     if spec.classes > 1:
@@ -233,7 +220,7 @@ def shape_link(
 
 
 def _netem(spec: LabSpec, host: int) -> str:
-    rate = spec.rate_of(host) or _UNLIMITED_BYTES_PER_S
+    rate = spec.rate_of(host) or UNLIMITED_BYTES_PER_S
     in_flight_bytes = rate * (spec.delay_s + spec.jitter_s)
     packets = in_flight_bytes / (spec.mtu or ETHERNET_MTU) * _NETEM_HEADROOM
     words = [f"netem limit {round(max(packets, _MIN_NETEM_PACKETS))}"]
@@ -251,7 +238,12 @@ _SETTINGS = {"ip_forward": 1, "conf/all/rp_filter": 0, "conf/default/rp_filter":
 
 
 def plan_topology(spec: LabSpec) -> tuple[int, list[Step]]:
-    """Return the number of namespaces besides the hosts' (node0, node1, ...), and the steps."""
+    """Return the number of namespaces besides the hosts' (node0, node1, ...), and the steps.
+
+    Every node is a namespace and every link a pair of cables with a small network of its own.
+    Hosts keep their addresses, on an interface ``eth0`` that leads nowhere. Nodes pass on what is
+    not for them, hosts too, on the topology's own shortest routes: what is predicted is run.
+    """
     plan = _TopologyPlan(spec)
     topology = plan.topology
     steps = [step for node in range(topology.num_nodes) for step in plan.node_steps(node)]
@@ -397,7 +389,6 @@ def _end_address(number: int, side: int) -> str:
 
 
 _PORT = 29500
-_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _DEFAULTS = {
     "OMP_NUM_THREADS": "1",  # ranks share the cores; more threads than cores only wait
     "PYTHONUNBUFFERED": "1",  # so that logs are complete also when a rank is killed
@@ -408,7 +399,7 @@ _DEFAULTS = {
 class Job:
     """Request of the caller to the supervisor."""
 
-    spec: dict[str, Any]  # the cluster, as LabSpec.to_dict writes it
+    spec: LabSpec
     facts: dict[str, Any]  # what the ranks may know of their links
     command: list[str]  # what each rank runs
     port: int | None  # of the rendezvous over loopback; None where hosts are namespaces
@@ -457,7 +448,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of one rank; with a port the ranks meet over loopback."""
     host, local_rank = divmod(rank, spec.nproc_per_host)
-    interface = "eth0" if port is None else _LOOPBACK
+    interface = "eth0" if port is None else "lo"
     # A torchrun around the lab must not make its ranks wait for that torchrun's store.
     kept = {key: value for key, value in base.items() if not key.startswith("TORCHELASTIC_")}
     own = {

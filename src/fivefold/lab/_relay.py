@@ -2,30 +2,33 @@
 
 For machines whose kernel has no ``netem``. Started by the supervisor inside the private namespaces
 as ``python -m fivefold.lab._relay JOB``; ends with SIGTERM, which makes it write its counts.
-
-``Fabric`` is the network in virtual time. A packet waits in its sender's uplink queue, is
-serialised at the uplink's rate, then waits for and passes the receiver's downlink (cut-through: an
-idle downlink of the same rate adds nothing), and is then on its way for the one-way delay. Queues
-are drop-tail. Packets between two hosts never overtake one another, whatever the jitter. The
-fabric reads no clock: the time is the caller's.
 """
 
 from __future__ import annotations
 
+import base64
 import heapq
+import itertools
 import json
 import os
+import pickle
 import random
 import select
 import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from fivefold.lab._linux import VNET_HEADER_BYTES
-from fivefold.lab._plan import BURST_S, FRAME_OVERHEAD_BYTES, queue_bytes, relay_mtu
+from fivefold.lab._plan import (
+    BURST_S,
+    FRAME_OVERHEAD_BYTES,
+    UNLIMITED_BYTES_PER_S,
+    queue_bytes,
+    relay_mtu,
+)
 from fivefold.lab._spec import LabSpec
 
 _READ_BYTES = 65_536 + VNET_HEADER_BYTES
@@ -34,7 +37,6 @@ _IDLE_S = 1.0
 _IPV4 = 4
 _LAST_ADDRESS_BYTE = VNET_HEADER_BYTES + 19  # the destination's last byte in an IPv4 header
 _PRIORITY = -10
-_FULL_RATE_BYTES_PER_S = 12.5e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +65,7 @@ class FabricCounts:
 class Link:
     """One direction of one host's link: a first-in first-out queue of a fixed rate.
 
-    Args:
-        rate_bytes_per_s: The rate; None is unlimited.
-        queue_bytes: What the queue holds before it drops.
+    ``rate_bytes_per_s`` of None is unlimited; the queue drops beyond ``queue_bytes``.
     """
 
     def __init__(self, rate_bytes_per_s: float | None, *, queue_bytes: int) -> None:
@@ -77,8 +77,8 @@ class Link:
         """Return the time that a packet of this size occupies the link."""
         return size_bytes * self._s_per_byte
 
-    def admit(self, at_s: float, size_bytes: int, *, burst_s: float = 0.0) -> float | None:
-        """Queue a packet whose first byte is there at ``at_s``."""
+    def admit(self, at_s: float, size_bytes: int, *, burst_s: float) -> float | None:
+        """Queue a packet whose first byte is there at ``at_s``; return when it is through."""
         start_s = max(self._free_at_s, at_s - burst_s)
         if start_s - at_s > self._queue_s:
             return None
@@ -86,27 +86,23 @@ class Link:
         return max(self._free_at_s, at_s)
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """A packet that has arrived."""
+class Packet(NamedTuple):
+    """A packet under way."""
 
+    source: int
     destination: int
     packet: bytes
-
-
-@dataclass(order=True)
-class _Event:
-    at_s: float
-    number: int
-    source: int = field(compare=False)
-    destination: int = field(compare=False)
-    size_bytes: int = field(compare=False)
-    packet: bytes = field(compare=False)
-    at_switch: bool = field(compare=False)
+    size_bytes: int
 
 
 class Fabric:
-    """All links and all packets under way between the hosts."""
+    """All links and all packets under way between the hosts, in virtual time: the caller's.
+
+    A packet waits in its sender's uplink queue, is serialised at the uplink's rate, then waits for
+    and passes the receiver's downlink (cut-through: an idle downlink of the same rate adds
+    nothing), and is then on its way for the one-way delay. Queues are drop-tail. Packets between
+    two hosts never overtake one another, whatever the jitter.
+    """
 
     def __init__(
         self, uplinks: list[Link], downlinks: list[Link], *, conditions: Conditions
@@ -117,8 +113,9 @@ class Fabric:
         self._conditions = conditions
         # Seeded noise, nothing secret.
         self._random = random.Random(conditions.seed)  # noqa: S311 - not for cryptography
-        self._events: list[_Event] = []
-        self._number = 0
+        # Time, number, whether it reaches the switch then (or else its host), packet.
+        self._events: list[tuple[float, int, bool, Packet]] = []
+        self._numbers = itertools.count()
         self._last_arrival_s: dict[tuple[int, int], float] = {}
 
     def send(
@@ -130,35 +127,35 @@ class Fabric:
         if finished_s is None:
             self.counts.dropped_at_queue += 1
             return
-        self._push(_Event(finished_s, 0, source, destination, size_bytes, packet, at_switch=True))
+        sent = Packet(source, destination, packet, size_bytes)
+        heapq.heappush(self._events, (finished_s, next(self._numbers), True, sent))
 
     def next_event_s(self) -> float | None:
         """Return when :meth:`advance` has something to do; None while nothing is under way."""
-        return self._events[0].at_s if self._events else None
+        return self._events[0][0] if self._events else None
 
-    def advance(self, now_s: float) -> list[Delivery]:
-        """Let time pass up to ``now_s``."""
-        arrived: list[Delivery] = []
-        events = self._events
-        while events and events[0].at_s <= now_s:
-            event = heapq.heappop(events)
-            if event.at_switch:
-                self._leave_switch(event)
+    def advance(self, now_s: float) -> list[Packet]:
+        """Let time pass up to ``now_s``; return what has arrived."""
+        arrived: list[Packet] = []
+        while self._events and self._events[0][0] <= now_s:
+            at_s, _, at_switch, packet = heapq.heappop(self._events)
+            if at_switch:
+                self._leave_switch(at_s, packet)
             else:
-                arrived.append(Delivery(event.destination, event.packet))
+                arrived.append(packet)
                 self.counts.delivered += 1
-                self.counts.delivered_bytes += event.size_bytes
+                self.counts.delivered_bytes += packet.size_bytes
         return arrived
 
-    def _leave_switch(self, event: _Event) -> None:
-        conditions = self._conditions
+    def _leave_switch(self, at_s: float, packet: Packet) -> None:
+        conditions, size_bytes = self._conditions, packet.size_bytes
         if conditions.loss > 0 and self._random.random() < conditions.loss:
             self.counts.lost += 1
             return
         # The packet's first byte reached the switch one uplink serialisation before its last.
-        first_byte_s = event.at_s - self._uplinks[event.source].serialisation_s(event.size_bytes)
-        finished_s = self._downlinks[event.destination].admit(
-            first_byte_s, event.size_bytes, burst_s=conditions.burst_s
+        first_byte_s = at_s - self._uplinks[packet.source].serialisation_s(size_bytes)
+        finished_s = self._downlinks[packet.destination].admit(
+            first_byte_s, size_bytes, burst_s=conditions.burst_s
         )
         if finished_s is None:
             self.counts.dropped_at_queue += 1
@@ -166,18 +163,11 @@ class Fabric:
         delay_s = conditions.delay_s
         if conditions.jitter_s > 0:
             delay_s += self._random.uniform(-conditions.jitter_s, conditions.jitter_s)
-        path = (event.source, event.destination)
-        arrival_s = max(
-            max(finished_s, event.at_s) + delay_s, self._last_arrival_s.get(path, float("-inf"))
-        )
+        path = packet.source, packet.destination
+        earliest_s = self._last_arrival_s.get(path, float("-inf"))
+        arrival_s = max(max(finished_s, at_s) + delay_s, earliest_s)
         self._last_arrival_s[path] = arrival_s
-        event.at_s, event.at_switch = arrival_s, False
-        self._push(event)
-
-    def _push(self, event: _Event) -> None:
-        self._number += 1
-        event.number = self._number
-        heapq.heappush(self._events, event)
+        heapq.heappush(self._events, (arrival_s, next(self._numbers), False, packet))
 
 
 def build_fabric(spec: LabSpec) -> Fabric:
@@ -189,16 +179,21 @@ def build_fabric(spec: LabSpec) -> Fabric:
         burst_s=BURST_S,
         seed=spec.seed,
     )
-    return Fabric(_links(spec), _links(spec), conditions=conditions)
+    mtu, up, down = relay_mtu(spec), [], []
+    for host in range(spec.hosts):
+        rate = spec.rate_of(host)
+        held = queue_bytes(spec, rate or UNLIMITED_BYTES_PER_S, mtu=mtu)
+        up.append(Link(rate, queue_bytes=held))
+        down.append(Link(rate, queue_bytes=held))
+    return Fabric(up, down, conditions=conditions)
 
 
 def main(arguments: list[str]) -> None:
     """Relay until SIGTERM."""
-    job = json.loads(arguments[0])
+    spec, tun_fds, counts_path = pickle.loads(base64.b64decode(arguments[0]))  # noqa: S301 - ours
     with suppress(OSError):  # only root may; without it, busy ranks make the relay a little late
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
-    fabric = build_fabric(LabSpec.from_dict(job["spec"]))
-    counts_path = Path(job["counts_path"])
+    fabric = build_fabric(spec)
 
     def end(*_: object) -> None:
         counts_path.write_text(json.dumps(asdict(fabric.counts)) + "\n", encoding="utf-8")
@@ -207,7 +202,7 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        _turn(fabric, job["tun_fds"])
+        _turn(fabric, tun_fds)
 
 
 def _turn(fabric: Fabric, tun_fds: list[int]) -> None:
@@ -242,15 +237,6 @@ def _take_packets(fabric: Fabric, fd: int, tun_fds: list[int]) -> None:
                 packet=packet,
                 size_bytes=size_bytes,
             )
-
-
-def _links(spec: LabSpec) -> list[Link]:
-    links = []
-    for host in range(spec.hosts):
-        rate = spec.rate_of(host)
-        held = queue_bytes(spec, rate or _FULL_RATE_BYTES_PER_S, mtu=relay_mtu(spec))
-        links.append(Link(rate, queue_bytes=held))
-    return links
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ caller's process never enters a namespace and never changes the machine's networ
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import threading
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,7 @@ from fivefold.errors import CommunicationError, ConfigurationError, UnsupportedE
 from fivefold.lab._network import read_counts
 from fivefold.lab._plan import Job, address_of, host_name, lab_facts
 from fivefold.lab._spec import LabSpec
-from fivefold.lab._state import make_run_folder, remove_run_folder, write_state
+from fivefold.lab._state import make_run_folder, write_state
 from fivefold.lab.capabilities import find_tool, isolation_command, probe_capabilities
 from fivefold.units import format_duration_s
 
@@ -169,7 +171,7 @@ def run_lab(
     isolated = isolation is not None and (means is not None or not spec.shapes)
     hosts = [(address_of(host), host_name(host)) for host in range(spec.hosts)]
     job = Job(
-        spec=spec.to_dict(),
+        spec=spec,
         facts=lab_facts(spec, means, reason),
         command=[str(word) for word in command],
         port=None if isolated else _free_port(),
@@ -179,11 +181,11 @@ def run_lab(
         run_folder=str(make_run_folder(hosts)),
         stream=stream,
     )
-    run = _Run(job, spec, isolation=isolation if isolated else None)
+    run = _Run(job, isolation=isolation if isolated else None)
     try:
         run.follow()
     finally:
-        remove_run_folder(Path(job.run_folder))
+        shutil.rmtree(job.run_folder, ignore_errors=True)
     if run.signals:
         _logger.warning("the lab is down; output is in %s", job.log_folder)
         signal.raise_signal(run.signals[0])
@@ -233,9 +235,8 @@ def _refuse(missing: list[Capability], *, allow_unshaped: bool) -> tuple[None, s
 class _Run:
     """One run, seen from outside: what the supervisor reports."""
 
-    def __init__(self, job: Job, spec: LabSpec, *, isolation: str | None) -> None:
-        self._job = job
-        self._spec = spec
+    def __init__(self, job: Job, *, isolation: str | None) -> None:
+        self._job, self._spec = job, job.spec
         self._isolation = isolation
         self._exits: dict[int, tuple[int, float]] = {}
         self._end: dict[str, Any] | None = None
@@ -258,9 +259,9 @@ class _Run:
                 write_state(
                     Path(self._job.run_folder), self._job.command, supervisor_pid=process.pid
                 )
-                control = os.fdopen(control_write, "w", encoding="utf-8", closefd=False)
+                control = os.fdopen(control_write, "wb", closefd=False)
                 with suppress(BrokenPipeError), control:  # it ended at once: none will say "end"
-                    control.write(json.dumps(asdict(self._job)) + "\n")
+                    control.write(base64.b64encode(pickle.dumps(self._job)) + b"\n")
                 with os.fdopen(event_read, encoding="utf-8") as events:
                     for line in events:
                         self._take(json.loads(line))
@@ -270,7 +271,11 @@ class _Run:
                                 os.write(control_write, b"stop\n")
             finally:
                 os.close(control_write)  # cuts the lifeline: the supervisor ends if it has not
-                _wait_or_kill(process)
+                try:
+                    process.wait(_END_WAIT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
         self._supervisor_code = process.returncode
 
     def result(self) -> LabResult:
@@ -372,14 +377,6 @@ def _handed_on(control_fds: list[int], *, received: list[signal.Signals]) -> Ite
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(_END_WAIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _check_request(command: Sequence[str], *, timeout_s: float | None, grace_s: float) -> None:

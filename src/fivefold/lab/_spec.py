@@ -1,10 +1,7 @@
 """What the emulated cluster looks like: hosts, links and processes per host.
 
 Hosts hang on one switch, each by a link of its own, or they are the ranks of a topology whose
-links are all made, one by one.
-
-The specification is validated once, here; everything behind it may trust it. It knows nothing of
-how links are made: the same specification is served by ``tbf``, by ``netem`` or by the relay.
+links are all made. It is validated once, here, and knows nothing of how links are made.
 """
 
 from __future__ import annotations
@@ -28,11 +25,9 @@ if TYPE_CHECKING:
 MAX_CLASSES = 8  # what the three bits of a class selector tell apart, and htb's priorities
 _SELECTOR_SHIFT = 5
 _MAX_HOSTS = 253  # addresses 10.77.0.1 to 10.77.0.253 of one /24 network
-_MAPPINGS = ("host_rates", "host_classes", "aggregators", "routes")
 _MIN_RATE_BYTES_PER_S = 1000.0  # one full frame then takes 1.5 s; below that TCP only times out
 _MIN_MTU = 576  # every IPv4 host must take this size (RFC 791)
 _MAX_MTU = 65000
-_BY_HOST = ("host_rates", "host_classes")  # JSON has no numbers as keys
 _AGGREGATOR_OPTIONS = ("slots", "slot_bytes", "sharing", "expire")
 _LONGEST_LATENCY_S = 1e-4  # about what veth and gloo add themselves
 
@@ -98,7 +93,7 @@ class LabSpec:
 
     def __post_init__(self) -> None:
         require_whole("hosts", self.hosts, least=1, most=_MAX_HOSTS)
-        for name in _MAPPINGS:
+        for name in ("host_rates", "host_classes", "aggregators", "routes"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigurationError(
                     f"{name} must be a mapping; got {getattr(self, name)!r:.60}",
@@ -113,10 +108,7 @@ class LabSpec:
         require_whole("seed", self.seed, least=0, most=2**63)
         if self.mtu is not None:
             require_whole("mtu", self.mtu, least=_MIN_MTU, most=_MAX_MTU)
-        for host in range(self.hosts):
-            _check_rate(self.rate_of(host))
-        self._check_hosts("host_rates", self.host_rates)
-        self._check_hosts("host_classes", self.host_classes)
+        self._check_hosts()
         self._check_classes()
         self._check_path()
         if self.topology is not None:
@@ -126,13 +118,21 @@ class LabSpec:
             raise ConfigurationError(message, hint="use LabSpec.of_topology")
         self._check_aggregators()
 
-    def _check_hosts(self, name: str, hosts: Mapping[int, object]) -> None:
-        for host in hosts:
-            if host not in range(self.hosts):
+    def _check_hosts(self) -> None:
+        for host in range(self.hosts):
+            rate = self.rate_of(host)
+            if rate is not None and rate < _MIN_RATE_BYTES_PER_S:
                 raise ConfigurationError(
-                    f"{name} names host {host}, but there are {self.hosts} hosts",
-                    hint=f"number hosts from 0 to {self.hosts - 1}",
+                    f"rate must be at least 8 kbit/s; got {format_bytes_per_s(rate)}",
+                    hint="write a rate such as '200Mbit/s', or leave it out for unlimited links",
                 )
+        for name, hosts in (("host_rates", self.host_rates), ("host_classes", self.host_classes)):
+            for host in hosts:
+                if host not in range(self.hosts):
+                    raise ConfigurationError(
+                        f"{name} names host {host}, but there are {self.hosts} hosts",
+                        hint=f"number hosts from 0 to {self.hosts - 1}",
+                    )
 
     def _check_classes(self) -> None:
         require_whole("classes", self.classes, least=1, most=MAX_CLASSES)
@@ -147,7 +147,13 @@ class LabSpec:
             )
 
     def _check_aggregators(self) -> None:
-        able = self._switches()
+        if not self.aggregators:
+            return
+        able = ["switch"]
+        if self.topology is not None:
+            from fivefold.network.topology import read_topology  # noqa: PLC0415 - it needs numpy
+
+            able = [node.name for node in read_topology(self.topology).nodes if not node.is_rank]
         for node, options in self.aggregators.items():
             if node not in able:
                 raise ConfigurationError(
@@ -162,17 +168,6 @@ class LabSpec:
             for name in options:
                 message = f"an aggregating switch has no option {name!r}"
                 require_one_of(name, _AGGREGATOR_OPTIONS, message)
-
-    def _switches(self) -> list[str]:
-        """Return the names of the nodes that are no hosts."""
-        if not self.aggregators:
-            return []
-        if self.topology is None:
-            return ["switch"]
-        from fivefold.network.topology import read_topology  # noqa: PLC0415 - it needs numpy
-
-        nodes = read_topology(self.topology).nodes
-        return [node.name for node in nodes if not node.is_rank]
 
     def _check_path(self) -> None:
         if not isinstance(self.loss, int | float) or not 0.0 <= self.loss < 1.0:
@@ -281,22 +276,6 @@ class LabSpec:
             return parse_bytes_per_s(self.host_rates[host])
         return self.rate_bytes_per_s
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as JSON can hold them."""
-        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        for name in _BY_HOST:
-            plain[name] = [list(item) for item in plain[name].items()]
-        plain["aggregators"] = {node: dict(own) for node, own in self.aggregators.items()}
-        plain["routes"] = [[*pair, *links] for pair, links in self.routes.items()]
-        return plain
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> LabSpec:
-        """Read back what :meth:`to_dict` wrote."""
-        read: dict[str, Any] = {name: dict(fields.get(name, [])) for name in _BY_HOST}
-        read["routes"] = {(a, b): tuple(links) for a, b, *links in fields.get("routes", [])}
-        return cls(**{**fields, **read})
-
     def describe(self) -> str:
         """Describe the cluster in one line.
 
@@ -307,7 +286,8 @@ class LabSpec:
         rate = self.rate_bytes_per_s
         parts = [f"{self.hosts} host{'s' if self.hosts > 1 else ''}"]
         if self.topology is not None:
-            parts = [f"{parts[0]} on {_name_of(self.topology)}"]
+            named = parse_toml(self.topology, where="the topology's text")
+            parts = [f"{parts[0]} on {named.get('name', 'a topology')}"]
         if self.nproc_per_host > 1:
             parts.append(f"{self.nproc_per_host} processes each")
         if self.topology is None:
@@ -350,18 +330,6 @@ def class_tos(priority: int, classes: int) -> int:
             hint=f"links have 1 to {MAX_CLASSES} classes, numbered from 0",
         )
     return classes - 1 - priority << _SELECTOR_SHIFT
-
-
-def _name_of(topology: str) -> str:
-    return str(parse_toml(topology, where="the topology's text").get("name", "a topology"))
-
-
-def _check_rate(rate_bytes_per_s: float | None) -> None:
-    if rate_bytes_per_s is not None and rate_bytes_per_s < _MIN_RATE_BYTES_PER_S:
-        raise ConfigurationError(
-            f"rate must be at least 8 kbit/s; got {format_bytes_per_s(rate_bytes_per_s)}",
-            hint="write a rate such as '200Mbit/s', or leave it out for unlimited links",
-        )
 
 
 def _check_route(topology: Topology, pair: tuple[int, int], links: Sequence[int]) -> None:

@@ -1,10 +1,8 @@
 """What a run leaves in the user's runtime folder, and the removal of leftovers.
 
 One folder per run with ``state.json``: the lab's process and its supervisor, each by process id
-and start time, because ids are used again. A run removes its folder when it ends. Its processes
-and namespaces end with its supervisor, and that with the lab's process; so there is normally
-nothing but the folder of a run that was killed. ``clean_lab`` trusts nothing of that: it looks,
-ends what still runs without an owner, and says what it did.
+and start time, because ids are used again. There is normally nothing but the folder of a run that
+was killed; ``clean_lab`` looks, ends what still runs without an owner, and says what it did.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ import stat
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fivefold.errors import UnsupportedError
 from fivefold.files import write_atomically
@@ -34,8 +32,7 @@ _END_WAIT_S = 10.0
 _YOUNG_S = 60.0
 
 
-@dataclass(frozen=True)
-class ProcessId:
+class ProcessId(NamedTuple):
     """A process, told apart from a later one with the same id."""
 
     pid: int
@@ -55,26 +52,23 @@ class ProcessId:
         return _start_ticks(self.pid) == self.start_ticks
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunState:
+class RunState(NamedTuple):
     """The contents of ``state.json``."""
 
     lab: ProcessId
     supervisor: ProcessId | None
     command: tuple[str, ...]
-    started_at_unix_s: float
 
     @classmethod
     def read(cls, folder: Path) -> RunState | None:
         """Read a run's state; None where it is missing or damaged."""
         try:
             fields = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            supervisor = fields["supervisor"]
+            lab, supervisor = fields["lab"], fields["supervisor"]
             return cls(
-                lab=ProcessId(**fields["lab"]),
-                supervisor=None if supervisor is None else ProcessId(**supervisor),
-                command=tuple(fields["command"]),
-                started_at_unix_s=fields["started_at_unix_s"],
+                ProcessId(**lab),
+                None if supervisor is None else ProcessId(**supervisor),
+                tuple(fields["command"]),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -112,39 +106,19 @@ def write_state(folder: Path, command: Sequence[str], *, supervisor_pid: int | N
     """Write ``state.json``, whole or not at all."""
     supervisor = None
     if supervisor_pid is not None and (ticks := _start_ticks(supervisor_pid)) is not None:
-        supervisor = ProcessId(supervisor_pid, ticks)
-    state = RunState(
-        lab=ProcessId.of(os.getpid()),
-        supervisor=supervisor,
-        command=tuple(command),
-        started_at_unix_s=time.time(),
-    )
-    write_atomically(folder / "state.json", json.dumps(asdict(state)))
-
-
-def remove_run_folder(folder: Path) -> None:
-    """Remove a run's private folder."""
-    shutil.rmtree(folder, ignore_errors=True)
+        supervisor = ProcessId(supervisor_pid, ticks)._asdict()
+    lab = ProcessId.of(os.getpid())._asdict()
+    state = {"lab": lab, "supervisor": supervisor, "command": list(command)}
+    write_atomically(folder / "state.json", json.dumps(state))
 
 
 def _start_ticks(pid: int) -> int | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        # Without /proc a process is known by its id alone.
-        return None if Path("/proc/self").exists() else _without_proc(pid)
+        return None
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in {"Z", "X"} else int(fields[_START_TIME_FIELD])
-
-
-def _without_proc(pid: int) -> int | None:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return 0
 
 
 @dataclass(frozen=True)
@@ -177,7 +151,7 @@ def clean_lab() -> CleanReport:
         elif state is not None and not _end_supervisor(state.supervisor, removed):
             failed.append(f"{folder.name}: supervisor {state.supervisor} does not end")
         else:
-            remove_run_folder(folder)
+            shutil.rmtree(folder, ignore_errors=True)
             what = "damaged state" if state is None else f"run of {_short(state.command)}"
             removed.append(f"{folder.name}: folder of a {what}")
     return CleanReport(tuple(removed), tuple(active), tuple(failed))

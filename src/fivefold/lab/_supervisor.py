@@ -1,18 +1,17 @@
 """The supervisor: the one process from which everything of a run hangs.
 
-Runs as the first process of private mount, network and PID namespaces (``python -m
-fivefold.lab._supervisor CONTROL_FD EVENT_FD``): when it ends, the kernel ends all others in there
-and removes their namespaces, links and devices. It ends when its ranks have, or when the pipe from
-the lab's caller closes, which also a kill -9 of the caller does. Where no namespaces can be
-made it runs as an ordinary process and kills its ranks' process groups instead.
-
-Control pipe in: one line with the job, then ``stop`` or ``kill``. Event pipe out: JSON lines.
+The first process of private namespaces (or an ordinary one that kills its ranks' process groups):
+when it ends, the kernel ends all others in there. It ends when its ranks have, or when the pipe
+from the lab's caller closes, which also a kill -9 of the caller does. Control pipe in: one line
+with the job, then ``stop`` or ``kill``. Event pipe out: JSON lines.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import resource
 import select
 import selectors
@@ -30,7 +29,6 @@ from fivefold.errors import FivefoldError
 from fivefold.lab._linux import become_host, become_subreaper, die_with_parent
 from fivefold.lab._network import Aggregators, Network, build_network
 from fivefold.lab._plan import Job, host_name, rank_environment
-from fivefold.lab._spec import LabSpec
 
 _CHUNK_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
@@ -97,7 +95,7 @@ class Ending:
         return None
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Stream:
     """One pipe and where its contents go."""
 
@@ -145,9 +143,6 @@ class Pump:
             file_fd = os.open(stream.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             self._selector.register(stream.source, selectors.EVENT_READ, (stream, file_fd))
         self._thread = threading.Thread(target=self._run, name="log pump", daemon=True)
-
-    def start(self) -> None:
-        """Begin to read."""
         self._thread.start()
 
     def join(self, timeout_s: float) -> bool:
@@ -175,14 +170,16 @@ class Supervisor:
     """One run, from the network to the last exit code."""
 
     def __init__(self, job: Job, *, control_fd: int, event_fd: int) -> None:
-        self._job = job
-        self._spec = LabSpec.from_dict(job.spec)
-        self._control_fd = control_fd
-        self._event_fd = event_fd
+        self._job, self._spec = job, job.spec
+        self._control_fd, self._event_fd = control_fd, event_fd
         self._network: Network | None = None
         self._aggregators: Aggregators | None = None
         self._ranks: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
-        self._wake_fd = _wake_on_child()
+        self._wake_fd, write_fd = os.pipe()
+        for fd in (self._wake_fd, write_fd):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler makes the wake-up happen
         self._started_s = time.monotonic()
         self._file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         _, most = self._file_limit
@@ -203,8 +200,12 @@ class Supervisor:
                     self._spec, self._network, Path(job.log_folder), control_fd=self._control_fd
                 )
         self._started_s = time.monotonic()
-        pump = Pump(self._start_ranks())
-        pump.start()
+        streams = []
+        for rank in range(self._spec.world_size):
+            process = self._start_rank(rank)
+            self._ranks[process.pid] = (rank, process)
+            streams += self._streams_of(rank, process)
+        pump = Pump(streams)
         self._emit("up")
         ending = Ending(
             self._spec.world_size,
@@ -221,15 +222,6 @@ class Supervisor:
         self._kill_leftovers()
         self._drain(pump, ending)
         self._emit("end", timed_out=ending.timed_out)
-
-    def _start_ranks(self) -> list[Stream]:
-        streams = []
-        colour = self._job.stream and os.isatty(2) and not os.environ.get("NO_COLOR")
-        for rank in range(self._spec.world_size):
-            process = self._start_rank(rank)
-            self._ranks[process.pid] = (rank, process)
-            streams += self._streams_of(rank, process, colour=colour)
-        return streams
 
     def _start_rank(self, rank: int) -> subprocess.Popen[bytes]:
         job, host = self._job, rank // self._spec.nproc_per_host
@@ -256,25 +248,19 @@ class Supervisor:
             preexec_fn=enter,  # noqa: PLW1509 - see above
         )
 
-    def _streams_of(
-        self, rank: int, process: subprocess.Popen[bytes], *, colour: bool
-    ) -> list[Stream]:
+    def _streams_of(self, rank: int, process: subprocess.Popen[bytes]) -> list[Stream]:
         host, local_rank = divmod(rank, self._spec.nproc_per_host)
-        name = host_name(host) + (f":{local_rank}" if self._spec.nproc_per_host > 1 else "")
-        mark = f"\x1b[{_COLOURS[host % len(_COLOURS)]}m[{name}]\x1b[0m " if colour else f"[{name}] "
-        folder, stderr_fd = Path(self._job.log_folder), 2 if self._job.stream else None
-        stdout_fd = 1 if self._job.stream and rank == 0 else stderr_fd
-        pipes = (process.stdout, "out", stdout_fd), (process.stderr, "err", stderr_fd)
-        return [
-            Stream(
-                source=pipe,
-                path=folder / f"rank{rank}.{ending}",
-                sink_fd=sink_fd,
-                prefix=b"" if sink_fd == 1 else mark.encode(),
-            )
-            for pipe, ending, sink_fd in pipes
-            if pipe is not None
-        ]
+        stem, shown = Path(self._job.log_folder) / f"rank{rank}", self._job.stream
+        mark = f"[{host_name(host)}{f':{local_rank}' if self._spec.nproc_per_host > 1 else ''}]"
+        if shown and os.isatty(2) and not os.environ.get("NO_COLOR"):
+            mark = f"\x1b[{_COLOURS[host % len(_COLOURS)]}m{mark}\x1b[0m"
+        prefix, stderr_fd = f"{mark} ".encode(), 2 if shown else None
+        assert process.stdout is not None, "it is a pipe"
+        assert process.stderr is not None, "it is a pipe"
+        out = Stream(process.stdout, stem.with_suffix(".out"), stderr_fd, prefix)
+        if shown and rank == 0:
+            out = Stream(process.stdout, stem.with_suffix(".out"), 1)
+        return [out, Stream(process.stderr, stem.with_suffix(".err"), stderr_fd, prefix)]
 
     def _watch(self, ending: Ending) -> None:
         now_s = time.monotonic()
@@ -365,7 +351,7 @@ def main(arguments: list[str]) -> None:
         os.set_inheritable(fd, False)
     with suppress(OSError):  # Linux only; elsewhere orphans go to the machine's init
         become_subreaper()
-    job = Job(**json.loads(_read_line(control_fd)))
+    job: Job = pickle.loads(base64.b64decode(_read_line(control_fd)))  # noqa: S301 - our caller's
     try:
         Supervisor(job, control_fd=control_fd, event_fd=event_fd).run()
     except (FivefoldError, OSError, subprocess.SubprocessError) as error:
@@ -384,15 +370,6 @@ def _read_line(fd: int) -> bytes:
             os._exit(_LIFELINE_CUT)
         data += chunk
     return data
-
-
-def _wake_on_child() -> int:
-    read_fd, write_fd = os.pipe()
-    os.set_blocking(write_fd, False)
-    os.set_blocking(read_fd, False)
-    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler is what makes the wake-up happen
-    return read_fd
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What this machine lets the lab do, found by trying it in throw-away namespaces.
 
-Each probe is one short command in namespaces of its own, so that nothing remains of it. A probe
-that fails keeps the tool's own message as the reason, with what would fix it.
+A probe that fails keeps the tool's own message as the reason, with what would fix it.
 """
 
 from __future__ import annotations
@@ -18,36 +17,46 @@ _PROBE_TIMEOUT_S = 20.0
 _ISOLATE = ("--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 _AS_USER = ("--user", "--map-root-user")
 _INSTALL = "install the package iproute2 (or iproute)"
-_PROBES = {
-    "bridge": "ip link add name probe type bridge",
-    "veth": "ip link add name probe type veth peer name peer",
-    "tbf": "tc qdisc add dev lo root tbf rate 1mbit burst 4kb latency 10ms",
-    "netem": "tc qdisc add dev lo root netem delay 1ms",
-    "tun": "ip tuntap add dev probe mode tun",
-    "htb": "tc qdisc add dev lo root handle 1: htb",
-    "u32": "tc qdisc add dev lo root handle 1: htb && tc filter add dev lo parent 1: protocol ip "
-    "prio 1 u32 match ip dsfield 0x20 0xe0 flowid 1:1",
-}
 _UNTRIED: tuple[str | None, str | None] = ("not tried without namespaces", "as for namespaces")
-_MEANING = {
-    "namespaces": "hosts with a network of their own",
-    "bridge": "the switch between the hosts",
-    "veth": "cables between hosts and switch",
-    "tbf": "rates",
-    "netem": "delay, jitter and loss in the kernel",
-    "tun": "delay, jitter and loss through the user-space relay",
-    "htb": "priority classes on links",
-    "u32": "telling the classes of packets apart",
-}
-_FIXES = {
-    "bridge": "load the kernel module 'bridge', or use a kernel with CONFIG_BRIDGE",
-    "veth": "load the kernel module 'veth', or use a kernel with CONFIG_VETH",
-    "tbf": "load the kernel module 'sch_tbf', or use a kernel with CONFIG_NET_SCH_TBF",
-    "netem": "none needed while 'tun' works: the relay does it; else load the module 'sch_netem'",
-    "tun": "make /dev/net/tun available to this user (module 'tun', or the container's --device)",
-    "htb": "load the kernel module 'sch_htb', or use a kernel with CONFIG_NET_SCH_HTB",
-    "u32": "load the kernel modules 'sch_htb' and 'cls_u32', or use a kernel with "
-    "CONFIG_NET_SCH_HTB and CONFIG_NET_CLS_U32",
+_HOSTS = "hosts with a network of their own"
+_HTB = "tc qdisc add dev lo root handle 1: htb"
+_FILTER = "protocol ip prio 1 u32 match ip dsfield 0x20 0xe0 flowid 1:1"
+_PROBES = {  # command, what it is for, what would make it work
+    "bridge": (
+        "ip link add name probe type bridge",
+        "the switch between the hosts",
+        "load the kernel module 'bridge', or use a kernel with CONFIG_BRIDGE",
+    ),
+    "veth": (
+        "ip link add name probe type veth peer name peer",
+        "cables between hosts and switch",
+        "load the kernel module 'veth', or use a kernel with CONFIG_VETH",
+    ),
+    "tbf": (
+        "tc qdisc add dev lo root tbf rate 1mbit burst 4kb latency 10ms",
+        "rates",
+        "load the kernel module 'sch_tbf', or use a kernel with CONFIG_NET_SCH_TBF",
+    ),
+    "netem": (
+        "tc qdisc add dev lo root netem delay 1ms",
+        "delay, jitter and loss in the kernel",
+        "none needed while 'tun' works: the relay does it; else load the module 'sch_netem'",
+    ),
+    "tun": (
+        "ip tuntap add dev probe mode tun",
+        "delay, jitter and loss through the user-space relay",
+        "make /dev/net/tun available to this user (module 'tun', or the container's --device)",
+    ),
+    "htb": (
+        _HTB,
+        "priority classes on links",
+        "load the kernel module 'sch_htb', or use a kernel with CONFIG_NET_SCH_HTB",
+    ),
+    "u32": (
+        f"{_HTB} && tc filter add dev lo parent 1: {_FILTER}",
+        "telling the classes of packets apart",
+        "load the modules 'sch_htb' and 'cls_u32', or use a kernel with CONFIG_NET_CLS_U32 as well",
+    ),
 }
 
 
@@ -80,15 +89,10 @@ class Capabilities:
     def shaping(self) -> str:
         """Return ``"none"``, ``"rate"`` or ``"rate, delay, jitter, loss"``."""
         works = {item.name for item in self.items if item.works}
-        if works >= {"namespaces", "tun"} or works >= {
-            "namespaces",
-            "bridge",
-            "veth",
-            "tbf",
-            "netem",
-        }:
+        rates = works >= {"namespaces", "bridge", "veth", "tbf"}
+        if works >= {"namespaces", "tun"} or (rates and "netem" in works):
             return "rate, delay, jitter, loss"
-        return "rate" if works >= {"namespaces", "bridge", "veth", "tbf"} else "none"
+        return "rate" if rates else "none"
 
 
 def find_tool(name: str) -> str | None:
@@ -106,21 +110,16 @@ def isolation_command(isolation: str) -> list[str]:
 def probe_capabilities() -> Capabilities:
     """Try everything; takes about a tenth of a second, once per process."""
     isolation, reason = _probe_isolation()
-    items = [
-        Capability(
-            "namespaces",
-            _MEANING["namespaces"],
-            works=isolation is not None,
-            reason=reason,
-            fix=None if isolation else _isolation_fix(),
-        )
-    ]
-    for name, command in _PROBES.items():
+    works = isolation is not None
+    fix = None if works else _isolation_fix()
+    items = [Capability("namespaces", _HOSTS, works, reason, fix)]
+    for name, (command, meaning, remedy) in _PROBES.items():
         failure, fix = _UNTRIED
         if isolation is not None:
-            failure = _try(isolation, command)
-            fix = None if failure is None else _fix(name, command)
-        items.append(Capability(name, _MEANING[name], failure is None, failure, fix))
+            failure, fix = _try(isolation, command), None
+            if failure is not None:
+                fix = remedy if find_tool(command.split()[0]) else _INSTALL
+        items.append(Capability(name, meaning, failure is None, failure, fix))
     return Capabilities(isolation, tuple(items))
 
 
@@ -161,10 +160,6 @@ def _try(isolation: str, command: str) -> str | None:
         f"{shlex.quote(path)} {part.split(maxsplit=1)[1]}" for part in command.split(" && ")
     )
     return _run([*isolation_command(isolation), "sh", "-c", script])
-
-
-def _fix(name: str, command: str) -> str:
-    return _INSTALL if find_tool(command.split(maxsplit=1)[0]) is None else _FIXES[name]
 
 
 def _run(argv: list[str]) -> str | None:
