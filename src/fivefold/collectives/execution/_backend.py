@@ -1,9 +1,5 @@
 """Makes torch know the backend "fivefold": its collectives in terms of the engine's flat buffers.
 
-Until torch 2.13 a creator may return a Python subclass of ``ProcessGroup``, which torch then uses
-as the group itself. From 2.14 on ``_Backend`` can be subclassed in Python, and the group stays an
-ordinary one. Which of the two works is found by trying, not by the version's number.
-
 Every method has the name and the arguments with which torch calls it, in C++ or in Python. The
 names changed between releases, so all known ones are there.
 """
@@ -466,7 +462,11 @@ class FivefoldGroup(Collectives, _ProcessGroup):
 
 
 def _made_for(engine: Engine) -> Any:
-    """Return a backend, where torch's class can be subclassed in Python; else a group."""
+    """Return a backend, where torch's class can be subclassed in Python; else a group.
+
+    Until torch 2.13 a creator may return a Python subclass of ``ProcessGroup``, which torch then
+    uses as the group itself. From 2.14 on the group stays an ordinary one.
+    """
     base = getattr(dist, "_Backend", object)
     try:
         base(0, 1)

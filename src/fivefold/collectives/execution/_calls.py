@@ -1,14 +1,8 @@
 """The calls of a group: their numbers, their work objects, and the thread that runs them.
 
-A synchronous call runs in the caller's thread, which costs nothing; one with ``async_op=True`` is
-queued for the group's own thread. Both keep one order, the order of calls, which is the same on all
-ranks, unless these have called different ones, and that is found out.
-
-The number and the kind of a call make the tag of its messages: a message of another call is never
-taken for one of this. Calls that differ would then wait for each other until the timeout, so a
-rank whose call takes long writes its last calls into the group's store and reads those of others.
-Where two differ it writes down what they called, and breaks the connections that are waited on:
-every rank then fails with that reason. Calls that take less than a second cost nothing of this.
+The number and the kind of a call make the tag of its messages: one of another call is never taken
+for one of this. Calls that differ would then wait for each other until the timeout, so a rank whose
+call takes long compares its last calls with those of others through the group's store (`CallLog`).
 """
 
 from __future__ import annotations
@@ -86,7 +80,11 @@ def _code(kind: CallKind) -> int:
 
 
 class CallLog:
-    """The calls of one group on one rank."""
+    """The calls of one group on one rank.
+
+    Where two ranks' differ, one writes down what they called and breaks the connections that are
+    waited on: every rank then fails with that reason. Calls of under a second cost nothing of this.
+    """
 
     def __init__(
         self, store: Any, *, rank: int, size: int, groups: Callable[[], Iterable[Any]]
@@ -321,7 +319,10 @@ Job = Callable[[], None]
 
 
 class WorkQueue:
-    """Runs jobs in the order of their calls: at once in the caller's thread, or in its own."""
+    """Runs jobs in the order of their calls: at once in the caller's thread, or in its own.
+
+    Both keep the order of calls, which is the same on all ranks, unless these have called others.
+    """
 
     def __init__(self, *, name: str) -> None:
         self._name = name

@@ -61,7 +61,8 @@ _SWITCHABLE = {
 _ADDABLE = _SWITCHABLE | {torch.uint8, torch.int8, torch.int16}
 _TAG = (1 << 29) - 1  # the user's own messages on the same group have smaller ones
 _PIECE_BYTES = 1 << 20
-_SUMS = (dist.ReduceOp.RedOpType.SUM, dist.ReduceOp.RedOpType.AVG)
+_Operations = dist.ReduceOp.RedOpType
+_SUMS = (_Operations.SUM, _Operations.AVG)
 
 
 class GlooHosts:
@@ -135,7 +136,7 @@ class SwitchRoute:
         self.group = dist.ProcessGroupGloo(
             dist.PrefixStore("aggregation", store), rank, size, timeout=timeout
         )
-        self._least_bytes = settings.aggregation_min_bytes
+        self._size, self._least_bytes = size, settings.aggregation_min_bytes
         self.client = AggregationClient(
             settings.aggregation,
             job=job,
@@ -155,13 +156,16 @@ class SwitchRoute:
             and call.inputs.nbytes >= self._least_bytes
         )
 
-    def all_reduce(self, tensor: torch.Tensor, label: int) -> None:
-        """Sum a flat, contiguous tensor over the group, in place; the label stands for the call."""
+    def all_reduce(self, call: Call, label: int) -> None:
+        """Sum a call's buffer in the switch, or by the hosts where that cannot."""
+        tensor = call.outputs
         if tensor.dtype is torch.bfloat16:  # numpy has none
             bits = tensor.view(torch.int16).numpy().view(np.uint16)
             self.client.all_reduce(bits, dtype="bfloat16", label=label)
         else:
             self.client.all_reduce(tensor, label=label)
+        if call.kind.operation == _Operations.AVG:
+            tensor.div_(self._size)
 
 
 def _bytes(array: np.ndarray) -> torch.Tensor:
@@ -172,7 +176,6 @@ _log = logging.getLogger(__name__)
 _REFUSED = b"refused: "
 _POLL_S = (0.0005, 0.05)  # shortest and longest sleep while the first rank chooses
 _STORE_TIMEOUT = timedelta(seconds=30)  # of a store that should answer at once
-_Operations = dist.ReduceOp.RedOpType
 _COMBINE: dict[Any, Callable[..., Any]] = {
     _Operations.SUM: torch.add,
     _Operations.AVG: torch.add,  # and divided at the end
@@ -291,11 +294,6 @@ class Engine:
     def _gloo(self, name: str) -> Any:
         store = dist.PrefixStore(name, self._store)
         return dist.ProcessGroupGloo(store, self.rank, self.size, timeout=self.timeout)
-
-    def _carrier(self, device_type: str) -> Any:
-        """Return the group that carries the messages of algorithms."""
-        inner = self.inner(device_type)
-        return self._messages if isinstance(inner, dist.ProcessGroupGloo) else inner
 
     def _gloo_groups(self) -> list[Any]:
         switched = [] if self._switch is None else [self._switch.group]
@@ -465,13 +463,14 @@ class Engine:
         self._calls.check()
         plan = choice = None
         if call is not None and self._has_own(call):
-            if self._switch is not None and self._switch.takes(call):
-                self._switched(self._switch, call, tag)
-                return
             try:
+                if self._switch is not None and self._switch.takes(call):
+                    self._switch.all_reduce(call, tag)
+                    return
                 plan, choice = self._planned(call)
-            except CollectiveError as error:
-                raise self._calls.explain(error) from error
+            except CommunicationError as error:
+                failed = CollectiveError(error.message, hint=error.hint)
+                raise self._calls.explain(failed) from error
         if call is None or plan is None or choice is None:
             work = inner()  # what it refuses at once has sent nothing: the group lives on
             InnerWork(work, what=kind, explain=self._calls.explain).wait()
@@ -513,28 +512,20 @@ class Engine:
         InnerWork(work, what=what, explain=self._calls.explain).wait()
         return call.size_bytes >= 0 and bool((theirs == call.size_bytes).all())
 
-    def _switched(self, route: SwitchRoute, call: Call, tag: int) -> None:
-        """Sum a call's buffer in the switch, or by the hosts where that cannot."""
-        try:
-            route.all_reduce(call.outputs, tag)
-        except CommunicationError as error:
-            failed = CollectiveError(error.message, hint=error.hint)
-            raise self._calls.explain(failed) from error
-        if call.kind.operation == _Operations.AVG:
-            call.outputs.div_(self.size)
-
     def _execute(
         self, call: Call, plan: RankPlan, choice: Choice, *, tag: int, timeout: timedelta
     ) -> None:
-        inner = self._carrier(call.inputs.device.type)
-        staged = call.inputs.device.type != "cpu" and isinstance(inner, dist.ProcessGroupGloo)
+        device_type = call.inputs.device.type
+        inner = self.inner(device_type)
+        by_gloo = isinstance(inner, dist.ProcessGroupGloo)
+        staged = by_gloo and device_type != "cpu"
         inputs, outputs = call.inputs, call.outputs
         if staged:  # gloo's messages are in the memory of the CPU
             same = outputs.data_ptr() == inputs.data_ptr()
             inputs = inputs.cpu()
             outputs = inputs if same else torch.empty_like(outputs, device="cpu")
         context = RunContext(
-            inner=inner,
+            inner=self._messages if by_gloo else inner,
             inputs=inputs,
             outputs=outputs,
             unit=call.unit,
@@ -545,8 +536,7 @@ class Engine:
             threads=self._threads,
             keep=self._kept,
         )
-        grouped = not isinstance(inner, dist.ProcessGroupGloo)
-        (RoundRunner if grouped else Runner)(plan, context).run()
+        (Runner if by_gloo else RoundRunner)(plan, context).run()
         if call.kind.operation == _Operations.AVG:
             outputs.div_(self.size)
         if staged:

@@ -1,10 +1,8 @@
-"""What one rank does for a program: its operations in one order, with tags and hazards.
+"""What one rank does for a program: its operations in the order of :func:`run_order`, with hazards.
 
-The order is that of :func:`run_order` over all ranks. A rank that does one operation after the
-other, or any whose hazards are over, waits only for messages whose sending comes earlier in the
-common order: no deadlock.
-Chunks need not be equal: a buffer of n elements is cut into C chunks of floor or ceiling of n / C
-elements in the same way on every rank, so nothing is padded. Knows nothing of torch.
+A rank that does any operation whose hazards are over waits only for messages whose sending comes
+earlier in the common order: no deadlock. Chunks need not be equal: n elements are cut into C chunks
+of floor or ceiling of n / C elements in the same way on every rank, so nothing is padded.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import numpy as np
 
 from fivefold.collectives.lowering import Program
 from fivefold.collectives.lowering.machine import Arrival, Executed, Machine, run_order
-from fivefold.collectives.lowering.program import Buffer, OpKind, ThreadBlock
+from fivefold.collectives.lowering.program import Buffer, OpKind
 
 _UNITS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 2}  # powers of the number of ranks
 _NOTHING = -2
@@ -150,6 +148,9 @@ class _Compiler:
         first = operation.target_offset
         write = Span(operation.target, first, first + count) if kind.writes_target else None
         cells = self._cells(write)
+        queue, before = (block.send_peer, block.channel), -1
+        if kind.sends:
+            before, self._last_sent[queue] = self._last_sent.get(queue, -1), number
         settle = sorted({sender for cell in cells for sender in self._sent_from.pop(cell, ())})
         self.tasks.append(
             Task(
@@ -160,7 +161,7 @@ class _Compiler:
                 send_peer=block.send_peer if kind.sends else -1,
                 channel=block.channel,
                 after=self._after(number, self._cells(read), cells),
-                sends_after=self._sends_after(number, block) if kind.sends else -1,
+                sends_after=before,
                 settle=tuple(settle),
                 level=level,
                 sent_level=sent_level,
@@ -179,12 +180,6 @@ class _Compiler:
             after.update(self._reads.pop(cell, ()))
             self._last_write[cell] = number
         return tuple(sorted(after - {-1, number}))
-
-    def _sends_after(self, number: int, block: ThreadBlock) -> int:
-        queue = (block.send_peer, block.channel)
-        before = self._last_sent.get(queue, -1)
-        self._last_sent[queue] = number
-        return before
 
     def _cells(self, span: Span | None) -> list[int]:
         if span is None:

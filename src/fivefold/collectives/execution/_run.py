@@ -51,10 +51,6 @@ class RunContext:
     threads: ReceiveThreads | None = None
     keep: list[Any] = field(default_factory=list)
 
-    def tag_of(self, channel: int) -> int:
-        """Return the tag of the messages of a queue."""
-        return (self.tag + channel) % NUM_TAGS
-
 
 class Runner:
     """One run of one plan."""
@@ -234,7 +230,7 @@ class Runner:
         """Post a message, as bytes: gloo knows no float8, nor means of bool and complex."""
         if not data.numel():
             return None
-        inner, tag = self._context.inner, self._context.tag_of(task.channel)
+        inner, tag = self._context.inner, (self._context.tag + task.channel) % NUM_TAGS
         post, peer = (inner.send, task.send_peer) if sending else (inner.recv, task.receive_peer)
         try:
             return post([data.view(torch.uint8)], peer, tag)

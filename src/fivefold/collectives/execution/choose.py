@@ -1,12 +1,9 @@
 """Which algorithm for which message size: the cost model decides, once per power of two.
 
-Candidates are the library's algorithms, tree packings of the topology, and what was registered;
-each in several numbers of parts for the pipeline. The inner backend is priced as the algorithm
-that it is known to use, and wins unless another one is predicted to be faster by a margin. All of
-that is deterministic: the same job on the same topology chooses the same in every run, which
-bitwise equal results need.
-
-Prices are asked of `fivefold.collectives.pricing`: the simulation of a schedule's messages.
+Candidates are the library's algorithms, tree packings of the topology, and what was registered,
+each in several numbers of parts for the pipeline. The inner backend wins unless another one is
+predicted to be faster by a margin. The same job on the same topology chooses the same in every
+run, which bitwise equal results need.
 """
 
 from __future__ import annotations
@@ -87,22 +84,19 @@ def choose(
     if best is None:
         if asked == "auto":
             return Choice("inner", None, inner_s, inner_s, size_bytes)
+        own = [
+            label
+            for label, (program, _, _) in registered_algorithms().items()
+            if program.collective.name == name
+        ]
+        names = ["auto", "inner", *library_names(collective), *own]
         raise ConfigurationError(
             f"there is no algorithm {asked!r} for {name} of {num_ranks} ranks",
-            hint=f"there are {', '.join(_names(collective))}",
+            hint=f"there are {', '.join(names)}",
         )
     if asked == "auto" and best[0] > inner_s * (1 - settings.margin):
         return Choice("inner", None, inner_s, inner_s, size_bytes, times)
     return Choice(best[1], best[2], best[0], inner_s, size_bytes, times)
-
-
-def _names(collective: Collective) -> list[str]:
-    own = [
-        name
-        for name, (program, _, _) in registered_algorithms().items()
-        if program.collective.name == collective.name
-    ]
-    return ["auto", "inner", *library_names(collective), *own]
 
 
 def _candidates(

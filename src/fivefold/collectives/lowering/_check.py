@@ -1,11 +1,9 @@
 """Proves that a program computes its collective: symbolic values, and no race.
 
-Every slot holds a chunk and the set of ranks that have contributed to it. A reduction needs equal
-chunks and disjoint sets, so that a contribution is neither lost nor added twice. Two operations of
-a rank that touch one slot, one of them writing, must be ordered by what the program itself waits
-for (blocks, dependencies and messages), not by luck: vector clocks tell. Most programs need only
-the waits within a rank for that, so clocks of all blocks are kept only where those do not suffice.
-It knows nothing of the schedule that a program was made from.
+Every slot holds a chunk and the set of ranks that have contributed to it. Two operations of a rank
+that touch one slot, one of them writing, must be ordered by what the program itself waits for, not
+by luck: vector clocks tell. Most programs need only the waits within a rank for that, so clocks of
+all blocks are kept only where those do not suffice.
 """
 
 from __future__ import annotations
@@ -110,14 +108,11 @@ class _Checker(Machine):
             for operation in block.operations
             if operation.wait_block >= 0
         }
-        self._fill_inputs()
-
-    def _fill_inputs(self) -> None:
-        collective = self.program.collective
+        collective = program.collective
         addresses = collective.input_address(collective.pre_chunks, collective.pre_ranks)
         pairs = zip(collective.pre_chunks, collective.pre_ranks, addresses, strict=True)
         for chunk, rank, address in pairs:
-            cell = self.program.slots[rank][Buffer.INPUT][address]
+            cell = program.slots[rank][Buffer.INPUT][address]
             # A copied chunk is what it is, whoever held it first; only sums have contributors.
             contributors = 1 << int(rank) if self._sums else 1
             self.memory[rank][cell] = _Value(int(chunk), contributors)

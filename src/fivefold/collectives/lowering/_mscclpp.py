@@ -1,13 +1,8 @@
 """A program as an MSCCL++ execution plan (JSON of release 0.9).
 
-MSCCL++ has no queues: a sender writes into a buffer of the receiver and signals. So every message
-gets a place of its own to land in: its final slot where the receiver has not touched that slot
-before, else a scratch slot from which the receiver takes it. Then no message can overwrite another
-one's data, and the only handshake is one at the start of each queue, which says that the receiver
-has begun. Waits between blocks of a rank become semaphores.
-
-Limits of MSCCL++'s executor: 64 operations and 16 channels a thread block, 16 semaphores a rank.
-
+MSCCL++ has no queues, so every message gets a place of its own to land in: its final slot where
+the receiver has not touched that before, else a scratch slot. The only handshake is one at the
+start of each queue. Waits between blocks of a rank become semaphores.
 References: MSCCL++, arXiv 2504.09014; the fields are those that its ``execution_plan.cc`` reads.
 """
 

@@ -1,14 +1,9 @@
 """Runs a program, all ranks in one process: without data, on values of any kind, on numpy arrays.
 
-:func:`run_order` runs blocks side by side in virtual time; a message is under way for a time that
-the caller may set. The result is one order of all operations in which each finds what it needs.
-Whoever carries out the operations of his own rank in this order can wait for them one after the
-other without a deadlock, since every message was sent by an operation that comes earlier. A program
-that cannot be run to its end is refused, with the operations that wait and for what.
-
-:func:`interpret` carries operations out in that order; every chunk slot is an array. It proves
-nothing that :func:`check_program` would not, but shows it with numbers, and it is the reference
-that execution between processes is compared with.
+:func:`run_order` finds one order of all operations in which each finds what it needs: whoever
+carries out those of his own rank in it can wait for them one after the other without a deadlock.
+:func:`interpret` carries them out, every chunk slot an array: the reference that execution between
+processes is compared with.
 """
 
 from __future__ import annotations
@@ -95,7 +90,8 @@ class _Runner:
         while self._ready:
             now_s, at = heapq.heappop(self._ready)
             self._advance(now_s, at)
-        stuck = [at for at, item in enumerate(self._blocks) if not self._over(at, item[2])]
+        lengths = [len(block.operations) for _, _, block in self._blocks]
+        stuck = [at for at, length in enumerate(lengths) if self._next[at] < length]
         if stuck:
             raise self._deadlock(stuck)
         for (source, target, channel), queue in self._queues.items():
@@ -106,15 +102,11 @@ class _Runner:
                 )
         return self._order
 
-    def _over(self, at: int, block: ThreadBlock) -> bool:
-        return self._next[at] == len(block.operations)
-
     def _advance(self, now_s: float, at: int) -> None:
         """Carry out the block's next operation, or note what it waits for."""
-        rank, number, block = self._blocks[at]
-        if self._over(at, block):
+        (rank, number, block), step = self._blocks[at], self._next[at]
+        if step == len(block.operations):
             return
-        step = self._next[at]
         operation = block.operations[step]
         cause, from_s = self._obstacle(rank, block, operation)
         if cause is not None:
@@ -123,11 +115,12 @@ class _Runner:
         if from_s > now_s:  # what it needs is under way: come back when it is there
             heapq.heappush(self._ready, (from_s, at))
             return
-        count = self._parcel(operation)
-        sender = self._receive(rank, block, operation, step=step)
+        kind = operation.kind
+        single = self._queue_slots is not None and (kind.sends or kind.receives)
+        count = 1 if single else operation.count
+        sender = self._receive(rank, block, operation, step=step) if kind.receives else None
         self._moved[at] += count
-        whole = self._moved[at] == operation.count
-        if whole:
+        if self._moved[at] == operation.count:
             self._moved[at] = 0
             self._places[at, step] = len(self._order)
             taken = -1 if sender is None else self._places[sender]
@@ -135,7 +128,7 @@ class _Runner:
             self._next[at] += 1
             self._ended_s[at].append(now_s)
             self._wake(("step", rank, number), now_s)
-        if operation.kind.sends:
+        if kind.sends:
             key = (rank, block.send_peer, block.channel)
             arrival_s = self._arrival_s(now_s, rank, block.send_peer, count)
             queue = self._queues.setdefault(key, deque())
@@ -144,11 +137,6 @@ class _Runner:
             queue.append(_Parcel(arrival_s, (at, step), operation.count))
             self._wake(("message", *key), now_s)
         heapq.heappush(self._ready, (now_s, at))
-
-    def _parcel(self, operation: Operation) -> int:
-        """Return how many chunks move at once: all, or one where queues are limited."""
-        moves = operation.kind.sends or operation.kind.receives
-        return 1 if moves and self._queue_slots is not None else operation.count
 
     def _obstacle(
         self, rank: int, block: ThreadBlock, operation: Operation
@@ -174,10 +162,8 @@ class _Runner:
 
     def _receive(
         self, rank: int, block: ThreadBlock, operation: Operation, *, step: int
-    ) -> tuple[int, int] | None:
+    ) -> tuple[int, int]:
         """Take the next chunks off the queue; block and step that sent them."""
-        if not operation.kind.receives:
-            return None
         key = (block.receive_peer, rank, block.channel)
         parcel = self._queues[key].popleft()
         if parcel.message_count != operation.count:
@@ -200,7 +186,14 @@ class _Runner:
             cause, _ = self._obstacle(rank, block, operation)
             assert isinstance(cause, tuple), "a block that waits for nothing has run to its end"
             full = full or cause[0] == "room"
-            lines.append(f"rank {rank} block {number} step {self._next[at]} {_in_words(cause)}")
+            kind, source, *rest = cause
+            if kind == "step":
+                what = f"block {rest[0]}"
+            elif kind == "message":
+                what = f"a message from rank {source} on channel {rest[1]}"
+            else:
+                what = f"room in the queue to rank {rest[0]} on channel {rest[1]}"
+            lines.append(f"rank {rank} block {number} step {self._next[at]} waits for {what}")
         more = f", and {len(stuck) - _SHOWN} more" if len(stuck) > _SHOWN else ""
         message = f"the program deadlocks: {'; '.join(lines[:_SHOWN])}{more}"
         if not full:
@@ -210,15 +203,6 @@ class _Runner:
             hint=f"lower its schedule with queue_slots={self._queue_slots}, use more channels, or "
             "send fewer chunks before the first is received",
         )
-
-
-def _in_words(cause: tuple[object, ...]) -> str:
-    kind, *rest = cause
-    if kind == "step":
-        return f"waits for block {rest[1]}"
-    if kind == "message":
-        return f"waits for a message from rank {rest[0]} on channel {rest[2]}"
-    return f"waits for room in the queue to rank {rest[1]} on channel {rest[2]}"
 
 
 def _check_queues(program: Program) -> None:
@@ -369,11 +353,8 @@ def _load(program: Program, inputs: Sequence[_Array]) -> list[_Array]:
         raise ConfigurationError(
             f"chunks have the shapes {sorted(shapes)}", hint="give all ranks chunks of one shape"
         )
-    chunk = shapes.pop()
-    dtype = np.result_type(
-        *[array.dtype for array in arrays if array.size] or [np.dtype(np.float64)]
-    )
-    memories = []
+    chunk, memories = shapes.pop(), []
+    dtype = np.result_type(*[array.dtype for array in arrays if array.size] or [np.float64])
     for rank, array in enumerate(arrays):
         sizes = program.ranks[rank]
         if len(array) != sizes.input_slots:
