@@ -54,7 +54,6 @@ class Network:
     node_fds: list[int] = field(default_factory=list)
 
     def apply(self, steps: list[Step]) -> None:
-        """Carry out a plan."""
         for step in steps:
             self._apply_step(step)
 
@@ -102,7 +101,6 @@ class Network:
 
 
 def build_network(spec: LabSpec, *, means: str | None, counts_path: Path) -> Network:
-    """Make hosts and links."""
     try:
         network = Network([new_network_namespace() for _ in range(spec.hosts)])
         if spec.topology is not None and means is not None:

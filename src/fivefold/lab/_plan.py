@@ -104,22 +104,18 @@ class Step:
 
     @classmethod
     def of(cls, namespace: str, command: str) -> Step:
-        """Return a step from the words of its command."""
         return cls(namespace, tuple(command.split()))
 
 
 def host_name(host: int) -> str:
-    """Return the name of a host and of its namespace."""
     return f"host{host}"
 
 
 def address_of(host: int) -> str:
-    """Return IPv4 address of a host."""
     return f"10.77.0.{host + 1}"
 
 
 def aggregator_address(spec: LabSpec, node: str) -> str:
-    """Return IPv4 address of an aggregating switch."""
     return f"10.79.0.{sorted(spec.aggregators).index(node) + 1}"
 
 
@@ -258,7 +254,6 @@ def plan_topology(spec: LabSpec) -> tuple[int, list[Step]]:
 
 
 def namespace_of(spec: LabSpec, node: str) -> str:
-    """Return the namespace of a node of the topology."""
     plan = _TopologyPlan(spec)
     return plan.names[plan.topology.index(node)]
 
@@ -289,7 +284,6 @@ class _TopologyPlan:
         self.next_hops: dict[tuple[int, str], int] = {}
 
     def node_steps(self, node: int) -> list[Step]:
-        """Return the steps that make a node and set it up."""
         name, rank = self.names[node], int(self.topology.rank_of_node[node])
         steps = [
             Step(name, ("sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}"))
@@ -307,7 +301,6 @@ class _TopologyPlan:
         return steps
 
     def link_steps(self, number: int, pair: tuple[int, int], rates: list[float]) -> list[Step]:
-        """Return the steps that join two nodes and shape what each sends."""
         low, high = self.names[pair[0]], self.names[pair[1]]
         device = f"link{number}"
         steps = [Step.of(low, f"ip link add {device} type veth peer name {device} netns @{high}")]

@@ -41,8 +41,6 @@ _PRIORITY = -10
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Conditions that all paths have in common."""
-
     delay_s: float = 0.0  # one way
     jitter_s: float = 0.0  # half the width of the delay's uniform distribution
     loss: float = 0.0  # probability of losing a packet
@@ -54,8 +52,6 @@ class Conditions:
 
 @dataclass
 class FabricCounts:
-    """Counts of delivered and lost packets."""
-
     delivered: int = 0
     delivered_bytes: int = 0
     dropped_at_queue: int = 0
@@ -87,8 +83,6 @@ class Link:
 
 
 class Packet(NamedTuple):
-    """A packet under way."""
-
     source: int
     destination: int
     packet: bytes
@@ -171,7 +165,6 @@ class Fabric:
 
 
 def build_fabric(spec: LabSpec) -> Fabric:
-    """Return the fabric of a specification."""
     conditions = Conditions(
         delay_s=spec.delay_s,
         jitter_s=spec.jitter_s,
@@ -189,7 +182,6 @@ def build_fabric(spec: LabSpec) -> Fabric:
 
 
 def main(arguments: list[str]) -> None:
-    """Relay until SIGTERM."""
     spec, tun_fds, counts_path = pickle.loads(base64.b64decode(arguments[0]))  # noqa: S301 - ours
     with suppress(OSError):  # only root may; without it, busy ranks make the relay a little late
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)

@@ -193,7 +193,6 @@ def run_lab(
 
 
 def choose_means(spec: LabSpec, *, allow_unshaped: bool) -> tuple[str | None, str | None]:
-    """Choose how this machine makes such links."""
     able = probe_capabilities()
     # Over loopback there is no switch in which something could be summed.
     allow_unshaped = allow_unshaped and not spec.aggregators
@@ -279,7 +278,6 @@ class _Run:
         self._supervisor_code = process.returncode
 
     def result(self) -> LabResult:
-        """Return what came of the run."""
         if self._relay_died:
             msg = "the relay ended early, so the links were gone"
             raise UnsupportedError(msg, hint=f"output is in {self._job.log_folder}; run again")

@@ -40,7 +40,6 @@ class ProcessId(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """Identify a running process."""
         ticks = _start_ticks(pid)
         if ticks is None:
             raise ProcessLookupError(pid)
@@ -48,7 +47,6 @@ class ProcessId(NamedTuple):
 
     @property
     def alive(self) -> bool:
-        """Return whether this very process still runs."""
         return _start_ticks(self.pid) == self.start_ticks
 
 
@@ -91,7 +89,6 @@ def runtime_folder() -> Path:
 
 
 def make_run_folder(hosts: Sequence[tuple[str, str]]) -> Path:
-    """Make a run's private folder."""
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=runtime_folder()))
     (folder / "sys").mkdir()
     lines = ["127.0.0.1\tlocalhost"]

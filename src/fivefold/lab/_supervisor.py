@@ -56,7 +56,6 @@ class Ending:
         self._kill_at_s: float | None = None
 
     def rank_ended(self, now_s: float, *, rank: int, code: int) -> None:
-        """Note that a rank has ended with an exit code."""
         self.running.discard(rank)
         if code != 0 and self.first_failure is None:
             self.first_failure = rank
@@ -64,7 +63,6 @@ class Ending:
                 self._terminate_at_s = now_s + self._grace_s
 
     def stop(self, now_s: float) -> None:
-        """Ask the run to stop."""
         if self._kill_at_s is None:
             self._terminate_at_s = now_s
 
@@ -188,7 +186,6 @@ class Supervisor:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
     def run(self) -> None:
-        """Build, run, end."""
         job = self._job
         if job.port is None:
             counts_path = Path(job.log_folder) / "relay.json"
@@ -342,7 +339,6 @@ class Supervisor:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the job that the control pipe brings."""
     control_fd, event_fd = int(arguments[0]), int(arguments[1])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Requests come over the control pipe. A handler, because ranks would inherit SIG_IGN.

@@ -79,7 +79,6 @@ class Capabilities:
     items: tuple[Capability, ...]
 
     def __getitem__(self, name: str) -> Capability:
-        """Look one up by name."""
         for item in self.items:
             if item.name == name:
                 return item

@@ -45,7 +45,6 @@ class _Board:
         self._readers: dict[int, set[int]] = {}
 
     def put(self, number: int, rank: int, value: Any) -> None:
-        """Put up one rank's value for a collective."""
         with self._changed:
             self._entries.setdefault(number, {})[rank] = value
             self._changed.notify_all()

@@ -73,13 +73,11 @@ class Collectives:
     # -- all-gather and reduce-scatter ---------------------------------------------------------
 
     def all_gather_single(self, output: _Tensor, input: _Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
-        """Gather everyone's tensor, one after another, in one tensor."""
         opts = opts or c10d.AllgatherOptions()
         kind = _kind("all_gather", output)
         return self._out_of_place(kind, output, input, opts, results=[output])
 
     def allgather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
-        """Gather everyone's tensor in a list."""
         opts = opts or c10d.AllgatherOptions()
         (listed,), (tensor,) = outputs, inputs
         kind = _kind("all_gather", *listed)
@@ -126,13 +124,11 @@ class Collectives:
         )
 
     def reduce_scatter_single(self, output: _Tensor, input: _Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
-        """Give everyone one share of the sum."""
         opts = opts or c10d.ReduceScatterOptions()
         kind = _kind("reduce_scatter", input, operation=opts.reduceOp)
         return self._out_of_place(kind, output, input, opts, results=[output])
 
     def reduce_scatter(self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None) -> Any:
-        """Give everyone one of a list of sums."""
         opts = opts or c10d.ReduceScatterOptions()
         (output,), (listed,) = outputs, inputs
         kind = _kind("reduce_scatter", *listed, operation=opts.reduceOp)
@@ -185,7 +181,6 @@ class Collectives:
         return self._all_to_all(output, input, splits, opts, [output])
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        """Send one of a list from everyone to everyone."""
         flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
         sizes = [tensor.numel() for tensor in outputs]
         received = flat.new_empty(sum(sizes))
@@ -457,7 +452,6 @@ class FivefoldGroup(Collectives, _ProcessGroup):
         return 0
 
     def set_timeout(self, timeout: Any) -> None:
-        """Set the longest wait for a message from now on."""
         self.engine.timeout = timeout
 
 
@@ -474,8 +468,6 @@ def _made_for(engine: Engine) -> Any:
         return FivefoldGroup(engine)
 
     class FivefoldBackend(Collectives, base):
-        """A backend of an ordinary process group, run by an engine."""
-
         def __init__(self) -> None:
             base.__init__(self, engine.rank, engine.size)
             self.engine = engine

@@ -101,7 +101,6 @@ class CallLog:
         store.set(self._key(rank), "[]")
 
     def begin(self, kind: CallKind) -> int:
-        """Number a call."""
         self.check()
         self._number += 1
         self._last.append((self._number, kind))
@@ -153,7 +152,6 @@ class CallLog:
         return error
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_LOOK_S)
@@ -221,7 +219,6 @@ class FivefoldWork(dist.Work):
         self._over: futures.Future[None] = futures.Future()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Say that it is over."""
         if error is None:
             self._over.set_result(None)
         else:
@@ -336,7 +333,6 @@ class WorkQueue:
         return self._jobs.unfinished_tasks > 0
 
     def submit(self, job: Job, work: FivefoldWork, *, in_thread: bool) -> None:
-        """Run a job, or queue it."""
         if not in_thread and not self.is_busy:
             self._run(job, work)
             return
@@ -346,7 +342,6 @@ class WorkQueue:
         self._jobs.put((job, work))
 
     def close(self) -> None:
-        """End the thread when its jobs are done."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(timeout=1.0)

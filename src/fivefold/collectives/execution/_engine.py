@@ -543,7 +543,6 @@ class Engine:
             call.outputs.copy_(outputs)
 
     def close(self) -> None:
-        """End the thread and let go of the inner groups."""
         self._calls.close()
         self._queue.close()
         self._threads.close()

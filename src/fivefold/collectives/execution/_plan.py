@@ -31,8 +31,6 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One operation of this rank."""
-
     kind: OpKind  # what it does
     read: Span | None  # slots that are read; None where it reads none
     write: Span | None  # slots that are written; None where it writes none
@@ -49,8 +47,6 @@ class Task:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """All that one rank needs to run a program."""
-
     tasks: tuple[Task, ...]  # in the order in which they are carried out
     layout: Layout  # where chunks lie for a given number of elements
     num_rounds: int  # rounds, where all ranks go in rounds
@@ -140,7 +136,6 @@ class _Compiler:
         self._sent_from: dict[int, list[int]] = defaultdict(list)
 
     def add(self, executed: Executed, *, level: int, sent_level: int) -> None:
-        """Add the task of one operation."""
         operation, kind = executed.operation, executed.operation.kind
         block, number = self._blocks[executed.block], len(self.tasks)
         first, count = operation.source_offset, operation.count
@@ -201,7 +196,6 @@ class _Tracer(Machine):
         self._rank, self.chunks = rank, memory[rank].copy()
 
     def write(self, executed: Executed, buffer: Buffer, offset: int, values: np.ndarray) -> None:
-        """Note which chunks the cells hold now."""
         super().write(executed, buffer, offset, values)
         if executed.rank == self._rank:
             cells = self.cells(executed, buffer, offset)

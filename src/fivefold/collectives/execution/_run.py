@@ -84,7 +84,6 @@ class Runner:
         self._copied = {sender for task in plan.tasks for sender in task.settle}
 
     def run(self) -> None:
-        """Carry out all tasks."""
         ready = ReadyTasks(self._tasks)
         self._post_receives(ready)
         while not ready.is_done:
@@ -279,7 +278,6 @@ class ReadyTasks:
 
     @property
     def is_done(self) -> bool:
-        """Return whether every task is done."""
         return self._left == 0
 
     def next(self) -> int | None:
@@ -327,7 +325,6 @@ class ReceiveThreads:
         self._waits[number].put(wait)
 
     def close(self) -> None:
-        """Let the threads end when what they wait for is over."""
         for waits in self._waits:
             waits.put(None)
         self._waits = []
@@ -349,7 +346,6 @@ class RoundRunner(Runner):
         self._arrived: dict[int, torch.Tensor] = {}
 
     def run(self) -> None:
-        """Carry out all rounds."""
         by_level: dict[int, list[int]] = {}
         by_sent_level: dict[int, list[int]] = {}
         for at, task in enumerate(self._tasks):

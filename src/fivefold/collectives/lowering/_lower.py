@@ -261,7 +261,6 @@ def _moments(schedule: Schedule, groups: list[int]) -> list[tuple[float, ...]]:
 
 
 def _choose_channels(legs: list[_Leg], *, channels: int, instances: int) -> None:
-    """Deal the chunks to channels."""
     # A queue hands over in the order of sending: what overtakes another leg needs another one.
     last: dict[tuple[int, int, int], int] = {}
     for leg in legs:

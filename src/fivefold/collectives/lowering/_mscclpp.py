@@ -151,8 +151,6 @@ class _Block:
 
 
 class _Gpu:
-    """The plan of one rank."""
-
     def __init__(self, program: Program, rank: int, layout: _Layout) -> None:
         self._program = program
         self._rank = rank
