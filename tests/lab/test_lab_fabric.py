@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.lab import LabSpec
-from fivefold.lab._relay import Conditions, Fabric, Link, build_fabric
+from fivefold.lab._relay import Fabric, Link, build_fabric
 
 _RATE = 1000.0  # bytes per second
 
@@ -25,7 +25,7 @@ def _fabric(
 ) -> Fabric:
     up = [Link(rate, queue_bytes=queue_bytes) for _ in range(hosts)]
     down = [Link(rate, queue_bytes=queue_bytes) for _ in range(hosts)]
-    return Fabric(up, down, conditions=Conditions(**conditions))
+    return Fabric(up, down, **conditions)
 
 
 def _play(

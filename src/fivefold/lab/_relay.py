@@ -39,17 +39,6 @@ _LAST_ADDRESS_BYTE = VNET_HEADER_BYTES + 19  # the destination's last byte in an
 _PRIORITY = -10
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conditions:
-    delay_s: float = 0.0  # one way
-    jitter_s: float = 0.0  # half the width of the delay's uniform distribution
-    loss: float = 0.0  # probability of losing a packet
-    # Unused link time that a link may make up for, as a token bucket does; covers the time by
-    # which the caller's clock runs late.
-    burst_s: float = 0.0
-    seed: int = 0
-
-
 @dataclass
 class FabricCounts:
     delivered: int = 0
@@ -94,19 +83,29 @@ class Fabric:
 
     A packet waits in its sender's uplink queue, is serialised at the uplink's rate, then waits for
     and passes the receiver's downlink (cut-through: an idle downlink of the same rate adds
-    nothing), and is then on its way for the one-way delay. Queues are drop-tail. Packets between
-    two hosts never overtake one another, whatever the jitter.
+    nothing), and is then on its way for the one-way delay, more or less by up to the jitter. Queues
+    are drop-tail. Packets between two hosts never overtake one another. ``burst_s`` is unused link
+    time that a link may make up for, as a token bucket does; it covers the time by which the
+    caller's clock runs late.
     """
 
     def __init__(
-        self, uplinks: list[Link], downlinks: list[Link], *, conditions: Conditions
+        self,
+        uplinks: list[Link],
+        downlinks: list[Link],
+        *,
+        delay_s: float = 0.0,
+        jitter_s: float = 0.0,
+        loss: float = 0.0,
+        burst_s: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.counts = FabricCounts()
-        self._uplinks = uplinks
-        self._downlinks = downlinks
-        self._conditions = conditions
+        self._uplinks, self._downlinks = uplinks, downlinks
+        self._delay_s, self._jitter_s = delay_s, jitter_s
+        self._loss, self._burst_s = loss, burst_s
         # Seeded noise, nothing secret.
-        self._random = random.Random(conditions.seed)  # noqa: S311 - not for cryptography
+        self._random = random.Random(seed)  # noqa: S311 - not for cryptography
         # Time, number, whether it reaches the switch then (or else its host), packet.
         self._events: list[tuple[float, int, bool, Packet]] = []
         self._numbers = itertools.count()
@@ -116,8 +115,7 @@ class Fabric:
         self, now_s: float, *, source: int, destination: int, packet: bytes, size_bytes: int
     ) -> None:
         """Take a packet from a host at time ``now_s``; times must not go back."""
-        link, burst_s = self._uplinks[source], self._conditions.burst_s
-        finished_s = link.admit(now_s, size_bytes, burst_s=burst_s)
+        finished_s = self._uplinks[source].admit(now_s, size_bytes, burst_s=self._burst_s)
         if finished_s is None:
             self.counts.dropped_at_queue += 1
             return
@@ -142,21 +140,21 @@ class Fabric:
         return arrived
 
     def _leave_switch(self, at_s: float, packet: Packet) -> None:
-        conditions, size_bytes = self._conditions, packet.size_bytes
-        if conditions.loss > 0 and self._random.random() < conditions.loss:
+        size_bytes = packet.size_bytes
+        if self._loss > 0 and self._random.random() < self._loss:
             self.counts.lost += 1
             return
         # The packet's first byte reached the switch one uplink serialisation before its last.
         first_byte_s = at_s - self._uplinks[packet.source].serialisation_s(size_bytes)
         finished_s = self._downlinks[packet.destination].admit(
-            first_byte_s, size_bytes, burst_s=conditions.burst_s
+            first_byte_s, size_bytes, burst_s=self._burst_s
         )
         if finished_s is None:
             self.counts.dropped_at_queue += 1
             return
-        delay_s = conditions.delay_s
-        if conditions.jitter_s > 0:
-            delay_s += self._random.uniform(-conditions.jitter_s, conditions.jitter_s)
+        delay_s = self._delay_s
+        if self._jitter_s > 0:
+            delay_s += self._random.uniform(-self._jitter_s, self._jitter_s)
         path = packet.source, packet.destination
         earliest_s = self._last_arrival_s.get(path, float("-inf"))
         arrival_s = max(max(finished_s, at_s) + delay_s, earliest_s)
@@ -165,20 +163,21 @@ class Fabric:
 
 
 def build_fabric(spec: LabSpec) -> Fabric:
-    conditions = Conditions(
-        delay_s=spec.delay_s,
-        jitter_s=spec.jitter_s,
-        loss=spec.loss,
-        burst_s=BURST_S,
-        seed=spec.seed,
-    )
     mtu, up, down = relay_mtu(spec), [], []
     for host in range(spec.hosts):
         rate = spec.rate_of(host)
         held = queue_bytes(spec, rate or UNLIMITED_BYTES_PER_S, mtu=mtu)
         up.append(Link(rate, queue_bytes=held))
         down.append(Link(rate, queue_bytes=held))
-    return Fabric(up, down, conditions=conditions)
+    return Fabric(
+        up,
+        down,
+        delay_s=spec.delay_s,
+        jitter_s=spec.jitter_s,
+        loss=spec.loss,
+        burst_s=BURST_S,
+        seed=spec.seed,
+    )
 
 
 def main(arguments: list[str]) -> None:

@@ -9,9 +9,14 @@ import pytest
 from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.execution import Settings, configure, current_settings, register_algorithm
 from fivefold.collectives.execution._settings import lab_topology
-from fivefold.collectives.execution.choose import Choice, candidate_schedules, choose, library_names
+from fivefold.collectives.execution.choose import (
+    Choice,
+    LinkClock,
+    candidate_schedules,
+    choose,
+    library_names,
+)
 from fivefold.collectives.lowering import check_program
-from fivefold.collectives.pricing.messages import LinkClock
 from fivefold.collectives.schedules import all_reduce, named_collective
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Link, Node, Topology, switch

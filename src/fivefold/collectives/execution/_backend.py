@@ -68,7 +68,9 @@ class Collectives:
     ) -> Any:
         (tensor,) = tensors
         cut = (tensor.numel(), tensor.nbytes) if self._fits(kind, tensor) else None
-        return self._submit(kind, (name,), [tensors], opts, results=results, cut=cut, unpack=unpack)
+        return self._submit(
+            kind, (name,), [tensors], opts, results=results, sent=results, cut=cut, unpack=unpack
+        )
 
     # -- all-gather and reduce-scatter ---------------------------------------------------------
 
@@ -90,7 +92,7 @@ class Collectives:
             _copy_parts(listed, gathered.chunk(len(listed)))
 
         return self._out_of_place(
-            kind, gathered, tensor.reshape(-1), opts, results=outputs, unpack=unpack
+            kind, gathered, tensor.reshape(-1), opts, results=outputs, sent=inputs, unpack=unpack
         )
 
     def all_gather_single_coalesced(
@@ -120,7 +122,7 @@ class Collectives:
 
         kind = _kind("all_gather", gathered)
         return self._out_of_place(
-            kind, gathered.view(-1), joined, opts, results=outputs, unpack=unpack
+            kind, gathered.view(-1), joined, opts, results=outputs, sent=inputs, unpack=unpack
         )
 
     def reduce_scatter_single(self, output: _Tensor, input: _Tensor, opts: Any = None) -> Any:  # noqa: A002 - torch's name
@@ -136,7 +138,7 @@ class Collectives:
         if not equal or not self._fits(kind, output):
             return self._submit(kind, (kind.name,), [outputs, inputs], opts, results=outputs)
         flat = torch.cat([part.reshape(-1) for part in listed])
-        return self._out_of_place(kind, output, flat, opts, results=outputs)
+        return self._out_of_place(kind, output, flat, opts, results=outputs, sent=listed)
 
     def reduce_scatter_single_coalesced(
         self, outputs: _Tensors, inputs: _Tensors, opts: Any = None
@@ -152,6 +154,7 @@ class Collectives:
         opts: Any,
         *,
         results: list[Any],
+        sent: _Tensors | None = None,
         unpack: _Finish = None,
     ) -> Any:
         """Run an all-gather or a reduce-scatter of one tensor into one other."""
@@ -163,7 +166,7 @@ class Collectives:
         fits = fits and whole.numel() == share.numel() * self.engine.size
         cut = (share.numel(), whole.nbytes) if fits else None
         return self._submit(
-            kind, names, [output, source], opts, results=results, cut=cut, unpack=unpack
+            kind, names, [output, source], opts, results=results, sent=sent, cut=cut, unpack=unpack
         )
 
     # -- all-to-all ----------------------------------------------------------------------------
@@ -233,7 +236,7 @@ class Collectives:
         (tensor,) = own
         self.engine.say(name, f"{name} has no algorithm here and runs on the inner backend")
         kind = _kind(name, tensor, root=opts.rootRank, **fields)
-        return self._submit(kind, (name,), lists, opts, results=lists[0])
+        return self._submit(kind, (name,), lists, opts, results=lists[0], sent=own)
 
     def barrier(self, opts: Any = None) -> Any:
         opts = opts or c10d.BarrierOptions()
@@ -257,14 +260,15 @@ class Collectives:
         opts: Any,
         *,
         results: list[Any],
+        sent: _Tensors | None = None,
         cut: tuple[int, int] | None = None,
         unpack: _Finish = None,
         splits: Sequence[Any] = (),
     ) -> Any:
         """Run what the inner backend knows by one of the names, or an algorithm in its place.
 
-        ``tensors`` are its arguments, the first what is written; ``cut`` is the unit and the bytes
-        of an algorithm's call, None where there can be none.
+        ``tensors`` are its arguments, the first what is written; a profiler sees ``sent``, or the
+        last. ``cut`` is the unit and the bytes of an algorithm's call, None where there is none.
         """
         (to, copy_back), own = _packed(tensors[0]), [_packed(one)[0] for one in tensors[1:]]
         call = None
@@ -273,7 +277,7 @@ class Collectives:
             read = own[0] if own else written
             agreed = kind.name != "all_to_all"
             call = Call(kind, _flat(read), _flat(written), *cut, agreed=agreed)
-        seen = _leaves(tensors[-1]) or _leaves(tensors[0])  # who is no root may scatter nothing
+        seen = sent or _leaves(tensors[-1])
         inner = partial(inner_method(self._inner(seen[0]), *names), to, *own, *splits, opts)
         return self.engine.run(kind, call, inner, seen, results, opts, unpack or copy_back)
 

@@ -156,8 +156,6 @@ class CallLog:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_LOOK_S)
 
-    # -- looking -------------------------------------------------------------------------------
-
     def _key(self, rank: int) -> str:
         return f"calls of {rank}"
 
@@ -282,23 +280,13 @@ class InnerWork(dist.Work):
             )
             raise self._explain(failed, by_inner=True) from error
 
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
 
-    def is_success(self) -> bool:
-        return bool(self._work.is_success())
+def _of_inner(name: str) -> Callable[[InnerWork], Any]:
+    return lambda self: getattr(self._work, name)()
 
-    def exception(self) -> Any:
-        return self._work.exception()
 
-    def result(self) -> Any:
-        return self._work.result()
-
-    def synchronize(self) -> None:
-        self._work.synchronize()
-
-    def get_future(self) -> Any:
-        return self._work.get_future()
+for _name in ("is_completed", "is_success", "exception", "result", "synchronize", "get_future"):
+    setattr(InnerWork, _name, _of_inner(_name))
 
 
 def profiler_event(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:

@@ -43,8 +43,7 @@ from fivefold.collectives.execution._settings import (
     runs_own,
     topology_of,
 )
-from fivefold.collectives.execution.choose import Choice, choose, size_class
-from fivefold.collectives.pricing.messages import LinkClock
+from fivefold.collectives.execution.choose import Choice, choose, clock_of, size_class
 from fivefold.errors import CommunicationError, ConfigurationError
 from fivefold.network.aggregation import AggregationClient
 from fivefold.network.aggregation.wire import ordered_sum
@@ -274,8 +273,6 @@ class Engine:
             whole = read_topology(self._store.get("topology").decode())
         return replace(settings, **facts), whole, known
 
-    # -- the groups that carry messages ----------------------------------------------------------
-
     def inner(self, device_type: str) -> Any:
         """Return the group that does what has no algorithm here, for tensors on a device."""
         kind = self._settings.inner or ("nccl" if device_type == "cuda" else "gloo")
@@ -311,8 +308,6 @@ class Engine:
         # Torch does not say how a mean of integers is rounded: backends differ, or refuse it.
         divisible = operation != _Operations.AVG or tensor.is_floating_point()
         return tensor.dtype in _ADDABLE and operation in _COMBINE and divisible
-
-    # -- choosing ------------------------------------------------------------------------------
 
     def choice(self, name: str, size_bytes: int, *, root: int = 0) -> Choice:
         """Return what runs a collective of a size: the same on all ranks."""
@@ -379,12 +374,9 @@ class Engine:
         if key not in self._plans:
             program = choice.program
             assert program is not None, "the inner backend needs no plan"
-            chunk_bytes = float(program.collective.chunk_bytes(choice.size_bytes).max())
-            clock = LinkClock(self._topology, chunk_bytes, self._settings.message_s)
+            clock = clock_of(program, self._topology, self._settings, choice.size_bytes)
             self._plans[key] = plan_rank(program, rank=self.rank, arrival_s=clock)
         return self._plans[key]
-
-    # -- running -------------------------------------------------------------------------------
 
     def run(
         self,

@@ -111,8 +111,6 @@ class Runner:
         assert span is not None, "what is received is written or added to what is read"
         return self._view(span)
 
-    # -- receiving -----------------------------------------------------------------------------
-
     def _post_receives(self, ready: ReadyTasks) -> None:
         """Post what may arrive now; in order, since a queue hands over in order."""
         for key, waiting in list(self._unposted.items()):
@@ -216,8 +214,6 @@ class Runner:
         combine(first, own, out=target)
         return target
 
-    # -- sending -------------------------------------------------------------------------------
-
     def _send(self, at: int, task: Task, data: torch.Tensor) -> None:
         if at in self._copied:
             data = data.clone()
@@ -235,8 +231,6 @@ class Runner:
             return post([data.view(torch.uint8)], peer, tag)
         except RuntimeError as error:
             self._fail(task, f"talking to rank {peer}", error)
-
-    # -- waiting -------------------------------------------------------------------------------
 
     def _wait(self, work: Any, task: Task, for_what: str) -> None:
         started_s = time.monotonic()

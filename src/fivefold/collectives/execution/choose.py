@@ -20,10 +20,16 @@ from fivefold.collectives.algorithms import available_algorithms, build_algorith
 from fivefold.collectives.execution._settings import Settings, lowered, registered_algorithms
 from fivefold.collectives.lowering import Program
 from fivefold.collectives.lowering.machine import run_order
-from fivefold.collectives.pricing.messages import LinkClock, load_bound_s, schedule_s, with_work_s
-from fivefold.collectives.schedules import Collective, Schedule, broadcast, named_collective
+from fivefold.collectives.schedules import (
+    Collective,
+    Schedule,
+    broadcast,
+    evaluate,
+    named_collective,
+)
 from fivefold.collectives.schedules.schedule import compose_all_reduce
 from fivefold.errors import ConfigurationError, FivefoldError
+from fivefold.flows.paths import default_paths
 from fivefold.network.topology import Topology
 
 _log = logging.getLogger(__name__)
@@ -69,21 +75,22 @@ def choose(
     name: str, *, topology: Topology, settings: Settings, size_bytes: int, root: int = 0
 ) -> Choice:
     """Choose the algorithm for a collective of a size on a topology."""
-    asked = settings.algorithm_of(name)
-    num_ranks = topology.num_ranks
-    inner_s = _inner_s(name, topology, settings, size_bytes=size_bytes, root=root)
-    if asked == "inner" or num_ranks == 1 or not topology.is_connected():
-        return Choice("inner", None, inner_s, inner_s, size_bytes)
-    collective = named_collective(name, num_ranks, root=root)
+    asked, prices = settings.algorithm_of(name), _Prices(topology, settings, size_bytes)
+    joined = topology.num_ranks > 1 and topology.is_connected()
+    inner_s = prices.of_inner_s(name, root) if joined and asked == "auto" else 0.0
+    inner = Choice("inner", None, inner_s, inner_s, size_bytes)
+    if asked == "inner" or not joined:
+        return inner
+    collective = named_collective(name, topology.num_ranks, root=root)
     times: dict[str, float] = {}
     best: tuple[float, str, Program] | None = None
-    for label, program, time_s in _candidates(collective, topology, settings, asked, size_bytes):
+    for label, program, time_s in _candidates(collective, prices, asked):
         times[label] = min(times.get(label, time_s), time_s)
         if best is None or time_s < best[0]:
             best = (time_s, label, program)
+    if asked == "auto" and (best is None or best[0] > inner_s * (1 - settings.margin)):
+        return replace(inner, others=times)
     if best is None:
-        if asked == "auto":
-            return Choice("inner", None, inner_s, inner_s, size_bytes)
         own = [
             label
             for label, (program, _, _) in registered_algorithms().items()
@@ -91,112 +98,111 @@ def choose(
         ]
         names = ["auto", "inner", *library_names(collective), *own]
         raise ConfigurationError(
-            f"there is no algorithm {asked!r} for {name} of {num_ranks} ranks",
+            f"there is no algorithm {asked!r} for {name} of {topology.num_ranks} ranks",
             hint=f"there are {', '.join(names)}",
         )
-    if asked == "auto" and best[0] > inner_s * (1 - settings.margin):
-        return Choice("inner", None, inner_s, inner_s, size_bytes, times)
     return Choice(best[1], best[2], best[0], inner_s, size_bytes, times)
 
 
 def _candidates(
-    collective: Collective, topology: Topology, settings: Settings, asked: str, size_bytes: int
+    collective: Collective, prices: _Prices, asked: str
 ) -> Iterator[tuple[str, Program, float]]:
     """Return what fits, each in the number of parts that is fastest, with its predicted time."""
+    wanted = collective.name, collective.num_ranks, collective.root
     for name, (program, least, most) in registered_algorithms().items():
-        fits = (program.collective.name, program.num_ranks) == (
-            collective.name,
-            collective.num_ranks,
-        ) and program.collective.root == collective.root
-        in_range = least <= size_bytes and (most == 0 or size_bytes <= most)
-        if fits and (asked == name or (asked == "auto" and in_range)):
-            yield name, program, _program_s(program, topology, settings, size_bytes)
+        own = program.collective
+        in_range = least <= prices.size_bytes and (most == 0 or prices.size_bytes <= most)
+        if (own.name, own.num_ranks, own.root) == wanted and (
+            asked == name or (asked == "auto" and in_range)
+        ):
+            yield name, program, prices.of_program_s(program)
     bounded = [
-        (load_bound_s(schedule, topology, size_bytes), name, schedule)
-        for name, schedule in candidate_schedules(collective, topology, asked)
+        (_load_bound_s(schedule, prices.topology, prices.size_bytes), name, schedule)
+        for name, schedule in candidate_schedules(collective, prices.topology, asked)
     ]
     fastest_s = float("inf")
     for bound_s, name, schedule in sorted(bounded, key=lambda item: item[0]):
         if bound_s > fastest_s:  # no number of parts makes it faster than its fullest link
             break
-        found = _in_pieces(schedule, topology, settings, size_bytes)
+        found = prices.in_pieces(schedule)
         if found is not None:
             yield name, *found
             fastest_s = min(fastest_s, found[1])
 
 
-def _program_s(program: Program, topology: Topology, settings: Settings, size_bytes: int) -> float:
-    """Return the time that a program's messages take, where no schedule is known."""
-    chunk_bytes = float(program.collective.chunk_bytes(size_bytes).max(initial=0.0))
-    clock = LinkClock(topology, chunk_bytes, settings.message_s)
-    time_s = max((step.end_s for step in run_order(program, arrival_s=clock)), default=0.0)
-    handled = [0] * program.num_ranks
-    for rank, _, block in program.blocks():
-        handled[rank] += sum(step.kind.sends + step.kind.receives for step in block.operations)
-    return _with_work_s(time_s, handled, settings)
+@dataclass(frozen=True)
+class _Prices:
+    """Predicted times of collectives of one size on one topology."""
 
+    topology: Topology
+    settings: Settings
+    size_bytes: int
 
-def _with_work_s(time_s: float, handled: list[int], settings: Settings) -> float:
-    work_s, cores = settings.message_work_s, settings.shared_cores or 0
-    return with_work_s(time_s, handled, message_work_s=work_s, shared_cores=cores)
+    def of_program_s(self, program: Program) -> float:
+        """Return the time that a program's messages take, where no schedule is known."""
+        clock = clock_of(program, self.topology, self.settings, self.size_bytes)
+        time_s = max((step.end_s for step in run_order(program, arrival_s=clock)), default=0.0)
+        handled = [0] * program.num_ranks
+        for rank, _, block in program.blocks():
+            handled[rank] += sum(step.kind.sends + step.kind.receives for step in block.operations)
+        return self._with_work_s(time_s, handled)
 
+    def _with_work_s(self, time_s: float, handled: list[int]) -> float:
+        """Return a time with the processors' work for the messages that each rank handles.
 
-def _in_pieces(
-    schedule: Schedule, topology: Topology, settings: Settings, size_bytes: int
-) -> tuple[Program, float] | None:
-    """Double the number of parts as long as that helps."""
-    best: tuple[int, float] | None = None
-    pieces = 1
-    while pieces <= settings.max_pieces:
-        chunk_bytes = float(schedule.collective.chunk_bytes(size_bytes).max(initial=0.0))
-        too_small = pieces > 1 and chunk_bytes / pieces < settings.min_piece_bytes
-        if too_small or 2 * schedule.num_transfers * pieces > _MAX_OPERATIONS:
-            break
-        finer = schedule.replicated(pieces) if pieces > 1 else schedule
-        time_s = _price_s(finer, topology, settings, size_bytes=size_bytes)
-        if best is not None and time_s > best[1] * _WORTH_IT:
-            break
-        best = (pieces, time_s)
-        pieces *= 2
-    return None if best is None else (lowered(schedule, best[0]), best[1])
+        Processors of their own work while the links carry, so they count only where they need
+        longer; cores that all ranks share, as in the lab, hold up what the links wait for.
+        """
+        work_s, cores = self.settings.message_work_s / 2, self.settings.shared_cores
+        if cores:
+            return time_s + sum(handled) * work_s / cores
+        return max(time_s, max(handled, default=0) * work_s)
 
+    def in_pieces(self, schedule: Schedule) -> tuple[Program, float] | None:
+        """Double the number of parts as long as that helps."""
+        best: tuple[int, float] | None = None
+        chunk_bytes = float(schedule.collective.chunk_bytes(self.size_bytes).max(initial=0.0))
+        pieces = 1
+        while pieces <= self.settings.max_pieces:
+            too_small = pieces > 1 and chunk_bytes / pieces < self.settings.min_piece_bytes
+            if too_small or 2 * schedule.num_transfers * pieces > _MAX_OPERATIONS:
+                break
+            time_s = self._of_schedule_s(schedule.replicated(pieces) if pieces > 1 else schedule)
+            if best is not None and time_s > best[1] * _WORTH_IT:
+                break
+            best = (pieces, time_s)
+            pieces *= 2
+        return None if best is None else (lowered(schedule, best[0]), best[1])
 
-def _price_s(
-    schedule: Schedule, topology: Topology, settings: Settings, *, size_bytes: int
-) -> float:
-    if settings.algorithm_of(schedule.collective.name) == "auto":
-        count = topology.num_ranks
-        time_s = schedule_s(
+    def _of_schedule_s(self, schedule: Schedule) -> float:
+        if self.settings.algorithm_of(schedule.collective.name) != "auto":
+            # There is nothing to compare: the plain clock will do, which compiles no simulator.
+            return self.of_program_s(lowered(schedule))
+        time_s = _schedule_s(
             schedule,
-            topology,
-            size_bytes=size_bytes,
-            message_s=settings.message_s,
-            shared_link_share=settings.shared_link_share,
+            self.topology,
+            size_bytes=self.size_bytes,
+            message_s=self.settings.message_s,
+            shared_link_share=self.settings.shared_link_share,
         )
-        handled = np.bincount(schedule.sources, minlength=count)
-        handled += np.bincount(schedule.targets, minlength=count)
-        return _with_work_s(time_s, handled.tolist(), settings)
-    # There is nothing to compare: the plain clock will do, which needs no compiled simulator.
-    return _program_s(lowered(schedule), topology, settings, size_bytes)
+        ends = np.concatenate([schedule.sources, schedule.targets])
+        handled = np.bincount(ends, minlength=self.topology.num_ranks)
+        return self._with_work_s(time_s, handled.tolist())
 
-
-def _inner_s(
-    name: str, topology: Topology, settings: Settings, *, size_bytes: int, root: int
-) -> float:
-    """Return the predicted time of the inner backend, priced as what gloo does."""
-    count = topology.num_ranks
-    if count == 1 or not topology.is_connected() or settings.algorithm_of(name) != "auto":
-        return 0.0
-    if name == "broadcast":  # gloo sends whole buffers down a binomial tree
-        schedule = build_algorithm("binomial_tree", broadcast(count, root=root))
-    else:
-        # gloo: all-reduce and all-gather are rings, reduce-scatter is an all-reduce of its input.
-        same = {"reduce_scatter": "all_reduce"}.get(name, name)
-        algorithm = "pairwise" if name == "all_to_all" else "ring"
-        schedule = build_algorithm(algorithm, named_collective(same, count))
-        if same == "all_reduce":
-            schedule = schedule.replicated(_INNER_PIECES)
-    return schedule_s(schedule, topology, size_bytes=size_bytes, message_s=settings.inner_message_s)
+    def of_inner_s(self, name: str, root: int) -> float:
+        """Return the predicted time of the inner backend, priced as what gloo does."""
+        count = self.topology.num_ranks
+        if name == "broadcast":  # gloo sends whole buffers down a binomial tree
+            schedule = build_algorithm("binomial_tree", broadcast(count, root=root))
+        else:
+            # gloo: all-reduce and all-gather are rings, reduce-scatter an all-reduce of its input.
+            same = "all_reduce" if name == "reduce_scatter" else name
+            algorithm = "pairwise" if name == "all_to_all" else "ring"
+            schedule = build_algorithm(algorithm, named_collective(same, count))
+            if same == "all_reduce":
+                schedule = schedule.replicated(_INNER_PIECES)
+        message_s = self.settings.inner_message_s
+        return _schedule_s(schedule, self.topology, size_bytes=self.size_bytes, message_s=message_s)
 
 
 def library_names(collective: Collective) -> list[str]:
@@ -268,3 +274,95 @@ def _rounded(topology: Topology) -> Topology:
         )
         for link in topology.links
     )
+
+
+@dataclass
+class LinkClock:
+    """When messages arrive, given those sent before; an ``arrival_s`` of :func:`run_order`.
+
+    Those between the same two ranks follow one another; on a link that several pairs use at that
+    moment each gets an equal share.
+    """
+
+    topology: Topology  # its ranks are the program's
+    chunk_bytes: float  # of one chunk slot
+    message_s: float  # software cost of one message
+    _free_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    _users: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
+    _routes: dict[tuple[int, int], tuple[list[int], float]] = field(default_factory=dict)
+
+    def __call__(self, sent_s: float, source: int, target: int, count: int) -> float:
+        """Return the arrival of a message; see :func:`run_order`."""
+        pair = (source, target)
+        if pair not in self._routes:
+            links = [int(link) for link in self.topology.shortest_route(*pair)]
+            self._routes[pair] = (
+                links,
+                float(sum(self.topology.latencies_s[link] for link in links)),
+            )
+        route, latency_s = self._routes[pair]
+        start_s = max(sent_s, self._free_s.get(pair, 0.0))
+        size_bytes = count * self.chunk_bytes
+        longest_s = 0.0
+        for link in route:
+            users = self._users.setdefault(link, set())
+            users.add(pair)
+            busy = {other for other in users if other == pair or self._free_s[other] > sent_s}
+            self._users[link] = busy
+            rate = float(self.topology.capacities_bytes_per_s[link]) / len(busy)
+            longest_s = max(longest_s, size_bytes / rate)
+        self._free_s[pair] = start_s + longest_s
+        return start_s + longest_s + latency_s + self.message_s
+
+
+def clock_of(
+    program: Program, topology: Topology, settings: Settings, size_bytes: int
+) -> LinkClock:
+    """Return the clock by which the messages of a collective of a size arrive."""
+    chunk_bytes = float(program.collective.chunk_bytes(size_bytes).max(initial=0.0))
+    return LinkClock(topology, chunk_bytes, settings.message_s)
+
+
+def _load_bound_s(schedule: Schedule, topology: Topology, size_bytes: float) -> float:
+    """Return the time of a schedule's fullest link: no order and no pipeline makes it faster."""
+    sizes = np.asarray(schedule.collective.chunk_bytes(size_bytes))[schedule.chunks]
+    loads_s = _on_links(schedule, topology, sizes) / topology.capacities_bytes_per_s
+    return float(loads_s.max(initial=0.0))
+
+
+def _on_links(schedule: Schedule, topology: Topology, sizes: np.ndarray | None) -> np.ndarray:
+    """Return the bytes on each link, or for None the pairs of ranks that use it."""
+    count = topology.num_ranks
+    keys = schedule.sources.astype(np.int64) * count + schedule.targets
+    pairs, number = np.unique(keys, return_inverse=True)
+    sent = np.ones(pairs.size) if sizes is None else np.bincount(number, sizes, pairs.size)
+    paths = default_paths(topology, pairs // count, pairs % count)
+    found = np.bincount(paths.links, np.repeat(sent, np.diff(paths.offsets)), topology.num_links)
+    return found.astype(np.float64)
+
+
+def _schedule_s(
+    schedule: Schedule,
+    topology: Topology,
+    *,
+    size_bytes: float,
+    message_s: float = 0.0,
+    shared_link_share: float = 1.0,
+) -> float:
+    """Return the time of a schedule in the fluid model."""
+    bare = schedule.replaced(topology=None, route_offsets=None, route_links=None)
+    ranks = {node.name for node in topology.nodes if node.is_rank}
+    if message_s:  # on every link that leaves a rank
+        topology = topology.with_links(
+            replace(link, latency_s=link.latency_s + message_s) if link.source in ranks else link
+            for link in topology.links
+        )
+    if shared_link_share < 1:  # where several connections meet
+        shared = _on_links(bare, topology, None) > 1
+        topology = topology.with_links(
+            replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * shared_link_share)
+            if shared[number]
+            else link
+            for number, link in enumerate(topology.links)
+        )
+    return float(evaluate(bare, topology, size_bytes=size_bytes, model="fluid").total_s)
