@@ -32,13 +32,12 @@ from fivefold.lab._plan import (
     plan_relay,
     plan_topology,
 )
-from fivefold.lab.capabilities import find_tool
+from fivefold.lab.capabilities import find_tool, run_tool
 
 if TYPE_CHECKING:
     from fivefold.lab._spec import LabSpec
 
 
-_STEP_TIMEOUT_S = 30.0
 _RELAY_END_S = 2.0
 _START_S = 60.0  # a loaded machine may take seconds to import
 _TURN_S = 0.05
@@ -77,17 +76,10 @@ class Network:
             raise UnsupportedError(f"the tool '{argv[0]}' is missing", hint="install iproute2")
         argv[0] = path
         with entered(self.fd_of(step.namespace)):
-            done = subprocess.run(
-                argv,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_STEP_TIMEOUT_S,
-                input="".join(f"{line}\n" for line in step.lines),
-            )
-        if done.returncode != 0:
+            failure = run_tool(argv, lines="".join(f"{line}\n" for line in step.lines))
+        if failure is not None:
             raise UnsupportedError(
-                f"'{' '.join(step.argv)}' failed in {step.namespace}: {done.stderr.strip()}",
+                f"'{' '.join(step.argv)}' failed in {step.namespace}: {failure}",
                 hint="'fivefold lab check' says what this machine can do",
             )
 

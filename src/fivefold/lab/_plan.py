@@ -409,21 +409,14 @@ def lab_facts(spec: LabSpec, means: str | None, reason: str | None = None) -> di
     ``means`` is ``tbf``, ``htb``, either with ``+netem``, or ``relay``; None where the links are
     unshaped, and ``reason`` says why.
     """
+    names = ("hosts", "nproc_per_host", "rate_bytes_per_s", "delay_s", "jitter_s", "loss", "mtu")
     return {
-        "hosts": spec.hosts,
-        "nproc_per_host": spec.nproc_per_host,
-        "rate_bytes_per_s": spec.rate_bytes_per_s,
+        **{name: getattr(spec, name) for name in (*names, "topology", "classes")},
         "host_rates_bytes_per_s": {str(host): spec.rate_of(host) for host in spec.host_rates},
-        "delay_s": spec.delay_s,
-        "jitter_s": spec.jitter_s,
-        "loss": spec.loss,
+        "host_classes": {str(host): own for host, own in spec.host_classes.items()},
         "shaped": means is not None,
         "means": means,
         "reason": reason,
-        "mtu": spec.mtu,
-        "topology": spec.topology,
-        "classes": spec.classes,
-        "host_classes": {str(host): own for host, own in spec.host_classes.items()},
         "aggregation": {
             node: f"{aggregator_address(spec, node)}:{AGGREGATOR_PORT}"
             for node in sorted(spec.aggregators)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 _SYSTEM_FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin:/usr/bin:/bin"
-_PROBE_TIMEOUT_S = 20.0
+_TOOL_TIMEOUT_S = 30.0
 _ISOLATE = ("--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 _AS_USER = ("--user", "--map-root-user")
 _INSTALL = "install the package iproute2 (or iproute)"
@@ -128,7 +128,7 @@ def _probe_isolation() -> tuple[str | None, str | None]:
     candidates = ["root", "user namespaces"] if os.geteuid() == 0 else ["user namespaces"]
     reasons = []
     for candidate in candidates:
-        failure = _run([*isolation_command(candidate), "true"])
+        failure = run_tool([*isolation_command(candidate), "true"])
         if failure is None:
             return candidate, None
         reasons.append(failure.replace("unshare: unshare failed", "unshare failed"))
@@ -158,18 +158,14 @@ def _try(isolation: str, command: str) -> str | None:
     script = " && ".join(
         f"{shlex.quote(path)} {part.split(maxsplit=1)[1]}" for part in command.split(" && ")
     )
-    return _run([*isolation_command(isolation), "sh", "-c", script])
+    return run_tool([*isolation_command(isolation), "sh", "-c", script])
 
 
-def _run(argv: list[str]) -> str | None:
+def run_tool(argv: list[str], *, lines: str = "") -> str | None:
+    """Run a system tool, with what it reads; return why it failed, None where it did not."""
     try:
         done = subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_PROBE_TIMEOUT_S,
-            stdin=subprocess.DEVNULL,
+            argv, input=lines, capture_output=True, text=True, check=False, timeout=_TOOL_TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

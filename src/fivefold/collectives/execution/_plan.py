@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fivefold.collectives.lowering import Program
-from fivefold.collectives.lowering.machine import Arrival, Executed, Machine, run_order
+from fivefold.collectives.lowering.machine import Arrival, Executed, Hazards, Machine, run_order
 from fivefold.collectives.lowering.program import Buffer, OpKind
 
 _UNITS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 2}  # powers of the number of ranks
@@ -130,9 +130,8 @@ class _Compiler:
         self.tasks: list[Task] = []
         self._slots = program.slots[rank]
         self._blocks = program.ranks[rank].blocks
-        self._last_write: dict[int, int] = {}
+        self._hazards = Hazards()
         self._last_sent: dict[tuple[int, int], int] = {}
-        self._reads: dict[int, list[int]] = defaultdict(list)  # since the cell was last written
         self._sent_from: dict[int, list[int]] = defaultdict(list)
 
     def add(self, executed: Executed, *, level: int, sent_level: int) -> None:
@@ -142,7 +141,9 @@ class _Compiler:
         read = Span(operation.source, first, first + count) if kind.reads_source else None
         first = operation.target_offset
         write = Span(operation.target, first, first + count) if kind.writes_target else None
-        cells = self._cells(write)
+        used, cells = self._cells(read), self._cells(write)
+        after = sorted(self._hazards.before(used, cells))
+        self._hazards.note(number, used, cells)
         queue, before = (block.send_peer, block.channel), -1
         if kind.sends:
             before, self._last_sent[queue] = self._last_sent.get(queue, -1), number
@@ -155,7 +156,7 @@ class _Compiler:
                 receive_peer=block.receive_peer if kind.receives else -1,
                 send_peer=block.send_peer if kind.sends else -1,
                 channel=block.channel,
-                after=self._after(number, self._cells(read), cells),
+                after=tuple(after),
                 sends_after=before,
                 settle=tuple(settle),
                 level=level,
@@ -163,18 +164,8 @@ class _Compiler:
             )
         )
         if kind.sends:  # what it sends lies in what it writes, or else in what it reads
-            for cell in cells or (self._cells(read) if kind is OpKind.SEND else []):
+            for cell in cells or (used if kind is OpKind.SEND else []):
                 self._sent_from[cell].append(number)
-
-    def _after(self, number: int, read: list[int], written: list[int]) -> tuple[int, ...]:
-        """Return the tasks that one must follow; it is noted as the last to touch its cells."""
-        after = {self._last_write.get(cell, -1) for cell in (*read, *written)}
-        for cell in read:
-            self._reads[cell].append(number)
-        for cell in written:
-            after.update(self._reads.pop(cell, ()))
-            self._last_write[cell] = number
-        return tuple(sorted(after - {-1, number}))
 
     def _cells(self, span: Span | None) -> list[int]:
         if span is None:
@@ -188,11 +179,8 @@ class _Tracer(Machine):
     def __init__(self, program: Program, rank: int) -> None:
         memory = [np.full(part.num_slots, _NOTHING) for part in program.ranks]
         super().__init__(program, memory, lambda first, _: first)  # both hold the same chunks
-        collective = program.collective
-        addresses = collective.input_address(collective.pre_chunks, collective.pre_ranks)
-        pairs = (collective.pre_chunks, collective.pre_ranks, addresses)
-        for chunk, holder, address in zip(*pairs, strict=True):
-            memory[holder][program.slots[holder][Buffer.INPUT][address]] = chunk
+        for chunk, holder, cell, _ in program.held():
+            memory[holder][cell] = chunk
         self._rank, self.chunks = rank, memory[rank].copy()
 
     def write(self, executed: Executed, buffer: Buffer, offset: int, values: np.ndarray) -> None:

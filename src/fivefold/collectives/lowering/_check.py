@@ -108,14 +108,9 @@ class _Checker(Machine):
             for operation in block.operations
             if operation.wait_block >= 0
         }
-        collective = program.collective
-        addresses = collective.input_address(collective.pre_chunks, collective.pre_ranks)
-        pairs = zip(collective.pre_chunks, collective.pre_ranks, addresses, strict=True)
-        for chunk, rank, address in pairs:
-            cell = program.slots[rank][Buffer.INPUT][address]
+        for chunk, rank, cell, _ in program.held():
             # A copied chunk is what it is, whoever held it first; only sums have contributors.
-            contributors = 1 << int(rank) if self._sums else 1
-            self.memory[rank][cell] = _Value(int(chunk), contributors)
+            self.memory[rank][cell] = _Value(chunk, 1 << rank if self._sums else 1)
 
     def step(self, place: int, executed: Executed) -> None:
         """Run one operation and advance its block's vector clock."""
@@ -186,17 +181,13 @@ class _Checker(Machine):
 
     def require_outputs(self) -> None:
         """Require the collective's result in every output slot."""
-        collective = self.program.collective
-        addresses = collective.output_address(collective.post_chunks, collective.post_ranks)
-        pairs = zip(collective.post_chunks, collective.post_ranks, addresses, strict=True)
-        for chunk, rank, address in pairs:
-            cell = self.program.slots[rank][Buffer.OUTPUT][address]
+        for chunk, rank, cell, slot in self.program.wanted():
             value = self.memory[rank][cell]
-            everyone = sum(1 << int(holder) for holder in collective.holders(int(chunk)))
-            wanted = _Value(int(chunk), everyone if self._sums else 1)
+            everyone = sum(1 << int(holder) for holder in self.program.collective.holders(chunk))
+            wanted = _Value(chunk, everyone if self._sums else 1)
             if value != wanted:
                 raise ProgramError(
-                    f"rank {rank} ends with {_in_words(value)} in output slot {address}, "
+                    f"rank {rank} ends with {_in_words(value)} in output slot {slot}, "
                     f"not with {_in_words(wanted)}"
                 )
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from fivefold.collectives.lowering._check import check_program
-from fivefold.collectives.lowering.machine import QueueFullError
+from fivefold.collectives.lowering.machine import Hazards, QueueFullError
 from fivefold.collectives.lowering.program import (
     Buffer,
     Operation,
@@ -406,7 +406,7 @@ def _blocks(
         _drop_unread_writes(actions, num_cells, outputs=set(slots[Buffer.OUTPUT].tolist()))
     keys = list(dict.fromkeys(action.block for action in actions))
     number = {key: at for at, key in enumerate(keys)}
-    waits = _Waits(num_cells, len(keys))
+    waits = _Waits(len(keys))
     peers: list[dict[str, int]] = [{} for _ in keys]
     for action in actions:
         at = number[action.block]
@@ -497,10 +497,9 @@ class _Waits:
     Waits that follow from others are left out, and several waits take ``nop`` operations.
     """
 
-    def __init__(self, num_cells: int, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.operations: list[list[Operation]] = [[] for _ in range(num_blocks)]
-        self._writer: list[tuple[int, int] | None] = [None] * num_cells
-        self._readers: list[list[tuple[int, int]]] = [[] for _ in range(num_cells)]
+        self._hazards = Hazards()
         # How many operations of each block are known to have ended, by block and by operation.
         self._clock = np.zeros((num_blocks, num_blocks), dtype=np.int32)
         self._known: dict[tuple[int, int], np.ndarray] = {}
@@ -517,11 +516,7 @@ class _Waits:
         write = action.write or read
         wait = needed[-1] if needed else (-1, -1)
         step = self._append(Operation(action.kind, *read, *write, action.count, *wait), at)
-        for cell in action.reads:
-            self._readers[cell].append((at, step))
-        for cell in action.writes:
-            self._writer[cell] = (at, step)
-            self._readers[cell] = []
+        self._hazards.note((at, step), action.reads, action.writes)
 
     def _append(self, operation: Operation, at: int) -> int:
         self.operations[at].append(operation)
@@ -531,14 +526,8 @@ class _Waits:
         return step
 
     def _needed(self, action: _Action, at: int) -> list[tuple[int, int]]:
-        before: set[tuple[int, int]] = set()
-        for cell in [*action.reads, *action.writes]:
-            if (writer := self._writer[cell]) is not None:
-                before.add(writer)
-        for cell in action.writes:
-            before.update(self._readers[cell])
         latest: dict[int, int] = {}
-        for block, step in before:
+        for block, step in self._hazards.before(action.reads, action.writes):
             if block != at and self._clock[at, block] <= step:
                 latest[block] = max(latest.get(block, -1), step)
         # One wait may imply another: the one whose operation knows of the other's.

@@ -253,6 +253,27 @@ def _check_operation(
             )
 
 
+class Hazards:
+    """Who wrote each memory cell last, and who has read it since."""
+
+    def __init__(self) -> None:
+        self._writer: dict[int, Any] = {}
+        self._readers: dict[int, list[Any]] = {}
+
+    def before(self, reads: list[int], writes: list[int]) -> set[Any]:
+        """Return whom an access to cells must follow."""
+        found = {self._writer[cell] for cell in (*reads, *writes) if cell in self._writer}
+        return found.union(*(self._readers.get(cell, ()) for cell in writes))
+
+    def note(self, who: Any, reads: list[int], writes: list[int]) -> None:
+        """Note an access."""
+        for cell in reads:
+            self._readers.setdefault(cell, []).append(who)
+        for cell in writes:
+            self._writer[cell] = who
+            self._readers.pop(cell, None)
+
+
 _Array = np.ndarray
 _REDUCTIONS: dict[str, Callable[[_Array, _Array], _Array]] = {
     "sum": np.add,

@@ -180,6 +180,22 @@ class Program:
             for number, block in enumerate(program.blocks):
                 yield rank, number, block
 
+    def held(self) -> Iterator[tuple[int, int, int, int]]:
+        """Return chunk, rank, memory cell and slot of all that lies in the inputs."""
+        one = self.collective
+        addresses = one.input_address(one.pre_chunks, one.pre_ranks)
+        return self._found(Buffer.INPUT, one.pre_chunks, one.pre_ranks, addresses)
+
+    def wanted(self) -> Iterator[tuple[int, int, int, int]]:
+        """Return chunk, rank, memory cell and slot of all that must lie in the outputs."""
+        one = self.collective
+        addresses = one.output_address(one.post_chunks, one.post_ranks)
+        return self._found(Buffer.OUTPUT, one.post_chunks, one.post_ranks, addresses)
+
+    def _found(self, buffer: Buffer, *columns: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
+        for chunk, rank, slot in np.transpose(columns).tolist():
+            yield chunk, rank, int(self.slots[rank][buffer][slot]), slot
+
     @cached_property
     def slots(self) -> list[dict[Buffer, np.ndarray]]:
         """Memory cell of each slot, by rank: equal numbers are one memory (in place)."""

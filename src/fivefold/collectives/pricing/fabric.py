@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -265,29 +264,23 @@ class _Flows:
 
     def leaving(self, unit: _Unit, joined: list[_Unit]) -> float:
         """Return what a unit can send at once to the rest of the larger unit that joins it."""
+        sparse = optional_module("scipy.sparse", extra="network", use="fabric of tiers")
+        csgraph = optional_module("scipy.sparse.csgraph", extra="network", use="fabric of tiers")
         whole = next(group for group in joined if unit[0] in group)
         others = [rank for rank in whole if rank not in unit]
-        csgraph = optional_module("scipy.sparse.csgraph", extra="network", use="fabric of tiers")
+        topology, source = self.topology, len(self.topology.nodes)
         # Between GPUs of one host nothing leaves the host.
-        single = len(unit) == 1 and self.topology.host_of(unit[0]) is not None
-        within = single and all(
-            self.topology.host_of(rank) == self.topology.host_of(unit[0]) for rank in others
-        )
-        graph, source, sink = self._graph(unit, others, within=within)
-        return float(csgraph.maximum_flow(graph, source, sink).flow_value) * self.unit_bytes_per_s
-
-    def _graph(self, unit: _Unit, others: Sequence[int], *, within: bool) -> tuple[Any, int, int]:
-        sparse = optional_module("scipy.sparse", extra="network", use="fabric of tiers")
-        topology, nodes = self.topology, len(self.topology.nodes)
-        source, sink = nodes, nodes + 1
+        host = topology.host_of(unit[0]) if len(unit) == 1 else None
+        within = host is not None and all(topology.host_of(rank) == host for rank in others)
         most = np.iinfo(np.int32).max // 4
         rows = [*topology.link_sources, *([source] * len(unit))]
         columns = [*topology.link_targets, *(topology.node_of_rank(rank) for rank in unit)]
         rows += [topology.node_of_rank(rank) for rank in others]
-        columns += [sink] * len(others)
+        columns += [source + 1] * len(others)
         links = np.where(self.is_inside, self.capacities, 0) if within else self.capacities
         values = np.concatenate([links, np.full(len(unit) + len(others), most)])
         # Parallel links add up when the matrix is built.
-        matrix = sparse.csr_matrix((values, (rows, columns)), shape=(nodes + 2, nodes + 2))
+        matrix = sparse.csr_matrix((values, (rows, columns)), shape=(source + 2, source + 2))
         matrix.data = np.minimum(matrix.data, most).astype(np.int32)
-        return matrix.astype(np.int32), source, sink
+        flow = csgraph.maximum_flow(matrix.astype(np.int32), source, source + 1)
+        return float(flow.flow_value) * self.unit_bytes_per_s
