@@ -269,6 +269,7 @@ class _Run:
                             if self.signals:
                                 os.write(control_write, b"stop\n")
             finally:
+                self._listening.clear()
                 os.close(control_write)  # cuts the lifeline: the supervisor ends if it has not
                 try:
                     process.wait(_END_WAIT_S)

@@ -20,6 +20,13 @@ BACKEND = "fivefold"
 _ProcessGroup: Any = dist.ProcessGroup
 _Tensor = torch.Tensor
 _Tensors = list[torch.Tensor]
+_INNER = {  # the inner backend's methods over time, where the collective has another name
+    "all_reduce": ("allreduce",),
+    "all_gather": ("_allgather_base", "all_gather_single"),
+    "reduce_scatter": ("_reduce_scatter_base", "reduce_scatter_single"),
+    "all_to_all": ("alltoall_base", "all_to_all_single"),
+}
+_LISTED = {"all_gather": ("allgather",), "reduce_scatter": ("reduce_scatter",)}
 _Finish = Callable[[], None] | None  # what brings results to where the caller wants them
 
 
@@ -33,7 +40,7 @@ class Collectives:
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceOptions()
         kind = _kind("all_reduce", *tensors, operation=opts.reduceOp)
-        return self._in_place("allreduce", kind, tensors, opts, tensors)
+        return self._in_place(kind, tensors, opts, tensors)
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> Any:
         """Combine several tensors over all ranks, as one where they are of one kind."""
@@ -50,16 +57,15 @@ class Collectives:
             _copy_parts(tensors, torch.split(joined, [tensor.numel() for tensor in tensors]))
 
         kind = _kind("all_reduce", joined, operation=opts.reduceOp)
-        return self._in_place("allreduce", kind, [joined], plain, tensors, unpack)
+        return self._in_place(kind, [joined], plain, tensors, unpack)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.BroadcastOptions()
         kind = _kind("broadcast", *tensors, root=opts.rootRank)
-        return self._in_place("broadcast", kind, tensors, opts, tensors)
+        return self._in_place(kind, tensors, opts, tensors)
 
     def _in_place(
         self,
-        name: str,
         kind: CallKind,
         tensors: _Tensors,
         opts: Any,
@@ -69,7 +75,7 @@ class Collectives:
         (tensor,) = tensors
         cut = (tensor.numel(), tensor.nbytes) if self._fits(kind, tensor) else None
         return self._submit(
-            kind, (name,), [tensors], opts, results=results, sent=results, cut=cut, unpack=unpack
+            kind, [tensors], opts, results=results, sent=results, cut=cut, unpack=unpack
         )
 
     # -- all-gather and reduce-scatter ---------------------------------------------------------
@@ -85,7 +91,7 @@ class Collectives:
         kind = _kind("all_gather", *listed)
         equal = all(other.numel() == tensor.numel() for other in listed)
         if not equal or not self._fits(kind, tensor):
-            return self._submit(kind, ("allgather",), [outputs, inputs], opts, results=outputs)
+            return self._submit(kind, [outputs, inputs], opts, results=outputs)
         gathered = tensor.new_empty(tensor.numel() * self.engine.size)
 
         def unpack() -> None:
@@ -136,7 +142,7 @@ class Collectives:
         kind = _kind("reduce_scatter", *listed, operation=opts.reduceOp)
         equal = all(part.numel() == output.numel() for part in listed)
         if not equal or not self._fits(kind, output):
-            return self._submit(kind, (kind.name,), [outputs, inputs], opts, results=outputs)
+            return self._submit(kind, [outputs, inputs], opts, results=outputs)
         flat = torch.cat([part.reshape(-1) for part in listed])
         return self._out_of_place(kind, output, flat, opts, results=outputs, sent=listed)
 
@@ -158,15 +164,13 @@ class Collectives:
         unpack: _Finish = None,
     ) -> Any:
         """Run an all-gather or a reduce-scatter of one tensor into one other."""
-        if kind.name == "all_gather":
-            share, whole, names = source, output, ("_allgather_base", "all_gather_single")
-        else:
-            share, whole, names = output, source, ("_reduce_scatter_base", "reduce_scatter_single")
+        gathers = kind.name == "all_gather"
+        share, whole = (source, output) if gathers else (output, source)
         fits = self._fits(kind, source, output)
         fits = fits and whole.numel() == share.numel() * self.engine.size
         cut = (share.numel(), whole.nbytes) if fits else None
         return self._submit(
-            kind, names, [output, source], opts, results=results, sent=sent, cut=cut, unpack=unpack
+            kind, [output, source], opts, results=results, sent=sent, cut=cut, unpack=unpack
         )
 
     # -- all-to-all ----------------------------------------------------------------------------
@@ -211,7 +215,6 @@ class Collectives:
             cut = (source.numel() // self.engine.size, source.nbytes if even else -1)
         return self._submit(
             kind,
-            ("alltoall_base", "all_to_all_single"),
             [output, source],
             opts or c10d.AllToAllOptions(),
             results=results,
@@ -236,7 +239,7 @@ class Collectives:
         (tensor,) = own
         self.engine.say(name, f"{name} has no algorithm here and runs on the inner backend")
         kind = _kind(name, tensor, root=opts.rootRank, **fields)
-        return self._submit(kind, (name,), lists, opts, results=lists[0], sent=own)
+        return self._submit(kind, lists, opts, results=lists[0], sent=own)
 
     def barrier(self, opts: Any = None) -> Any:
         opts = opts or c10d.BarrierOptions()
@@ -255,7 +258,6 @@ class Collectives:
     def _submit(  # noqa: PLR0913 - what a call is made of
         self,
         kind: CallKind,
-        names: Sequence[str],
         tensors: Sequence[Any],
         opts: Any,
         *,
@@ -265,7 +267,7 @@ class Collectives:
         unpack: _Finish = None,
         splits: Sequence[Any] = (),
     ) -> Any:
-        """Run what the inner backend knows by one of the names, or an algorithm in its place.
+        """Run a collective of the inner backend, or an algorithm in its place.
 
         ``tensors`` are its arguments, the first what is written; a profiler sees ``sent``, or the
         last. ``cut`` is the unit and the bytes of an algorithm's call, None where there is none.
@@ -278,6 +280,9 @@ class Collectives:
             agreed = kind.name != "all_to_all"
             call = Call(kind, _flat(read), _flat(written), *cut, agreed=agreed)
         seen = sent or _leaves(tensors[-1])
+        names = _INNER.get(kind.name, (kind.name,))
+        if isinstance(to, list):
+            names = _LISTED.get(kind.name, names)
         inner = partial(inner_method(self._inner(seen[0]), *names), to, *own, *splits, opts)
         return self.engine.run(kind, call, inner, seen, results, opts, unpack or copy_back)
 

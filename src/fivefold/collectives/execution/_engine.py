@@ -226,8 +226,7 @@ class Engine:
         self._topology: Topology = whole.subset(ranks) if len(ranks) < world_size else whole
         self._inner: dict[str, Any] = {}
         self._messages: Any = None
-        self._choices: dict[tuple[str, int, int], Choice] = {}
-        self._plans: dict[tuple[str, int, int], RankPlan] = {}
+        self._chosen: dict[tuple[str, int, int], tuple[Choice, RankPlan | None]] = {}
         self._said: set[str] = set()
         self._queue = WorkQueue(name=f"fivefold rank {rank}")
         self._threads = ReceiveThreads(f"fivefold rank {rank}")
@@ -311,10 +310,18 @@ class Engine:
 
     def choice(self, name: str, size_bytes: int, *, root: int = 0) -> Choice:
         """Return what runs a collective of a size: the same on all ranks."""
+        return self._choose(name, size_bytes, root)[0]
+
+    def _choose(self, name: str, size_bytes: int, root: int) -> tuple[Choice, RankPlan | None]:
+        """Return also this rank's plan; None where the inner group does it."""
         key = (name, root, size_class(size_bytes))
-        if key not in self._choices:
-            self._choices[key] = self._agree(key)
-        return self._choices[key]
+        if key not in self._chosen:
+            choice, plan = self._agree(key), None
+            if choice.program is not None:
+                clock = clock_of(choice.program, self._topology, self._settings, choice.size_bytes)
+                plan = plan_rank(choice.program, rank=self.rank, arrival_s=clock)
+            self._chosen[key] = choice, plan
+        return self._chosen[key]
 
     def _agree(self, key: tuple[str, int, int]) -> Choice:
         """Return what the first rank chooses; it tells the others."""
@@ -369,15 +376,6 @@ class Engine:
                 f"the group's store is gone: {error}", hint="the process that serves it has ended"
             ) from error
 
-    def _plan(self, call: Call, choice: Choice) -> RankPlan:
-        key = (call.name, call.root, choice.size_bytes)
-        if key not in self._plans:
-            program = choice.program
-            assert program is not None, "the inner backend needs no plan"
-            clock = clock_of(program, self._topology, self._settings, choice.size_bytes)
-            self._plans[key] = plan_rank(program, rank=self.rank, arrival_s=clock)
-        return self._plans[key]
-
     def run(
         self,
         kind: CallKind,
@@ -424,8 +422,8 @@ class Engine:
             return False
         if self._switch is not None or not call.agreed:
             return True
-        choice = self._choices.get((call.name, call.root, size_class(call.size_bytes)))
-        return choice is None or choice.program is not None
+        chosen = self._chosen.get((call.name, call.root, size_class(call.size_bytes)))
+        return chosen is None or chosen[1] is not None
 
     def _has_own(self, call: Call) -> bool:
         """Return whether an algorithm may run a call: the same on all ranks."""
@@ -453,46 +451,45 @@ class Engine:
     ) -> None:
         """Run a collective to its end."""
         self._calls.check()
-        plan = choice = None
+        planned = None
         if call is not None and self._has_own(call):
             try:
                 if self._switch is not None and self._switch.takes(call):
                     self._switch.all_reduce(call, tag)
                     return
-                plan, choice = self._planned(call)
+                planned = self._planned(call)
             except CommunicationError as error:
                 failed = CollectiveError(error.message, hint=error.hint)
                 raise self._calls.explain(failed) from error
-        if call is None or plan is None or choice is None:
+        if call is None or planned is None:
             work = inner()  # what it refuses at once has sent nothing: the group lives on
             InnerWork(work, what=kind, explain=self._calls.explain).wait()
             return
         try:
-            self._execute(call, plan, choice, tag=tag, timeout=timeout)
+            self._execute(call, *planned, tag=tag, timeout=timeout)
         except BaseException as error:
             raise self._calls.explain(error) from error
 
-    def _planned(self, call: Call) -> tuple[RankPlan, Choice] | tuple[None, None]:
+    def _planned(self, call: Call) -> tuple[Choice, RankPlan] | None:
         """Return the plan of a call; None where the inner group should do it."""
         if self._settings.algorithm_of(call.name) == "inner":
-            return None, None
+            return None
         if not call.agreed and not self._all_see(call):
             self.say("all_to_allv", "all-to-alls of uneven shares run on the inner backend")
-            return None, None
+            return None
         if not call.size_bytes:
-            return None, None
-        choice = self.choice(call.name, call.size_bytes, root=call.root)
-        if choice.program is None:
-            return None, None
-        plan = self._plan(call, choice)
+            return None
+        choice, plan = self._choose(call.name, call.size_bytes, call.root)
+        if plan is None:
+            return None
         if plan.layout.even_only and call.unit % plan.layout.parts:
             self.say(
                 f"uneven {choice.label}",
                 f"{choice.label} cannot cut {call.unit} elements into {plan.layout.parts} equal "
                 f"chunks; such {call.name} run on the inner backend",
             )
-            return None, None
-        return plan, choice
+            return None
+        return choice, plan
 
     def _all_see(self, call: Call) -> bool:
         """Return whether the call has the same size on all ranks, which tell each other."""
@@ -505,7 +502,7 @@ class Engine:
         return call.size_bytes >= 0 and bool((theirs == call.size_bytes).all())
 
     def _execute(
-        self, call: Call, plan: RankPlan, choice: Choice, *, tag: int, timeout: timedelta
+        self, call: Call, choice: Choice, plan: RankPlan, *, tag: int, timeout: timedelta
     ) -> None:
         device_type = call.inputs.device.type
         inner = self.inner(device_type)
