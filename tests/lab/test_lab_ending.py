@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import signal
 
 from fivefold.lab._supervisor import Ending
@@ -11,7 +12,7 @@ def _ending(*, timeout_s: float | None = None) -> Ending:
 
 def test_nothing_is_due_while_all_run() -> None:
     ending = _ending()
-    assert ending.next_s is None
+    assert ending.next_s == math.inf
     assert ending.due(1e9) is None
 
 
@@ -30,7 +31,7 @@ def test_a_failure_gives_the_others_grace_then_terminates_then_kills() -> None:
 def test_success_of_one_rank_starts_no_clock() -> None:
     ending = _ending()
     ending.rank_ended(110.0, rank=1, code=0)
-    assert ending.next_s is None
+    assert ending.next_s == math.inf
     assert ending.first_failure is None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import pickle
 import resource
@@ -51,43 +52,39 @@ class Ending:
         self.first_failure: int | None = None
         self.timed_out = False
         self._grace_s = grace_s
-        self._timeout_at_s = None if timeout_s is None else started_s + timeout_s
-        self._terminate_at_s: float | None = None
-        self._kill_at_s: float | None = None
+        self._timeout_at_s = math.inf if timeout_s is None else started_s + timeout_s
+        self._terminate_at_s = self._kill_at_s = math.inf
 
     def rank_ended(self, now_s: float, *, rank: int, code: int) -> None:
         self.running.discard(rank)
         if code != 0 and self.first_failure is None:
             self.first_failure = rank
-            if self._kill_at_s is None and self._terminate_at_s is None:
+            if self._kill_at_s == self._terminate_at_s == math.inf:
                 self._terminate_at_s = now_s + self._grace_s
 
     def stop(self, now_s: float) -> None:
-        if self._kill_at_s is None:
+        if self._kill_at_s == math.inf:
             self._terminate_at_s = now_s
 
     def kill(self, now_s: float) -> None:
         """End the run without waiting any longer."""
-        self._terminate_at_s = None
-        self._kill_at_s = now_s
+        self._terminate_at_s, self._kill_at_s = math.inf, now_s
 
     @property
-    def next_s(self) -> float | None:
-        """Return when :meth:`due` has to be asked next, if nothing happens before; None: never."""
-        times = (self._timeout_at_s, self._terminate_at_s, self._kill_at_s)
-        return min((at_s for at_s in times if at_s is not None), default=None)
+    def next_s(self) -> float:
+        """Return when :meth:`due` has to be asked next, if nothing happens before."""
+        return min(self._timeout_at_s, self._terminate_at_s, self._kill_at_s)
 
     def due(self, now_s: float) -> signal.Signals | None:
         """Return the signal that the ranks still running get now, if any."""
-        if self._timeout_at_s is not None and now_s >= self._timeout_at_s:
-            self._timeout_at_s = None
+        if now_s >= self._timeout_at_s:
+            self._timeout_at_s = math.inf
             self.timed_out = True
             self.stop(now_s)
-        if self._terminate_at_s is not None and now_s >= self._terminate_at_s:
-            self._terminate_at_s = None
-            self._kill_at_s = now_s + self._grace_s
+        if now_s >= self._terminate_at_s:
+            self._terminate_at_s, self._kill_at_s = math.inf, now_s + self._grace_s
             return signal.SIGTERM
-        if self._kill_at_s is not None and now_s >= self._kill_at_s:
+        if now_s >= self._kill_at_s:
             self._kill_at_s = now_s + self._grace_s
             return signal.SIGKILL
         return None
@@ -260,9 +257,7 @@ class Supervisor:
         return [out, Stream(process.stderr, stem.with_suffix(".err"), stderr_fd, prefix)]
 
     def _watch(self, ending: Ending) -> None:
-        now_s = time.monotonic()
-        next_s = ending.next_s
-        wait_s = _LONGEST_SLEEP_S if next_s is None else min(next_s - now_s, _LONGEST_SLEEP_S)
+        wait_s = min(ending.next_s - time.monotonic(), _LONGEST_SLEEP_S)
         ready, _, _ = select.select([self._control_fd, self._wake_fd], (), (), max(wait_s, 0.0))
         if self._wake_fd in ready:
             os.read(self._wake_fd, 4096)
