@@ -1,12 +1,8 @@
 """Ranks for tests: threads of this process, or real processes that talk over gloo.
 
 ``InMemoryTransport`` satisfies ``fivefold.optim.Transport``. Sums are exact functions of the
-contributions (rank 0 first), so results can be compared with a reference to the last bit, and a
-delay can be injected to show that nothing depends on timing.
-
-Processes are forked from this one, which starts a rank in about 0.1 s where a fresh interpreter
-needs seconds to import torch. The parent must not have started torch's thread pools or process
-groups.
+contributions (rank 0 first). Processes are forked from this one, as a fresh interpreter needs
+seconds to import torch: the parent must not have started torch's thread pools or process groups.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ import socket
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -37,19 +34,18 @@ class _Board:
     """Values that the ranks have put up, by the running number of their collective."""
 
     def __init__(self, world_size: int, *, timeout_s: float) -> None:
-        self.world_size = world_size
-        self.timeout_s = timeout_s
+        self.world_size, self.timeout_s = world_size, timeout_s
         self.failed = False
         self._changed = threading.Condition()
         self._entries: dict[int, dict[int, Any]] = {}
-        self._readers: dict[int, set[int]] = {}
+        self._taken: Counter[int] = Counter()
 
     def put(self, number: int, rank: int, value: Any) -> None:
         with self._changed:
             self._entries.setdefault(number, {})[rank] = value
             self._changed.notify_all()
 
-    def take(self, number: int, rank: int, *, what: str) -> list[Any]:
+    def take(self, number: int, *, what: str) -> list[Any]:
         """Return all ranks' values, once to each rank; what all have taken is forgotten."""
 
         def complete() -> bool:
@@ -61,10 +57,9 @@ class _Board:
                 message = f"{what} failed: only ranks {here} of {self.world_size} took part"
                 raise CommunicationError(message, hint="a rank ended early or is stuck")
             values = self._entries[number]
-            readers = self._readers.setdefault(number, set())
-            readers.add(rank)
-            if len(readers) == self.world_size:
-                del self._entries[number], self._readers[number]
+            self._taken[number] += 1
+            if self._taken[number] == self.world_size:
+                del self._entries[number], self._taken[number]
             return [values[each] for each in range(self.world_size)]
 
     def fail(self) -> None:
@@ -76,13 +71,10 @@ class _Board:
 
 class _InMemoryAllReduce:
     def __init__(
-        self, board: _Board, number: int, rank: int, tensors: Sequence[torch.Tensor], *, what: str
+        self, board: _Board, number: int, tensors: Sequence[torch.Tensor], *, what: str
     ) -> None:
-        self._board = board
-        self._number = number
-        self._rank = rank
-        self._tensors = tensors
-        self._what = what
+        self._board, self._number = board, number
+        self._tensors, self._what = tensors, what
         self.launched_at_s = time.perf_counter()
         self.completed_at_s: float | None = None
         payload_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -92,7 +84,7 @@ class _InMemoryAllReduce:
         """Add up what all ranks contributed, once; return True."""
         if self.completed_at_s is not None:
             return True
-        contributions = self._board.take(self._number, self._rank, what=self._what)
+        contributions = self._board.take(self._number, what=self._what)
         for index, tensor in enumerate(self._tensors):
             total = contributions[0][index].clone()
             for other in contributions[1:]:
@@ -136,7 +128,7 @@ class InMemoryTransport:
         if self._launch_delay_s is not None:
             time.sleep(self._launch_delay_s())
         number = self._put([tensor.detach().clone() for tensor in tensors])
-        return _InMemoryAllReduce(self._board, number, self.rank, tensors, what=what)
+        return _InMemoryAllReduce(self._board, number, tensors, what=what)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: nothing is kept between all-reduces."""
@@ -148,13 +140,13 @@ class InMemoryTransport:
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite the tensors with rank 0's."""
         number = self._put([tensor.detach().clone() for tensor in tensors])
-        first = self._board.take(number, self.rank, what="broadcast")[0]
+        first = self._board.take(number, what="broadcast")[0]
         for tensor, value in zip(tensors, first, strict=True):
             tensor.copy_(value)
 
     def gather_objects(self, value: object) -> list[Any]:
         """Return every rank's value, in rank order."""
-        return self._board.take(self._put(value), self.rank, what="gather")
+        return self._board.take(self._put(value), what="gather")
 
     def _put(self, value: Any) -> int:
         number = self._next
