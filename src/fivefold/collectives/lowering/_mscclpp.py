@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 from fivefold.collectives.lowering._check import check_program
 from fivefold.collectives.lowering._xml import MSCCL_NAMES
 from fivefold.collectives.lowering.machine import Executed, run_order
-from fivefold.collectives.lowering.program import Buffer, Operation, OpKind, Program, ThreadBlock
+from fivefold.collectives.lowering.program import Buffer, Operation, OpKind, Program
 from fivefold.errors import InfeasibleError, UnsupportedError
 
 Queue = tuple[int, int, int]  # sender, receiver, channel
@@ -141,157 +140,126 @@ def _cells(program: Program, step: Executed) -> list[int]:
     return cells
 
 
-@dataclass
-class _Block:
-    """Operations, channels and buffers collected for one thread block."""
-
-    operations: list[dict[str, Any]] = field(default_factory=list)
-    channels: list[int] = field(default_factory=list)
-    buffers: list[int] = field(default_factory=list)
-
-
 class _Gpu:
+    """The plan of one rank."""
+
     def __init__(self, program: Program, rank: int, layout: _Layout) -> None:
+        self.rank, self.layout, self.blocks = rank, layout, program.ranks[rank].blocks
         self._program = program
-        self._rank = rank
-        self._layout = layout
-        self._blocks = program.ranks[rank].blocks
-        self._remote: list[tuple[int, Buffer]] = []
+        self.remote: dict[tuple[int, Buffer], int] = {}
         # A semaphore for each pair of blocks of which one waits for the other.
-        self._semaphores: dict[tuple[int, int], int] = {}
-        self._releases: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.semaphores: dict[tuple[int, int], int] = {}
+        self.releases: dict[tuple[int, int], list[int]] = defaultdict(list)
         # A semaphore counts: what was waited for once is not waited for again, nor what is before.
-        self._acquires: set[tuple[int, int]] = set()
+        self.acquires: set[tuple[int, int]] = set()
         awaited: dict[tuple[int, int], int] = {}
-        for number, block in enumerate(self._blocks):
+        for number, block in enumerate(self.blocks):
             for step, operation in enumerate(block.operations):
                 pair = (operation.wait_block, number)
                 if operation.wait_block >= 0 and operation.wait_step > awaited.get(pair, -1):
                     awaited[pair] = operation.wait_step
-                    self._acquires.add((number, step))
-                    identity = self._semaphores.setdefault(pair, len(self._semaphores))
-                    self._releases[operation.wait_block, operation.wait_step].append(identity)
+                    self.acquires.add((number, step))
+                    identity = self.semaphores.setdefault(pair, len(self.semaphores))
+                    self.releases[operation.wait_block, operation.wait_step].append(identity)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of the rank in the plan's JSON."""
-        program, rank = self._program, self._rank
-        blocks = [self._thread_block(number) for number in range(len(self._blocks))]
-        peers = [
-            queue[1] if queue[0] == rank else queue[0] for queue in self._layout.queues_of[rank]
-        ]
+        ranks, own = self._program.ranks, self.layout.queues_of[self.rank]
+        peers = [target if source == self.rank else source for source, target, _ in own]
         return {
-            "id": rank,
+            "id": self.rank,
             # Never 0: the executor divides by them, also on ranks without input or output.
-            "input_chunks": max(sizes.input_slots for sizes in program.ranks),
-            "output_chunks": max(sizes.output_slots for sizes in program.ranks),
-            "scratch_chunks": self._layout.scratch_slots[rank],
-            "threadblocks": blocks,
+            "input_chunks": max(sizes.input_slots for sizes in ranks),
+            "output_chunks": max(sizes.output_slots for sizes in ranks),
+            "scratch_chunks": self.layout.scratch_slots[self.rank],
+            "threadblocks": [_Block(self, number).to_dict() for number in range(len(self.blocks))],
             "channels": [{"channel_type": "memory", "connected_to": peers}] if peers else [],
             "remote_buffers": [
                 {"rank": peer, "type": buffer.value, "access_channel_types": ["memory"]}
-                for peer, buffer in self._remote
+                for peer, buffer in self.remote
             ],
-            "semaphores": [{"init_value": 0} for _ in self._semaphores],
+            "semaphores": [{"init_value": 0} for _ in self.semaphores],
         }
 
-    def _thread_block(self, number: int) -> dict[str, Any]:
-        block, made = self._blocks[number], _Block()
-        if block.receive_peer >= 0:
-            self._signal(made, (block.receive_peer, self._rank, block.channel))
-        if block.send_peer >= 0:
-            self._wait(made, (self._rank, block.send_peer, block.channel))
-        for step, operation in enumerate(block.operations):
-            self._operation(made, number, step, operation)
+
+class _Block:
+    """One thread block; operations name channels and buffers by their places in its lists."""
+
+    def __init__(self, gpu: _Gpu, number: int) -> None:
+        self._gpu, self._number, self._block = gpu, number, gpu.blocks[number]
+        self._operations: list[dict[str, Any]] = []
+        self._channels: dict[int, int] = {}
+        self._buffers: dict[int, int] = {}
+        self._receives = (self._block.receive_peer, gpu.rank, self._block.channel)
+        self._sends = (gpu.rank, self._block.send_peer, self._block.channel)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry of the block in the plan's JSON."""
+        if self._block.receive_peer >= 0:
+            self._add(self._on("signal", self._receives))
+        if self._block.send_peer >= 0:
+            self._add(self._on("wait", self._sends), _SYNC)
+        for step, operation in enumerate(self._block.operations):
+            self._operation((self._number, step), operation)
+        if self._operations and self._operations[-1] is _SYNC:
+            self._operations.pop()
+        channels = {"channel_type": "memory", "channel_ids": list(self._channels)}
+        buffers = {"access_channel_type": "memory", "remote_buffer_ids": list(self._buffers)}
         return {
-            "id": number,
-            "ops": _without_repeated_syncs(made.operations),
-            "channels": [{"channel_type": "memory", "channel_ids": made.channels}]
-            if made.channels
-            else [],
-            "remote_buffer_refs": [
-                {"access_channel_type": "memory", "remote_buffer_ids": made.buffers}
-            ]
-            if made.buffers
-            else [],
+            "id": self._number,
+            "ops": self._operations,
+            "channels": [channels] if self._channels else [],
+            "remote_buffer_refs": [buffers] if self._buffers else [],
         }
 
-    def _operation(self, made: _Block, number: int, step: int, operation: Operation) -> None:
-        block, kind, count = self._blocks[number], operation.kind, operation.count
+    def _add(self, *operations: dict[str, Any]) -> None:
+        for operation in operations:
+            if operation is not _SYNC or not self._operations or self._operations[-1] is not _SYNC:
+                self._operations.append(operation)
+
+    def _operation(self, place: tuple[int, int], operation: Operation) -> None:
+        gpu, kind, count = self._gpu, operation.kind, operation.count
+        source: Slot = (operation.source, operation.source_offset)
         target: Slot = (operation.target, operation.target_offset)
-        if (number, step) in self._acquires:
-            identity = self._semaphores[operation.wait_block, number]
-            made.operations += [{"name": "sem_acquire", "semaphore_ids": [identity]}, _SYNC]
-        result: Slot = (operation.source, operation.source_offset)
-        if kind.receives:
-            self._wait(made, (block.receive_peer, self._rank, block.channel))
-            result = self._take(made, operation, self._layout.landing[self._rank, number, step])
+        if place in gpu.acquires:
+            identity = gpu.semaphores[operation.wait_block, self._number]
+            self._add({"name": "sem_acquire", "semaphore_ids": [identity]}, _SYNC)
+        result = source
+        if kind.receives:  # what has landed goes where the operation wants it
+            self._add(self._on("wait", self._receives), _SYNC)
+            landed = gpu.layout.landing[gpu.rank, *place]
+            result = target if kind.writes_target else landed
+            if kind.reduces:
+                self._move("re", [source, landed], result, count)
+            elif landed != target:
+                self._move("copy", [landed], target, count)
         elif kind is OpKind.COPY:
-            self._move(made, "copy", [result], target, count)
+            self._move("copy", [source], target, count)
         elif kind is OpKind.REDUCE:
-            self._move(made, "re", [target, result], target, count)
+            self._move("re", [target, source], target, count)
         if kind.sends:
-            self._put(
-                made, block, result, self._layout.destination[self._rank, number, step], count
-            )
-        for identity in self._releases.get((number, step), ()):
-            made.operations += [_SYNC, {"name": "sem_release", "semaphore_ids": [identity]}]
+            self._put(result, gpu.layout.destination[gpu.rank, *place], count)
+        for identity in gpu.releases.get(place, ()):
+            self._add(_SYNC, {"name": "sem_release", "semaphore_ids": [identity]})
 
-    def _take(self, made: _Block, operation: Operation, landed: Slot) -> Slot:
-        """Bring what has landed where the operation wants it; return where the result is then."""
-        target = (operation.target, operation.target_offset)
-        if not operation.kind.reduces:
-            if landed != target:
-                self._move(made, "copy", [landed], target, operation.count)
-            return target
-        own = (operation.source, operation.source_offset)
-        result = target if operation.kind.writes_target else landed
-        self._move(made, "re", [own, landed], result, operation.count)
-        return result
-
-    def _move(self, made: _Block, name: str, sources: list[Slot], target: Slot, count: int) -> None:
+    def _move(self, name: str, sources: list[Slot], target: Slot, count: int) -> None:
         operation = {"name": name, "src_buff": [_chunk(slot, count) for slot in sources]}
-        made.operations += [_SYNC, operation | {"dst_buff": [_chunk(target, count)]}, _SYNC]
+        self._add(_SYNC, operation | {"dst_buff": [_chunk(target, count)]}, _SYNC)
 
-    def _put(
-        self, made: _Block, block: ThreadBlock, source: Slot, target: Slot, count: int
-    ) -> None:
-        remote = (block.send_peer, target[0])
-        if remote not in self._remote:
-            self._remote.append(remote)
-        buffer = _local(made.buffers, self._remote.index(remote))
+    def _put(self, source: Slot, target: Slot, count: int) -> None:
+        remote = self._gpu.remote
+        number = remote.setdefault((self._block.send_peer, target[0]), len(remote))
+        buffer = self._buffers.setdefault(number, len(self._buffers))
         destination = {"buffer_id": buffer, "index": target[1], "size": count}
         operation = {"name": "put", "src_buff": [_chunk(source, count)], "dst_buff": [destination]}
-        made.operations += [_SYNC, operation | {"channel_type": "memory"}, _SYNC]
-        self._signal(made, (self._rank, block.send_peer, block.channel))
+        self._add(_SYNC, operation | {"channel_type": "memory"}, _SYNC)
+        self._add(self._on("signal", self._sends))
 
-    def _signal(self, made: _Block, queue: Queue) -> None:
-        made.operations.append(self._on_channel("signal", made, queue))
-
-    def _wait(self, made: _Block, queue: Queue) -> None:
-        made.operations += [self._on_channel("wait", made, queue), _SYNC]
-
-    def _on_channel(self, name: str, made: _Block, queue: Queue) -> dict[str, Any]:
-        local = _local(made.channels, self._layout.queues_of[self._rank].index(queue))
+    def _on(self, name: str, queue: Queue) -> dict[str, Any]:
+        channel = self._gpu.layout.queues_of[self._gpu.rank].index(queue)
+        local = self._channels.setdefault(channel, len(self._channels))
         return {"name": name, "channel_ids": [local], "channel_type": "memory"}
 
 
 def _chunk(slot: Slot, count: int) -> dict[str, Any]:
     return {"type": slot[0].value, "index": slot[1], "size": count}
-
-
-def _local(listed: list[int], value: int) -> int:
-    """Return the place of a channel or buffer in its block's list, which operations name it by."""
-    if value not in listed:
-        listed.append(value)
-    return listed.index(value)
-
-
-def _without_repeated_syncs(operations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    kept: list[dict[str, Any]] = []
-    for operation in operations:
-        if operation is _SYNC and kept and kept[-1] is _SYNC:
-            continue
-        kept.append(operation)
-    while kept and kept[-1] is _SYNC:
-        kept.pop()
-    return kept
