@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,13 @@ _END_S = 3.0
 
 @dataclass
 class Network:
-    """The hosts' namespaces and, where there is one, the relay."""
+    """Descriptors of the namespaces by name and, where there is one, the relay.
 
-    host_fds: list[int]
+    The switch is in the supervisor's own namespace, which has none.
+    """
+
+    fds: dict[str, int]
     relay: subprocess.Popen[bytes] | None = None
-    node_fds: list[int] = field(default_factory=list)
 
     def apply(self, steps: list[Step]) -> None:
         for step in steps:
@@ -69,13 +71,13 @@ class Network:
     def _apply_step(self, step: Step) -> None:
         own = f"/proc/{os.getpid()}/fd"
         argv = [
-            f"{own}/{self.fd_of(word.removeprefix('@'))}" if word.startswith("@") else word
+            f"{own}/{self.fds[word.removeprefix('@')]}" if word.startswith("@") else word
             for word in step.argv
         ]
         if (path := find_tool(argv[0])) is None:
             raise UnsupportedError(f"the tool '{argv[0]}' is missing", hint="install iproute2")
         argv[0] = path
-        with entered(self.fd_of(step.namespace)):
+        with entered(self.fds.get(step.namespace)):
             failure = run_tool(argv, lines="".join(f"{line}\n" for line in step.lines))
         if failure is not None:
             raise UnsupportedError(
@@ -83,21 +85,13 @@ class Network:
                 hint="'fivefold lab check' says what this machine can do",
             )
 
-    def fd_of(self, namespace: str) -> int | None:
-        """Return the descriptor of a namespace; None for the supervisor's own, the switch's."""
-        if namespace == SWITCH:
-            return None
-        if namespace.startswith("node"):
-            return self.node_fds[int(namespace.removeprefix("node"))]
-        return self.host_fds[int(namespace.removeprefix("host"))]
-
 
 def build_network(spec: LabSpec, *, means: str | None, counts_path: Path) -> Network:
     try:
-        network = Network([new_network_namespace() for _ in range(spec.hosts)])
+        network = Network({host_name(host): new_network_namespace() for host in range(spec.hosts)})
         if spec.topology is not None and means is not None:
             count, steps = plan_topology(spec)
-            network.node_fds = [new_network_namespace() for _ in range(count)]
+            network.fds |= {f"node{number}": new_network_namespace() for number in range(count)}
             network.apply(steps)
         elif means == "relay":
             network.relay = _start_relay(network, spec, counts_path)
@@ -113,10 +107,10 @@ def build_network(spec: LabSpec, *, means: str | None, counts_path: Path) -> Net
 
 def _start_relay(network: Network, spec: LabSpec, counts_path: Path) -> subprocess.Popen[bytes]:
     tun_fds = []
-    for host, host_fd in enumerate(network.host_fds):
+    for host_fd in network.fds.values():
         with entered(host_fd):
             tun_fds.append(open_tun("eth0"))
-        network.apply([step for step in plan_relay(spec) if step.namespace == host_name(host)])
+    network.apply(plan_relay(spec))
     job = base64.b64encode(pickle.dumps((spec, tun_fds, counts_path))).decode()
     relay = subprocess.Popen(
         [sys.executable, "-P", "-m", "fivefold.lab._relay", job],
@@ -194,7 +188,7 @@ def _aggregator(
     with (
         _output(folder, node).open("wb") as out,
         _output(folder, node).with_suffix(".err").open("wb") as err,
-        entered(network.fd_of(namespace)),
+        entered(network.fds.get(namespace)),
     ):
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "fivefold.network.aggregation", *words],

@@ -227,8 +227,8 @@ class Supervisor:
                 with suppress(OSError):
                     die_with_parent(signal.SIGKILL)
             else:
-                fd = self._network.host_fds[host]
-                become_host(fd, name=host_name(host), folder=Path(job.run_folder))
+                name = host_name(host)
+                become_host(self._network.fds[name], name=name, folder=Path(job.run_folder))
 
         return subprocess.Popen(
             job.command,

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -156,29 +157,21 @@ class Runner:
             self._posted[at] = (None, target)
             ready.arrived(at)
             return
-        arrival = self._arrivals.get()
-        while True:
-            at, error = arrival
+        arrivals = [self._arrivals.get()]
+        while not self._arrivals.empty():
+            arrivals.append(self._arrivals.get())
+        for at, error in arrivals:
             if error is not None:
-                raise self._first_error(at, error)
+                raise self._first_error(dict(arrivals))
             ready.arrived(at)
-            try:
-                arrival = self._arrivals.get_nowait()
-            except queue.Empty:
-                return
 
-    def _first_error(self, at: int, error: BaseException) -> BaseException:
+    def _first_error(self, found: dict[int, BaseException | None]) -> BaseException:
         """Return the error of the earliest task: who is late makes others late."""
-        found = {at: error}
         end_s = time.monotonic() + _OTHER_ERRORS_S
         while (left_s := end_s - time.monotonic()) > 0:
-            try:
-                other, failed = self._arrivals.get(timeout=left_s)
-            except queue.Empty:
-                break
-            if failed is not None:
-                found[other] = failed
-        return found[min(found)]
+            with suppress(queue.Empty):
+                found.update([self._arrivals.get(timeout=left_s)])
+        return next(error for _, error in sorted(found.items()) if error is not None)
 
     def _result_of(self, at: int, task: Task) -> torch.Tensor:
         """Carry out a task up to its sending; what it would send."""
