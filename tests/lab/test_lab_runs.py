@@ -154,6 +154,8 @@ def test_without_namespaces_it_says_what_is_missing_or_runs_unshaped() -> None:
         (["no-such-program"], {}, "there is no program 'no-such-program'"),
         (["true"], {"timeout_s": 0.0}, "timeout_s must be more than zero"),
         (["true"], {"grace_s": -1.0}, "grace_s must not be negative"),
+        (["true"], {"timeout_s": "5"}, "timeout_s must be more than zero; got '5'"),
+        (["true"], {"grace_s": None}, "grace_s must not be negative; got None"),
         (["true"], {"log_folder": "/dev/null/x"}, "the log folder /dev/null/x cannot be made"),
     ],
 )

@@ -95,6 +95,8 @@ def test_packets_take_the_routes_that_were_asked_for(data):
         ({(1, 1): (0,)}, "host 1 to host 1 does not exist"),
         ({(0, 2): (99,)}, "does not go on with link 99"),
         ({(0, 2): ()}, "ends at gpu0"),
+        ({(0, 2): 3}, "a route is 3 for"),
+        ({5: (0,)}, "for 5; write"),
     ],
 )
 def test_routes_that_lead_nowhere(routes, message):

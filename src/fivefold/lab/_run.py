@@ -389,10 +389,10 @@ def _check_request(command: Sequence[str], *, timeout_s: float | None, grace_s: 
             f"there is no program {str(command[0])!r}",
             hint="give its path, or a name that is found on PATH",
         )
-    if timeout_s is not None and timeout_s <= 0:
-        raise ConfigurationError(f"timeout_s must be more than zero; got {timeout_s:g}")
-    if grace_s < 0:
-        raise ConfigurationError(f"grace_s must not be negative; got {grace_s:g}")
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
+        raise ConfigurationError(f"timeout_s must be more than zero; got {timeout_s!r:.40}")
+    if not isinstance(grace_s, int | float) or not grace_s >= 0:
+        raise ConfigurationError(f"grace_s must not be negative; got {grace_s!r:.40}")
 
 
 def _make_log_folder(log_folder: str | Path | None) -> Path:

@@ -216,6 +216,11 @@ class LabSpec:
                 )
         topology.require_connected()
         for pair, links in self.routes.items():
+            if not all(isinstance(part, tuple | list) for part in (pair, links)) or len(pair) != 2:
+                raise ConfigurationError(
+                    f"a route is {links!r:.60} for {pair!r:.60}",
+                    hint="write {(source, target): (link, ...)}",
+                )
             _check_route(topology, pair, links)
 
     @classmethod

@@ -126,6 +126,10 @@ def test_latency_and_message_cost_are_added():
         ({"algorithms": {"gather": "ring"}}, "algorithms names 'gather'"),
         ({"max_pieces": 0}, "max_pieces must be at least 1"),
         ({"margin": 2.0}, "margin must be"),
+        ({"max_pieces": "4"}, "max_pieces must be at least 1; got '4'"),
+        ({"message_s": float("nan")}, "message_s must be at least 0; got nan"),
+        ({"margin": None}, "margin must be"),
+        ({"algorithms": "ring"}, "algorithms must be a mapping"),
         ({"topolgy": None}, "there is no setting 'topolgy'"),
     ],
 )

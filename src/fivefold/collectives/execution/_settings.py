@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,15 @@ _TOPOLOGY = "FIVEFOLD_TOPOLOGY"
 _ALGORITHMS = "FIVEFOLD_ALGORITHMS"
 _LAB = "FIVEFOLD_LAB"
 _AGGREGATION = "FIVEFOLD_AGGREGATION"
+_LEAST = {
+    "max_pieces": 1,
+    "min_piece_bytes": 1,
+    "aggregation_min_bytes": 0,
+    "message_s": 0,
+    "inner_message_s": 0,
+    "message_work_s": 0,
+    "shared_cores": 0,
+}
 _ASSUMED_BYTES_PER_S = 1.25e9
 _ASSUMED_LATENCY_S = 25e-6
 _UNSHAPED_BYTES_PER_S = 1e9  # about what one machine's processors carry
@@ -77,29 +87,30 @@ class Settings:
             raise ConfigurationError(f"inner must be 'gloo' or 'nccl'; got {self.inner!r}")
         if self.aggregation is not None:
             parse_address(self.aggregation)
+        if not isinstance(self.algorithms, Mapping):
+            raise ConfigurationError(
+                f"algorithms must be a mapping; got {self.algorithms!r:.60}",
+                hint="write it as {'all_reduce': 'ring'}",
+            )
         for name in self.algorithms:
             require_one_of(name, CHOOSABLE, f"algorithms names {name!r}")
-        for what, least in (
-            ("max_pieces", 1),
-            ("min_piece_bytes", 1),
-            ("aggregation_min_bytes", 0),
-            ("message_s", 0),
-            ("inner_message_s", 0),
-            ("message_work_s", 0),
-            ("shared_cores", 0),
-        ):
-            if (getattr(self, what) or 0) < least:
-                raise ConfigurationError(f"{what} must be at least {least}")
-        if not 0 <= self.margin < 1:
-            raise ConfigurationError(f"margin must be in [0, 1); got {self.margin}")
-        if not 0 < self.shared_link_share <= 1:
-            raise ConfigurationError(
-                f"shared_link_share must be in (0, 1]; got {self.shared_link_share}"
-            )
+        for what, least in _LEAST.items():
+            value = getattr(self, what)
+            if (what, value) != ("shared_cores", None) and (not _is_number(value) or value < least):
+                raise ConfigurationError(f"{what} must be at least {least}; got {value!r:.40}")
+        margin, share = self.margin, self.shared_link_share
+        if not _is_number(margin) or not 0 <= margin < 1:
+            raise ConfigurationError(f"margin must be in [0, 1); got {margin!r:.40}")
+        if not _is_number(share) or not 0 < share <= 1:
+            raise ConfigurationError(f"shared_link_share must be in (0, 1]; got {share!r:.40}")
 
     def algorithm_of(self, collective: str) -> str:
         """Return what is asked for one collective."""
         return self.algorithms.get(collective, "auto")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 _current = Settings()
