@@ -470,7 +470,7 @@ def _made_for(engine: Engine) -> Any:
     Until torch 2.13 a creator may return a Python subclass of ``ProcessGroup``, which torch then
     uses as the group itself. From 2.14 on the group stays an ordinary one.
     """
-    base = getattr(dist, "_Backend", object)
+    base: Any = getattr(dist, "_Backend", object)
     try:
         base(0, 1)
     except TypeError:  # no constructor is defined: torch up to 2.13

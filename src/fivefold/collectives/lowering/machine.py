@@ -375,7 +375,7 @@ def _load(program: Program, inputs: Sequence[_Array]) -> list[_Array]:
             f"chunks have the shapes {sorted(shapes)}", hint="give all ranks chunks of one shape"
         )
     chunk, memories = shapes.pop(), []
-    dtype = np.result_type(*[array.dtype for array in arrays if array.size] or [np.float64])
+    dtype = np.result_type(*[array.dtype for array in arrays if array.size] or [np.dtype(float)])
     for rank, array in enumerate(arrays):
         sizes = program.ranks[rank]
         if len(array) != sizes.input_slots:

@@ -72,10 +72,14 @@ class Tier:
         return self.bandwidth_bytes_per_s * self.efficiency
 
     @property
+    def exchange_share(self) -> float:
+        """Share of the bandwidth that all-to-all and point to point reach."""
+        return self.efficiency if self.exchange_efficiency is None else self.exchange_efficiency
+
+    @property
     def exchange_rate_bytes_per_s(self) -> float:
         """Return what a GPU reaches in an all-to-all or point to point."""
-        share = self.efficiency if self.exchange_efficiency is None else self.exchange_efficiency
-        return self.bandwidth_bytes_per_s * share
+        return self.bandwidth_bytes_per_s * self.exchange_share
 
 
 @dataclass(frozen=True, kw_only=True)
