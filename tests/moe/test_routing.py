@@ -182,6 +182,13 @@ def test_weights_that_are_no_numbers_are_refused(score):
             route(torch.tensor([[0.0, 0.0], logits]), Router(top_k=1, score=score))
 
 
+@pytest.mark.parametrize(("logits", "bias"), [([1.0, 2.0], math.nan), ([1.0, math.inf], -math.inf)])
+def test_a_selection_bias_that_makes_scores_nan_is_refused(logits, bias):
+    router = Router(top_k=1, score="topk_sigmoid")
+    with pytest.raises(DataError, match="token 0 are NaN"):
+        route(torch.tensor([logits]), router, selection_bias=torch.tensor([0.0, bias]))
+
+
 def test_a_token_does_not_leave_its_groups_for_an_expert_that_is_masked_out():
     router = Router(top_k=2, score="topk_softmax", groups=2)
     routing = route(torch.tensor([[4.0, 3.0, 5.0, -math.inf]]), router)

@@ -262,8 +262,8 @@ def route(
 
     Raises:
         ConfigurationError: Shapes or the router do not fit.
-        DataError: A token's weights are NaN, as from logits that are (looked at on the CPU only,
-            and not while compiling: elsewhere it would wait for the device).
+        DataError: A token's scores or weights are NaN, as from logits or a bias that are (looked
+            at on the CPU only, and not while compiling: elsewhere it would wait for the device).
 
     Examples:
         >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
@@ -292,14 +292,15 @@ def route(
         choice = _limited_to_groups(choice, router)
     ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, : router.top_k]
     weights = _weights(wanted.gather(1, ids), router)
-    # A logit that is NaN is chosen first.
-    if is_plain(logits) and logits.device.type == "cpu" and bool(torch.isnan(weights).any()):
-        token = int(torch.isnan(weights).any(dim=1).nonzero()[0, 0])
-        raise DataError(
-            f"the routing weights of token {token} are NaN",
-            hint="its logits are NaN, infinite or all too low: look for a diverged router or input "
-            "before this layer",
-        )
+    if is_plain(logits) and logits.device.type == "cpu":
+        # An expert whose score is NaN would be chosen first, whatever its weight.
+        odd = torch.isnan(choice).any(dim=1) | torch.isnan(weights).any(dim=1)
+        if bool(odd.any()):
+            raise DataError(
+                f"the routing scores or weights of token {int(odd.nonzero()[0, 0])} are NaN",
+                hint="its logits or the selection bias are NaN, infinite or all too low: look for "
+                "a diverged router or input before this layer",
+            )
     return Routing(ids_TK=ids, weights_TK=weights, scores_TE=scores)
 
 
