@@ -17,8 +17,6 @@ from benchmarks.optim._peers._table import CASES, choice_text, find_case
 
 from fivefold.optim import DelayCorrected
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -159,6 +157,7 @@ def paced_step_s(model, pacer, optimizer, wait_s=0.0):
     return time.perf_counter() - start_s
 
 
+@pytest.mark.alone
 def test_a_paced_step_lasts_its_time_and_a_wait_is_not_padded_away():
     model = Toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -170,6 +169,7 @@ def test_a_paced_step_lasts_its_time_and_a_wait_is_not_padded_away():
     assert pacer.overruns == 0
 
 
+@pytest.mark.alone
 def test_gradients_become_ready_one_block_after_the_other():
     model = Toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -186,6 +186,7 @@ def test_gradients_become_ready_one_block_after_the_other():
     assert shares == pytest.approx([0.3 + 0.6 * k / 7 for k in (2, 4, 6)], abs=0.08)
 
 
+@pytest.mark.alone
 def test_longer_work_than_the_stated_time_is_an_overrun():
     model = Toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -207,6 +208,7 @@ def test_cases_have_names_of_their_own_and_a_chosen_round_makes_a_case():
     assert find_case("delay-corrected auto").settings["options"]["tau"] == "auto"
 
 
+@pytest.mark.in_pairs
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_two_hosts_run_every_measurement_without_a_peer(tmp_path):

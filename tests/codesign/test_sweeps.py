@@ -54,7 +54,11 @@ def start_dask(tmp_path):
             time.sleep(0.1)
         for _ in range(workers):
             start("worker", "--no-nanny", "--nthreads", "1")
-        return json.loads(file.read_text())["address"]
+        address = json.loads(file.read_text())["address"]
+        if workers:
+            with distributed.Client(address) as client:
+                client.wait_for_workers(workers, timeout=60)
+        return address
 
     yield start_all
     for process in started:
@@ -161,7 +165,6 @@ def test_a_wait_that_dask_forgets_is_ended(start_dask, lost, message):
     address = start_dask(workers=1)
     usual = signal.getsignal(signal.SIGUSR1)
     with distributed.Client(address) as client:
-        client.wait_for_workers(1, timeout=60)
 
         def wait():
             with _watched(client, address):

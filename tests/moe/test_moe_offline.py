@@ -1,8 +1,8 @@
 """The kernels compiled for sm_90a without a GPU: what is in the machine code, and what it takes.
 
-By the installed triton, and by 3.6.0, which the target machine has, where it lies unpacked in
-build/triton-3.6.0 (CI puts it there) or in the folder that FIVEFOLD_TRITON_3_6 names. A few
-variants by each in every run, everything every night.
+By 3.6.0, which the target machine has, where it lies unpacked in build/triton-3.6.0 (CI puts it
+there) or in the folder that FIVEFOLD_TRITON_3_6 names, else by the installed triton. A few variants
+in every run, everything by both every night.
 """
 
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.night import by_night
 from oracles.children import environment
 
 pytest.importorskip("triton")
@@ -79,6 +80,8 @@ TARGET = Path(os.environ.get("FIVEFOLD_TRITON_3_6") or ROOT / "build" / "triton-
 WHICH = {"installed": ["quick"]}  # of the offline script
 if (TARGET / "triton").is_dir():
     WHICH["3.6.0"] = ["quick"]
+DAILY = list(WHICH)[-1]
+VERSIONS = by_night(list(WHICH), [version for version in WHICH if version != DAILY])
 
 RARE = {"bf16 relu", "fp32 relu tf32", "fp32 swiglu tf32x3", "fp32 relu ieee"}
 RARE |= {"bf16 geglu, 128 experts, 8 each", "forward that keeps", *list(EXCHANGE)[1:]}
@@ -89,12 +92,12 @@ SPILLED_BYTES = {("installed", "forward that keeps"): 48}
 
 
 def looked_at(wanted=lambda _variant: True):
-    """Triton, part and variant; what takes long by both versions is for the night."""
+    """Triton, part and variant; what takes long, and the second version, is for the night."""
     found = []
-    for version, which in WHICH.items():
+    for version in WHICH:
         for part, variants in VARIANTS.items():
             for variant in filter(wanted, variants):
-                night = bool(which) and variant in RARE
+                night = version != DAILY or variant in RARE
                 marks = [pytest.mark.nightly] if night else []
                 found.append(pytest.param(version, part, variant, marks=marks))
     return found
@@ -126,11 +129,10 @@ def compiled(version, part, variant):
     return lines_by_variant(version, part, *([] if variant in RARE else WHICH[version]))[variant]
 
 
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("part", VARIANTS)
-def test_every_variant_is_looked_at(part):
-    for version, which in WHICH.items():
-        wanted = set(VARIANTS[part]) - (RARE if which else set())
-        assert set(lines_by_variant(version, part, *which)) == wanted
+def test_every_variant_is_looked_at(part, version):
+    assert set(lines_by_variant(version, part, *WHICH[version])) == set(VARIANTS[part]) - RARE
 
 
 @pytest.mark.nightly
@@ -145,7 +147,7 @@ def test_other_tiles_that_the_sweep_offers_fit_the_machine(version):
         assert any(product.startswith("HGMMA.64x") for product in line["products"]), name
 
 
-@pytest.mark.parametrize("version", WHICH)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_the_sum_loads_16_bytes_at_a_time(version):
     """Two bytes at a time, it took a third of a forward on an H200."""
     moved = compiled(version, "forward", "combine_kernel")["moved"]
@@ -199,7 +201,7 @@ def test_hands_data_over_by_release_and_acquire(version, part, variant):
     assert "globaltimer" not in ptx  # nothing looks at the clock
 
 
-@pytest.mark.parametrize("version", WHICH)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_the_backward_adds_nothing_up_atomically(version):
     for variant, found in lines_by_variant(version, "backward", *WHICH[version]).items():
         if variant != "forward that keeps":  # tickets and flags
