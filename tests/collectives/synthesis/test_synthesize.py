@@ -84,6 +84,32 @@ def test_uneven_sizes_are_done():
     check(found, topology, 3e3)
 
 
+@pytest.mark.parametrize("chunks", [1, 3, 6])
+def test_trees_of_one_root_do_chunks_that_do_not_divide_among_the_ranks(chunks):
+    asked, network = all_reduce(4, chunks), ring(4, bandwidth=1e9, latency=1e-6)
+    found = synthesize(asked, network, size_bytes=6e6, method="trees", time_limit_s=5)
+    assert found.schedule.collective == asked
+    check(found, network, 6e6)
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        all_gather(4).replaced(chunk_weights=[1.0, 2.0, 3.0, 4.0]),
+        all_gather(4).replaced(pre_ranks=[3, 2, 1, 0]),
+        broadcast(4, 2).replaced(chunk_weights=[1.0, 2.0]),
+        all_reduce(4, 2).replaced(chunk_weights=[1.0, 2.0]),
+    ],
+)
+def test_trees_do_the_chunks_that_are_asked_for_or_none(collective):
+    network = ring(4, bandwidth=1e9, latency=1e-6)
+    with pytest.raises(ConfigurationError, match="sizes"):
+        synthesize(collective, network, size_bytes=1e6, method="trees", time_limit_s=2)
+    found = synthesize(collective, network, size_bytes=1e6, time_limit_s=2)
+    assert found.schedule.collective == collective
+    check(found, network, 1e6)
+
+
 def test_a_sketch_asks_taccl():
     topology = named_topology("ndv2", boxes=2)
     relay = Sketch(name="relay", boxes=2, connections={0: (1,)}, symmetry=((8, 16),))

@@ -181,7 +181,7 @@ class Logical(Instance):
         sizes = np.unique(self.collective.chunk_bytes(size_bytes))
         if len(sizes) > 1:
             message = f"chunks of {sizes[0]:.0f} to {sizes[-1]:.0f} bytes"
-            hint = "use method='flow' or 'matching' for uneven collectives"
+            hint = "use method='library' for uneven chunks, 'flow' for those from one rank to one"
             raise ConfigurationError(f"{message}: this search needs equal chunks", hint=hint)
         return float(sizes[0]) if len(sizes) else 0.0
 

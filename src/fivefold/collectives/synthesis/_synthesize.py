@@ -44,7 +44,6 @@ from fivefold.collectives.synthesis._taccl import taccl
 from fivefold.collectives.synthesis._trees import spanning_trees
 from fivefold.errors import (
     ConfigurationError,
-    DataError,
     FivefoldError,
     InfeasibleError,
     StorageError,
@@ -77,10 +76,12 @@ def _trees(request: Request) -> Iterator[Schedule]:
     collective = request.collective
     message = f"spanning trees do not do {collective.name}"
     require_one_of(collective.name, _TREE_COLLECTIVES, message)
-    # A sum runs the trees of the reversed topology backwards; the packing knows that.
-    packing = spanning_trees(request.topology, root=collective.root)
     asked = collective.name if request.free else collective
-    yield packing.to_schedule(asked, size_bytes=request.size_bytes)
+    # Where its chunks do not divide among the ranks, an all-reduce still has trees of one root.
+    if collective.name != "all_reduce" or not collective.num_chunks % collective.num_ranks:
+        # A sum runs the trees of the reversed topology backwards; the packing knows that.
+        packing = spanning_trees(request.topology, root=collective.root)
+        yield packing.to_schedule(asked, size_bytes=request.size_bytes)
     if collective.name == "all_reduce":
         yield from _pipelined(request)
 
@@ -190,6 +191,9 @@ def pipelined_all_reduce(
     if collective.name != "all_reduce":
         raise ConfigurationError(f"{collective.name} is no all-reduce", hint="use method='trees'")
     ranks, chunks = collective.num_ranks, collective.num_chunks
+    if not collective.has_equal_chunks:
+        message = "the chunks have different sizes"
+        raise ConfigurationError(message, hint="trees need chunks of one size")
     packing = spanning_trees(topology, root=root)
     collect = packing.to_schedule(reduce(ranks, chunks, root=root), size_bytes=size_bytes)
     spread = packing.to_schedule(broadcast(ranks, chunks, root=root), size_bytes=size_bytes)
@@ -211,10 +215,9 @@ def overlapped(
     # Equal chunks are alike: what is summed first is spread first. (A reduce is a broadcast run
     # backwards, so that without this the first sum would be the last to be asked for.)
     numbers = np.arange(chunks, dtype=np.int32)
-    if np.ptp(collect.collective.chunk_weights) == 0:
-        numbers[np.argsort(needed_s, kind="stable")] = np.argsort(done_s, kind="stable")
-        needed_s = needed_s[np.argsort(numbers)]
-        spread = spread.replaced(chunks=numbers[spread.chunks])
+    numbers[np.argsort(needed_s, kind="stable")] = np.argsort(done_s, kind="stable")
+    needed_s = needed_s[np.argsort(numbers)]
+    spread = spread.replaced(chunks=numbers[spread.chunks])
     # Each chunk waits for its own sum only; a whole tree is shifted, so its order stays.
     lag_s = np.maximum(done_s - needed_s, 0.0)
     later_s = second.starts_s + lag_s[spread.chunks]
@@ -517,9 +520,6 @@ class _Search:
             if record["version"] != _VERSION:
                 return None
             schedule, notes = Schedule.from_json(record["schedule"]), record["notes"]
-            if not self._answers(schedule.collective):
-                message = "it does another collective"
-                raise DataError(message)
             found = self._result(schedule, notes["method"], notes["solver_s"], cached=True)
             searched_s = float(notes["time_limit_s"])
         except FileNotFoundError:
@@ -611,6 +611,9 @@ class _Search:
         self, schedule: Schedule, method: str, solver_s: float, *, cached: bool
     ) -> Synthesis:
         request = self.request
+        if not self._answers(schedule.collective):
+            message = f"{method} made another {schedule.collective.name} than was asked for"
+            raise ConfigurationError(message, hint="ask another method")
         verify_schedule(schedule, topology=request.topology)
         timing = evaluate(
             schedule, request.topology, size_bytes=request.size_bytes, model=request.model

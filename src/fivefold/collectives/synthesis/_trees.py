@@ -161,10 +161,13 @@ class TreePacking:
         name = (collective if isinstance(collective, str) else collective.name).replace("-", "_")
         _check_name(self, name)
         if isinstance(collective, Collective):
-            _check_ranks(self, collective)
-            chunks = _per_root(self, collective) if chunks is None else chunks
+            chunks = _per_root(self, collective)
+            return self._made(name, chunks, size_bytes).replaced(collective=collective)
         if chunks is not None:
             require_whole("chunks", chunks)
+        return self._made(name, chunks, size_bytes)
+
+    def _made(self, name: str, chunks: int | None, size_bytes: float | None) -> Schedule:
         if name == "all_reduce":
             return _all_reduce(self, chunks, size_bytes)
         if name not in _BACKWARDS:
@@ -374,23 +377,29 @@ def _check_name(packing: TreePacking, name: str) -> None:
         )
 
 
-def _check_ranks(packing: TreePacking, collective: Collective) -> None:
+def _per_root(packing: TreePacking, collective: Collective) -> int:
+    """Return the chunks of each root; refuse a collective that these trees do not make."""
     require_match(collective, packing.topology)
     if collective.root is not None and collective.root != packing.root:
         raise ConfigurationError(
             f"the collective has root {collective.root}, the trees have root {packing.root}",
             hint="pack the trees with the collective's root",
         )
-
-
-def _per_root(packing: TreePacking, collective: Collective) -> int:
     roots = 1 if packing.root is not None else collective.num_ranks
     if collective.num_chunks % roots or not collective.num_chunks:
         raise ConfigurationError(
             f"{collective.num_chunks} chunks do not divide among {roots} roots",
             hint=f"use a positive multiple of {roots} chunks",
         )
-    return collective.num_chunks // roots
+    each = collective.num_chunks // roots
+    chunks = collective.num_chunks if collective.name == "all_reduce" else each
+    plain = named_collective(
+        collective.name, collective.num_ranks, chunks=chunks, root=packing.root or 0
+    )
+    if not collective.has_equal_chunks or collective.replaced(chunk_weights=None) != plain:
+        message = f"the chunks of this {collective.name} have different sizes or other owners"
+        raise ConfigurationError(message, hint="trees need the chunks of the plain collective")
+    return each
 
 
 def _forward(packing: TreePacking, name: str, chunks: int) -> Schedule:
