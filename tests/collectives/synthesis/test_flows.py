@@ -167,7 +167,9 @@ def test_symmetries_map_links_to_links(make, unlike):
     assert len(symmetry.representatives) == unlike
     rows = np.stack([topology.link_sources, topology.link_targets])
     for rank in range(ranks):
-        nodes, links = symmetry.node_maps[rank], symmetry.link_maps[rank]
+        links = symmetry.link_maps[rank]
+        nodes = np.full(topology.num_nodes, -1)
+        nodes[rows] = rows[:, links]
         assert nodes[topology.node_of_rank(symmetry.of_rank[rank])] == topology.node_of_rank(rank)
         assert np.array_equal(nodes[rows], rows[:, links])
         assert sorted(links) == list(range(topology.num_links))

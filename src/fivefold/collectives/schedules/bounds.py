@@ -399,16 +399,24 @@ def _unlike_pairs(topology: Topology) -> Longs:
         return pairs.astype(np.int64)
     capacities = np.unique(topology.capacities_bytes_per_s, return_inverse=True)[1]
     colours = topology.is_rank.astype(np.uint64)
-    for _ in range(_LOOKS):  # sums of mixed words do not depend on the order of what is summed
-        into, out_of = np.zeros_like(colours), np.zeros_like(colours)
-        np.add.at(into, last, _mixed(colours[first] + capacities.astype(np.uint64)))
-        np.add.at(out_of, first, _mixed(colours[last] + capacities.astype(np.uint64)))
-        colours = _mixed(colours + _mixed(into) * np.uint64(3) + _mixed(out_of) * np.uint64(5))
+    for _ in range(_LOOKS):
+        colours = recoloured(topology, colours, capacities.astype(np.uint64))
     looks = np.sort(colours[pairs], axis=1)
     return pairs[np.unique(looks, axis=0, return_index=True)[1]].astype(np.int64)
 
 
-def _mixed(words: Any) -> Any:
+def recoloured(topology: Topology, colours: Any, of_links: Any) -> Any:
+    """Return colours of nodes that tell their neighbours' apart too; all are uint64."""
+    ends = (topology.link_sources, topology.link_targets)
+    sums = []
+    for here, there in (ends, ends[::-1]):  # sums do not depend on the order of what is summed
+        total = np.zeros_like(colours)
+        np.add.at(total, here, mixed(colours[there] + of_links))
+        sums.append(mixed(total))
+    return mixed(colours + sums[0] * np.uint64(5) + sums[1] * np.uint64(3))
+
+
+def mixed(words: Any) -> Any:
     """Return words whose bits all depend on all bits (the finalizer of SplitMix64)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,13 +1,8 @@
 """All-to-all at its throughput optimum: a linear program of flows, and a schedule of its paths.
 
-What one rank sends to all others is one commodity, which splits over links as it likes; the time
-is that of the fullest link. The least time is a linear program. Ranks that can take each other's
-place need one commodity for all of them, which makes regular networks of hundreds of ranks small
-problems. Prices of links prove the value: no routing is faster than the demand times its cheapest
-paths. The flows are then cut into paths, and every chunk travels one of them.
-
-References: Leighton and Rao, "Multicommodity max-flow min-cut theorems", 1999; TE-CCL, arXiv
-2305.13479 (all-to-all as a linear program); the prices are linear-programming duality.
+What one rank sends to all others is one commodity; ranks that can take each other's place need one
+for all of them. Prices of links prove the value: no routing is faster than the demand times its
+cheapest paths. References: Leighton and Rao, 1999; TE-CCL, arXiv 2305.13479.
 """
 
 from __future__ import annotations
@@ -21,16 +16,26 @@ from scipy.sparse import coo_array, hstack
 from scipy.sparse.csgraph import dijkstra
 
 from fivefold.collectives.schedules import Collective, Schedule
-from fivefold.collectives.schedules.arrays import Floats, Longs, rows_of
+from fivefold.collectives.schedules.arrays import Floats, Ints, Longs, rows_of
+from fivefold.collectives.schedules.bounds import mixed, recoloured
 from fivefold.collectives.schedules.schedule import require_match
 from fivefold.collectives.synthesis._dispatch import dispatch
 from fivefold.collectives.synthesis._solver import OutOfTime, check_time, time_left_s, time_limit
 from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedError
 from fivefold.network.topology import Topology
 
-_MOST_ENTRIES = 1_200_000
-_MOST_FLOWS = 20_000
-"""Entries of the program's matrix, and flows in it, that are solved in a minute or so."""
+# Entries of the program's matrix, and flows in it, that are solved in a minute or so.
+_MOST_ENTRIES, _MOST_FLOWS = 1_200_000, 20_000
+_MOST_BRANCHES = 64
+_MOST_REFINEMENTS = 10_000  # then ranks that may be alike are taken as unlike
+_NEGLIGIBLE = 1e-9  # share of a demand below which what a solver leaves is no flow
+_MORE_PATHS, _MOST_WALKS = 6, 200_000
+_SWEEPS, _MOST_MOVES = 6, 200_000
+_STEEPNESS = 6  # the sixth power of loads is nearly their maximum
+
+Colours = NDArray[np.uint64]
+Path = tuple[int, ...]
+PathTable = dict[tuple[int, int], list[Path]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,7 +48,6 @@ class FlowOptimum:
     bound_s: float
     flows: Floats = field(repr=False)
     prices: Floats = field(repr=False)
-    num_commodities: int
 
 
 def all_to_all_optimum(
@@ -66,7 +70,7 @@ def all_to_all_optimum(
         links = topology.num_links
         return FlowOptimum(
             topology=topology, demands=wanted, seconds=0.0, bound_s=0.0,
-            flows=np.zeros((topology.num_ranks, links)), prices=np.zeros(links), num_commodities=0,
+            flows=np.zeros((topology.num_ranks, links)), prices=np.zeros(links),
         )  # fmt: skip
     _require_paths(topology, wanted)
     symmetry = symmetry_of(topology, wanted)
@@ -84,7 +88,6 @@ def all_to_all_optimum(
         bound_s=bound_s,
         flows=flows * unit,
         prices=prices,
-        num_commodities=len(symmetry.representatives),
     )
 
 
@@ -209,14 +212,6 @@ def _solve(
     return flows, prices
 
 
-Colours = NDArray[np.uint64]
-
-_MOST_BRANCHES = 64
-_MOST_REFINEMENTS = 10_000  # then ranks that may be alike are taken as unlike
-_MIX = np.uint64(0x9E3779B97F4A7C15)
-_SHIFT = np.uint64(29)
-
-
 @dataclass(frozen=True)
 class Symmetry:
     """Representatives of the ranks, and a mapping from its representative for each rank."""
@@ -224,18 +219,16 @@ class Symmetry:
     representatives: tuple[int, ...]
     of_rank: Longs
     link_maps: Longs
-    node_maps: Longs
 
 
 def symmetry_of(topology: Topology, demands: NDArray[np.float64]) -> Symmetry:
     """Find symmetries that keep links, capacities and demands."""
-    ranks, links, nodes = topology.num_ranks, topology.num_links, topology.num_nodes
+    ranks = topology.num_ranks
     search = _Search(topology)
     marked = [search.refined(search.plain, int(node)) for node in topology.rank_nodes]
     found: list[int] = []
-    of_rank = np.empty(ranks, np.int64)
-    link_maps = np.empty((ranks, links), np.int64)
-    node_maps = np.empty((ranks, nodes), np.int64)
+    of_rank = np.arange(ranks)
+    link_maps = np.tile(np.arange(topology.num_links), (ranks, 1))
     for rank in range(ranks):
         for other in found:
             mapping = search.mapping(marked[other], marked[rank])
@@ -243,13 +236,11 @@ def symmetry_of(topology: Topology, demands: NDArray[np.float64]) -> Symmetry:
                 continue
             moved = search.link_map(mapping)
             if moved is not None:
-                of_rank[rank], link_maps[rank], node_maps[rank] = other, moved, mapping
+                of_rank[rank], link_maps[rank] = other, moved
                 break
         else:
             found.append(rank)
-            of_rank[rank] = rank
-            link_maps[rank], node_maps[rank] = np.arange(links), np.arange(nodes)
-    return Symmetry(tuple(found), of_rank, link_maps, node_maps)
+    return Symmetry(tuple(found), of_rank, link_maps)
 
 
 def _keeps(demands: NDArray[np.float64], topology: Topology, mapping: Longs) -> bool:
@@ -257,32 +248,22 @@ def _keeps(demands: NDArray[np.float64], topology: Topology, mapping: Longs) -> 
     return bool((demands[np.ix_(images, images)] == demands).all())
 
 
-def _mixed(values: Colours) -> Colours:
-    values = (values ^ (values >> _SHIFT)) * _MIX
-    return values ^ (values >> _SHIFT)
-
-
 class _Search:
+    """Searches mappings of nodes by colours that are refined until they tell them apart."""
+
     def __init__(self, topology: Topology) -> None:
-        self.tails = topology.link_sources.astype(np.int64)
-        self.heads = topology.link_targets.astype(np.int64)
-        classes = np.unique(topology.capacities_bytes_per_s, return_inverse=True)[1]
-        self.classes = classes.astype(np.int64)
-        self.weights = _mixed(classes.astype(np.uint64) + np.uint64(3))
-        self.nodes = topology.num_nodes
+        self.topology = topology
+        self.classes = np.unique(topology.capacities_bytes_per_s, return_inverse=True)[1]
         self.branches = self.refinements = 0
-        self.plain = self._settle(_mixed(topology.is_rank.astype(np.uint64) + np.uint64(1)))
-        self.order, self.keys = self._ordered(np.arange(self.nodes))
+        self.plain = self._settle(mixed(topology.is_rank.astype(np.uint64)))
+        self.order, self.keys = self._ordered(np.arange(topology.num_nodes))
 
     def _settle(self, colours: Colours) -> Colours:
         """Refine until the number of colours stays."""
         count = 0
         while (now := np.unique(colours).size) > count:
             count = now
-            out, into = np.zeros_like(colours), np.zeros_like(colours)
-            np.add.at(out, self.tails, _mixed(colours[self.heads] ^ self.weights))
-            np.add.at(into, self.heads, _mixed(colours[self.tails] + self.weights))
-            colours = _mixed(_mixed(colours) + _mixed(out) * np.uint64(3) + into)
+            colours = recoloured(self.topology, colours, self.classes.astype(np.uint64))
         return colours
 
     def refined(self, colours: Colours, node: int) -> Colours:
@@ -290,7 +271,7 @@ class _Search:
         check_time()
         self.refinements += 1
         marked = colours.copy()
-        marked[node] = _mixed(marked[node : node + 1] + np.uint64(7))[0]
+        marked[node] = mixed(marked[node : node + 1] + np.uint64(7))[0]
         return self._settle(marked)
 
     def mapping(self, first: Colours, second: Colours) -> Longs | None:
@@ -305,10 +286,10 @@ class _Search:
         if self.branches > _MOST_BRANCHES or (ordered != second[orders[1]]).any():
             return None
         # Nodes that look alike are matched in order first: with regular names that is often right.
-        mapping = np.empty(self.nodes, np.int64)
+        mapping = np.empty(len(first), np.int64)
         mapping[orders[0]] = orders[1]
         values, starts, counts = np.unique(ordered, return_index=True, return_counts=True)
-        if values.size == self.nodes or self.link_map(mapping) is not None:
+        if values.size == len(first) or self.link_map(mapping) is not None:
             return mapping
         if self.refinements > _MOST_REFINEMENTS:
             return None
@@ -325,7 +306,8 @@ class _Search:
 
     def _ordered(self, mapping: Longs) -> tuple[Longs, Longs]:
         """Sort the links by their mapped ends and capacity; return an order and sorted rows."""
-        rows = np.stack([self.classes, mapping[self.heads], mapping[self.tails]])
+        heads, tails = mapping[self.topology.link_targets], mapping[self.topology.link_sources]
+        rows = np.stack([self.classes, heads, tails])
         order = np.lexsort(rows)
         return order, rows[:, order]
 
@@ -337,9 +319,6 @@ class _Search:
         moved = np.empty(len(order), np.int64)
         moved[order] = self.order
         return moved
-
-
-Rows = tuple[Longs, NDArray[np.int32]]
 
 
 def all_to_all_flow(
@@ -385,18 +364,17 @@ def all_to_all_flow(
         with time_limit(time_limit_s):
             flow = all_to_all_optimum(topology, demands) if optimum is None else optimum
             weights = collective.chunk_weights[moved]
-            table = flow_paths(flow)
-            paths = _as_rows(spread_chunks(topology, (sources, targets), weights, table))
+            chosen = _spread_chunks(topology, (sources, targets), weights, _paths(flow))
+        links = np.array([link for path in chosen for link in path], np.int32)
+        paths = np.cumsum([0, *map(len, chosen)]).astype(np.int64), links
     except (OutOfTime, UnsupportedError):
         routing, routes = "shortest", topology.routes(sources, targets)
-        paths = (np.asarray(routes.offsets, np.int64), np.asarray(routes.links))
+        paths = np.asarray(routes.offsets, np.int64), np.asarray(routes.links)
     schedule = _hops(collective, topology, moved, paths, by_need=size_bytes is not None)
     schedule = schedule.replaced(attributes={"routing": routing})
-    return schedule if size_bytes is None else _dispatched(schedule, size_bytes)
-
-
-def _dispatched(schedule: Schedule, size_bytes: float) -> Schedule:
-    """Return the better of two rules for who goes first."""
+    if size_bytes is None:
+        return schedule
+    # Two rules for who goes first; the better one counts.
     found = (dispatch(schedule, size_bytes=size_bytes, by_load=rule) for rule in (True, False))
     return min(found, key=lambda one: one.total_s)
 
@@ -416,14 +394,13 @@ def _pairs(collective: Collective, topology: Topology) -> tuple[Longs, Longs, Lo
     return wanted[away], sources[away], targets[away]
 
 
-def _as_rows(paths: list[Path]) -> Rows:
-    """Return the paths as offsets and links."""
-    offsets = np.cumsum([0, *map(len, paths)]).astype(np.int64)
-    return offsets, np.array([link for path in paths for link in path], np.int32)
-
-
 def _hops(
-    collective: Collective, topology: Topology, moved: Longs, paths: Rows, *, by_need: bool
+    collective: Collective,
+    topology: Topology,
+    moved: Longs,
+    paths: tuple[Longs, Ints],
+    *,
+    by_need: bool,
 ) -> Schedule:
     """Return the transfers between ranks, the longest way to go first, or hop by hop."""
     offsets, links = paths
@@ -453,28 +430,14 @@ def _hops(
     )
 
 
-Path = tuple[int, ...]
-PathTable = dict[tuple[int, int], list[Path]]
-
-_NEGLIGIBLE = 1e-9
-"""Share of a demand below which what a solver leaves is no flow."""
-
-_MORE_PATHS = 6
-_MOST_WALKS = 200_000
-_SWEEPS = 6
-_MOST_MOVES = 200_000
-_STEEPNESS = 6  # the sixth power of loads is nearly their maximum
-
-
-def flow_paths(flow: FlowOptimum, *, seed: int = 0) -> PathTable:
+def _paths(flow: FlowOptimum) -> PathTable:
     """Return the paths of every pair that has a demand, those of the flow first."""
     table = {
         (source, target): paths
         for source in range(flow.topology.num_ranks)
         for target, paths in _strip(flow, source).items()
     }
-    more = min(_MORE_PATHS, _MOST_WALKS // max(1, len(table)))
-    _add_cheapest(flow, table, np.random.default_rng(seed), more)
+    _add_cheapest(flow, table, min(_MORE_PATHS, _MOST_WALKS // max(1, len(table))))
     return table
 
 
@@ -530,11 +493,9 @@ def _trace(
     return tuple(reversed(path))
 
 
-def _add_cheapest(
-    flow: FlowOptimum, table: PathTable, random: np.random.Generator, more: int
-) -> None:
+def _add_cheapest(flow: FlowOptimum, table: PathTable, more: int) -> None:
     """Walk a few more of the cheapest paths of each pair, at random."""
-    topology = flow.topology
+    topology, random = flow.topology, np.random.default_rng(0)
     # Free links would let paths wander: among equal prices fewer links win.
     scale = float(flow.prices.max(initial=0.0)) or 1.0
     weights = np.maximum(flow.prices / scale, 0.0) + 1e-7
@@ -559,7 +520,7 @@ def _add_cheapest(
                 paths.append(tuple(path))
 
 
-def spread_chunks(
+def _spread_chunks(
     topology: Topology, moves: tuple[Longs, Longs], weights: Floats, table: PathTable
 ) -> list[Path]:
     """Choose each chunk's path so that the fullest link is as empty as local changes make it."""
@@ -571,29 +532,24 @@ def spread_chunks(
             table[source, target] = [tuple(topology.shortest_route(source, target))]
         options.append([np.array(path) for path in table[source, target]])
     chosen = [-1] * len(options)
-    sweeps = min(_SWEEPS, max(1, _MOST_MOVES // max(1, len(options))))
-    for sweep in range(sweeps):
+    for sweep in range(min(_SWEEPS, max(1, _MOST_MOVES // max(1, len(options))))):
         changed = False
         for chunk, paths in enumerate(options):
             check_time()
             if len(paths) == 1 and sweep:
                 continue
-            if chosen[chunk] >= 0:
-                _load(loads, paths[chosen[chunk]], -float(weights[chunk]), per_byte)
-            best = _emptiest(paths, loads, float(weights[chunk]), per_byte)
-            changed |= best != chosen[chunk]
-            chosen[chunk] = best
-            _load(loads, paths[best], float(weights[chunk]), per_byte)
+            before, weight_s = chosen[chunk], float(weights[chunk]) * per_byte
+            if before >= 0:
+                loads[paths[before]] -= weight_s[paths[before]]
+            chosen[chunk] = best = _emptiest(paths, loads, weight_s)
+            changed |= best != before
+            loads[paths[best]] += weight_s[paths[best]]
         if not changed:
             break
     return [tuple(paths[place].tolist()) for paths, place in zip(options, chosen, strict=True)]
 
 
-def _load(loads: Floats, path: Longs, weight: float, per_byte: Floats) -> None:
-    loads[path] += weight * per_byte[path]
-
-
-def _emptiest(paths: list[Longs], loads: Floats, weight: float, per_byte: Floats) -> int:
+def _emptiest(paths: list[Longs], loads: Floats, weight_s: Floats) -> int:
     """Return the path that adds least to the sum of steep powers of the loads."""
     if len(paths) == 1:
         return 0
@@ -601,6 +557,5 @@ def _emptiest(paths: list[Longs], loads: Floats, weight: float, per_byte: Floats
     costs = []
     for path in paths:
         now = loads[path] / scale
-        then = now + weight * per_byte[path] / scale
-        costs.append(float((then**_STEEPNESS - now**_STEEPNESS).sum()))
+        costs.append((((now + weight_s[path] / scale) ** _STEEPNESS) - now**_STEEPNESS).sum())
     return int(np.argmin(costs))

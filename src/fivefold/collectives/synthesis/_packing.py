@@ -1,13 +1,9 @@
 """Removing switches: what went through a switch becomes direct arcs between its neighbours.
 
-Splitting an arc u->w and an arc w->t of a switch w moves capacity to a direct arc u->t. It is done
-only as far as no cut becomes too small for the trees: every set X of nodes that holds a compute
-node v must still let in all trees that begin outside it. Two kinds of sets lose capacity, those
-that hold w but neither u nor t, and those that hold u and t but not w; a maximum flow finds the
-smallest of each. Every direct arc remembers the paths through switches that it stands for.
-
-References: ForestColl, arXiv 2402.06787 (edge splitting); Bang-Jensen, Frank and Jackson,
-"Preserving and increasing local edge-connectivity in mixed graphs", 1995.
+Splitting arcs u->w and w->t of a switch w moves capacity to an arc u->t, only as far as every set
+of nodes with a rank in it still lets in all trees that begin outside. Sets that hold w but neither
+u nor t lose capacity, and sets that hold u and t but not w; max-flows find the smallest of each.
+References: ForestColl, arXiv 2402.06787; Bang-Jensen, Frank and Jackson, 1995.
 """
 
 from __future__ import annotations
@@ -16,9 +12,9 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +25,12 @@ from fivefold.collectives.synthesis._solver import check_time
 from fivefold.errors import InfeasibleError
 from fivefold.network.topology import Topology
 
-INFINITE = 1 << 58
-"""More than every sum of capacities that is let in; sums of a few of it still fit 64 bits."""
+INFINITE = 1 << 58  # more than any sum of capacities; sums of a few of it still fit 64 bits
+_MANY_PAIRS = 512  # pairs of neighbours of one switch up to which ``auto`` joins all of them
+_LIVE_ARCS = 4096  # about how many helper arcs trees that grow together may need: they cost time
+_DEAD_ARCS = 8192  # helper arcs of finished trees the solver carries before it is built anew
+
+Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,6 @@ class Network:
     capacities: Longs
     latencies_s: NDArray[np.float64]
     unit: Fraction
-
-    @cached_property
-    def switches(self) -> list[int]:
-        """Nodes that only forward."""
-        ranks = set(self.terminals.tolist())
-        return [node for node in range(self.num_nodes) if node not in ranks]
-
-    def with_capacities(self, capacities: Longs) -> Network:
-        """Return the same arcs with other capacities; the unit is then 1, as it has no meaning."""
-        return replace(self, capacities=np.asarray(capacities, np.int64), unit=Fraction(1))
-
-    def excess(self, node: int) -> int:
-        """Return the capacity into a node less the capacity out of it."""
-        entering = int(self.capacities[self.heads == node].sum())
-        return entering - int(self.capacities[self.tails == node].sum())
 
 
 def integer_network(topology: Topology) -> Network:
@@ -145,12 +130,6 @@ def _sufficiency(network: Network, roots: list[int]) -> Callable[[Fraction], boo
     return suffices
 
 
-Path = tuple[int, ...]
-
-_MANY_PAIRS = 512
-"""Pairs of neighbours of one switch up to which ``auto`` joins all of them."""
-
-
 @dataclass
 class Bundle:
     """Paths side by side between the same two nodes, each with a capacity."""
@@ -188,8 +167,8 @@ def remove_switches(network: Network, roots: Sequence[int], *, spread: str) -> S
             pair = (int(network.tails[link]), int(network.heads[link]))
             arcs[pair].paths.append(((link,), amount))
     # Few neighbours first: their splits are few, and they make the rest smaller.
-    degree = {node: sum(1 for u, t in arcs if node in {u, t}) for node in network.switches}
-    for node in sorted(network.switches, key=lambda switch: degree[switch]):
+    switches = set(range(network.num_nodes)) - set(network.terminals.tolist())
+    for node in sorted(switches, key=lambda one: (sum(one in pair for pair in arcs), one)):
         _Splitter(network, roots, arcs, node).run(spread)
     return {pair: bundle for pair, bundle in arcs.items() if bundle.paths}
 
@@ -340,13 +319,6 @@ def _without_loops(path: Path, ends: tuple[Longs, Longs]) -> Path:
     return tuple(kept)
 
 
-_LIVE_ARCS = 4096
-"""About how many helper arcs the trees that grow together may need: more cost time per flow."""
-
-_DEAD_ARCS = 8192
-"""How many helper arcs of finished trees the solver carries before it is built anew."""
-
-
 @dataclass
 class PackedTree:
     """A tree and how many times it is used."""
@@ -357,38 +329,21 @@ class PackedTree:
     reached_s: dict[int, tuple[float, int]] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
 
-    def copy(self, multiplicity: int) -> PackedTree:
-        """Return the same tree as it is now, with another multiplicity."""
-        return PackedTree(
-            self.root, multiplicity, list(self.arcs), dict(self.reached_s), set(self.refused)
-        )
 
+class Packer:
+    """Packs spanning out-trees that use each arc at most as often as its capacity says."""
 
-def pack_trees(
-    num_nodes: int,
-    ends: tuple[Sequence[int], Sequence[int]],
-    *,
-    capacities: Sequence[int],
-    latencies_s: NDArray[np.float64],
-    roots: Sequence[int],
-) -> list[PackedTree]:
-    """Pack spanning out-trees that use each arc at most as often as its capacity says."""
-    return _Packer(num_nodes, ends, list(capacities), latencies_s, list(roots)).run()
-
-
-class _Packer:
     def __init__(
         self,
         num_nodes: int,
-        ends: tuple[Sequence[int], Sequence[int]],
+        ends: tuple[list[int], list[int]],
         capacities: list[int],
-        latencies_s: NDArray[np.float64],
+        latencies_s: list[float],
         roots: list[int],
     ) -> None:
         self.num_nodes, self.fresh = num_nodes, roots
-        self.tails, self.heads = list(ends[0]), list(ends[1])
-        self.residual = capacities
-        self.latencies_s = latencies_s.tolist()
+        self.tails, self.heads = ends
+        self.residual, self.latencies_s = capacities, latencies_s
         self.leaving: list[list[int]] = [[] for _ in range(num_nodes)]
         for arc, tail in enumerate(self.tails):
             self.leaving[tail].append(arc)
@@ -476,7 +431,9 @@ class _Packer:
             tree.refused.add(arc)
             return False
         if amount < tree.multiplicity:
-            self._add(tree.copy(tree.multiplicity - amount))
+            rest = deepcopy(tree)
+            rest.multiplicity -= amount
+            self._add(rest)
             tree.multiplicity = amount
             self.solver.set(self.feed_of[number], amount)
         self.residual[arc] -= amount

@@ -1,27 +1,20 @@
 """Spanning-tree packing: collectives at the throughput optimum of a topology, in polynomial time.
 
-Every rank is the root of ``k`` out-trees that span all ranks, and no link is in more trees than
-``U`` times its capacity. A shard of one byte then takes ``U / k`` seconds, however large the
-message; the least such quotient is the optimum of the cuts, and there are always trees that
-reach it where switches let out no more than they let in. The numbers are exact fractions.
-
-The steps: the optimum fixes ``k`` and ``U``; switches are removed (``_packing``); trees are
-packed into what is left (``_packing`` too); paths through switches are put back.
-
-References: ForestColl, arXiv 2402.06787. Edmonds, "Edge-disjoint branchings", 1973, for one root.
+The optimum of the cuts fixes a number of trees ``k`` for each root, and ``U``, so that no link is
+in more than ``U`` times its capacity; switches are removed, trees packed (both ``_packing``), and
+paths through switches put back. References: ForestColl, arXiv 2402.06787; Edmonds, 1973.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.collectives.schedules import (
     Collective,
@@ -37,11 +30,10 @@ from fivefold.collectives.synthesis._packing import (
     FixedRate,
     Network,
     PackedTree,
-    Path,
+    Packer,
     integer_network,
     least_rate,
     next_rate,
-    pack_trees,
     remove_switches,
 )
 from fivefold.collectives.synthesis._solver import OutOfTime, time_limit
@@ -50,13 +42,15 @@ from fivefold.network.topology import Topology
 
 Connections = Literal["auto", "many", "few"]
 
-_LARGEST_EXACT = 4096
-"""Trees per root up to which the exact number is used when none is asked for."""
-
-_FINE_ATTEMPTS, _COARSE_ATTEMPTS = 16, 48
-"""Rates to try where the first is too fast: 3 % apart, then 25 %."""
-
+_LARGEST_EXACT = 4096  # trees per root up to which the exact number is used unasked
+_FINE_ATTEMPTS, _COARSE_ATTEMPTS = 16, 48  # rates to try where the first is too fast
 _FIXED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_EVERY_RANK = ("all_gather", "reduce_scatter", "all_reduce")
+_ONE_ROOT = ("broadcast", "reduce")
+_SUMS = ("reduce_scatter", "reduce")
+_MOST_TRANSFERS = 1_000_000
+_MOST_DOUBLINGS = 10
+_MOST_WORSE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,12 +162,14 @@ class TreePacking:
         return self._made(name, chunks, size_bytes)
 
     def _made(self, name: str, chunks: int | None, size_bytes: float | None) -> Schedule:
-        if name == "all_reduce":
-            return _all_reduce(self, chunks, size_bytes)
-        if name not in _BACKWARDS:
-            return _best(self, name, chunks, size_bytes)
-        copied = _best(self.backwards, _BACKWARDS[name], chunks, size_bytes)
-        return copied.inverted().replaced(topology=self.topology)
+        if name in _SUMS:
+            copied = _best(self.backwards, chunks, size_bytes)
+            return copied.inverted().replaced(topology=self.topology)
+        spread = _best(self, chunks, size_bytes)
+        if name != "all_reduce":
+            return spread
+        same = spread.collective.num_chunks // self.topology.num_ranks
+        return compose_all_reduce(self._made("reduce_scatter", same, size_bytes), spread)
 
 
 def spanning_trees(
@@ -277,22 +273,18 @@ def _search(
 def _pack(
     network: Network, roots: list[int], rate: FixedRate, connections: str
 ) -> list[SpanningTree]:
-    scaled = network.with_capacities(rate.capacities(network))
+    scaled = replace(network, capacities=rate.capacities(network))
     joined = remove_switches(scaled, roots, spread=connections)
     ranks = {node: rank for rank, node in enumerate(network.terminals.tolist())}
     pairs = list(joined)
-    latencies_s = np.array(
-        [max(network.latencies_s[list(path)].sum() for path, _ in joined[p].paths) for p in pairs]
-    )
+    latencies_s = [
+        float(max(network.latencies_s[list(path)].sum() for path, _ in joined[pair].paths))
+        for pair in pairs
+    ]
     ends = ([ranks[u] for u, _ in pairs], [ranks[t] for _, t in pairs])
-    packed = pack_trees(
-        len(network.terminals),
-        ends,
-        capacities=[joined[pair].capacity for pair in pairs],
-        latencies_s=latencies_s,
-        roots=roots,
-    )
     bundles = [joined[pair] for pair in pairs]
+    capacities = [bundle.capacity for bundle in bundles]
+    packed = Packer(len(network.terminals), ends, capacities, latencies_s, roots).run()
     found = [part for tree in packed for part in _with_routes(tree, ends, bundles)]
     return sorted(found, key=lambda tree: tree.root)
 
@@ -301,52 +293,33 @@ def _with_routes(
     tree: PackedTree, ends: tuple[list[int], list[int]], bundles: list[Bundle]
 ) -> list[SpanningTree]:
     """Cut a tree into parts whose every edge takes one path only."""
-    paths: list[list[tuple[Path, int]]] = [
-        bundles[arc].take(tree.multiplicity) for arc in tree.arcs
-    ]
+    edges = [Bundle(bundles[arc].take(tree.multiplicity)) for arc in tree.arcs]
     parts = []
     left = tree.multiplicity
     while left:
-        amount = min(edge[0][1] for edge in paths) if paths else left
+        amount = min((edge.paths[0][1] for edge in edges), default=left)
         parts.append(
             SpanningTree(
                 root=tree.root,
                 multiplicity=amount,
                 sources=tuple(ends[0][arc] for arc in tree.arcs),
                 targets=tuple(ends[1][arc] for arc in tree.arcs),
-                routes=tuple(edge[0][0] for edge in paths),
+                routes=tuple(edge.paths[0][0] for edge in edges),
             )
         )
-        for edge in paths:
-            Bundle.take(Bundle(edge), amount)
+        for edge in edges:
+            edge.take(amount)
         left -= amount
     return parts
 
 
-_EVERY_RANK = ("all_gather", "reduce_scatter", "all_reduce")
-_ONE_ROOT = ("broadcast", "reduce")
-_BACKWARDS = {"reduce_scatter": "all_gather", "reduce": "broadcast"}
-_MOST_TRANSFERS = 1_000_000
-_MOST_DOUBLINGS = 10
-_MOST_WORSE = 3
-
-
-def _all_reduce(packing: TreePacking, chunks: int | None, size_bytes: float | None) -> Schedule:
-    gather = _best(packing, "all_gather", chunks, size_bytes)
-    same = gather.collective.num_chunks // packing.topology.num_ranks
-    scatter = _best(packing.backwards, "all_gather", same, size_bytes).inverted()
-    return compose_all_reduce(scatter.replaced(topology=packing.topology), gather)
-
-
-def _best(
-    packing: TreePacking, name: str, chunks: int | None, size_bytes: float | None
-) -> Schedule:
+def _best(packing: TreePacking, chunks: int | None, size_bytes: float | None) -> Schedule:
     """Return the schedule by steps, or with a size the one with times that takes least."""
     if size_bytes is None:
-        return _forward(packing, name, chunks or packing.k)
+        return _forward(packing, chunks or packing.k)
     best, worse = None, 0
     for count in [chunks] if chunks is not None else _counts(packing):
-        found = dispatch(_forward(packing, name, count), size_bytes=size_bytes)
+        found = dispatch(_forward(packing, count), size_bytes=size_bytes)
         if best is None or found.total_s < best.total_s:
             best, worse = found, 0
         else:
@@ -402,23 +375,28 @@ def _per_root(packing: TreePacking, collective: Collective) -> int:
     return each
 
 
-def _forward(packing: TreePacking, name: str, chunks: int) -> Schedule:
+def _forward(packing: TreePacking, chunks: int) -> Schedule:
+    """Send the chunks of each root down its trees, step by step."""
     ranks = packing.topology.num_ranks
-    made = named_collective(name, ranks, chunks=chunks, root=packing.root or 0)
-    table = _Table(packing, chunks)
+    name = "all_gather" if packing.root is None else "broadcast"
+    sources = np.array([s for tree in packing.trees for s in tree.sources], np.int32)
+    targets = np.array([t for tree in packing.trees for t in tree.targets], np.int32)
+    routes = [route for tree in packing.trees for route in tree.routes]
+    links = np.array([link for route in routes for link in route], np.int32)
+    numbers, edges, steps = _rows(packing, chunks)
     # Within a step each rank sends to the next rank first, so that they do not all meet at one.
-    ahead = (table.targets - table.sources)[table.edges] % ranks
-    order = np.lexsort((ahead, table.steps))
-    edges = table.edges[order]
-    offsets, places = rows_of(table.route_offsets, edges)
+    ahead = (targets - sources)[edges] % ranks
+    order = np.lexsort((ahead, steps))
+    edges = edges[order]
+    offsets, places = rows_of(np.cumsum([0, *map(len, routes)], dtype=np.int64), edges)
     return Schedule(
-        collective=made,
-        chunks=table.chunks[order],
-        sources=table.sources[edges],
-        targets=table.targets[edges],
-        steps=table.steps[order],
+        collective=named_collective(name, ranks, chunks=chunks, root=packing.root or 0),
+        chunks=numbers[order],
+        sources=sources[edges],
+        targets=targets[edges],
+        steps=steps[order].astype(np.int32),
         route_offsets=offsets,
-        route_links=table.route_links[places],
+        route_links=links[places],
         topology=packing.topology,
         name="spanning trees",
         solver="ForestColl",
@@ -426,31 +404,17 @@ def _forward(packing: TreePacking, name: str, chunks: int) -> Schedule:
     )
 
 
-class _Table:
-    """Edges of all trees, and one row for each chunk on each edge of its tree."""
-
-    def __init__(self, packing: TreePacking, chunks: int) -> None:
-        trees = packing.trees
-        self.sources = np.array([s for tree in trees for s in tree.sources], np.int32)
-        self.targets = np.array([t for tree in trees for t in tree.targets], np.int32)
-        depths = np.array([d for tree in trees for d in tree.depths], np.int64)
-        routes = [route for tree in trees for route in tree.routes]
-        self.route_links = np.array([link for route in routes for link in route], np.int32)
-        self.route_offsets = np.cumsum([0, *map(len, routes)], dtype=np.int64)
-        first_edge = np.cumsum([0, *(len(tree.sources) for tree in trees)])
-        parts: list[tuple[Longs, Longs, Longs]] = []
-        for place, numbers in enumerate(_shares(packing, chunks)):
-            edges = np.arange(first_edge[place], first_edge[place + 1])
-            rounds = np.arange(len(numbers)) // trees[place].multiplicity
-            steps = rounds[:, None] + depths[edges][None, :] - 1
-            parts.append((np.repeat(numbers, len(edges)), np.tile(edges, len(numbers)),
-                          steps.reshape(-1)))  # fmt: skip
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)] or [
-            np.zeros(0, np.int64)
-        ] * 3
-        self.chunks = columns[0].astype(np.int32)
-        self.edges = columns[1].astype(np.int64)
-        self.steps = columns[2].astype(np.int32)
+def _rows(packing: TreePacking, chunks: int) -> Longs:
+    """Return the chunk, edge and step of each transfer, int64 [3, transfers]."""
+    parts, first = [np.zeros((3, 0), np.int64)], 0
+    for tree, numbers in zip(packing.trees, _shares(packing, chunks), strict=True):
+        edges = np.arange(first, first + len(tree.sources))
+        first += len(edges)
+        rounds = np.arange(len(numbers)) // tree.multiplicity
+        steps = rounds[:, None] + np.array(tree.depths, np.int64) - 1
+        rows = (np.repeat(numbers, len(edges)), np.tile(edges, len(numbers)), steps.ravel())
+        parts.append(np.stack(rows))
+    return np.concatenate(parts, axis=1)
 
 
 def _shares(packing: TreePacking, chunks: int) -> list[Longs]:
@@ -477,15 +441,13 @@ def _spread_rest(packing: TreePacking, counts: list[int], rest: int) -> None:
     of_root: dict[int, list[int]] = {}
     for place, tree in enumerate(packing.trees):
         of_root.setdefault(tree.root, []).append(place)
+
+    def fullest(place: int) -> tuple[float, int]:
+        load = loads[links[place]] + per_byte[links[place]]
+        return float(load.max()), packing.trees[place].height
+
     for _ in range(rest):
         for places in of_root.values():
-            best = min(places, key=lambda place: _fullest(packing.trees[place], loads, links[place],
-                                                          per_byte))  # fmt: skip
+            best = min(places, key=fullest)
             np.add.at(loads, links[best], per_byte[links[best]])
             counts[best] += 1
-
-
-def _fullest(
-    tree: SpanningTree, loads: NDArray[np.float64], links: Longs, per_byte: NDArray[np.float64]
-) -> tuple[float, int]:
-    return float((loads[links] + per_byte[links]).max()), tree.height
