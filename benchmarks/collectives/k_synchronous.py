@@ -143,13 +143,13 @@ def _schedule(
     logical: Logical, plan: list[tuple[int, int, int]], spans: list[int], unit_bytes_per_s: float
 ) -> Schedule:
     """Return the schedule of (step, chunk, link) triples, and how many rounds each step has."""
-    return schedule_of(
+    found = schedule_of(
         logical,
         [(chunk, link) for _, chunk, link in plan],
-        steps=[step for step, _, _ in plan],
         name="k_synchronous",
         attributes={"model": "synchronous", "rounds": spans, "unit_bytes_per_s": unit_bytes_per_s},
     )
+    return found.replaced(steps=np.array([step for step, _, _ in plan], np.int32))
 
 
 def _hops(instance: Instance) -> int:

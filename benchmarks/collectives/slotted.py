@@ -30,13 +30,14 @@ from benchmarks.collectives.exact import (
 from fivefold.collectives.schedules import Collective, Schedule, evaluate
 from fivefold.collectives.schedules.timing import with_times
 from fivefold.collectives.synthesis._instance import (
+    UNREACHABLE,
     Instance,
     Logical,
     Orbits,
     bound_of,
+    hops_from,
     logical_of,
     prune,
-    reached,
     schedule_of,
 )
 from fivefold.collectives.synthesis._solver import (
@@ -533,11 +534,12 @@ def _behind(
 ) -> dict[int, frozenset[int]]:
     """For each chunk the receivers that only the entry can serve: its own side of the cut."""
     # Whoever can be reached from a holder without passing the entry may be served another way.
-    behind = {}
+    behind, past = {}, instance.targets != entry
+    ends = instance.sources[past], instance.targets[past]
     for chunk, ranks in sides.items():
         check_time()
-        seen = reached(instance, instance.holders[chunk], avoid=entry)
-        behind[chunk] = frozenset(rank for rank in ranks if rank not in seen)
+        hops = hops_from(instance.holders[chunk], *ends, instance.num_ranks)
+        behind[chunk] = frozenset(rank for rank in ranks if hops[rank] == UNREACHABLE)
     return behind
 
 

@@ -22,7 +22,6 @@ from fivefold.collectives.synthesis import (
     published_sketch,
     taccl,
 )
-from fivefold.collectives.synthesis._sketch import published_sketch_names
 from fivefold.collectives.synthesis._sketched import rotation, sketched
 from fivefold.errors import ConfigurationError, DataError, InfeasibleError
 from fivefold.network.topology import (
@@ -67,7 +66,6 @@ def test_taccl_files_are_read():
         own_chunks_first=True,
         symmetry=((2, 4), (4, 8)),
     )
-    assert sketch.sender_of(2) == 3
     assert sketch.connects(3, 2)
     assert not sketch.connects(3, 0)
 
@@ -121,7 +119,11 @@ def test_reversing_twice_gives_the_same_connections():
 
 
 def test_published_sketches_fit_the_published_profiles():
-    for name in published_sketch_names():
+    for name in (
+        *("sk-dgx2-n1", "sk1-dgx2-n1", "sk1-dgx2-n2", "sk2-dgx2-n2", "sk-ndv2-n1-cUp6"),
+        *("sk1-ndv2-n1", "sk1-ndv2-n2", "sk1-ndv2-n4", "sk2-ndv2-n2", "sk2-ndv2-n4"),
+        "sk3-ndv2-n2",
+    ):
         sketch = published_sketch(name)
         profile = TacclProfile.load("dgx2_1KB" if "dgx2" in name else "ndv2_1MB")
         connections = sketch.connections if sketch.connections != "all" else "relay"

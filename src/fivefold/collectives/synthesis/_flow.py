@@ -538,18 +538,18 @@ def _spread_chunks(
             check_time()
             if len(paths) == 1 and sweep:
                 continue
-            before, weight_s = chosen[chunk], float(weights[chunk]) * per_byte
+            before, weight = chosen[chunk], float(weights[chunk])
             if before >= 0:
-                loads[paths[before]] -= weight_s[paths[before]]
-            chosen[chunk] = best = _emptiest(paths, loads, weight_s)
+                loads[paths[before]] -= weight * per_byte[paths[before]]
+            chosen[chunk] = best = _emptiest(paths, loads, weight, per_byte)
             changed |= best != before
-            loads[paths[best]] += weight_s[paths[best]]
+            loads[paths[best]] += weight * per_byte[paths[best]]
         if not changed:
             break
     return [tuple(paths[place].tolist()) for paths, place in zip(options, chosen, strict=True)]
 
 
-def _emptiest(paths: list[Longs], loads: Floats, weight_s: Floats) -> int:
+def _emptiest(paths: list[Longs], loads: Floats, weight: float, per_byte: Floats) -> int:
     """Return the path that adds least to the sum of steep powers of the loads."""
     if len(paths) == 1:
         return 0
@@ -557,5 +557,6 @@ def _emptiest(paths: list[Longs], loads: Floats, weight_s: Floats) -> int:
     costs = []
     for path in paths:
         now = loads[path] / scale
-        costs.append((((now + weight_s[path] / scale) ** _STEEPNESS) - now**_STEEPNESS).sum())
+        then = now + weight * per_byte[path] / scale
+        costs.append((then**_STEEPNESS - now**_STEEPNESS).sum())
     return int(np.argmin(costs))

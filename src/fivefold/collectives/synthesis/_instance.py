@@ -2,18 +2,19 @@
 
 A logical link joins two ranks, directly or through switches; the physical links of its route
 are its resources, which it shares with other logical links. Symmetries (permutations of the
-ranks) make variables equal: an orbit of (chunk, link) pairs is decided once. This module knows
-no solver.
+ranks) make variables equal: an orbit of (chunk, link) pairs is decided once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from fivefold.collectives.schedules import Collective, Schedule, lower_bound
 from fivefold.collectives.schedules.bounds import Bound
@@ -22,8 +23,9 @@ from fivefold.collectives.synthesis._solver import check_time
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import Topology
 
-UNREACHABLE = 1 << 40
-"""A distance longer than every schedule."""
+Key = TypeVar("Key", bound=Hashable)
+
+UNREACHABLE = 1 << 40  # a distance longer than every schedule
 
 
 @dataclass(frozen=True)
@@ -49,41 +51,28 @@ class Instance:
         return len(self.holders)
 
 
-def reached(
-    instance: Instance, start: Iterable[int], *, links: Iterable[int] | None = None, avoid: int = -1
-) -> set[int]:
-    """Return the ranks that can be reached over some links, or all, without passing one rank."""
-    after: dict[int, list[int]] = {}
-    for link in range(instance.num_links) if links is None else links:
-        after.setdefault(int(instance.sources[link]), []).append(int(instance.targets[link]))
-    seen = set(start)
-    stack = list(seen)
-    while stack:
-        further = {rank for rank in after.get(stack.pop(), ()) if rank != avoid} - seen
-        seen |= further
-        stack += further
-    return seen
+def hops_from(
+    starts: Iterable[int], sources: NDArray[Any], targets: NDArray[Any], num_ranks: int
+) -> NDArray[np.int64]:
+    """Return the links from the nearest start to each rank, `UNREACHABLE` where there is no way."""
+    hops = np.full(num_ranks, UNREACHABLE, np.int64)
+    hops[sorted(starts)] = 0
+    for _ in range(num_ranks):
+        before = hops.copy()
+        np.minimum.at(hops, targets, before[sources] + 1)
+        if np.array_equal(before, hops):
+            break
+    return np.minimum(hops, UNREACHABLE)
 
 
 class Orbits:
     """Classes of (chunk, link) and (chunk, rank) pairs that a group of symmetries makes equal."""
 
-    def __init__(
-        self, instance: Instance, permutations: Sequence[NDArray[np.int32]] | None = None
-    ) -> None:
-        chunks = instance.num_chunks
-        link_labels = np.arange(chunks * instance.num_links)
-        rank_labels = np.arange(chunks * instance.num_ranks)
-        link_maps, rank_maps = [], []
-        for permutation in permutations or ():
-            chunk_map = map_chunks(instance, permutation)
-            link_map = map_links(instance, permutation)
-            link_maps.append(_product_map(chunk_map, link_map))
-            rank_maps.append(_product_map(chunk_map, np.asarray(permutation)))
-        shape = (chunks, instance.num_links)
-        self.link_orbits: NDArray[np.int64] = _merge(link_labels, link_maps).reshape(shape)
-        shape = (chunks, instance.num_ranks)
-        self.rank_orbits: NDArray[np.int64] = _merge(rank_labels, rank_maps).reshape(shape)
+    def __init__(self, instance: Instance, permutations: Sequence[NDArray[np.int32]] = ()) -> None:
+        chunks = [map_chunks(instance, permutation) for permutation in permutations]
+        links = [map_links(instance, permutation) for permutation in permutations]
+        self.link_orbits = _orbits((instance.num_chunks, instance.num_links), chunks, links)
+        self.rank_orbits = _orbits((instance.num_chunks, instance.num_ranks), chunks, permutations)
 
     def representative_ranks(self) -> NDArray[np.bool_]:
         """Return whether (chunk, rank) is the first pair of its orbit, bool [chunks, ranks]."""
@@ -91,59 +80,65 @@ class Orbits:
         return np.asarray(self.rank_orbits == numbers)
 
 
-def _product_map(chunk_map: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.int64]:
-    return (chunk_map[:, None] * len(other) + other[None, :]).ravel()
+def _orbits(
+    shape: tuple[int, int], chunks: list[NDArray[np.int64]], others: Sequence[NDArray[Any]]
+) -> NDArray[np.int64]:
+    """Return the least number of the orbit of each pair, int64 [shape]."""
+    numbers = np.arange(shape[0] * shape[1])
+    if not chunks or not numbers.size:
+        return numbers.reshape(shape)
+    check_time()
+    images = [
+        (chunk[:, None] * shape[1] + other[None, :]).ravel()
+        for chunk, other in zip(chunks, others, strict=True)
+    ]
+    ends = np.tile(numbers, len(images)), np.concatenate(images)
+    graph = coo_array((np.ones(len(ends[0]), np.int8), ends), shape=(numbers.size, numbers.size))
+    labels = connected_components(graph, directed=False)[1]
+    least = np.unique(labels, return_index=True)[1][labels]
+    return np.asarray(least, np.int64).reshape(shape)
 
 
-def _merge(labels: NDArray[np.int64], maps: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Find the least number in each orbit: pass labels along the maps until nothing changes."""
-    changed = bool(maps)
-    while changed:
+def _images(
+    keys: Sequence[Key], becomes: Callable[[Key], Key], refusal: Callable[[int], str]
+) -> NDArray[np.int64]:
+    """Return the item that each item becomes; those of equal keys keep their order."""
+    places: dict[Key, list[int]] = {}
+    for item, key in enumerate(keys):
+        places.setdefault(key, []).append(item)
+    image = np.zeros(len(keys), np.int64)
+    for key, items in places.items():
         check_time()
-        before = labels.copy()
-        for image in maps:
-            least = np.minimum(labels, labels[image])
-            labels = least.copy()
-            labels[image] = np.minimum(labels[image], least)
-        changed = not np.array_equal(before, labels)
-    return labels
+        others = places.get(becomes(key), [])
+        if len(others) != len(items):
+            message = f"the symmetry maps {refusal(items[0])}"
+            raise ConfigurationError(message, hint="drop the symmetry for this collective")
+        image[items] = others
+    return image
 
 
 def map_links(instance: Instance, permutation: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the logical link that each logical link becomes; parallel ones keep their order."""
-    places: dict[tuple[int, int], list[int]] = {}
     ends = list(zip(instance.sources.tolist(), instance.targets.tolist(), strict=True))
-    for link, pair in enumerate(ends):
-        places.setdefault(pair, []).append(link)
-    image = np.zeros(instance.num_links, np.int64)
-    for (source, target), links in places.items():
-        pair = int(permutation[source]), int(permutation[target])
-        others = places.get(pair, [])
-        if len(others) != len(links):
-            message = f"the symmetry maps link {source} -> {target} to {pair[0]} -> {pair[1]}"
-            raise ConfigurationError(f"{message}, which is no such link")
-        image[links] = others
-    return image
+
+    def becomes(pair: tuple[int, int]) -> tuple[int, int]:
+        return int(permutation[pair[0]]), int(permutation[pair[1]])
+
+    def refusal(link: int) -> str:
+        (a, b), (c, d) = ends[link], becomes(ends[link])
+        return f"link {a} -> {b} to {c} -> {d}, which is no such link"
+
+    return _images(ends, becomes, refusal)
 
 
 def map_chunks(instance: Instance, permutation: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the chunk that each chunk becomes: by who holds and who wants it, then by number."""
-    if sorted(np.asarray(permutation).tolist()) != list(range(instance.num_ranks)):
-        message = f"{list(permutation)} is no permutation of {instance.num_ranks} ranks"
-        raise ConfigurationError(message)
-    kinds: dict[tuple[frozenset[int], frozenset[int]], list[int]] = {}
-    for chunk in range(instance.num_chunks):
-        check_time()
-        kinds.setdefault((instance.holders[chunk], instance.wanted[chunk]), []).append(chunk)
-    image = np.zeros(instance.num_chunks, np.int64)
-    for (holders, wanted), chunks in kinds.items():
-        kind = frozenset(int(permutation[rank]) for rank in holders)
-        others = kinds.get((kind, frozenset(int(permutation[rank]) for rank in wanted)), [])
-        if len(others) != len(chunks):
-            message = f"the symmetry maps chunk {chunks[0]} to a chunk that does not exist"
-            raise ConfigurationError(message, hint="drop the symmetry for this collective")
-        image[chunks] = others
-    return image
+
+    def becomes(kind: tuple[frozenset[int], ...]) -> tuple[frozenset[int], ...]:
+        return tuple(frozenset(int(permutation[rank]) for rank in ranks) for ranks in kind)
+
+    kinds = list(zip(instance.holders, instance.wanted, strict=True))
+    return _images(kinds, becomes, lambda chunk: f"chunk {chunk} to a chunk that does not exist")
 
 
 def prune(instance: Instance, transfers: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -209,7 +204,12 @@ def logical_of(
     graph = topology.rank_graph
     pairs = zip(graph.sources.tolist(), graph.targets.tolist(), strict=True)
     kept = [edge for edge, pair in enumerate(pairs) if allow is None or allow(*pair)]
-    holders, wanted = _ends_of_chunks(collective)
+    chunks = range(collective.num_chunks)
+    check_time()
+    holders = tuple(frozenset(collective.holders(chunk).tolist()) for chunk in chunks)
+    receivers = (frozenset(collective.receivers(chunk).tolist()) for chunk in chunks)
+    # What a rank holds already it does not want.
+    wanted = tuple(want - have for want, have in zip(receivers, holders, strict=True))
     sources, targets = graph.sources[kept], graph.targets[kept]
     groups = boxes_of(topology) if boxes is None else tuple(tuple(ranks) for ranks in boxes)
     box = np.zeros(topology.num_ranks, np.int64)
@@ -232,42 +232,26 @@ def logical_of(
     )
 
 
-def _ends_of_chunks(
-    collective: Collective,
-) -> tuple[tuple[frozenset[int], ...], tuple[frozenset[int], ...]]:
-    chunks = range(collective.num_chunks)
-    check_time()
-    holders = tuple(frozenset(collective.holders(chunk).tolist()) for chunk in chunks)
-    wanted = tuple(frozenset(collective.receivers(chunk).tolist()) for chunk in chunks)
-    # What a rank holds already it does not want.
-    wanted = tuple(want - have for want, have in zip(wanted, holders, strict=True))
-    return holders, wanted
-
-
 def schedule_of(
     logical: Logical,
     transfers: Sequence[tuple[int, int]],
     *,
-    steps: Sequence[int] | None = None,
     times_s: tuple[Sequence[float], Sequence[float]] | None = None,
     name: str,
     attributes: dict[str, Any],
 ) -> Schedule:
     """Return the schedule of (chunk, logical link) pairs in their order."""
-    instance = logical
     links = np.array([link for _, link in transfers], np.int64)
-    routes = [instance.resources[link] for link in links.tolist()]
-    offsets = np.cumsum([0, *(len(route) for route in routes)])
+    routes = [logical.resources[link] for link in links.tolist()]
     return Schedule(
         collective=logical.collective,
         topology=logical.topology,
         chunks=np.array([chunk for chunk, _ in transfers], np.int32),
-        sources=instance.sources[links],
-        targets=instance.targets[links],
-        steps=None if steps is None else np.array(steps, np.int32),  # type: ignore[arg-type]
+        sources=logical.sources[links],
+        targets=logical.targets[links],
         starts_s=None if times_s is None else np.array(times_s[0], np.float64),
         ends_s=None if times_s is None else np.array(times_s[1], np.float64),
-        route_offsets=offsets.astype(np.int64),
+        route_offsets=np.cumsum([0, *map(len, routes)], dtype=np.int64),
         route_links=np.array([link for route in routes for link in route], np.int32),
         name=name,
         solver="fivefold",

@@ -167,13 +167,6 @@ class Sketch:
             senders = merged
         return replace(self, senders=senders, connections=turned)
 
-    def sender_of(self, rank: int) -> int | None:
-        """Return the rank through which a rank's chunks leave the box; None: any."""
-        for sender, ranks in (self.senders or {}).items():
-            if rank in ranks:
-                return sender
-        return None
-
     def connects(self, source: int, target: int) -> bool:
         """Return whether a rank of a box may send to one of another; both count inside the box."""
         if isinstance(self.connections, str):
@@ -354,7 +347,7 @@ def published_sketch(name: str) -> Sketch:
     """Return one of TACCL's published sketches.
 
     Args:
-        name: One of ``published_sketch_names``.
+        name: Its name, such as ``sk1-dgx2-n2``.
 
     Raises:
         ConfigurationError: The name is unknown.
@@ -366,11 +359,6 @@ def published_sketch(name: str) -> Sketch:
     """
     require_one_of(name, _PUBLISHED, f"there is no published sketch {name!r}")
     return _PUBLISHED[name]
-
-
-def published_sketch_names() -> tuple[str, ...]:
-    """Return the names of the published sketches."""
-    return tuple(_PUBLISHED)
 
 
 def _ndv2(name: str, boxes: int, connections: object) -> Sketch:

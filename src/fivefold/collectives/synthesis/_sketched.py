@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.collectives.schedules import Collective
 from fivefold.collectives.synthesis._instance import (
-    Instance,
+    UNREACHABLE,
     Logical,
     all_reduce_halves,
     boxes_of,
+    hops_from,
     logical_of,
     map_chunks,
     map_links,
-    reached,
 )
 from fivefold.collectives.synthesis._sketch import Connections, Policy, Sketch, SwitchSketch
 from fivefold.collectives.synthesis._solver import check_time
@@ -35,11 +36,6 @@ class Sketched:
     symmetries: tuple[NDArray[np.int32], ...]
     policies: NDArray[np.int64]
     allowed: NDArray[np.bool_]
-
-    def needs_cut(self) -> list[frozenset[int]]:
-        """Return the boxes, where there are several: chunks must enter them."""
-        boxes = self.logical.boxes
-        return [frozenset(box) for box in boxes] if len(boxes) > 1 else []
 
 
 def rotation(offset: int, size: int, *, num_ranks: int) -> NDArray[np.int32]:
@@ -60,13 +56,8 @@ def sketched(collective: Collective, topology: Topology, sketch: Sketch) -> Sket
         raise ConfigurationError(message, hint=f"boxes may be {', '.join(fitting)}")
     size = count // sketch.boxes
     _check_ranks(sketch, size)
-
-    def allow(source: int, target: int) -> bool:
-        inside = source // size == target // size
-        return inside or sketch.connects(source % size, target % size)
-
     boxes = [range(box * size, (box + 1) * size) for box in range(sketch.boxes)]
-    logical = logical_of(collective, topology, allow=allow, boxes=boxes)
+    logical = logical_of(collective, topology, allow=_allow(sketch, size), boxes=boxes)
     allowed = _allowed(logical, sketch, size)
     _check_ways(logical, allowed, sketch)
     permutations = tuple(rotation(*pair, num_ranks=count) for pair in sketch.symmetry)
@@ -74,6 +65,16 @@ def sketched(collective: Collective, topology: Topology, sketch: Sketch) -> Sket
         map_links(logical, permutation)
         map_chunks(logical, permutation)
     return Sketched(logical, sketch, permutations, _policies(logical, sketch, size), allowed)
+
+
+def _allow(sketch: Sketch, size: int) -> Callable[[int, int], bool]:
+    """Return which logical links, from rank to rank, a sketch of boxes of this size has."""
+
+    def allow(source: int, target: int) -> bool:
+        inside = source // size == target // size
+        return inside or sketch.connects(source % size, target % size)
+
+    return allow
 
 
 def _check_ranks(sketch: Sketch, size: int) -> None:
@@ -86,52 +87,42 @@ def _check_ranks(sketch: Sketch, size: int) -> None:
         raise ConfigurationError(message, hint="ranks of a sketch are counted inside a box")
 
 
-def _links_under(instance: Instance, switch: SwitchSketch, size: int) -> list[int]:
-    members = set(switch.ranks)
-    ends = zip(instance.sources.tolist(), instance.targets.tolist(), strict=True)
-    return [
-        link
-        for link, (source, target) in enumerate(ends)
-        if source // size == target // size and {source % size, target % size} <= members
-    ]
-
-
 def _policies(logical: Logical, sketch: Sketch, size: int) -> NDArray[np.int64]:
     signs = {"uc-min": 1, "uc-max": -1, "any": 0}
     policies = np.zeros(logical.num_links, np.int64)
+    sources, targets = logical.sources, logical.targets
+    inside = sources // size == targets // size
     for switch in sketch.switches:
-        policies[_links_under(logical, switch, size)] = signs[switch.policy]
+        under = np.isin(sources % size, switch.ranks) & np.isin(targets % size, switch.ranks)
+        policies[inside & under] = signs[switch.policy]
     return policies
 
 
 def _allowed(logical: Logical, sketch: Sketch, size: int) -> NDArray[np.bool_]:
     """Let chunks leave the box that holds them only through the sender of a rank that does."""
-    instance = logical
-    allowed = np.ones((instance.num_chunks, instance.num_links), np.bool_)
+    allowed = np.ones((logical.num_chunks, logical.num_links), np.bool_)
     if sketch.senders is None:
         return allowed
-    for chunk, holders in enumerate(instance.holders):
+    sender_of = {rank: sender for sender, ranks in sketch.senders.items() for rank in ranks}
+    for chunk, holders in enumerate(logical.holders):
         check_time()
         for holder in holders:
-            sender = sketch.sender_of(holder % size)
-            leaves = logical.crosses & (instance.sources // size == holder // size)
-            if sender is not None:
-                allowed[chunk] &= ~leaves | (instance.sources % size == sender)
+            if (sender := sender_of.get(holder % size)) is not None:
+                leaves = logical.crosses & (logical.sources // size == holder // size)
+                allowed[chunk] &= ~leaves | (logical.sources % size == sender)
     return allowed
 
 
 def _check_ways(logical: Logical, allowed: NDArray[np.bool_], sketch: Sketch) -> None:
-    instance = logical
-    for chunk in range(instance.num_chunks):
+    for chunk, holders in enumerate(logical.holders):
         check_time()
-        links = np.flatnonzero(allowed[chunk]).tolist()
-        seen = reached(instance, instance.holders[chunk], links=links)
-        lost = sorted(instance.wanted[chunk] - seen)
+        ends = logical.sources[allowed[chunk]], logical.targets[allowed[chunk]]
+        hops = hops_from(holders, *ends, logical.num_ranks)
+        lost = [rank for rank in sorted(logical.wanted[chunk]) if hops[rank] == UNREACHABLE]
         if lost:
-            holders = sorted(instance.holders[chunk])
             message = f"sketch {sketch.name!r} leaves no way for chunk {chunk} from rank"
             hint = "allow more connections or senders"
-            raise InfeasibleError(f"{message} {holders} to rank {lost[0]}", hint=hint)
+            raise InfeasibleError(f"{message} {sorted(holders)} to rank {lost[0]}", hint=hint)
 
 
 def derive_sketch(
@@ -167,26 +158,10 @@ def derive_sketch(
     boxes = _equal_boxes(topology)
     logical = logical_of(copied, place)
     size = topology.num_ranks // boxes
-    connections = _connections(logical, size)
-    kept = _kept(place, copied, connections, size)
-    return Sketch(
-        name=name,
-        boxes=boxes,
-        switches=_switches(kept, size, size_bytes),
-        connections=connections,
-        symmetry=_symmetries(kept),
-    )
-
-
-def _kept(
-    topology: Topology, collective: Collective, connections: Connections, size: int
-) -> Logical:
-    def allow(source: int, target: int) -> bool:
-        return source // size == target // size or (
-            connections == "all" or source % size == target % size
-        )
-
-    return logical_of(collective, topology, allow=allow)
+    plan = Sketch(name=name, boxes=boxes, connections=_connections(logical, size))
+    logical = logical_of(copied, place, allow=_allow(plan, size))
+    switches = _switches(logical, size, size_bytes)
+    return replace(plan, switches=switches, symmetry=_symmetries(logical))
 
 
 def _equal_boxes(topology: Topology) -> int:
@@ -202,27 +177,25 @@ def _connections(logical: Logical, size: int) -> Connections:
     Behind a switch between boxes a rank's connections share its own link, so that a copy for
     every rank of the other box costs as much as all of them together.
     """
-    instance = logical
-    if size == instance.num_ranks:
+    if size == logical.num_ranks:
         return "all"
     crossing = np.flatnonzero(logical.crosses)
-    rails = instance.sources[crossing] % size == instance.targets[crossing] % size
-    boxes = instance.num_ranks // size
+    rails = logical.sources[crossing] % size == logical.targets[crossing] % size
+    boxes = logical.num_ranks // size
     railed = int(rails.sum()) >= boxes * (boxes - 1) * size and not bool(rails.all())
-    switched = all(len(instance.resources[link]) > 1 for link in crossing.tolist())
-    copies = max((len(ranks) for ranks in instance.wanted), default=0) > 1
+    switched = all(len(logical.resources[link]) > 1 for link in crossing.tolist())
+    copies = max((len(ranks) for ranks in logical.wanted), default=0) > 1
     many = len(crossing) > _CHEAP_CONNECTIONS
     return "direct-map" if railed and ((switched and copies) or many) else "all"
 
 
 def _switches(logical: Logical, size: int, size_bytes: float) -> tuple[SwitchSketch, ...]:
     """Return the ranks of the first box that reach one another through a switch."""
-    instance = logical
     groups: dict[int, set[int]] = {}
-    for link in range(instance.num_links):
-        source, target = int(instance.sources[link]), int(instance.targets[link])
-        if source < size and target < size and len(instance.resources[link]) == 2:
-            switch = int(logical.topology.link_targets[instance.resources[link][0]])
+    ends = zip(logical.sources.tolist(), logical.targets.tolist(), strict=True)
+    for (source, target), route in zip(ends, logical.resources, strict=True):
+        if source < size and target < size and len(route) == 2:
+            switch = int(logical.topology.link_targets[route[0]])
             if logical.topology.nodes[switch].host == logical.topology.host_of(source):
                 groups.setdefault(switch, set()).update((source, target))
     if not groups:
@@ -283,10 +256,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def _keeps(logical: Logical, permutation: NDArray[np.int32]) -> bool:
-    instance = logical
     try:
-        image = map_links(instance, permutation)
-        map_chunks(instance, permutation)
+        image = map_links(logical, permutation)
+        map_chunks(logical, permutation)
     except ConfigurationError:
         return False
     prices = np.stack([logical.latencies_s, logical.seconds_per_byte()])
@@ -294,7 +266,7 @@ def _keeps(logical: Logical, permutation: NDArray[np.int32]) -> bool:
         return False
     shared: dict[int, int] = {}
     for link, other in enumerate(image.tolist()):
-        route, mapped = instance.resources[link], instance.resources[other]
+        route, mapped = logical.resources[link], logical.resources[other]
         if len(route) != len(mapped):
             return False
         for resource, becomes in zip(route, mapped, strict=True):

@@ -1,13 +1,9 @@
 """TACCL: an algorithm from a topology, a collective and a communication sketch, in three stages.
 
 Routing (which links each chunk takes), ordering (a list schedule) and scheduling (exact times,
-with chunks between boxes joined into messages). The first and last are CP-SAT models without
-large constants; in the last the order is free as well, which TACCL fixes. On small instances the
-time that is left goes to routes and times at once, which finds what no order of the first routes
-gives. Sums are solved as copies run backwards. Whatever the solvers reach in time is a complete,
-verified algorithm.
-
-References: TACCL, arXiv 2111.04867, sections 3 to 5.
+with chunks between boxes joined into messages). In the last the order is free as well, and on
+small instances the time that is left goes to routes and times at once. Sums are copies run
+backwards. References: TACCL, arXiv 2111.04867, sections 3 to 5.
 """
 
 from __future__ import annotations
@@ -266,23 +262,18 @@ class _Run:
             )
         if len(timed.moves) <= _SHOP_MOVES:
             with self._stage("scheduling_s"):
-                if symmetric:
-                    timed = self._reordered(timed, 0.15, symmetric=True)
-                if timed.length > routing.bound:
-                    timed = self._reordered(timed, 0.2, symmetric=False)
+                for alike, share in ((True, 0.15), (False, 0.2)):
+                    if symmetric if alike else timed.length > routing.bound:
+                        timed = improve_order(
+                            self.sketch,
+                            self.prices,
+                            timed,
+                            symmetric=alike,
+                            time_limit_s=self._left_s(share),
+                            seed=self.seed,
+                        )
         yield self._priced(timed)
         yield self._joined(timed)
-
-    def _reordered(self, timed: Timed, share: float, *, symmetric: bool) -> Timed:
-        limit_s = self._left_s(share)
-        return improve_order(
-            self.sketch,
-            self.prices,
-            timed,
-            symmetric=symmetric,
-            time_limit_s=limit_s,
-            seed=self.seed,
-        )
 
     def _joined(self, timed: Timed) -> Schedule:
         with self._stage("scheduling_s"):
@@ -295,10 +286,7 @@ class _Run:
     def _priced(self, timed: Timed) -> Schedule:
         """Return the schedule in seconds: the order and the messages found, priced exactly."""
         unit_s = self.prices.unit_s
-        # Parallel links start a little apart: equal times would mean one message.
-        beside = _places_beside(self.sketch, timed)
-        pairs = zip(timed.starts, beside, strict=True)
-        starts_s = [(start + 1e-3 * place) * unit_s for start, place in pairs]
+        starts_s = [start * unit_s for start in timed.starts]
         return self._timed(timed.moves, (starts_s, [end * unit_s for end in timed.arrivals]))
 
     def _timed(
@@ -310,15 +298,3 @@ class _Run:
         order = schedule_of(logical, moves, times_s=times_s, name="taccl", attributes=attributes)
         timing = evaluate(order, logical.topology, size_bytes=self.size_bytes, model="serial")
         return with_times(order, timing)
-
-
-def _places_beside(sketch: Sketched, timed: Timed) -> list[int]:
-    """Return by transfer the place of its link among those between the same two ranks."""
-    instance = sketch.logical
-    counts: dict[tuple[int, int], int] = {}
-    places = []
-    for link in range(instance.num_links):
-        pair = int(instance.sources[link]), int(instance.targets[link])
-        places.append(counts.get(pair, 0))
-        counts[pair] = places[-1] + 1
-    return [places[link] for _, link in timed.moves]

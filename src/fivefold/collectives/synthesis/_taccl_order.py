@@ -34,7 +34,7 @@ class Timed:
 
     def in_order(self) -> Timed:
         """Return the same by starts."""
-        order = sorted(range(len(self.moves)), key=lambda number: (self.starts[number], number))
+        order = sorted(range(len(self.moves)), key=self.starts.__getitem__)
         return Timed(
             tuple(self.moves[number] for number in order),
             tuple(self.starts[number] for number in order),
@@ -75,46 +75,36 @@ def best_order(
 ) -> Timed:
     """Return the best of several list schedules."""
     deadline_s = clock_s() + time_limit_s
-    instance = sketch.logical
-    parents = parents_of(instance, moves)
+    parents = parents_of(sketch.logical, moves)
     tails, weights = _tails(prices, moves, parents), _weights(moves, parents)
     chance = random.Random(seed)  # noqa: S311 - not for secrets
-    own = _own_first(sketch, moves)
+    own = [0] * len(moves)
+    if sketch.sketch.own_chunks_first:  # what crosses and was passed on comes last
+        sources, holders = sketch.logical.sources.tolist(), sketch.logical.holders
+        crosses = sketch.logical.crosses.tolist()
+        own = [int(crosses[link] and sources[link] not in holders[c]) for c, link in moves]
     longest = max(tails, default=1)
     priorities = [
         [(first, -tail) for first, tail in zip(own, tails, strict=True)],
         [(first, -weight) for first, weight in zip(own, weights, strict=True)],
     ]
     found: Timed | None = None
-    attempt = 0
-    while attempt < len(priorities) or (clock_s() < deadline_s and attempt < 200):
+    for attempt in range(200):
         if attempt < len(priorities):
             priority = priorities[attempt]
-        else:
+        elif clock_s() < deadline_s:
             spread = longest * chance.choice((0.05, 0.2, 0.6))
             priority = [
                 (first, -tail + round(chance.uniform(0, spread)))
                 for first, tail in zip(own, tails, strict=True)
             ]
-        timed = _list_schedule(instance, prices, moves, parents, priority)
+        else:
+            break
+        timed = _list_schedule(sketch.logical, prices, moves, parents, priority)
         if found is None or timed.length < found.length:
             found = timed
-        attempt += 1
     assert found is not None, "the plain priorities always run"
     return found
-
-
-def _own_first(sketch: Sketched, moves: Sequence[tuple[int, int]]) -> list[int]:
-    instance = sketch.logical
-    if not sketch.sketch.own_chunks_first:
-        return [0] * len(moves)
-    return [
-        int(
-            bool(sketch.logical.crosses[link])
-            and int(instance.sources[link]) not in instance.holders[chunk]
-        )
-        for chunk, link in moves
-    ]
 
 
 def _tails(prices: Prices, moves: Sequence[tuple[int, int]], parents: list[int]) -> list[int]:
@@ -148,7 +138,7 @@ def _list_schedule(
     for number, parent in enumerate(parents):
         if parent >= 0:
             children[parent].append(number)
-    free = np.zeros(instance.num_resources, np.int64).tolist()
+    free = [0] * instance.num_resources
     starts = [0] * len(moves)
     ready = [0] * len(moves)
     heap = [(0, priority[number], number) for number in range(len(moves)) if parents[number] < 0]
@@ -221,41 +211,30 @@ class _Joining:
     """Fixed order on every resource; on links between boxes runs of chunks may be one message."""
 
     def __init__(self, sketch: Sketched, prices: Prices, timed: Timed) -> None:
-        self.sketch, self.prices, self.timed = sketch, prices, timed
-        self.instance: Instance = sketch.logical
-        self.model = new_model()
+        self.prices, self.timed, self.model = prices, timed, new_model()
+        self.resources = sketch.logical.resources
+        times = [
+            [self.model.new_int_var(0, timed.length, "") for _ in timed.moves] for _ in range(2)
+        ]
+        self.starts, self.arrivals = times
         self.length = self.model.new_int_var(0, timed.length, "T")
-        horizon = timed.length
-        numbers = range(len(timed.moves))
-        self.starts = [self.model.new_int_var(0, horizon, f"s{n}") for n in numbers]
-        self.arrivals = [self.model.new_int_var(0, horizon, f"a{n}") for n in numbers]
-        self.users: dict[int, set[int]] = {}  # links that use each resource
-        for _, link in timed.moves:
-            for resource in self.instance.resources[link]:
-                self.users.setdefault(resource, set()).add(link)
-        self._add_chunks()
-        self._add_links()
-        self._add_shared()
-        self.model.minimize(self.length)
-
-    def _add_chunks(self) -> None:
-        parents = parents_of(self.instance, self.timed.moves)
-        for number, parent in enumerate(parents):
+        for number, parent in enumerate(parents_of(sketch.logical, timed.moves)):
             self.model.add(self.arrivals[number] <= self.length)
             if parent >= 0:
                 self.model.add(self.starts[number] >= self.arrivals[parent])
-
-    def _add_links(self) -> None:
+        self.users: dict[int, set[int]] = {}  # links that use each resource
         by_link: dict[int, list[int]] = {}
-        for number, (_, link) in enumerate(self.timed.moves):
+        for number, (_, link) in enumerate(timed.moves):
             by_link.setdefault(link, []).append(number)
+            for resource in self.resources[link]:
+                self.users.setdefault(resource, set()).add(link)
         for link, numbers in by_link.items():
-            joins = bool(self.sketch.logical.crosses[link]) and self._own_resources(link)
+            # Where no other link shares the resources, this link's order is the only one.
+            alone = all(self.users[resource] == {link} for resource in self.resources[link])
+            joins = alone and bool(sketch.logical.crosses[link])
             self._add_link(link, numbers, _LARGEST_MESSAGE if joins else 1)
-
-    def _own_resources(self, link: int) -> bool:
-        """Return whether no other link shares the resources: its order is then the only one."""
-        return all(self.users[resource] == {link} for resource in self.instance.resources[link])
+        self._add_shared()
+        self.model.minimize(self.length)
 
     def _add_link(self, link: int, numbers: list[int], largest: int) -> None:
         latency, send = int(self.prices.latencies[link]), int(self.prices.sends[link])
@@ -288,11 +267,11 @@ class _Joining:
             numbers = [
                 number
                 for number, (_, link) in enumerate(self.timed.moves)
-                if resource in self.instance.resources[link]
+                if resource in self.resources[link]
             ]
             for before, after in itertools.pairwise(numbers):
                 link = self.timed.moves[before][1]
-                place = self.instance.resources[link].index(resource)
+                place = self.resources[link].index(resource)
                 free = self.starts[before] + self.prices.busy[link][place]
                 self.model.add(self.starts[after] >= free)
 

@@ -1,8 +1,7 @@
 """Stage 1 of TACCL: which links each chunk takes, without the order on the links.
 
-Minimised is the length T of a relaxed schedule: no chunk arrives later than T, and what a link or
-a side of a switch carries fits into T. Implications between a route and its times are given to
-the solver as such; there is no large constant. Symmetric choices are one variable.
+Minimised is the length T of a relaxed schedule: no chunk arrives later than T, and what a link
+carries fits into T. Implications are given to the solver as such; there is no large constant.
 """
 
 from __future__ import annotations
@@ -15,102 +14,88 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.collectives.synthesis._instance import UNREACHABLE, Instance, Orbits, prune
+from fivefold.collectives.synthesis._instance import UNREACHABLE, Instance, Orbits, hops_from, prune
 from fivefold.collectives.synthesis._sketched import Sketched
 from fivefold.collectives.synthesis._solver import CpOutcome, check_time, new_model, solve
 from fivefold.collectives.synthesis._taccl_order import Prices, Timed, chunk_by_chunk
 
-_POLICY_WEIGHT = 0.01  # of one chunk's time per connection, as TACCL weighs it
+_SCALE = 100  # a connection counts a hundredth of one chunk's time, as TACCL weighs it
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Links of every chunk: (chunk, link) pairs that form a tree per chunk, roots first.
-
-    Args:
-        moves: The pairs.
-        bound: No routing of this sketch has a shorter relaxed schedule, in units of time.
-    """
+    """(chunk, link) pairs that form a tree per chunk, roots first."""
 
     moves: tuple[tuple[int, int], ...]
-    bound: int
+    bound: int  # no routing of this sketch has a shorter relaxed schedule, in units of time
 
 
 def candidates(sketch: Sketched, *, detour: int = 0) -> NDArray[np.bool_]:
     """Return links that a chunk may take: on its shortest paths in hops, and ``detour`` more."""
-    instance = sketch.logical
+    logical = sketch.logical
     kept = np.zeros(sketch.allowed.shape, np.bool_)
-    for chunk in range(instance.num_chunks):
+    for chunk, wanted in enumerate(logical.wanted):
         check_time()
         links = np.flatnonzero(sketch.allowed[chunk])
-        sources, targets = instance.sources[links], instance.targets[links]
-        away = _hops(instance.num_ranks, instance.holders[chunk], sources, targets)
-        wanted = sorted(instance.wanted[chunk])
-        if not wanted:
-            continue
-        left = _hops(instance.num_ranks, instance.wanted[chunk], targets, sources)
+        sources, targets = logical.sources[links], logical.targets[links]
+        away = hops_from(logical.holders[chunk], sources, targets, logical.num_ranks)
+        left = hops_from(wanted, targets, sources, logical.num_ranks)
         useful = (left[targets] < UNREACHABLE) & (away[sources] < UNREACHABLE)
         if len(wanted) == 1:
-            whole = away[wanted[0]]
+            whole = away[min(wanted)]
             useful &= away[sources] + 1 + left[targets] <= whole + detour
         else:
             useful &= away[sources] + 1 <= away[targets] + detour
-        useful &= ~np.isin(targets, sorted(instance.holders[chunk]))
+        useful &= ~np.isin(targets, sorted(logical.holders[chunk]))
         kept[chunk, links[useful]] = True
     return kept
-
-
-def _hops(
-    num_ranks: int, starts: frozenset[int], sources: NDArray[Any], targets: NDArray[Any]
-) -> NDArray[np.int64]:
-    hops = np.full(num_ranks, UNREACHABLE, np.int64)
-    hops[sorted(starts)] = 0
-    for _ in range(num_ranks):
-        before = hops.copy()
-        np.minimum.at(hops, targets, before[sources] + 1)
-        if np.array_equal(before, hops):
-            break
-    return hops
 
 
 class _Model:
     """The routing problem as a CP-SAT model."""
 
     def __init__(
-        self, sketch: Sketched, prices: Prices, kept: NDArray[np.bool_], orbits: Orbits
+        self, sketch: Sketched, prices: Prices, kept: NDArray[np.bool_], *, symmetric: bool = False
     ) -> None:
-        self.sketch, self.prices, self.orbits = sketch, prices, orbits
-        self.instance: Instance = sketch.logical
-        self.model = new_model()
+        self.sketch, self.prices, self.logical = sketch, prices, sketch.logical
+        self.sources, self.targets = self.logical.sources.tolist(), self.logical.targets.tolist()
+        self.delays: list[int] = prices.delays.tolist()
+        self.typical = int(np.median(prices.delays)) if self.delays else 1
+        self.horizon = max(self.delays, default=1) * (self.logical.num_ranks + 2)
+        self.horizon *= max(self.logical.num_chunks, 1)
+        self.orbits = Orbits(self.logical, sketch.symmetries if symmetric else ())
         # What symmetry makes equal is taken whole or not at all: a sender may be for one rank only.
-        broken = np.zeros(kept.size, np.bool_)
-        broken[orbits.link_orbits[~kept]] = True
-        kept = kept & ~broken[orbits.link_orbits]
-        self.pairs = [(int(c), int(l)) for c, l in np.argwhere(kept)]  # noqa: E741 - (chunk, link)
-        self.horizon = self._horizon()
+        whole = np.ones(kept.size, np.bool_)
+        whole[self.orbits.link_orbits[~kept]] = False
+        places = np.nonzero(kept & whole[self.orbits.link_orbits])
+        columns = (*places, self.orbits.link_orbits[places])
+        self.choices = list(zip(*(column.tolist() for column in columns), strict=True))
+        self.model = new_model()
         self.length = self.model.new_int_var(0, self.horizon, "T")
-        self.sends: dict[int, Any] = {}
-        for chunk, link in self.pairs:
+        self.sends: dict[int, Any] = {}  # by orbit
+        self.starts: dict[int, Any] = {}
+        self.into: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by chunk and rank
+        self.out_of: dict[tuple[int, int], list[int]] = {}
+        users: dict[int, list[tuple[int, int]]] = {}
+        for chunk, link, orbit in self.choices:
             check_time()
-            orbit = int(orbits.link_orbits[chunk, link])
             if orbit not in self.sends:
                 self.sends[orbit] = self.model.new_bool_var(f"x{orbit}")
-        self.starts: dict[int, Any] = {}
+            self.into.setdefault((chunk, self.targets[link]), []).append((link, orbit))
+            self.out_of.setdefault((chunk, self.sources[link]), []).append(orbit)
+            for resource, busy in zip(self.logical.resources[link], prices.busy[link], strict=True):
+                users.setdefault(resource, []).append((orbit, busy))
+        self.users = {tuple(sorted(row)) for row in users.values()}  # orbits and their times
         self._add_trees()
-        self._add_loads()
+        self.loads = [sum(busy * self.sends[orbit] for orbit, busy in row) for row in self.users]
+        for load in self.loads:
+            check_time()
+            self.model.add(load <= self.length)
         self._add_cuts()
         self._add_objective()
 
-    def _horizon(self) -> int:
-        longest = int(self.prices.delays.max(initial=1))
-        return longest * (self.instance.num_ranks + 2) * max(self.instance.num_chunks, 1)
-
-    def send(self, chunk: int, link: int) -> Any:
-        """Return the variable of a (chunk, link) pair."""
-        return self.sends[int(self.orbits.link_orbits[chunk, link])]
-
     def _start(self, chunk: int, rank: int) -> Any:
-        if rank in self.instance.holders[chunk]:
+        if rank in self.logical.holders[chunk]:
             return 0
         orbit = int(self.orbits.rank_orbits[chunk, rank])
         if orbit not in self.starts:
@@ -120,78 +105,51 @@ class _Model:
     def _add_trees(self) -> None:
         """Require one way into a receiver, at most one elsewhere, only from where the chunk is."""
         first = self.orbits.representative_ranks()
-        into: dict[tuple[int, int], list[int]] = {}
-        out_of: dict[tuple[int, int], list[int]] = {}
-        for chunk, link in self.pairs:
-            check_time()
-            into.setdefault((chunk, int(self.instance.targets[link])), []).append(link)
-            out_of.setdefault((chunk, int(self.instance.sources[link])), []).append(link)
-        for chunk, wanted in enumerate(self.instance.wanted):
+        for chunk, wanted in enumerate(self.logical.wanted):
             check_time()
             for rank in wanted:
                 if first[chunk, rank]:
-                    ways = [self.send(chunk, link) for link in into.get((chunk, rank), [])]
-                    self.model.add(sum(ways) == 1)
+                    ways = self.into.get((chunk, rank), [])
+                    self.model.add(sum(self.sends[orbit] for _, orbit in ways) == 1)
                     self.model.add(self._start(chunk, rank) <= self.length)
-        for (chunk, rank), links in into.items():
+        for (chunk, rank), ways in self.into.items():
             check_time()
             if first[chunk, rank]:
-                self._add_rank(chunk, rank, links, out_of.get((chunk, rank), []))
+                self._add_rank(chunk, rank, ways)
 
-    def _add_rank(self, chunk: int, rank: int, links: list[int], onward: list[int]) -> None:
-        ways = [self.send(chunk, link) for link in links]
-        if rank not in self.instance.wanted[chunk]:
-            self.model.add(sum(ways) <= 1)
-            for link in onward:
-                self.model.add_bool_or([self.send(chunk, link).negated(), *ways])
-        for link, way in zip(links, ways, strict=True):
-            source = int(self.instance.sources[link])
-            arrival = self._start(chunk, source) + int(self.prices.delays[link])
+    def _add_rank(self, chunk: int, rank: int, ways: list[tuple[int, int]]) -> None:
+        sends = [self.sends[orbit] for _, orbit in ways]
+        if rank not in self.logical.wanted[chunk]:
+            self.model.add(sum(sends) <= 1)
+            for orbit in self.out_of.get((chunk, rank), []):
+                self.model.add_bool_or([self.sends[orbit].negated(), *sends])
+        for (link, _), way in zip(ways, sends, strict=True):
+            arrival = self._start(chunk, self.sources[link]) + self.delays[link]
             self.model.add(self._start(chunk, rank) >= arrival).only_enforce_if(way)
-
-    def _add_loads(self) -> None:
-        loads: dict[int, list[tuple[int, int]]] = {}
-        for chunk, link in self.pairs:
-            check_time()
-            orbit = int(self.orbits.link_orbits[chunk, link])
-            taken = zip(self.instance.resources[link], self.prices.busy[link], strict=True)
-            for resource, busy in taken:
-                loads.setdefault(resource, []).append((orbit, busy))
-        self.loads = []
-        self.users = {tuple(sorted(users)) for users in loads.values()}  # orbits and their times
-        for row in self.users:
-            check_time()
-            load = sum(busy * self.sends[orbit] for orbit, busy in row)
-            self.model.add(load <= self.length)
-            self.loads.append(load)
 
     def _add_cuts(self) -> None:
         """Require that a chunk that a box lacks enters it over at least one link between boxes."""
-        ends = self.instance
-        for box in self.sketch.needs_cut():
+        boxes = self.logical.boxes
+        for box in map(frozenset, boxes if len(boxes) > 1 else ()):
             entering: dict[int, list[Any]] = {}
-            for chunk, link in self.pairs:
+            for chunk, link, orbit in self.choices:
                 check_time()
-                if int(ends.sources[link]) not in box and int(ends.targets[link]) in box:
-                    entering.setdefault(chunk, []).append(self.send(chunk, link))
-            for chunk, holders in enumerate(ends.holders):
-                if not holders & box and ends.wanted[chunk] & box:
+                if self.sources[link] not in box and self.targets[link] in box:
+                    entering.setdefault(chunk, []).append(self.sends[orbit])
+            for chunk, holders in enumerate(self.logical.holders):
+                if not holders & box and self.logical.wanted[chunk] & box:
                     self.model.add_bool_or(entering.get(chunk, []))
 
     def minimize_ordered(self, *, most: int) -> dict[int, Any]:
         """Return the least starts by orbit; those of one resource come one after another."""
-        begins: dict[int, Any] = {}
-        for chunk, link in self.pairs:
+        begins = {orbit: self.model.new_int_var(0, self.horizon, "") for orbit in self.sends}
+        for chunk, link, orbit in self.choices:
             check_time()
-            orbit = int(self.orbits.link_orbits[chunk, link])
-            way = self.sends[orbit]
-            if orbit not in begins:
-                begins[orbit] = self.model.new_int_var(0, self.horizon, f"s{orbit}")
-            begin = begins[orbit]
-            source, target = int(self.instance.sources[link]), int(self.instance.targets[link])
-            self.model.add(begin >= self._start(chunk, source)).only_enforce_if(way)
-            arrival = begin + int(self.prices.delays[link])
-            self.model.add(self._start(chunk, target) >= arrival).only_enforce_if(way)
+            begin, way = begins[orbit], self.sends[orbit]
+            start = self._start(chunk, self.sources[link])
+            self.model.add(begin >= start).only_enforce_if(way)
+            end = self._start(chunk, self.targets[link])
+            self.model.add(end >= begin + self.delays[link]).only_enforce_if(way)
         for row in self.users:
             taken = [
                 self.model.new_optional_fixed_size_interval_var(
@@ -209,10 +167,9 @@ class _Model:
     def _add_own_first(self, begins: dict[int, Any]) -> None:
         """Order the sends of each link between boxes: own chunks before those passed on."""
         crossing: dict[int, tuple[list[int], list[int]]] = {}
-        for chunk, link in self.pairs:
-            if self.sketch.logical.crosses[link]:
-                passed = int(self.instance.sources[link]) not in self.instance.holders[chunk]
-                orbit = int(self.orbits.link_orbits[chunk, link])
+        for chunk, link, orbit in self.choices:
+            if self.logical.crosses[link]:
+                passed = self.sources[link] not in self.logical.holders[chunk]
                 crossing.setdefault(link, ([], []))[passed].append(orbit)
         for own, relayed in crossing.values():
             for first in own:
@@ -223,22 +180,27 @@ class _Model:
 
     def timed(self, outcome: CpOutcome, begins: dict[int, Any]) -> Timed:
         """Return the chosen pairs with their times."""
-        moves = self.moves(outcome)
         starts = {
             pair: outcome.value(begins[int(self.orbits.link_orbits[pair])])  # by chunk and link
-            for pair in moves
+            for pair in self.moves(outcome)
         }
-        order = sorted(moves, key=lambda pair: starts[pair])  # stable: roots first
+        order = sorted(starts, key=starts.__getitem__)  # stable: roots first
         length = outcome.value(self.length)
         return chunk_by_chunk(self.prices, order, [starts[pair] for pair in order], length)
 
     def _add_objective(self) -> None:
         """Minimise T first, then by the policy of the switches and the balance of the links."""
-        scale = round(1 / _POLICY_WEIGHT)
-        chunk = int(np.median(self.prices.delays)) if len(self.prices.delays) else 1
-        objective = scale * self.length
-        for sign, used in self._connections():
-            objective += sign * chunk * used
+        objective = _SCALE * self.length
+        by_link: dict[int, set[int]] = {}
+        for _, link, orbit in self.choices:
+            if self.sketch.policies[link]:
+                by_link.setdefault(link, set()).add(orbit)
+        for link, orbits in by_link.items():
+            used = self.model.new_bool_var(f"used{link}")
+            for orbit in orbits:
+                self.model.add_implication(self.sends[orbit], used)
+            self.model.add_bool_or([used.negated(), *(self.sends[orbit] for orbit in orbits)])
+            objective += int(self.sketch.policies[link]) * self.typical * used
         balance = self.sketch.sketch.balance
         if balance != "none" and self.loads:
             extreme = self.model.new_int_var(0, self.horizon, "extreme")
@@ -249,30 +211,15 @@ class _Model:
 
     def bound(self, objective: float) -> int:
         """Return the least T of a routing: the objective's bound less all else it can add."""
-        few = int(np.count_nonzero(self.sketch.policies > 0))
-        added = few * (int(np.median(self.prices.delays)) if len(self.prices.delays) else 1)
+        added = int(np.count_nonzero(self.sketch.policies > 0)) * self.typical
         minmax = self.sketch.sketch.balance == "minmax"  # the largest load is T at most
-        return max(int((objective - added) / (round(1 / _POLICY_WEIGHT) + minmax)), 0)
-
-    def _connections(self) -> list[tuple[int, Any]]:
-        by_link: dict[int, set[int]] = {}
-        for chunk, link in self.pairs:
-            if self.sketch.policies[link]:
-                orbit = int(self.orbits.link_orbits[chunk, link])
-                by_link.setdefault(link, set()).add(orbit)
-        counted = []
-        for link, orbits in by_link.items():
-            used = self.model.new_bool_var(f"used{link}")
-            for orbit in orbits:
-                self.model.add_implication(self.sends[orbit], used)
-            self.model.add_bool_or([used.negated(), *(self.sends[orbit] for orbit in orbits)])
-            counted.append((int(self.sketch.policies[link]), used))
-        return counted
+        return max(int((objective - added) / (_SCALE + minmax)), 0)
 
     def moves(self, outcome: CpOutcome) -> tuple[tuple[int, int], ...]:
         """Return the chosen pairs, roots first, without what nobody needs."""
-        chosen = [pair for pair in self.pairs if outcome.value(self.send(*pair))]
-        return ordered_trees(self.instance, chosen)
+        chosen = {orbit for orbit, send in self.sends.items() if outcome.value(send)}
+        pairs = [(chunk, link) for chunk, link, orbit in self.choices if orbit in chosen]
+        return ordered_trees(self.logical, pairs)
 
 
 def ordered_trees(
@@ -301,22 +248,8 @@ def route(
     time_limit_s: float = 60.0,
     seed: int = 0,
 ) -> Routing | None:
-    """Choose the links of all chunks.
-
-    Args:
-        sketch: The sketch on its topology.
-        prices: Times of one chunk.
-        symmetric: Whether to keep to the sketch's symmetries.
-        detour: Hops beyond the shortest path that a chunk may take.
-        time_limit_s: Limit of the solver.
-        seed: Seed of the solver.
-
-    Returns:
-        The routing, None where none was found (in time, or none is symmetric).
-    """
-    instance = sketch.logical
-    orbits = Orbits(instance, sketch.symmetries if symmetric else ())
-    model = _Model(sketch, prices, candidates(sketch, detour=detour), orbits)
+    """Choose the links of all chunks; None where no routing was found (in time, or symmetric)."""
+    model = _Model(sketch, prices, candidates(sketch, detour=detour), symmetric=symmetric)
     outcome = solve(model.model, time_limit_s=time_limit_s, seed=seed, gap=1e-4)
     if not outcome.found:
         return None
@@ -378,8 +311,7 @@ def route_and_order(
     sketch: Sketched, prices: Prices, *, below: int, detour: int, time_limit_s: float, seed: int = 0
 ) -> tuple[Timed | None, bool]:
     """Choose links and times of all chunks at once, where TACCL does one after the other."""
-    kept = candidates(sketch, detour=detour)
-    model = _Model(sketch, prices, kept, Orbits(sketch.logical))
+    model = _Model(sketch, prices, candidates(sketch, detour=detour))
     begins = model.minimize_ordered(most=below - 1)
     outcome = solve(model.model, time_limit_s=time_limit_s, seed=seed)
     if not outcome.found:
@@ -399,11 +331,10 @@ def improve_order(
     """Return a schedule no longer than the one given, of the same routes."""
     kept = np.zeros(sketch.allowed.shape, np.bool_)
     kept[tuple(np.array(timed.moves).T)] = True
-    orbits = Orbits(sketch.logical, sketch.symmetries if symmetric else ())
-    model = _Model(sketch, prices, kept, orbits)
+    model = _Model(sketch, prices, kept, symmetric=symmetric)
     begins = model.minimize_ordered(most=timed.length)
     if not symmetric:
         for (chunk, link), start in zip(timed.moves, timed.starts, strict=True):
-            model.model.add_hint(begins[int(orbits.link_orbits[chunk, link])], start)
+            model.model.add_hint(begins[int(model.orbits.link_orbits[chunk, link])], start)
     outcome = solve(model.model, time_limit_s=time_limit_s, seed=seed)
     return model.timed(outcome, begins) if outcome.found else timed.in_order()
