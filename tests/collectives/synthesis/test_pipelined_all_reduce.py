@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.collectives.schedules import (
-    all_gather,
     all_reduce,
     evaluate,
     lower_bound,
@@ -13,7 +12,7 @@ from fivefold.collectives.schedules import (
 )
 from fivefold.collectives.synthesis import synthesize
 from fivefold.collectives.synthesis._synthesize import pipelined_all_reduce, roots_of
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import InfeasibleError
 from fivefold.network.topology import Link, Node, Topology, line
 
 
@@ -68,15 +67,13 @@ def test_every_star_and_root_is_right(rates, chunks, root):
 
 
 def test_roots_are_the_widest_ranks():
-    assert list(roots_of(uneven_star([1.0, 3.0, 2.0]))) == [1, 2, 0]
-    many = list(roots_of(uneven_star([1.0] * 9 + [5.0])))
+    assert roots_of(uneven_star([1.0, 3.0, 2.0])) == [1, 2, 0]
+    many = roots_of(uneven_star([1.0] * 9 + [5.0]))
     assert len(many) == 3
     assert many[0] == 9
 
 
-def test_bad_input_is_refused():
-    with pytest.raises(ConfigurationError, match="no all-reduce"):
-        pipelined_all_reduce(all_gather(2), line(2), root=0, size_bytes=8)
+def test_a_network_that_leads_one_way_is_refused():
     nodes = [Node("a", "gpu"), Node("b", "gpu")]
     one_way = Topology("one-way", nodes, [Link("a", "b", bandwidth_bytes_per_s=1e9)])
     with pytest.raises(InfeasibleError):

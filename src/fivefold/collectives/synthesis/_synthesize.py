@@ -58,6 +58,11 @@ _FLOW_COLLECTIVES = ("all_to_all", "all_to_allv", "scatter", "gather")
 _MOST_WHOLE_CHUNKS = 6  # of a rank, for TACCL
 _FINEST_PIPELINE = 16  # times the ranks: chunks of a pipelined all-reduce
 _SOME, _MANY = 32, 128  # ranks up to which auto tries TACCL, trees
+_EVERY_ROOT, _SOME_ROOTS = 8, 3  # ranks up to which each is tried as the root; how many beyond
+_FINEST = 0.25  # chunks that take less than this share of the latency are not worth their cost
+_LOG = logging.getLogger(__name__)
+_VERSION = 1  # of the cache
+_OPTIMAL = 1e-9  # relative: a schedule this close to the bound is optimal
 
 
 def _library(request: Request) -> Iterator[Schedule]:
@@ -99,8 +104,7 @@ def _pipelined(request: Request) -> Iterator[Schedule]:
 
 
 def _matching(request: Request) -> Iterator[Schedule]:
-    for _, collective in request.chunkings(most=8):
-        started_s = clock_s()
+    for collective in request.finer(1.0):
         yield matching(
             collective,
             request.topology,
@@ -108,21 +112,16 @@ def _matching(request: Request) -> Iterator[Schedule]:
             seed=request.seed,
             time_limit_s=request.left_s(0.5),
         )
-        if request.left_s() < 2 * (clock_s() - started_s):
-            return  # twice the chunks would take longer than is left
 
 
 def _flow(request: Request) -> Iterator[Schedule]:
-    for _, collective in request.chunkings(most=8):
-        started_s = clock_s()
+    for collective in request.finer(0.5):
         yield all_to_all_flow(
             collective,
             request.topology,
             size_bytes=request.size_bytes,
             time_limit_s=request.left_s(),
         )
-        if request.left_s(0.5) < 2 * (clock_s() - started_s):
-            return
 
 
 def _taccl(request: Request) -> Iterator[Schedule]:
@@ -154,20 +153,18 @@ def _whole_chunks(request: Request) -> int:
     return sends.denominator if math.isclose(sends, bound_s / send_s) else 1
 
 
-METHODS: dict[str, Callable[[Request], Iterator[Schedule]]] = {
+# In the order in which ``auto`` tries them.
+_METHODS: dict[str, Callable[[Request], Iterator[Schedule]]] = {
     "library": _library,
     "trees": _trees,
     "matching": _matching,
     "flow": _flow,
     "taccl": _taccl,
 }
-"""The methods by name, in the order in which ``auto`` tries them."""
-
-SHARES = {"matching": 0.3}
-"""Of the time that is left, how much ``auto`` gives to a method; all of it where not named."""
+_SHARES = {"matching": 0.3}  # of the time left that ``auto`` gives to a method; else all of it
 
 
-def in_auto(method: str, request: Request) -> str | None:
+def _left_out(method: str, request: Request) -> str | None:
     """Return why ``auto`` leaves a method out; None where it tries it."""
     ranks, name = request.topology.num_ranks, request.collective.name
     if method in {"trees", "matching"} and name not in _TREE_COLLECTIVES:
@@ -180,74 +177,46 @@ def in_auto(method: str, request: Request) -> str | None:
     return None
 
 
-_EVERY_ROOT = 8  # ranks up to which every one is tried as the root
-_SOME_ROOTS = 3
-
-
 def pipelined_all_reduce(
     collective: Collective, topology: Topology, *, root: int, size_bytes: float
 ) -> Schedule:
-    """Reduce to a root and broadcast from it, overlapping."""
-    if collective.name != "all_reduce":
-        raise ConfigurationError(f"{collective.name} is no all-reduce", hint="use method='trees'")
+    """Reduce to a root, and broadcast each chunk from it as soon as its sum is complete."""
     ranks, chunks = collective.num_ranks, collective.num_chunks
-    if not collective.has_equal_chunks:
-        message = "the chunks have different sizes"
-        raise ConfigurationError(message, hint="trees need chunks of one size")
     packing = spanning_trees(topology, root=root)
-    collect = packing.to_schedule(reduce(ranks, chunks, root=root), size_bytes=size_bytes)
-    spread = packing.to_schedule(broadcast(ranks, chunks, root=root), size_bytes=size_bytes)
-    return overlapped(collect, spread, topology, size_bytes=size_bytes)
-
-
-def overlapped(
-    collect: Schedule, spread: Schedule, topology: Topology, *, size_bytes: float
-) -> Schedule:
-    """Return the second schedule behind the first, each chunk as soon as its sum is complete."""
-    first = evaluate(collect, topology, size_bytes=size_bytes)
-    second = evaluate(spread, topology, size_bytes=size_bytes)
-    chunks = collect.collective.num_chunks
-    if not chunks:
-        return compose_all_reduce(collect, spread)
+    collect, spread = (
+        packing.to_schedule(
+            make(ranks, chunks, root=root).replaced(chunk_weights=collective.chunk_weights),
+            size_bytes=size_bytes,
+        )
+        for make in (reduce, broadcast)
+    )
+    first, second = (evaluate(half, topology, size_bytes=size_bytes) for half in (collect, spread))
     done_s, needed_s = np.zeros(chunks), np.full(chunks, np.inf)
     np.maximum.at(done_s, collect.chunks, first.ends_s)
     np.minimum.at(needed_s, spread.chunks, second.starts_s)
     # Equal chunks are alike: what is summed first is spread first. (A reduce is a broadcast run
     # backwards, so that without this the first sum would be the last to be asked for.)
-    numbers = np.arange(chunks, dtype=np.int32)
+    numbers = np.empty(chunks, dtype=np.int32)
     numbers[np.argsort(needed_s, kind="stable")] = np.argsort(done_s, kind="stable")
-    needed_s = needed_s[np.argsort(numbers)]
-    spread = spread.replaced(chunks=numbers[spread.chunks])
     # Each chunk waits for its own sum only; a whole tree is shifted, so its order stays.
-    lag_s = np.maximum(done_s - needed_s, 0.0)
-    later_s = second.starts_s + lag_s[spread.chunks]
+    lag_s = np.maximum(done_s[numbers] - needed_s, 0.0)
+    starts_s = np.concatenate([first.starts_s, second.starts_s + lag_s[spread.chunks]])
     plain: dict[str, Any] = {"starts_s": None, "ends_s": None, "steps": None, "attributes": {}}
     whole = compose_all_reduce(
-        collect.selected(np.argsort(first.starts_s, kind="stable"), **plain),
-        spread.selected(np.argsort(later_s, kind="stable"), **plain),
+        collect.replaced(**plain), spread.replaced(**plain, chunks=numbers[spread.chunks])
     )
-    starts_s = np.concatenate([np.sort(first.starts_s), np.sort(later_s)])
-    halves = np.repeat([0, 1], [collect.num_transfers, spread.num_transfers])
-    order = np.lexsort((halves, starts_s))
+    order = np.argsort(starts_s, kind="stable")
     return whole.selected(order, topology=topology, name="pipelined all-reduce")
 
 
-def roots_of(topology: Topology) -> Iterator[int]:
+def roots_of(topology: Topology) -> list[int]:
     """Return ranks to try as the root: all of few, else those with the widest links each way."""
-    nodes, rates = topology.rank_nodes, topology.capacities_bytes_per_s
-    width = [
-        min(
-            float(rates[topology.in_links(int(node))].sum()),
-            float(rates[topology.out_links(int(node))].sum()),
-        )
-        for node in nodes
-    ]
-    order = np.argsort(-np.array(width), kind="stable")
-    count = len(order) if len(order) <= _EVERY_ROOT else _SOME_ROOTS
-    yield from (int(rank) for rank in order[:count])
-
-
-_FINEST = 0.25  # chunks that take less than this share of the latency are not worth their cost
+    ends = (topology.link_sources, topology.link_targets)
+    sums = [np.bincount(end, topology.capacities_bytes_per_s, topology.num_nodes) for end in ends]
+    width = np.minimum(*sums)[topology.rank_nodes]
+    count = width.size if width.size <= _EVERY_ROOT else _SOME_ROOTS
+    found: list[int] = np.argsort(-width, kind="stable")[:count].tolist()
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +261,14 @@ class Request:
             yield count, self.with_chunks(count)
             count *= 2
 
+    def finer(self, share: float) -> Iterator[Collective]:
+        """Yield chunkings while a share of the time is enough for one of twice the chunks."""
+        for _, collective in self.chunkings(most=8):
+            started_s = clock_s()
+            yield collective
+            if self.left_s(share) < 2 * (clock_s() - started_s):
+                return
+
     def finest(self) -> int:
         """Return the most chunks that can pay: finer ones are not worth their latencies."""
         chunk_bytes = float(np.max(self.collective.chunk_bytes(self.size_bytes), initial=0.0))
@@ -304,11 +281,6 @@ class Request:
             return 1 << 20
         sending_s = chunk_bytes / float(np.min(rates))
         return int(sending_s / (latency_s * _FINEST))
-
-
-_LOG = logging.getLogger(__name__)
-_VERSION = 1  # of the cache
-_OPTIMAL = 1e-9  # relative: a schedule this close to the bound is optimal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,7 +414,12 @@ def synthesize(
         ('library', True)
     """
     chosen = SynthesisOptions() if options is None else options
-    _check(method, size_bytes, time_limit_s)
+    require_one_of(method, ("auto", *_METHODS), f"method {method!r} is unknown")
+    if not 0 <= time_limit_s < float("inf"):
+        raise ConfigurationError(
+            f"time_limit_s must not be negative; got {time_limit_s}",
+            hint="seconds; 0 asks the library only",
+        )
     request = Request(
         collective=_asked(collective, topology.num_ranks, chosen.root),
         free=isinstance(collective, str),
@@ -454,23 +431,11 @@ def synthesize(
         seed=chosen.seed,
         progress=chosen.progress,
     )
+    request.collective.chunk_bytes(request.size_bytes)  # refuses what is no size
     bound = bound_of(request.collective, topology, request.size_bytes)
     method = "taccl" if sketch is not None and method == "auto" else method
     search = _Search(request, method, bound, enough=chosen.gap)
     return search.cached(chosen.cache, time_limit_s)
-
-
-def _check(method: str, size_bytes: float, time_limit_s: float) -> None:
-    require_one_of(method, ("auto", *METHODS), f"method {method!r} is unknown")
-    if not 0 <= size_bytes < float("inf"):
-        raise ConfigurationError(
-            f"size_bytes must be a size; got {size_bytes}", hint="a finite number, 0 or more"
-        )
-    if not 0 <= time_limit_s < float("inf"):
-        raise ConfigurationError(
-            f"time_limit_s must not be negative; got {time_limit_s}",
-            hint="seconds; 0 asks the library only",
-        )
 
 
 def _asked(collective: Collective | str, num_ranks: int, root: int) -> Collective:
@@ -491,7 +456,7 @@ class _Search:
     def __init__(self, request: Request, method: str, bound: Bound, *, enough: float) -> None:
         self.request, self.method, self.bound = request, method, bound
         self.enough_s = bound.seconds * (1 + max(enough, _OPTIMAL))
-        self.best: tuple[Schedule, float, str, float] | None = None
+        self.best: Synthesis | None = None
         self.log: list[Attempt] = []
 
     def cached(self, folder: Path | None, time_limit_s: float) -> Synthesis:
@@ -554,36 +519,41 @@ class _Search:
 
     def run(self) -> Synthesis:
         """Ask the methods."""
-        names = list(METHODS) if self.method == "auto" else [self.method]
+        names = list(_METHODS) if self.method == "auto" else [self.method]
         for name in names:
-            left_out = in_auto(name, self.request) if self.method == "auto" else None
-            late = self.best is not None and self.request.left_s() <= 0
-            if left_out is not None or late:
-                self.log.append(Attempt(name, None, 0.0, left_out or "no time left"))
+            left_out = _left_out(name, self.request) if self.method == "auto" else None
+            if left_out is None and self.best is not None and self.request.left_s() <= 0:
+                left_out = "no time left"
+            if left_out is not None:
+                self.log.append(Attempt(name, None, 0.0, left_out))
                 continue
             self._ask(name)
-            if self.best is not None and self.best[1] <= self.enough_s:
+            if self.best is not None and self.best.time_s <= self.enough_s:
                 break
         if self.best is None:
             reasons = "; ".join(f"{attempt.method}: {attempt.note}" for attempt in self.log)
             message = f"nothing does {self.request.collective.name} on {self.request.topology.name}"
             raise InfeasibleError(f"{message}: {reasons}", hint="allow more time or another method")
-        schedule, time_s, name, solver_s = self.best
-        return Synthesis(schedule, time_s, self.bound, name, solver_s, tuple(self.log))
+        return replace(self.best, log=tuple(self.log))
 
     def _ask(self, name: str) -> None:
         started_s = time.perf_counter()
         best_s, note = None, "nothing fits"
         try:
-            share = self._share(name)
+            share = self.request
+            if self.method == "auto" and name in _SHARES:
+                ends_s = clock_s() + share.left_s(_SHARES[name])
+                share = replace(share, deadline_s=ends_s)
             with time_limit(share.left_s(), slack_s=SLACK_S):
                 begun_s = started_s
-                for schedule in METHODS[name](share):
-                    time_s = self._consider(schedule, name, time.perf_counter() - begun_s)
+                for schedule in _METHODS[name](share):
+                    found = self._result(schedule, name, time.perf_counter() - begun_s)
                     begun_s = time.perf_counter()
-                    if best_s is None or time_s < best_s:
-                        best_s, note = time_s, schedule.name
-                    if time_s <= self.enough_s or time_left_s() <= 0:
+                    if self.best is None or found.time_s < self.best.time_s:
+                        self.best = found
+                    if best_s is None or found.time_s < best_s:
+                        best_s, note = found.time_s, schedule.name
+                    if found.time_s <= self.enough_s or time_left_s() <= 0:
                         break
         except (ConfigurationError, InfeasibleError, UnsupportedError) as error:
             if best_s is None:
@@ -594,22 +564,10 @@ class _Search:
         self.log.append(Attempt(name, best_s, spent_s, note))
         self.request.say(f"{name}: {note}" + ("" if best_s is None else f", {best_s:.6g} s"))
 
-    def _share(self, name: str) -> Request:
-        """Return the request with the time that a method may take."""
-        if self.method != "auto" or name not in SHARES:
-            return self.request
-        ends_s = clock_s() + self.request.left_s(SHARES[name])
-        return replace(self.request, deadline_s=ends_s)
-
-    def _consider(self, schedule: Schedule, name: str, solver_s: float) -> float:
-        found = self._result(schedule, name, solver_s, cached=False)
-        if self.best is None or found.time_s < self.best[1]:
-            self.best = (found.schedule, found.time_s, name, solver_s)
-        return found.time_s
-
     def _result(
-        self, schedule: Schedule, method: str, solver_s: float, *, cached: bool
+        self, schedule: Schedule, method: str, solver_s: float, *, cached: bool = False
     ) -> Synthesis:
+        """Verify and price a schedule."""
         request = self.request
         if not self._answers(schedule.collective):
             message = f"{method} made another {schedule.collective.name} than was asked for"
