@@ -60,9 +60,8 @@ def schedules(draw, names=COLLECTIVES):
 
 @given(schedule=schedules())
 def test_backwards_it_does_the_inverse(schedule):
-    sums = int(schedule.reduces.sum())
-    if schedule.collective.name == "all_reduce" and 2 * sums != schedule.num_transfers:
-        with pytest.raises(ConfigurationError, match="cannot be run backwards"):
+    if schedule.collective.name == "all_reduce" and schedule.collective.num_ranks > 1:
+        with pytest.raises(ConfigurationError, match="has no inverse"):
             schedule.inverted()
         return
     inverse = schedule.inverted()

@@ -25,7 +25,6 @@ from fivefold.collectives.algorithms._moves import (
     doubling_sums,
     grouped_exchange_moves,
     hierarchical_moves,
-    joined,
     moves_of,
     one_shot_sums,
     pairwise_exchange_moves,
@@ -174,7 +173,6 @@ _FROM_ALL = ("all_gather", "reduce_scatter")
 _FROM_ROOT = ("broadcast", "reduce")
 _TO_ONE = ("scatter", "gather")
 _TO_EACH = ("all_to_all", "all_to_allv")
-_ALIASES = {"direct_all_to_all": "direct", "pairwise_all_to_all": "pairwise"}
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "ring": ("order",),
     "bidirectional_ring": ("order",),
@@ -259,15 +257,13 @@ def build_algorithm(
         8
     """
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    exchanges_only = plain in _ALIASES
-    plain = _ALIASES.get(plain, plain)
     known = available_algorithms(collective)
     listed = ", ".join(known) or "none"
     if plain not in _NAMES:
         raise ConfigurationError(
             f"there is no algorithm {name!r}", hint=f"for {collective.name} there are: {listed}"
         )
-    if plain not in known or (exchanges_only and collective.name not in _TO_EACH):
+    if plain not in known:
         raise ConfigurationError(
             f"{plain} does not do {collective.name}",
             hint=f"for {collective.name} there are: {listed}",
@@ -438,11 +434,8 @@ def _there_and_back(up: Moves, moves: Moves, owners: Ints) -> tuple[Moves, Any]:
     np.maximum.at(ends, up.chunks, up.steps + 1)
     np.minimum.at(begins, moves.chunks, moves.steps)
     wait = max(int((ends - begins).max(initial=0)), 0)
-    both = joined([up, moves.later(wait)])
-    adds = np.zeros(up.chunks.size + moves.chunks.size, dtype=np.bool_)
-    adds[: up.chunks.size] = True
-    # `joined` sorts by step and keeps the order within: find where the sums went.
-    steps = np.concatenate([up.steps, moves.steps + np.int32(wait)])
-    if (steps[1:] < steps[:-1]).any():
-        adds = adds[np.argsort(steps, kind="stable")]
-    return both, adds
+    parts = zip(up, moves.later(wait), strict=True)
+    chunks, sources, targets, steps = (np.concatenate(columns) for columns in parts)
+    order = np.argsort(steps, kind="stable")
+    both = Moves(chunks[order], sources[order], targets[order], steps[order])
+    return both, order < up.chunks.size

@@ -127,10 +127,7 @@ def bruck_exchange_moves(
 
 
 def grouped_exchange_moves(chunks: Ints, sources: Ints, targets: Ints, groups: list[Ints]) -> Moves:
-    """Send first inside the group to the member with the target's place, then across groups.
-
-    A rank so sends to few others outside its group, and what it sends them is larger.
-    """
+    """Send inside the group to the member with the target's place, then across: fewer, larger."""
     chunks, sources, targets = _travelling(chunks, sources, targets)
     group_of, place_of = places_of(groups)
     widest = max(group.size for group in groups)
@@ -192,14 +189,12 @@ def ring_moves(n: int, owners: Ints) -> Moves:
 
 
 def bidirectional_ring_moves(n: int, owners: Ints) -> Moves:
-    """Send every chunk half way round in each direction.
-
-    With n even one direction is one hop longer; it changes from one chunk of a rank to the next.
-    """
+    """Send every chunk half way round in each direction."""
     order = np.argsort(owners, kind="stable").astype(np.int32)
     begins = np.searchsorted(owners[order], owners[order])
     odd = (np.arange(owners.size) - begins) % 2 == 1  # the second, fourth, ... of its owner
     parts = []
+    # With n even one direction is one hop longer; it changes from chunk to chunk of a rank.
     for members, far_sign in ((order[~odd], 1), (order[odd], -1)):
         for sign in (1, -1):
             reach = n // 2 if sign == far_sign else (n - 1) // 2
@@ -208,12 +203,9 @@ def bidirectional_ring_moves(n: int, owners: Ints) -> Moves:
 
 
 def core_ranks(n: int) -> tuple[Ints, Ints]:
-    """Return the largest power of two of ranks, and the place of each rank's partner in it.
-
-    Of the first 2 (n - P) ranks the even ones are folded onto the odd ones after them.
-    """
+    """Return the largest power of two of ranks, and the place of each rank's partner in it."""
     size = 1 << (n.bit_length() - 1)
-    extra = n - size
+    extra = n - size  # of the first 2 * extra ranks the even ones go to the odd ones after them
     core = np.concatenate([2 * np.arange(extra) + 1, np.arange(2 * extra, n)]).astype(np.int32)
     places = np.arange(n, dtype=np.int32) - np.int32(extra)
     places[: 2 * extra] = np.arange(2 * extra, dtype=np.int32) // 2
@@ -223,8 +215,7 @@ def core_ranks(n: int) -> tuple[Ints, Ints]:
 def recursive_doubling_moves(n: int, owners: Ints) -> Moves:
     """Exchange in step s all that each rank has with the rank that differs in bit s.
 
-    Where n is no power of two, the ranks too many give theirs to a partner first and get everything
-    from it at last.
+    Ranks beyond a power of two give theirs to a partner first, and get everything from it at last.
     """
     core, places = core_ranks(n)
     folded = core[places[owners]]
@@ -263,8 +254,7 @@ def bruck_moves(n: int, owners: Ints) -> Moves:
 def pat_moves(n: int, owners: Ints, *, most_chunks: int | None = None) -> Moves:
     """Return a binomial tree for each owner, far ranks first, so that long ways carry few chunks.
 
-    A message carries at most ``most_chunks`` chunks of different owners: the upper part of the
-    trees takes a logarithmic number of steps, the rest goes one edge of the subtrees at a time.
+    Where a message carries at most ``most_chunks``, subtrees go one edge at a time.
     """
     bits = max(n - 1, 0).bit_length()
     top = bits
@@ -338,10 +328,7 @@ def _in_order_parents(n: int) -> Ints:
 
 
 def double_tree_moves(n: int, owners: Ints) -> Moves:
-    """Send even and odd chunks down two trees; a leaf of one forwards in the other.
-
-    The owner of all chunks stands outside both trees and feeds their roots.
-    """
+    """Send even and odd chunks of one owner down two trees; a leaf of one forwards in the other."""
     if n < 2 or not owners.size:
         return no_moves()
     root = int(owners[0])
@@ -406,10 +393,7 @@ def one_shot_sums(n: int, num_chunks: int) -> Moves:
 
 
 def doubling_sums(n: int, num_chunks: int) -> tuple[Moves, int]:
-    """Swap and add in step s the whole sums of ranks that differ in bit s.
-
-    Returns the moves, and how many of them, from the first on, are sums.
-    """
+    """Swap and add in step s the sums of ranks that differ in bit s; how many moves add, too."""
     core, places = core_ranks(n)
     chunks: Ints = np.arange(num_chunks, dtype=np.int32)[None, :]
     outside = np.flatnonzero(core[places] != np.arange(n)).astype(np.int32)[:, None]

@@ -1,13 +1,8 @@
 """What a collective asks for: which chunks are where at first, and where they must be at last.
 
-A collective is a set of numbered chunks with two relations. ``pre`` says which rank holds a chunk
-at first, or contributes to it where chunks are reduced; ``post`` says which rank must hold it at
-last, reduced over all contributors where they are reduced. Everything else follows: sizes, buffer
-addresses, and the inverse, which is the same collective run backwards.
-
-This module knows no topology and no algorithm.
-
-References: SCCL, arXiv 2008.08708, section 3 (pre- and postconditions over chunks).
+``pre`` says which rank holds a numbered chunk at first, or contributes to it where chunks are
+reduced; ``post`` which rank must hold it at last, reduced over all contributors. Sizes, buffer
+addresses and the inverse follow. Reference: SCCL, arXiv 2008.08708, section 3.
 """
 
 from __future__ import annotations
@@ -211,12 +206,12 @@ class Collective:
         return np.bincount(self.post_ranks, minlength=self.num_ranks).astype(np.int32)
 
     @cached_property
-    def _input_index(self) -> tuple[Longs, Longs]:
-        return _address_index(self.pre_chunks, self.pre_ranks, self.num_chunks, self.num_ranks)
+    def _input_keys(self) -> Longs:
+        return _address_keys(self.pre_chunks, self.pre_ranks, self.num_chunks)
 
     @cached_property
-    def _output_index(self) -> tuple[Longs, Longs]:
-        return _address_index(self.post_chunks, self.post_ranks, self.num_chunks, self.num_ranks)
+    def _output_keys(self) -> Longs:
+        return _address_keys(self.post_chunks, self.post_ranks, self.num_chunks)
 
     def input_address(self, chunk: ArrayLike, rank: ArrayLike) -> Array:
         """Return the slot of the chunk in the rank's input buffer, -1 where it has none.
@@ -232,11 +227,11 @@ class Collective:
         Returns:
             int64 array of the common shape (0-dimensional for two numbers).
         """
-        return _address(self._input_index, self.num_chunks, chunk, rank)
+        return _address(self._input_keys, self.num_chunks, chunk, rank)
 
     def output_address(self, chunk: ArrayLike, rank: ArrayLike) -> Array:
         """Return the slot of the chunk in the rank's output buffer, -1 where it has none."""
-        return _address(self._output_index, self.num_chunks, chunk, rank)
+        return _address(self._output_keys, self.num_chunks, chunk, rank)
 
     # -- identity and inverse ------------------------------------------------------------------
 
@@ -285,11 +280,10 @@ class Collective:
 
         Raises:
             ConfigurationError: A copied chunk starts at several ranks, or a summed chunk must
-                arrive at several and is no all-reduce: these have no inverse.
+                arrive at several: these have no inverse.
         """
-        sources, targets = self.single_source, self.single_target
-        both_sums = self.name == "all_reduce"
-        if not both_sums and not (targets if self.reducing else sources):
+        targets = self.single_target
+        if not (targets if self.reducing else self.single_source):
             raise ConfigurationError(
                 f"{self.name} has no inverse: a chunk has several "
                 + ("targets of one sum" if self.reducing else "holders at first"),
@@ -355,25 +349,17 @@ def _renumbered(pairs: tuple[Ints, Ints], numbers: Ints) -> tuple[Ints, Ints]:
     return new[order], ranks[order]
 
 
-def _address_index(
-    chunks: Ints, ranks: Ints, num_chunks: int, num_ranks: int
-) -> tuple[Longs, Longs]:
-    keys = np.sort(ranks.astype(np.int64) * max(num_chunks, 1) + chunks)
-    starts = np.searchsorted(keys, np.arange(num_ranks + 1, dtype=np.int64) * max(num_chunks, 1))
-    return keys, starts.astype(np.int64)
+def _address_keys(chunks: Ints, ranks: Ints, num_chunks: int) -> Longs:
+    """Return rank * num_chunks + chunk of all pairs in order, with an end that no pair reaches."""
+    keys = np.sort(ranks.astype(np.int64) * num_chunks + chunks)
+    return np.append(keys, np.iinfo(np.int64).max)
 
 
-def _address(
-    index: tuple[Longs, Longs], num_chunks: int, chunk: ArrayLike, rank: ArrayLike
-) -> Array:
-    keys, starts = index
-    ranks = np.asarray(rank, dtype=np.int64)
-    wanted = ranks * max(num_chunks, 1) + np.asarray(chunk, dtype=np.int64)
+def _address(keys: Longs, num_chunks: int, chunk: ArrayLike, rank: ArrayLike) -> Array:
+    first = np.asarray(rank, dtype=np.int64) * num_chunks
+    wanted = first + np.asarray(chunk, dtype=np.int64)
     place = np.searchsorted(keys, wanted)
-    found = np.zeros(np.shape(place), dtype=bool)
-    if keys.size:
-        found = keys[np.minimum(place, keys.size - 1)] == wanted
-    return np.where(found, place - starts[ranks], -1)
+    return np.where(keys[place] == wanted, place - np.searchsorted(keys, first), -1)
 
 
 def _check_pairs(side: str, chunks: Ints, ranks: Ints, collective: Collective) -> None:

@@ -1,11 +1,8 @@
 """The verifier: does a schedule really do its collective? Independent of whatever made it.
 
-It replays the schedule on sets of contributors. Every transfer must send what its source holds by
-then, no contribution may be added twice, and at last every rank that must hold a chunk must hold
-all of it. With a topology every transfer needs a path; with ``check_times`` the times must respect
-latency, capacity and the links' order.
-
-References: collectives as pre- and postconditions, SCCL, arXiv 2008.08708.
+It replays the schedule on sets of contributors. With a topology every transfer needs a path; with
+``check_times`` the times must respect latency, capacity and the links' order.
+Reference: collectives as pre- and postconditions, SCCL, arXiv 2008.08708.
 """
 
 from __future__ import annotations
@@ -36,22 +33,8 @@ from fivefold.network.topology import Topology
 _SLACK = 1e-6  # of a message's own time: solvers round more than sums of floats do
 
 
-def size_of(schedule: Schedule, size_bytes: float | None) -> float:
-    """Return the size given, or the one that the schedule was made for."""
-    found = schedule.attributes.get("size_bytes") if size_bytes is None else size_bytes
-    if found is None:
-        message = "the schedule does not say for which size it was made"
-        raise ConfigurationError(message, hint="pass size_bytes")
-    if isinstance(found, bool) or not isinstance(found, Real):
-        raise ConfigurationError(f"size_bytes is {found!r:.40}", hint="give a number of bytes")
-    return float(found)
-
-
-def check_times_against_order(schedule: Schedule) -> None:
-    """Refuse a transfer that starts before what it sends has arrived.
-
-    Where the times fix the order there is nothing to compare: the replay itself went by them.
-    """
+def _check_times_against_order(schedule: Schedule) -> None:
+    """Refuse a transfer that starts before what it sends has arrived; times that order agree."""
     if schedule.starts_s is None or schedule.ends_s is None or schedule.order_mode == BY_TIMES:
         return
     at = _first_hurried(
@@ -71,25 +54,29 @@ def check_times_against_order(schedule: Schedule) -> None:
         )
 
 
-def check_times_against_links(
-    schedule: Schedule, topology: Topology, routes: RouteTable, *, size_bytes: float | None
+def _check_times_against_links(
+    schedule: Schedule, topology: Topology, routes: RouteTable, size_bytes: float | None
 ) -> None:
     """Refuse times that no network of these latencies and capacities can keep."""
     if schedule.starts_s is None or schedule.ends_s is None:
         message = "the schedule has no times to check"
         raise ConfigurationError(message, hint="evaluate() gives some")
-    size = size_of(schedule, size_bytes)
-    transfer_bytes = schedule.collective.chunk_bytes(size)[schedule.chunks]
+    size = schedule.attributes.get("size_bytes") if size_bytes is None else size_bytes
+    if size is None:
+        message = "the schedule does not say for which size it was made"
+        raise ConfigurationError(message, hint="pass size_bytes")
+    if isinstance(size, bool) or not isinstance(size, Real):
+        raise ConfigurationError(f"size_bytes is {size!r:.40}", hint="give a number of bytes")
+    transfer_bytes = schedule.collective.chunk_bytes(float(size))[schedule.chunks]
     leaders, message_bytes = messages_of(schedule, transfer_bytes)
     legs, first_legs = routes.legs()
-    latencies_s, _ = _sums(legs.latencies_s(topology.latencies_s), first_legs)
-    capacities = legs.capacities_bytes_per_s(topology.capacities_bytes_per_s)
-    per_byte_s, _ = _sums(1.0 / capacities, first_legs)
-    least_s = latencies_s[routes.rows] + message_bytes * per_byte_s[routes.rows]
+    each_s = 1.0 / legs.capacities_bytes_per_s(topology.capacities_bytes_per_s)
+    latency_s, latency_before_s = _sums(legs.latencies_s(topology.latencies_s), first_legs)
+    byte_s, byte_before_s = _sums(each_s, first_legs)
+    least_s = latency_s[routes.rows] + message_bytes * byte_s[routes.rows]
     lasts_s = schedule.ends_s - schedule.starts_s
-    horizon_s = schedule.total_s
     leading = leaders == np.arange(leaders.size)
-    fast = leading & (lasts_s < least_s * (1 - _SLACK) - 1e-12 * horizon_s)
+    fast = leading & (lasts_s < least_s * (1 - _SLACK) - 1e-12 * schedule.total_s)
     if fast.any():
         at = int(np.argmax(fast))
         raise ScheduleError(
@@ -98,45 +85,28 @@ def check_times_against_links(
             "rank on its way receives all of it before it sends it on",
             transfer=at,
         )
-    _check_room(schedule, topology, routes, np.flatnonzero(leading), message_bytes)
-
-
-def _check_room(
-    schedule: Schedule,
-    topology: Topology,
-    routes: RouteTable,
-    leading: Longs,
-    message_bytes: Floats,
-) -> None:
-    """Require that the messages of every link fit one after another between their times."""
-    assert schedule.starts_s is not None, "times were checked before"
-    assert schedule.ends_s is not None, "times were checked before"
+    # The messages of every link must fit one after another between their times: after the legs
+    # before, and early enough for their own latency and the legs behind.
     offsets, places = rows_of(routes.offsets, routes.rows[leading])
-    owner = np.repeat(leading, np.diff(offsets))
+    owner = np.repeat(np.flatnonzero(leading), np.diff(offsets))
     links = routes.links[places]
-    legs, first_legs = routes.legs()
     leg, row = np.repeat(legs.rows, np.diff(legs.offsets))[places], routes.rows[owner]
-    each_s = 1.0 / legs.capacities_bytes_per_s(topology.capacities_bytes_per_s)
-    latency_s, latency_before_s = _sums(legs.latencies_s(topology.latencies_s), first_legs)
-    byte_s, byte_before_s = _sums(each_s, first_legs)
     needs_s = message_bytes[owner] / topology.capacities_bytes_per_s[links]
-    # After the legs before, and early enough for its own latency and the legs behind.
     before_s = latency_before_s[leg] + message_bytes[owner] * byte_before_s[leg]
     behind_s = latency_s[row] - latency_before_s[leg]
     behind_s += message_bytes[owner] * (byte_s[row] - byte_before_s[leg] - each_s[leg])
     starts_s = schedule.starts_s[owner] + before_s
     ends_s = np.maximum(schedule.ends_s[owner] - behind_s, starts_s)  # the last byte left by then
-    order = np.lexsort((starts_s, links))
     slack_s = _SLACK * needs_s + 1e-12 * schedule.ends_s[owner]  # what rounding leaves of an end
-    late = _first_overload(
-        links[order], starts_s[order], ends_s[order], needs_s[order], slack_s[order]
-    )
-    if late[0] >= 0:
-        at, link = int(owner[order[late[0]]]), int(links[order[late[0]]])
+    order = np.lexsort((starts_s, links))
+    spans = (column[order] for column in (links, starts_s, ends_s, needs_s, slack_s))
+    late, late_s = _first_overload(*spans)
+    if late >= 0:
+        at, link = int(owner[order[late]]), int(links[order[late]])
         name = f"{topology.links[link].source} -> {topology.links[link].target}"
         raise ScheduleError(
             f"link {link}, {name}, cannot carry all that is on it by the end of transfer {at}: "
-            f"{late[1]:.6g} s more are needed",
+            f"{late_s:.6g} s more are needed",
             hint="start the transfer later, or take another link",
             transfer=at,
         )
@@ -161,8 +131,7 @@ def _first_overload(
 ) -> Any:
     """Return the first message that cannot be done by its end, link by link, earliest end first.
 
-    Earliest deadline first with interruption is optimal on one machine: if it fails, no sharing of
-    the link's capacity keeps the times.
+    On one machine that is optimal with interruption: if it fails, no sharing keeps the times.
     """
     count = links.size
     heap = (np.empty(count), np.empty(count, np.int64))
@@ -286,8 +255,8 @@ def verify_schedule(
         network = require_topology(schedule, topology)
         routes = route_table(schedule, network)
         if check_times:
-            check_times_against_order(schedule)
-            check_times_against_links(schedule, network, routes, size_bytes=size_bytes)
+            _check_times_against_order(schedule)
+            _check_times_against_links(schedule, network, routes, size_bytes)
     return VerificationReport(
         num_transfers=schedule.num_transfers,
         num_redundant=redundant,

@@ -1,11 +1,7 @@
 """Times that no schedule can beat, each with the reason why.
 
-Latency: a chunk needs the latency of its shortest way. Bandwidth: what must cross a cut needs the
-cut's capacity; single ranks, hosts and sweeps over the network are tried for every collective, and
-for those whose optimum is a cut the worst one is found exactly. An all-reduce needs besides that
-2 (k - 1) messages for each byte among any k groups: k - 1 to bring all parts together and k - 1 to
-tell the others. Whole chunks: a link that takes a chunk at a time carries whole numbers of them.
-
+Latency of the shortest way; bytes that must cross a cut over its capacity; 2 (k - 1) messages for
+each byte of an all-reduce among k groups; whole chunks where a link takes one at a time.
 References: SCCL, arXiv 2008.08708, section 3; ForestColl, arXiv 2402.06787, section 4; Patarasuk
 and Yuan, J. Parallel Distrib. Comput. 69(2), 2009 (the all-reduce).
 """
@@ -96,18 +92,8 @@ def bandwidth_bound(
     """Return the largest time that the bytes across some cut take; names and order do not matter.
 
     Every cut is tried in networks of up to 12 nodes. In larger ones the worst is found by max-flows
-    for those collectives whose cuts are those of a flow; for the others single ranks, hosts and
-    the two sides of links are tried.
-
-    Args:
-        collective: The collective.
-        topology: The network.
-        size_bytes: Size of the collective.
-        exact: Whether max-flows are run; None for where they take seconds.
-
-    Raises:
-        ConfigurationError: The two have different numbers of ranks.
-        InfeasibleError: The topology is not connected.
+    for those collectives whose cuts are those of a flow (``exact``: whether; None for where they
+    take seconds); for the others single ranks, hosts and the two sides of links are tried.
     """
     _require_match(collective, topology)
     if collective.num_ranks < 2:
@@ -153,9 +139,7 @@ def _message_bound(collective: Collective, topology: Topology, size_bytes: float
 def discrete_ingress_bound(collective: Collective, topology: Topology, size_bytes: float) -> Bound:
     """Return when whole chunks can have entered, and left, every rank (serial model).
 
-    A link that is busy for latency + bytes / capacity with each chunk has carried floor(T / that)
-    chunks by T. Chunks are those of the collective, so the bound holds for schedules of just this
-    collective whose links take one chunk at a time.
+    It holds for schedules of just this collective's chunks whose links take one at a time.
     """
     _require_match(collective, topology)
     chunk_bytes = collective.chunk_bytes(size_bytes)
@@ -364,9 +348,7 @@ def _sweep_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats)
 def _orders(topology: Topology) -> Iterator[Longs]:
     """Return levels of the nodes, from 0 without gaps, between which promising cuts lie.
 
-    They are how much nearer nodes are to one end of a link than to the other (which halves tori and
-    cubes and finds what hangs on a link), and places along the slowest mode of the network. Links
-    that look alike stand for one another in large networks.
+    How much nearer nodes are to one end of a link than to the other; the network's slowest mode.
     """
     from scipy import sparse  # noqa: PLC0415 - heavy
     from scipy.sparse.csgraph import shortest_path  # noqa: PLC0415 - heavy
@@ -424,11 +406,7 @@ def mixed(words: Any) -> Any:
 
 
 def _exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats) -> Iterator[Bound]:
-    """Find the worst cut of all by max-flows, its latency counted in.
-
-    A cut of fewer seconds for its bytes may still be worse when its links are all slower, so the
-    worst is looked for again among those without the links that are too quick.
-    """
+    """Find the worst cut by max-flows; again without the quicker links, as its latency counts."""
     levels_s = np.unique(topology.latencies_s)
     if levels_s.size > _MOST_LEVELS:  # a cut's latency is then that of the level below
         levels_s = levels_s[np.linspace(0, levels_s.size - 1, _MOST_LEVELS).astype(np.int64)]
@@ -445,8 +423,6 @@ def _exact_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats)
                 break
             inside = np.zeros(topology.num_nodes, dtype=np.bool_)
             inside[list(optimum.cut)] = True
-            if name in ("reduce_scatter", "reduce", "gather"):
-                inside = ~inside  # found on the reversed network
             # The optimum may be that of capacities rounded to a grid, the bytes of a bound may not.
             sides = (~inside[topology.rank_nodes]).astype(np.int64)
             _, leaving, *_ = _group_traffic(collective, chunk_bytes, sides, num_groups=2)

@@ -1,10 +1,8 @@
 """Which links each transfer takes, as one table: its own route, the direct link, or the shortest.
 
-Switches pass bits on as they come. A rank has to receive a message before it can send it on, so a
-route that passes other ranks falls into legs, each as long as a message of its own.
-
-Transfers between the same two ranks share a row where they have no routes of their own, so that
-the table stays small at millions of transfers.
+Switches pass bits on as they come; a rank has to receive a message before it can send it on, so a
+route that passes other ranks falls into legs. Transfers without routes of their own between the
+same two ranks share a row, so that the table stays small at millions of transfers.
 """
 
 from __future__ import annotations
@@ -43,20 +41,19 @@ class RouteTable:
         return table, np.append(first, begins.size).astype(np.int64)
 
     def latencies_s(self, link_latencies_s: Floats) -> Floats:
-        """Sum of the latencies along each row, float64 [rows]."""
-        values, lengths = link_latencies_s[self.links], np.diff(self.offsets)
-        found, filled = np.zeros(lengths.size), lengths > 0
-        if values.size:  # sums of segments: exact where differences of running sums are not
-            found[filled] = np.add.reduceat(values, self.offsets[:-1][filled])
-        return found
+        """Return the sum of the latencies along each row, float64 [rows]."""
+        return self._along(np.add, link_latencies_s, 0.0)
 
     def capacities_bytes_per_s(self, link_capacities_bytes_per_s: Floats) -> Floats:
         """Return smallest capacity along each row, float64 [rows]; infinite for an empty row."""
-        count = self.offsets.size - 1
-        smallest = np.full(count, np.inf)
-        owners = np.repeat(np.arange(count), np.diff(self.offsets))
-        np.minimum.at(smallest, owners, link_capacities_bytes_per_s[self.links])
-        return smallest
+        return self._along(np.minimum, link_capacities_bytes_per_s, np.inf)
+
+    def _along(self, combine: np.ufunc, of_links: Floats, empty: float) -> Floats:
+        filled = np.diff(self.offsets) > 0
+        found = np.full(filled.size, empty)
+        if self.links.size:  # sums of segments: exact where differences of running sums are not
+            found[filled] = combine.reduceat(of_links[self.links], self.offsets[:-1][filled])
+        return found
 
     def loads(self, transfer_bytes: Floats, num_links: int) -> Floats:
         """Return bytes on each link when each transfer carries its bytes, float64 [num_links]."""
@@ -76,11 +73,7 @@ def require_topology(schedule: Schedule, topology: Topology | None) -> Topology:
 
 
 def route_table(schedule: Schedule, topology: Topology) -> RouteTable:
-    """Return the routes of all transfers on a topology.
-
-    A transfer without a route of its own takes the direct link of largest capacity, or where the
-    ranks are no neighbours the route of least latency.
-    """
+    """Return the routes of all transfers: their own, else the widest direct link or the nearest."""
     if schedule.route_offsets is not None and schedule.route_links is not None:
         rows = np.arange(schedule.num_transfers, dtype=np.int32)
         stops = np.zeros(schedule.route_links.size, dtype=np.bool_)

@@ -1,20 +1,8 @@
 """A schedule: which chunk goes from which rank to which, in which order, kept as arrays.
 
-One all-gather of 4,096 ranks has 16.7 million transfers, so a schedule is a struct of arrays and
-never a list of objects; `Transfer` is what iterating over a small one yields.
-
-**What the order means.** A transfer reads its chunk at the source and writes it at the target.
-With steps, all transfers of a step read what was there when the step began. Without steps but with
-times, a transfer reads at its start and writes at its end. With neither, transfers take effect one
-after another in the order in which they are listed; that order is also the priority on a link.
-A transfer with ``reduces`` adds to what the target holds, one without replaces it.
-
-A table over all chunks and ranks would have 68 billion entries for an all-to-all of 4,096 ranks;
-the pairs that are really read or written are as many as transfers. So each transfer gets the slot
-it reads and the slot it writes, and whoever follows values through a schedule keeps one number
-for each slot.
-
-This module moves no data and knows no cost.
+An all-gather of 4,096 ranks has 16.7 million transfers, and a table over all chunks and ranks 68
+billion entries; the pairs that are really read or written are as many as transfers. So each
+transfer gets the slot it reads and the slot it writes, and one number is kept for each slot.
 """
 
 from __future__ import annotations
@@ -112,7 +100,12 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Chunk transfers that do a collective; see the module for what their order means.
+    """Chunk transfers that do a collective.
+
+    A transfer reads its chunk at the source and writes it at the target. With steps, all transfers
+    of a step read what was there when the step began. Without steps but with times, a transfer
+    reads at its start and writes at its end. With neither, transfers take effect one after another
+    as listed; that order is also the priority on a link.
 
     Args:
         collective: What is to be done.
@@ -348,13 +341,11 @@ class Schedule:
             attributes: Anything else worth keeping.
         """
         moves = list(transfers)
-        timed = _all_or_none(
-            "times", [m.start_s is not None and m.end_s is not None for m in moves]
-        )
+        ends = [m.start_s is not None and m.end_s is not None for m in moves]
+        timed = _all_or_none("times", ends)
         routed = _all_or_none("routes", [m.route is not None for m in moves])
         routes = [m.route or () for m in moves]
-        lengths = np.array([0, *(len(r) for r in routes)], dtype=np.int64)
-        links = np.array([link for r in routes for link in r], dtype=np.int32)
+        links = np.array([link for route in routes for link in route], dtype=np.int32)
         return cls(
             collective=collective,
             chunks=np.array([m.chunk for m in moves]),
@@ -364,7 +355,7 @@ class Schedule:
             steps=np.array([m.step for m in moves]),
             starts_s=np.array([m.start_s for m in moves], dtype=np.float64) if timed else None,
             ends_s=np.array([m.end_s for m in moves], dtype=np.float64) if timed else None,
-            route_offsets=np.cumsum(lengths) if routed else None,
+            route_offsets=np.cumsum([0, *map(len, routes)]) if routed else None,
             route_links=links if routed else None,
             topology=topology,
             name=name,
@@ -402,15 +393,10 @@ class Schedule:
             Transfers in reverse, each from target to source; copies to many become sums.
 
         Raises:
-            ConfigurationError: The collective has no inverse, or an all-reduce sums in more than
-                one place and cannot be run backwards.
+            ConfigurationError: The collective has no inverse.
         """
         collective = self.collective.inverted()
-        if self.collective.name == "all_reduce":
-            _require_two_trees(self)
         lean = self if self.collective.reducing else self.pruned()
-        # In an all-reduce sums become copies and copies sums.
-        both = collective.reducing and self.collective.reducing
         numbers = self.collective.inverse_numbering
         chunks = lean.chunks if numbers is None else numbers[lean.chunks]
         changes: dict[str, Any] = {}
@@ -427,7 +413,7 @@ class Schedule:
             chunks=chunks[::-1],
             sources=lean.targets[::-1],
             targets=lean.sources[::-1],
-            reduces=~lean.reduces[::-1] if both else collective.reducing,
+            reduces=collective.reducing,
             topology=None if lean.topology is None else lean.topology.reversed(),
             **changes,
         )
@@ -520,20 +506,6 @@ def _all_or_none(what: str, has: list[bool]) -> bool:
     return bool(has) and all(has)
 
 
-def _require_two_trees(schedule: Schedule) -> None:
-    """Require one summing and one copying tree for each chunk: else backwards is no sum."""
-    sums = np.bincount(schedule.chunks[schedule.reduces], minlength=schedule.collective.num_chunks)
-    moves = np.bincount(schedule.chunks, minlength=schedule.collective.num_chunks)
-    edges = schedule.collective.num_ranks - 1
-    if (sums != edges).any() or (moves != 2 * edges).any():
-        chunk = int(np.argmax((sums != edges) | (moves != 2 * edges)))
-        raise ConfigurationError(
-            f"chunk {chunk} is summed in {sums[chunk]} and copied in {moves[chunk] - sums[chunk]} "
-            f"transfers, so the all-reduce cannot be run backwards",
-            hint=f"only one made of a reduce-scatter and an all-gather can: {edges} of each",
-        )
-
-
 @njit
 def _needed(slots: tuple[Any, Any, Any, Any], wanted: Any, keys: Any) -> Any:
     """Return the first arrivals that the postcondition or a needed transfer after them asks for."""
@@ -589,8 +561,7 @@ def _numbers(data: dict[str, Any], key: str) -> Array:
 def compose_all_reduce(first: Schedule, second: Schedule, *, name: str = "") -> Schedule:
     """Make an all-reduce of a schedule that sums and one that spreads the sums.
 
-    Steps are kept if both have them, times if both have them; the second's come after all of the
-    first's. Without either the listed order says it.
+    Steps, and times, are kept where both have them; the second's come after all of the first's.
     """
     collective = _joined_collective(first.collective, second.collective)
     topology = first.topology if first.topology is not None else second.topology

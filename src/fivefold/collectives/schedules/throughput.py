@@ -1,14 +1,9 @@
-"""The exact throughput optimum of all-gather, broadcast and scatter, by Dinkelbach on cuts.
+"""The exact throughput optimum of all-gather, broadcast and gather, by Dinkelbach on cuts.
 
-For a set S of nodes that leaves out a rank, everything that starts in S must cross from S to the
-rest, so the time is at least bytes(S) / capacity(S). The largest such ratio is reached by some
-schedule as sizes grow (Edmonds' branchings), so it is the optimum. Dinkelbach's method finds it
-with max-flows: with the present ratio as speed, a rank that receives too little shows a cut of a
-worse ratio, which is the next speed. Ratios are fractions of integers, so there is no tolerance,
-and each step is strict, so it ends.
-
-References: ForestColl, arXiv 2402.06787, section 4 (the cut formula); Dinkelbach, Management
-Science 13(7), 1967; Edmonds, Edge-disjoint branchings, 1973.
+All that starts in a set of nodes and is asked for outside must leave it; the largest ratio of bytes
+to capacity is reached as sizes grow (Edmonds), so it is the optimum. With the present ratio as
+speed, a rank that receives too little in a max-flow shows a cut of a worse ratio, the next speed.
+References: ForestColl, arXiv 2402.06787, section 4; Dinkelbach, Management Science 13(7), 1967.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ class ThroughputOptimum:
     """The best rate at which an all-gather can run, and the cut that forbids any better."""
 
     inverse_rate: Fraction
-    total_weight: Fraction
+    total_weight: int
     cut: tuple[int, ...] = field(repr=False)
     exact: bool = True
 
@@ -47,7 +42,6 @@ class ThroughputOptimum:
 
 def throughput_optimum(
     topology: Topology,
-    weights: Sequence[int] | None = None,
     *,
     collective: str = "all_gather",
     root: int = 0,
@@ -57,8 +51,6 @@ def throughput_optimum(
 
     Args:
         topology: The network; its capacities should be whole bytes per second.
-        weights: Share of each rank, integers >= 0; None for one each. For a broadcast the weight
-            of the root counts alone.
         collective: ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"``, ``"reduce"``,
             ``"scatter"`` or ``"gather"``; an all-reduce made of reduce-scatter and all-gather
             takes the sum of both.
@@ -66,11 +58,11 @@ def throughput_optimum(
         uncut: Links that count as wide enough for anything, bool [num_links]; None for none.
 
     Returns:
-        The optimum with its cut, of rate 0 where no cut is left. For the sums, the cut is given on
-        the reversed network, whose links it also names.
+        The optimum for a share of 1 for each rank, with the nodes on the sending side of its cut;
+        of rate 0 where no cut is left.
 
     Raises:
-        ConfigurationError: A weight is negative or too fine, or there is no such collective.
+        ConfigurationError: There is no such collective, or capacities are too fine.
         InfeasibleError: The topology is not connected.
         UnsupportedError: OR-Tools is not installed.
 
@@ -82,41 +74,27 @@ def throughput_optimum(
         >>> throughput_optimum(named_topology("dgx_a100", boxes=2)).inverse_rate * 10**9
         Fraction(3, 65)
     """
-    backwards = {"reduce_scatter": "all_gather", "reduce": "broadcast", "gather": "scatter"}
+    backwards = {"reduce_scatter": "all_gather", "reduce": "broadcast", "scatter": "gather"}
     message = f"{collective!r} has no throughput optimum by cuts"
     require_one_of(collective, [*backwards, *backwards.values()], message)
-    if collective in backwards:
-        collective, topology = backwards[collective], topology.reversed()
-    topology.require_connected()
-    shares = _checked_weights(weights, topology.num_ranks)
-    common = int(np.gcd.reduce(shares)) or 1
-    shares = shares // common
-    ranks = topology.rank_nodes
-    capacities, unit, exact = whole_capacities(topology)
-    wide = np.zeros(topology.num_links, np.bool_) if uncut is None else uncut
-    total = Fraction(int(shares.sum()))  # in units of the common divisor, as the ratio is
-    if collective == "scatter":
-        ratio, cut = _scatter_ratio(topology, (capacities, wide), shares, root=root)
-    else:
-        if collective == "broadcast":
-            shares = np.where(np.arange(shares.size) == root, shares, 0)
-            total = Fraction(int(shares.sum()))
-        finder = _CutFinder(topology, (capacities, wide), list(zip(ranks, shares, strict=True)))
-        sinks = [int(node) for rank, node in enumerate(ranks) if shares.sum() > shares[rank]]
-        ratio, cut = finder.worst_ratio(sinks, start=_ingress_cut(topology, capacities, shares))
+    kind = backwards.get(collective, collective)
+    network = topology.reversed() if collective in backwards else topology
+    network.require_connected()
+    capacities, unit, exact = whole_capacities(network)
+    wide = np.zeros(network.num_links, np.bool_) if uncut is None else uncut
+    at_root = np.arange(network.num_ranks) == root
+    supplies = {"all_gather": np.ones_like(at_root), "broadcast": at_root, "gather": ~at_root}[kind]
+    sinks = np.flatnonzero(at_root if kind == "gather" else supplies.sum() > supplies)
+    ratio, inside = Fraction(0), np.zeros(network.num_nodes, np.bool_)
+    if sinks.size and supplies.any():
+        ratio, inside = _worst_cut(network, (capacities, wide), supplies.astype(np.int64), sinks)
+        inside = ~inside if network is not topology else inside
     return ThroughputOptimum(
-        inverse_rate=common * ratio / unit, total_weight=common * total, cut=cut, exact=exact
+        inverse_rate=ratio / unit,
+        total_weight=1 if kind == "broadcast" else network.num_ranks,
+        cut=tuple(np.flatnonzero(inside).tolist()),
+        exact=exact,
     )
-
-
-def _checked_weights(weights: Sequence[int] | None, num_ranks: int) -> Longs:
-    shares = np.ones(num_ranks, dtype=np.int64) if weights is None else np.asarray(weights)
-    whole = shares.shape == (num_ranks,) and np.array_equal(shares, shares.astype(np.int64))
-    if not whole or (shares < 0).any():
-        raise ConfigurationError(
-            f"weights are {weights!r}", hint=f"give {num_ranks} integers of at least 0"
-        )
-    return shares.astype(np.int64)
 
 
 def whole_capacities(topology: Topology, most: int = _FINEST) -> tuple[Longs, Fraction, bool]:
@@ -179,101 +157,47 @@ class FlowSolver:
         return np.asarray(self._solver.get_source_side_min_cut())
 
 
-def _ingress_cut(topology: Topology, capacities: Longs, shares: Longs) -> Array:
-    """Return everything but the rank whose links take longest to bring it the others' shares."""
-    ingress = np.bincount(topology.link_targets, capacities, topology.num_nodes)
-    entering = np.maximum(ingress[topology.rank_nodes], 1)  # a rank alone has no links
-    worst = int(np.argmax((shares.sum() - shares) / entering))
-    inside = np.ones(topology.num_nodes, dtype=np.bool_)
-    inside[topology.rank_nodes[worst]] = False
-    return inside
+def _worst_cut(
+    topology: Topology, links: tuple[Longs, Array], supplies: Longs, sinks: Longs
+) -> tuple[Fraction, Array]:
+    """Return the largest supply over capacity of sets that leave out a sink, and such a set."""
+    capacities, wide = links
+    ranks, total = topology.rank_nodes, int(supplies.sum())
+    fed, source = np.flatnonzero(supplies), topology.num_nodes
+    solver = FlowSolver()
+    solver.add(
+        np.append(topology.link_sources, np.full(fed.size, source)),
+        np.append(topology.link_targets, ranks[fed]),
+        np.append(capacities, supplies[fed]),
+    )
 
-
-class _CutFinder:
-    """Max-flows from weighted sources to one sink after the other, on one graph."""
-
-    def __init__(
-        self, topology: Topology, links: tuple[Longs, Array], supplies: Iterable[tuple[int, int]]
-    ) -> None:
-        self._topology, (self._capacities, self._wide) = topology, links
-        supplied = [(int(node), int(weight)) for node, weight in supplies if weight > 0]
-        self._nodes = np.array([node for node, _ in supplied], dtype=np.int64)
-        self._weights = np.array([weight for _, weight in supplied], dtype=np.int64)
-        self._solver = FlowSolver()
-        self._source = topology.num_nodes
-        sources = np.concatenate([topology.link_sources, np.full(self._nodes.size, self._source)])
-        targets = np.concatenate([topology.link_targets, self._nodes])
-        limits = np.concatenate([self._capacities, self._weights])
-        self._solver.add(sources.tolist(), targets.tolist(), limits.tolist())
-
-    def ratio(self, inside: Array) -> Fraction:
-        """Return the weight that starts in the set over the capacity that leaves it."""
-        topology = self._topology
+    def ratio(inside: Array) -> Fraction:
         crossing = inside[topology.link_sources] & ~inside[topology.link_targets]
-        if (crossing & self._wide).any():
+        if (crossing & wide).any():
             return Fraction(0)
-        capacity = int(self._capacities[crossing].sum())
-        return Fraction(int(self._weights[inside[self._nodes]].sum()), capacity)
+        return Fraction(int(supplies[inside[ranks]].sum()), int(capacities[crossing].sum()))
 
-    def worst_ratio(
-        self, sinks: Sequence[int], *, start: Array
-    ) -> tuple[Fraction, tuple[int, ...]]:
-        """Return largest weight over capacity among sets that leave out a sink, and such a set."""
-        if not sinks or not self._nodes.size:
-            return Fraction(0), ()
-        worst, inside = self.ratio(start), start
-        waiting = list(sinks)
-        done: list[int] = []  # sinks that get enough at the present rate
-        while waiting:
-            self._set_rate(worst)
-            unchanged = True
-            for place, sink in enumerate(waiting):
-                cut = self._deficient_cut(sink, worst)
-                if cut is not None:
-                    worst, inside, unchanged = self.ratio(cut), cut, False
-                    # The others passed at a higher rate than this one, so they still pass.
-                    waiting = waiting[place:]
-                    break
-                done.append(sink)
-            if unchanged:
-                waiting = []
-        return worst, tuple(int(node) for node in np.flatnonzero(inside))
-
-    def _set_rate(self, inverse_rate: Fraction) -> None:
-        """Let weights flow at 1 / inverse_rate: capacities and supplies become integers again."""
-        p, q = inverse_rate.denominator, inverse_rate.numerator
-        largest = q * int(self._capacities.sum()) + p * int(self._weights.sum())
+    # First all but the sink whose links take longest to bring it the others' shares.
+    entering = np.bincount(topology.link_targets, capacities, topology.num_nodes)[ranks[sinks]]
+    first = int(np.argmax((total - supplies[sinks]) / np.maximum(entering, 1)))
+    inside = np.ones(topology.num_nodes, dtype=np.bool_)
+    inside[ranks[sinks[first]]] = False
+    worst, waiting = ratio(inside), ranks[sinks].tolist()
+    while True:
+        # Supplies flow at 1 / worst: all become whole numbers again.
+        p, q = worst.denominator, worst.numerator
+        largest = q * int(capacities.sum()) + p * total
         if largest >= 2**63:
             raise ConfigurationError(
-                f"weights and capacities are too fine: their products reach {largest:.3g}",
-                hint="give weights with a large common divisor, such as multiples of a kilobyte",
+                f"the capacities are too fine: their products reach {largest:.3g}",
+                hint="give capacities with a large common divisor, such as whole GB/s",
             )
-        links = np.where(self._wide, p * int(self._weights.sum()), self._capacities * q)
-        limits = np.concatenate([links, self._weights * p])
-        self._solver.set_all(limits)
-
-    def _deficient_cut(self, sink: int, inverse_rate: Fraction) -> Array | None:
-        """Return the source side of a minimum cut, if the sink does not get everything."""
-        found = self._solver.flow(self._source, sink)
-        wanted = int(self._weights.sum()) * inverse_rate.denominator
-        if found >= wanted:
-            return None
-        inside = np.zeros(self._topology.num_nodes + 1, dtype=np.bool_)
-        inside[self._solver.source_side()] = True
-        return inside[:-1]
-
-
-def _scatter_ratio(
-    topology: Topology, links: tuple[Longs, Array], shares: Longs, *, root: int
-) -> tuple[Fraction, tuple[int, ...]]:
-    """Return the worst ratio of a scatter and its cut: those of its reverse's gather."""
-    away = np.where(np.arange(shares.size) == root, 0, shares)
-    reverse = topology.reversed()
-    finder = _CutFinder(reverse, links, list(zip(topology.rank_nodes, away, strict=True)))
-    sink = int(topology.rank_nodes[root])
-    start = np.ones(topology.num_nodes, dtype=np.bool_)
-    start[sink] = False
-    ratio, cut = finder.worst_ratio([sink] if away.any() else [], start=start)
-    outside = np.ones(topology.num_nodes, dtype=np.bool_)
-    outside[list(cut)] = False
-    return ratio, tuple(int(node) for node in np.flatnonzero(outside)) if cut else ()
+        solver.set_all(np.append(np.where(wide, p * total, capacities * q), supplies[fed] * p))
+        short = (at for at, sink in enumerate(waiting) if solver.flow(source, sink) < total * p)
+        if (place := next(short, None)) is None:
+            return worst, inside
+        inside = np.zeros(topology.num_nodes + 1, dtype=np.bool_)
+        inside[solver.source_side()] = True
+        inside = inside[:-1]
+        worst = ratio(inside)
+        waiting = waiting[place:]  # the others passed at a higher rate, so they still pass

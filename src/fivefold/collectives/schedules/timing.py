@@ -1,17 +1,7 @@
 """What a schedule costs on a topology, under the alpha-beta models of the field.
 
-``serial``: a message keeps every link of its route busy for the route's latency and its bytes over
-the link's capacity (TACCL, TACOS). ``slotted``: only the bytes keep a link busy, the latency delays
-the arrival (TE-CCL). ``synchronous``: all transfers of a step run together; a step costs its
-largest latency and the time of its fullest link (SCCL). ``fluid``: transfers run as soon as they
-can and share links max-min fairly (`fivefold.network.simulation`); those of one connection follow
-one another. In all of them a rank on a transfer's route receives the whole of it before it sends it
-on.
-
-In the first two, messages are taken in the schedule's order; each starts as soon as its source
-holds the chunk and every link of its route is free, and never overtakes one that is listed before
-it on a link.
-
+``serial``, ``slotted``, ``synchronous`` and ``fluid``: see `evaluate`. In all of them a rank on a
+transfer's route receives the whole of it before it sends it on.
 References: TACCL, arXiv 2111.04867; TE-CCL, arXiv 2305.13479; SCCL, arXiv 2008.08708.
 """
 
@@ -24,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.collectives.schedules.arrays import Array, Floats, Longs, group_by_key, rows_of
+from fivefold.collectives.schedules.arrays import Array, Floats, Longs, rows_of
 from fivefold.collectives.schedules.routes import RouteTable, require_topology, route_table
 from fivefold.collectives.schedules.schedule import Schedule, ScheduleError
 from fivefold.errors import ConfigurationError, require_one_of
@@ -77,13 +67,20 @@ def evaluate(
 ) -> Timing:
     """Return when each transfer of a schedule runs on a topology.
 
+    ``serial``: a message keeps every link of its route busy for the route's latency and its bytes
+    over the link's capacity (TACCL, TACOS). ``slotted``: only the bytes keep a link busy (TE-CCL).
+    In both, messages are taken in the schedule's order; each starts as soon as its source holds the
+    chunk and every link of its route is free, and never overtakes one listed before it on a link.
+    ``synchronous``: a step costs its largest latency and the time of its fullest link (SCCL).
+    ``fluid``: transfers share links max-min fairly (`fivefold.network.simulation`).
+
     Args:
         schedule: A schedule that `verify_schedule` accepts. Its order is the priority; where it
             has times but no steps, their starts are, and transfers between the same two ranks with
             equal start and equal end travel as one message that pays its latency once.
         topology: The network; None for the one the schedule was made for.
         size_bytes: Size of the collective, as `Collective.buffer_weight` counts it.
-        model: One of `MODELS`; see the module.
+        model: One of `MODELS`.
 
     Raises:
         ConfigurationError: There is no topology, no such model, or the model needs steps.
@@ -415,89 +412,46 @@ def dependencies(schedule: Schedule) -> Dependencies:
     A copied chunk waits for its first arrival in order, a sum for everything that was added to it
     since the last copy. A rank that holds a chunk at first waits for nothing to send it on.
     """
-    collective = schedule.collective
-    none = np.zeros(0)
     offsets, transfers = _find_dependencies(
-        group_by_key(schedule.chunks, collective.num_chunks),
-        (schedule.sources, schedule.targets, np.ascontiguousarray(schedule.reduces)),
-        (
-            np.ascontiguousarray(schedule.steps),
-            none if schedule.starts_s is None else schedule.starts_s,
-            none if schedule.ends_s is None else schedule.ends_s,
-        ),
-        (collective.pre_offsets, collective.pre_ranks),
-        (
-            collective.num_ranks,
-            schedule.order_mode,
-            int(collective.reducing),
-            1e-9 * schedule.total_s,
-        ),
+        event_order(schedule),
+        schedule.slots()[:3],
+        np.ascontiguousarray(schedule.reduces),
+        int(schedule.collective.reducing),
     )
     return Dependencies(offsets=offsets, transfers=transfers)
 
 
 @njit
-def _trace_chunk(
-    events: Any,
-    members: Any,
-    transfers: tuple[Any, Any, Any, int],
-    chains: tuple[Any, Any, Any, Any],
-) -> None:
-    """Chain the writes at each rank: what a read finds is the last write and how many count."""
-    sources, targets, reduces, reducing = transfers
-    newest, before, length, waits = chains
+def _find_dependencies(events: Any, slots: Any, reduces: Any, reducing: int) -> tuple[Any, Any]:
+    """Chain the writes of each slot; a read waits for the last of them and those it adds to."""
+    read, written, filled = slots
+    newest = np.full(filled.size, -1, np.int64)  # last write of each slot
+    length = np.zeros(filled.size, np.int64)  # writes that count; -1: held at first
+    if not reducing:
+        length[filled] = -1
+    before = np.full(read.size, -1, np.int64)  # the write before each write of the same slot
+    last = np.full(read.size, -1, np.int64)
+    found = np.zeros(read.size + 1, np.int64)
     for event in events:
-        index = members[event >> 1]
+        index = event >> 1
         if event & 1 == 0:
-            waits[index, 0] = max(length[sources[index]], 0)
-            waits[index, 1] = newest[sources[index]]
+            found[index + 1] = max(length[read[index]], 0)
+            last[index] = newest[read[index]]
             continue
-        target = targets[index]
-        if length[target] < 0 or (not reducing and length[target] > 0):
+        slot = written[index]
+        if length[slot] < 0 or (not reducing and length[slot] > 0):
             continue  # a copy of what is there already
         if not reduces[index]:
-            length[target] = 0
-        before[index] = newest[target]
-        newest[target] = index
-        length[target] += 1
-
-
-@njit
-def _find_dependencies(
-    grouped: tuple[Any, Any],
-    transfers: tuple[Any, Any, Any],
-    timing: tuple[Any, Any, Any],
-    pre: tuple[Any, Any],
-    shape: tuple[int, int, int, float],
-) -> tuple[Any, Any]:
-    """Count the writes each transfer waits for, then list their chains."""
-    sources, targets, reduces = transfers
-    num_ranks, mode, reducing, slack_s = shape
-    offsets, positions = grouped
-    newest = np.full(num_ranks, -1, np.int64)  # last write at each rank
-    length = np.zeros(num_ranks, np.int64)  # writes that count; -1: held at first
-    before = np.full(sources.size, -1, np.int64)  # the write before each write at the same rank
-    waits = np.zeros((sources.size, 2), np.int64)  # how many, and the last of them
-    for chunk in range(offsets.size - 1):
-        members = positions[offsets[chunk] : offsets[chunk + 1]]
-        if members.size == 0:
-            continue
-        holders = pre[1][pre[0][chunk] : pre[0][chunk + 1]]
-        if not reducing:
-            length[holders] = -1
-        events = order_events(members, timing[0], (timing[1], timing[2]), mode, slack_s)
-        moves = (sources, targets, reduces, reducing)
-        _trace_chunk(events, members, moves, (newest, before, length, waits))
-        length[holders] = 0
-        for index in members:
-            length[targets[index]], newest[targets[index]] = 0, -1
-    found = np.zeros(sources.size + 1, np.int64)
-    found[1:] = np.cumsum(waits[:, 0])
+            length[slot] = 0
+        before[index] = newest[slot]
+        newest[slot] = index
+        length[slot] += 1
+    found = np.cumsum(found)
     listed = np.empty(found[-1], np.int64)
-    for index in range(sources.size):
-        writer = waits[index, 1]
-        for place in range(waits[index, 0]):
-            listed[found[index + 1] - 1 - place] = writer
+    for index in range(read.size):
+        writer = last[index]
+        for place in range(found[index + 1] - 1, found[index] - 1, -1):
+            listed[place] = writer
             writer = before[writer]
     return found, listed
 

@@ -1,9 +1,8 @@
 """Times for transfers whose routes are known: whoever is ready and finds its links free goes.
 
 A schedule by steps has no order within a step, and behind switches the listed order makes
-transfers wait for one another needlessly. Here every rank keeps the transfers that it could send
-now, in order of priority, and sends the first whose whole route is free. The result has times, and
-with them an order that `evaluate` keeps.
+transfers wait needlessly. Here every rank keeps the transfers that it could send now, in order of
+priority, and sends the first whose whole route is free.
 """
 
 from __future__ import annotations
@@ -11,33 +10,36 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.collectives.schedules import Schedule
 from fivefold.collectives.schedules.arrays import group_by_key, pop_event, push_event
-from fivefold.errors import ConfigurationError
+from fivefold.collectives.schedules.routes import route_table
+from fivefold.collectives.schedules.timing import dependencies
 
-_WINDOW = 256
-"""How many ready transfers of one port are looked at for a free route."""
+_WINDOW = 256  # ready transfers of one port that are looked at for a free route
 
 
 def dispatch(schedule: Schedule, *, size_bytes: float, by_load: bool = False) -> Schedule:
     """Return the same transfers with times in the serial model, listed by their starts."""
-    topology = schedule.topology
-    if schedule.collective.reducing or topology is None or schedule.route_offsets is None:
-        message = "only copies with routes in a topology can be dispatched"
-        raise ConfigurationError(
-            message, hint="dispatch the inverse of a reduction and invert it back"
-        )
-    offsets, links = schedule.route_offsets, schedule.route_links
-    assert links is not None, "routes come in two arrays"
+    topology, offsets, links = schedule.topology, schedule.route_offsets, schedule.route_links
+    assert topology is not None, "transfers are dispatched on their topology"
+    assert offsets is not None, "on their own routes"
+    assert links is not None, "on their own routes"
+    assert not schedule.collective.reducing, "sums are inverses of what is dispatched"
+    waits = dependencies(schedule)
+    before = np.full(schedule.num_transfers, -1, np.int64)
+    waiting = np.diff(waits.offsets) > 0
+    before[waiting] = waits.transfers[waits.offsets[:-1][waiting]]
+    sizes = schedule.collective.chunk_bytes(size_bytes)[schedule.chunks]
+    routes = route_table(schedule, topology)
+    latencies_s = routes.latencies_s(topology.latencies_s)
+    lasts_s = sizes / routes.capacities_bytes_per_s(topology.capacities_bytes_per_s) + latencies_s
+    owner = np.repeat(np.arange(schedule.num_transfers), np.diff(offsets))
+    busy_s = latencies_s[owner] + sizes[owner] / topology.capacities_bytes_per_s[links]
+    left_s = np.bincount(links, busy_s, topology.num_links) if by_load else np.zeros(0)
     starts_s, ends_s = _run(
-        _predecessors(schedule),
-        (offsets, links),
-        (topology.capacities_bytes_per_s, topology.latencies_s),
-        schedule.collective.chunk_bytes(size_bytes)[schedule.chunks],
-        int(by_load),
+        before, (offsets, links, busy_s), lasts_s, left_s.astype(np.float64), topology.num_links
     )
     order = np.argsort(starts_s, kind="stable")
     return schedule.selected(
@@ -48,19 +50,6 @@ def dispatch(schedule: Schedule, *, size_bytes: float, by_load: bool = False) ->
         ends_s=ends_s[order],
         attributes={**schedule.attributes, "model": "serial", "size_bytes": float(size_bytes)},
     )
-
-
-def _predecessors(schedule: Schedule) -> NDArray[np.int64]:
-    """Return by transfer the one that brings the chunk to its source; -1 where it is there."""
-    ranks = np.int64(schedule.collective.num_ranks)
-    arrives = schedule.chunks.astype(np.int64) * ranks + schedule.targets
-    leaves = schedule.chunks.astype(np.int64) * ranks + schedule.sources
-    order = np.argsort(arrives, kind="stable")
-    place = np.minimum(np.searchsorted(arrives[order], leaves), max(0, len(order) - 1))
-    if not len(order):
-        return np.zeros(0, np.int64)
-    found: NDArray[np.int64] = np.where(arrives[order][place] == leaves, order[place], -1)
-    return found
 
 
 @njit
@@ -100,7 +89,7 @@ def _remove(queues: Any, heads: Any, port: int, place: int) -> Any:
 def _first_free(
     queues: Any,
     span: tuple[int, int],
-    routes: tuple[Any, Any],
+    routes: tuple[Any, Any, Any],
     free_s: Any,
     now_s: float,
     left: Any,
@@ -109,7 +98,7 @@ def _first_free(
 
     The first, or where ``left`` is given the one over the link with most left to carry.
     """
-    offsets, links = routes
+    offsets, links, _ = routes
     best, most = -1, -1.0
     for place in range(span[0], min(span[1], span[0] + _WINDOW)):
         number = queues[place]
@@ -129,44 +118,15 @@ def _first_free(
 
 
 @njit
-def _start(
-    number: int, now_s: float, routes: tuple[Any, Any], costs: tuple[Any, Any], size: float,
-    free_s: Any,
-) -> float:  # fmt: skip
-    """Occupy the route of a transfer; when it arrives."""
-    offsets, links = routes
-    capacities, latencies_s = costs
-    latency_s, bytes_s = 0.0, 0.0
-    for hop in range(offsets[number], offsets[number + 1]):
-        latency_s += latencies_s[links[hop]]
-        bytes_s = max(bytes_s, size / capacities[links[hop]])
-    for hop in range(offsets[number], offsets[number + 1]):
-        free_s[links[hop]] = now_s + latency_s + size / capacities[links[hop]]
-    return now_s + latency_s + bytes_s
-
-
-@njit
-def _add_loads(left: Any, routes: tuple[Any, Any], costs: tuple[Any, Any], sizes: Any) -> None:
-    """Add to ``left`` the time that every link will be busy."""
-    offsets, links = routes
-    for number in range(len(sizes)):
-        latency_s = 0.0
-        for hop in range(offsets[number], offsets[number + 1]):
-            latency_s += costs[1][links[hop]]
-        for hop in range(offsets[number], offsets[number + 1]):
-            left[links[hop]] += latency_s + sizes[number] / costs[0][links[hop]]
-
-
-@njit
-def _port_queues(predecessors: Any, routes: tuple[Any, Any], num_links: int) -> tuple[Any, ...]:
+def _port_queues(before: Any, routes: tuple[Any, Any, Any], num_links: int) -> tuple[Any, ...]:
     """Return each transfer's first link, and a queue per link of those ready from the start."""
-    offsets, links = routes
-    count = len(predecessors)
+    offsets, links, _ = routes
+    count = len(before)
     port_of = links[offsets[:-1]]
     begins, _ = group_by_key(port_of, num_links)
     queues, ends = np.empty(count, np.int64), (begins, begins[:-1].copy(), begins[:-1].copy())
     for number in range(count):
-        if predecessors[number] < 0:
+        if before[number] < 0:
             _insert(queues, ends, port_of[number], number)
     return port_of, queues, ends
 
@@ -176,8 +136,8 @@ def _serve(
     port: int,
     now_s: float,
     ready: tuple[Any, Any],
-    routes: tuple[Any, Any],
-    loads: tuple[Any, Any],
+    routes: tuple[Any, Any, Any],
+    lasts_s: Any,
     result: tuple[Any, Any, Any, Any],
     events: tuple[Any, int],
 ) -> int:
@@ -191,13 +151,13 @@ def _serve(
         if place < 0:
             break
         number = _remove(queues, heads, port, place)
-        ends_s[number] = _start(number, now_s, routes, loads[1], loads[0][number], free_s)
-        starts_s[number] = now_s
+        starts_s[number], ends_s[number] = now_s, now_s + lasts_s[number]
         waiting = push_event(heap, waiting, ends_s[number], number)
         for hop in range(routes[0][number], routes[0][number + 1]):
             link = routes[1][hop]
+            free_s[link] = now_s + routes[2][hop]
             if len(left):
-                left[link] -= free_s[link] - now_s
+                left[link] -= routes[2][hop]
             if free_s[link] < ends_s[number]:
                 waiting = push_event(heap, waiting, free_s[link], -1)
     return waiting
@@ -205,25 +165,20 @@ def _serve(
 
 @njit
 def _run(
-    predecessors: Any, routes: tuple[Any, Any], costs: tuple[Any, Any], sizes: Any, by_load: int
+    before: Any, routes: tuple[Any, Any, Any], lasts_s: Any, left: Any, num_links: int
 ) -> tuple[Any, Any]:
     """Return the starts and arrivals of all transfers."""
-    count, num_links = len(predecessors), len(costs[0])
-    after, members = group_by_key(predecessors + 1, count + 1)  # key 0: wait for nobody
-    port_of, queues, ends = _port_queues(predecessors, routes, num_links)
-    left = np.zeros(num_links * by_load)
-    if by_load:
-        _add_loads(left, routes, costs, sizes)
+    count = len(before)
+    after, members = group_by_key(before + 1, count + 1)  # key 0: wait for nobody
+    port_of, queues, ends = _port_queues(before, routes, num_links)
     result = (np.zeros(count), np.zeros(count), np.zeros(num_links), left)
     room = len(routes[1]) + count + 1
     heap, waiting, now_s = (np.empty(room), np.empty(room, np.int64)), 0, 0.0
     while True:
         # Whoever has most left to send goes first where that counts.
-        ports = np.argsort(-left) if by_load else np.arange(num_links)
+        ports = np.argsort(-left) if len(left) else np.arange(num_links)
         for port in ports:
-            waiting = _serve(
-                port, now_s, (queues, ends), routes, (sizes, costs), result, (heap, waiting)
-            )
+            waiting = _serve(port, now_s, (queues, ends), routes, lasts_s, result, (heap, waiting))
         if waiting == 0:
             return result[0], result[1]
         # What differs by rounding only happens together, and now is the last of it.

@@ -1,20 +1,11 @@
 """Greedy matching in time: schedules for thousands of ranks in seconds.
 
 Time advances from one completion to the next, and every link that is free is given a chunk that
-its source holds and its target neither has nor awaits, the rarest first. Nothing is solved, so
-the cost grows with the number of transfers only. Several random seeds and two rules are tried,
-and the best schedule is kept; with the lower bound beside it one sees what is left to gain.
-
-Reductions are the reversed schedule of the reversed topology. Ranks behind switches are matched
-over whichever links are free at the moment.
-
-References: TACOS, arXiv 2304.05301.
+its source holds and its target neither has nor awaits, the rarest first. Several random seeds and
+two rules are tried. Reference: TACOS, arXiv 2304.05301.
 """
 
 from __future__ import annotations
-
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -97,7 +88,8 @@ def matching(
         count = seeds
         if count is None:
             count = min(_MOST_SEEDS, max(1, _SEEDED_TRANSFERS // max(1, part.post_chunks.size)))
-        return _best(part, place, size_bytes, _Tries(count, seed, limit_s))
+        ends_s = None if limit_s is None else clock_s() + limit_s
+        return _best(part, place, size_bytes, (seed, count), ends_s)
 
     return by_inversion(collective, topology, find)
 
@@ -113,39 +105,31 @@ def _check(collective: Collective, topology: Topology, seeds: int | None) -> Non
     topology.require_connected()
 
 
-@dataclass(frozen=True)
-class _Tries:
-    """Number of runs, their seed, and their time limit."""
-
-    seeds: int
-    seed: int
-    limit_s: float | None
-    started_s: float = field(default_factory=clock_s)
-
-    def limit(self, number: int) -> AbstractContextManager[None]:
-        """Return what a run may take: the first must end, the others are only for better ones."""
-        if self.limit_s is None:
-            return time_limit(None)
-        left_s = self.limit_s - (clock_s() - self.started_s)
-        return time_limit(left_s, slack_s=0.0 if number else SLACK_S)
-
-
-def _best(collective: Collective, topology: Topology, size_bytes: float, tries: _Tries) -> Schedule:
+def _best(
+    collective: Collective,
+    topology: Topology,
+    size_bytes: float,
+    seeds: tuple[int, int],
+    ends_s: float | None,
+) -> Schedule:
+    """Return the best of some runs from a seed on: (the seed, how many)."""
     near = build_neighbourhoods(topology)
     fabric = build_fabric(topology, near)
     chunk_bytes = float(collective.chunk_bytes(size_bytes)[0]) if collective.num_chunks else 0.0
     bound_s = discrete_ingress_bound(collective, topology, size_bytes=size_bytes).seconds
     best: Transfers | None = None
     best_s, fresh = np.inf, _prefers_fresh(near)
-    for number in range(tries.seeds):
+    for number in range(seeds[1]):
         # The second run turns the rule round; later ones keep what was better.
         fresh = fresh if number != 1 else not fresh
-        seed = (tries.seed * 1_000_003 + number) * 2 + 1
+        seed = (seeds[0] * 1_000_003 + number) * 2 + 1
         # A slow link that takes a chunk late holds up the end: a deadline leaves it to others.
         deadline_s = best_s * _DEADLINES[number % len(_DEADLINES)] if number > 1 else np.inf
         rules = Rules(collective.num_chunks, chunk_bytes, seed, fresh, deadline_s)
         try:
-            with tries.limit(number):
+            # The first run must end, the others are only for better ones.
+            left_s = None if ends_s is None else ends_s - clock_s()
+            with time_limit(left_s, slack_s=0.0 if number else SLACK_S):
                 found = _run(collective, fabric, near, rules)
         except OutOfTime:
             if best is None:
@@ -174,7 +158,8 @@ def _run(
     collective: Collective, fabric: Fabric, near: Neighbourhoods, rules: Rules
 ) -> Transfers | None:
     holdings, counted = _start(collective, near)
-    total = len(collective.post_chunks) - int(_held_at_first(collective))
+    pairs = (collective.pre_chunks, collective.pre_ranks)
+    total = len(collective.post_chunks) - int((collective.output_address(*pairs) >= 0).sum())
     room = total + 1
     switched = fabric.hops.size > 0
     transfers = Transfers(
@@ -200,13 +185,6 @@ def _run(
         transfers.chunks[:total], transfers.ports[:total], transfers.ends[:total],
         transfers.times[:, :total], transfers.route_offsets[: total + 1], transfers.route_links,
     )  # fmt: skip
-
-
-def _held_at_first(collective: Collective) -> int:
-    """Return how many postconditions hold from the start."""
-    pre = collective.pre_chunks.astype(np.int64) * collective.num_ranks + collective.pre_ranks
-    post = collective.post_chunks.astype(np.int64) * collective.num_ranks + collective.post_ranks
-    return int(np.isin(pre, post, assume_unique=True).sum())
 
 
 def _start(collective: Collective, near: Neighbourhoods) -> tuple[Holdings, Neighbourhoods]:

@@ -1,14 +1,9 @@
 """The compiled loop of greedy matching: whenever a port is free, give it a chunk that helps.
 
-A *port* is a link that leaves a rank. A port that ends at a rank serves that rank only; one that
-ends at a switch serves all ranks that it reaches through switches, over whichever links are free.
-Which chunks a rank holds, and which it holds or awaits, are bit sets; the chunks that a port may
-send are one word-wise difference. Of these the rarest is sent: first the one that fewest ranks of
-the target's own neighbourhood have, then the one that fewest of the next larger have (see
-``_matching`` for neighbourhoods), ties at random.
-
-References: TACOS, arXiv 2304.05301 (matching in a time-expanded network). The rarest-first rule
-is BitTorrent's.
+A *port* is a link that leaves a rank; behind a switch it serves all ranks that it reaches over
+whichever links are free. Chunks held, and held or awaited, are bit sets. Of the chunks that a port
+may send the rarest goes: the one that fewest ranks of the target's own neighbourhood have, then of
+the next larger. References: TACOS, arXiv 2304.05301; rarest first is BitTorrent's.
 """
 
 from __future__ import annotations
@@ -21,7 +16,14 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from fivefold._compiler import njit
-from fivefold.collectives.schedules.arrays import Floats, Ints, Longs, pop_event, push_event
+from fivefold.collectives.schedules.arrays import (
+    Floats,
+    Ints,
+    Longs,
+    offsets_of,
+    pop_event,
+    push_event,
+)
 from fivefold.network.topology import Topology
 
 _MOST_LEVELS = 4
@@ -84,19 +86,15 @@ def build_fabric(topology: Topology, near: Neighbourhoods) -> Fabric:
         costs=np.stack([topology.capacities_bytes_per_s, topology.latencies_s]),
         rank_of_node=topology.rank_of_node,
         ports=ports.astype(np.int32),
-        port_offsets=_offsets(topology.rank_of_node[sources[ports]], count),
+        port_offsets=offsets_of(topology.rank_of_node[sources[ports]], count),
         target_offsets=np.cumsum([0, *map(len, target_order)]).astype(np.int64),
         target_order=np.concatenate([*target_order, np.zeros(0)]).astype(np.int32),
         out_offsets=topology.outgoing.offsets.astype(np.int64),
         out_links=topology.outgoing.links,
-        last_offsets=_offsets(topology.rank_of_node[targets[last]], count),
+        last_offsets=offsets_of(topology.rank_of_node[targets[last]], count),
         last_links=last.astype(np.int32),
         hops=hops,
     )
-
-
-def _offsets(sorted_keys: Ints, count: int) -> Longs:
-    return np.searchsorted(sorted_keys, np.arange(count + 1)).astype(np.int64)
 
 
 def _target_order(
