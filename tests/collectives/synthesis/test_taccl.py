@@ -1,5 +1,6 @@
 """TACCL's stages: published instances, closed forms, invariants, bad input."""
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -266,7 +267,7 @@ def test_candidates_are_the_shortest_paths():
 
 def test_own_chunks_leave_first():
     topology, chunk_bytes, _ = profiled("dgx2_1MB", 2, "relay")
-    plan = published_sketch("sk1-dgx2-n2").with_chunks(1)
+    plan = dataclasses.replace(published_sketch("sk1-dgx2-n2"), chunks=1)
     collective = schedules.all_gather(32)
     result = taccl(
         collective,

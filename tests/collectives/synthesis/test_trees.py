@@ -297,8 +297,3 @@ def test_what_trees_do_not_do():
         spanning_trees(ring(4), root=1).to_schedule(schedules.broadcast(4, root=2))
     with pytest.raises(InfeasibleError, match="disconnected"):
         spanning_trees(Topology("apart", gpus(3), both_ways("g0", "g1", 1.0)))
-
-
-def test_out_of_time():
-    with pytest.raises(InfeasibleError, match=r"found within 0 s"):
-        spanning_trees(torus((4, 4)), time_limit_s=0.0)

@@ -42,40 +42,33 @@ def _require_match(collective: Collective, topology: Topology) -> None:
 def latency_bound(collective: Collective, topology: Topology) -> Bound:
     """Return the largest latency from where a chunk starts to where it must be."""
     _require_match(collective, topology)
-    ranks, router = topology.rank_nodes, topology.router
-    worst = (0, -1, -1)
-    for chunks_alike in _kinds_of_chunks(collective):
-        if chunks_alike is None:  # all start somewhere and all end everywhere
-            starts = ends = np.arange(collective.num_ranks)
-        else:
-            starts, ends = chunks_alike
-        nearest = np.full(ends.size, np.iinfo(np.int64).max)
+    ranks, names, router = topology.rank_nodes, topology.ranks, topology.router
+    most, ends_of = 0, (-1, -1)
+    for starts, ends, from_all in _kinds_of_chunks(collective):
+        ticks = np.full(ends.size, -1 if from_all else np.iinfo(np.int64).max)
         origin = np.zeros(ends.size, dtype=np.int64)
-        for start in starts:
-            ticks = router.distances(int(start))[0][ranks[ends]]
-            far = int(np.argmax(ticks))
-            if ticks[far] > worst[0] and (chunks_alike is None or collective.reducing):
-                worst = (int(ticks[far]), int(start), int(ends[far]))
-            closer = ticks < nearest
-            nearest[closer], origin[closer] = ticks[closer], start
-        far = int(np.argmax(nearest))
-        if chunks_alike is not None and nearest[far] > worst[0]:
-            worst = (int(nearest[far]), int(origin[far]), int(ends[far]))
-    if worst[1] < 0:
+        for start in starts.tolist():
+            away = router.distances(start)[0][ranks[ends]]
+            better = away > ticks if from_all else away < ticks
+            ticks[better], origin[better] = away[better], start
+        far = int(np.argmax(ticks))
+        if ticks[far] > most:
+            most, ends_of = int(ticks[far]), (int(origin[far]), int(ends[far]))
+    if not most:
         return NO_BOUND
-    names = topology.ranks
+    first, last = ends_of
     return Bound(
-        seconds=router.seconds(worst[0]),
+        seconds=router.seconds(most),
         kind="latency",
-        certificate=(int(ranks[worst[1]]), int(ranks[worst[2]])),
-        reason=f"the shortest way from {names[worst[1]]} to {names[worst[2]]} takes so long",
+        certificate=(int(ranks[first]), int(ranks[last])),
+        reason=f"the shortest way from {names[first]} to {names[last]} takes so long",
     )
 
 
-def _kinds_of_chunks(collective: Collective) -> Iterator[tuple[Longs, Longs] | None]:
-    """Yield where chunks start and must end, each once; None: every rank to every rank."""
+def _kinds_of_chunks(collective: Collective) -> Iterator[tuple[Longs, Longs, bool]]:
+    """Yield where chunks start and must end, each once, and whether all starts must reach all."""
     if collective.name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-        yield None
+        yield np.arange(collective.num_ranks), np.arange(collective.num_ranks), True
         return
     seen = set()
     for chunk in range(collective.num_chunks):
@@ -83,7 +76,7 @@ def _kinds_of_chunks(collective: Collective) -> Iterator[tuple[Longs, Longs] | N
         key = (starts.tobytes(), ends.tobytes())
         if key not in seen and starts.size and ends.size:
             seen.add(key)
-            yield starts.astype(np.int64), ends.astype(np.int64)
+            yield starts.astype(np.int64), ends.astype(np.int64), collective.reducing
 
 
 def bandwidth_bound(

@@ -15,18 +15,6 @@ from fivefold.errors import ConfigurationError, require_one_of, require_whole
 Pairs = tuple[Ints, Ints]
 
 
-def _each_at_owner(num_ranks: int, per_rank: int) -> Pairs:
-    require_pairs("chunks", num_ranks * per_rank)
-    chunks = np.arange(num_ranks * per_rank, dtype=np.int32)
-    return chunks, chunks // np.int32(per_rank)
-
-
-def _each_everywhere(num_ranks: int, chunks: int) -> Pairs:
-    require_pairs("pairs of chunk and rank", num_ranks * chunks)
-    ranks = np.arange(num_ranks, dtype=np.int32)
-    return np.repeat(np.arange(chunks, dtype=np.int32), num_ranks), np.tile(ranks, chunks)
-
-
 def _made(
     name: str,
     num_ranks: int,
@@ -52,12 +40,11 @@ def _made(
     chunks = count * share if owned else share
 
     def pairs(where: str) -> Pairs:
-        if where == "owner":
-            return _each_at_owner(count, share)
+        require_pairs("pairs of chunk and rank", chunks * (count if where == "all" else 1))
+        numbers, ranks = np.arange(chunks, dtype=np.int32), np.arange(count, dtype=np.int32)
         if where == "all":
-            return _each_everywhere(count, chunks)
-        require_pairs("chunks", chunks)
-        return np.arange(chunks, dtype=np.int32), np.full(chunks, root, dtype=np.int32)
+            return np.repeat(numbers, count), np.tile(ranks, chunks)
+        return numbers, np.repeat(ranks, share) if where == "owner" else np.full_like(numbers, root)
 
     (pre_chunks, pre_ranks), (post_chunks, post_ranks) = pairs(pre), pairs(post)
     return Collective(

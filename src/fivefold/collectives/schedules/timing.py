@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.collectives.schedules.arrays import Array, Floats, Longs, rows_of
+from fivefold.collectives.schedules.arrays import Array, Floats, Longs, offsets_of, rows_of
 from fivefold.collectives.schedules.routes import RouteTable, require_topology, route_table
-from fivefold.collectives.schedules.schedule import Schedule, ScheduleError
+from fivefold.collectives.schedules.schedule import BY_STEPS, BY_TIMES, Schedule, ScheduleError
 from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.network import simulation
 from fivefold.network.topology import Topology
@@ -102,7 +102,7 @@ def evaluate(
     if model == "synchronous":
         times = _synchronous(schedule, network, routes, chunk_bytes)
     elif model == "fluid":
-        times = fluid_times(schedule, network, routes, chunk_bytes)
+        times = _fluid(schedule, network, routes, chunk_bytes)
     else:
         times = _listed(schedule, network, routes, chunk_bytes, serial=model == "serial")
     starts_s, ends_s, busy_s = times
@@ -132,7 +132,7 @@ def _listed(
     read, written, filled, order = schedule.slots()
     capacities = topology.capacities_bytes_per_s
     legs, first_legs = routes.legs()
-    starts_s, ends_s, busy_s, broken = list_schedule(
+    starts_s, ends_s, busy_s, broken = _list_schedule(
         _messages_in_order(schedule, order),
         (read, written, filled),
         (routes.rows, first_legs, legs.offsets, legs.links),
@@ -156,10 +156,7 @@ def _listed(
 
 
 def _messages_in_order(schedule: Schedule, order: Longs) -> tuple[Longs, Longs]:
-    """Return the offsets and members of the messages, each at the place of its last transfer.
-
-    The last may carry on what came at the same instant, in no time.
-    """
+    """Return the offsets and members of the messages, each at the place of its last transfer."""
     count = schedule.num_transfers
     plain = np.arange(count + 1, dtype=np.int64), order
     if schedule.has_steps or not schedule.has_times:
@@ -167,6 +164,7 @@ def _messages_in_order(schedule: Schedule, order: Longs) -> tuple[Longs, Longs]:
     leaders, _ = messages_of(schedule, np.zeros(count))
     if (leaders == np.arange(count)).all():
         return plain
+    # The last may carry on what came at the same instant, in no time.
     place = np.empty(count, dtype=np.int64)
     place[order] = np.arange(count)
     last = np.zeros(count, dtype=np.int64)
@@ -247,7 +245,7 @@ def _occupy(
 
 
 @njit
-def list_schedule(
+def _list_schedule(
     messages: tuple[Any, Any],
     slots: tuple[Any, Any, Any],
     routes: tuple[Any, Any, Any, Any],
@@ -297,35 +295,10 @@ def list_schedule(
     return starts_s, ends_s, links[1], -1
 
 
-def flow_dependencies(schedule: Schedule) -> tuple[Longs, Longs]:
-    """Return what each transfer waits for as a flow: (offsets, transfers).
-
-    Beside what it sends on, the transfer before it between the same two ranks: a connection is a
-    queue, and its messages do not compete with one another.
-    """
-    found = dependencies(schedule)
-    order = schedule.slots()[3]
-    count = schedule.num_transfers
-    pairs = schedule.sources.astype(np.int64) * schedule.collective.num_ranks + schedule.targets
-    grouped = order[np.argsort(pairs[order], kind="stable")]
-    before = np.full(count, -1, dtype=np.int64)
-    same = pairs[grouped[1:]] == pairs[grouped[:-1]]
-    before[grouped[1:][same]] = grouped[:-1][same]
-    lengths = np.diff(found.offsets) + (before >= 0)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    waits = np.empty(offsets[-1], dtype=np.int64)
-    first = np.zeros(waits.size, dtype=np.bool_)
-    first[offsets[:-1][before >= 0]] = True
-    waits[first] = before[before >= 0]
-    waits[~first] = found.transfers
-    return offsets, waits
-
-
-def fluid_times(
+def _fluid(
     schedule: Schedule, topology: Topology, routes: RouteTable, chunk_bytes: Floats
-) -> tuple[Floats, Floats, Floats]:
-    """Return the starts, ends and busy seconds of the links, from `fivefold.network.simulation`."""
-    # A flow for each leg. It waits for the leg before it, the first one for what its transfer does.
+) -> Times:
+    """Simulate a flow for each leg; it waits for the leg before it."""
     legs, first_legs = routes.legs()
     counts = np.diff(first_legs)[routes.rows]
     begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -333,16 +306,24 @@ def fluid_times(
     number = np.arange(owner.size) - begins[owner]
     rows = first_legs[routes.rows[owner]] + number
     offsets, places = rows_of(legs.offsets, rows)
-    wait_offsets, waits = flow_dependencies(schedule)
-    num_waits = np.where(number == 0, np.diff(wait_offsets)[owner], 1)
-    of_first = np.repeat(number == 0, num_waits)
-    leg_waits = np.empty(of_first.size, dtype=np.int64)
-    leg_waits[of_first] = begins[1:][waits] - 1
-    leg_waits[~of_first] = np.flatnonzero(number > 0) - 1
+    # The first leg waits for what its transfer sends on, and for the transfer before it between the
+    # same two ranks: a connection is a queue, and its messages do not compete with one another.
+    order = schedule.slots()[3]
+    pairs = schedule.sources.astype(np.int64) * schedule.collective.num_ranks + schedule.targets
+    queue = order[np.argsort(pairs[order], kind="stable")]
+    queued = np.flatnonzero(pairs[queue[1:]] == pairs[queue[:-1]])
+    sent = dependencies(schedule)
+    sender = np.repeat(np.arange(counts.size), np.diff(sent.offsets))
+    first = np.concatenate([queue[queued + 1], sender])
+    last = np.concatenate([queue[queued], sent.transfers])
+    later = np.flatnonzero(number > 0)
+    waits = np.concatenate([begins[first], later])
+    for_legs = np.concatenate([begins[last + 1] - 1, later - 1])
+    order = np.argsort(waits, kind="stable")
     table = simulation.FlowTable.build(
         sizes=chunk_bytes[schedule.chunks[owner]],
         routes=(offsets, legs.links[places]),
-        dependencies=(np.concatenate([[0], np.cumsum(num_waits)]).astype(np.int64), leg_waits),
+        dependencies=(offsets_of(waits[order], owner.size), for_legs[order]),
         latencies_s=legs.latencies_s(topology.latencies_s)[rows],
     )
     result = simulation.simulate(topology, table)
@@ -351,10 +332,9 @@ def fluid_times(
 
 
 def messages_of(schedule: Schedule, transfer_bytes: Floats) -> tuple[Longs, Floats]:
-    """Find what travels as one message: (leader of each transfer, bytes of each leader).
+    """Return the leader of each transfer, and the bytes of each leader's message, else 0.
 
-    Transfers of the same source, target, start and end that leave on the same link are one; the
-    first of them leads. Bytes of followers are 0.
+    Transfers of the same source, target, start and end that leave on the same link are one.
     """
     count = schedule.num_transfers
     leaders = np.arange(count, dtype=np.int64)
@@ -407,10 +387,9 @@ class Dependencies:
 
 
 def dependencies(schedule: Schedule) -> Dependencies:
-    """Find what each transfer waits for at its source.
+    """Find what each transfer waits for at its source, if the source does not hold it at first.
 
-    A copied chunk waits for its first arrival in order, a sum for everything that was added to it
-    since the last copy. A rank that holds a chunk at first waits for nothing to send it on.
+    A copied chunk waits for its first arrival, a sum for all that was added since the last copy.
     """
     offsets, transfers = _find_dependencies(
         event_order(schedule),
@@ -502,14 +481,11 @@ def _by_times(members: Any, times: tuple[Any, Any], slack_s: float, events: Any)
 def order_events(
     members: Any, steps: Any, times: tuple[Any, Any], mode: int, slack_s: float
 ) -> Any:
-    """Return reads and writes of one chunk's transfers in the order in which they take effect.
-
-    2 * m is the read and 2 * m + 1 the write of member m.
-    """
+    """Return reads (2 * m) and writes (2 * m + 1) of members m as they take effect."""
     events = np.empty(2 * members.size, np.int64)
-    if mode == 1:
+    if mode == BY_STEPS:
         _by_steps(members, steps, events)
-    elif mode == 2:
+    elif mode == BY_TIMES:
         _by_times(members, times, slack_s, events)
     else:
         for place in range(2 * members.size):

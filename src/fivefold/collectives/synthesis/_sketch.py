@@ -1,10 +1,8 @@
 """Communication sketches: what a person knows about a good algorithm, as constraints.
 
-A sketch says which logical links there are between boxes and who may use them, which ranks share
-a switch and whether it should serve few or many connections, which symmetries the algorithm has,
-and into how many chunks a buffer is cut (TACCL, arXiv 2111.04867, section 3). Ranks inside a box
-are numbered from 0 and all boxes are alike. This module holds the description only; ``_sketched``
-applies it to a topology.
+Which logical links there are between boxes and who may use them, which ranks share a switch, which
+symmetries the algorithm has (TACCL, arXiv 2111.04867, section 3). Ranks inside a box are numbered
+from 0 and all boxes are alike. ``_sketched`` applies the description to a topology.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -24,17 +22,6 @@ Balance = Literal["none", "minmax", "maxmin"]
 Connections = Literal["all", "direct-map", "fully-connected"] | Mapping[int, tuple[int, ...]]
 _POLICIES = ("uc-min", "uc-max", "any")
 _NAMED_CONNECTIONS = ("all", "direct-map", "fully-connected")
-_KEYS = (
-    "name",
-    "boxes",
-    "chunks",
-    "switches",
-    "balance",
-    "connections",
-    "senders",
-    "own_chunks_first",
-    "symmetry",
-)
 _BALANCES = ("none", "minmax", "maxmin")
 
 
@@ -135,15 +122,6 @@ class Sketch:
             raise _no_symmetry(self.symmetry)
         object.__setattr__(self, "symmetry", tuple(_offset(pair) for pair in self.symmetry))
 
-    def with_chunks(self, chunks: int) -> Sketch:
-        """Return the same sketch with another number of chunks.
-
-        Examples:
-            >>> Sketch().with_chunks(4).chunks
-            4
-        """
-        return replace(self, chunks=chunks)
-
     def reversed(self) -> Sketch:
         """Return the sketch for the same links the other way round, for sums solved as copies.
 
@@ -198,14 +176,13 @@ class Sketch:
         Raises:
             ConfigurationError: The text is no TOML, a key is unknown or a value is not allowed.
         """
-        is_file = isinstance(source, Path) or ("\n" not in source and source.endswith(".toml"))
         table = (
             read_toml(source, what="sketch")
-            if is_file
+            if _is_file(source, ".toml")
             else parse_toml(str(source), where="the sketch")
         )
         for key in table:
-            require_one_of(key, _KEYS, f"a sketch has no key {key!r}")
+            require_one_of(key, [one.name for one in fields(cls)], f"a sketch has no key {key!r}")
         switches = table.pop("switches", [])
         if not isinstance(switches, list) or not all(isinstance(one, dict) for one in switches):
             message = f"switches of a sketch are tables; got {switches!r}"
@@ -250,13 +227,16 @@ class Sketch:
             ) from error
 
 
+def _is_file(source: str | Path, suffix: str) -> bool:
+    return isinstance(source, Path) or ("\n" not in source and source.endswith(suffix))
+
+
 def _json_table(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
-    is_file = isinstance(source, Path) or source.endswith(".json")
     table = (
         read_json(source, what="TACCL sketch")
-        if is_file
+        if _is_file(source, ".json")
         else parse_json(str(source), where="the TACCL sketch")
     )
     if not isinstance(table, dict):
@@ -340,9 +320,6 @@ def _no_symmetry(got: object) -> ConfigurationError:
     return ConfigurationError(message, hint="symmetry = [[8, 16]] exchanges two boxes of 8 ranks")
 
 
-_BOX = 16  # GPUs of a DGX-2
-
-
 def published_sketch(name: str) -> Sketch:
     """Return one of TACCL's published sketches.
 
@@ -361,40 +338,42 @@ def published_sketch(name: str) -> Sketch:
     return _PUBLISHED[name]
 
 
-def _ndv2(name: str, boxes: int, connections: object) -> Sketch:
+def _dgx2(name: str, policy: Policy, **more: Any) -> Sketch:
+    symmetry = ((2, 16), (16, 32)) if more.get("boxes") == 2 else ((2, 16),)
+    return Sketch(
+        name=name,
+        switches=(SwitchSketch(ranks=tuple(range(16)), policy=policy),),
+        symmetry=symmetry,
+        **more,
+    )
+
+
+def _ndv2(name: str, boxes: int, connections: Connections) -> Sketch:
     symmetry = ((8, 8 * boxes),) if boxes > 1 else ()
-    return Sketch(name=name, boxes=boxes, connections=connections, symmetry=symmetry)  # type: ignore[arg-type]
+    return Sketch(name=name, boxes=boxes, connections=connections, symmetry=symmetry)
 
 
-def _plane(policy: Policy) -> tuple[SwitchSketch, ...]:
-    return (SwitchSketch(ranks=tuple(range(_BOX)), policy=policy),)
-
-
-def _all() -> tuple[Sketch, ...]:
-    pairs = range(1, _BOX, 2)
-    relay = Sketch(
-        name="sk1-dgx2-n2",
-        boxes=2,
-        chunks=2,
-        switches=_plane("uc-min"),
-        connections={odd: (odd - 1,) for odd in pairs},
-        senders={odd: (odd - 1, odd) for odd in pairs},
-        own_chunks_first=True,
-        symmetry=((2, _BOX), (_BOX, 2 * _BOX)),
-    )
-    rails = Sketch(
-        name="sk2-dgx2-n2",
-        boxes=2,
-        switches=_plane("uc-max"),
-        connections="direct-map",
-        senders={rank: (rank,) for rank in range(_BOX)},
-        symmetry=((2, _BOX), (_BOX, 2 * _BOX)),
-    )
-    return (
-        Sketch(name="sk-dgx2-n1", chunks=2, switches=_plane("uc-min"), symmetry=((2, _BOX),)),
-        Sketch(name="sk1-dgx2-n1", switches=_plane("uc-min"), symmetry=((2, _BOX),)),
-        relay,
-        rails,
+_PUBLISHED = {
+    sketch.name: sketch
+    for sketch in (
+        _dgx2("sk-dgx2-n1", "uc-min", chunks=2),
+        _dgx2("sk1-dgx2-n1", "uc-min"),
+        _dgx2(
+            "sk1-dgx2-n2",
+            "uc-min",
+            boxes=2,
+            chunks=2,
+            connections={odd: (odd - 1,) for odd in range(1, 16, 2)},
+            senders={odd: (odd - 1, odd) for odd in range(1, 16, 2)},
+            own_chunks_first=True,
+        ),
+        _dgx2(
+            "sk2-dgx2-n2",
+            "uc-max",
+            boxes=2,
+            connections="direct-map",
+            senders={rank: (rank,) for rank in range(16)},
+        ),
         Sketch(name="sk-ndv2-n1-cUp6", chunks=6),
         _ndv2("sk1-ndv2-n1", 1, "all"),
         _ndv2("sk1-ndv2-n2", 2, {0: (1,)}),
@@ -403,6 +382,4 @@ def _all() -> tuple[Sketch, ...]:
         _ndv2("sk2-ndv2-n4", 4, "fully-connected"),
         _ndv2("sk3-ndv2-n2", 2, "direct-map"),
     )
-
-
-_PUBLISHED = {sketch.name: sketch for sketch in _all()}
+}

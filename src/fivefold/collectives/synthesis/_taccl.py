@@ -141,6 +141,7 @@ class _Run:
     sketch: Sketched
     prices: Prices
     deadline_s: float
+    best: Schedule
 
     def __init__(
         self, size_bytes: float, time_limit_s: float, seed: int, progress: Progress | None
@@ -157,23 +158,17 @@ class _Run:
         self.prices = prices_of(self.sketch.logical, size_bytes=self.size_bytes)
         # Routes without a solver come first: there is something to return whenever time is over.
         greedy = greedy_routes(self.sketch, self.prices)
-        best = self._timed(greedy.moves, None)
+        self.best = self._timed(greedy.moves, None)
         bounds_s: list[float] = []
         try:
             with time_limit(max(self._left_s(), SLACK_S / 4)):
-                timed = best_order(
-                    self.sketch, self.prices, greedy.moves, time_limit_s=0.0, seed=self.seed
-                )
-                best = min(best, self._priced(timed), key=lambda schedule: schedule.total_s)
+                self._order(greedy, 0.0)
             with time_limit(self._left_s()):
-                for schedule in self._improved(greedy, bounds_s):
-                    if schedule.total_s < best.total_s:
-                        best = schedule
-                        self._say(f"schedule of {best.total_s:.6g} s")
+                self._improve(greedy, bounds_s)
         except OutOfTime:
             self._say("the time is over")
         self.bound_s += min(bounds_s, default=0.0)
-        return best
+        return self.best
 
     def _left_s(self, share: float = 1.0) -> float:
         return max(self.deadline_s - clock_s(), 0.0) * share
@@ -188,43 +183,35 @@ class _Run:
         if self.progress is not None:
             self.progress(line)
 
-    def _improved(self, greedy: Routing, bounds_s: list[float]) -> Iterator[Schedule]:
-        """Yield the solver's schedules until one meets the lower bound; note routings' bounds."""
+    def _improve(self, greedy: Routing, bounds_s: list[float]) -> None:
+        """Look for shorter schedules until one meets the lower bound; note routings' bounds."""
         logical = self.sketch.logical
-        least_s = bound_of(logical.collective, logical.topology, self.size_bytes).seconds
-        enough_s, best_s = least_s * (1 + 1e-9), float("inf")
+        enough_s = bound_of(logical.collective, logical.topology, self.size_bytes).seconds
+        enough_s *= 1 + 1e-9
         for routing, symmetric in self._routings(greedy):
             if not symmetric or routing.bound:
                 bounds_s.append(routing.bound * self.prices.unit_s)
-            for schedule in self._schedules(routing, symmetric=symmetric):
-                best_s = min(best_s, schedule.total_s)
-                yield schedule
-            if best_s <= enough_s:
+            self._schedule(routing, symmetric=symmetric)
+            if self.best.total_s <= enough_s:
                 return
-        yield from self._jointly(best_s, enough_s)
-
-    def _jointly(self, best_s: float, enough_s: float) -> Iterator[Schedule]:
-        """Yield shorter schedules from routes and times together, in the time that is left."""
-        sketch, prices = self.sketch, self.prices
+        # Routes and times together, in the time that is left.
         for detour in (0, 1, 2):
-            left_s = self._left_s()
-            pairs = int(candidates(sketch, detour=detour).sum())
-            if best_s <= enough_s or pairs > _JOINT_PAIRS or left_s <= 0:
+            pairs = int(candidates(self.sketch, detour=detour).sum())
+            if self.best.total_s <= enough_s or pairs > _JOINT_PAIRS or self._left_s() <= 0:
                 return
             with self._stage("joint_s"):
                 timed, proved = route_and_order(
-                    sketch,
-                    prices,
-                    below=math.ceil(best_s / prices.unit_s * (1 - 1e-9)),
+                    self.sketch,
+                    self.prices,
+                    below=math.ceil(self.best.total_s / self.prices.unit_s * (1 - 1e-9)),
                     detour=detour,
-                    time_limit_s=left_s / (3 - detour),
+                    time_limit_s=self._left_s(1 / (3 - detour)),
                     seed=self.seed,
                 )
             self.stages[f"best_with_detour_{detour}"] = proved
             if timed is not None:
-                for schedule in (self._priced(timed), self._joined(timed)):
-                    best_s = min(best_s, schedule.total_s)
-                    yield schedule
+                self._offer(timed)
+                self._join(timed)
 
     def _routings(self, greedy: Routing) -> Iterator[tuple[Routing, bool]]:
         """Yield symmetric routes, then free ones, then greedy ones where no solver found any."""
@@ -254,12 +241,17 @@ class _Run:
         if not found:
             yield greedy, False
 
-    def _schedules(self, routing: Routing, *, symmetric: bool) -> Iterator[Schedule]:
+    def _order(self, routing: Routing, limit_s: float) -> Timed:
+        timed = best_order(
+            self.sketch, self.prices, routing.moves, time_limit_s=limit_s, seed=self.seed
+        )
+        self._offer(timed)
+        return timed
+
+    def _schedule(self, routing: Routing, *, symmetric: bool) -> None:
+        """Order and schedule a routing."""
         with self._stage("ordering_s"):
-            limit_s = min(self._left_s(0.05), 2.0)
-            timed = best_order(
-                self.sketch, self.prices, routing.moves, time_limit_s=limit_s, seed=self.seed
-            )
+            timed = self._order(routing, min(self._left_s(0.05), 2.0))
         if len(timed.moves) <= _SHOP_MOVES:
             with self._stage("scheduling_s"):
                 for alike, share in ((True, 0.15), (False, 0.2)):
@@ -272,22 +264,28 @@ class _Run:
                             time_limit_s=self._left_s(share),
                             seed=self.seed,
                         )
-        yield self._priced(timed)
-        yield self._joined(timed)
+            self._offer(timed)
+        self._join(timed)
 
-    def _joined(self, timed: Timed) -> Schedule:
+    def _join(self, timed: Timed) -> None:
+        """Let chunks between boxes travel together."""
         with self._stage("scheduling_s"):
             limit_s = self._left_s(0.2)
             joined = join_messages(
                 self.sketch, self.prices, timed, time_limit_s=limit_s, seed=self.seed
             )
-        return self._priced(joined)
+        self._offer(joined)
 
-    def _priced(self, timed: Timed) -> Schedule:
-        """Return the schedule in seconds: the order and the messages found, priced exactly."""
-        unit_s = self.prices.unit_s
-        starts_s = [start * unit_s for start in timed.starts]
-        return self._timed(timed.moves, (starts_s, [end * unit_s for end in timed.arrivals]))
+    def _offer(self, timed: Timed) -> None:
+        """Price the order and the messages found exactly, in seconds; keep the best."""
+        starts_s, ends_s = (
+            [time * self.prices.unit_s for time in times]
+            for times in (timed.starts, timed.arrivals)
+        )
+        schedule = self._timed(timed.moves, (starts_s, ends_s))
+        if schedule.total_s < self.best.total_s:
+            self.best = schedule
+            self._say(f"schedule of {schedule.total_s:.6g} s")
 
     def _timed(
         self, moves: Sequence[tuple[int, int]], times_s: tuple[list[float], list[float]] | None

@@ -36,7 +36,7 @@ from fivefold.collectives.synthesis._packing import (
     next_rate,
     remove_switches,
 )
-from fivefold.collectives.synthesis._solver import OutOfTime, time_limit
+from fivefold.collectives.synthesis._solver import OutOfTime
 from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of, require_whole
 from fivefold.network.topology import Topology
 
@@ -178,7 +178,6 @@ def spanning_trees(
     k: int | None = None,
     root: int | None = None,
     connections: Connections = "auto",
-    time_limit_s: float | None = None,
 ) -> TreePacking:
     """Pack spanning trees: at the throughput optimum, or with a given number per root.
 
@@ -190,14 +189,13 @@ def spanning_trees(
         connections: ``"many"`` spreads what goes through a switch over all its neighbours, which
             keeps trees flat; ``"few"`` keeps the number of peers small; ``"auto"`` is many for
             switches of up to 22 neighbours.
-        time_limit_s: When to give up; None for never.
 
     Returns:
         The trees. ``is_optimal`` is false where ``k`` does not allow the optimum, and where a
         switch can send more than it receives, for then copies must be made in the switch.
 
     Raises:
-        InfeasibleError: Some rank cannot be reached, or the time is over.
+        InfeasibleError: Some rank cannot be reached.
         ConfigurationError: An argument is out of range.
 
     Examples:
@@ -218,9 +216,7 @@ def spanning_trees(
     least = throughput_optimum(topology, collective=kind, root=root or 0)
     optimum = least.inverse_rate * network.unit
     roots = [int(root is None or rank == root) for rank in range(topology.num_ranks)]
-    with time_limit(time_limit_s):
-        plan = _plan(network, roots, optimum, k)
-        rate, trees = _search(network, roots, plan, connections)
+    rate, trees = _search(network, roots, _plan(network, roots, optimum, k), connections)
     return TreePacking(
         topology=topology,
         trees=tuple(trees),
