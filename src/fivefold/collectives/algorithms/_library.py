@@ -56,11 +56,10 @@ def ring_order(topology: Topology) -> list[int]:
     widths = sorted({width for ways in near for width in ways.values()}, reverse=True)
     widest = min(max(ways.values(), default=0.0) for ways in near)
     for width in [value for value in widths if value <= widest][:_MOST_WIDTHS]:
-        plain = [order for order in (list(range(count)), by_host) if _is_ring(order, near, width)]
-        found = _search(near, width, hosts, closed=True)
-        candidates = plain if found is None else [*plain, found]
-        if candidates:
-            return min(candidates, key=lambda order: _slowness(order, near))
+        orders = [list(range(count)), by_host, _search(near, width, hosts, closed=True)]
+        rings = [one for one in orders if one and min(_hop_widths(one, near)) >= width]
+        if rings:  # the least sum of the hops' times for one byte
+            return min(rings, key=lambda one: sum(1.0 / wide for wide in _hop_widths(one, near)))
     # No cycle: a path, whose ends the network joins as it can.
     return _search(near, 0.0, hosts, closed=False) or by_host
 
@@ -80,15 +79,8 @@ def _neighbours(topology: Topology) -> Neighbours:
     return near
 
 
-def _is_ring(order: list[int], near: Neighbours, width: float) -> bool:
-    following = [*order[1:], order[0]]
-    return all(near[a].get(b, 0.0) >= width for a, b in zip(order, following, strict=True))
-
-
-def _slowness(order: list[int], near: Neighbours) -> float:
-    """Return the sum of the hops' times for one byte."""
-    following = [*order[1:], order[0]]
-    return sum(1.0 / near[a][b] for a, b in zip(order, following, strict=True))
+def _hop_widths(order: list[int], near: Neighbours) -> list[float]:
+    return [near[a].get(b, 0.0) for a, b in zip(order, [*order[1:], order[0]], strict=True)]
 
 
 def _search(

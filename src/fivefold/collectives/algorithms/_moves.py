@@ -334,17 +334,10 @@ def double_tree_moves(n: int, owners: Ints) -> Moves:
     root = int(owners[0])
     others = np.delete(np.arange(n, dtype=np.int32), root)
     chunks = np.arange(owners.size, dtype=np.int32)
-    return joined(
-        [
-            _fed_tree(root, others, chunks[0::2]),
-            _fed_tree(root, _mirrored(others), chunks[1::2]).later(1),
-        ]
-    )
-
-
-def _mirrored(places: Ints) -> Ints:
-    """Return the order in which leaves become inner places: mirrored, or where n is odd shifted."""
-    return places[::-1] if places.size % 2 == 0 else np.roll(places, 1)
+    # Leaves become inner places: mirrored, or where their number is odd shifted.
+    second = others[::-1] if others.size % 2 == 0 else np.roll(others, 1)
+    trees = (_fed_tree(root, others, chunks[0::2]), _fed_tree(root, second, chunks[1::2]).later(1))
+    return joined(trees)
 
 
 def _fed_tree(root: int, places: Ints, chunks: Ints) -> Moves:

@@ -108,7 +108,12 @@ class Collective:
             )
         weights = _checked_weights(self.chunk_weights, self.num_chunks)
         object.__setattr__(self, "chunk_weights", frozen(weights, np.float64))
-        _check_sources(self)
+        held, asked = np.diff(self.pre_offsets) > 0, np.diff(self.post_offsets) > 0
+        if (asked & ~held).any():
+            raise ConfigurationError(
+                f"chunk {np.argmax(asked & ~held)} must arrive, but no rank holds it at first",
+                hint="name at least one rank for it in pre",
+            )
 
     # Made anew in another process: arrays would come back writable, equal weights as a list.
     def __reduce__(self) -> tuple[Any, ...]:
@@ -409,13 +414,3 @@ def _checked_weights(weights: ArrayLike | None, num_chunks: int) -> Floats:
     if given.size and (given == given.reshape(-1)[0]).all():
         given = given.reshape(-1)[0]
     return np.broadcast_to(given, (num_chunks,))
-
-
-def _check_sources(collective: Collective) -> None:
-    counts = np.diff(collective.pre_offsets)
-    missing = np.flatnonzero((counts == 0) & (np.diff(collective.post_offsets) > 0))
-    if missing.size:
-        raise ConfigurationError(
-            f"chunk {missing[0]} must arrive, but no rank holds it at first",
-            hint="name at least one rank for it in pre",
-        )

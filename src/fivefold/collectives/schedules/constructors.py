@@ -305,22 +305,16 @@ def collective_to_data(collective: Collective) -> dict[str, Any]:
         made = named_collective(collective.name, collective.num_ranks, chunks=chunks, root=root)
         if made == collective:
             return {**data, "chunks": chunks, "root": root}
+    weights = collective.chunk_weights  # one number where all are that number
+    short = weights.size > 0 and collective.has_equal_chunks
     return data | {
         "num_chunks": collective.num_chunks,
         "reducing": collective.reducing,
         "root": collective.root,
         "pre": np.stack([collective.pre_chunks, collective.pre_ranks], axis=1).tolist(),
         "post": np.stack([collective.post_chunks, collective.post_ranks], axis=1).tolist(),
-        "weights": _short_weights(collective),
+        "weights": float(weights[0]) if short else weights.tolist() or None,
     }
-
-
-def _short_weights(collective: Collective) -> float | list[float] | None:
-    """Return one number where all are that number."""
-    weights = collective.chunk_weights
-    if weights.size and collective.has_equal_chunks:
-        return float(weights[0])
-    return [float(weight) for weight in weights] or None
 
 
 def collective_from_data(data: dict[str, Any]) -> Collective:

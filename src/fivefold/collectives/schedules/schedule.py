@@ -285,6 +285,10 @@ class Schedule:
 
     def transfer(self, index: int) -> Transfer:
         """Return the transfer of this number, as an object."""
+        route = None
+        if self.route_offsets is not None and self.route_links is not None:
+            first, last = self.route_offsets[index : index + 2]
+            route = tuple(self.route_links[first:last].tolist())
         return Transfer(
             chunk=int(self.chunks[index]),
             source=int(self.sources[index]),
@@ -293,14 +297,8 @@ class Schedule:
             step=int(self.steps[index]),
             start_s=None if self.starts_s is None else float(self.starts_s[index]),
             end_s=None if self.ends_s is None else float(self.ends_s[index]),
-            route=self._route(index),
+            route=route,
         )
-
-    def _route(self, index: int) -> tuple[int, ...] | None:
-        if self.route_offsets is None or self.route_links is None:
-            return None
-        first, last = self.route_offsets[index], self.route_offsets[index + 1]
-        return tuple(int(link) for link in self.route_links[first:last])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
@@ -486,8 +484,23 @@ class Schedule:
         unknown = sorted(set(data) - _KEYS - {*_ARRAYS, *_SHORT, *_OPTIONAL})
         if unknown:
             raise DataError(f"the schedule has an unknown entry {unknown[0]!r}", hint="remove it")
+        for key in ("name", "solver"):
+            if not isinstance(value := data.get(key, ""), str):
+                message = f"the schedule has a wrong entry: {key} is {value!r:.60}, not text"
+                raise DataError(message, hint="write it again with Schedule.to_json")
         try:
-            return _from_data(data)
+            arrays = {key: _numbers(data, key) for key in (*_ARRAYS, *_OPTIONAL) if key in data}
+            toml = data["topology"]
+            return cls(
+                collective=collective_from_data(data["collective"]),
+                **{**{key: data[key] for key in _ARRAYS}, **arrays},
+                reduces=frozen(data["reduces"], np.bool_),
+                steps=frozen(data["steps"], np.int32),
+                topology=None if toml is None else read_topology(toml),
+                name=data["name"],
+                solver=data["solver"],
+                attributes=data["attributes"],
+            )
         except KeyError as error:
             raise DataError(f"the schedule has no entry {error}", hint="write it again") from None
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
@@ -530,24 +543,6 @@ def _short(array: Array) -> int | list[int]:
     if array.size and (array == array[0]).all():
         return int(array[0])
     return [int(value) for value in array]
-
-
-def _from_data(data: dict[str, Any]) -> Schedule:
-    arrays = {key: _numbers(data, key) for key in (*_ARRAYS, *_OPTIONAL) if key in data}
-    toml = data["topology"]
-    for key in ("name", "solver"):
-        if not isinstance(data[key], str):
-            raise TypeError(f"{key} is {data[key]!r:.60}, not text")
-    return Schedule(
-        collective=collective_from_data(data["collective"]),
-        **{**{key: data[key] for key in _ARRAYS}, **arrays},
-        reduces=frozen(data["reduces"], np.bool_),
-        steps=frozen(data["steps"], np.int32),
-        topology=None if toml is None else read_topology(toml),
-        name=data["name"],
-        solver=data["solver"],
-        attributes=data["attributes"],
-    )
 
 
 def _numbers(data: dict[str, Any], key: str) -> Array:

@@ -76,16 +76,6 @@ def _insert(queues: Any, ends: tuple[Any, Any, Any], port: int, number: int) -> 
 
 
 @njit
-def _remove(queues: Any, heads: Any, port: int, place: int) -> Any:
-    """Take a transfer out of its port's queue; it stands near the front."""
-    number = queues[place]
-    for later in range(place, heads[port], -1):
-        queues[later] = queues[later - 1]
-    heads[port] += 1
-    return number
-
-
-@njit
 def _first_free(
     queues: Any,
     span: tuple[int, int],
@@ -118,20 +108,6 @@ def _first_free(
 
 
 @njit
-def _port_queues(before: Any, routes: tuple[Any, Any, Any], num_links: int) -> tuple[Any, ...]:
-    """Return each transfer's first link, and a queue per link of those ready from the start."""
-    offsets, links, _ = routes
-    count = len(before)
-    port_of = links[offsets[:-1]]
-    begins, _ = group_by_key(port_of, num_links)
-    queues, ends = np.empty(count, np.int64), (begins, begins[:-1].copy(), begins[:-1].copy())
-    for number in range(count):
-        if before[number] < 0:
-            _insert(queues, ends, port_of[number], number)
-    return port_of, queues, ends
-
-
-@njit
 def _serve(
     port: int,
     now_s: float,
@@ -150,7 +126,10 @@ def _serve(
         place = _first_free(queues, span, routes, free_s, now_s, left)
         if place < 0:
             break
-        number = _remove(queues, heads, port, place)
+        number = queues[place]
+        for later in range(place, heads[port], -1):  # it stands near the front
+            queues[later] = queues[later - 1]
+        heads[port] += 1
         starts_s[number], ends_s[number] = now_s, now_s + lasts_s[number]
         waiting = push_event(heap, waiting, ends_s[number], number)
         for hop in range(routes[0][number], routes[0][number + 1]):
@@ -170,7 +149,12 @@ def _run(
     """Return the starts and arrivals of all transfers."""
     count = len(before)
     after, members = group_by_key(before + 1, count + 1)  # key 0: wait for nobody
-    port_of, queues, ends = _port_queues(before, routes, num_links)
+    port_of = routes[1][routes[0][:-1]]
+    begins, _ = group_by_key(port_of, num_links)
+    queues, ends = np.empty(count, np.int64), (begins, begins[:-1].copy(), begins[:-1].copy())
+    for number in range(count):
+        if before[number] < 0:
+            _insert(queues, ends, port_of[number], number)
     result = (np.zeros(count), np.zeros(count), np.zeros(num_links), left)
     room = len(routes[1]) + count + 1
     heap, waiting, now_s = (np.empty(room), np.empty(room, np.int64)), 0, 0.0

@@ -74,7 +74,13 @@ def all_to_all_optimum(
         )  # fmt: skip
     _require_paths(topology, wanted)
     symmetry = symmetry_of(topology, wanted)
-    _require_size(topology, symmetry)
+    count, links = len(symmetry.representatives), topology.num_links
+    entries = 2 * count * links + topology.num_ranks * links
+    if count * links > _MOST_FLOWS or entries > _MOST_ENTRIES:
+        raise UnsupportedError(
+            f"the flow program of {count} unlike ranks and {links} links is too large",
+            hint="all_to_all_flow takes shortest paths where it has no program",
+        )
     unit, rates = float(wanted.max()), topology.capacities_bytes_per_s
     # In the middle of the rates: the solver takes what is below 1e-9 of its unit for nothing.
     rate = float(np.sqrt(rates.min() * rates.max()))
@@ -157,16 +163,6 @@ def _require_paths(topology: Topology, demands: Floats) -> None:
         raise InfeasibleError(
             f"{source!r} sends to {target!r}, but cannot reach it",
             hint="add the links that are missing",
-        )
-
-
-def _require_size(topology: Topology, symmetry: Symmetry) -> None:
-    count, links = len(symmetry.representatives), topology.num_links
-    entries = 2 * count * links + topology.num_ranks * links
-    if count * links > _MOST_FLOWS or entries > _MOST_ENTRIES:
-        raise UnsupportedError(
-            f"the flow program of {count} unlike ranks and {links} links is too large",
-            hint="all_to_all_flow takes shortest paths where it has no program",
         )
 
 

@@ -118,7 +118,10 @@ def _best(
     chunk_bytes = float(collective.chunk_bytes(size_bytes)[0]) if collective.num_chunks else 0.0
     bound_s = discrete_ingress_bound(collective, topology, size_bytes=size_bytes).seconds
     best: Transfers | None = None
-    best_s, fresh = np.inf, _prefers_fresh(near)
+    # Links between neighbourhoods may be so slow that each chunk should cross once.
+    rates = near.rates[1:]
+    fresh = len(rates) > 1 and bool(rates[0] >= _MUCH_FASTER * rates[-1])
+    best_s = np.inf
     for number in range(seeds[1]):
         # The second run turns the rule round; later ones keep what was better.
         fresh = fresh if number != 1 else not fresh
@@ -146,12 +149,6 @@ def _best(
         message = "matching could not complete the collective"
         raise InfeasibleError(message, hint="check that links go both ways")
     return _schedule(collective, topology, fabric, best, size_bytes)
-
-
-def _prefers_fresh(near: Neighbourhoods) -> bool:
-    """Return whether links between neighbourhoods are so slow that each chunk should cross once."""
-    rates = near.rates[1:]
-    return len(rates) > 1 and bool(rates[0] >= _MUCH_FASTER * rates[-1])
 
 
 def _run(

@@ -238,30 +238,23 @@ class _Splitter:
         }
 
     def _split(self, u: int, t: int, most: int) -> None:
-        into, out_of = self.arcs[u, self.switch], self.arcs[self.switch, t]
-        room = min(into.capacity, out_of.capacity, most)
-        if room > 0:
-            room = min(room, self._slack_beside(u, t))
-            room = self._slack_around(u, t, room)
-            if room > 0:
-                self._move(u, t, room)
-
-    def _slack_beside(self, u: int, t: int) -> int:
-        """Return what sets that hold u and t but not the switch can lose."""
+        """Move as much to the direct arc as all sets can lose, ``most`` at most."""
+        room = min(self.arcs[u, self.switch].capacity, self.arcs[self.switch, t].capacity, most)
+        if room <= 0:
+            return
+        # Sets that hold u and t but not the switch.
         opened = [self.to_source[self.switch, self.super_source]]
-        if u in self.terminals or t in self.terminals:
-            return self._flow(self.switch, t, opened, (u, t)) - self.needed
-        opened.append(self.from_gate[self.gate, t])
-        gates = [self.to_gate[v, self.gate] for v in self.terminals]
-        flows = [self._flow(self.switch, t, [*opened, gate], (u, t)) for gate in gates]
-        return min(flows) - self.needed
-
-    def _slack_around(self, u: int, t: int, room: int) -> int:
-        """Return what sets that hold the switch but neither u nor t can lose, ``room`` at most."""
+        gates: list[list[int]] = [[]]
+        if u not in self.terminals and t not in self.terminals:
+            opened.append(self.from_gate[self.gate, t])
+            gates = [[self.to_gate[v, self.gate]] for v in self.terminals]
+        flows = (self._flow(self.switch, t, [*opened, *gate], (u, t)) for gate in gates)
+        room = min(room, min(flows) - self.needed)
+        # Sets that hold the switch but neither u nor t.
         opened = [self.to_source[u, self.super_source], self.from_gate[self.gate, self.switch]]
         for v in list(self.terminals):
             if room <= 0:
-                break
+                return
             if v not in {u, t}:
                 gate = self.to_gate[v, self.gate]
                 slack = self._flow(u, self.switch, [*opened, gate], (u, t)) - self.needed
@@ -270,7 +263,8 @@ class _Splitter:
                     # The same cut is often the tight one for the next pair as well.
                     self.terminals.remove(v)
                     self.terminals.insert(0, v)
-        return room
+        if room > 0:
+            self._move(u, t, room)
 
     def _flow(self, source: int, target: int, opened: list[int], pair: tuple[int, int]) -> int:
         for arc in [*opened, self.number[pair]]:

@@ -117,7 +117,10 @@ class Sketch:
             object.__setattr__(self, "connections", _rank_map("connections", self.connections))
         if self.senders is not None:
             object.__setattr__(self, "senders", _rank_map("senders", self.senders))
-            _check_senders(self.senders)
+            served = [rank for ranks in self.senders.values() for rank in ranks]
+            if len(set(served)) < len(served):
+                message = f"rank {max(served, key=served.count)} has several senders"
+                raise ConfigurationError(message, hint="name each rank under one sender")
         if not isinstance(self.symmetry, Iterable):
             raise _no_symmetry(self.symmetry)
         object.__setattr__(self, "symmetry", tuple(_offset(pair) for pair in self.symmetry))
@@ -296,14 +299,6 @@ def _rank_map(key: str, table: Mapping[Any, Iterable[int]]) -> dict[int, tuple[i
             f"{key} of a sketch names rank {min(numbers)}", hint="ranks are counted from 0"
         )
     return ranks
-
-
-def _check_senders(senders: Mapping[int, tuple[int, ...]]) -> None:
-    served = [rank for ranks in senders.values() for rank in ranks]
-    twice = sorted({rank for rank in served if served.count(rank) > 1})
-    if twice:
-        message = f"rank {twice[0]} has several senders"
-        raise ConfigurationError(message, hint="name each rank under one sender")
 
 
 def _offset(pair: Iterable[int]) -> tuple[int, int]:

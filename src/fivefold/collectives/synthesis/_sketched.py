@@ -155,20 +155,15 @@ def derive_sketch(
         copied = all_reduce_halves(collective)[0]
     elif collective.reducing:
         copied, place = collective.inverted(), topology.reversed()
-    boxes = _equal_boxes(topology)
+    hosts = boxes_of(topology)
+    in_order = [rank for host in hosts for rank in host] == list(range(topology.num_ranks))
+    boxes = len(hosts) if in_order and len(set(map(len, hosts))) == 1 else 1
     logical = logical_of(copied, place)
     size = topology.num_ranks // boxes
     plan = Sketch(name=name, boxes=boxes, connections=_connections(logical, size))
     logical = logical_of(copied, place, allow=_allow(plan, size))
     switches = _switches(logical, size, size_bytes)
     return replace(plan, switches=switches, symmetry=_symmetries(logical))
-
-
-def _equal_boxes(topology: Topology) -> int:
-    boxes = boxes_of(topology)
-    in_order = [rank for box in boxes for rank in box] == list(range(topology.num_ranks))
-    alike = len({len(box) for box in boxes}) == 1
-    return len(boxes) if in_order and alike else 1
 
 
 def _connections(logical: Logical, size: int) -> Connections:

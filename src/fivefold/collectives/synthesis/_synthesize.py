@@ -87,19 +87,15 @@ def _trees(request: Request) -> Iterator[Schedule]:
         # A sum runs the trees of the reversed topology backwards; the packing knows that.
         packing = spanning_trees(request.topology, root=collective.root)
         yield packing.to_schedule(asked, size_bytes=request.size_bytes)
-    if collective.name == "all_reduce":
-        yield from _pipelined(request)
-
-
-def _pipelined(request: Request) -> Iterator[Schedule]:
-    """Reduce and broadcast that overlap: with the plain chunks, and with the finest that pay."""
+    if collective.name != "all_reduce":
+        return
+    # Reduce and broadcast that overlap: with the plain chunks, and with the finest that pay.
     counts = [count for count, _ in request.chunkings(most=_FINEST_PIPELINE)]
     for root in roots_of(request.topology):
         for count in counts[-2:]:
             if request.left_s() <= 0:
                 return
-            finer = request.with_chunks(count)
-            size_bytes = request.size_bytes
+            finer, size_bytes = request.with_chunks(count), request.size_bytes
             yield pipelined_all_reduce(finer, request.topology, root=root, size_bytes=size_bytes)
 
 
@@ -494,13 +490,6 @@ class _Search:
             return None
         return found if found.time_s <= self.enough_s or searched_s >= time_limit_s else None
 
-    def _answers(self, collective: Collective) -> bool:
-        asked = self.request.collective
-        if not self.request.free:
-            return collective == asked
-        alike = (collective.name, collective.num_ranks, collective.root)
-        return alike == (asked.name, asked.num_ranks, asked.root)
-
     def _key(self) -> str:
         request = self.request
         parts = {
@@ -568,8 +557,9 @@ class _Search:
         self, schedule: Schedule, method: str, solver_s: float, *, cached: bool = False
     ) -> Synthesis:
         """Verify and price a schedule."""
-        request = self.request
-        if not self._answers(schedule.collective):
+        request, made = self.request, schedule.collective
+        kinds = [(one.name, one.num_ranks, one.root) for one in (made, request.collective)]
+        if kinds[0] != kinds[1] if request.free else made != request.collective:
             message = f"{method} made another {schedule.collective.name} than was asked for"
             raise ConfigurationError(message, hint="ask another method")
         verify_schedule(schedule, topology=request.topology)

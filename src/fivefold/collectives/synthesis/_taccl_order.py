@@ -76,7 +76,7 @@ def best_order(
     """Return the best of several list schedules."""
     deadline_s = clock_s() + time_limit_s
     parents = parents_of(sketch.logical, moves)
-    tails, weights = _tails(prices, moves, parents), _weights(moves, parents)
+    tails, weights = _urgencies(prices, moves, parents)
     chance = random.Random(seed)  # noqa: S311 - not for secrets
     own = [0] * len(moves)
     if sketch.sketch.own_chunks_first:  # what crosses and was passed on comes last
@@ -107,24 +107,18 @@ def best_order(
     return found
 
 
-def _tails(prices: Prices, moves: Sequence[tuple[int, int]], parents: list[int]) -> list[int]:
-    """Return the time from each transfer's start to the last arrival that depends on it."""
-    tails = [int(prices.delays[link]) for _, link in moves]
+def _urgencies(
+    prices: Prices, moves: Sequence[tuple[int, int]], parents: list[int]
+) -> tuple[list[int], list[int]]:
+    """Return the time to the last arrival that depends on each transfer, and how many depend."""
+    tails, weights = [int(prices.delays[link]) for _, link in moves], [1] * len(moves)
     for number in reversed(range(len(moves))):
         parent = parents[number]
         if parent >= 0:
             delay = int(prices.delays[moves[parent][1]])
             tails[parent] = max(tails[parent], delay + tails[number])
-    return tails
-
-
-def _weights(moves: Sequence[tuple[int, int]], parents: list[int]) -> list[int]:
-    """Return how many transfers depend on each, itself included."""
-    weights = [1] * len(moves)
-    for number in reversed(range(len(moves))):
-        if parents[number] >= 0:
-            weights[parents[number]] += weights[number]
-    return weights
+            weights[parent] += weights[number]
+    return tails, weights
 
 
 def _list_schedule(

@@ -153,7 +153,13 @@ class TreePacking:
         reduce-scatter, then an all-gather.
         """
         name = (collective if isinstance(collective, str) else collective.name).replace("-", "_")
-        _check_name(self, name)
+        require_one_of(name, (*_EVERY_RANK, *_ONE_ROOT), f"spanning trees do no {name}")
+        if (name in _ONE_ROOT) != (self.root is not None):
+            wanted = "one root" if name in _ONE_ROOT else "a root at every rank"
+            raise ConfigurationError(
+                f"{name} needs trees with {wanted}",
+                hint="pass root= to spanning_trees for broadcast and reduce, and only for them",
+            )
         if isinstance(collective, Collective):
             chunks = _per_root(self, collective)
             return self._made(name, chunks, size_bytes).replaced(collective=collective)
@@ -204,7 +210,11 @@ def spanning_trees(
         >>> packing.inverse_rate_s_per_byte, packing.height
         (Fraction(1, 1), 1)
     """
-    _check_arguments(topology, k, root, connections)
+    if k is not None:
+        require_whole("k", k)
+    if root is not None:
+        require_whole("root", root, least=0, most=topology.num_ranks - 1)
+    require_one_of(connections, get_args(Connections), f"connections is {connections!r}")
     if topology.num_ranks == 1:
         return TreePacking(
             topology=topology, trees=(), root=root, k=k or 1, u_s=Fraction(0),
@@ -225,17 +235,6 @@ def spanning_trees(
         u_s=rate.u / network.unit,
         optimum_s_per_byte=optimum / network.unit,
     )
-
-
-def _check_arguments(topology: Topology, k: int | None, root: int | None, connections: str) -> None:
-    if k is not None:
-        require_whole("k", k)
-    if root is not None and not 0 <= root < topology.num_ranks:
-        raise ConfigurationError(
-            f"root is {root}, but there are {topology.num_ranks} ranks",
-            hint=f"choose a root from 0 to {topology.num_ranks - 1}",
-        )
-    require_one_of(connections, get_args(Connections), f"connections is {connections!r}")
 
 
 def _plan(network: Network, roots: list[int], optimum: Fraction, k: int | None) -> FixedRate:
@@ -334,16 +333,6 @@ def _counts(packing: TreePacking) -> list[int]:
     few = [1 << power for power in range(packing.k.bit_length()) if 1 << power < packing.k]
     many = [packing.k << power for power in range(_MOST_DOUBLINGS)]
     return [count for count in [*few, *many] if count <= most] or [1]
-
-
-def _check_name(packing: TreePacking, name: str) -> None:
-    require_one_of(name, (*_EVERY_RANK, *_ONE_ROOT), f"spanning trees do no {name}")
-    if (name in _ONE_ROOT) != (packing.root is not None):
-        wanted = "one root" if name in _ONE_ROOT else "a root at every rank"
-        raise ConfigurationError(
-            f"{name} needs trees with {wanted}",
-            hint="pass root= to spanning_trees for broadcast and reduce, and only for them",
-        )
 
 
 def _per_root(packing: TreePacking, collective: Collective) -> int:
