@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from fractions import Fraction
+from random import Random
 
 import numpy as np
 import pytest
@@ -231,6 +232,41 @@ def test_bounds_do_not_depend_on_names_and_order(network, name, data):
         )
         assert after.seconds == pytest.approx(before.seconds, rel=1e-9)
         assert after.kind == before.kind
+
+
+@given(
+    network=st.one_of(graphs(), wide_graphs()), name=st.sampled_from(COLLECTIVES), data=st.data()
+)
+def test_a_slower_link_never_gives_a_better_bound(network, name, data):
+    root = data.draw(st.integers(0, network.num_ranks - 1))
+    collective = schedules.named_collective(name, network.num_ranks, root=root)
+    for exact in (None, False):
+        _check_slower(network, collective, data.draw(st.integers(0, network.num_links - 1)), exact)
+
+
+@pytest.mark.parametrize("seed", [21, 184, 194, 221])
+def test_a_slower_link_does_not_hide_the_worst_cut(seed):
+    random = Random(seed)  # noqa: S311 - no secret
+    pairs = [(i, (i + 1) % 13) for i in range(13)]
+    pairs += [(random.randrange(13), random.randrange(13)) for _ in range(random.randint(4, 16))]
+    edges = [(a, b, random.randint(1, 6), 0.0) for a, b in pairs if a != b]
+    network = graph(edges, 10, 3)
+    for link in range(network.num_links):
+        _check_slower(network, schedules.all_to_all(10), link, exact=None)
+
+
+def _check_slower(network, collective, at, exact):
+    before = schedules.lower_bound(collective, network, 60.0, exact=exact).seconds
+    for share, more_s in ((0.9, 0.0), (0.5, 1.0), (0.01, 0.0), (1.0, 3.0)):
+        links = [*network.links]
+        links[at] = replace(
+            links[at],
+            bandwidth_bytes_per_s=links[at].bandwidth_bytes_per_s * share,
+            latency_s=links[at].latency_s + more_s,
+        )
+        slower = network.with_links(links)
+        after = schedules.lower_bound(collective, slower, 60.0, exact=exact).seconds
+        assert after >= before * (1 - 1e-9)
 
 
 def _without_latency(link, scale):

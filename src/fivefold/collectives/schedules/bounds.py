@@ -27,7 +27,6 @@ _OPTIMAL = ("all_gather", "reduce_scatter", "broadcast", "reduce", "scatter", "g
 _EXACT_WORK = 15_000_000  # ranks times arcs up to which max-flows are run unasked
 _ALL_CUTS = 12  # nodes up to which all cuts are tried
 _MOST_SWEPT = 20_000_000  # pairs of neighbours times size of the network that are swept
-_MOST_DENSE, _DISTINCT = 600, 1e-6  # nodes up to which modes are computed; what tells them apart
 _LOOKS = 8  # how far two links are compared
 _MOST_LEVELS = 16  # latencies below which cuts are looked for
 # The throughput optima by cuts whose worst cut is that of a collective.
@@ -341,25 +340,23 @@ def _sweep_cuts(collective: Collective, topology: Topology, chunk_bytes: Floats)
 def _orders(topology: Topology) -> Iterator[Longs]:
     """Return levels of the nodes, from 0 without gaps, between which promising cuts lie.
 
-    How much nearer nodes are to one end of a link than to the other; the network's slowest mode.
+    How much nearer nodes are to one end of a link than to the other, and how far to or from a node.
+    Only the network's shape counts: what depended on rates, a slower link could make better.
     """
     from scipy import sparse  # noqa: PLC0415 - heavy
     from scipy.sparse.csgraph import shortest_path  # noqa: PLC0415 - heavy
 
     count, ends = topology.num_nodes, (topology.link_sources, topology.link_targets)
-    weights = topology.capacities_bytes_per_s / topology.capacities_bytes_per_s.max(initial=1.0)
-    graph = sparse.coo_matrix((weights, ends), shape=(count, count)).tocsr()
+    graph = sparse.coo_matrix((np.ones(topology.num_links), ends), shape=(count, count)).tocsr()
     pairs = _unlike_pairs(topology)
-    if pairs.shape[0] * (topology.num_links + count) <= _MOST_SWEPT:
-        nodes, places = np.unique(pairs, return_inverse=True)
-        away = shortest_path(graph.power(-1), directed=False, indices=nodes)  # times for a byte
-        for one, other in places.reshape(pairs.shape):
-            yield _levels(np.round((away[one] - away[other]) / _DISTINCT))
-    if 3 < count <= _MOST_DENSE:
-        dense = (graph + graph.T).toarray()
-        values, modes = np.linalg.eigh(np.diag(dense.sum(axis=1)) - dense)
-        if values[2] - values[1] > _DISTINCT * values[-1]:  # else it is any of many
-            yield _levels(np.round(modes[:, 1] / np.abs(modes[:, 1]).max() / _DISTINCT))
+    if pairs.shape[0] * (topology.num_links + count) > _MOST_SWEPT:
+        return
+    nodes, places = np.unique(pairs, return_inverse=True)
+    away = shortest_path(graph, directed=False, unweighted=True, indices=nodes)
+    for one, other in places.reshape(pairs.shape):
+        yield _levels(away[one] - away[other])
+    for way in (graph, graph.T):
+        yield from map(_levels, shortest_path(way, unweighted=True, indices=nodes))
 
 
 def _levels(keys: Floats) -> Longs:
@@ -372,10 +369,9 @@ def _unlike_pairs(topology: Topology) -> Longs:
     pairs = np.unique(np.sort(np.stack([first, last], axis=1), axis=1), axis=0)
     if pairs.shape[0] * (topology.num_links + topology.num_nodes) <= _MOST_SWEPT // 10:
         return pairs.astype(np.int64)
-    capacities = np.unique(topology.capacities_bytes_per_s, return_inverse=True)[1]
     colours = topology.is_rank.astype(np.uint64)
     for _ in range(_LOOKS):
-        colours = recoloured(topology, colours, capacities.astype(np.uint64))
+        colours = recoloured(topology, colours, np.uint64(0))
     looks = np.sort(colours[pairs], axis=1)
     return pairs[np.unique(looks, axis=0, return_index=True)[1]].astype(np.int64)
 
