@@ -25,7 +25,6 @@ from fivefold.collectives.schedules.arrays import (
     frozen,
     offsets_of,
     require_pairs,
-    rows_of,
 )
 from fivefold.errors import ConfigurationError, require_whole
 
@@ -36,9 +35,6 @@ _INVERSES = {
     "reduce": "broadcast",
     "scatter": "gather",
     "gather": "scatter",
-    "all_reduce": "all_reduce",
-    "all_to_all": "all_to_all",
-    "all_to_allv": "all_to_allv",
 }
 _SUMS = ("all_reduce", "reduce_scatter", "reduce")
 _PAIRWISE = ("all_to_all", "all_to_allv")
@@ -323,22 +319,19 @@ class Collective:
             The finer collective, numbered as its constructor would.
         """
         count = require_whole("pieces", pieces)
-        within = np.arange(count, dtype=np.int32)
-        cut = []
-        for chunks, ranks, offsets in (
-            (self.pre_chunks, self.pre_ranks, self.pre_offsets),
-            (self.post_chunks, self.post_ranks, self.post_offsets),
-        ):
-            rows = np.repeat(np.arange(self.num_chunks), count)
-            finer, old = rows_of(offsets, rows)
-            new = np.repeat(np.arange(rows.size) % count, np.diff(finer))
-            cut.append((chunks[old] * np.int32(count) + within[new], ranks[old]))
+
+        def cut(chunks: Ints, ranks: Ints) -> tuple[Ints, Ints]:
+            finer = (chunks[:, None] * np.int32(count) + np.arange(count, dtype=np.int32)).ravel()
+            order = np.argsort(finer, kind="stable")
+            return finer[order], np.repeat(ranks, count)[order]
+
+        pre, post = cut(self.pre_chunks, self.pre_ranks), cut(self.post_chunks, self.post_ranks)
         return self.replaced(
             num_chunks=self.num_chunks * count,
-            pre_chunks=cut[0][0],
-            pre_ranks=cut[0][1],
-            post_chunks=cut[1][0],
-            post_ranks=cut[1][1],
+            pre_chunks=pre[0],
+            pre_ranks=pre[1],
+            post_chunks=post[0],
+            post_ranks=post[1],
             chunk_weights=(
                 np.broadcast_to(self.chunk_weights[:1], (self.num_chunks * count,))
                 if self.has_equal_chunks

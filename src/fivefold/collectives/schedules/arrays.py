@@ -16,9 +16,7 @@ Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-MOST_RANKS, MOST_PAIRS = 1 << 20, 1 << 27  # beyond, memory would end before any work began
-
-
+_MOST_PAIRS = 1 << 27  # beyond, memory would end before any work began
 _CAST = {"i": "iu", "b": "iub", "f": "iuf"}  # kinds of numbers that one of these may be read from
 
 
@@ -53,10 +51,10 @@ def rows_of(offsets: Array, rows: Array) -> tuple[Longs, Longs]:
 
 def require_pairs(what: str, count: int) -> None:
     """Refuse more (chunk, rank) pairs, chunks or ranks than memory could hold."""
-    if count > MOST_PAIRS:
+    if count > _MOST_PAIRS:
         shown = f"{count}" if count < 10**18 else "more than 10^18"
         raise ConfigurationError(
-            f"the collective has {shown} {what}, more than {MOST_PAIRS}",
+            f"the collective has {shown} {what}, more than {_MOST_PAIRS}",
             hint="use fewer ranks or chunks",
         )
 

@@ -318,25 +318,12 @@ class Schedule:
     # -- making --------------------------------------------------------------------------------
 
     @classmethod
-    def from_transfers(
-        cls,
-        transfers: Iterable[Transfer],
-        *,
-        collective: Collective,
-        topology: Topology | None = None,
-        name: str = "",
-        solver: str = "",
-        attributes: Mapping[str, Any] | None = None,
-    ) -> Schedule:
+    def from_transfers(cls, transfers: Iterable[Transfer], **fields: Any) -> Schedule:
         """Make a schedule from transfer objects, in their order.
 
         Args:
             transfers: The transfers; times and routes for all of them or for none.
-            collective: What they do.
-            topology: The network they were made for.
-            name: The algorithm.
-            solver: What made it.
-            attributes: Anything else worth keeping.
+            **fields: The ``collective`` that they do, and the other fields of a schedule.
         """
         moves = list(transfers)
         ends = [m.start_s is not None and m.end_s is not None for m in moves]
@@ -345,7 +332,6 @@ class Schedule:
         routes = [m.route or () for m in moves]
         links = np.array([link for route in routes for link in route], dtype=np.int32)
         return cls(
-            collective=collective,
             chunks=np.array([m.chunk for m in moves]),
             sources=np.array([m.source for m in moves]),
             targets=np.array([m.target for m in moves]),
@@ -355,10 +341,7 @@ class Schedule:
             ends_s=np.array([m.end_s for m in moves], dtype=np.float64) if timed else None,
             route_offsets=np.cumsum([0, *map(len, routes)]) if routed else None,
             route_links=links if routed else None,
-            topology=topology,
-            name=name,
-            solver=solver,
-            attributes=attributes or {},
+            **fields,
         )
 
     def replaced(self, **changes: Any) -> Schedule:

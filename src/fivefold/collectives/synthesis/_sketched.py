@@ -169,8 +169,7 @@ def derive_sketch(
 def _connections(logical: Logical, size: int) -> Connections:
     """Choose rails where each rank has one and boxes can spread what comes in, or all are many.
 
-    Behind a switch between boxes a rank's connections share its own link, so that a copy for
-    every rank of the other box costs as much as all of them together.
+    Behind a switch between boxes a rank's connections share its link: rails cost no more.
     """
     if size == logical.num_ranks:
         return "all"
@@ -205,45 +204,46 @@ def _switches(logical: Logical, size: int, size_bytes: float) -> tuple[SwitchSke
 def _symmetries(logical: Logical) -> tuple[tuple[int, int], ...]:
     """Return the rotations that keep links, rates, sharing and chunks, the widest blocks first.
 
-    The group they generate must move every rank (act freely): a symmetry that leaves a rank where
-    it is would forbid that rank to treat two equal neighbours one after the other.
+    Their group must move every rank: a symmetry that leaves a rank where it is would forbid it to
+    treat two equal neighbours one after the other.
     """
     count = logical.num_ranks
     found: list[tuple[int, int]] = []
+    generators: list[tuple[int, ...]] = []
     group = {tuple(range(count))}
     for block in reversed(_divisors(count)):
         for offset in _divisors(block)[:-1]:
             check_time()
             permutation = rotation(offset, block, num_ranks=count)
-            if tuple(permutation.tolist()) in group:
+            element = tuple(permutation.tolist())
+            if element in group:
                 break
-            larger = _generated(group, tuple(permutation.tolist()))
+            larger = _generated([*generators, element])
             if larger is not None and _keeps(logical, permutation):
                 found.append((offset, block))
+                generators.append(element)
                 group = larger
                 break  # a smaller offset generates the larger ones
     return tuple(found)
 
 
-def _generated(
-    group: set[tuple[int, ...]], element: tuple[int, ...]
-) -> set[tuple[int, ...]] | None:
-    """Return the group with one more element, None if something but the identity leaves a rank."""
-    identity = tuple(range(len(element)))
-    generators = [*group, element]
-    larger, fresh = set(group), [element]
+def _generated(generators: list[tuple[int, ...]]) -> set[tuple[int, ...]] | None:
+    """Return the group of these, None if anything but the identity leaves a rank where it is."""
+    ranks = range(len(generators[0]))
+    group, fresh = {tuple(ranks)}, [tuple(ranks)]
     while fresh:
         check_time()
         member = fresh.pop()
-        if member in larger:
-            continue
-        if member != identity and any(image == rank for rank, image in enumerate(member)):
-            return None
-        larger.add(member)
-        fresh += [tuple(one[rank] for rank in member) for one in generators]
-        if len(larger) > len(element):
-            return None  # a group that moves every rank has at most as many members as ranks
-    return larger
+        for one in generators:
+            product = tuple(member[rank] for rank in one)
+            if product in group:
+                continue
+            # A group that moves every rank has at most as many members as ranks.
+            if len(group) == len(ranks) or any(product[rank] == rank for rank in ranks):
+                return None
+            group.add(product)
+            fresh.append(product)
+    return group
 
 
 def _divisors(number: int) -> list[int]:
