@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.collectives.schedules.arrays import Array, Longs
-from fivefold.errors import ConfigurationError, optional_module, require_one_of
+from fivefold.errors import ConfigurationError, optional_module, require_one_of, require_whole
 from fivefold.network.topology import Topology
 
 _FINEST = 2**31  # capacities that are no integers become multiples of the largest / this
@@ -28,16 +28,8 @@ class ThroughputOptimum:
     """The best rate at which an all-gather can run, and the cut that forbids any better."""
 
     inverse_rate: Fraction
-    total_weight: int
     cut: tuple[int, ...] = field(repr=False)
     exact: bool = True
-
-    @property
-    def algorithm_bandwidth_bytes_per_s(self) -> Fraction | float:
-        """Gathered bytes over time; infinite where nothing has to move."""
-        if self.inverse_rate == 0:
-            return math.inf
-        return self.total_weight / self.inverse_rate
 
 
 def throughput_optimum(
@@ -62,7 +54,7 @@ def throughput_optimum(
         of rate 0 where no cut is left.
 
     Raises:
-        ConfigurationError: There is no such collective, or capacities are too fine.
+        ConfigurationError: There is no such collective or root, or capacities are too fine.
         InfeasibleError: The topology is not connected.
         UnsupportedError: OR-Tools is not installed.
 
@@ -77,6 +69,7 @@ def throughput_optimum(
     backwards = {"reduce_scatter": "all_gather", "reduce": "broadcast", "scatter": "gather"}
     message = f"{collective!r} has no throughput optimum by cuts"
     require_one_of(collective, [*backwards, *backwards.values()], message)
+    require_whole("root", root, least=0, most=topology.num_ranks - 1)
     kind = backwards.get(collective, collective)
     network = topology.reversed() if collective in backwards else topology
     network.require_connected()
@@ -91,7 +84,6 @@ def throughput_optimum(
         inside = ~inside if network is not topology else inside
     return ThroughputOptimum(
         inverse_rate=ratio / unit,
-        total_weight=1 if kind == "broadcast" else network.num_ranks,
         cut=tuple(np.flatnonzero(inside).tolist()),
         exact=exact,
     )

@@ -105,7 +105,7 @@ def _matching(request: Request) -> Iterator[Schedule]:
             collective,
             request.topology,
             size_bytes=request.size_bytes,
-            seed=request.seed,
+            seed=request.options.seed,
             time_limit_s=request.left_s(0.5),
         )
 
@@ -133,8 +133,8 @@ def _taccl(request: Request) -> Iterator[Schedule]:
             request.sketch,
             size_bytes=request.size_bytes,
             time_limit_s=request.left_s(1 / (len(counts) - place)),
-            seed=request.seed,
-            progress=request.progress,
+            seed=request.options.seed,
+            progress=request.options.progress,
         )
         yield result.schedule
 
@@ -223,11 +223,9 @@ class Request:
     free: bool
     topology: Topology
     size_bytes: float
-    model: CostModel
     sketch: Sketch | None
     deadline_s: float
-    seed: int
-    progress: Callable[[str], None] | None
+    options: SynthesisOptions
 
     def left_s(self, share: float = 1.0) -> float:
         """Return a share of the time that is left; 0 where none is."""
@@ -235,8 +233,8 @@ class Request:
 
     def say(self, line: str) -> None:
         """Report progress."""
-        if self.progress is not None:
-            self.progress(line)
+        if self.options.progress is not None:
+            self.options.progress(line)
 
     def with_chunks(self, count: int) -> Collective:
         """Return the collective with ``count`` chunks where there was one."""
@@ -421,11 +419,9 @@ def synthesize(
         free=isinstance(collective, str),
         topology=topology,
         size_bytes=float(size_bytes),
-        model=chosen.model,
         sketch=sketch,
         deadline_s=clock_s() + time_limit_s,
-        seed=chosen.seed,
-        progress=chosen.progress,
+        options=chosen,
     )
     request.collective.chunk_bytes(request.size_bytes)  # refuses what is no size
     bound = bound_of(request.collective, topology, request.size_bytes)
@@ -499,8 +495,8 @@ class _Search:
             "free": request.free,
             "size_bytes": request.size_bytes,
             "method": self.method,
-            "model": request.model,
-            "seed": request.seed,
+            "model": request.options.model,
+            "seed": request.options.seed,
             "sketch": request.sketch.to_toml() if request.sketch is not None else None,
         }
         text = json.dumps(parts, sort_keys=True)
@@ -564,7 +560,7 @@ class _Search:
             raise ConfigurationError(message, hint="ask another method")
         verify_schedule(schedule, topology=request.topology)
         timing = evaluate(
-            schedule, request.topology, size_bytes=request.size_bytes, model=request.model
+            schedule, request.topology, size_bytes=request.size_bytes, model=request.options.model
         )
         timed = with_times(schedule, timing).replaced(topology=request.topology)
         return Synthesis(timed, timing.total_s, self.bound, method, solver_s, (), cached)
