@@ -113,12 +113,9 @@ def _check_times_against_links(
 
 
 def _sums(values: Floats, first: Longs) -> tuple[Floats, Floats]:
-    """Return the sum of each row's values and, for each value, of those before it in its row.
-
-    Differences of sums over all rows would lose what is small beside the rows before.
-    """
+    """Return the sum of each row's values and, for each value, of those before it in its row."""
     place = np.arange(values.size) - np.repeat(first[:-1], np.diff(first))
-    before = np.zeros(values.size)
+    before = np.zeros(values.size)  # differences of sums over all rows would lose what is small
     for hop in range(1, int(place.max(initial=0)) + 1):
         on = np.flatnonzero(place == hop)
         before[on] = before[on - 1] + values[on - 1]
@@ -173,8 +170,7 @@ def _first_hurried(
 ) -> int:
     """Find the first transfer that starts before what it reads has arrived; -1 for none.
 
-    A copied chunk is there from its first arrival; a sum is whole when all that was added in
-    earlier steps has arrived.
+    A copy is there from its first arrival; a sum when all that earlier steps added has arrived.
     """
     read, written, filled, order = slots
     reducing, slack_s = shape
@@ -272,7 +268,14 @@ def _replayed(schedule: Schedule, *, mode: int) -> int:
     none = np.zeros(0)
     starts_s = none if schedule.starts_s is None else schedule.starts_s
     ends_s = none if schedule.ends_s is None else schedule.ends_s
-    _check_finite(starts_s, ends_s)
+    wrong = ~(np.isfinite(starts_s) & np.isfinite(ends_s)) | (starts_s < 0) | (ends_s < starts_s)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise ScheduleError(
+            f"transfer {at} starts at {starts_s[at]} s and ends at {ends_s[at]} s",
+            hint="starts are at least 0 and ends at least starts",
+            transfer=at,
+        )
     contributors = int(np.diff(collective.pre_offsets).max(initial=1))
     words = max(1, -(-contributors // 64)) if collective.reducing else 1
     code, index, chunk, rank, redundant = replay(
@@ -292,17 +295,6 @@ def _replayed(schedule: Schedule, *, mode: int) -> int:
     if code != FINE:
         _refuse(schedule, int(code), int(index), chunk=int(chunk), rank=int(rank))
     return int(redundant)
-
-
-def _check_finite(starts_s: Floats, ends_s: Floats) -> None:
-    wrong = ~(np.isfinite(starts_s) & np.isfinite(ends_s)) | (starts_s < 0) | (ends_s < starts_s)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise ScheduleError(
-            f"transfer {at} starts at {starts_s[at]} s and ends at {ends_s[at]} s",
-            hint="starts are at least 0 and ends at least starts",
-            transfer=at,
-        )
 
 
 def _refuse(schedule: Schedule, code: int, index: int, *, chunk: int, rank: int) -> None:
@@ -427,10 +419,9 @@ def replay(
     post: tuple[Any, Any],
     shape: tuple[int, int, int, bool, float],
 ) -> tuple[int, int, int, int, int]:
-    """Replay every chunk and compare with the postcondition.
+    """Return code, transfer or -1, chunk, rank or -1, redundant writes of the replay of all chunks.
 
-    Returns code, transfer or -1, chunk, rank or -1, redundant writes; of all chunks the broken
-    transfer that is listed first is named.
+    Of all chunks the broken transfer that is listed first is named.
     """
     num_ranks, words, mode, reducing, slack_s = shape
     offsets, positions = grouped

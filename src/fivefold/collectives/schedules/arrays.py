@@ -21,11 +21,7 @@ _CAST = {"i": "iu", "b": "iub", "f": "iuf"}  # kinds of numbers that one of thes
 
 
 def frozen(values: ArrayLike, dtype: type) -> Array:
-    """Return a read-only view of the values; the caller's own array stays writeable.
-
-    Raises:
-        ConfigurationError: A value is no number, or another one in this type (1.5, 2^32, true).
-    """
+    """Return a read-only view; refuse a value that is another in this type (1.5, 2^32, true)."""
     given = np.asarray(values)
     fine = not given.size or given.dtype.kind in _CAST[np.dtype(dtype).kind]
     view: Array = given.astype(dtype, copy=False).view() if fine else given

@@ -92,8 +92,7 @@ def throughput_optimum(
 def whole_capacities(topology: Topology, most: int = _FINEST) -> tuple[Longs, Fraction, bool]:
     """Return capacities as multiples of a unit, the unit in bytes/s, and whether that is exact.
 
-    The unit is their largest common divisor, or where one of them would exceed ``most``, the
-    largest capacity over ``most``; capacities are then rounded down.
+    Where their divisor is below the largest / ``most``, that is the unit; all are rounded down.
     """
     values, which = np.unique(topology.capacities_bytes_per_s, return_inverse=True)
     if not values.size:

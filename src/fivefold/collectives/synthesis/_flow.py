@@ -139,8 +139,7 @@ def _proof(
 ) -> tuple[Floats, float]:
     """Return the prices whose bound is best, from those that the smaller program gives.
 
-    Averaging them over the mappings again and again makes them as symmetric as the network, which
-    the program itself has no reason to do; every step is a bound of its own.
+    Averaged over the mappings again and again they become as symmetric as the network.
     """
     best, best_s = prices, -1.0
     for repeats in (0, 4, 16, 64):
