@@ -183,6 +183,7 @@ def test_a_collective_survives_pickling_and_is_read_only():
         (lambda: schedules.custom_collective(2, [(-1, 0)], post=[]), "whole numbers from 0"),
         (lambda: schedules.named_collective("all_together", 2), "no collective 'all_together'"),
         (lambda: schedules.all_gather(2).chunk_bytes(-1), "size_bytes is -1"),
+        (lambda: schedules.all_gather(2).chunk_bytes("1 GB"), "size_bytes is '1 GB'"),
         (lambda: schedules.all_gather(2).chunk_bytes(float("inf")), "size_bytes is inf"),
         (
             lambda: schedules.Collective(

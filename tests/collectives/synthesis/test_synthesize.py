@@ -192,7 +192,10 @@ def test_disconnected_networks_are_named():
         ({"method": "magic"}, "method 'magic'"),
         ({"size_bytes": -1}, "size_bytes"),
         ({"size_bytes": float("nan")}, "size_bytes"),
+        ({"size_bytes": "64 MB"}, "size_bytes is '64 MB'"),
+        ({"size_bytes": None}, "size_bytes is None"),
         ({"time_limit_s": -1}, "time_limit_s"),
+        ({"time_limit_s": "10 s"}, "got '10 s'"),
         ({"method": "flow"}, "."),
     ],
 )

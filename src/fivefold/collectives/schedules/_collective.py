@@ -12,6 +12,7 @@ import functools
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -181,11 +182,12 @@ class Collective:
             float64 [num_chunks]; not rounded, for a buffer need not divide evenly.
 
         Raises:
-            ConfigurationError: The size is negative or not finite.
+            ConfigurationError: The size is no number, negative or not finite.
         """
-        if not 0 <= size_bytes < np.inf:
+        number = isinstance(size_bytes, Real) and not isinstance(size_bytes, bool)
+        if not number or not 0 <= size_bytes < np.inf:
             raise ConfigurationError(
-                f"size_bytes is {size_bytes}", hint="give a finite size of at least 0 bytes"
+                f"size_bytes is {size_bytes!r:.40}", hint="give a finite size of at least 0 bytes"
             )
         if self.num_chunks == 0 or self.buffer_weight == 0:
             return np.zeros(self.num_chunks)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -409,13 +410,15 @@ def synthesize(
     """
     chosen = SynthesisOptions() if options is None else options
     require_one_of(method, ("auto", *_METHODS), f"method {method!r} is unknown")
-    if not 0 <= time_limit_s < float("inf"):
+    if not isinstance(time_limit_s, Real) or not 0 <= time_limit_s < float("inf"):
         raise ConfigurationError(
-            f"time_limit_s must not be negative; got {time_limit_s}",
-            hint="seconds; 0 asks the library only",
+            f"time_limit_s must be a number of seconds from 0; got {time_limit_s!r:.40}",
+            hint="0 asks the library only",
         )
+    asked = _asked(collective, topology.num_ranks, chosen.root)
+    asked.chunk_bytes(size_bytes)  # refuses what is no size
     request = Request(
-        collective=_asked(collective, topology.num_ranks, chosen.root),
+        collective=asked,
         free=isinstance(collective, str),
         topology=topology,
         size_bytes=float(size_bytes),
@@ -423,7 +426,6 @@ def synthesize(
         deadline_s=clock_s() + time_limit_s,
         options=chosen,
     )
-    request.collective.chunk_bytes(request.size_bytes)  # refuses what is no size
     bound = bound_of(request.collective, topology, request.size_bytes)
     method = "taccl" if sketch is not None and method == "auto" else method
     search = _Search(request, method, bound, enough=chosen.gap)
