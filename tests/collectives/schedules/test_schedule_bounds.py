@@ -232,6 +232,12 @@ def test_bounds_do_not_depend_on_names_and_order(network, name, data):
         )
         assert after.seconds == pytest.approx(before.seconds, rel=1e-9)
         assert after.kind == before.kind
+    if name not in ("all_reduce", "all_to_all"):
+        rates = [
+            schedules.throughput_optimum(of, collective=name, root=at).inverse_rate
+            for of, at in ((network, root), (other, moved_root))
+        ]
+        assert rates[0] == rates[1]
 
 
 @given(
@@ -267,6 +273,14 @@ def _check_slower(network, collective, at, exact):
         slower = network.with_links(links)
         after = schedules.lower_bound(collective, slower, 60.0, exact=exact).seconds
         assert after >= before * (1 - 1e-9)
+        if collective.name not in ("all_reduce", "all_to_all"):
+            best, worse = (
+                schedules.throughput_optimum(
+                    of, collective=collective.name, root=collective.root or 0
+                ).inverse_rate
+                for of in (network, slower)
+            )
+            assert worse >= best * (1 - 1e-8)  # capacities that are no integers are rounded
 
 
 def _without_latency(link, scale):
