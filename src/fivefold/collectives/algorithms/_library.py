@@ -26,7 +26,6 @@ from fivefold.collectives.algorithms._moves import (
     grouped_exchange_moves,
     hierarchical_moves,
     moves_of,
-    one_shot_sums,
     pairwise_exchange_moves,
     pat_moves,
     recursive_doubling_moves,
@@ -289,7 +288,10 @@ def _moves(
     if collective.name == "custom":
         return _from_nearest_holder(collective), False
     if name == "one_shot":
-        return one_shot_sums(collective.num_ranks, collective.num_chunks), True
+        # Every rank sends its part of every chunk to everyone.
+        everyone = np.arange(collective.num_ranks, dtype=np.int32)
+        moves = direct_moves(everyone.size, np.repeat(everyone, collective.num_chunks))
+        return moves._replace(chunks=moves.chunks % np.int32(collective.num_chunks)), True
     if name == "recursive_doubling" and collective.name == "all_reduce":
         moves, sums = doubling_sums(collective.num_ranks, collective.num_chunks)
         return moves, np.arange(moves.chunks.size) < sums
@@ -323,7 +325,11 @@ def _forms(
         spread = partial(pat_moves, most_chunks=most)
     if name == "hierarchical":
         members = _checked_groups(collective, topology, options.get("groups"))
-        intra, inter = (_level(options.get(key, "ring")) for key in ("intra", "inter"))
+        levels = [options.get(key, "ring") for key in ("intra", "inter")]
+        for level in levels:
+            allowed = [key for key in _SPREADS if key not in _ROOTED_SPREADS]
+            require_one_of(level, allowed, f"{level!r} cannot be one level of a hierarchy")
+        intra, inter = (_SPREADS[level] for level in levels)
 
         def spread(_: int, owners: Ints) -> Moves:
             return hierarchical_moves(owners, members, intra=intra, inter=inter)
@@ -332,12 +338,6 @@ def _forms(
             return grouped_exchange_moves(chunks, sources, targets, members)
 
     return spread, exchange
-
-
-def _level(name: str) -> Spread:
-    allowed = [key for key in _SPREADS if key not in _ROOTED_SPREADS]
-    require_one_of(name, allowed, f"{name!r} cannot be one level of a hierarchy")
-    return _SPREADS[name]
 
 
 def _checked_groups(

@@ -377,14 +377,6 @@ def _across(owners: Ints, chunks: Ints, groups: list[Ints], group_of: Ints, inte
     return moves._replace(chunks=chunks.astype(np.int32)[moves.chunks])
 
 
-def one_shot_sums(n: int, num_chunks: int) -> Moves:
-    """Send all that each rank has to everyone, in one step."""
-    offsets = np.arange(1, n, dtype=np.int32)[:, None, None]
-    ranks = np.arange(n, dtype=np.int32)[None, :, None]
-    chunks = np.arange(num_chunks, dtype=np.int32)[None, None, :]
-    return moves_of(chunks, ranks, (ranks + offsets) % np.int32(n), 0)
-
-
 def doubling_sums(n: int, num_chunks: int) -> tuple[Moves, int]:
     """Swap and add in step s the sums of ranks that differ in bit s; how many moves add, too."""
     core, places = core_ranks(n)
