@@ -323,7 +323,8 @@ class Collective:
         count = require_whole("pieces", pieces)
 
         def cut(chunks: Ints, ranks: Ints) -> tuple[Ints, Ints]:
-            finer = (chunks[:, None] * np.int32(count) + np.arange(count, dtype=np.int32)).ravel()
+            finer: Ints = np.repeat(chunks * np.int32(count), count)
+            finer += np.tile(np.arange(count, dtype=np.int32), chunks.size)
             order = np.argsort(finer, kind="stable")
             return finer[order], np.repeat(ranks, count)[order]
 

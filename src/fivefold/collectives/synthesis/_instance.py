@@ -137,6 +137,7 @@ def map_chunks(instance: Instance, permutation: NDArray[np.int32]) -> NDArray[np
     def becomes(kind: tuple[frozenset[int], ...]) -> tuple[frozenset[int], ...]:
         return tuple(frozenset(int(permutation[rank]) for rank in ranks) for ranks in kind)
 
+    kinds: list[tuple[frozenset[int], ...]]
     kinds = list(zip(instance.holders, instance.wanted, strict=True))
     return _images(kinds, becomes, lambda chunk: f"chunk {chunk} to a chunk that does not exist")
 
