@@ -41,10 +41,11 @@ def _made(
 
     def pairs(where: str) -> Pairs:
         require_pairs("pairs of chunk and rank", chunks * (count if where == "all" else 1))
-        numbers, ranks = np.arange(chunks, dtype=np.int32), np.arange(count, dtype=np.int32)
+        numbers = np.arange(chunks, dtype=np.int32)
         if where == "all":
-            return np.repeat(numbers, count), np.tile(ranks, chunks)
-        return numbers, np.repeat(ranks, share) if where == "owner" else np.full_like(numbers, root)
+            return np.repeat(numbers, count), np.tile(np.arange(count, dtype=np.int32), chunks)
+        ranks = numbers // np.int32(share) if where == "owner" else np.full_like(numbers, root)
+        return numbers, ranks
 
     (pre_chunks, pre_ranks), (post_chunks, post_ranks) = pairs(pre), pairs(post)
     return Collective(
