@@ -14,10 +14,8 @@ different ranks; in a shared group they could be matched with a payload.
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,13 +24,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.errors import ConfigurationError, require_whole
-from fivefold.optim._comm_thread import CommunicationThread, Job, named_errors
+from fivefold.optim._comm_thread import CommunicationThread, named_errors
 from fivefold.optim._compressed import CompressedExchange, ring_bytes
 from fivefold.optim._round_choice import CODECS_TO_CHOOSE, MessageTimes
 from fivefold.optim.codecs import Codec, ExactCodec, named_codec, resolve_codec
 
-_CALLBACK_PATIENCE_S = 1.0
-_CALLBACK_GRACE_S = 0.05
 _PROBE_BYTES = 1 << 20
 _LEAST_PROBE = 1 << 14  # elements; the time of fewer is all latency
 _PROBES = 5
@@ -182,9 +178,6 @@ class ProcessGroupTransport:
                 others=[named_codec(name) for name in names],
                 bucket_bytes=bucket_bytes,
             )
-        self._open_works: list[dist.Work] = []
-        # Also at the interpreter's exit: gloo aborts the process when a collective is cut off.
-        weakref.finalize(self, _let_land, self._open_works)
 
     @property
     def rank(self) -> int:
@@ -221,25 +214,17 @@ class ProcessGroupTransport:
         """
         if self._exchange is not None:
             return self._exchange.launch(payloads, metadata=metadata, fragment=fragment, what=what)
-        launched_at_s = time.perf_counter()
         tensors = [*payloads, metadata]
         buckets = [part for tensor in tensors for part in self._buckets(tensor)]
         with named_errors(self.rank, what):
             works = [dist.all_reduce(part, group=self._group, async_op=True) for part in buckets]
-        self._open_works[:] = [work for work in self._open_works if not work.is_completed()]
-        self._open_works.extend(works)
-        watch = None
-        if any(tensor.is_cuda for tensor in tensors):
-            watch = self._thread.submit(lambda: _wait_all(works), tensors=tensors, what=what)
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
         sent_bytes = ring_bytes(sum(t.nbytes for t in tensors), world_size=self.world_size)
-        return ProcessGroupAllReduce(
-            works,
-            rank=self.rank,
-            launched_at_s=launched_at_s,
-            sent_bytes=sent_bytes,
-            what=what,
-            watch=watch,
-        )
+        return self._thread.submit(wait, tensors=tensors, what=what, sent_bytes=sent_bytes)
 
     def use_codec(self, name: str) -> None:
         """Send what is launched from now on in this codec; for a transport with ``codec="auto"``.
@@ -288,9 +273,8 @@ class ProcessGroupTransport:
             self.gather_objects(None)  # all begin together
             started_s = time.perf_counter()
             if self._exchange is None:
-                self._in_order(
-                    lambda: dist.all_reduce(payload, group=self._group), tensors=(), what=what
-                )
+                nothing = torch.zeros(0, dtype=torch.float64)
+                self.launch([payload], metadata=nothing, fragment=0, what=what).wait()
             else:
                 self._exchange.try_codec(codec, payload, what=what).wait()
             if payload.is_cuda:
@@ -328,7 +312,8 @@ class ProcessGroupTransport:
             for tensor in tensors:
                 dist.broadcast(tensor, src=self._global_root, group=self._group)
 
-        self._in_order(run, tensors=tensors, what="broadcast of the initial parameters")
+        what = "broadcast of the initial parameters"
+        self._thread.submit(run, tensors=tensors, what=what).wait()
 
     def gather_objects(self, value: object) -> list[Any]:
         """Return every rank's value, in rank order.
@@ -341,18 +326,8 @@ class ProcessGroupTransport:
         def run() -> None:
             dist.all_gather_object(values, value, group=self._group)
 
-        self._in_order(run, tensors=(), what="comparison of the ranks' settings")
+        self._thread.submit(run, tensors=(), what="comparison of the ranks' settings").wait()
         return values
-
-    def _in_order(
-        self, run: Callable[[], None], *, tensors: Sequence[torch.Tensor], what: str
-    ) -> None:
-        """Run a collective after the all-reduces before it, whoever carries those out."""
-        if self._exchange is None:
-            with named_errors(self.rank, what):
-                run()
-        else:
-            self._thread.submit(run, tensors=tensors, what=what).wait()
 
     def _buckets(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return views of a tensor that cover it once; a collective on nothing is left out."""
@@ -378,72 +353,3 @@ def as_group(
         message = f"{name} must be a process group that has this rank; got {group!r}"
         raise ConfigurationError(message, hint="make one with torch.distributed.new_group(ranks)")
     return group
-
-
-def _wait_all(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-
-
-def _let_land(works: list[dist.Work], patience_s: float = 5.0) -> None:
-    """Give collectives that nobody waits for any more a moment to end."""
-    deadline_s = time.monotonic() + patience_s
-    while any(not work.is_completed() for work in works) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    if works:
-        # The backend's thread may still be letting go of a callback. If the interpreter ended
-        # meanwhile, that thread would be unwound in the middle of it, and the process aborted.
-        time.sleep(_CALLBACK_GRACE_S)
-
-
-class ProcessGroupAllReduce:
-    """All-reduces of one round on their way.
-
-    On a CPU completion is stamped by the backend's thread. With CUDA tensors the works' callbacks
-    run when the collectives have been queued, not when they have ended: there a ``watch`` job
-    waits for the event on the communication thread, and the compute stream never does.
-    """
-
-    def __init__(
-        self,
-        works: Sequence[dist.Work],
-        *,
-        rank: int,
-        launched_at_s: float,
-        sent_bytes: int,
-        what: str,
-        watch: Job | None = None,
-    ) -> None:
-        self.sent_bytes, self.launched_at_s = sent_bytes, launched_at_s
-        self._works, self._watch = works, watch
-        self._rank, self._what = rank, what
-        self._lock = threading.Lock()
-        self._stamped = threading.Event()
-        self._open = len(works)
-        self._completed_at_s: float | None = None
-        if watch is None:
-            for work in works:
-                work.get_future().add_done_callback(self._on_done)
-
-    @property
-    def completed_at_s(self) -> float | None:
-        """``time.perf_counter()`` at completion; None while under way."""
-        return self._completed_at_s if self._watch is None else self._watch.completed_at_s
-
-    def _on_done(self, _: object) -> None:
-        now_s = time.perf_counter()
-        with self._lock:
-            self._open -= 1
-            if self._open == 0:
-                self._completed_at_s = now_s
-                self._stamped.set()
-
-    def wait(self) -> bool:
-        """Wait for every all-reduce; see ``PendingAllReduce.wait``."""
-        with named_errors(self._rank, self._what):
-            _wait_all(self._works)  # NCCL: only makes the current stream wait
-        if self._watch is None and self._works:
-            self._stamped.wait(_CALLBACK_PATIENCE_S)  # it may run just after the wait returned
-        if self._watch is None and self._completed_at_s is None:
-            self._completed_at_s = time.perf_counter()
-        return True
