@@ -224,11 +224,11 @@ def anchors_of(state: dict[str, Any]) -> str:
     """Digest of the outer state that replicas share."""
     fragments = state["method"]["sync"]["fragments"]
     shared = [
-        group[name]
+        buffers[name]
         for fragment in fragments.values()
-        for group in fragment["groups"].values()
+        for buffers in fragment["tensors"].values()
         for name in ("anchor", "momentum")
-        if name in group
+        if name in buffers
     ]
     return digest_of(shared)
 

@@ -53,7 +53,7 @@ def digest(rank, rule, codec):
         if step in (STEPS // 2, STEPS - 1):
             sync.finalize()
             for fragment in sync.state_dict()["fragments"].values():
-                for buffers in [*fragment["groups"].values(), *fragment["averaged"].values()]:
+                for buffers in fragment["tensors"].values():
                     for name in ("anchor", "momentum"):
                         if name in buffers:
                             found.update(buffers[name].numpy().tobytes())

@@ -276,8 +276,8 @@ def test_outer_state_has_the_documented_size(rule, bytes_per_element):
         model, _, sync = make(transport, rule)
         buffers = [
             b
-            for group in sync.state_dict()["fragments"]["0"]["groups"].values()
-            for b in group.values()
+            for entries in sync.state_dict()["fragments"]["0"]["tensors"].values()
+            for b in entries.values()
         ]
         return sum(b.nbytes for b in buffers) / flat(model).numel()
 

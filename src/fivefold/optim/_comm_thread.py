@@ -1,16 +1,8 @@
 """One thread that carries out communication jobs in the order in which they came.
 
-A compressed sum has stages that depend on one another, so somebody must stand by between them;
-and the ranks' collectives are matched by their order, so nobody else may use the process group
-meanwhile. A job's exception reaches whoever waits for it, and all jobs after it fail at once: on
-a group whose order is broken they could only time out.
-
-On CUDA a job runs on a stream of its own, which first waits for an event recorded where the job
-was handed over; whoever waits for the job makes the current stream wait for it. The device as a
-whole is never synchronised. With NCCL, whose collectives do not block the host, a CUDA job is
-issued by the caller itself: were it another thread, the order of these collectives among those of
-the training thread (FSDP's) would differ from rank to rank, and two communicators could each wait
-for the other. This module knows nothing of codecs or rounds.
+The ranks' collectives are matched by their order, so nobody else may use the process group
+meanwhile. A job's exception reaches whoever waits for it, and all jobs after it fail at once: on a
+group whose order is broken they could only time out.
 """
 
 from __future__ import annotations
@@ -132,6 +124,10 @@ class Job:
 
 class CommunicationThread:
     """Carries out jobs in the order in which they came, on a thread started by the first."""
+
+    # With NCCL, whose collectives do not block the host, a CUDA job is issued by the caller itself:
+    # were it another thread, the order of these collectives among those of the training thread
+    # (FSDP's) would differ from rank to rank, and two communicators could wait for one another.
 
     def __init__(self, *, rank: int, issues_at_once: bool = False) -> None:
         self._rank = rank

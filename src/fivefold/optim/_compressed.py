@@ -1,18 +1,5 @@
 """The sum over ranks of payloads that travel encoded.
 
-Every rank owns a slice of every bucket. A rank encodes each slice and sends it to its owner; the
-owner decodes, adds in rank order in float32, encodes the sum and sends it to all; everybody
-decodes the same bytes, so that the result is equal on all ranks bit for bit. Both encodings keep
-what they could not express in a residual and add it the next time::
-
-    send     v = e + d;                     e <- v - decode(Q(v))    Q(v): to the slice's owner
-    own      w = f + decode(Q_0) + ...;     f <- w - decode(Q(w))    Q(w): to all ranks
-    receive  payload <- decode(Q(w))
-
-so after any number of rounds the sum of all results, plus all residuals, is the sum of all
-payloads. Both exchanges are ``all_to_all_single``: gloo and NCCL have it, it takes slices of
-unequal sizes, and unlike the gathering collectives it has one name in all versions of torch.
-
 References:
     Karimireddy et al., arXiv 1901.09847 (error feedback); Tang et al., arXiv 1905.05957
     (residuals on both sides).
@@ -112,6 +99,18 @@ class _Feedback:
         self.kept[0] = False
 
 
+# Every rank owns a slice of every bucket. A rank encodes each slice and sends it to its owner; the
+# owner decodes, adds in rank order in float32, encodes the sum and sends it to all; everybody
+# decodes the same bytes, so that the result is equal on all ranks bit for bit. Both encodings keep
+# what they could not express in a residual and add it the next time:
+#
+#     send     v = e + d;                     e <- v - decode(Q(v))    Q(v): to the slice's owner
+#     own      w = f + decode(Q_0) + ...;     f <- w - decode(Q(w))    Q(w): to all ranks
+#     receive  payload <- decode(Q(w))
+#
+# so after any number of rounds the sum of all results, plus all residuals, is the sum of all
+# payloads. Both exchanges are ``all_to_all_single``: gloo and NCCL have it, and it takes slices of
+# unequal sizes.
 class CompressedExchange:
     """Compressed sums over one process group, with residuals for each fragment.
 

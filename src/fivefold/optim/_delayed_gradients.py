@@ -1,12 +1,7 @@
 """Delayed gradients: the all-reduce of a step's gradients runs behind the next step.
 
 The rule, the part of the engine that swaps gradients, and the hooks that put it before the inner
-optimizer's step. Nothing is local here but the gradient that is being computed: parameters and the
-optimizer's state are equal on all ranks at all times, as with DistributedDataParallel.
-
-References:
-    Pipe-SGD, arXiv 1811.03619; one step of delay with Muon or a high momentum and an extrapolated
-    update, arXiv 2606.30634.
+optimizer's step.
 """
 
 from __future__ import annotations
@@ -157,7 +152,7 @@ class GradientFragment(Fragment):
             for group in self.groups:
                 group.payload.mul_(weight)
         task = MergeTask(coefficients=coefficients, send=send, settles=settles, weight=weight)
-        averaged = self._average(task, None if landed is None else landed.reading)
+        averaged = self._average(task, landed)
         buffers = (tensor for group in self.averaged for tensor in group.tensors)
         self._share_rows(self.tensors() if share else buffers)
         if coefficients is not None:

@@ -1,14 +1,9 @@
 """``ElasticTransport``: a transport whose workers may leave and join while training goes on.
 
-Each worker is one slot. Its all-reduces run over the workers of the last quorum. When one
-has landed, or failed, each worker votes in the background; the quorum that the lighthouse then
-gives to all says whether the all-reduce counts and who takes part in the next one. A sum is applied
-only after that, so an all-reduce is applied by all or by none, and work of a lost all-reduce is
-sent again.
-
-A newcomer waits for the next launch. There, after the merge, a member hands over a copy of its
-state, and the newcomer takes part in that same all-reduce with weight 0: from then on it stands
-where the others stand, bit for bit.
+When an all-reduce has landed, or failed, each worker votes; the quorum that the lighthouse then
+gives to all says whether it counts and who takes part in the next one. A sum is applied by all or
+by none, and work of a lost all-reduce is sent again. A newcomer gets a member's state at a launch,
+and takes part in it with weight 0: from then on it stands where the others stand, bit for bit.
 """
 
 from __future__ import annotations

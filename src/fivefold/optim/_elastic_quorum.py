@@ -1,12 +1,8 @@
 """What one quorum means: who goes on, who joins, whether the last all-reduce counts.
 
-The lighthouse is the one authority: it hands the same list of ballots to everybody who voted, and
-:func:`decide` is a pure function of that list, so all who read it decide alike. An all-reduce
-counts only when every member that is still there says that the sums arrived; nobody applies a sum
-before that. So a worker may end at any moment, and the others either all apply an all-reduce or all
-send the same work again.
-
-Nothing here knows sockets, tensors or torchft.
+The lighthouse hands the same list of ballots to everybody who voted, and :func:`decide` is a pure
+function of it, so all decide alike. An all-reduce counts only when every member that is still there
+says that the sums arrived; nobody applies a sum before that.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """One worker's services from torchft: heartbeat and vote, key-value store, state server, groups.
 
-torchft gives the parts: the lighthouse and its quorum, a native heartbeat, process groups that
-can be formed again, and the HTTP transfer of states. This module holds one worker's set of them
-and turns their errors into ours. What a quorum means is decided in ``_elastic_quorum``.
-
 torchft's own ``Manager`` is not used: its vote ends at one worker's border (two workers may
 decide differently about one all-reduce), and it hands a newcomer's state over one step late for
 rules whose sums are applied one round later.
@@ -222,15 +218,10 @@ class ElasticServices:
 
 
 class ArrivalDeadline:
-    """Longest wait for a sum, from how long the last ones took.
+    """Longest wait for a sum, from how long the last ones took; ``longest_s`` until five arrived.
 
-    A worker that vanished without a word is noticed after a few times the usual, with no constant
-    to guess. A deadline that was missed is doubled for the next try, up to the longest there is, so
-    a link that has become slow is waited for. Workers need not agree: where one gives up, the sum
-    is lost on all.
-
-    Args:
-        longest_s: Bound of every wait, and the wait until five sums have arrived.
+    A deadline that was missed is doubled for the next try, so a link that has become slow is waited
+    for. Workers need not agree: where one gives up, the sum is lost on all.
     """
 
     def __init__(self, longest_s: float) -> None:

@@ -1,15 +1,8 @@
 """The outer state as flat buffers, and how a model's tensors map into them.
 
-Tensors of one device and one outer data type share a buffer, so that one round needs one
-all-reduce per group. The outer data type is at least float32, whatever the tensors have. Per
-element the state is the anchor and the payload, and what the rule needs beside them: the momentum
-(12 bytes for float32 in all, as counted in CO2's Algorithm 2 with the pseudo-gradient as payload),
-and for some merges the worker's own part.
-
-Live tensors are read and written through their current storage at each boundary and never kept:
-user code may replace it. Of a sharded tensor (DTensor) this rank's own shard is meant, and where
-the ranks of a worker share the outer state of replicated tensors, this rank's rows. Pieces are
-small enough for a core's cache, so that a boundary reads and writes each buffer once.
+Tensors of one device and one outer data type (at least float32) share a buffer, so that one round
+needs one all-reduce per group. Live tensors are read and written through their current storage at
+each boundary and never kept: user code may replace it.
 """
 
 from __future__ import annotations
@@ -55,7 +48,11 @@ class Piece:
 
 
 class FlatGroup:
-    """Outer state of tensors of one device and one outer data type."""
+    """Outer state of tensors of one device and one outer data type.
+
+    Of a sharded tensor (DTensor) this rank's own shard is meant, and where the ranks of a worker
+    share the outer state of replicated tensors, this rank's rows.
+    """
 
     def __init__(
         self,

@@ -2,29 +2,33 @@
 
 Most rules have one fragment, the whole model. A fragment knows when it launches and merges
 (``_schedule``), holds its flat buffers (``_flat``) and turns what arrived into the scalars of an
-outer step. Live parameters are touched on the training thread only, at boundaries: what is in
-all-reduce is always the payload.
+outer step. Live parameters are touched on the training thread only, at boundaries.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from fivefold.errors import CommunicationError
+from fivefold.errors import CommunicationError, ConfigurationError
+from fivefold.optim._flat import FlatGroup, Piece
 from fivefold.optim._merge import MERGES, MergeTask, merge_pieces, outer_coefficients
 from fivefold.optim._metadata import (
+    Metadata,
     MetadataReading,
     replica_hash,
     require_equal,
     require_equal_inside,
 )
-from fivefold.optim._schedule import Boundary
+from fivefold.optim._outer_optimizer import OuterOptimizer, OuterOptimizerStep
+from fivefold.optim._schedule import Boundary, RoundSchedule
 from fivefold.optim._shards import local_tensor
-from fivefold.optim._state import FragmentState, InAllReduce
+from fivefold.optim._state import EngineContext, InAllReduce, OuterState
 from fivefold.optim._update import OuterCoefficients, PieceStatistics
 from fivefold.optim.statistics import AllReduceRecord
 
@@ -32,9 +36,204 @@ from fivefold.optim.statistics import AllReduceRecord
 _MOST_ATTEMPTS = 16
 _POLL_S = 0.0005
 
+OF_OPTIMIZER = "outer_optimizer."
+"""What the names of an outer optimizer's own tensors begin with."""
+_EQUAL = ("anchor", "momentum")  # on all workers, between boundaries
 
-class Fragment(FragmentState):
-    """Outer state and rounds of one part of the model; made like ``FragmentState``."""
+
+def is_shared(key: str) -> bool:
+    """Return whether a buffer is equal on all workers once an all-reduce has landed."""
+    return key in (*_EQUAL, "payload") or key.startswith(OF_OPTIMIZER)
+
+
+class Fragment:
+    """Outer state and rounds of one part of the model."""
+
+    def __init__(
+        self,
+        index: int,
+        groups: list[FlatGroup],
+        *,
+        averaged: list[FlatGroup],
+        schedule: RoundSchedule,
+        context: EngineContext,
+    ) -> None:
+        self.index = index
+        self.groups = groups
+        self.averaged = averaged
+        self.schedule = schedule
+        self.launching: int | None = None
+        self._shared = context
+        self._state = OuterState(own_share=1.0 / context.transport.world_size)
+        self._in_flight: InAllReduce | None = None
+        self._round_began_s: float | None = None
+        self._waited_before_s = 0.0
+        device = self.all_groups[0].anchor.device
+        self._metadata = Metadata(context.transport.world_size, device=device)
+        self._side: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
+        self._weighted = False
+        self._finite = True
+        self._exact = False  # whether the boundary takes the plain mean
+        self._untold = 0  # of a lost all-reduce: others still have to be told
+        self._others_lr: float | None = None
+        self._optimizer: OuterOptimizerStep | None = None
+        if isinstance(context.rule, OuterOptimizer) and groups:
+            self._optimizer = OuterOptimizerStep(context.rule, self._outer_parameters())
+        context.transport.prepare(self._payloads(), fragment=index)
+
+    @property
+    def all_groups(self) -> list[FlatGroup]:
+        """The parameters' flat groups, and those of what is only averaged."""
+        return [*self.groups, *self.averaged]
+
+    @property
+    def anchors(self) -> list[torch.Tensor]:
+        """Flat anchors."""
+        return [group.anchor for group in self.all_groups]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the live tensors."""
+        return (tensor for group in self.all_groups for tensor in group.tensors)
+
+    def names(self) -> list[str]:
+        """Return the names of the live tensors."""
+        known = self._shared.names()
+        return [known[id(tensor)] for tensor in self.tensors()]
+
+    def write_anchor(self) -> None:
+        """Put the anchor into the model."""
+        for piece in self._pieces():
+            piece.local.copy_(piece.anchor)
+        self._share_rows()
+
+    def _outer_parameters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for group in self.groups:
+            gradients = group.shaped(group.extras["gradient"])
+            yield from zip(group.shaped(group.anchor), gradients, strict=True)
+
+    def _payloads(self) -> list[torch.Tensor]:
+        return [group.payload for group in self.all_groups]
+
+    def _pieces(self, of: list[FlatGroup] | None = None) -> Iterator[Piece]:
+        groups = self.all_groups if of is None else of
+        return (piece for group in groups for piece in group.pieces())
+
+    def _share_rows(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        worker = self._shared.worker
+        if worker is not None and worker.splits:
+            worker.share_rows(self.tensors() if tensors is None else tensors)
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return numbers, and live buffers by tensor; an all-reduce must have been landed."""
+        flown = self._in_flight or InAllReduce(round=-1)
+        reading = flown.reading or MetadataReading.empty(self._shared.transport.world_size)
+        tensors = self._buffers()
+        if self._optimizer is not None:
+            entries = self._optimizer.entries()
+            for name, own in zip(self.names(), entries, strict=False):  # not of what is averaged
+                tensors[name] |= {f"{OF_OPTIMIZER}{key}": value for key, value in own.items()}
+        return self._numbers() | {
+            "in_flight": {
+                "unit": flown.unit,
+                "weight": flown.weight,
+                "arrived": flown.arrived,
+                "reading": asdict(reading),
+            },
+            "tensors": tensors,
+        }
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all workers have in common at this moment.
+
+        Called from within a launch, it is without that all-reduce, in which a newcomer takes part;
+        otherwise it is with the all-reduce, which must have been landed.
+        """
+        state = self.state_dict()
+        if self.launching is not None:
+            del state["in_flight"]
+        state["tensors"] = {
+            name: {key: value for key, value in entries.items() if _is_known(key, state)}
+            for name, entries in state["tensors"].items()
+        }
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()`` of this rank."""
+        self._load_buffers(self._buffers(), state["tensors"])
+        self._load_numbers(state)
+
+    def load_shared(self, state: dict[str, Any]) -> None:
+        """Stand where the workers stand in their round, at the anchor, with nothing of its own."""
+        mine = {
+            name: {key: buffer for key, buffer in entries.items() if _is_known(key, state)}
+            for name, entries in self._buffers().items()
+        }
+        self._load_buffers(mine, state["tensors"])
+        self._load_numbers(state)
+        self._state.weight = None
+        self._state.own_share = 1.0 / self._shared.transport.world_size
+        self.begin()
+
+    def _buffers(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return views of the flat buffers, by tensor and then by what they are."""
+        views = [
+            dict(zip(group.buffers(), parts, strict=True))
+            for group in self.all_groups
+            for parts in zip(*map(group.shaped, group.buffers().values()), strict=True)
+        ]
+        return dict(zip(self.names(), views, strict=True))
+
+    def _load_buffers(
+        self, mine: dict[str, dict[str, torch.Tensor]], saved: dict[str, dict[str, Any]]
+    ) -> None:
+        for name, entries in mine.items():
+            for key, buffer in entries.items():
+                found = saved.get(name, {}).get(key)
+                if found is None or found.shape != buffer.shape:
+                    there = "nothing" if found is None else tuple(found.shape)
+                    message = (
+                        f"the saved outer state has {there} for the {key} of {name}, the model "
+                        f"has {tuple(buffer.shape)}"
+                    )
+                    raise ConfigurationError(message, hint="resume with the model that was saved")
+                buffer.copy_(found)
+
+    def _numbers(self) -> dict[str, Any]:
+        return {
+            "schedule": self.schedule.state(),
+            "scalars": self._state.numbers(),
+            "outer_steps": 0 if self._optimizer is None else self._optimizer.steps,
+        }
+
+    def _load_numbers(self, state: dict[str, Any]) -> None:
+        self.schedule.restore(state["schedule"])
+        self._state = OuterState(**state["scalars"])
+        self._round_began_s = None
+        if self._optimizer is not None:
+            entries = [state["tensors"][name] for name in self.names()]
+            self._optimizer.load(
+                state["outer_steps"],
+                [
+                    {
+                        key.removeprefix(OF_OPTIMIZER): value
+                        for key, value in own.items()
+                        if key.startswith(OF_OPTIMIZER)
+                    }
+                    for own in entries[: self._optimizer.num_parameters]
+                ],
+            )
+        self._in_flight = None
+        if self.schedule.in_flight_round is not None and "in_flight" in state:
+            flown = dict(state["in_flight"])
+            self._in_flight = InAllReduce(
+                round=self.schedule.in_flight_round,
+                reading=MetadataReading(**flown.pop("reading")),
+                **flown,
+            )
 
     # -- what the engine calls --------------------------------------------------------------------
 
@@ -103,7 +302,7 @@ class Fragment(FragmentState):
 
     def begin(self) -> None:
         """Start from the anchor, which is equal on all ranks now."""
-        for group in [*self.groups, *self.averaged]:
+        for group in self.all_groups:
             group.forget_own_part()
         self.write_anchor()
 
@@ -161,30 +360,36 @@ class Fragment(FragmentState):
         self._in_flight = None
         reading = all_reduce.reading
         assert reading is not None, "landing reads the lane"
-        if not all_reduce.arrived:
-            self._untold = all_reduce.non_finite
+        if all_reduce.arrived:
+            self._read(reading, all_reduce.round)
         else:
-            self._tell_left_out(reading, round_number=all_reduce.round)
-            if self._shared.transport.rank == 0:
-                reading.tell_same_work()
-            reading.require_weights_alike()
-            # Those whose payload was left out too; empty slots and newcomers have neither.
-            there = zip(reading.hash, reading.weight, strict=True)
-            hashes = {slot: int(h) for slot, (h, weight) in enumerate(there) if h or weight}
-            require_equal(hashes, round_number=all_reduce.round)
-            flown = [time_s for time_s in reading.all_reduce_s if time_s > 0]
-            self._state.link_s = min(flown, default=self._state.link_s)
-            if flown:
-                turn = self.schedule.total_steps
-                self._shared.meter.add_link_time(self._state.link_s, turn=turn)
-            if self.index == 0:
-                self._shared.on_reading(reading, all_reduce.round)
+            self._untold = all_reduce.non_finite
         return all_reduce
+
+    def _read(self, reading: MetadataReading, round_number: int) -> None:
+        """Take in what all ranks wrote; raise or warn where it tells of trouble."""
+        state, rank = self._state, self._shared.transport.rank
+        self._tell_left_out(reading, round_number=round_number)
+        if rank == 0:
+            reading.tell_same_work()
+        reading.require_weights_alike()
+        # Those whose payload was left out too; empty slots and newcomers have neither.
+        there = zip(reading.hash, reading.weight, strict=True)
+        hashes = {slot: int(h) for slot, (h, weight) in enumerate(there) if h or weight}
+        require_equal(hashes, round_number=round_number)
+        if reading.total_weight:
+            own = reading.weight[rank] if reading.fits(self._shared.transport.world_size) else 0.0
+            state.own_share = own / reading.total_weight
+        flown = [time_s for time_s in reading.all_reduce_s if time_s > 0]
+        if flown:
+            state.link_s = min(flown)
+            self._shared.meter.add_link_time(state.link_s, turn=self.schedule.total_steps)
+        if self.index == 0:
+            self._shared.on_reading(reading, round_number)
 
     def _tell_left_out(self, reading: MetadataReading, *, round_number: int) -> None:
         """Say whose payloads were left out; all ranks read the same metadata, so all do alike."""
-        names = list(self.tensor_names().values())
-        found = reading.tell_non_finite(names, round_number=round_number)
+        found = reading.tell_non_finite(self.names, round_number=round_number)
         factor = self._shared.outlier_factor
         if factor is not None:
             self._state.follow_norms(reading.norm, most_times=factor)
@@ -264,14 +469,22 @@ class Fragment(FragmentState):
         if self._side is not None:
             torch.cuda.current_stream(self._side.device).synchronize()
 
+    def _mean(self, landed: InAllReduce | None) -> OuterCoefficients | None:
+        """Return the scalars of a step by the mean of what arrived; None where nothing did."""
+        reading = None if landed is None or not landed.arrived else landed.reading
+        if reading is None or reading.total_weight == 0:
+            return None
+        scale = 1.0 / reading.total_weight
+        return OuterCoefficients(momentum=0.0, delta_scale=scale, step=1.0, clip=None)
+
     def _coefficients(self, all_reduce: InAllReduce) -> OuterCoefficients | None:
         """Turn what the metadata brought into the scalars of this outer step."""
-        reading, shared = all_reduce.reading, self._shared
-        if not all_reduce.arrived or reading is None or reading.total_weight == 0:
+        mean, reading, shared = self._mean(all_reduce), all_reduce.reading, self._shared
+        if mean is None or reading is None:
             return None
         if self._exact:
-            self._state.gap, scale = 1.0, 1.0 / reading.total_weight
-            return OuterCoefficients(momentum=0.0, delta_scale=scale, step=1.0, clip=None)
+            self._state.gap = 1.0
+            return mean
         in_lr_units = shared.rule.units == "lr"
         return outer_coefficients(
             shared.rule,
@@ -292,10 +505,6 @@ class Fragment(FragmentState):
         coefficients = None if landed is None else self._coefficients(landed)
         lost = landed is not None and not landed.arrived
         rule = self._shared.rule
-        reading = None if landed is None else landed.reading
-        if reading is not None and coefficients is not None:
-            own = reading.weight[self._shared.transport.rank] if reading.fits(self._slots) else 0.0
-            self._state.own_share = own / reading.total_weight
         task = MergeTask(
             coefficients=coefficients,
             send=send,
@@ -315,19 +524,16 @@ class Fragment(FragmentState):
                 self._optimizer.step()
             for piece in self._pieces(of=self.groups):
                 piece.local.copy_(piece.anchor)
-        averaged = self._average(task, reading)
+        averaged = self._average(task, landed)
         self._share_rows()
         self._account(measured, coefficients, arrived=landed is not None)
         self._finite = measured.all_finite() and averaged.all_finite()
 
-    def _average(self, task: MergeTask, reading: MetadataReading | None) -> PieceStatistics:
+    def _average(self, task: MergeTask, landed: InAllReduce | None) -> PieceStatistics:
         """Average the buffers by the delay-corrected merge, whatever the rule is."""
-        plain = None
-        if task.coefficients is not None and reading is not None:
-            scale = 1.0 / reading.total_weight
-            plain = OuterCoefficients(momentum=0.0, delta_scale=scale, step=1.0, clip=None)
+        mean = self._mean(landed)
         task = MergeTask(
-            coefficients=plain, send=task.send, settles=task.settles, weight=task.weight
+            coefficients=mean, send=task.send, settles=task.settles, weight=task.weight
         )
         return merge_pieces(self._pieces(of=self.averaged), task, merge=MERGES["correct"])
 
@@ -347,7 +553,7 @@ class Fragment(FragmentState):
             return
         state.steps_before_move = schedule.open_steps
         gap = state.gap
-        if coefficients.element_gap is not None:
+        if coefficients.gap_slope is not None:
             gap = float(measured.gap_sum) / max(measured.elements, 1)
         state.last_step = coefficients.step
         state.last_move = coefficients.step * measured.momentum_square**0.5
@@ -387,8 +593,7 @@ class Fragment(FragmentState):
         """Return the number, from 1, of the first tensor with a non-finite payload; 0 for none."""
         found = 0
         if not self._finite:
-            groups = [*self.groups, *self.averaged]
-            views = [view for group in groups for view in group.shaped(group.payload)]
+            views = [view for g in self.all_groups for view in g.shaped(g.payload)]
             finite = (bool(view.isfinite().all()) for view in views)
             found = next(number for number, fine in enumerate(finite, start=1) if not fine)
         worker = self._shared.worker
@@ -441,10 +646,6 @@ class Fragment(FragmentState):
             round=round_number, unit=unit, handle=handle, weight=weight, non_finite=non_finite
         )
 
-    @property
-    def _slots(self) -> int:
-        return self._shared.transport.world_size
-
     # -- small helpers ----------------------------------------------------------------------------
 
     def _weight(self) -> float:
@@ -483,3 +684,8 @@ class Fragment(FragmentState):
         if self._state.weight is not None:
             (self._state.weight,) = worker.sum([self._state.weight])
         worker.average([tensor for group in self.averaged for tensor in group.tensors])
+
+
+def _is_known(key: str, state: dict[str, Any]) -> bool:
+    """Return whether a buffer belongs to what a peer hands over: no sum that is only launched."""
+    return is_shared(key) and (key != "payload" or "in_flight" in state)

@@ -1,8 +1,7 @@
 """How a model is cut up for the engine: what is synchronised, what is averaged, what stays fixed.
 
-Trainable parameters are synchronised by the rule. Floating-point buffers that are part of the state
-dict (running statistics) are averaged. Frozen parameters and all other buffers are made equal once,
-at the start.
+Trainable parameters are synchronised by the rule. Floating-point buffers of the state dict (running
+statistics) are averaged. Frozen parameters and other buffers are made equal once, at the start.
 """
 
 from __future__ import annotations

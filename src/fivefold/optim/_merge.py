@@ -1,8 +1,7 @@
 """What the model goes on from at a boundary: one pass over the pieces of the outer state.
 
-The four merges of ``_rules`` and the one that prepares an outer optimizer's step. Each first
-applies what arrived, if anything did, then leaves in ``payload`` what is to be sent, if anything.
-Pieces are independent, so each is read and written once while it is in the processor's cache.
+Each merge first applies what arrived, if anything did, then leaves in ``payload`` what is to be
+sent, if anything. Each piece is read and written once while it is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from fivefold.optim._rules import OuterRule
 from fivefold.optim._state import OuterState
 from fivefold.optim._update import (
     ConstantPenalty,
-    ElementGap,
     GapPenalty,
     OuterCoefficients,
     PieceStatistics,
     accumulate_momentum_,
-    correct_local_,
     move_anchor_,
 )
 
@@ -138,9 +135,9 @@ def _correct(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None
     anchor, local, sent = piece.anchor, piece.local, piece.sent
     assert sent is not None, "rules that correct keep what they sent"
     if task.coefficients is not None:
-        correct_local_(
-            local, sent, piece.payload, coefficients=task.coefficients, scratch=piece.scratch
-        )
+        # With d = x - y and D = x - mean(y) this adds mean(y) - y.
+        mean = torch.mul(piece.payload, task.coefficients.delta_scale, out=piece.scratch)
+        local.add_(sent.sub_(mean))
         _outer_step(piece, task, statistics)
     if task.settles:
         local.copy_(anchor)
@@ -229,7 +226,7 @@ def outer_coefficients(
 ) -> OuterCoefficients:
     """Return the scalars of the outer step; ``state`` gets the new gap and its reference."""
     penalty = rule.penalty
-    gap, element_gap = 1.0, None
+    gap, gap_slope = 1.0, None
     if isinstance(penalty, ConstantPenalty):
         gap = penalty.value
     elif isinstance(penalty, GapPenalty):
@@ -239,14 +236,14 @@ def outer_coefficients(
         if penalty.norm != "element":
             gap = penalty.gap(move=move, reference=reference)
         elif reference is not None:
-            element_gap = ElementGap(move_scale=state.last_step, reference=reference)
+            gap_slope = state.last_step / reference
     state.gap = gap
     return OuterCoefficients(
         momentum=rule.outer_momentum,
         delta_scale=1.0 / (reading.total_weight * gap * send_unit),
         step=rule.outer_lr * step_unit,
         clip=rule.clip,
-        element_gap=element_gap,
+        gap_slope=gap_slope,
         with_norms=isinstance(penalty, GapPenalty),
         nesterov=rule.nesterov,
         mean_scale=1.0 / reading.total_weight,

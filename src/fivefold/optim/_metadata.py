@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -66,11 +65,12 @@ class MetadataReading:
         taken = [v for v, weight in zip(values, self.weight, strict=True) if weight > 0]
         return math.fsum(taken) / len(taken) if taken else 0.0
 
-    def tell_non_finite(self, names: Sequence[str], *, round_number: int) -> int:
+    def tell_non_finite(self, names: Callable[[], list[str]], *, round_number: int) -> int:
         """Warn of payloads that were left out as not finite; return how many."""
-        left_out = {slot: names[int(n) - 1] for slot, n in enumerate(self.non_finite) if n}
-        if not left_out:
+        if not any(self.non_finite):
             return 0
+        known = names()
+        left_out = {slot: known[int(n) - 1] for slot, n in enumerate(self.non_finite) if n}
         who = ", ".join(f"rank {slot} in {name}" for slot, name in left_out.items())
         message = f"not-a-number or infinity in round {round_number}: {who}"
         if self.total_weight == 0:
@@ -103,10 +103,6 @@ class MetadataReading:
                 "DistributedDataParallel (integrations.disable_ddp, use_outer_sync, "
                 "lightning_strategy), and give each rank data of its own (DistributedSampler)"
             )
-
-    def numbers(self) -> dict[str, Any]:
-        """Return plain numbers, for a checkpoint."""
-        return asdict(self)
 
     @classmethod
     def empty(cls, world_size: int) -> MetadataReading:
@@ -181,41 +177,37 @@ def _column_sums(bits: torch.Tensor) -> torch.Tensor:
 
 
 def require_equal(hashes: Mapping[int, int], *, round_number: int) -> None:
-    """Check that all ranks sent the same hash."""
-    if not hashes:
-        return
+    """Check that all ranks sent the same hash of their anchors."""
     majority, different = _minority(hashes)
-    if not different:
-        return
-    first = next(rank for rank, value in hashes.items() if value == majority)
-    message = (
-        f"the replicas' anchors differ at round {round_number}: rank(s) "
-        f"{', '.join(map(str, different))} differ from rank {first}"
-    )
-    hint = (
-        "something changed the outer state or the reduced values on those ranks (memory fault, "
-        "mixed library versions, a write into the anchor); restart from the last checkpoint"
-    )
-    raise ReplicaMismatchError(message, hint=hint)
+    if different:
+        first = next(rank for rank, value in hashes.items() if value == majority)
+        message = (
+            f"the replicas' anchors differ at round {round_number}: rank(s) "
+            f"{', '.join(map(str, different))} differ from rank {first}"
+        )
+        hint = (
+            "something changed the outer state or the reduced values on those ranks (memory fault, "
+            "mixed library versions, a write into the anchor); restart from the last checkpoint"
+        )
+        raise ReplicaMismatchError(message, hint=hint)
 
 
 def require_equal_inside(hashes: Mapping[int, int], *, round_number: int) -> None:
     """Check that all ranks of one worker hold the same parameters."""
     _, different = _minority(hashes)
-    if not different:
-        return
-    message = (
-        f"the parameters inside one worker differ at the end of round {round_number}: place(s) "
-        f"{', '.join(map(str, different))} of shard_group differ from the others"
-    )
-    hint = (
-        "ranks of one worker must take the same steps: average their gradients, for example with "
-        "DistributedDataParallel(model, process_group=shard_group)"
-    )
-    raise ReplicaMismatchError(message, hint=hint)
+    if different:
+        message = (
+            f"the parameters inside one worker differ at the end of round {round_number}: place(s) "
+            f"{', '.join(map(str, different))} of shard_group differ from the others"
+        )
+        hint = (
+            "ranks of one worker must take the same steps: average their gradients, for example "
+            "with DistributedDataParallel(model, process_group=shard_group)"
+        )
+        raise ReplicaMismatchError(message, hint=hint)
 
 
-def _minority(hashes: Mapping[int, int]) -> tuple[int, list[int]]:
+def _minority(hashes: Mapping[int, int]) -> tuple[int | None, list[int]]:
     found = list(hashes.values())
-    majority = max(set(found), key=lambda value: (found.count(value), -found.index(value)))
+    majority = max(found, key=lambda value: (found.count(value), -found.index(value)), default=None)
     return majority, [rank for rank, value in hashes.items() if value != majority]

@@ -1,8 +1,7 @@
 """Muon on the matrices of a model and AdamW on the rest, as one optimizer.
 
-``torch.optim.Muon`` takes two-dimensional parameters only. Trainers, schedulers, gradient scalers
-and checkpoints know one optimizer with one state dict, so the two are one here; the arithmetic is
-torch's.
+Trainers, schedulers, gradient scalers and checkpoints know one optimizer with one state dict, so
+the two are one here; the arithmetic is torch's.
 """
 
 from __future__ import annotations

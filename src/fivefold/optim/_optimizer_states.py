@@ -1,16 +1,4 @@
-"""Averaging of the inner optimizer's states, at periods of their own.
-
-Local steps leave every worker with momenta and second moments of its own. They are averaged as the
-parameters are, with rounds of ``period`` times as many steps. An average that arrives ``d`` steps
-after it was sent is decayed as the state itself was meanwhile: a state that follows
-``s <- b s + (what the gradient adds)`` becomes::
-
-    s <- s + b^d (mean(y) - y)        y: what this worker sent
-
-which is the state that it would have, had the mean been there at once. Adam divides m by sqrt(v),
-and its own sums obey ``m^2 <= v (1 - b1)^2 b2 / ((1 - b2) (b2 - b1^2))``. A mean of m that comes
-without that of v need not: rows of an embedding that this worker has not seen have v = 0. So it is
-cut at ten times that size.
+"""Averaging of the inner optimizer's states, at periods of their own, as parameters are averaged.
 
 References:
     DES-LOC, arXiv 2505.22549 (each state at a period of its own, waited for).
@@ -58,6 +46,12 @@ def _decay(name: str, group: Mapping[str, Any]) -> float | None:
     return float(group.get("momentum", 0.0)) or None
 
 
+# An average that arrives d steps after it was sent is decayed as the state itself was meanwhile: a
+# state that follows s <- b s + (what the gradient adds) becomes s <- s + b^d (mean(y) - y), with y
+# what this worker sent, which is the state that it would have, had the mean been there at once. Adam divides m by sqrt(v),
+# and its own sums obey m^2 <= v (1 - b1)^2 b2 / ((1 - b2) (b2 - b1^2)). A mean of m that comes
+# without that of v need not: rows of an embedding that this worker has not seen have v = 0. So it
+# is cut at ten times that size.
 class StateFragment(Fragment):
     """One kind of state of all trainable parameters that have it."""
 
@@ -94,11 +88,14 @@ class StateFragment(Fragment):
         super().__init__(index, [], averaged=averaged, schedule=schedule, context=context)
         self._sent_at_step = 0
 
-    def tensor_names(self) -> dict[int, str]:
-        """Return the names of the states that are averaged, by the tensors' identity."""
+    def names(self) -> list[str]:
+        """Return the names of the states that are averaged."""
+        known = self._shared.names()
         parameters = [p for _, _, members in self._owners for p in members]
-        names = [f"{self._shared.name_of(p)}.{self._name}" for p in parameters]
-        return {id(t): name for t, name in zip(self.tensors(), names, strict=True)}
+        return [
+            f"{known.get(id(parameter), number)}.{self._name}"  # it need not be the model's
+            for number, parameter in enumerate(parameters)
+        ]
 
     def write_anchor(self) -> None:
         """Put the averages into the optimizers."""
@@ -140,14 +137,7 @@ class StateFragment(Fragment):
         self, landed: InAllReduce | None, *, send: bool, settles: bool, waits: bool = False
     ) -> None:
         del waits
-        mean = None
-        if landed is not None and landed.arrived and landed.reading is not None:
-            total = landed.reading.total_weight
-            if total > 0:
-                rank = self._shared.transport.rank
-                own = landed.reading.weight[rank] if landed.reading.fits(self._slots) else 0.0
-                self._state.own_share = own / total
-                mean = OuterCoefficients(momentum=0.0, delta_scale=1 / total, step=1.0, clip=None)
+        mean = self._mean(landed)
         elapsed = self.schedule.total_steps - self._sent_at_step
         measured = PieceStatistics()
         with torch.no_grad():

@@ -1,17 +1,14 @@
 """Any ``torch.optim`` optimizer as the outer optimizer.
 
-The anchor takes the place of the parameters and the mean pseudo-gradient that of the gradient. One
-parameter of the outer optimizer is one parameter of the model (a view of the flat anchor, in its
-shape), so optimizers that look at shapes (Muon, Adafactor) see what they expect.
-
-References:
-    FedOpt, arXiv 2003.00295, which calls it the server optimizer; DiLoCo, arXiv 2311.08105.
+One parameter of it is one parameter of the model (a view of the flat anchor, in its shape), so
+optimizers that look at shapes (Muon, Adafactor) see what they expect.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -47,7 +44,7 @@ class OuterOptimizer(OuterRule):
         ConfigurationError: A value is outside its range, or the optimizer refuses its options.
 
     References:
-        Reddi et al., arXiv 2003.00295.
+        Reddi et al., FedOpt, arXiv 2003.00295, which calls it the server optimizer.
 
     Examples:
         >>> OuterOptimizer(tau=8, optimizer=torch.optim.AdamW, options={"lr": 1e-3}).delayed
@@ -103,7 +100,7 @@ class OuterOptimizerStep:
             message = f"optimizer={rule.optimizer!r} refuses the model's parameters: {error}"
             hint = "some optimizers take matrices only; use an elementwise one, such as AdamW"
             raise ConfigurationError(message, hint=hint) from error
-        self._steps = 0
+        self.steps = 0
 
     def _fresh(self) -> torch.optim.Optimizer:
         optimizer = self._rule.optimizer(self._parameters, **self._rule.options)
@@ -116,28 +113,26 @@ class OuterOptimizerStep:
         """Move the anchors by what is in the gradients."""
         with self._rounding:
             self._optimizer.step()
-        self._steps += 1
+        self.steps += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state; its structure is the same before the first step."""
-        state = self._optimizer.state_dict()["state"] if self._steps else self._blank_state()
-        named = {str(index): dict(entries) for index, entries in state.items()}
-        return {"steps": self._steps, "state": named}
+    @property
+    def num_parameters(self) -> int:
+        """Tensors that it has a state for."""
+        return len(self._parameters)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()`` of the same rule and shapes."""
-        self._steps = int(state["steps"])
+    def entries(self) -> list[dict[str, Any]]:
+        """Return each parameter's state; its structure is the same before the first step."""
+        state = self._optimizer.state_dict()["state"] if self.steps else self._blank_state()
+        return [state.get(index, {}) for index in range(self.num_parameters)]
+
+    def load(self, steps: int, entries: Sequence[dict[str, Any]]) -> None:
+        """Continue from the steps and the ``entries()`` of the same rule and shapes."""
+        self.steps = int(steps)
         fresh = self._fresh()
-        if self._steps:
+        if self.steps:
             whole = fresh.state_dict()
             # Copies: torch keeps the tensors that it is given, and later steps write into them.
-            whole["state"] = {
-                int(index): {
-                    name: value.clone() if isinstance(value, torch.Tensor) else value
-                    for name, value in entries.items()
-                }
-                for index, entries in state["state"].items()
-            }
+            whole["state"] = copy.deepcopy(dict(enumerate(entries)))
             fresh.load_state_dict(whole)
         self._optimizer = fresh
 
@@ -146,11 +141,9 @@ class OuterOptimizerStep:
 
         Loaders that fill a prepared structure need it; ``steps`` says that it means nothing yet.
         """
-        copies = []
-        for parameter in self._parameters:
-            copy = torch.nn.Parameter(torch.zeros_like(parameter))
-            copy.grad = torch.zeros_like(parameter)
-            copies.append(copy)
+        copies = [torch.nn.Parameter(torch.zeros_like(p)) for p in self._parameters]
+        for each in copies:
+            each.grad = torch.zeros_like(each)
         optimizer = self._rule.optimizer(copies, **self._rule.options)
         optimizer.step()
         return dict(optimizer.state_dict()["state"])

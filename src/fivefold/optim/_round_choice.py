@@ -1,7 +1,6 @@
 """Which round, in how many fragments and in which codec, hides a link of known times.
 
-A pure function of numbers that all ranks have, so all ranks choose alike. Nothing here knows
-clocks, tensors or sockets.
+A pure function of numbers that all ranks have, so all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -24,16 +23,10 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class MessageTimes:
-    """Times of messages; for a share s of the model, ``fixed + s * whole``.
+    """Times of messages; for a share s of the model, ``fixed + s * whole``."""
 
-    Args:
-        fixed_s: For each codec the seconds of a message of nothing; the order of the codecs is
-            that of their losses, the least first.
-        whole_s: For each codec the seconds that all bytes of the model take beside that.
-    """
-
-    fixed_s: Mapping[str, float]
-    whole_s: Mapping[str, float]
+    fixed_s: Mapping[str, float]  # of a message of nothing, by codec; that which loses least first
+    whole_s: Mapping[str, float]  # what all bytes of the model take beside that
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -118,27 +111,13 @@ def choose_round(
     maximum: int = 1024,
     round_s: float = 0.0,
 ) -> RoundChoice:
-    """Choose the round that hides its messages and loses least.
+    """Choose the round that hides its messages and loses least; all that choose one ask here.
 
-    All that recommends a round or takes one asks here: ``tau="auto"``, ``fivefold advise`` and
-    ``SyncStatistics.advice``. A codec before a longer round, since that is what loses less (0.001
-    bits per byte with int4, 0.1 to 0.2 for each fourfold tau: the guide's tables): the first codec
-    with which the shortest round there can be is long enough, or else the one of the smallest
-    messages. Then the least delay, in the fewest fragments that have it, which makes the shortest
-    round. Fragments whose messages would wait for more than a tenth of their time before the first
-    byte are not considered. On a link on which all messages take longer, a round is never shorter
-    and no codec has larger messages.
-
-    Args:
-        times: What messages take.
-        step_s: Seconds of a local step.
-        shares: For each number of fragments that is possible, the largest one's share of the bytes.
-        stretch: How much longer than ``times`` says a message may take, jitter and margin included.
-        minimum: Smallest tau.
-        maximum: Largest tau.
-        round_s: Seconds that a round must last, whatever is sent.
+    A codec before a longer round, since that is what loses less: the first with which the shortest
+    round there can be is long enough, or else the one of the smallest messages. Then the least
+    delay, in the fewest fragments that have it. A slower link never has a shorter round.
     """
-    need = _Need(times, step_s, dict(shares), stretch, minimum, maximum, round_s)
+    need = _Need(times, step_s, shares, stretch, minimum, maximum, round_s)
     floor = need.with_codec(None)
     choices = [need.with_codec(codec) for codec in times.worthwhile()]
     return next((one for one in choices if one.hides and one.tau <= floor.tau), choices[-1])
@@ -147,12 +126,12 @@ def choose_round(
 @dataclass(frozen=True)
 class _Need:
     times: MessageTimes
-    step_s: float
-    shares: dict[int, float]
-    stretch: float
-    minimum: int
+    step_s: float  # of a local step
+    shares: Mapping[int, float]  # of the bytes, of the largest of so many fragments
+    stretch: float  # how much longer than ``times`` a message may take, with jitter and margin
+    minimum: int  # tau
     maximum: int
-    round_s: float
+    round_s: float  # that a round must last, whatever is sent
 
     def with_codec(self, codec: str | None) -> RoundChoice:
         """Return the best round of one codec; of None, where messages take no time."""

@@ -1,25 +1,8 @@
 """The outer rules: synchronous ones, and those whose all-reduce runs behind local steps.
 
-A rule is a frozen, validated record; the engine (``OuterSync``) reads it. With x the anchor (equal
-on all replicas), D the mean pseudo-gradient over the replicas, L the staleness gap, beta the outer
-momentum, phi the clip and alpha the outer learning rate:
-
-    m <- clamp(beta * m + D / L, -phi, phi)
-    x <- x - alpha * m                        (Nesterov: x <- x - alpha * (beta * m + D / L))
-
-Rules differ in *when* a round's D arrives (this boundary, the next one, or some steps after the
-launch) and in the *merge*: what a worker's parameters z become when it has arrived.
-
-    replace   z <- x
-    pull      z <- (1 - s) * x + s * z         with s the local share
-    correct   z <- z + (d - D)                 with d the worker's own part of D
-    eager     z <- x, moved on by what the worker's own fresh part would do to it
-
-References:
-    Local SGD: arXiv 1805.09767. SlowMo: arXiv 1910.00643. DiLoCo: arXiv 2311.08105. CO2: arXiv
-    2401.16265. Delay-corrected merge: CoCoD-SGD, arXiv 1906.12043; LOSCAR-SGD, arXiv 2605.20866.
-    Overlap-Local-SGD: arXiv 2002.09539. Eager updates: arXiv 2502.12996. Streaming DiLoCo: arXiv
-    2501.18512.
+A rule is a frozen, validated record; the engine (``OuterSync``) reads it. Rules differ in *when* a
+round's mean pseudo-gradient arrives (this boundary, the next one, or some steps after the launch)
+and in the *merge*: what a worker's parameters become then.
 """
 
 from __future__ import annotations
@@ -38,6 +21,13 @@ from fivefold.optim._update import (
 )
 from fivefold.optim.auto_tau import AutoTau, named_auto_tau
 
+# With x the anchor, z a worker's parameters, s the local share, D the mean pseudo-gradient over the
+# workers and d the worker's own part of it:
+#
+#     replace   z <- x
+#     pull      z <- (1 - s) * x + s * z
+#     correct   z <- z + (d - D)
+#     eager     z <- x, moved on by what the worker's own fresh part would do to it
 MergeKind = Literal["replace", "pull", "correct", "eager", "hand over", "gradients"]
 
 
@@ -48,6 +38,12 @@ _ENDS = ("synchronous_start", "synchronous_end", "total_steps")  # which nearly 
 @dataclass(frozen=True, kw_only=True)
 class OuterRule:
     """Base of all outer rules; use one of its subclasses.
+
+    With x the anchor (equal on all replicas), D the mean pseudo-gradient over the replicas, L the
+    staleness gap, beta the outer momentum, phi the clip and alpha the outer learning rate:
+
+        m <- clamp(beta * m + D / L, -phi, phi)
+        x <- x - alpha * m                        (Nesterov: x <- x - alpha * (beta * m + D / L))
 
     Attributes:
         tau: Local steps per round; "auto" or ``AutoTau(...)`` for as few as hide the

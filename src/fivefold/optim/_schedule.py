@@ -1,10 +1,8 @@
 """When to launch and when to merge: a state machine without tensors, clocks or sockets.
 
-It counts local steps and says what has to be done after each. A *boundary* is the end of a round of
-tau local steps. Synchronous rules launch and merge at the same boundary; delayed rules merge at a
-boundary what was launched at the one before, or ``delay_steps`` after the launch. The invariant,
-tested with random histories: every launched round is merged exactly once and in order, and at most
-one is in flight.
+A *boundary* is the end of a round of tau local steps. Synchronous rules launch and merge at the
+same boundary; delayed rules merge at a boundary what was launched at the one before, or
+``delay_steps`` after the launch. Every launched round is merged once and in order.
 """
 
 from __future__ import annotations
@@ -25,21 +23,10 @@ class Boundary:
     exact: bool = False  # whether the anchor becomes the plain mean, whatever the rule is
 
 
-ScheduleState = dict[str, int]
-"""Plain numbers that restore a ``RoundSchedule``; -1 stands for none."""
-
 _SAVED = (
-    *("tau", "round", "steps_in_round", "skipped_steps", "filling", "total_steps"),
-    *("in_flight_round", "ends_at", "delay_steps", "steps_to_skip"),
+    *("tau", "round", "steps_in_round", "_skipped_steps", "_filling", "total_steps"),
+    *("in_flight_round", "_ends_at", "merge_after", "_steps_to_skip"),
 )
-_ATTRIBUTES = {
-    "skipped_steps": "_skipped_steps",
-    "filling": "_filling",
-    "ends_at": "_ends_at",
-    "delay_steps": "merge_after",
-    "steps_to_skip": "_steps_to_skip",
-}  # which are called something else
-_OPTIONAL = {"in_flight_round", "delay_steps"}
 
 
 class RoundSchedule:
@@ -163,13 +150,11 @@ class RoundSchedule:
             self._ends_at = self.tau
         return boundary
 
-    def state(self) -> ScheduleState:
+    def state(self) -> dict[str, int | None]:
         """Return the counters as plain numbers."""
-        found = {name: getattr(self, _ATTRIBUTES.get(name, name)) for name in _SAVED}
-        return {name: -1 if value is None else int(value) for name, value in found.items()}
+        return {name.strip("_"): getattr(self, name) for name in _SAVED}
 
-    def restore(self, state: ScheduleState) -> None:
+    def restore(self, state: dict[str, int | None]) -> None:
         """Set the counters from ``state()``."""
         for name in _SAVED:
-            none = name in _OPTIONAL and state[name] < 0
-            setattr(self, _ATTRIBUTES.get(name, name), None if none else state[name])
+            setattr(self, name, state[name.strip("_")])

@@ -1,42 +1,35 @@
-"""The outer state by parameter, for ``torch.distributed.checkpoint`` and other numbers of shards.
+"""The outer state as parts of whole tensors, for other numbers of shards and of workers.
 
-A rank's own state (``OuterSync.state_dict``) is flat buffers, which mean nothing on another number
-of shard ranks. Here every parameter has an entry with its name, as a DTensor where the outer state
-is sharded, so that the checkpoint's loader gives each rank the rows that it has now. There are
-three parts::
-
-    shared                             equal on all workers: anchors, momenta, the sum in flight
-    worker-W-of-N                      one worker's own: what it sent, where its round began
-    worker-W-of-N-rank-P-of-S          one rank's own: counters, norms, residuals of a codec
-
-A loader asks for what its own names say, so on another number of workers or shard ranks the last
-one or two parts are not found, and what takes their place is said in ``collect``. Only structure is
-handled here; nothing is sent but a few sums within the worker.
+Every buffer is a DTensor where the outer state is sharded, so that a checkpoint's loader gives each
+rank the rows that it has now. A loader asks for what its own names say: on another number of
+workers or shard ranks it does not find the parts of single workers and ranks, and what takes their
+place is said in ``collect``. Nothing is sent but a few sums within the worker.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fivefold.optim._flat import FlatGroup
-from fivefold.optim._fragment import Fragment
+from fivefold.optim._fragment import Fragment, is_shared
 from fivefold.optim._shards import WorkerGroup, local_tensor
-from fivefold.optim._state import SHARED_BUFFERS
 
-_SHARED = {*SHARED_BUFFERS, "payload"}
-_SCRATCH = {"gradient"}
 _NORMS = ("last_move", "last_delta")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateForm:
-    """Form of a rank's state by parameter, in which checkpoints hold it."""
+    """The form in which checkpoints of several ranks hold a rank's state.
+
+    "shared" is equal on all workers: anchors, momenta, the sum in flight. "worker-W-of-N" is one
+    worker's own: what it sent, where its round began. "worker-W-of-N-rank-P-of-S" is one rank's
+    own: counters, norms, residuals of a codec.
+    """
 
     fragments: list[Fragment]
     worker: WorkerGroup | None
@@ -44,21 +37,30 @@ class StateForm:
     num_workers: int
 
     def spread(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a rank's ``state_dict()`` by parameter; tensors are views of the live ones."""
-        plain = _without_tensors(state)
-        shared: dict[str, Any] = {"num_shards": self._num_shards, "state": self._totals(plain)}
-        own: dict[str, Any] = {"numbers": self._own_numbers(plain)}
-        for part, names in ((shared, _SHARED), (own, None)):
-            part["tensors"] = {
-                name: {
-                    key: value
-                    for key, value in entries.items()
-                    if (key in _SHARED or key.startswith("outer_optimizer.")) == (names is _SHARED)
-                }
-                for name, entries in self._entries(state).items()
-            }
-        rank = {"state": plain, "transport": state["transport"]}
-        return {"shared": shared, self._worker_key: own, self._rank_key: rank}
+        """Return a rank's ``state_dict()`` in this form; tensors are views of the live ones."""
+        plain = {key: value for key, value in state.items() if key != "transport"}
+        plain["fragments"] = {
+            index: {key: value for key, value in part.items() if key != "tensors"}
+            for index, part in state["fragments"].items()
+        }
+        plain = copy.deepcopy(plain)  # counters go on
+        shared: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        for fragment in self.fragments:
+            entries = state["fragments"][str(fragment.index)]["tensors"]
+            for tensor, (name, buffers) in zip(fragment.tensors(), entries.items(), strict=True):
+                for key, value in buffers.items():
+                    whose = shared if is_shared(key) else own
+                    whose.setdefault(name, {})[key] = self._wrap(tensor, value)
+        return {
+            "shared": {
+                "num_shards": self._num_shards,
+                "state": self._totals(plain),
+                "tensors": shared,
+            },
+            self._worker_key: {"numbers": self._own_numbers(plain), "tensors": own},
+            self._rank_key: {"state": plain, "transport": state["transport"]},
+        }
 
     def collect(self, saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
         """Return a rank's ``state_dict()`` from what ``spread`` gave and a loader filled.
@@ -67,102 +69,40 @@ class StateForm:
         shards the norms are this rank's share of the whole model's, and residuals of a codec are
         those of ``current``. On another number of workers only the shared part counts.
         """
-        shared = saved["shared"]
+        shared, worker = saved["shared"], saved[self._worker_key]
         same_workers = shared["state"]["world_size"] == self.num_workers
-        same_shards = same_workers and shared["num_shards"] == self._num_shards
-        if same_shards:
-            state: dict[str, Any] = copy.deepcopy(saved[self._rank_key]["state"])
-            state["transport"] = saved[self._rank_key]["transport"]
+        if same_workers and shared["num_shards"] == self._num_shards:
+            rank = saved[self._rank_key]
+            state = copy.deepcopy(rank["state"]) | {"transport": rank["transport"]}
         else:
             state = self._shares(copy.deepcopy(shared["state"]))
             state["transport"] = current["transport"]
-            if same_workers:
-                for index, numbers in saved[self._worker_key]["numbers"].items():
-                    self._take_numbers(state["fragments"][index], numbers)
-        tensors = {
-            name: entries | saved[self._worker_key]["tensors"].get(name, {})
-            for name, entries in shared["tensors"].items()
-        }
-        for fragment in self.fragments:
-            part = state["fragments"][str(fragment.index)]
-            part["groups"] = self._flat(fragment.groups, tensors)
-            part["averaged"] = self._flat(fragment.averaged, tensors)
-            self._collect_optimizer(part, fragment, tensors)
+            for index, numbers in worker["numbers"].items() if same_workers else ():
+                self._take_numbers(state["fragments"][index], numbers)
+        for index, part in current["fragments"].items():
+            state["fragments"][index]["tensors"] = {
+                name: {
+                    key: _unwrapped(
+                        (shared if is_shared(key) else worker)["tensors"][name][key], like=value
+                    )
+                    for key, value in buffers.items()
+                }
+                for name, buffers in part["tensors"].items()
+            }
         return state
 
-    # -- tensors ----------------------------------------------------------------------------------
-
-    def _entries(self, state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return every tensor's buffers by its name in the model."""
-        names = self._names()
-        entries: dict[str, dict[str, Any]] = {}
-        for fragment in self.fragments:
-            for group in [*fragment.groups, *fragment.averaged]:
-                for key, buffer in group.buffers().items():
-                    if key in _SCRATCH:
-                        continue
-                    for tensor, view in zip(group.tensors, group.shaped(buffer), strict=True):
-                        entries.setdefault(names[id(tensor)], {})[key] = self._wrap(tensor, view)
-            optimizer = state["fragments"][str(fragment.index)]["outer_optimizer"]
-            for position, tensor in enumerate(_parameters(fragment)):
-                values = {} if optimizer is None else optimizer["state"].get(str(position), {})
-                shape = self._part_shape(tensor)
-                for key, value in values.items():
-                    fits = isinstance(value, torch.Tensor) and value.shape == shape
-                    wrapped = self._wrap(tensor, value) if fits else value
-                    entries[names[id(tensor)]][f"outer_optimizer.{key}"] = wrapped
-        return entries
-
-    def _flat(
-        self, groups: list[FlatGroup], tensors: dict[str, dict[str, Any]]
-    ) -> dict[str, dict[str, torch.Tensor]]:
-        names = self._names()
-        flat: dict[str, dict[str, torch.Tensor]] = {}
-        for index, group in enumerate(groups):
-            flat[str(index)] = {
-                key: buffer
-                if key in _SCRATCH
-                else torch.cat(
-                    [local_tensor(tensors[names[id(t)]][key]).reshape(-1) for t in group.tensors]
-                )
-                for key, buffer in group.buffers().items()
-            }
-        return flat
-
-    def _collect_optimizer(
-        self, part: dict[str, Any], fragment: Fragment, tensors: dict[str, dict[str, Any]]
-    ) -> None:
-        if part["outer_optimizer"] is None:
-            return
-        names, prefix = self._names(), "outer_optimizer."
-        part["outer_optimizer"]["state"] = {
-            str(position): {
-                key.removeprefix(prefix): _unwrapped(value)
-                for key, value in tensors[names[id(tensor)]].items()
-                if key.startswith(prefix)
-            }
-            for position, tensor in enumerate(_parameters(fragment))
-        }
-
-    def _wrap(self, tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-        """Return the view of this rank's part as a part of the whole."""
+    def _wrap(self, tensor: torch.Tensor, value: Any) -> Any:
+        """Return this rank's part of a buffer like the tensor as a part of the whole."""
+        part = local_tensor(tensor) if self.worker is None else self.worker.share.part(tensor)
+        if not isinstance(value, torch.Tensor) or value.shape != part.shape:
+            return value  # a number of an outer optimizer
         if isinstance(tensor, DTensor):
-            return _sharded_like(view, tensor.device_mesh, tensor.placements, tensor.shape)
-        whole = view.view(1) if view.dim() == 0 else view
+            return _sharded_like(value, tensor.device_mesh, tensor.placements, tensor.shape)
+        whole = value.view(1) if value.dim() == 0 else value
         if self.worker is None or not self.worker.splits:
             return whole
         shape = tensor.shape if tensor.dim() else torch.Size([1])
         return _sharded_like(whole, self.worker.mesh, self.worker.placements, shape)
-
-    def _part_shape(self, tensor: torch.Tensor) -> torch.Size:
-        part = local_tensor(tensor) if self.worker is None else self.worker.share.part(tensor)
-        return part.shape
-
-    def _names(self) -> dict[int, str]:
-        names: dict[int, str] = {}
-        for fragment in self.fragments:
-            names |= fragment.tensor_names()
-        return names
 
     # -- numbers ----------------------------------------------------------------------------------
 
@@ -203,7 +143,7 @@ class StateForm:
             numbers[index] = {
                 "weight": weight,
                 "own_share": part["scalars"]["own_share"],
-                "all_reduce_weight": part["all_reduce_weight"],
+                "all_reduce_weight": part["in_flight"]["weight"],
             }
         return numbers
 
@@ -211,12 +151,7 @@ class StateForm:
         weight = numbers["weight"]
         part["scalars"]["weight"] = None if weight is None else weight / self._num_shards
         part["scalars"]["own_share"] = numbers["own_share"]
-        part["all_reduce_weight"] = numbers["all_reduce_weight"]
-
-
-def _parameters(fragment: Fragment) -> Iterator[torch.Tensor]:
-    for group in fragment.groups:
-        yield from group.tensors
+        part["in_flight"]["weight"] = numbers["all_reduce_weight"]
 
 
 def _sharded_like(view: torch.Tensor, mesh: Any, placements: Any, shape: torch.Size) -> DTensor:
@@ -224,27 +159,18 @@ def _sharded_like(view: torch.Tensor, mesh: Any, placements: Any, shape: torch.S
     return DTensor.from_local(view, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _unwrapped(value: Any) -> Any:
-    return local_tensor(value) if isinstance(value, torch.Tensor) else value
-
-
-def _without_tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state without buffers and the transport's part; copied, as counters go on."""
-    plain = {key: value for key, value in state.items() if key not in {"transport", "fragments"}}
-    plain["fragments"] = {}
-    for index, part in state["fragments"].items():
-        kept = {key: value for key, value in part.items() if key not in {"groups", "averaged"}}
-        if kept["outer_optimizer"] is not None:
-            kept["outer_optimizer"] = {"steps": kept["outer_optimizer"]["steps"]}
-        plain["fragments"][index] = kept
-    return copy.deepcopy(plain)
+def _unwrapped(value: Any, *, like: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    local = local_tensor(value)
+    return local.view_as(like) if local.numel() == like.numel() else local
 
 
 def _with_norms(
     state: dict[str, Any], change: Callable[[list[float]], list[float]]
 ) -> dict[str, Any]:
     for part in state["fragments"].values():
-        scalars, reading = part["scalars"], part["reading"]
+        scalars, reading = part["scalars"], part["in_flight"]["reading"]
         changed = change([scalars[name] for name in _NORMS])
         scalars.update(zip(_NORMS, changed, strict=True))
         for name in ("move", "delta"):

@@ -1,16 +1,5 @@
 """The ranks that act as one worker, where a worker is more than one rank.
 
-Two ways lead here. Parameters that are DTensors (``fully_shard``, tensor parallelism) are sharded
-already: every rank keeps the outer state of its own shard. Parameters that are replicated inside
-the worker (DistributedDataParallel or ``ZeroRedundancyOptimizer`` over the worker's ranks) are cut
-here: every rank owns the outer state of some rows of each parameter, sends those alone to the
-other workers, and after a merge the rows are gathered, inside the worker.
-
-Rows are cut as ``fully_shard`` cuts them (``torch.chunk`` along the first dimension), so that both
-kinds have checkpoints of one form. The group of these ranks is used for nothing else: collectives
-of one group are matched by their order, and those of the model's own sharding come at other
-moments.
-
 References:
     ZeRO, arXiv 1910.02054; FSDP2's per-parameter sharding, ``torch.distributed.fsdp``.
 """
@@ -63,6 +52,7 @@ class RowShare:
 
 
 def _rows(local: torch.Tensor, place: int, count: int) -> torch.Tensor:
+    # As ``fully_shard`` cuts them, so that both kinds of worker have checkpoints of one form.
     whole = local.view(1) if local.dim() == 0 else local
     per_rank = -(-whole.shape[0] // count)
     start = min(place * per_rank, whole.shape[0])
@@ -70,7 +60,14 @@ def _rows(local: torch.Tensor, place: int, count: int) -> torch.Tensor:
 
 
 class WorkerGroup:
-    """The ranks of one worker, in a process group of their own."""
+    """The ranks of one worker, in a process group of their own.
+
+    Where parameters are replicated inside the worker, the outer state ``splits``: a rank has some
+    rows of each parameter, sends those alone, and after a merge the rows are gathered.
+    """
+
+    # The group is used for nothing else: collectives of one group are matched by their order, and
+    # those of the model's own sharding come at other moments.
 
     def __init__(
         self, ranks: Sequence[int], *, splits: bool, device: torch.device, timeout_s: float

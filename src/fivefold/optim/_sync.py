@@ -209,7 +209,7 @@ class OuterSync:
             timeout_s=timeout_s,
             worker=self._worker,
             pending=lambda: self._late.announced,
-            name_of=self._name_of,
+            names=self._names,
             on_non_finite=self._begin_again,
             on_reading=self._read,
             outer_device=outer_device_of(outer_device),
@@ -345,7 +345,7 @@ class OuterSync:
             fragments=self._rule.num_fragments if self._tau is None else self._tau.fragments,
             delay_steps=schedule.delay_steps,
             codec=(self._tau and self._tau.codec) or self._codec,
-            automatic=() if self._tau is None else self._tau.decides,
+            automatic=() if self._tau is None else ("tau", *(["codec"] if self._tau.codec else [])),
             most_fragments=self._most_fragments(),
         )
 
@@ -372,6 +372,7 @@ class OuterSync:
         """
         if self._gradients is not None:
             self._gradients.require_between_steps()
+        self._look_for_late()  # and follow replaced parameters
         for fragment in self._all_fragments():
             fragment.land()
         return {
@@ -401,6 +402,7 @@ class OuterSync:
             ConfigurationError: The state is of another rule or model.
         """
         require_same(state, self._settings())
+        self._look_for_late()  # and follow parameters that the model's loader replaced
         for fragment in self._all_fragments():
             fragment.land()  # nothing may write into what is restored
         self._steps, self._weighted = state["steps"], None
@@ -532,9 +534,9 @@ class OuterSync:
         for fragment in self._all_fragments():
             fragment.begin()
 
-    def _name_of(self, tensor: torch.Tensor) -> str:
+    def _names(self) -> dict[int, str]:
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
-        return next(name for name, other in named if other is tensor)
+        return {id(tensor): name for name, tensor in named}
 
     def _read(self, reading: MetadataReading, round_number: int) -> None:
         """Act on what all ranks wrote into the metadata of a round."""

@@ -1,21 +1,9 @@
-"""The outer update as pure tensor maths, on one piece of the flat state, and what damps it.
-
-Shapes: every tensor of a call has the same number of elements N. The functions write in place,
-because the state is as large as the model; they know nothing of ranks, rounds or sockets.
-
-Anchor and momentum must have the same bits on ranks with different processors. So every product
-and every sum is rounded by itself: ``add_(x, alpha=a)``, ``addcmul_`` and ``lerp_`` are one fused
-multiply-add or two roundings, by processor, and by whether an element is in a whole vector.
-
-CO2 divides a pseudo-gradient that arrives one round late by a staleness gap L_t that is computed
-from where the replicas stand now. The expression of the paper's Eq. 3 was **not** available to us
-and is unconfirmed: the penalties here are readings that agree with every fact known of it (a scalar
-that uses x_{t,0}; at least 1; equal on all replicas). None of them claims to be the paper's Eq. 3.
+"""The outer update as pure tensor maths, in place on one piece of the flat state; what damps it.
 
 References:
-    CO2, arXiv 2401.16265; the elementwise clip follows its released code, applied in place and
-    kept in the momentum. Gap-Aware, arXiv 1909.10802 (penalty linear in the distance between where
-    a gradient was computed and where it is applied).
+    CO2, arXiv 2401.16265; the elementwise clip follows its released code, and is kept in the
+    momentum. Gap-Aware, arXiv 1909.10802 (a penalty linear in how far a gradient is applied from
+    where it was computed).
 """
 
 from __future__ import annotations
@@ -69,7 +57,9 @@ class GapPenalty:
 
     With ``norm="l2"`` the distance is ||x_{t,0} - x_{t-1,0}||, with ``"rms"`` its root mean
     square; both give one scalar. ``"element"`` gives 1 + |x_{t,0} - x_{t-1,0}| / C_t for each
-    element, which is *not* the scalar that the paper speaks of.
+    element, which is *not* the scalar that the paper speaks of. The paper's own expression, its
+    Eq. 3, was not available to us: these are readings that agree with every fact known of it (a
+    scalar that uses x_{t,0}, at least 1, equal on all replicas).
 
     C_t is the reference distance. ``"ema"`` takes an exponential moving average of the norm of
     the mean pseudo-gradients applied before this one: no assumption about the learning-rate
@@ -151,14 +141,6 @@ def _constant_of(text: str, whole: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElementGap:
-    """Per-element staleness gap 1 + |move_scale * m_prev| / reference."""
-
-    move_scale: float  # factor from the momentum to the last movement of the anchor
-    reference: float  # C, in parameter units per element
-
-
-@dataclass(frozen=True, kw_only=True)
 class OuterCoefficients:
     """Scalars of one outer step, equal on all ranks."""
 
@@ -167,8 +149,8 @@ class OuterCoefficients:
     delta_scale: float
     step: float  # factor from the momentum to the movement of the anchor: alpha * unit
     clip: float | None  # phi, or None
-    # Set where L differs by element; delta_scale then has L = 1.
-    element_gap: ElementGap | None = None
+    # Set where L differs by element, as 1 + |gap_slope * m|; delta_scale then has L = 1.
+    gap_slope: float | None = None
     with_norms: bool = False  # whether to measure norms (costs two reads of each piece in cache)
     nesterov: bool = False  # whether the anchor moves along beta * m + D / L instead of m
     mean_scale: float = 1.0  # factor from the summed pseudo-gradients to their mean
@@ -196,6 +178,11 @@ class PieceStatistics:
         return not self.extremes or bool(torch.stack(self.extremes).isfinite().all())
 
 
+# Anchor and momentum must have the same bits on ranks with different processors. So every product
+# and every sum is rounded by itself: ``add_(x, alpha=a)``, ``addcmul_`` and ``lerp_`` are one fused
+# multiply-add or two roundings, by processor, and by whether an element is in a whole vector.
+
+
 def accumulate_momentum_(
     momentum: torch.Tensor | None,
     delta_sum: torch.Tensor,
@@ -207,9 +194,8 @@ def accumulate_momentum_(
     statistics.elements += delta_sum.numel()
     if coefficients.with_norms:
         statistics.delta_square += _square_norm(delta_sum)
-    if momentum is not None and coefficients.element_gap is not None:
-        per_move = coefficients.element_gap.move_scale / coefficients.element_gap.reference
-        gap = momentum.abs().mul_(per_move).add_(1.0)
+    if momentum is not None and coefficients.gap_slope is not None:
+        gap = momentum.abs().mul_(coefficients.gap_slope).add_(1.0)
         statistics.gap_sum += _number(gap.sum(dtype=torch.float64))
         delta_sum.div_(gap)
     result = delta_sum.mul_(coefficients.delta_scale)
@@ -236,22 +222,6 @@ def move_anchor_(
         step *= coefficients.momentum
     # Without a momentum buffer beta is 0 and both forms are the same.
     anchor.sub_(torch.mul(momentum, step, out=delta))
-
-
-def correct_local_(
-    local: torch.Tensor,
-    sent: torch.Tensor,
-    delta_sum: torch.Tensor,
-    *,
-    coefficients: OuterCoefficients,
-    scratch: torch.Tensor | None = None,
-) -> None:
-    """Compute z <- z + (d - D): what the mean D changes of this rank's own d, in place.
-
-    Since d = x - y and D = x - mean(y), this adds mean(y) - y.
-    """
-    mean = torch.mul(delta_sum, coefficients.delta_scale, out=scratch)
-    local.add_(sent.sub_(mean))
 
 
 def _clip_(momentum: torch.Tensor, bound: float) -> Number:

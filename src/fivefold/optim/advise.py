@@ -1,8 +1,7 @@
 """Measure a training job as it is, and say what hiding its communication would bring.
 
-``watch`` counts the steps of a job's first optimizer. It times some as they are, some with DDP's
-all-reduce left out, then all-reduces of the gradients' size, and ends the process: what the job
-would write at its end is not written. The times of the slowest rank count.
+``watch`` times steps as they are and with DDP's all-reduce left out, then all-reduces of the
+gradients' size, and ends the process. The times of the slowest rank count.
 """
 
 from __future__ import annotations
@@ -47,28 +46,15 @@ _WORTH_HIDING = 0.1  # of a step; less waiting is not worth a rule that learns l
 
 @dataclass(frozen=True, kw_only=True)
 class JobTimes:
-    """Measured times of a job, on its slowest rank.
+    """Measured times of a job, on its slowest rank."""
 
-    Args:
-        ranks: Ranks of the default process group.
-        step_s: One optimizer step as the job is.
-        compute_s: The same with DDP's all-reduce left out; None where the job has no DDP.
-        elements: Trainable parameters, counted by their numbers.
-        tensors: The same, counted as tensors.
-        sizes_bytes: Payloads of the measured all-reduces, ascending.
-        all_reduce_s: What each took, alone on the network.
-
-    Raises:
-        ConfigurationError: A time is not positive, or sizes and times do not belong together.
-    """
-
-    ranks: int
-    step_s: float
-    compute_s: float | None
-    elements: int
-    tensors: int
-    sizes_bytes: tuple[int, ...]
-    all_reduce_s: tuple[float, ...]
+    ranks: int  # of the default process group
+    step_s: float  # one optimizer step as the job is
+    compute_s: float | None  # the same with DDP's all-reduce left out; None without DDP
+    elements: int  # trainable parameters, counted by their numbers
+    tensors: int  # the same, counted as tensors
+    sizes_bytes: tuple[int, ...]  # payloads of the measured all-reduces, ascending
+    all_reduce_s: tuple[float, ...]  # what each took, alone on the network
 
     def __post_init__(self) -> None:
         times = (self.step_s, self.compute_s or self.step_s, *self.all_reduce_s)
@@ -117,11 +103,7 @@ def options_for(times: JobTimes) -> list[Option]:
     """Return ways to run a measured job, the job as it is first, one of them recommended.
 
     For each codec that makes messages shorter the round of ``choose_round``; recommended is the
-    one that ``tau="auto"`` with ``codec="auto"`` would take, or staying as it is where under a
-    tenth of a step is waiting.
-
-    Args:
-        times: What was measured.
+    one that ``tau="auto"`` would take, or none where under a tenth of a step is waiting.
 
     Examples:
         >>> times = JobTimes(ranks=2, step_s=0.5, compute_s=0.1, elements=1000,
@@ -161,11 +143,10 @@ def _option(
 
 
 def watch(path: Path, *, steps: int) -> None:
-    """Measure this process' job from now on; rank 0 writes what was found, and all ranks end.
+    """Measure this process' job from now on, then end it on all ranks.
 
-    Args:
-        path: JSON file: the fields of ``JobTimes``, or ``error`` and ``hint``.
-        steps: Steps to time, after three to warm up.
+    Rank 0 writes JSON: the fields of ``JobTimes``, or ``error`` and ``hint``. ``steps`` are timed,
+    after three to warm up; what the job would write at its end is not written.
     """
     register_optimizer_step_post_hook(_Watch(path, steps))
 

@@ -1,16 +1,8 @@
 """How the elements of a payload are written on the wire: pure encoding and decoding.
 
 A codec turns N float32 numbers into ``encoded_bytes(N)`` bytes and back, with the same bits on
-every machine. Encoding is in place on a *residual*: what the wire could not hold stays in it and
-goes out with the next round (error feedback), so that nothing is lost, only late. Not-a-number
-and infinities travel: they decode to non-finite values and leave no residual. This module knows
-nothing of ranks, rounds or sockets.
-
-Shapes: values, residual and out are float32 [N]; wire is uint8 [encoded_bytes(N)].
-
-References:
-    Seide et al., Interspeech 2014 (error feedback); Karimireddy et al., arXiv 1901.09847.
-    Dettmers et al., arXiv 2110.02861 (one absolute maximum for each block).
+every machine. Not-a-number and infinities travel: they decode to non-finite values and leave no
+residual. Shapes: values, residual and out are float32 [N]; wire is uint8 [encoded_bytes(N)].
 """
 
 from __future__ import annotations
@@ -29,15 +21,20 @@ from fivefold.optim._update import is_number
 # On a CPU a piece stays in the second-level cache over all its passes, and is small enough that
 # torch runs it on the calling thread: the communication thread must not wake a pool of its own.
 _CPU_PIECE_ELEMENTS = 32768
-_SMALLEST_SCALE = (
-    2.0**-126
-)  # smallest normal number: subnormal scales lose bits and machines differ
+_SMALLEST_SCALE = 2.0**-126  # smallest normal number: of subnormal ones machines lose bits
 _LARGEST_SAFE = 2.0**127  # rounding a larger block's scale up could decode to infinity
 _WORD_BYTES = 2  # wires are whole words, so that joined wires keep bfloat16 scales aligned
 
 
 class Codec(ABC):
-    """A way to write float32 numbers as bytes."""
+    """A way to write float32 numbers as bytes.
+
+    Encoding is in place on a *residual*: what the wire could not hold stays in it and goes out with
+    the next round (error feedback), so that nothing is lost, only late.
+
+    References:
+        Seide et al., Interspeech 2014 (error feedback); Karimireddy et al., arXiv 1901.09847.
+    """
 
     @property
     @abstractmethod

@@ -1,15 +1,7 @@
 """The outside of the engine: one asynchronous sum over the ranks of a process group.
 
-A *all-reduce* is the sum of one round's payload, plus metadata*: a few float64 numbers that travel
-with it (norms, replica hashes). The sum of metadata is the same bit for bit on every rank, so
-decisions made from it are made alike everywhere, whatever each rank's hardware rounds to.
-
-Payloads travel as they are, by one asynchronous all-reduce for each bucket, or written by a
-codec, in which case ``_compressed`` carries them.
-
-The transport has a process group of its own. Two collectives of one group are matched by their
-order, and the trainer's own collectives (validation, checkpoints) come at other moments on
-different ranks; in a shared group they could be matched with a payload.
+With a payload travels metadata, a few float64 numbers (norms, replica hashes). Their sum is the
+same bit for bit on every rank, so decisions made from it are made alike everywhere.
 """
 
 from __future__ import annotations
@@ -156,6 +148,8 @@ class ProcessGroupTransport:
         self.codec = resolve_codec("fp32" if codec == "auto" else codec)
         hint = "the default is 32 MiB"
         self._bucket_bytes = require_whole("bucket_bytes", bucket_bytes, hint=hint)
+        # Collectives of one group are matched by their order, and the trainer's own come at other
+        # moments on different ranks: in a shared group they could be matched with a payload.
         group = as_group(process_group, name="process_group", dimension="replicate")
         members = dist.get_process_group_ranks(group)
         with named_errors(dist.get_rank(), "the set-up of the engine's process group"):
