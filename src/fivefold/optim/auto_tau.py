@@ -1,40 +1,18 @@
 """How many local steps a round needs to hide its communication, decided while training.
 
-And in how many fragments the model is sent, and in which codec, where that is left open.
-
-The overlap law: with a delayed rule one round takes ``max(tau * T_step, T_allreduce)``, so the
-smallest tau that hides everything is the smallest integer with
-
-    tau * T_step >= margin * T_allreduce.
-
-A ``TauController`` is told at every boundary what all ranks measured, and moves tau. It holds no
-clock, no tensor and no socket. All ranks feed it the same numbers (they travel in the metadata of a
-all-reduce, whose sum is the same everywhere bit for bit), so all ranks decide alike without asking
-one another.
-
-**Which statistic over the ranks.** A rank that launches early waits for the others, so the time of
-the network is the *minimum* over the ranks, of the same round. The compute to hide behind is that
-of the *slowest* rank, each rank's time being its median over the window first, so that hiccups
-which hit another rank each round do not look like slow compute.
-
-**Jitter.** What must fit is the message that nine of ten did not exceed, behind the steps that nine
-of ten were not faster than, and ``margin`` times the median at the least.
-
-**Stability.** Up at once when the round is too short for the communication; up or down by the
-margin only when ``patience`` rounds in a row agree, to what suits each of them. Rounds agree while
-they differ by fewer steps than following them gains, so tau rests where measurements scatter, and
-is exact where they do not. Where going down proves wrong, the next try needs four times the
-patience. While one second of all-reduce costs less than one second of compute that shares its
-cores, the controller climbs to the fixed point without overshoot; from above it may stop early.
+With a delayed rule one round takes ``max(tau * T_step, T_allreduce)``, so the smallest tau that
+hides everything is the smallest integer with ``tau * T_step >= margin * T_allreduce``. Where they
+are left open, fragments and codec are chosen too. There is no clock, tensor or socket here.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from fivefold.errors import ConfigurationError, require_whole
@@ -51,8 +29,7 @@ _JITTER_SHARE = 0.9  # of the rounds whose messages must fit
 _NEW_LINK = 2.0  # times the usual need, at which what is remembered is of another link
 _ROUNDS_TO_TRAVEL = 3  # until measurements of a change of fragments or codec are back
 _MOST_DELAY = 1 << 20
-_COUNTS = ("skip", "growths", "last_was_down")
-_WINDOWS = ("all_reduces", "loads", "paces")
+_SLACK_STEPS = 0.75  # counts of local steps stay while no rank's mean share is off by more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,16 +114,37 @@ class _Need:
     all_reduce_s: float
 
 
+@dataclass(kw_only=True)
+class _Memory:
+    """All that a controller goes on from; lists have one length at all times."""
+
+    delay: int
+    fragments: int
+    codec: int
+    times: list[float]  # what messages take, as ``MessageTimes.numbers``
+    shares: list[float]
+    all_reduces: list[float]  # of the last rounds; 0 stands for no measurement
+    step_windows: list[float]  # of the last rounds, each with a number per rank
+    loads: list[float]
+    paces: list[float]
+    local_steps: list[int]  # of each rank
+    share_sums: list[float]
+    share_rounds: int = 0
+    above: _Agreement
+    below: _Agreement
+    changes: int = 0
+    skip: int = 0  # measurements that are of messages before the last change
+    growths: int = 0
+    last_was_down: bool = False
+
+
 class TauController:
     """Turns measured step and all-reduce times into tau, in the same way on every rank.
 
-    Args:
-        settings: Bounds and manners.
-        world_size: Number of ranks.
-        shares: Numbers of fragments that it may choose from, each with the largest fragment's share
-            of the bytes; None for the whole model at a time.
-        times: What messages take on this link, where that was measured; their ratios count, the
-            measured all-reduces say how long they are. None where fragments and codec stay.
+    All ranks feed it the same numbers, which travel in the metadata of an all-reduce, so all decide
+    alike. ``shares`` are the numbers of fragments that it may choose from, each with the largest
+    fragment's share of the bytes. Of ``times`` the ratios count, since the measured all-reduces say
+    how long messages are; None where fragments and codec stay.
     """
 
     def __init__(
@@ -159,26 +157,33 @@ class TauController:
     ) -> None:
         self.settings = settings
         self.world_size = require_whole("world_size", world_size)
-        self.changes = 0
         self._shares = dict(shares or {1: 1.0})
         self._chooses = times is not None
         # Unknown times are those of messages that all take one unit.
         self._times = times or MessageTimes(fixed_s={"": 1.0}, whole_s={"": 0.0})
         most = max(self._shares)
-        self._now = RoundChoice(
-            delay=max(1, settings.initial // most), fragments=most, codec=self._times.codecs[0]
+        delay = max(1, settings.initial // most)
+        self._memory = _Memory(
+            delay=delay,
+            fragments=most,
+            codec=0,
+            times=self._times.numbers(),
+            shares=list(self._shares.values()),
+            all_reduces=[0.0] * settings.window,
+            step_windows=[0.0] * settings.window * world_size,
+            loads=[0.0] * _JITTER_ROUNDS,
+            paces=[0.0] * _JITTER_ROUNDS,
+            local_steps=[delay * most] * world_size,
+            share_sums=[0.0] * world_size,
+            above=_Agreement(),
+            below=_Agreement(),
         )
-        self._growths = 0
-        self._last_was_down = False
-        self._skip = 0
-        self._above = _Agreement()
-        self._below = _Agreement()
-        self._all_reduces: deque[float] = deque([0.0] * settings.window, maxlen=settings.window)
-        self._steps: list[deque[float]] = [self._all_reduces.copy() for _ in range(world_size)]
-        self._loads: deque[float] = deque([0.0] * _JITTER_ROUNDS, maxlen=_JITTER_ROUNDS)
-        self._paces = self._loads.copy()
-        self._balance = _StepBalance(world_size, tau=self.tau, patience=settings.patience)
         self._decisions: deque[TauDecision] = deque(maxlen=_KEPT_DECISIONS)
+
+    @property
+    def _now(self) -> RoundChoice:
+        memory = self._memory
+        return self._choice(memory.delay, memory.fragments, memory.codec)
 
     @property
     def tau(self) -> int:
@@ -188,7 +193,7 @@ class TauController:
     @property
     def fragments(self) -> int:
         """Parts in which the model is sent."""
-        return self._now.fragments
+        return self._memory.fragments
 
     @property
     def codec(self) -> str | None:
@@ -196,9 +201,9 @@ class TauController:
         return self._now.codec if len(self._times.codecs) > 1 else None
 
     @property
-    def decides(self) -> tuple[str, ...]:
-        """Return what is decided here beside fragments and delay."""
-        return ("tau", "codec") if len(self._times.codecs) > 1 else ("tau",)
+    def changes(self) -> int:
+        """How often the round was changed."""
+        return self._memory.changes
 
     @property
     def delay_steps(self) -> int | None:
@@ -213,16 +218,19 @@ class TauController:
     @property
     def patience_rounds(self) -> int:
         """Rounds that must agree before tau goes down: more after each try that proved wrong."""
-        return int(self.settings.patience * _PATIENCE_GROWTH**self._growths)
+        return int(self.settings.patience * _PATIENCE_GROWTH**self._memory.growths)
 
     def local_tau(self, rank: int) -> int:
         """Return this rank's local steps in the coming round; ``tau`` unless ``balance`` is on."""
-        return self._balance.steps[rank] if self.settings.balance else self.tau
+        return self._memory.local_steps[rank] if self.settings.balance else self.tau
 
     def begin_at(self, state: dict[str, Any]) -> None:
         """Take over the round of ``state()``, and nothing that was measured."""
-        self._now = self._choice(state["delay"], state["fragments"], state["codec"])
-        self._balance.steps = [self.tau] * self.world_size
+        memory = self._memory
+        memory.delay, memory.fragments, memory.codec = (
+            state[name] for name in ("delay", "fragments", "codec")
+        )
+        memory.local_steps = [self.tau] * self.world_size
 
     def observe(
         self, step_s: Sequence[float], all_reduce_s: Sequence[float], *, round_number: int
@@ -230,16 +238,21 @@ class TauController:
         """Take in one boundary's measurements; call it once per boundary, with equal numbers."""
         self._require_times("step_s", step_s)
         self._require_times("all_reduce_s", all_reduce_s)
-        if self._skip:  # of messages before the last change
-            self._skip -= 1
+        memory = self._memory
+        if memory.skip:
+            memory.skip -= 1
             return None
+        # A rank that launches early waits for the others: the network's time is the least. The
+        # compute to hide behind is that of the slowest rank, each rank's time being its median
+        # first, so that hiccups which hit another rank each round do not look like slow compute.
         flown = [time_s for time_s in all_reduce_s if time_s > 0]
         if flown:
-            self._all_reduces.append(min(flown) / self._unit_s)
+            _push(memory.all_reduces, min(flown) / self._unit_s)
         if any(step_s):
-            for window, time_s in zip(self._steps, step_s, strict=True):
-                window.append(time_s)
-        times = [_median(window) for window in self._steps]
+            _push(memory.step_windows, *step_s)
+        times = [
+            _median(memory.step_windows[rank :: self.world_size]) for rank in range(len(step_s))
+        ]
         if flown and any(step_s):
             self._remember([time_s for time_s in step_s if time_s > 0], times)
         need = self._need(times)
@@ -247,9 +260,8 @@ class TauController:
             return None
         before = self._now
         reason = self._move(need)
-        if self.settings.balance:
-            moved = self._balance.update(times, tau=self.tau, at_once=reason is not None)
-            reason = reason or ("balance" if moved else None)
+        if self.settings.balance and self._balance(times, at_once=reason is not None):
+            reason = reason or "balance"
         if reason is None:
             return None
         decision = TauDecision(
@@ -258,25 +270,12 @@ class TauController:
             codec=self.codec,
         )  # fmt: skip
         self._decisions.append(decision)
-        self.changes += self._now != before
+        memory.changes += self._now != before
         return decision
 
     def state(self) -> dict[str, Any]:
         """Return plain numbers, from which a resumed run goes on deciding bit for bit alike."""
-        agreements = {"above": self._above, "below": self._below}
-        return {
-            "delay": self._now.delay,
-            "fragments": self.fragments,
-            "codec": self._times.codecs.index(self._now.codec),
-            "times": self._times.numbers(),
-            "shares": list(self._shares.values()),
-            "changes": self.changes,
-            **{name: int(getattr(self, f"_{name}")) for name in _COUNTS},
-            **{f"{at}_{k}": v for at, one in agreements.items() for k, v in one.state().items()},
-            "step_windows": [time_s for window in self._steps for time_s in window],
-            **{name: list(getattr(self, f"_{name}")) for name in _WINDOWS},
-            **self._balance.state(),
-        }
+        return asdict(self._memory)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from ``state()`` of a controller with the same settings and world size."""
@@ -286,22 +285,11 @@ class TauController:
                 message = f"the saved {name} has {len(state[name])} entries, not {len(fresh[name])}"
                 hint = "use the same world size and window, or start again with initial=<saved tau>"
                 raise ConfigurationError(message, hint=hint)
-        window = self.settings.window
-        self._times = self._times.with_numbers(state["times"])
-        self._shares = dict(zip(self._shares, state["shares"], strict=True))
-        self._now = self._choice(state["delay"], state["fragments"], state["codec"])
-        self.changes = state["changes"]
-        for name in _COUNTS:
-            setattr(self, f"_{name}", state[name])
-        for name in _WINDOWS:
-            getattr(self, f"_{name}").extend(state[name])
-        self._above, self._below = (
-            _Agreement(**{name: state[f"{at}_{name}"] for name in _Agreement().state()})
-            for at in ("above", "below")
-        )
-        for rank, times in enumerate(self._steps):
-            times.extend(state["step_windows"][rank * window : (rank + 1) * window])
-        self._balance.restore(state)
+        kept = copy.deepcopy(state)
+        agreements = {name: _Agreement(**kept[name]) for name in ("above", "below")}
+        self._memory = _Memory(**kept | agreements)
+        self._times = self._times.with_numbers(self._memory.times)
+        self._shares = dict(zip(self._shares, self._memory.shares, strict=True))
 
     # -- tau --------------------------------------------------------------------------------------
 
@@ -315,32 +303,34 @@ class TauController:
 
     def _remember(self, present: Sequence[float], usual: Sequence[float]) -> None:
         """Keep how far this round's message, and its steps, are from what is usual."""
-        load, size = self._all_reduces[-1], self.settings.window
-        recent = list(self._loads)[1 - size :] if size > 1 else []
-        before, now = _median(self._loads), _median([*recent, load])
+        memory = self._memory
+        load, size = memory.all_reduces[-1], self.settings.window
+        recent = memory.loads[1 - size :] if size > 1 else []
+        before, now = _median(memory.loads), _median([*recent, load])
         if before and max(before, now) > _NEW_LINK * min(before, now):  # of another link
-            self._loads.extend([0.0] * _JITTER_ROUNDS)
-            self._loads.extend(recent)
-        self._loads.append(load)
+            memory.loads = [0.0] * (_JITTER_ROUNDS - len(recent)) + recent
+        _push(memory.loads, load)
         pace = min if self.settings.balance else max
         known = [time_s for time_s in usual if time_s > 0]
-        self._paces.append(pace(present) / pace(known))
+        _push(memory.paces, pace(present) / pace(known))
 
     def _stretch(self) -> float:
         """Return how long a message may take, in units of the link's times."""
-        known = [load for load in self._loads if load > 0]
+        # The message that nine of ten did not exceed, behind the steps that nine of ten were not
+        # faster than, and ``margin`` times the median at the least.
+        known = [load for load in self._memory.loads if load > 0]
         longest = 0.0
         if len(known) >= _FEWEST_FOR_JITTER:
-            paces = [-pace for pace in self._paces if pace > 0]
+            paces = [-pace for pace in self._memory.paces if pace > 0]
             longest = _high(known) / -_high(paces)
-        return max(self.settings.margin * _median(self._all_reduces), longest)
+        return max(self.settings.margin * _median(self._memory.all_reduces), longest)
 
     def _need(self, times: Sequence[float]) -> _Need | None:
         """Return what the windows ask for; None until they are full."""
         present = [time_s for time_s in times if time_s > 0]
-        if not present or not all(self._all_reduces):
+        if not present or not all(self._memory.all_reduces):
             return None
-        load, slowest_s, fastest_s = _median(self._all_reduces), max(present), min(present)
+        load, slowest_s, fastest_s = _median(self._memory.all_reduces), max(present), min(present)
         balance = self.settings.balance
         step_s = fastest_s if balance else slowest_s
         round_s = slowest_s if balance else 0.0  # the slowest rank must get at least one step in
@@ -365,34 +355,61 @@ class TauController:
 
     def _move(self, need: _Need) -> TauReason | None:
         """Change the round where the rounds so far ask for it."""
+        # Up at once when it is too short for the communication; by the margin, or down, only when
+        # rounds in a row agree. So tau rests where measurements scatter, and is exact where they do
+        # not. While a second of all-reduce costs less than a second of compute that shares its
+        # cores, it climbs to the fixed point without overshoot; from above it may stop early.
+        memory = self._memory
         now, asked = self._score(self._now), self._score(need.choice)
-        codec = self._times.codecs.index(need.choice.codec)
-        wished = need.choice.delay, need.choice.fragments, codec
-        self._above.count(asked, wished, now=now, when=asked > now)
-        self._below.count(asked, wished, now=now, when=asked < now)
-        exposed = need.bare * (1 - _ROUNDING) > self._now.delay
+        memory.above.count(asked, self._plain(need.choice), now=now, when=asked > now)
+        memory.below.count(asked, self._plain(need.choice), now=now, when=asked < now)
+        exposed = need.bare * (1 - _ROUNDING) > memory.delay
         if exposed and asked != now and (asked > now or self._chooses):
             return self._set(need.choice, "exposed")
-        if self._above.rounds >= self.settings.patience:
-            return self._set(self._choice(*self._above.wished), "margin")
-        first = self._chooses and not self.changes  # what it began with is nobody's choice
-        if self._below.rounds >= (1 if first else self.patience_rounds):
-            return self._set(self._choice(*self._below.wished), "slack")
+        if memory.above.rounds >= self.settings.patience:
+            return self._set(self._choice(*memory.above.wished), "margin")
+        first = self._chooses and not memory.changes  # what it began with is nobody's choice
+        if memory.below.rounds >= (1 if first else self.patience_rounds):
+            return self._set(self._choice(*memory.below.wished), "slack")
         return None
 
     def _set(self, choice: RoundChoice, reason: TauReason) -> TauReason:
-        tau, before = choice.tau, self.tau
+        memory, tau, before = self._memory, choice.tau, self.tau
         down = self._score(choice) < self._score(self._now)
         if max(tau, before) > 2 * min(tau, before) + 1:
-            self._growths = 0  # the link changed; what was learnt of its noise is void
-        elif self._last_was_down and not down:
-            self._growths = min(self._growths + 1, _MOST_GROWTHS)
+            memory.growths = 0  # the link changed; what was learnt of its noise is void
+        elif memory.last_was_down and not down:
+            memory.growths = min(memory.growths + 1, _MOST_GROWTHS)
         if (choice.fragments, choice.codec) != (self.fragments, self._now.codec):
-            self._skip = _ROUNDS_TO_TRAVEL
-        self._last_was_down = down
-        self._now = choice
-        self._above, self._below = _Agreement(), _Agreement()
+            memory.skip = _ROUNDS_TO_TRAVEL
+        memory.last_was_down = down
+        memory.delay, memory.fragments, memory.codec = self._plain(choice)
+        memory.above, memory.below = _Agreement(), _Agreement()
         return reason
+
+    def _plain(self, choice: RoundChoice) -> list[int]:
+        """Return a choice as ``_choice`` takes it."""
+        return [choice.delay, choice.fragments, self._times.codecs.index(choice.codec)]
+
+    def _balance(self, step_s: Sequence[float], *, at_once: bool) -> bool:
+        """Count one round towards the ranks' local steps; return whether a rank's steps changed."""
+        memory, before = self._memory, self._memory.local_steps
+        fastest_s = min(time_s for time_s in step_s if time_s > 0)
+        shares = [self.tau * fastest_s / (time_s or fastest_s) for time_s in step_s]
+        # Off by more than a step and more than a quarter of its steps.
+        pairs = zip(shares, before, strict=True)
+        far_off = any(abs(share - steps) > max(1.0, steps / 4) for share, steps in pairs)
+        if not (at_once or far_off):
+            memory.share_sums = [a + b for a, b in zip(memory.share_sums, shares, strict=True)]
+            memory.share_rounds += 1
+            if memory.share_rounds < self.settings.patience:
+                return False
+            shares = [total / memory.share_rounds for total in memory.share_sums]
+        memory.share_sums, memory.share_rounds = [0.0] * self.world_size, 0
+        pairs = zip(shares, before, strict=True)
+        if at_once or far_off or any(abs(mean - steps) > _SLACK_STEPS for mean, steps in pairs):
+            memory.local_steps = [max(1, math.floor(share + 0.5)) for share in shares]
+        return memory.local_steps != before
 
     def _require_times(self, name: str, times: Sequence[float]) -> None:
         if len(times) != self.world_size:
@@ -404,61 +421,6 @@ class TauController:
                 raise ConfigurationError(message, hint="0.0 stands for no measurement")
 
 
-# Counts stay while no rank's mean share is off by more than this.
-_SLACK_STEPS = 0.75
-
-
-class _StepBalance:
-    """Local steps per rank, so that ranks of uneven speed reach a boundary together."""
-
-    def __init__(self, world_size: int, *, tau: int, patience: int) -> None:
-        self.steps = [tau] * world_size
-        self.sums = [0.0] * world_size
-        self.rounds = 0
-        self._patience = patience
-
-    def update(self, step_s: Sequence[float], *, tau: int, at_once: bool) -> bool:
-        """Count one round's measurements; return whether a rank's steps changed."""
-        fastest_s = min(time_s for time_s in step_s if time_s > 0)
-        shares = [tau * fastest_s / (time_s or fastest_s) for time_s in step_s]
-        if at_once or self._is_far_off(shares):
-            return self._set(shares)
-        self.sums = [total + share for total, share in zip(self.sums, shares, strict=True)]
-        self.rounds += 1
-        if self.rounds < self._patience:
-            return False
-        means = [total / self.rounds for total in self.sums]
-        pairs = zip(means, self.steps, strict=True)
-        if any(abs(mean - steps) > _SLACK_STEPS for mean, steps in pairs):
-            return self._set(means)
-        self._forget()
-        return False
-
-    def state(self) -> dict[str, Any]:
-        """Return plain numbers."""
-        sums = {"share_sums": list(self.sums), "share_rounds": self.rounds}
-        return {"local_steps": list(self.steps)} | sums
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from ``state()``."""
-        self.steps, self.sums = list(state["local_steps"]), list(state["share_sums"])
-        self.rounds = state["share_rounds"]
-
-    def _is_far_off(self, shares: Sequence[float]) -> bool:
-        """Return whether a rank is off by more than a step and more than a quarter of its steps."""
-        pairs = zip(shares, self.steps, strict=True)
-        return any(abs(share - steps) > max(1.0, steps / 4) for share, steps in pairs)
-
-    def _set(self, shares: Sequence[float]) -> bool:
-        self._forget()
-        before = self.steps
-        self.steps = [max(1, math.floor(share + 0.5)) for share in shares]
-        return before != self.steps
-
-    def _forget(self) -> None:
-        self.sums, self.rounds = [0.0] * len(self.steps), 0
-
-
 @dataclass
 class _Agreement:
     """Rounds in a row that asked for the same direction, and the range of what they asked for."""
@@ -466,13 +428,10 @@ class _Agreement:
     rounds: int = 0
     most: int = 0
     least: int = 0
-    wished: tuple[int, int, int] = (0, 0, 0)  # delay, fragments and codec of the most
+    # Delay, fragments and codec of the most.
+    wished: list[int] = field(default_factory=lambda: [0, 0, 0])
 
-    def state(self) -> dict[str, Any]:
-        """Return plain numbers."""
-        return vars(self) | {"wished": list(self.wished)}
-
-    def count(self, asked: int, wished: tuple[int, int, int], *, now: int, when: bool) -> None:
+    def count(self, asked: int, wished: list[int], *, now: int, when: bool) -> None:
         """Count one round; begin anew where it asks for something else, or too differently.
 
         Rounds agree while they differ by less than what following them would gain.
@@ -493,7 +452,12 @@ def _high(values: Sequence[float]) -> float:
     return sorted(values)[math.ceil(_JITTER_SHARE * len(values)) - 1]
 
 
-def _median(times: Sequence[float] | deque[float]) -> float:
+def _push(values: list[float], *newest: float) -> None:
+    """Add values at the end and forget as many at the beginning."""
+    values[:] = [*values[len(newest) :], *newest]
+
+
+def _median(times: Sequence[float]) -> float:
     """Return the median of the measurements there are (of two, the lower); 0.0 without any."""
     measured = [time_s for time_s in times if time_s > 0]
     return statistics.median_low(measured) if measured else 0.0
