@@ -15,6 +15,7 @@ from fivefold.optim import (
     CO2,
     DelayCorrected,
     EagerDiLoCo,
+    GapPenalty,
     LocalSGD,
     OuterOptimizer,
     OuterSync,
@@ -270,6 +271,26 @@ def test_a_state_of_another_rule_is_refused():
         other = OuterSync(model, optimizer, rule=LocalSGD(tau=2), transport=transport)
         with pytest.raises(ConfigurationError, match="the saved outer state has rule='CO2'"):
             other.load_sharded_state_dict(sync.sharded_state_dict())
+        return True
+
+    assert run_world(2, work) == [True, True]
+
+
+def test_numbers_that_are_equal_are_the_same_setting():
+    penalty = {"norm": "l2", "decay": 0.9}
+    rules = [
+        CO2(tau=2, outer_lr=1, clip=2, staleness=GapPenalty(reference=1, **penalty)),
+        CO2(tau=2, outer_lr=1.0, clip=2.0, staleness=GapPenalty(reference=1.0, **penalty)),
+    ]
+
+    def work(transport):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ours, theirs = rules[transport.rank], rules[1 - transport.rank]
+        sync = OuterSync(model, optimizer, rule=ours, transport=transport)
+        OuterSync(model, optimizer, rule=theirs, transport=transport).load_state_dict(
+            sync.state_dict()
+        )
         return True
 
     assert run_world(2, work) == [True, True]

@@ -18,7 +18,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.optim._metadata import MetadataReading
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._shards import WorkerGroup
-from fivefold.optim._update import Number
+from fivefold.optim._update import Number, is_number
 from fivefold.optim.statistics import StatisticsMeter
 from fivefold.optim.transport import PendingAllReduce, Transport
 
@@ -91,12 +91,25 @@ class OuterState:
         return plain | {name: float(plain[name]) for name in ("last_move", "last_delta")}
 
 
+def plain_settings(rule: OuterRule) -> list[tuple[str, Any]]:
+    """Return a rule's settings by name, equal and written alike where they mean the same."""
+    return [("rule", rule.name), *sorted(_plain(asdict(rule)).items())]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(value[key]) for key in sorted(value)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return float(value) if is_number(value) else value  # 1, 1.0 and NumPy's 1.0
+
+
 def settings(rule: OuterRule, *, fragments: int, codec: str) -> dict[str, Any]:
     """Return what a state and the engine that loads it must agree on."""
     return {
         "format": _FORMAT,
         "rule": rule.name,
-        "rule_settings": repr(sorted(asdict(rule).items(), key=lambda item: item[0])),
+        "rule_settings": repr(plain_settings(rule)),
         "fragments": fragments,
         "codec": codec,
     }

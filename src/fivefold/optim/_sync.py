@@ -47,7 +47,7 @@ from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._sharded_state import StateForm
 from fivefold.optim._shards import local_tensor, reshard
-from fivefold.optim._state import EngineContext, require_same, settings
+from fivefold.optim._state import EngineContext, plain_settings, require_same, settings
 from fivefold.optim.auto_tau import TauDecision
 from fivefold.optim.codecs import Codec
 from fivefold.optim.statistics import (
@@ -549,7 +549,7 @@ class OuterSync:
     def _start_equal(self, model: torch.nn.Module) -> None:
         place = None if self._worker is None else (self._worker.place, self._worker.size)
         mine: dict[str, Any] = {
-            "rule": self._rule,
+            "rule": plain_settings(self._rule),
             "parameters": parameter_shapes(model),
             "codec": wire_format(self._transport),
             "check": self._check_every_rounds,
