@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fivefold.errors import ConfigurationError, ReplicaMismatchError
-from fivefold.optim import CO2, DelayCorrected, LocalSGD, OuterSync, _shards
+from fivefold.optim import CO2, DelayCorrected, GapPenalty, LocalSGD, OuterSync, _shards
 from fivefold.testing import run_processes
 
 pytestmark = pytest.mark.distributed
@@ -225,6 +225,60 @@ def test_hsdp_inside_one_worker():
     results = run_processes(8, work)
     for parameters in results:
         assert all(torch.equal(a, b) for a, b in zip(parameters, results[0], strict=True))
+
+
+def hsdp_life(rank, *, rule, weighted):
+    """Two workers of two copies on two shards each, or two plain workers that do the same."""
+    model = Normed() if rule is None else linear_stack(5, 7, 3)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "replicate", "shard"))
+    fully_shard(model, mesh=mesh["replicate", "shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = OuterSync(
+        model, optimizer, rule=rule or CO2(tau=2), process_group=mesh["outer"], outlier_factor=10
+    )
+    for step in range(7):
+        x = torch.randn(
+            6, 5 if rule else 4, generator=torch.Generator().manual_seed(9 * step + rank)
+        )
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.step(weight=1.0 + rank if weighted else None)
+    sync.finalize()
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def two_plain_workers(rank, *, rule, weighted):
+    model = linear_stack(5, 7, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = OuterSync(model, optimizer, rule=rule)
+    ranks = range(4 * rank, 4 * rank + 4)
+    for step in range(7):
+        for one in ranks:
+            x = torch.randn(6, 5, generator=torch.Generator().manual_seed(9 * step + one))
+            (model(x).square().mean() / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.step(weight=sum(1.0 + one for one in ranks) if weighted else None)
+    sync.finalize()
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_copies_inside_a_worker_are_one_worker(weighted):
+    """Tokens are counted over all ranks of a worker, and norms over each shard once."""
+    rule = CO2(tau=2, staleness=GapPenalty(reference=0.05))
+
+    plain = run_processes(2, lambda r: two_plain_workers(r, rule=rule, weighted=weighted))[0]
+    for parameters in run_processes(8, lambda r: hsdp_life(r, rule=rule, weighted=weighted)):
+        for name, value in parameters.items():
+            torch.testing.assert_close(value, plain[name], rtol=0, atol=1e-6)
+
+
+def test_copies_inside_a_worker_have_the_same_running_statistics():
+    first, *others = run_processes(8, lambda rank: hsdp_life(rank, rule=None, weighted=False))
+    for state in others:
+        assert all(torch.equal(state[name], first[name]) for name in first)
 
 
 def test_the_gap_needs_all_parameters_sharded():

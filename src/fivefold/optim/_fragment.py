@@ -409,7 +409,7 @@ class Fragment:
         norms = [float(torch.linalg.vector_norm(group.payload)) for group in self.groups]
         squares = math.fsum(norm * norm for norm in norms)
         if self._shared.worker is not None:
-            (squares,) = self._shared.worker.sum([squares])
+            (squares,) = self._shared.worker.sum_shards([squares])
         return math.sqrt(squares) / weight if weight else 0.0
 
     def _land(self, all_reduce: InAllReduce) -> None:
@@ -493,7 +493,7 @@ class Fragment:
             send_unit=all_reduce.unit if in_lr_units else 1.0,
             step_unit=self._inner_lr() if in_lr_units else 1.0,
             elements=sum(group.anchor.numel() for group in self.groups),
-            shard_sum=list if shared.worker is None else shared.worker.sum,
+            shard_sum=list if shared.worker is None else shared.worker.sum_shards,
         )
 
     # -- merge and launch -------------------------------------------------------------------------

@@ -48,10 +48,10 @@ def _decay(name: str, group: Mapping[str, Any]) -> float | None:
 
 # An average that arrives d steps after it was sent is decayed as the state itself was meanwhile: a
 # state that follows s <- b s + (what the gradient adds) becomes s <- s + b^d (mean(y) - y), with y
-# what this worker sent, which is the state that it would have, had the mean been there at once. Adam divides m by sqrt(v),
-# and its own sums obey m^2 <= v (1 - b1)^2 b2 / ((1 - b2) (b2 - b1^2)). A mean of m that comes
-# without that of v need not: rows of an embedding that this worker has not seen have v = 0. So it
-# is cut at ten times that size.
+# what this worker sent, which is the state that it would have, had the mean been there at once.
+# Adam divides m by sqrt(v), and its sums obey m^2 <= v (1 - b1)^2 b2 / ((1 - b2) (b2 - b1^2)). A
+# mean of m that comes without that of v need not: rows of an embedding that this worker has not
+# seen have v = 0. So it is cut at ten times that size.
 class StateFragment(Fragment):
     """One kind of state of all trainable parameters that have it."""
 

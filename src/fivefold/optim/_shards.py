@@ -70,10 +70,17 @@ class WorkerGroup:
     # those of the model's own sharding come at other moments.
 
     def __init__(
-        self, ranks: Sequence[int], *, splits: bool, device: torch.device, timeout_s: float
+        self,
+        ranks: Sequence[int],
+        *,
+        splits: bool,
+        device: torch.device,
+        timeout_s: float,
+        copies: int = 1,
     ) -> None:
         self.ranks = tuple(ranks)
         self.splits = splits
+        self.copies = copies  # ranks that hold the same shard
         self._device = device
         self._rank = dist.get_rank()
         with named_errors(self._rank, "the set-up of the worker's process group"):
@@ -115,6 +122,10 @@ class WorkerGroup:
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum numbers over the ranks: the same bits on every rank."""
         return [math.fsum(column) for column in zip(*self.gather(values), strict=True)]
+
+    def sum_shards(self, values: Sequence[float]) -> list[float]:
+        """Sum numbers of shards over the model, each shard once."""
+        return [total / self.copies for total in self.sum(values)]
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -250,10 +261,10 @@ def worker_group_of(
     apart = set(peers) - {dist.get_rank()} if peers else set()
     sharded = _sharded_ranks(model, peers=apart)
     given = None if shard_group is None else _given_ranks(shard_group)
-    if sharded is not None and given is not None and set(sharded) != set(given):
-        message = f"shard_group has ranks {given}, but parameters are sharded over {sharded}"
+    if sharded is not None and given is not None and set(sharded[0]) != set(given):
+        message = f"shard_group has ranks {given}, but parameters are sharded over {sharded[0]}"
         raise ConfigurationError(message, hint="leave shard_group out for sharded parameters")
-    ranks = given if sharded is None else sharded
+    ranks, copies = (given, 1) if sharded is None else sharded
     if ranks is None or len(ranks) == 1:
         return None
     others = sorted(apart.intersection(ranks))
@@ -261,7 +272,9 @@ def worker_group_of(
         message = f"ranks {others} are in shard_group and also in process_group"
         raise ConfigurationError(message, hint=_APART)
     device = local_tensor(next(iter(model.parameters()))).device
-    return WorkerGroup(ranks, splits=sharded is None, device=device, timeout_s=timeout_s)
+    return WorkerGroup(
+        ranks, splits=sharded is None, copies=copies, device=device, timeout_s=timeout_s
+    )
 
 
 def _given_ranks(shard_group: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...]:
@@ -273,9 +286,11 @@ def _given_ranks(shard_group: dist.ProcessGroup | DeviceMesh) -> tuple[int, ...]
     return ranks
 
 
-def _sharded_ranks(model: torch.nn.Module, *, peers: set[int]) -> tuple[int, ...] | None:
-    """Return the ranks over which this model's parameters are sharded; None where they are not."""
-    found: dict[tuple[int, ...], str] = {}
+def _sharded_ranks(
+    model: torch.nn.Module, *, peers: set[int]
+) -> tuple[tuple[int, ...], int] | None:
+    """Return the ranks that share this model's parameters, and how many hold the same shard."""
+    found: dict[tuple[tuple[int, ...], int], str] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             others = sorted(peers.intersection(parameter.device_mesh.mesh.reshape(-1).tolist()))
@@ -292,15 +307,13 @@ def _sharded_ranks(model: torch.nn.Module, *, peers: set[int]) -> tuple[int, ...
     return next(iter(found), None)
 
 
-def _ranks_of(name: str, parameter: DTensor) -> tuple[int, ...]:
+def _ranks_of(name: str, parameter: DTensor) -> tuple[tuple[int, ...], int]:
     mesh, placements = parameter.device_mesh, parameter.placements
-    coordinate = mesh.get_coordinate()
-    if coordinate is None or not all(isinstance(p, (Shard, Replicate)) for p in placements):
+    if mesh.get_coordinate() is None or not all(
+        isinstance(p, (Shard, Replicate)) for p in placements
+    ):
         message = f"parameter {name} has placements {placements}"
         raise ConfigurationError(message, hint="parameters must be sharded along dimensions")
-    # Along a dimension on which it is replicated, each rank takes care of a whole copy.
-    index = tuple(
-        slice(None) if isinstance(p, Shard) else at
-        for p, at in zip(placements, coordinate, strict=True)
-    )
-    return tuple(int(rank) for rank in mesh.mesh[index].reshape(-1))
+    ranks = tuple(int(rank) for rank in mesh.mesh.reshape(-1))
+    sizes = zip(placements, mesh.mesh.shape, strict=True)
+    return ranks, math.prod(size for placement, size in sizes if isinstance(placement, Replicate))
