@@ -436,3 +436,35 @@ def test_ranks_that_have_not_moved_yet_are_no_hidden_ddp(caplog):
 
     run_world(2, work)
     assert not caplog.records
+
+
+STATISTICS = ["1.running_mean", "1.running_var"]
+
+
+def test_a_state_is_the_same_whether_the_model_is_compiled_or_not():
+    """``torch.compile`` wraps modules, and so would change the names of their parameters."""
+
+    def work(transport):
+        found = []
+        for how in ("plain", "whole", "a part"):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+            if how == "a part":
+                model[0] = torch.compile(model[0], backend="eager")
+            model = torch.compile(model, backend="eager") if how == "whole" else model
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sync = optim.OuterSync(
+                model, optimizer, rule=optim.DelayCorrected(tau=2), transport=transport
+            )
+            if found:
+                sync.load_state_dict(found[0])
+            else:
+                train_steps(model, optimizer, sync, range(3), transport.rank)
+            found.append(copy.deepcopy(sync.state_dict()))
+        tensors = [state["fragments"]["0"]["tensors"] for state in found]
+        assert list(tensors[0]) == ["0.weight", "0.bias", "1.weight", "1.bias", *STATISTICS]
+        for others in tensors[1:]:
+            torch.testing.assert_close(others, tensors[0], rtol=0, atol=0)
+        return True
+
+    assert run_world(2, work) == [True, True]

@@ -536,7 +536,7 @@ class OuterSync:
 
     def _names(self) -> dict[int, str]:
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
-        return {id(tensor): name for name, tensor in named}
+        return {id(tensor): name.replace("_orig_mod.", "") for name, tensor in named}  # compiled
 
     def _read(self, reading: MetadataReading, round_number: int) -> None:
         """Act on what all ranks wrote into the metadata of a round."""
