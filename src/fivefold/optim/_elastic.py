@@ -9,18 +9,21 @@ and takes part in it with weight 0: from then on it stands where the others stan
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fivefold.errors import CommunicationError, ConfigurationError, FivefoldError
+from fivefold.optim._compressed import ring_bytes
 from fivefold.optim._elastic_quorum import Ballot, Decision, Member
 from fivefold.optim._elastic_services import ElasticGroup, ElasticServices
 from fivefold.optim._sync import OuterSync
@@ -75,7 +78,7 @@ def elastic_transport(
     services = ElasticServices(
         lighthouse, host=host, timeout_s=timeout_s, quorum_timeout_s=quorum_timeout_s
     )
-    return ElasticTransport(services, max_workers=max_workers, timeout_s=timeout_s)
+    return ElasticTransport(services, max_workers=max_workers)
 
 
 class ElasticTransport:
@@ -84,16 +87,14 @@ class ElasticTransport:
     Args:
         services: This worker's access to the lighthouse and its peers.
         max_workers: Number of slots.
-        timeout_s: Longest all-reduce, in seconds.
     """
 
     may_lose = True  # the engine keeps its own part of an all-reduce until the all-reduce counts
 
-    def __init__(self, services: ElasticServices, *, max_workers: int, timeout_s: float) -> None:
+    def __init__(self, services: ElasticServices, *, max_workers: int) -> None:
         self._services = services
         self._capacity = max_workers
-        self._timeout_s = timeout_s
-        self._group = ElasticGroup(services.worker, timeout_s=timeout_s)
+        self._group = ElasticGroup(services.worker, timeout_s=services.timeout_s)
         self._settings = ""
         self._holder: OuterSync | None = None
         self._decision: Decision | None = None
@@ -193,14 +194,18 @@ class ElasticTransport:
         turn = decision.turn + 1
         copiers = decision.copiers_from(self.worker)
         if copiers and decision.turn >= 0:  # at the start of a job they got it in join()
-            self._services.serve_state(self._holder.peer_state(), turn=turn, copiers=copiers)
-        tensors = [*payloads, metadata]
+            self._services.states.serve(self._holder.peer_state(), turn=turn, copiers=copiers)
         names = tuple(member.worker for member in decision.members)
         ballot = self._ballot(turn=turn, history=decision.history, slot=self._slot, members=names)
         self._all_reduce = ElasticAllReduce(
-            self, tensors, members=decision.members, ballot=ballot, what=what
+            [*payloads, metadata],
+            services=self._services,
+            group=self._group,
+            members=decision.members,
+            ballot=ballot,
+            adopt=functools.partial(self._adopt, what=what),
+            what=what,
         )
-        self._all_reduce.start()
         return self._all_reduce
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,44 +227,10 @@ class ElasticTransport:
         """Leave the job; the others notice when the heartbeat stops."""
         self._close()
 
-    # -- one all-reduce ---------------------------------------------------------------------------
-
-    @property
-    def patience_s(self) -> float:
-        """Longest an all-reduce can take: to form the group, to sum, to vote; with some slack."""
-        return 2 * self._timeout_s + self._services.quorum_timeout_s + _SLACK_S
-
-    def fly(
-        self, tensors: Sequence[torch.Tensor], *, members: tuple[Member, ...], turn: int
-    ) -> None:
-        """Sum the tensors over the members; runs in the all-reduce's thread.
-
-        Raises:
-            RuntimeError: A member ended or the timeout passed.
-        """
-        try:
-            self._group.form(members, turn=turn)
-            self._group.sum_(tensors)
-        except RuntimeError:
-            self._group.abort()
-            raise
-
-    def vote(self, ballot: Ballot, *, what: str) -> Decision:
-        """Vote on an all-reduce; runs in the all-reduce's thread.
-
-        Raises:
-            CommunicationError: No quorum came together in time.
-        """
-        return self._services.vote(ballot, what=what)
-
-    def adopt(self, decision: Decision, *, what: str) -> bool:
-        """Make a decision this worker's own; returns whether the all-reduce counts.
-
-        Raises:
-            LeftBehindError: The others went on without this worker.
-        """
+    def _adopt(self, decision: Decision, *, what: str) -> bool:
+        """Make a decision this worker's own; returns whether the all-reduce counts."""
         self._all_reduce = None
-        self._services.retire_state()
+        self._services.states.retire()  # whoever joined has it
         if self.worker in decision.left_behind:
             self._leave()
             message = f"worker {self.worker} (slot {self._slot}): the others went on after {what}"
@@ -283,15 +254,15 @@ class ElasticTransport:
         assert holder is not None, "join() set it"
         copiers = decision.copiers_from(self.worker)
         if copiers:  # the start of a job
-            self._services.serve_state(holder.peer_state(), turn=turn, copiers=copiers)
+            self._services.states.serve(holder.peer_state(), turn=turn, copiers=copiers)
         source = decision.sources.get(self.worker)
         if source is None:
             return True
         name, address = source
         try:
             # At the start of a job the source answers at once, later at its next launch.
-            patience_s = self._services.quorum_timeout_s if turn else self._timeout_s
-            state = self._services.fetch_state(
+            patience_s = self._services.quorum_timeout_s if turn else self._services.timeout_s
+            state = self._services.states.fetch(
                 address, turn=turn, what=f"worker {name}", patience_s=patience_s
             )
         except CommunicationError as error:
@@ -313,7 +284,7 @@ class ElasticTransport:
             capacity=self._capacity,
             settings=self._settings,
             store=self._services.store_address,
-            state=self._services.state_address,
+            state=self._services.states.address,
             **fields,
         )
 
@@ -332,23 +303,23 @@ def _close(services: ElasticServices, group: ElasticGroup) -> None:
 
 
 class ElasticAllReduce:
-    """A sum over the members under way."""
+    """A sum over the members under way, and the vote on it, in a thread of its own."""
 
     def __init__(
         self,
-        transport: ElasticTransport,
         tensors: Sequence[torch.Tensor],
         *,
+        services: ElasticServices,
+        group: ElasticGroup,
         members: tuple[Member, ...],
         ballot: Ballot,
+        adopt: Callable[[Decision], bool],
         what: str,
     ) -> None:
         self.launched_at_s = time.perf_counter()
         self.completed_at_s: float | None = None
-        # A ring: each member sends every part of the sum twice, but for its own share.
-        count, total_bytes = len(members), sum(t.nbytes for t in tensors)
-        self.sent_bytes = round(2 * (count - 1) * total_bytes / count)
-        self._transport = transport
+        self.sent_bytes = ring_bytes(sum(t.nbytes for t in tensors), world_size=len(members))
+        self._services, self._group, self._adopt = services, group, adopt
         self._tensors = tensors
         self._members = members
         self._ballot = ballot
@@ -360,41 +331,43 @@ class ElasticAllReduce:
         self._stream = torch.cuda.current_stream(on_device[0]) if on_device else None
         # A daemon: a process that ends must not wait for a quorum.
         self._thread = threading.Thread(target=self._run, name="elastic-all-reduce", daemon=True)
-
-    def start(self) -> None:
-        """Take off."""
         self._thread.start()
 
     def wait(self) -> bool:
         """Block until the quorum has decided on the all-reduce; see ``PendingAllReduce.wait``."""
         if self._outcome is None:
-            self._thread.join(self._transport.patience_s)
+            # To form the group, to sum, to vote; with some slack.
+            services = self._services
+            self._thread.join(2 * services.timeout_s + services.quorum_timeout_s + _SLACK_S)
             if self._thread.is_alive():  # every step of it has a timeout, so this is a defect
                 message = f"worker {self._ballot.worker}: {self._what} did not end in any timeout"
                 raise CommunicationError(message, hint="start this worker again")
             if self._error is not None:
                 raise self._error
             assert self._decision is not None, "no error and no decision"
-            self._outcome = self._transport.adopt(self._decision, what=self._what)
+            self._outcome = self._adopt(self._decision)
             self._tensors = ()
         return self._outcome
 
     def _run(self) -> None:
         try:
-            arrived = self._fly()
+            arrived = self._sum()
             self.completed_at_s = time.perf_counter()
-            ballot = Ballot(**{**self._ballot.to_data(), "arrived": arrived})
-            self._decision = self._transport.vote(ballot, what=self._what)
+            self._decision = self._services.vote(
+                replace(self._ballot, arrived=arrived), what=self._what
+            )
         except BaseException as error:  # noqa: BLE001 - handed to the caller of wait()
             self._error = error
 
-    def _fly(self) -> bool:
+    def _sum(self) -> bool:
         stream = self._stream
         context = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
         try:
             with context:
-                self._transport.fly(self._tensors, members=self._members, turn=self._ballot.turn)
+                self._group.form(self._members, turn=self._ballot.turn)
+                self._group.sum_(self._tensors)
         except RuntimeError as error:
+            self._group.abort()
             if isinstance(error, FivefoldError):
                 raise
             reason = str(error).strip().partition("\n")[0].partition(". This is")[0]

@@ -13,7 +13,9 @@ from typing import Any
 
 from fivefold.errors import CommunicationError, ConfigurationError, optional_module
 
+_LOG = logging.getLogger(__name__)
 _TICK_MS = 50
+_CHUNK_BYTES = 1 << 16
 
 
 class Lighthouse:
@@ -72,8 +74,9 @@ def start_lighthouse(
     if join_timeout_s <= 0 or heartbeat_timeout_s <= 0:
         message = f"timeouts must be positive; got {join_timeout_s} and {heartbeat_timeout_s}"
         raise ConfigurationError(message)
-    host, number = _require_free(bind)
-    gated = not is_loopback(host)
+    host, number = host_and_port(bind, "the address to listen on")
+    listen_at(host, number).close()  # torchft's own failure would end in a native thread, unseen
+    gated = not all(ipaddress.ip_address(address).is_loopback for address in _addresses(host))
     if gated and not allow:
         message = f"{bind} can be reached from other machines, and no host is allowed to connect"
         hint = "name the workers' hosts: --allow 10.0.0.0/24 (0.0.0.0/0 for all)"
@@ -98,34 +101,16 @@ def _port_of(server: Any) -> int:
     return int(server.address().rpartition(":")[2])
 
 
-def _require_free(bind: str) -> tuple[str, int]:
-    """Look before torchft does: its own failure ends in a native thread, unseen."""
-    host, _, port = bind.rpartition(":")
+def host_and_port(address: str, what: str) -> tuple[str, int]:
+    """Return the two parts of ``host:port``, which may be written as a URL."""
+    host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
     if not host or not port.isdigit():
-        message = f"the address to listen on must be host:port; got {bind!r}"
-        raise ConfigurationError(message, hint="such as 127.0.0.1:29510")
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM
-        )[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(target)
-    except OSError as error:
-        message = f"cannot listen on {bind}: {error.strerror or error}"
-        raise CommunicationError(message, hint="choose another port with --bind") from error
+        message = f"{what} must be host:port; got {address!r}"
+        raise ConfigurationError(message, hint="such as 10.0.0.1:29510")
     return host, int(port)
 
 
-_LOG = logging.getLogger(__name__)
-_CHUNK_BYTES = 1 << 16
-
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only processes of this machine reach an address."""
-    return all(ipaddress.ip_address(address).is_loopback for address in _addresses(host))
 
 
 def listen_at(host: str, port: int) -> socket.socket:
@@ -136,7 +121,7 @@ def listen_at(host: str, port: int) -> socket.socket:
         return socket.create_server((address, port), family=family)
     except OSError as error:
         message = f"cannot listen on {host}:{port}: {error.strerror or error}"
-        raise CommunicationError(message, hint="choose another address or port") from error
+        raise CommunicationError(message, hint="choose another address or port (--bind)") from error
 
 
 class HostGate:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 JOINING = -1
 
@@ -41,10 +40,6 @@ class Ballot:
     def joining(self) -> bool:
         """Return whether the worker has no part in the job yet."""
         return self.turn == JOINING
-
-    def to_data(self) -> dict[str, Any]:
-        """Return the fields as the lighthouse carries them."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

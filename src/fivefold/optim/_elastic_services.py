@@ -19,7 +19,7 @@ import uuid
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from http.server import ThreadingHTTPServer
 from typing import Any
@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch hides it from mypy
 from torch.utils._pytree import tree_map
 
-from fivefold.errors import CommunicationError, ConfigurationError
-from fivefold.optim._elastic_lighthouse import listen_at, require_torchft
+from fivefold.errors import CommunicationError
+from fivefold.optim._elastic_lighthouse import host_and_port, listen_at, require_torchft
 from fivefold.optim._elastic_quorum import Ballot, Decision, Member, decide
 
 _LOG = logging.getLogger(__name__)
@@ -48,16 +48,6 @@ _HEARD = re.compile(r'class="heartbeat[^"]*"\s*>\s*(\S+): seen ')
 _LIVE = re.compile(r'class="heartbeat\s*"\s*>\s*(\S+): seen ')
 
 
-def lighthouse_url(address: str) -> str:
-    """Return ``host:port`` or a URL as the URL that torchft wants."""
-    bare = address.removeprefix("http://").rstrip("/")
-    host, _, port = bare.rpartition(":")
-    if not host or not port.isdigit():
-        message = f"the lighthouse's address must be host:port; got {address!r}"
-        raise ConfigurationError(message, hint="such as 10.0.0.1:29510")
-    return f"http://{bare}"
-
-
 class ElasticServices:
     """Client of the lighthouse, address and state server of one worker."""
 
@@ -65,12 +55,13 @@ class ElasticServices:
         self, lighthouse: str, *, host: str | None, timeout_s: float, quorum_timeout_s: float
     ) -> None:
         require_torchft()
-        self._url = lighthouse_url(lighthouse)
-        self._timeout_s = timeout_s
+        there, port = host_and_port(lighthouse, "the lighthouse's address")
+        self._url = f"http://{there}:{port}"
+        self.timeout_s = timeout_s
         self.quorum_timeout_s = quorum_timeout_s
         self._connect_timeout = timedelta(seconds=min(_CONNECT_S, quorum_timeout_s))
         self._client = self._connect()
-        host = host or _own_address(self._url)
+        host = host or _own_address(there, port)
         self.worker = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         listener = listen_at(host, 0)  # by itself it would listen on all interfaces
         self._store = TCPStore(
@@ -82,14 +73,9 @@ class ElasticServices:
             master_listen_fd=listener.detach(),
         )
         self.store_address = f"{host}:{self._store.port}"
-        self._state_server = _StateServer(host, timeout_s=timeout_s)
+        self.states = StateServer(host, worker=self.worker, timeout_s=timeout_s)
         self._host = host
         self._heart: Any = None
-
-    @property
-    def state_address(self) -> str:
-        """Return where others fetch this worker's state."""
-        return self._state_server.address
 
     def vote(self, ballot: Ballot, *, what: str) -> Decision:
         """Give the lighthouse this worker's ballot and read the quorum's.
@@ -113,7 +99,7 @@ class ElasticServices:
                     step=max(ballot.turn, 0),
                     world_size=1,
                     shrink_only=False,
-                    data=ballot.to_data(),
+                    data=asdict(ballot),
                 )
                 decision = decide([Ballot(**member.data) for member in quorum.participants])
                 if not decision.missing:
@@ -145,40 +131,11 @@ class ElasticServices:
             raise CommunicationError(message, hint=f"look at {url}") from error
         return text
 
-    def serve_state(self, state: object, *, turn: int, copiers: Sequence[str]) -> None:
-        """Offer a copy of the state as of this all-reduce to workers that join."""
-        _LOG.info("handing the state to %s before all-reduce %d", ", ".join(copiers), turn)
-        copy = tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, state)
-        self._state_server.serve(copy, turn=turn)
-
-    def retire_state(self) -> None:
-        """Forget the copy: whoever joined has it, whoever did not joins another time."""
-        self._state_server.retire()
-
-    def fetch_state(self, address: str, *, turn: int, what: str, patience_s: float) -> Any:
-        """Get a peer's state as of an all-reduce; waits until the peer reaches it."""
-        deadline_s = time.monotonic() + patience_s
-        while True:
-            try:
-                return self._state_server.fetch(address, turn=turn)
-            except urllib.error.HTTPError as error:  # it is not there yet
-                reason: Exception = error
-                error.close()
-            except TimeoutError as error:  # its door is shut until it serves
-                reason = error
-            except (OSError, EOFError, RuntimeError) as error:
-                message = f"worker {self.worker}: {what} ended while sending its state: {error}"
-                raise CommunicationError(message, hint="another peer is asked") from error
-            if time.monotonic() > deadline_s:
-                message = f"worker {self.worker}: {what} gave no state in {patience_s:g} s"
-                raise CommunicationError(message, hint="raise quorum_timeout_s") from reason
-            time.sleep(_POLL_S)
-
     def close(self) -> None:
         """Stop the heartbeat and the servers."""
         if self._heart is not None:
             self._heart.shutdown()
-        self._state_server.close()
+        self.states.close()
 
     def _beat(self) -> None:
         """Send heartbeats from now on, in a native thread: a long step never looks like a death."""
@@ -295,13 +252,13 @@ class ElasticGroup:
             group.abort(errored=False)
 
 
-class _StateServer:
+class StateServer:
     """torchft's state transfer over HTTP, at an address that the others can reach, and silent.
 
     What it sends is pickled: peers trust one another, as they do in ``torch.distributed``.
     """
 
-    def __init__(self, host: str, *, timeout_s: float) -> None:
+    def __init__(self, host: str, *, worker: str, timeout_s: float) -> None:
         from torchft.checkpointing import http_transport  # noqa: PLC0415 - optional, slow
 
         class Server(ThreadingHTTPServer):
@@ -313,6 +270,7 @@ class _StateServer:
                 self.socket.close()
                 self.socket = listener
 
+        self._worker = worker
         self._timeout = timedelta(seconds=timeout_s)
         with mock.patch.object(http_transport, "_IPv6HTTPServer", Server):
             self._transport: Any = http_transport.HTTPTransport(timeout=self._timeout, num_chunks=0)
@@ -322,22 +280,39 @@ class _StateServer:
         # Its own address is the host's name, which peers may not be able to resolve.
         self.address = f"http://{host}:{server.socket.getsockname()[1]}/checkpoint/"
 
-    def serve(self, state: object, *, turn: int) -> None:
-        """Offer the state to peers that name this all-reduce."""
-        self._transport.send_checkpoint([], turn, state, self._timeout)
+    def serve(self, state: object, *, turn: int, copiers: Sequence[str]) -> None:
+        """Offer a copy of the state as of this all-reduce to workers that join."""
+        _LOG.info("handing the state to %s before all-reduce %d", ", ".join(copiers), turn)
+        copy = tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, state)
+        self._transport.send_checkpoint([], turn, copy, self._timeout)
 
     def retire(self) -> None:
-        """Drop the state; a transfer under way holds a reference of its own."""
+        """Drop the copy; a transfer under way holds a reference of its own."""
         self._transport._state_dict = None  # noqa: SLF001 - as above
         self._transport._chunks = None  # noqa: SLF001 - as above
         self._transport._step = -1  # noqa: SLF001 - as above
 
-    def fetch(self, address: str, *, turn: int) -> Any:
-        """Return the state that a peer offers at ``address`` for this all-reduce."""
-        with warnings.catch_warnings():
-            # torch's streamed load warns that what it gives must not be written to.
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            return self._transport.recv_checkpoint(0, address, turn, self._timeout)
+    def fetch(self, address: str, *, turn: int, what: str, patience_s: float) -> Any:
+        """Get a peer's state as of an all-reduce; waits until the peer reaches it."""
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                with warnings.catch_warnings():
+                    # torch's streamed load warns that what it gives must not be written to.
+                    warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                    return self._transport.recv_checkpoint(0, address, turn, self._timeout)
+            except urllib.error.HTTPError as error:  # it is not there yet
+                reason: Exception = error
+                error.close()
+            except TimeoutError as error:  # its door is shut until it serves
+                reason = error
+            except (OSError, EOFError, RuntimeError) as error:
+                message = f"worker {self._worker}: {what} ended while sending its state: {error}"
+                raise CommunicationError(message, hint="another peer is asked") from error
+            if time.monotonic() > deadline_s:
+                message = f"worker {self._worker}: {what} gave no state in {patience_s:g} s"
+                raise CommunicationError(message, hint="raise quorum_timeout_s") from reason
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
         """End the server and free its port."""
@@ -345,16 +320,15 @@ class _StateServer:
         self._transport._server.server_close()  # noqa: SLF001 - as above
 
 
-def _own_address(url: str) -> str:
+def _own_address(host: str, port: int) -> str:
     """Return the address from which this machine reaches the lighthouse."""
-    host, _, port = url.removeprefix("http://").rpartition(":")
     try:
         family, kind, _, _, target = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+            host.strip("[]"), port, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # sends nothing: only picks the route
             return str(probe.getsockname()[0])
     except OSError as error:
-        message = f"no route to the lighthouse at {url}: {error}"
+        message = f"no route to the lighthouse at {host}:{port}: {error}"
         raise CommunicationError(message, hint="check its address and the network") from error
