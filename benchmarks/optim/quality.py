@@ -51,7 +51,7 @@ from fivefold.optim import (
     SlowMo,
     StreamingDiLoCo,
 )
-from fivefold.optim.codecs import Codec, ExactCodec, named_codec
+from fivefold.optim.codecs import Codec, is_exact, named_codec
 from fivefold.testing import InMemoryTransport, run_world
 
 RESULTS = Path(__file__).parents[1] / "results" / "optim" / "quality.json"
@@ -202,7 +202,7 @@ def train_rule(problem: Problem, rule: OuterRule, *, codec: str = "fp32") -> flo
 def _coded(transport: InMemoryTransport, codec: str) -> Any:
     """Return the transport with a codec round it, where there is one."""
     found = named_codec(codec)
-    return transport if isinstance(found, ExactCodec) else CodedTransport(transport, found)
+    return transport if is_exact(found) else CodedTransport(transport, found)
 
 
 def train_stacked(problem: Problem, method: Method, *, device: str = "cpu") -> float:

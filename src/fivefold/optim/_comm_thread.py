@@ -89,31 +89,25 @@ class Job:
     def carry_out(self, broken_by: str | None) -> str | None:
         """Run on this thread; return why no later job can succeed, or None."""
         assert self._run is not None, "a job is carried out once"
-        try:
-            self._require_order(broken_by)
-            if self._device is not None:  # a new thread's is the first of the machine
-                torch.cuda.set_device(self._device)
-            with named_errors(self._rank, self._what):
-                self._run_on_streams(self._run)
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-            self._error = error
-        finally:
-            self._run = None  # it holds buffers
-            self._issued.set()
-        return None if self._error is None else broken_by or f"{self._what} had failed before"
-
-    def _require_order(self, broken_by: str | None) -> None:
-        if broken_by is not None:
+        if broken_by is None:
+            try:
+                if self._device is not None:  # a new thread's is the first of the machine
+                    torch.cuda.set_device(self._device)
+                with named_errors(self._rank, self._what):
+                    if self._handover is None:
+                        self._run()
+                        self.completed_at_s = time.perf_counter()
+                    else:
+                        with self._handover.entered():
+                            self._run()
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                self._error = error
+        else:
             message = f"rank {self._rank}: {self._what} was not started: {broken_by}"
-            raise CommunicationError(message, hint="start again from the last checkpoint")
-
-    def _run_on_streams(self, run: Callable[[], None]) -> None:
-        if self._handover is None:
-            run()
-            self.completed_at_s = time.perf_counter()
-            return
-        with self._handover.entered():
-            run()
+            self._error = CommunicationError(message, hint="start again from the last checkpoint")
+        self._run = None  # it holds buffers
+        self._issued.set()
+        return None if self._error is None else broken_by or f"{self._what} had failed before"
 
     def stamp(self) -> None:
         """Wait on CUDA until the issued work has ended, and note when that was."""
@@ -152,10 +146,8 @@ class CommunicationThread:
         """Queue a job."""
         if not self._thread.is_alive() and self._thread.ident is None:
             self._thread.start()
-            _STARTED[:] = [
-                *(one for one in _STARTED if one[1].is_alive()),
-                (self._jobs, self._thread),
-            ]
+            alive = [one for one in _STARTED if one[1].is_alive()]
+            _STARTED[:] = [*alive, (self._jobs, self._thread)]
         handover = self._handover(tensors)
         job = Job(
             run,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim._comm_thread import CommunicationThread, Job
-from fivefold.optim.codecs import Codec, ExactCodec
+from fivefold.optim.codecs import Codec, is_exact
 
 _STAGES = 3  # a bucket is being sent, summed or received; as many are under way at once
 # Ten buckets hide encoding behind sending and keep the links even: measured at 4 ranks and
@@ -140,7 +140,14 @@ class CompressedExchange:
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
         """Make a fragment's residuals, all zero; a second call with the same sizes does nothing."""
         for payload in payloads:
-            _require_flat_float32(payload, codec=self._codecs[-1])
+            if payload.dtype != torch.float32 or payload.dim() != 1 or not payload.is_contiguous():
+                message = (
+                    f"codec {self._codecs[-1].name} takes flat contiguous float32 payloads; got "
+                    f"{payload.dtype} of shape {tuple(payload.shape)}"
+                )
+                raise ConfigurationError(
+                    message, hint='codec="fp32" sends every data type as it is'
+                )
         sizes = [payload.numel() for payload in payloads]
         known = self._feedback.get(fragment)
         if known is None:
@@ -174,12 +181,13 @@ class CompressedExchange:
         *,
         what: str,
     ) -> Job:
-        sent_bytes = metadata.nbytes
-        if isinstance(codec, ExactCodec):
-            sent_bytes += sum(payload.nbytes for payload in payloads)
-        sent_bytes = ring_bytes(sent_bytes, world_size=self._world_size)
-        if not isinstance(codec, ExactCodec):
-            sent_bytes += sum(b.sent_bytes for part in feedback for b in part.buckets[codec.name])
+        plain, encoded_bytes = [metadata], 0
+        if is_exact(codec):
+            plain += payloads
+        else:
+            encoded_bytes = sum(b.sent_bytes for f in feedback for b in f.buckets[codec.name])
+        plain_bytes = sum(tensor.nbytes for tensor in plain)
+        sent_bytes = ring_bytes(plain_bytes, world_size=self._world_size) + encoded_bytes
         return self._thread.submit(
             lambda: self._sum(codec, payloads, metadata, feedback),
             tensors=[*payloads, metadata],
@@ -226,7 +234,7 @@ class CompressedExchange:
     ) -> None:
         works = [dist.all_reduce(metadata, group=self._group, async_op=True)]
         together = list(zip(payloads, feedback, strict=True))
-        if isinstance(codec, ExactCodec):
+        if is_exact(codec):
             for payload, part in together:
                 part.release_into(payload, part.buckets[codec.name])
                 size = max(self._bucket_bytes // 4, 1)
@@ -337,15 +345,6 @@ class CompressedExchange:
             owned=torch.zeros(owned, dtype=payload.dtype, device=payload.device),
             kept=[False],
         )
-
-
-def _require_flat_float32(payload: torch.Tensor, *, codec: Codec) -> None:
-    if payload.dtype != torch.float32 or payload.dim() != 1 or not payload.is_contiguous():
-        message = (
-            f"codec {codec.name} takes flat contiguous float32 payloads; got {payload.dtype} of "
-            f"shape {tuple(payload.shape)}"
-        )
-        raise ConfigurationError(message, hint='codec="fp32" sends every data type as it is')
 
 
 def _sizes(state: dict[str, Any]) -> dict[str, list[list[int]]]:

@@ -26,7 +26,7 @@ from fivefold.optim._schedule import RoundSchedule
 from fivefold.optim._shards import RowShare, WorkerGroup, local_tensor, worker_group_of
 from fivefold.optim._state import EngineContext
 from fivefold.optim._update import GapPenalty, is_number
-from fivefold.optim.codecs import Codec, ExactCodec, resolve_codec
+from fivefold.optim.codecs import Codec, is_exact, resolve_codec
 from fivefold.optim.transport import Transport
 
 
@@ -227,7 +227,7 @@ def outer_state_bytes(
     require_whole("num_workers", num_workers)
     require_whole("num_shards", num_shards)
     buffers = 2.0 + len(state_extras(rule, may_lose=False))
-    if codec == "auto" or not isinstance(resolve_codec(codec), ExactCodec):
+    if codec == "auto" or not is_exact(resolve_codec(codec)):
         buffers += 1 + 1 / num_workers
     return round(_ELEMENT_BYTES * buffers * num_parameters / num_shards)
 

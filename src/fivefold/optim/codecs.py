@@ -102,40 +102,12 @@ class Codec(ABC):
         return out
 
 
-@dataclass(frozen=True)
-class ExactCodec(Codec):
-    """Four bytes per element, nothing changed: ``"fp32"``."""
-
-    @property
-    def name(self) -> str:
-        """``"fp32"``."""
-        return "fp32"
-
-    def encoded_bytes(self, num_elements: int) -> int:
-        """Return four bytes per element."""
-        return 4 * num_elements
-
-    def encode_with_feedback_(
-        self, residual: torch.Tensor, wire: torch.Tensor, *, values: torch.Tensor | None = None
-    ) -> None:
-        """Write residual + values to the wire; the residual becomes 0."""
-        if values is not None:
-            residual.add_(values)
-        wire.view(torch.float32).copy_(residual)
-        residual.zero_()
-
-    def decode_(self, wire: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False) -> None:
-        """Copy the wire to ``out``, or add it."""
-        numbers = wire.view(torch.float32)
-        if accumulate:
-            out.add_(numbers)
-        else:
-            out.copy_(numbers)
+_CASTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
 class CastCodec(Codec):
-    """Two bytes per element by rounding to a 16-bit float: ``"bf16"`` and ``"fp16"``.
+    """Rounding to a float of 16 bits, ``"bf16"`` and ``"fp16"``, or none at all, ``"fp32"``.
 
     bfloat16 has float32's range and keeps 8 significant bits. float16 keeps 11, from 6e-5 to
     65504; smaller values are cut more coarsely, arrive through the error feedback, and larger
@@ -145,18 +117,18 @@ class CastCodec(Codec):
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        if self.dtype not in (torch.bfloat16, torch.float16):
+        if self.dtype not in _CASTS:
             message = f"dtype must be torch.bfloat16 or torch.float16; got {self.dtype}"
             raise ConfigurationError(message, hint='codec="fp32" sends float32 as it is')
 
     @property
     def name(self) -> str:
-        """``"bf16"`` or ``"fp16"``."""
-        return "bf16" if self.dtype == torch.bfloat16 else "fp16"
+        """``"fp32"``, ``"bf16"`` or ``"fp16"``."""
+        return _CASTS[self.dtype]
 
     def encoded_bytes(self, num_elements: int) -> int:
-        """Return two bytes per element."""
-        return 2 * num_elements
+        """Return the data type's bytes per element."""
+        return self.dtype.itemsize * num_elements
 
     def encode_with_feedback_(
         self, residual: torch.Tensor, wire: torch.Tensor, *, values: torch.Tensor | None = None
@@ -181,6 +153,11 @@ class CastCodec(Codec):
         scratch = _scratch(out)
         for start, stop, _ in _pieces(out, block=1):
             out[start:stop].add_(scratch[: stop - start].copy_(rounded[start:stop]))
+
+
+def is_exact(codec: Codec) -> bool:
+    """Return whether a codec changes nothing, so that sums need none."""
+    return isinstance(codec, CastCodec) and codec.dtype == torch.float32
 
 
 @dataclass(frozen=True)
@@ -242,8 +219,9 @@ class BlockCodec(Codec):
 
     def encoded_bytes(self, num_elements: int) -> int:
         """Return two bytes per block begun and ``bits`` per element, made an even number."""
-        data_bytes = -(-num_elements * self.bits // 8)
-        return _WORD_BYTES * (self._num_blocks(num_elements) + -(-data_bytes // _WORD_BYTES))
+        data_bytes = self._data_bytes(num_elements)
+        blocks = -(-num_elements // self.block)
+        return _WORD_BYTES * (blocks + -(-data_bytes // _WORD_BYTES))
 
     def encode_with_feedback_(
         self, residual: torch.Tensor, wire: torch.Tensor, *, values: torch.Tensor | None = None
@@ -289,14 +267,11 @@ class BlockCodec(Codec):
     def _largest(self) -> int:
         return int(2 ** (self.bits - 1) - 1)
 
-    def _num_blocks(self, num_elements: int) -> int:
-        return -(-num_elements // self.block)
-
     def _data_bytes(self, num_elements: int) -> int:
         return -(-num_elements * self.bits // 8)
 
     def _parts(self, wire: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-        scale_bytes = _WORD_BYTES * self._num_blocks(num_elements)
+        scale_bytes = _WORD_BYTES * -(-num_elements // self.block)
         return wire[:scale_bytes].view(torch.bfloat16), wire[scale_bytes:]
 
     def _pack(self, integers: torch.Tensor, data: torch.Tensor) -> None:
@@ -450,7 +425,7 @@ class TopKCodec(Codec):
 
 
 _NAMED: dict[str, Codec] = {
-    "fp32": ExactCodec(),
+    "fp32": CastCodec(torch.float32),
     "bf16": CastCodec(torch.bfloat16),
     "fp16": CastCodec(torch.float16),
     "int8": BlockCodec(bits=8, block=256),

@@ -19,7 +19,7 @@ from fivefold.errors import ConfigurationError, require_whole
 from fivefold.optim._comm_thread import CommunicationThread, named_errors
 from fivefold.optim._compressed import CompressedExchange, ring_bytes
 from fivefold.optim._round_choice import CODECS_TO_CHOOSE, MessageTimes
-from fivefold.optim.codecs import Codec, ExactCodec, named_codec, resolve_codec
+from fivefold.optim.codecs import Codec, is_exact, named_codec, resolve_codec
 
 _PROBE_BYTES = 1 << 20
 _LEAST_PROBE = 1 << 14  # elements; the time of fewer is all latency
@@ -74,11 +74,8 @@ class Transport(Protocol):
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
         """Learn a fragment's payloads, once and before its first launch.
 
-        From then on ``state_dict()`` has its final structure.
-
-        Args:
-            payloads: Buffers of the sizes, data types and devices that will be launched.
-            fragment: Their number.
+        They are of the sizes, data types and devices that will be launched; from then on
+        ``state_dict()`` has its final structure.
         """
         ...
 
@@ -163,7 +160,7 @@ class ProcessGroupTransport:
             rank=self.rank, issues_at_once="nccl" in dist.get_backend_config(self._group)
         )
         self._exchange: CompressedExchange | None = None
-        if self.chooses_codec or not isinstance(self.codec, ExactCodec):
+        if self.chooses_codec or not is_exact(self.codec):
             names = CODECS_TO_CHOOSE if self.chooses_codec else ()
             self._exchange = CompressedExchange(
                 self._group,
