@@ -32,25 +32,26 @@ from fivefold.optim.transport import Transport
 
 def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
     """Return the buffers that a rule needs beside anchor and payload."""
-    penalty = rule.penalty
-    by_element = isinstance(penalty, GapPenalty) and penalty.norm == "element"
-    extras = []
-    if (rule.outer_momentum > 0 or by_element) and rule.merge != "hand over":
-        extras.append("momentum")
-    if rule.merge in {"correct", "eager"}:
-        extras.append("sent")
     if may_lose and rule.merge in {"eager", "gradients"}:
         message = f"{rule.name} cannot be used with a transport that may lose a round"
         raise ConfigurationError(message, hint="use CO2, DelayCorrected or DiLoCo")
-    if isinstance(rule, DelayedGradients) and rule.extrapolation > 0:
-        extras.append("momentum")
-    if rule.merge == "eager":
-        extras += ["start", "own_momentum"] if rule.outer_momentum > 0 else ["start"]
-    if rule.merge == "hand over":
-        extras.append("gradient")
-    if may_lose and rule.merge in {"replace", "hand over"}:
-        extras.append("sent")
-    return tuple(extras)
+    by_element = isinstance(rule.penalty, GapPenalty) and rule.penalty.norm == "element"
+    extrapolates = isinstance(rule, DelayedGradients) and rule.extrapolation > 0
+    moves = (rule.outer_momentum > 0 or by_element) and rule.merge != "hand over"
+    needed = {
+        "momentum": moves or extrapolates,
+        "sent": rule.merge in {"correct", "eager"}
+        or (may_lose and rule.merge in {"replace", "hand over"}),
+        "start": rule.merge == "eager",
+        "own_momentum": rule.merge == "eager" and rule.outer_momentum > 0,
+        "gradient": rule.merge == "hand over",
+    }
+    return tuple(name for name, wanted in needed.items() if wanted)
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the trainable parameters by name, each once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def make_fragments(
@@ -58,8 +59,8 @@ def make_fragments(
 ) -> list[Fragment]:
     """Cut the trainable parameters into the rule's fragments, in the model's order."""
     rule = context.rule
-    trainable = [p for p in dict.fromkeys(model.parameters()) if p.requires_grad]
-    if not trainable:
+    parameters = list(trainable(model).values())
+    if not parameters:
         message = "the model has no parameter with requires_grad=True"
         raise ConfigurationError(message, hint="nothing would be synchronised; check the model")
     buffers, tau = averaged_buffers(model), rule.first_tau
@@ -75,7 +76,7 @@ def make_fragments(
                 rule, tau=tau, first_round_steps=max(tau * (index + 1) // rule.num_fragments, 1)
             ),
         )
-        for index, part in enumerate(_cut(trainable, rule.num_fragments))
+        for index, part in enumerate(_cut(parameters, rule.num_fragments))
     ]
 
 
@@ -180,9 +181,9 @@ def require_countable(model: torch.nn.Module, rule: OuterRule) -> None:
     """Refuse a rule that needs norms over a model of which only some parameters are sharded."""
     if not isinstance(rule.penalty, GapPenalty):
         return
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    plain = [name for name, p in trainable.items() if not isinstance(p, DTensor)]
-    if plain and len(plain) < len(trainable):
+    parameters = trainable(model)
+    plain = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
+    if plain and len(plain) < len(parameters):
         message = f"the gap penalty needs norms, but {plain[0]} is not sharded as the others are"
         raise ConfigurationError(message, hint='shard all, or use staleness="none"')
 
@@ -239,9 +240,9 @@ def may_lose(transport: Transport) -> bool:
 
 def rule_for(rule: OuterRule, model: torch.nn.Module, transport: Transport) -> OuterRule:
     """Return the rule with what it leaves to the model and the transport: its fragments."""
-    trainable = [p for p in dict.fromkeys(model.parameters()) if p.requires_grad]
-    num_bytes = 0 if may_lose(transport) else sum(p.numel() * p.element_size() for p in trainable)
-    return rule.for_model(tensors=len(trainable), num_bytes=num_bytes)
+    parameters = trainable(model).values()
+    num_bytes = 0 if may_lose(transport) else sum(p.nbytes for p in parameters)
+    return rule.for_model(tensors=len(parameters), num_bytes=num_bytes)
 
 
 def find_worker(
@@ -301,14 +302,6 @@ def require_equal_settings(transport: Transport, mine: dict[str, Any]) -> None:
                 raise ConfigurationError(message, hint=hint)
 
 
-def outer_device_of(name: str) -> torch.device | None:
-    """Return where the outer state lives; None for beside the parameters."""
-    if name not in ("same", "cpu"):
-        message = f"outer_device must be 'same' or 'cpu'; got {name!r}"
-        raise ConfigurationError(message, hint="'cpu' saves device memory, 'same' is faster")
-    return None if name == "same" else torch.device("cpu")
-
-
 def as_optimizers(
     given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> tuple[torch.optim.Optimizer, ...]:
@@ -324,18 +317,18 @@ def as_optimizers(
     return several
 
 
-def require_outlier_factor(factor: float | None) -> float | None:
-    """Return the factor, or refuse one that would leave usual payloads out."""
-    if factor is not None and not (is_number(factor) and factor > 1):
-        message = f"outlier_factor must be a number above 1, or None; got {factor!r}"
-        raise ConfigurationError(message, hint="10 leaves out what is ten times the usual size")
-    return factor
-
-
 _LONGEST_S = 10**6  # gloo counts milliseconds in 32 bits
 
 
-def require_usable(model: torch.nn.Module, rule: object, *, timeout_s: float, every: int) -> None:
+def require_usable(
+    model: torch.nn.Module,
+    rule: object,
+    *,
+    timeout_s: float,
+    every: int,
+    outer_device: str,
+    outlier_factor: float | None,
+) -> None:
     """Refuse arguments of ``OuterSync`` that cannot work."""
     bare = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if isinstance(bare, torch.nn.parallel.DistributedDataParallel):
@@ -348,6 +341,12 @@ def require_usable(model: torch.nn.Module, rule: object, *, timeout_s: float, ev
         message = f"timeout_s must be a positive number of seconds; got {timeout_s!r}"
         raise ConfigurationError(message, hint=f"use at most {_LONGEST_S:,}")
     require_whole("check_every_rounds", every, least=0, hint="0 switches the replica check off")
+    if outer_device not in ("same", "cpu"):
+        message = f"outer_device must be 'same' or 'cpu'; got {outer_device!r}"
+        raise ConfigurationError(message, hint="'cpu' saves device memory, 'same' is faster")
+    if outlier_factor is not None and not (is_number(outlier_factor) and outlier_factor > 1):
+        message = f"outlier_factor must be a number above 1, or None; got {outlier_factor!r}"
+        raise ConfigurationError(message, hint="10 leaves out what is ten times the usual size")
 
 
 _PATIENCE_ROUNDS = 2  # ranks whose rounds have other numbers of steps may announce one round apart
@@ -363,22 +362,20 @@ class LateParameters:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._known = _trainable(model)
+        self._known: dict[str, torch.Tensor] = dict(trainable(model))
         self._different_rounds = 0
         self.announced = 0.0
 
     def look(self, groups: Iterable[FlatGroup]) -> dict[str, torch.Tensor]:
         """Return what is not known yet, by name, after following replaced objects."""
-        now = _trainable(self._model)
-        known_objects = {id(p) for p in self._known.values()}
-        unknown = {name: p for name, p in now.items() if id(p) not in known_objects}
-        if unknown:
-            still_there = {id(p) for p in self._model.parameters()}
-            for name in list(unknown):
-                old = self._known.get(name)
-                if old is not None and id(old) not in still_there:
-                    _follow(groups, name, old=old, new=unknown[name])
-                    self._known[name] = unknown.pop(name)
+        known = {id(p) for p in self._known.values()}
+        unknown = {n: p for n, p in trainable(self._model).items() if id(p) not in known}
+        still_there = {id(p) for p in self._model.parameters()} if unknown else set()
+        for name in list(unknown):
+            old = self._known.get(name)
+            if old is not None and id(old) not in still_there:
+                _follow(groups, name, old=old, new=unknown[name])
+                self._known[name] = unknown.pop(name)
         text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in unknown.items())
         self.announced = float(zlib.crc32(text.encode()) + 1) if unknown else 0.0
         return unknown
@@ -398,8 +395,10 @@ class LateParameters:
             return False
         ranks = [rank for rank, value in enumerate(values) if value != values[0]]
         message = f"rank(s) {ranks} have other new trainable parameters than rank 0"
-        hint = "make the same parameters trainable on all ranks, after the same step"
-        raise ConfigurationError(message, hint=hint)
+        raise ConfigurationError(message, hint=_SAME_ON_ALL)
+
+
+_SAME_ON_ALL = "make the same parameters trainable on all ranks, after the same step"
 
 
 def require_same_names(names: list[list[str]]) -> None:
@@ -408,12 +407,7 @@ def require_same_names(names: list[list[str]]) -> None:
         if found != names[0]:
             apart = sorted(set(found) ^ set(names[0]))
             message = f"rank {rank} has other new trainable parameters than rank 0: {apart}"
-            hint = "make the same parameters trainable on all ranks, after the same step"
-            raise ConfigurationError(message, hint=hint)
-
-
-def _trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+            raise ConfigurationError(message, hint=_SAME_ON_ALL)
 
 
 def _follow(

@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.optim._fragment import Fragment, is_shared
 from fivefold.optim._shards import WorkerGroup, local_tensor
+from fivefold.optim.transport import Transport
 
 _NORMS = ("last_move", "last_delta")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StateForm:
     """The form in which checkpoints of several ranks hold a rank's state.
 
@@ -33,8 +34,7 @@ class StateForm:
 
     fragments: list[Fragment]
     worker: WorkerGroup | None
-    index: int
-    num_workers: int
+    transport: Transport
 
     def spread(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a rank's ``state_dict()`` in this form; tensors are views of the live ones."""
@@ -52,13 +52,11 @@ class StateForm:
                 for key, value in buffers.items():
                     whose = shared if is_shared(key) else own
                     whose.setdefault(name, {})[key] = self._wrap(tensor, value)
+        totals = {"num_shards": self._num_shards, "state": self._totals(plain), "tensors": shared}
+        numbers = {i: self._own_numbers(part) for i, part in plain["fragments"].items()}
         return {
-            "shared": {
-                "num_shards": self._num_shards,
-                "state": self._totals(plain),
-                "tensors": shared,
-            },
-            self._worker_key: {"numbers": self._own_numbers(plain), "tensors": own},
+            "shared": totals,
+            self._worker_key: {"numbers": numbers, "tensors": own},
             self._rank_key: {"state": plain, "transport": state["transport"]},
         }
 
@@ -70,7 +68,7 @@ class StateForm:
         those of ``current``. On another number of workers only the shared part counts.
         """
         shared, worker = saved["shared"], saved[self._worker_key]
-        same_workers = shared["state"]["world_size"] == self.num_workers
+        same_workers = shared["state"]["world_size"] == self.transport.world_size
         if same_workers and shared["num_shards"] == self._num_shards:
             rank = saved[self._rank_key]
             state = copy.deepcopy(rank["state"]) | {"transport": rank["transport"]}
@@ -112,7 +110,7 @@ class StateForm:
 
     @property
     def _worker_key(self) -> str:
-        return f"worker-{self.index}-of-{self.num_workers}"
+        return f"worker-{self.transport.rank}-of-{self.transport.world_size}"
 
     @property
     def _rank_key(self) -> str:
@@ -135,18 +133,12 @@ class StateForm:
         factor = (self._num_shards / copies) ** -0.5
         return _with_norms(state, lambda values: [value * factor for value in values])
 
-    def _own_numbers(self, plain: dict[str, Any]) -> dict[str, Any]:
-        numbers = {}
-        for index, part in plain["fragments"].items():
-            weight = part["scalars"]["weight"]
-            if self.worker is not None and weight is not None:
-                (weight,) = self.worker.sum([weight])
-            numbers[index] = {
-                "weight": weight,
-                "own_share": part["scalars"]["own_share"],
-                "all_reduce_weight": part["in_flight"]["weight"],
-            }
-        return numbers
+    def _own_numbers(self, part: dict[str, Any]) -> dict[str, Any]:
+        weight = part["scalars"]["weight"]
+        if self.worker is not None and weight is not None:
+            (weight,) = self.worker.sum([weight])
+        own = {"weight": weight, "own_share": part["scalars"]["own_share"]}
+        return own | {"all_reduce_weight": part["in_flight"]["weight"]}
 
     def _take_numbers(self, part: dict[str, Any], numbers: dict[str, Any]) -> None:
         weight = numbers["weight"]

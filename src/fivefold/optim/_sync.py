@@ -30,11 +30,9 @@ from fivefold.optim._layout import (
     late_fragment,
     make_fragments,
     may_lose,
-    outer_device_of,
     parameter_shapes,
     require_codec_for,
     require_equal_settings,
-    require_outlier_factor,
     require_same_names,
     require_usable,
     rule_for,
@@ -156,65 +154,59 @@ class OuterSync:
         transport: Transport | None = None,
     ) -> None:
         self._optimizers = as_optimizers(optimizer)
-        require_usable(model, rule, timeout_s=timeout_s, every=check_every_rounds)
+        require_usable(
+            model,
+            rule,
+            timeout_s=timeout_s,
+            every=check_every_rounds,
+            outer_device=outer_device,
+            outlier_factor=outlier_factor,
+        )
         reshard(model)
         self._model = model
         self._transport = transport or ProcessGroupTransport(
             process_group, timeout_s=timeout_s, codec=codec
         )
-        given, rule = rule, rule_for(rule, model, self._transport)
-        self._rule = rule
+        self._rule = rule_for(rule, model, self._transport)
+        require_codec_for(self._rule, codec, transport)
         self._codec = "fp32" if transport is not None else str(codec)
-        self._check_every_rounds = check_every_rounds
         self._meter = StatisticsMeter()
-        self._stability = StabilityWatch(rule)
+        self._stability = StabilityWatch(self._rule)
         self._steps = 0
         self._weighted: bool | None = None
-        self._worker = find_worker(
-            model, shard_group, rule=rule, transport=self._transport, timeout_s=timeout_s
-        )
         self._late = LateParameters(model)
         self._adopting = False
-        require_codec_for(rule, codec, transport)
-        self._context = self._make_context(
-            timeout_s=timeout_s, outer_device=outer_device, outlier_factor=outlier_factor
-        )
-        self._extras = state_extras(rule, may_lose=may_lose(self._transport))
-        self._fragments = make_fragments(model, self._context, extras=self._extras)
-        self._gradients: GradientHooks | None = None
-        if isinstance(rule, DelayedGradients):
-            self._gradients = GradientHooks(
-                rule, self._optimizers, self._fragments, look=self._late.look
-            )
-        self._states = state_fragments(
-            average_states,
-            self._optimizers,
-            context=self._context,
-            may_lose=may_lose(self._transport),
-        )
-        self._averaged_states = dict(sorted((average_states or {}).items()))
-        self._start_equal(model)
-        self._tau = automatic_round(given, self._fragments, context=self._context)
-
-    def _make_context(
-        self, *, timeout_s: float, outer_device: str, outlier_factor: float | None
-    ) -> EngineContext:
-        """Return what all fragments share, after a check of the two options."""
-        return EngineContext(
+        self._context = EngineContext(
             rule=self._rule,
             transport=self._transport,
             meter=self._meter,
             inner_lr=self._inner_lr,
-            check_every_rounds=self._check_every_rounds,
+            check_every_rounds=check_every_rounds,
             timeout_s=timeout_s,
-            worker=self._worker,
+            worker=find_worker(
+                model, shard_group, rule=self._rule, transport=self._transport, timeout_s=timeout_s
+            ),
             pending=lambda: self._late.announced,
             names=self._names,
             on_non_finite=self._begin_again,
             on_reading=self._read,
-            outer_device=outer_device_of(outer_device),
-            outlier_factor=require_outlier_factor(outlier_factor),
+            outer_device=torch.device("cpu") if outer_device == "cpu" else None,
+            outlier_factor=outlier_factor,
         )
+        may_be_lost = may_lose(self._transport)
+        self._extras = state_extras(self._rule, may_lose=may_be_lost)
+        self._fragments = make_fragments(model, self._context, extras=self._extras)
+        self._gradients: GradientHooks | None = None
+        if isinstance(self._rule, DelayedGradients):
+            self._gradients = GradientHooks(
+                self._rule, self._optimizers, self._fragments, look=self._late.look
+            )
+        self._states = state_fragments(
+            average_states, self._optimizers, context=self._context, may_lose=may_be_lost
+        )
+        self._averaged_states = dict(sorted((average_states or {}).items()))
+        self._start_equal(model)
+        self._tau = automatic_round(rule, self._fragments, context=self._context)
 
     def step(self, weight: float | None = None) -> None:
         """Count one local step; wait, merge and launch where the rule says so.
@@ -453,12 +445,7 @@ class OuterSync:
         self.load_state_dict(self._form().collect(state, self.state_dict()))
 
     def _form(self) -> StateForm:
-        return StateForm(
-            fragments=self._all_fragments(),
-            worker=self._worker,
-            index=self._transport.rank,
-            num_workers=self._transport.world_size,
-        )
+        return StateForm(self._all_fragments(), self._context.worker, self._transport)
 
     def peer_state(self) -> dict[str, Any]:
         """Return what a newcomer needs to stand where this worker stands, without local parts.
@@ -547,14 +534,14 @@ class OuterSync:
 
     @torch.no_grad()
     def _start_equal(self, model: torch.nn.Module) -> None:
-        place = None if self._worker is None else (self._worker.place, self._worker.size)
+        worker = self._context.worker
         mine: dict[str, Any] = {
             "rule": plain_settings(self._rule),
             "parameters": parameter_shapes(model),
             "codec": wire_format(self._transport),
-            "check": self._check_every_rounds,
+            "check": self._context.check_every_rounds,
             "outlier_factor": self._context.outlier_factor,
-            "place within its worker": place,
+            "place within its worker": worker and (worker.place, worker.size),
             "average_states": self._averaged_states,
         }
         anchors = [anchor for fragment in self._all_fragments() for anchor in fragment.anchors]

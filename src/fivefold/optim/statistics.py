@@ -105,7 +105,15 @@ class SyncStatistics:
 
     def advice(self) -> list[str]:
         """Return what the measured times say should be changed, most urgent first."""
-        return _advice(self)
+        found = list(_about_time(self))
+        if self.left_out_payloads:
+            found.append(
+                f"{self.left_out_payloads} payloads were left out; the log names ranks and "
+                "parameters"
+            )
+        if self.lost_all_reduces:
+            found.append(f"{self.lost_all_reduces} all-reduces were lost and sent again")
+        return found
 
     def __str__(self) -> str:
         parts = f", {self.fragments} fragments" if self.fragments > 1 else ""
@@ -121,18 +129,6 @@ class SyncStatistics:
         ]
         lines += [f"  -> {line}" for line in self.advice() or ["nothing to change"]]
         return "\n".join(lines)
-
-
-def _advice(record: SyncStatistics) -> list[str]:
-    """Return what to change, most urgent first; empty where nothing needs changing."""
-    found = list(_about_time(record))
-    if record.left_out_payloads:
-        found.append(
-            f"{record.left_out_payloads} payloads were left out; the log names ranks and parameters"
-        )
-    if record.lost_all_reduces:
-        found.append(f"{record.lost_all_reduces} all-reduces were lost and sent again")
-    return found
 
 
 def _about_time(record: SyncStatistics) -> Iterator[str]:
@@ -161,26 +157,23 @@ def _about_time(record: SyncStatistics) -> Iterator[str]:
 def _choice(record: SyncStatistics) -> RoundChoice:
     """Return the round that ``tau="auto"`` would take on a link of these times."""
     assert record.step_s, "callers looked"
+    assert record.all_reduce_s, "callers looked"
     in_parts = record.rule in _IN_FRAGMENTS or not record.delay_steps
     most = record.most_fragments if in_parts else 1
-    return choose_round(
-        _messages(record),
-        step_s=record.step_s,
-        shares={parts: 1 / parts for parts in range(1, most + 1)},
-        minimum=min(_LEAST_TAU.get(record.rule, 1), record.tau),
-    )
-
-
-def _messages(record: SyncStatistics) -> MessageTimes:
-    """Return times by codec, from the one that is known: of few bytes all of it is latency."""
-    assert record.all_reduce_s, "callers looked"
+    # From the times of one codec; of few bytes all of it is latency.
     now = _wire_share(record.codec)
     codecs = [record.codec, *(codec for codec in CODECS_TO_CHOOSE if _wire_share(codec) < now)]
     small = record.payload_bytes < LEAST_FRAGMENT_BYTES * record.merged_rounds
     whole_s = 0.0 if small else record.all_reduce_s * record.fragments
-    return MessageTimes(
+    times = MessageTimes(
         fixed_s=dict.fromkeys(codecs, record.all_reduce_s if small else 0.0),
         whole_s={codec: whole_s * (_wire_share(codec) / now if now else 1.0) for codec in codecs},
+    )
+    return choose_round(
+        times,
+        step_s=record.step_s,
+        shares={parts: 1 / parts for parts in range(1, most + 1)},
+        minimum=min(_LEAST_TAU.get(record.rule, 1), record.tau),
     )
 
 
@@ -294,15 +287,12 @@ class StatisticsMeter:
         self, *, steps: int, rounds: int, tau: int, tau_changes: int = 0, **setting: Any
     ) -> SyncStatistics:
         """Return the totals as a frozen record; ``setting`` is rule, fragments, delay and codec."""
-        merged = self.merged_rounds
+        merged, flown_s = self.merged_rounds, self.in_flight_s
         self.clipped = int(self.clipped)
-        overlap = None
-        if self.in_flight_s > 0:
-            overlap = max(0.0, 1.0 - self.exposed_wait_s / self.in_flight_s)
         return SyncStatistics(
             steps=steps,
             rounds=rounds,
-            overlap_fraction=overlap,
+            overlap_fraction=max(0.0, 1 - self.exposed_wait_s / flown_s) if flown_s > 0 else None,
             staleness_gap=self.gap_sum / merged if merged else None,
             last_staleness_gap=self.last_gap,
             clipped_fraction=self.clipped / self.elements if self.elements else 0.0,
@@ -335,18 +325,14 @@ class StabilityWarning(UserWarning):
 
 
 class StabilityWatch:
-    """Warn once when the running staleness gap says that the outer learning rate is too high.
+    """Warn once when the running staleness gap says that the outer learning rate is too high."""
 
-    On a noise-free quadratic mode of which the steps before a merge contract the error by a and
-    those after it by b, the anchors of a delayed rule that replaces local work follow
-
-        z^2 - (1 + beta - k b) z + (beta + k (1 - b) a),    k = alpha / L
-
-    (by the Jury test: stable if and only if k (1 - b) a < 1 - beta and k (b - (1 - b) a) <
-    2 (1 + beta)). With a merge at the share r of a round, a mode of equal steps has 1 - a = u^r and
-    1 - b = u^(1 - r); over all u the first is hardest at u^r = 1 - r, the second at u = 0. With
-    r = 1 the limit is alpha < (1 - beta) L, that of modes which converge within a round.
-    """
+    # On a noise-free quadratic mode of which the steps before a merge contract the error by a and
+    # those after it by b, the anchors of a delayed rule that replaces local work follow
+    # z^2 - (1 + beta - k b) z + (beta + k (1 - b) a) with k = alpha / L: by the Jury test stable if
+    # and only if k (1 - b) a < 1 - beta and k (b - (1 - b) a) < 2 (1 + beta). With a merge at the
+    # share r of a round, a mode of equal steps has 1 - a = u^r and 1 - b = u^(1 - r); over all u
+    # the first is hardest at u^r = 1 - r, the second at u = 0.
 
     def __init__(self, rule: OuterRule) -> None:
         self._rule = rule

@@ -186,23 +186,14 @@ class ProcessGroupTransport:
         return tuple(dist.get_process_group_ranks(self._group))
 
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
-        """Make the residuals of a fragment, where the codec needs them.
-
-        Raises:
-            ConfigurationError: The codec does not take such payloads.
-        """
+        """Make the residuals of a fragment, where the codec needs them."""
         if self._exchange is not None:
             self._exchange.prepare(payloads, fragment=fragment)
 
     def launch(
         self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
     ) -> PendingAllReduce:
-        """Start summing; see ``Transport.launch``.
-
-        Raises:
-            CommunicationError: The collective could not be started.
-            ConfigurationError: The codec does not take such payloads.
-        """
+        """Start summing; see ``Transport.launch``."""
         if self._exchange is not None:
             return self._exchange.launch(payloads, metadata=metadata, fragment=fragment, what=what)
         tensors = [*payloads, metadata]
@@ -234,15 +225,7 @@ class ProcessGroupTransport:
     def measure_link(self, num_bytes: int, *, device: torch.device) -> MessageTimes:
         """Time messages of nothing and of up to 1 MiB, in each codec that it could use; collective.
 
-        Args:
-            num_bytes: Size of a whole payload, to which the times are carried on.
-            device: Where payloads are.
-
-        Returns:
-            The same times on all ranks.
-
-        Raises:
-            CommunicationError: A peer ended or the network failed.
+        All ranks get the same times, carried on to whole payloads of ``num_bytes``.
         """
         names = CODECS_TO_CHOOSE if self.chooses_codec else (self.codec.name,)
         fixed_s, whole_s = {}, {}
@@ -281,11 +264,7 @@ class ProcessGroupTransport:
         return {} if self._exchange is None else self._exchange.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()`` of the same fragments, codec and number of ranks.
-
-        Raises:
-            ConfigurationError: It is of others.
-        """
+        """Continue from ``state_dict()`` of the same fragments, codec and number of ranks."""
         if self._exchange is not None:
             self._exchange.load_state_dict(state)
         elif state:
@@ -293,11 +272,7 @@ class ProcessGroupTransport:
             raise ConfigurationError(message, hint="resume with the codec of the save")
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite the tensors with the group's first rank's.
-
-        Raises:
-            CommunicationError: A peer ended or the network failed.
-        """
+        """Overwrite the tensors with the group's first rank's."""
 
         def run() -> None:
             for tensor in tensors:
@@ -307,11 +282,7 @@ class ProcessGroupTransport:
         self._thread.submit(run, tensors=tensors, what=what).wait()
 
     def gather_objects(self, value: object) -> list[Any]:
-        """Return every rank's value, in rank order.
-
-        Raises:
-            CommunicationError: A peer ended or the network failed.
-        """
+        """Return every rank's value, in rank order."""
         values: list[Any] = [None] * self.world_size
 
         def run() -> None:
