@@ -151,26 +151,28 @@ class WorkerGroup:
     @torch.no_grad()
     def share_rows(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite all rows of the tensors with their owners'."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[_RowBlock]] = {}
+        kinds: dict[tuple[torch.device, torch.dtype], list[list[torch.Tensor]]] = {}
         for tensor in tensors:
             local = local_tensor(tensor)
-            blocks = kinds.setdefault((local.device, local.dtype), [])
-            blocks.extend(_blocks(local, self.size))
-        for blocks in kinds.values():
-            for bucket in _buckets(blocks):
+            chunks = kinds.setdefault((local.device, local.dtype), [])
+            chunks.extend(_chunks([_rows(local, place, self.size) for place in range(self.size)]))
+        for chunks in kinds.values():
+            for bucket in _buckets(chunks):
                 self._share_bucket(bucket)
 
-    def _share_bucket(self, blocks: Sequence[_RowBlock]) -> None:
-        first = blocks[0].tensor
-        size = sum(block.num_elements for block in blocks)
-        mine = torch.zeros(size, dtype=first.dtype, device=first.device)
-        for block, room in _rooms(blocks, mine, place=self.place):
-            room.copy_(block.rows(self.place))
-        parts = self._gather_tensor(mine, what="the gathering of this worker's parameters")
-        for place, part in enumerate(parts):
+    def _share_bucket(self, bucket: Sequence[Sequence[torch.Tensor]]) -> None:
+        # The first place has the most rows; the others' messages are filled up.
+        sizes = [parts[0].numel() for parts in bucket]
+        mine = bucket[0][0].new_zeros(sum(sizes))
+        for parts, room in zip(bucket, mine.split(sizes), strict=True):
+            part = parts[self.place]
+            room[: part.numel()].view(part.shape).copy_(part)
+        found = self._gather_tensor(mine, what="the gathering of this worker's parameters")
+        for place, theirs in enumerate(found):
             if place != self.place:
-                for block, room in _rooms(blocks, part, place=place):
-                    block.rows(place).copy_(room)
+                for parts, room in zip(bucket, theirs.split(sizes), strict=True):
+                    part = parts[place]
+                    part.copy_(room[: part.numel()].view(part.shape))
 
     def _gather_tensor(self, mine: torch.Tensor, *, what: str) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
@@ -179,69 +181,32 @@ class WorkerGroup:
         return parts
 
 
-@dataclass(frozen=True)
-class _RowBlock:
-    """The same few rows of each rank's part of one tensor."""
-
-    tensor: torch.Tensor
-    first: int
-    num_rows: int
-    count: int
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of these rows."""
-        return self.num_rows * (self.tensor.numel() // max(self.tensor.shape[0], 1))
-
-    def rows(self, place: int) -> torch.Tensor:
-        """Return these rows of the part at ``place``; fewer where that part is shorter."""
-        part = _rows(self.tensor, place, self.count)
-        first = min(self.first, part.shape[0])
-        return part.narrow(0, first, min(self.num_rows, part.shape[0] - first))
+def _chunks(parts: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Cut each rank's part of a tensor into runs of few rows, the same of every part."""
+    rows = parts[0].shape[0] if parts[0].numel() else 0
+    at_once = max(_BUCKET_BYTES * rows // max(parts[0].nbytes, 1), 1)
+    for first in range(0, rows, at_once):
+        yield [part[first : first + at_once] for part in parts]
 
 
-def _blocks(local: torch.Tensor, count: int) -> Iterator[_RowBlock]:
-    whole = local.view(1) if local.dim() == 0 else local
-    if whole.numel() == 0:
-        return
-    per_rank = -(-whole.shape[0] // count)
-    row_bytes = whole.nbytes // whole.shape[0]
-    at_once = max(_BUCKET_BYTES // max(row_bytes, 1), 1)
-    for first in range(0, per_rank, at_once):
-        yield _RowBlock(whole, first, min(at_once, per_rank - first), count)
-
-
-def _buckets(blocks: Iterable[_RowBlock]) -> Iterator[list[_RowBlock]]:
-    bucket: list[_RowBlock] = []
+def _buckets(chunks: Iterable[list[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
+    bucket: list[list[torch.Tensor]] = []
     filled = 0
-    for block in blocks:
-        size = block.num_elements * block.tensor.element_size()
-        if bucket and filled + size > _BUCKET_BYTES:
+    for parts in chunks:
+        if bucket and filled + parts[0].nbytes > _BUCKET_BYTES:
             yield bucket
             bucket, filled = [], 0
-        bucket.append(block)
-        filled += size
+        bucket.append(parts)
+        filled += parts[0].nbytes
     if bucket:
         yield bucket
 
 
-def _rooms(
-    blocks: Sequence[_RowBlock], flat: torch.Tensor, *, place: int
-) -> Iterator[tuple[_RowBlock, torch.Tensor]]:
-    offset = 0
-    for block in blocks:
-        shape = block.rows(place).shape
-        yield block, flat[offset : offset + shape.numel()].view(shape)
-        offset += block.num_elements
-
-
 def reshard(model: torch.nn.Module) -> None:
-    """Let ``fully_shard`` models go back to their sharded parameters.
-
-    After a forward pass without a backward pass (evaluation), or with
-    ``reshard_after_backward=False``, a module still computes with gathered copies, which would
-    not see what is written into the shards. Nothing to do for other models.
-    """
+    """Let ``fully_shard`` models go back to their sharded parameters."""
+    # After a forward pass without a backward pass (evaluation), or with
+    # ``reshard_after_backward=False``, a module still computes with gathered copies, which would
+    # not see what is written into the shards.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
