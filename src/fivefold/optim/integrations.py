@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -129,7 +129,7 @@ class _Synchroniser:
                     raise CheckpointError(message, hint="leave resume_from_checkpoint out")
             if resume_from_checkpoint:
                 self._resume = Path(resume_from_checkpoint)
-                self._own_of(self._resume)
+                _OwnFile(self._resume / _own_name()).require()
             return train(resume_from_checkpoint, *args, **kwargs)
 
         return wrapped
@@ -152,11 +152,8 @@ class _Synchroniser:
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._sync = OuterSync(self._model, self._optimizer, rule=self._rule, **self._options)
         if self._resume is not None:
-            path = self._own_of(self._resume)
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            self._model.load_state_dict(state["model"])
-            self._optimizer.load_state_dict(state["optimizer"])
-            self._sync.load_state_dict(state["sync"])
+            own = _OwnFile(self._resume / _own_name())
+            own.load(self._model, [self._optimizer], self._sync)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Count a local step."""
@@ -167,30 +164,13 @@ class _Synchroniser:
         """Write this rank's own state beside the checkpoint."""
         assert self._sync is not None, "on_train_begin comes first"
         folder = Path(self._trainer.args.output_dir) / f"{_CHECKPOINT}-{trained.global_step}"
-        state = {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "sync": self._sync.state_dict(),
-        }
-        _write_own(_own_file(folder), state)
+        _OwnFile(folder / _own_name()).write(self._model, [self._optimizer], self._sync)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Apply all work under way and leave all replicas equal."""
         assert self._sync is not None, "on_train_begin comes first"
         self._sync.finalize()
         self._sync = None
-
-    def _own_of(self, folder: Path) -> Path:
-        return _require_own(_own_file(folder), rank=_place()[0])
-
-
-def _own_file(folder: Path) -> Path:
-    rank, size = _place()
-    return folder / f"outer_sync_rank{rank}_of_{size}.pt"
-
-
-def _place() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def lightning_strategy(
@@ -241,23 +221,44 @@ def _lightning() -> ModuleType:
     raise UnsupportedError(message, hint="pip install 'fivefold[lightning]'")
 
 
-def _write_own(path: Path, state: dict[str, Any]) -> None:
-    """Write a rank's own file beside a checkpoint, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 may not have come to it yet
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(path)
+class _OwnFile:
+    """A rank's own state beside a checkpoint: its model, its optimizers and the engine's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, model: torch.nn.Module, optimizers: Sequence[Any], sync: OuterSync) -> None:
+        """Write it, whole or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 may not have come to it yet
+        partial = self.path.with_suffix(".partial")
+        optimizer_states = [optimizer.state_dict() for optimizer in optimizers]
+        state = {"model": model.state_dict(), "optimizers": optimizer_states}
+        torch.save(state | {"sync": sync.state_dict()}, partial)
+        partial.replace(self.path)
+
+    def require(self) -> None:
+        """Refuse to resume where it is not there."""
+        if not self.path.exists():
+            pattern = f"{self.path.name.rpartition('outer_sync_rank')[0]}outer_sync_rank*"
+            found = sorted(other.name for other in self.path.parent.glob(pattern))
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            message = f"{self.path.parent} has no {self.path.name}, which rank {rank} resumes from"
+            hint = "resume on as many ranks as saved it, or load its model alone"
+            raise CheckpointError(f"{message}; found {found}", hint=hint)
+
+    def load(self, model: torch.nn.Module, optimizers: Sequence[Any], sync: OuterSync) -> None:
+        """Go on from it."""
+        self.require()
+        state = torch.load(self.path, map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        sync.load_state_dict(state["sync"])
 
 
-def _require_own(path: Path, *, rank: int) -> Path:
-    """Return the path of a rank's own file, which must be there."""
-    if not path.exists():
-        pattern = f"{path.name.rpartition('outer_sync_rank')[0]}outer_sync_rank*"
-        found = sorted(other.name for other in path.parent.glob(pattern))
-        message = f"{path.parent} has no {path.name}, which rank {rank} resumes from; found {found}"
-        hint = "resume on as many ranks as saved it, or load its model alone"
-        raise CheckpointError(message, hint=hint)
-    return path
+def _own_name() -> str:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return f"outer_sync_rank{rank}_of_{size}.pt"
 
 
 class _OuterSyncHooks:
@@ -268,9 +269,6 @@ class _OuterSyncHooks:
     # Lightning's:
     lightning_module: Any
     optimizers: list[Any]
-    global_rank: int
-    world_size: int
-    checkpoint_io: Any
     _sync: OuterSync | None = None
     _anchor: contextlib.ExitStack | None = None
     _resume: Path | None = None
@@ -342,17 +340,13 @@ class _OuterSyncHooks:
         if self._sync is None or "optimizer_states" not in checkpoint:  # weights only
             return
         with self._local_parameters():
-            state = {
-                "model": self.lightning_module.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "sync": self._sync.state_dict(),
-            }
-            _write_own(self._own_file(Path(filepath)), state)
+            own = self._own_file(Path(filepath))
+            own.write(self.lightning_module, self.optimizers, self._sync)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint with this rank's own file."""
         super().remove_checkpoint(filepath)  # type: ignore[misc]
-        self._own_file(Path(filepath)).unlink(missing_ok=True)
+        self._own_file(Path(filepath)).path.unlink(missing_ok=True)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *arguments: Any, **options: Any) -> Any:
         """Read a checkpoint, and note where this rank's own file lies."""
@@ -364,16 +358,11 @@ class _OuterSyncHooks:
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
         if self._sync is None or self._resume is None:
             return
-        path = _require_own(self._own_file(self._resume), rank=self.global_rank)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        self.lightning_module.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self._sync.load_state_dict(state["sync"])
+        own = self._own_file(self._resume)
+        own.load(self.lightning_module, self.optimizers, self._sync)
 
-    def _own_file(self, checkpoint: Path) -> Path:
-        name = f"{checkpoint.name}.outer_sync_rank{self.global_rank}_of_{self.world_size}.pt"
-        return checkpoint.with_name(name)
+    def _own_file(self, checkpoint: Path) -> _OwnFile:
+        return _OwnFile(checkpoint.with_name(f"{checkpoint.name}.{_own_name()}"))
 
     # -- the anchor -------------------------------------------------------------------------------
 
