@@ -80,8 +80,7 @@ def automatic_round(
 ) -> AutomaticRound | None:
     """Make what decides the round of ``tau="auto"``; None for a given tau. A collective call.
 
-    Fragments that the rule leaves open are made once, the smallest that there may be; later several
-    of them may take one turn, so that the state's structure does not depend on what is chosen.
+    Fragments that are left open are the smallest that there may be; several may take one turn.
     """
     rule, transport, parts = context.rule, context.transport, len(fragments)
     if rule.auto_tau is None:

@@ -69,13 +69,8 @@ class Job:
         return self._issued.is_set()
 
     def wait(self) -> bool:
-        """Block until the results are there; on CUDA, until the current stream will wait for them.
-
-        Each collective within the job has the group's timeout, so this ends.
-
-        Raises:
-            CommunicationError: A peer ended, the network failed, or a timeout passed.
-        """
+        """Block until the results are there; on CUDA, until the current stream waits for them."""
+        # Each collective within the job has the group's timeout, so this ends.
         while not self._issued.wait(1.0):
             if not self._thread_is_alive() and not self._issued.is_set():
                 message = f"rank {self._rank}: {self._what} was given up: its thread has ended"
@@ -238,11 +233,9 @@ def _end_thread(jobs: _Jobs, thread: threading.Thread) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """Wait for every thread, also one that is just letting go of its last job.
-
-    A thread that the interpreter's exit cuts off within torch aborts the process, be it this one
-    or gloo's, which may have to free a tensor that Python no longer holds.
-    """
+    """Wait for every thread, also one that is just letting go of its last job."""
+    # A thread that the interpreter's exit cuts off within torch aborts the process, be it this one
+    # or gloo's, which may have to free a tensor that Python no longer holds.
     for jobs, thread in _STARTED:
         _end_thread(jobs, thread)
     if _STARTED:

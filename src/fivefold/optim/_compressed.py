@@ -42,61 +42,47 @@ def slice_bounds(num_elements: int, *, world_size: int, granule: int) -> list[in
 
 @dataclass(frozen=True, kw_only=True)
 class _Bucket:
-    """One bucket of a payload as one rank sees it."""
+    """One bucket of a payload as one rank sees it: a slice per rank."""
 
     start: int
     bounds: list[int]
-    wire_bytes: list[int]
     owned_start: int
-    rank: int
+    own_elements: int
 
-    @property
-    def own_bytes(self) -> int:
-        """Encoded bytes of the slice that this rank owns."""
-        return self.wire_bytes[self.rank]
-
-    @property
-    def own_elements(self) -> int:
-        """Elements of the slice that this rank owns."""
-        return self.bounds[self.rank + 1] - self.bounds[self.rank]
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes this rank sends: the others' slices to their owners, then its own to each."""
-        return sum(self.wire_bytes) - self.own_bytes + (len(self.wire_bytes) - 1) * self.own_bytes
-
-    @property
-    def room_bytes(self) -> int:
-        """Bytes of a buffer that holds all encoded slices, or the own one of every rank."""
-        return max(sum(self.wire_bytes), len(self.wire_bytes) * self.own_bytes)
+    def wire_bytes(self, codec: Codec) -> list[int]:
+        """Return the encoded bytes of every slice."""
+        return [codec.encoded_bytes(b - a) for a, b in pairwise(self.bounds)]
 
     def slices(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return one view of a flat payload per rank."""
         at = self.start
         return [flat[at + a : at + b] for a, b in pairwise(self.bounds)]
 
+    def owned(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's own slice in a buffer of all own slices."""
+        return flat[self.owned_start :][: self.own_elements]
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(kw_only=True)
 class _Feedback:
     """Residuals of one payload: e of all that is sent, f of the slices that this rank owns."""
 
-    buckets: dict[str, list[_Bucket]]  # by codec, which decides the bytes; the slices are the same
+    buckets: list[_Bucket]
     sent: torch.Tensor
     owned: torch.Tensor
-    kept: list[bool]  # whether there may be anything in them; one entry
+    kept: bool = False  # whether there may be anything in them
 
     @torch.no_grad()
-    def release_into(self, payload: torch.Tensor, buckets: Sequence[_Bucket]) -> None:
+    def release_into(self, payload: torch.Tensor, *, rank: int) -> None:
         """Add what was kept to a payload that is sent as it is."""
-        if not self.kept[0]:
+        if not self.kept:
             return
         payload.add_(self.sent)
-        for bucket in buckets:
-            owned = self.owned[bucket.owned_start :][: bucket.own_elements]
-            bucket.slices(payload)[bucket.rank].add_(owned)
+        for bucket in self.buckets:
+            bucket.slices(payload)[rank].add_(bucket.owned(self.owned))
         self.sent.zero_()
         self.owned.zero_()
-        self.kept[0] = False
+        self.kept = False
 
 
 # Every rank owns a slice of every bucket. A rank encodes each slice and sends it to its owner; the
@@ -185,7 +171,10 @@ class CompressedExchange:
         if is_exact(codec):
             plain += payloads
         else:
-            encoded_bytes = sum(b.sent_bytes for f in feedback for b in f.buckets[codec.name])
+            for sizes in (b.wire_bytes(codec) for f in feedback for b in f.buckets):
+                # The others' slices to their owners, then its own to each.
+                own_bytes = sizes[self._rank]
+                encoded_bytes += sum(sizes) + (self._world_size - 2) * own_bytes
         plain_bytes = sum(tensor.nbytes for tensor in plain)
         sent_bytes = ring_bytes(plain_bytes, world_size=self._world_size) + encoded_bytes
         return self._thread.submit(
@@ -220,7 +209,7 @@ class CompressedExchange:
                 for name, residual in part.items():
                     residual.copy_(state[fragment][index][name])
         for part in (part for parts in self._feedback.values() for part in parts):
-            part.kept[0] = True
+            part.kept = True
 
     # -- on the communication thread --------------------------------------------------------------
 
@@ -236,14 +225,14 @@ class CompressedExchange:
         together = list(zip(payloads, feedback, strict=True))
         if is_exact(codec):
             for payload, part in together:
-                part.release_into(payload, part.buckets[codec.name])
+                part.release_into(payload, rank=self._rank)
                 size = max(self._bucket_bytes // 4, 1)
                 pieces = torch.split(payload, size) if payload.numel() else ()
                 works += [dist.all_reduce(p, group=self._group, async_op=True) for p in pieces]
             together = []
-        parts = [(a, part, bucket) for a, part in together for bucket in part.buckets[codec.name]]
+        parts = [(a, part, bucket) for a, part in together for bucket in part.buckets]
         for _, part, _ in parts:
-            part.kept[0] = True
+            part.kept = True
         underway = [
             self._bucket_stages(codec, payload, part, bucket, slot=index % _STAGES)
             for index, (payload, part, bucket) in enumerate(parts)
@@ -266,19 +255,21 @@ class CompressedExchange:
         *,
         slot: int,
     ) -> Iterator[None]:
-        world = self._world_size
-        outgoing, incoming = self._room(payload.device, slot, num_bytes=bucket.room_bytes)
-        all_bytes, own_bytes = sum(bucket.wire_bytes), bucket.own_bytes
+        world, wire_bytes = self._world_size, bucket.wire_bytes(codec)
+        all_bytes, own_bytes = sum(wire_bytes), wire_bytes[self._rank]
+        # For all encoded slices, or the own one of every rank.
+        num_bytes = max(all_bytes, world * own_bytes)
+        outgoing, incoming = self._room(payload.device, slot, num_bytes=num_bytes)
 
         send, receive = outgoing[:all_bytes], incoming[: world * own_bytes]
         slices = zip(bucket.slices(payload), bucket.slices(feedback.sent), strict=True)
-        wires = torch.split(send, bucket.wire_bytes)
+        wires = torch.split(send, wire_bytes)
         for (values, residual), wire in zip(slices, wires, strict=True):
             codec.encode_with_feedback_(residual, wire, values=values)
-        work = self._exchange(receive, [own_bytes] * world, send, bucket.wire_bytes)
+        work = self._exchange(receive, [own_bytes] * world, send, wire_bytes)
         yield
         work.wait()
-        owned = feedback.owned[bucket.owned_start :][: bucket.own_elements]
+        owned = bucket.owned(feedback.owned)
         for wire in torch.split(receive, [own_bytes] * world):
             codec.decode_(wire, owned, accumulate=True)
         send, receive = outgoing[: world * own_bytes], incoming[:all_bytes]
@@ -286,10 +277,10 @@ class CompressedExchange:
         codec.encode_with_feedback_(owned, copies[0])
         for copy in copies[1:]:
             copy.copy_(copies[0])
-        work = self._exchange(receive, bucket.wire_bytes, send, [own_bytes] * world)
+        work = self._exchange(receive, wire_bytes, send, [own_bytes] * world)
         yield
         work.wait()
-        wires = torch.split(receive, bucket.wire_bytes)
+        wires = torch.split(receive, wire_bytes)
         for values, wire in zip(bucket.slices(payload), wires, strict=True):
             codec.decode_(wire, values)
 
@@ -322,29 +313,17 @@ class CompressedExchange:
         return max(min(wanted_bytes, self._bucket_bytes) // 4 // granule, 1) * granule
 
     def _new_feedback(self, payload: torch.Tensor) -> _Feedback:
-        buckets: dict[str, list[_Bucket]] = {codec.name: [] for codec in self._codecs}
+        buckets: list[_Bucket] = []
         owned = 0
         bucket_elements = self._bucket_elements(payload.numel())
         for start in range(0, payload.numel(), bucket_elements):
             size = min(bucket_elements, payload.numel() - start)
             bounds = slice_bounds(size, world_size=self._world_size, granule=self._granule)
-            sizes = [b - a for a, b in pairwise(bounds)]
-            for codec in self._codecs:
-                bucket = _Bucket(
-                    start=start,
-                    bounds=bounds,
-                    wire_bytes=[codec.encoded_bytes(size) for size in sizes],
-                    owned_start=owned,
-                    rank=self._rank,
-                )
-                buckets[codec.name].append(bucket)
-            owned += bucket.own_elements
-        return _Feedback(
-            buckets=buckets,
-            sent=torch.zeros_like(payload),
-            owned=torch.zeros(owned, dtype=payload.dtype, device=payload.device),
-            kept=[False],
-        )
+            own = bounds[self._rank + 1] - bounds[self._rank]
+            buckets.append(_Bucket(start=start, bounds=bounds, owned_start=owned, own_elements=own))
+            owned += own
+        sent = torch.zeros_like(payload)
+        return _Feedback(buckets=buckets, sent=sent, owned=payload.new_zeros(owned))
 
 
 def _sizes(state: dict[str, Any]) -> dict[str, list[list[int]]]:

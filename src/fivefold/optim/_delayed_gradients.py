@@ -89,9 +89,9 @@ class DelayedGradients(OuterRule):
 
 
 class GradientFragment(Fragment):
-    """A fragment whose payload is the gradient; its anchor is what the parameters are.
+    """A fragment whose payload is the gradient, whose anchor is what the parameters are.
 
-    The momentum buffer, where the rule extrapolates, holds the last update u.
+    Its momentum, where the rule extrapolates, is the last update u.
     """
 
     _landed: InAllReduce | None = None
@@ -99,10 +99,9 @@ class GradientFragment(Fragment):
 
     @torch.no_grad()
     def swap(self, *, own: bool) -> None:
-        """Put the mean that arrived where the gradients are, and keep this worker's to be sent.
+        """Put the mean that arrived, or nothing, where the gradients are, which are to be sent.
 
-        Where no mean arrived the parameters have no gradient afterwards, and the optimizer leaves
-        them as they are. Without ``own`` the gradients do not count.
+        Without ``own`` the gradients do not count.
         """
         if self._in_flight is not None:
             self._landed = super()._arrive()

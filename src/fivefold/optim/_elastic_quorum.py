@@ -77,14 +77,10 @@ class Decision:
 
 
 def decide(ballots: Sequence[Ballot]) -> Decision:
-    """Read the ballots of one quorum.
-
-    Members are the ballots with the highest turn and the same history. A lower turn means that
-    the others went on while this worker was silent. Another history at the same turn means that
-    two parts of the job went on without each other; then one of them, which all see alike,
-    prevails. Where nobody is a member the job starts: the worker with the most steps behind it
-    gives its state to the others.
-    """
+    """Read the ballots of one quorum; where nobody is a member the job starts."""
+    # Members are the ballots with the highest turn and the same history. A lower turn means that
+    # the others went on while this worker was silent. Another history at the same turn means that
+    # two parts of the job went on without each other; one, which all see alike, prevails.
     voters = [ballot for ballot in ballots if not ballot.joining]
     applicants = sorted((b for b in ballots if b.joining), key=lambda b: b.worker)
     if not voters:

@@ -78,11 +78,9 @@ class ElasticServices:
         self._heart: Any = None
 
     def vote(self, ballot: Ballot, *, what: str) -> Decision:
-        """Give the lighthouse this worker's ballot and read the quorum's.
-
-        While members are missing that the lighthouse does not know to have ended (it was started
-        again and has not heard of them yet), all vote again, for ``_RETURN_S`` at most.
-        """
+        """Give the lighthouse this worker's ballot and read the quorum's."""
+        # While members are missing that the lighthouse does not know to have ended (it was started
+        # again and has not heard of them yet), all vote again, for ``_RETURN_S`` at most.
         deadline_s = time.monotonic() + self.quorum_timeout_s
         patience_s = math.inf
         self._beat()

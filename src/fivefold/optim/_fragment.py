@@ -147,10 +147,9 @@ class Fragment:
         }
 
     def shared_state(self) -> dict[str, Any]:
-        """Return what all workers have in common at this moment.
+        """Return what all workers have in common at this moment, with a landed all-reduce.
 
-        Called from within a launch, it is without that all-reduce, in which a newcomer takes part;
-        otherwise it is with the all-reduce, which must have been landed.
+        Called from within a launch it is without that one, in which a newcomer takes part.
         """
         state = self.state_dict()
         if self.launching is not None:
@@ -290,11 +289,9 @@ class Fragment:
         raise CommunicationError(message, hint=hint)
 
     def _weight_after(self, landed: InAllReduce, *, has_steps: bool) -> float | None:
-        """Return the weight of what is sent next: of the new steps, or else of what is sent again.
-
-        Without new steps there is only what the all-reduce did not bring home: all of it where it
-        was lost, and what merges that keep local work left with this rank.
-        """
+        """Return the weight of what is sent next: of new steps, or else of what is sent again."""
+        # Without new steps there is only what the all-reduce did not bring home: all of it where it
+        # was lost, and what merges that keep local work left with this rank.
         lost = not landed.arrived
         if has_steps:
             return landed.weight if lost and self._state.weight == 0 else self._state.weight
@@ -463,8 +460,7 @@ class Fragment:
     def _finish_compute(self) -> None:
         """Let the local steps end on CUDA, which the host has only queued.
 
-        Once a round, so that what is measured from here on (the waits, the seconds per step that
-        the automatic tau is set by) are the device's times and not those of the queue.
+        What is measured from here on then are the device's times and not those of the queue.
         """
         if self._side is not None:
             torch.cuda.current_stream(self._side.device).synchronize()
@@ -655,10 +651,7 @@ class Fragment:
         return self._shared.inner_lr() if self._others_lr is None else self._others_lr
 
     def _step_s(self, now_s: float, waited_s: float) -> float:
-        """Return seconds per local step since the last launch; 0 where that is not known.
-
-        Waits in between, for another fragment or in the middle of a round, are not part of a step.
-        """
+        """Return seconds per local step, without waits, since the last launch; 0 for not known."""
         steps = self.schedule.ended_steps
         if self._round_began_s is None or steps == 0:
             return 0.0

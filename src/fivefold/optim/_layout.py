@@ -355,9 +355,8 @@ _PATIENCE_ROUNDS = 2  # ranks whose rounds have other numbers of steps may annou
 class LateParameters:
     """Parameters that become trainable after the engine was made, or whose objects are replaced.
 
-    Without care they would drift apart silently. A known name with a new object
-    (``load_state_dict`` with ``assign=True``) is followed. New ones are announced in the metadata,
-    so that all ranks adopt them at the same boundary, or all raise an error.
+    A known name with a new object (``load_state_dict`` with ``assign=True``) is followed. New ones
+    are announced in the metadata, so that all ranks adopt them at the same boundary.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -19,9 +19,8 @@ _LOG = logging.getLogger(__name__)
 class MetadataReading:
     """Entries of all ranks in the metadata of one all-reduce, in slot order.
 
-    Each rank has a slot of its own, so a sum over the ranks is a table of what each rank wrote, the
-    same bit for bit everywhere. All decisions of the engine (staleness gap, tau, replica check) are
-    made from it, so all ranks decide alike, whatever each rank's hardware rounds to.
+    Each rank has a slot of its own, so the sum is a table of what each wrote, the same bit for bit
+    everywhere: all decisions of the engine are made from it.
     """
 
     weight: list[float]  # weight of each rank's payload; 0 where a slot is empty
@@ -149,10 +148,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def replica_hash(tensors: Sequence[torch.Tensor]) -> int:
-    """Hash the bits of contiguous tensors; cheap enough for every few rounds on every rank.
+    """Hash the bits of contiguous tensors, in integers: no device's order of sums matters.
 
-    Integer arithmetic only: the result depends on the bits and their positions, never on the order
-    in which a device sums. It is below 2**52, so that a float64 metadata carries it exactly.
+    The result is below 2**52, so that metadata in float64 carries it exactly.
     """
     plain, weighted = 0, 0
     for index, tensor in enumerate(tensors):

@@ -137,10 +137,7 @@ class OuterOptimizerStep:
         self._optimizer = fresh
 
     def _blank_state(self) -> dict[int, Any]:
-        """Return a state of the structure after a step, from a step that moves only copies.
-
-        Loaders that fill a prepared structure need it; ``steps`` says that it means nothing yet.
-        """
+        """Return a state of the structure after a step, for loaders that fill a structure."""
         copies = [torch.nn.Parameter(torch.zeros_like(p)) for p in self._parameters]
         for each in copies:
             each.grad = torch.zeros_like(each)
@@ -155,8 +152,7 @@ _ATEN = torch.ops.aten
 class SeparateRounding(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
     """Carry out torch's fused elementwise operations as single ones, each rounded by itself.
 
-    Covers the operations of the elementwise optimizers of ``torch.optim`` in their plain form
-    (not ``foreach`` or ``fused``). Sums over elements and matrix products are left as they are.
+    Sums over elements and matrix products are left as they are.
     """
 
     def __torch_dispatch__(

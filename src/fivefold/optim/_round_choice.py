@@ -92,11 +92,8 @@ def most_fragments(*, tensors: int, num_bytes: float) -> int:
 
 
 def filling_fragments(tau: int, *, most: int = MOST_FRAGMENTS) -> int:
-    """Return the most parts whose delays, of whole steps, fill a round but for a seventh.
-
-    Six parts of a round of 8 steps have a step each to be hidden behind, and two steps hide
-    nothing; four have two steps each.
-    """
+    """Return the most parts whose delays, of whole steps, fill a round but for a seventh."""
+    # Six parts of a round of 8 steps have a step each, and two steps hide nothing.
     counts = range(min(most, tau), 0, -1)
     return next(count for count in counts if 7 * count * (tau // count) >= 6 * tau)
 

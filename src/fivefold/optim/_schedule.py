@@ -76,10 +76,8 @@ class RoundSchedule:
         return self._ends_at - self.steps_in_round
 
     def retune(self, tau: int, *, delay_steps: int | None) -> None:
-        """Make rounds longer or shorter, the present one in proportion to what is left of it.
-
-        So fragments that take turns evenly over a round still do.
-        """
+        """Make rounds longer or shorter, the present one in proportion to what is left of it."""
+        # So fragments that take turns evenly over a round still do.
         left = max(1, -(-self.steps_left * tau // self.tau))
         self._ends_at = self.steps_in_round + left
         self._steps_to_skip = self._steps_to_skip * tau // self.tau

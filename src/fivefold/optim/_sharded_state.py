@@ -61,12 +61,9 @@ class StateForm:
         }
 
     def collect(self, saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
-        """Return a rank's ``state_dict()`` from what ``spread`` gave and a loader filled.
-
-        On the same numbers of workers and shards it is what was saved. On another number of
-        shards the norms are this rank's share of the whole model's, and residuals of a codec are
-        those of ``current``. On another number of workers only the shared part counts.
-        """
+        """Return a rank's ``state_dict()`` from what ``spread`` gave and a loader filled."""
+        # On another number of shards the norms are this rank's share of the whole model's, and
+        # residuals of a codec stay. On another number of workers only the shared part counts.
         shared, worker = saved["shared"], saved[self._worker_key]
         same_workers = shared["state"]["world_size"] == self.transport.world_size
         if same_workers and shared["num_shards"] == self._num_shards:

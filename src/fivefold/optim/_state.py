@@ -65,10 +65,8 @@ class OuterState:
     link_s: float = 0.0  # shortest of the ranks' seconds for the last all-reduce that is known
 
     def follow_norms(self, norms: Sequence[float], *, most_times: float) -> None:
-        """Take in what all ranks sent; an outlying norm counts as the largest that is not.
-
-        So an honest change of scale is followed after some rounds, and a wild payload is not.
-        """
+        """Take in what all ranks sent; an outlying norm counts as the largest that is not."""
+        # So an honest change of scale is followed after some rounds, and a wild payload is not.
         found = [norm for norm in norms if norm > 0]
         if not found:
             return

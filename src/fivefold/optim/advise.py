@@ -102,8 +102,7 @@ class Option:
 def options_for(times: JobTimes) -> list[Option]:
     """Return ways to run a measured job, the job as it is first, one of them recommended.
 
-    For each codec that makes messages shorter the round of ``choose_round``; recommended is the
-    one that ``tau="auto"`` would take, or none where under a tenth of a step is waiting.
+    Recommended is what ``tau="auto"`` would take, or none where under a tenth of a step waits.
 
     Examples:
         >>> times = JobTimes(ranks=2, step_s=0.5, compute_s=0.1, elements=1000,

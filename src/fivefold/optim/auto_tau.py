@@ -139,12 +139,10 @@ class _Memory:
 
 
 class TauController:
-    """Turns measured step and all-reduce times into tau, in the same way on every rank.
+    """Turns measured step and all-reduce times, equal on all ranks, into tau.
 
-    All ranks feed it the same numbers, which travel in the metadata of an all-reduce, so all decide
-    alike. ``shares`` are the numbers of fragments that it may choose from, each with the largest
-    fragment's share of the bytes. Of ``times`` the ratios count, since the measured all-reduces say
-    how long messages are; None where fragments and codec stay.
+    ``shares`` are the numbers of fragments that it may choose from, each with the largest one's
+    share of the bytes. Of ``times`` the ratios count; None where fragments and codec stay.
     """
 
     def __init__(
@@ -432,14 +430,12 @@ class _Agreement:
     wished: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def count(self, asked: int, wished: list[int], *, now: int, when: bool) -> None:
-        """Count one round; begin anew where it asks for something else, or too differently.
-
-        Rounds agree while they differ by less than what following them would gain.
-        """
+        """Count one round; begin anew where it asks for something else, or too differently."""
         if not when:
             self.rounds = self.most = self.least = 0
             return
         most, least = max(self.most, asked), min(self.least or asked, asked)
+        # While they differ by less than what following them would gain.
         agrees = min(abs(now - most), abs(now - least)) > most - least
         self.rounds = self.rounds + 1 if agrees else 1
         if asked == most or not agrees:

@@ -519,16 +519,10 @@ def _pieces(values: torch.Tensor, *, block: int) -> Iterator[tuple[int, int, int
 
 
 def index_bits(width: int, count: int) -> int:
-    """Return the bits of ``count`` indices below ``width``, near the fewest (Elias-Fano coding).
-
-    Of k ascending indices below n, the l = log2(n / k) lowest bits stand as they are; the rest
-    grows slowly, and is written as a bitmap in which the i-th index sets bit (index >> l) + i. The
-    size depends on n and k alone, so that all ranks know it. An index may stand there several
-    times.
-
-    References:
-        Elias, J. ACM 21 (1974); Fano, MIT Project MAC memorandum 61 (1971).
-    """
+    """Return the bits of ``count`` indices below ``width``, near the fewest."""
+    # Elias, J. ACM 21 (1974): of k ascending indices below n, the l = log2(n / k) lowest bits stand
+    # as they are; the rest grows slowly, and is written as a bitmap in which the i-th index sets
+    # bit (index >> l) + i. All ranks know the size. An index may stand there several times.
     low = _low_bits(width, count)
     return count * low + count + ((width - 1) >> low)
 
