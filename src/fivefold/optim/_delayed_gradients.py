@@ -150,7 +150,9 @@ class GradientFragment(Fragment):
         if weight != 1.0:
             for group in self.groups:
                 group.payload.mul_(weight)
-        task = MergeTask(coefficients=coefficients, send=send, settles=settles, weight=weight)
+        task = MergeTask(
+            rule=rule, coefficients=coefficients, send=send, settles=settles, weight=weight
+        )
         averaged = self._average(task, landed)
         buffers = (tensor for group in self.averaged for tensor in group.tensors)
         self._share_rows(self.tensors() if share else buffers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -80,7 +80,14 @@ class Fragment:
         self._others_lr: float | None = None
         self._optimizer: OuterOptimizerStep | None = None
         if isinstance(context.rule, OuterOptimizer) and groups:
-            self._optimizer = OuterOptimizerStep(context.rule, self._outer_parameters())
+            both = (
+                pair
+                for group in groups
+                for pair in zip(
+                    *map(group.shaped, (group.anchor, group.extras["gradient"])), strict=True
+                )
+            )
+            self._optimizer = OuterOptimizerStep(context.rule, both)
         context.transport.prepare(self._payloads(), fragment=index)
 
     @property
@@ -107,11 +114,6 @@ class Fragment:
         for piece in self._pieces():
             piece.local.copy_(piece.anchor)
         self._share_rows()
-
-    def _outer_parameters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for group in self.groups:
-            gradients = group.shaped(group.extras["gradient"])
-            yield from zip(group.shaped(group.anchor), gradients, strict=True)
 
     def _payloads(self) -> list[torch.Tensor]:
         return [group.payload for group in self.all_groups]
@@ -213,18 +215,15 @@ class Fragment:
         self._state = OuterState(**state["scalars"])
         self._round_began_s = None
         if self._optimizer is not None:
-            entries = [state["tensors"][name] for name in self.names()]
-            self._optimizer.load(
-                state["outer_steps"],
-                [
-                    {
-                        key.removeprefix(OF_OPTIMIZER): value
-                        for key, value in own.items()
-                        if key.startswith(OF_OPTIMIZER)
-                    }
-                    for own in entries[: self._optimizer.num_parameters]
-                ],
-            )
+            entries = [
+                {
+                    key.removeprefix(OF_OPTIMIZER): value
+                    for key, value in state["tensors"][name].items()
+                    if key.startswith(OF_OPTIMIZER)
+                }
+                for name in self.names()
+            ]
+            self._optimizer.load(state["outer_steps"], entries)
         self._in_flight = None
         if self.schedule.in_flight_round is not None and "in_flight" in state:
             flown = dict(state["in_flight"])
@@ -421,9 +420,8 @@ class Fragment:
         landed_s = wait_ended_s if completed_s is None else min(completed_s, wait_ended_s)
         all_reduce.reading = self._metadata.read()
         all_reduce.handle = None
-        self._state.last_all_reduce_s = (
-            landed_s - handle.launched_at_s if all_reduce.arrived else 0.0
-        )
+        flown_s = landed_s - handle.launched_at_s
+        self._state.last_all_reduce_s = flown_s if all_reduce.arrived else 0.0
         record = AllReduceRecord(
             round=all_reduce.round,
             payload_bytes=sum(payload.nbytes for payload in self._payloads()),
@@ -499,19 +497,16 @@ class Fragment:
         self, landed: InAllReduce | None, *, send: bool, settles: bool, waits: bool = False
     ) -> None:
         coefficients = None if landed is None else self._coefficients(landed)
-        lost = landed is not None and not landed.arrived
         rule = self._shared.rule
         task = MergeTask(
+            rule=rule,
             coefficients=coefficients,
             send=send,
             settles=settles,
             waits=waits,
             weight=self._weight() if send else 1.0,
-            resend=lost,
-            local_share=rule.local_share,
+            resend=landed is not None and not landed.arrived,
             own_share=self._state.own_share,
-            outer_lr=rule.outer_lr,
-            outer_momentum=rule.outer_momentum,
         )
         merge = MERGES["exact" if self._exact else rule.merge]
         measured = merge_pieces(self._pieces(of=self.groups), task, merge=merge)
@@ -527,18 +522,11 @@ class Fragment:
 
     def _average(self, task: MergeTask, landed: InAllReduce | None) -> PieceStatistics:
         """Average the buffers by the delay-corrected merge, whatever the rule is."""
-        mean = self._mean(landed)
-        task = MergeTask(
-            coefficients=mean, send=task.send, settles=task.settles, weight=task.weight
-        )
+        task = replace(task, coefficients=self._mean(landed))
         return merge_pieces(self._pieces(of=self.averaged), task, merge=MERGES["correct"])
 
     def _account(
-        self,
-        measured: PieceStatistics,
-        coefficients: OuterCoefficients | None,
-        *,
-        arrived: bool,
+        self, measured: PieceStatistics, coefficients: OuterCoefficients | None, *, arrived: bool
     ) -> None:
         state, schedule = self._state, self.schedule
         if coefficients is None:

@@ -21,6 +21,7 @@ from fivefold.errors import ConfigurationError, require_whole
 from fivefold.optim._delayed_gradients import DelayedGradients, GradientFragment
 from fivefold.optim._flat import FlatGroup, flat_groups
 from fivefold.optim._fragment import Fragment
+from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._schedule import RoundSchedule
 from fivefold.optim._shards import RowShare, WorkerGroup, local_tensor, worker_group_of
@@ -242,7 +243,7 @@ def rule_for(rule: OuterRule, model: torch.nn.Module, transport: Transport) -> O
     """Return the rule with what it leaves to the model and the transport: its fragments."""
     parameters = trainable(model).values()
     num_bytes = 0 if may_lose(transport) else sum(p.nbytes for p in parameters)
-    return rule.for_model(tensors=len(parameters), num_bytes=num_bytes)
+    return rule.for_model(most_fragments(tensors=len(parameters), num_bytes=num_bytes))
 
 
 def find_worker(

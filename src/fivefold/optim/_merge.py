@@ -30,16 +30,14 @@ from fivefold.optim._update import (
 class MergeTask:
     """Orders for one pass over a fragment."""
 
+    rule: OuterRule
     coefficients: OuterCoefficients | None  # scalars of the outer step; None where nothing arrived
     send: bool  # whether a payload is to be sent
     settles: bool = False  # whether all replicas are to be equal afterwards
     waits: bool = False  # whether what is sent now is waited for and merged at the same boundary
     weight: float = 1.0  # factor of the payload
     resend: bool = False  # whether the all-reduce was lost: this rank's part of it goes out again
-    local_share: float = 0.0  # s of the merge "pull"
     own_share: float = 0.0  # share of this rank's own part in the mean, for the merge "eager"
-    outer_lr: float = 1.0  # alpha, for the merge "eager"
-    outer_momentum: float = 0.0  # beta, for the merge "eager"
 
 
 Merge = Callable[[Piece, MergeTask, PieceStatistics], None]
@@ -123,7 +121,7 @@ def _pull(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     if task.coefficients is not None:
         _outer_step(piece, task, statistics)
         apart = torch.sub(local, anchor, out=piece.scratch)
-        local.copy_(apart.mul_(task.local_share).add_(anchor))
+        local.copy_(apart.mul_(task.rule.local_share).add_(anchor))
     if task.settles:
         local.copy_(anchor)
     if task.send:
@@ -168,9 +166,9 @@ def _eager(piece: Piece, task: MergeTask, statistics: PieceStatistics) -> None:
     sent.add_(change)
     direction = change
     if velocity is not None:
-        velocity.mul_(task.outer_momentum).add_(change)
-        direction = change.add_(torch.mul(velocity, task.outer_momentum, out=piece.scratch))
-    own_offset.sub_(direction.mul_(task.outer_lr)).add_(anchor)  # now where the round begins
+        velocity.mul_(task.rule.outer_momentum).add_(change)
+        direction = change.add_(torch.mul(velocity, task.rule.outer_momentum, out=piece.scratch))
+    own_offset.sub_(direction.mul_(task.rule.outer_lr)).add_(anchor)  # now where the round begins
     _put(piece.payload, fresh, task)
     local.copy_(start)
 

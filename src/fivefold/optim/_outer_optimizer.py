@@ -115,15 +115,10 @@ class OuterOptimizerStep:
             self._optimizer.step()
         self.steps += 1
 
-    @property
-    def num_parameters(self) -> int:
-        """Tensors that it has a state for."""
-        return len(self._parameters)
-
     def entries(self) -> list[dict[str, Any]]:
         """Return each parameter's state; its structure is the same before the first step."""
         state = self._optimizer.state_dict()["state"] if self.steps else self._blank_state()
-        return [state.get(index, {}) for index in range(self.num_parameters)]
+        return [state.get(index, {}) for index in range(len(self._parameters))]
 
     def load(self, steps: int, entries: Sequence[dict[str, Any]]) -> None:
         """Continue from the steps and the ``entries()`` of the same rule and shapes."""
@@ -132,7 +127,7 @@ class OuterOptimizerStep:
         if self.steps:
             whole = fresh.state_dict()
             # Copies: torch keeps the tensors that it is given, and later steps write into them.
-            whole["state"] = copy.deepcopy(dict(enumerate(entries)))
+            whole["state"] = copy.deepcopy(dict(enumerate(entries[: len(self._parameters)])))
             fresh.load_state_dict(whole)
         self._optimizer = fresh
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, Self
 
 from fivefold.errors import ConfigurationError, require_one_of, require_whole
-from fivefold.optim._round_choice import filling_fragments, most_fragments
+from fivefold.optim._round_choice import filling_fragments
 from fivefold.optim._update import (
     GapPenalty,
     NoPenalty,
@@ -121,7 +121,7 @@ class OuterRule:
         if total is not None:
             hint = "it is at least the synchronous steps at both ends"
             require_whole("total_steps", total, least=max(ends, 1), hint=hint)
-        if ends and isinstance(self.tau, AutoTau) and self.tau.balance:
+        if ends and self._is_uneven:
             message = "with balance=True ranks are at different steps, which cannot be synchronous"
             raise ConfigurationError(message, hint="leave synchronous_start and _end at 0")
 
@@ -149,6 +149,10 @@ class OuterRule:
         return self.tau if isinstance(self.tau, AutoTau) else None
 
     @property
+    def _is_uneven(self) -> bool:
+        return isinstance(self.tau, AutoTau) and self.tau.balance
+
+    @property
     def first_tau(self) -> int:
         """Local steps of the first round."""
         assert not isinstance(self.tau, str), "__post_init__ made it an object"
@@ -169,14 +173,9 @@ class OuterRule:
         """Return whether replicas differ between boundaries even without local steps."""
         return self.merge in {"pull", "correct"}
 
-    def for_model(self, *, tensors: int, num_bytes: int) -> Self:
-        """Return the rule with what it leaves to the model: the number of its fragments.
-
-        Args:
-            tensors: Trainable parameters.
-            num_bytes: Their size.
-        """
-        del tensors, num_bytes
+    def for_model(self, most_fragments: int) -> Self:
+        """Return the rule with what it leaves to the model, the number of its fragments."""
+        del most_fragments
         return self
 
     @property
@@ -213,8 +212,7 @@ class _InFragments(OuterRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fragments is None and self.published_fragments is not None:
-            uneven = self.auto_tau is not None and self.auto_tau.balance
-            usual = 1 if uneven else min(self.published_fragments, self.first_tau)
+            usual = 1 if self._is_uneven else min(self.published_fragments, self.first_tau)
             object.__setattr__(self, "fragments", usual)
         if self.fragments is None and self.delay_steps is not None:
             object.__setattr__(self, "fragments", 1)
@@ -223,7 +221,7 @@ class _InFragments(OuterRule):
         tau = self.first_tau
         hint = f"use at most tau={tau}, or a larger tau"
         require_whole("fragments", self.fragments, most=tau, hint=hint)
-        if self.auto_tau is not None and self.auto_tau.balance and self.fragments > 1:
+        if self._is_uneven and self.fragments > 1:
             message = "with balance=True ranks are at different steps, and fragments cannot be sent"
             raise ConfigurationError(message, hint="use fragments=1, or balance=False")
         if self.delay_steps is not None:
@@ -248,14 +246,14 @@ class _InFragments(OuterRule):
         """Parts of the model that are synchronised at moments of their own."""
         return self.fragments or 1
 
-    def for_model(self, *, tensors: int, num_bytes: int) -> Self:
-        """Return the rule with up to 8 fragments of at least 1 MiB, which fill a given tau."""
+    def for_model(self, most_fragments: int) -> Self:
+        """Return the rule with up to so many fragments, which fill a given tau."""
         if self.fragments is not None:
             return self
-        most = most_fragments(tensors=tensors, num_bytes=num_bytes)
         if self.auto_tau is None:
-            return replace(self, fragments=filling_fragments(super().first_tau, most=most))
-        most = 1 if self.auto_tau.balance else min(most, super().first_tau)
+            number = filling_fragments(super().first_tau, most=most_fragments)
+            return replace(self, fragments=number)
+        most = 1 if self._is_uneven else min(most_fragments, super().first_tau)
         return replace(self, fragments=most)  # of which tau="auto" sends some together
 
 
