@@ -18,7 +18,7 @@ from fivefold.errors import ConfigurationError, require_whole
 from fivefold.optim._flat import FlatGroup, Piece
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._merge import MergeTask
-from fivefold.optim._rules import MergeKind, OuterRule
+from fivefold.optim._rules import MergeKind, OuterRule, require_positive
 from fivefold.optim._shards import local_tensor
 from fivefold.optim._state import InAllReduce
 from fivefold.optim._update import PieceStatistics, is_number
@@ -80,8 +80,8 @@ class DelayedGradients(OuterRule):
         if self.synchronous_start or self.synchronous_end:
             message = "DelayedGradients has no local steps that could be synchronous"
             raise ConfigurationError(message, hint="use DDP for the first or last steps")
-        if self.max_norm is not None and not (is_number(self.max_norm) and self.max_norm > 0):
-            raise ConfigurationError(f"max_norm must be a positive number; got {self.max_norm!r}")
+        if self.max_norm is not None:
+            require_positive("max_norm", self.max_norm)
         if not (is_number(self.extrapolation) and 0 <= self.extrapolation <= 1):
             message = f"extrapolation must be from 0 to 1; got {self.extrapolation!r}"
             raise ConfigurationError(message, hint="0 for none, 1 for the whole last change")

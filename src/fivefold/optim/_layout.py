@@ -55,9 +55,7 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def make_fragments(
-    model: torch.nn.Module, context: EngineContext, *, extras: Iterable[str]
-) -> list[Fragment]:
+def make_fragments(model: torch.nn.Module, context: EngineContext) -> list[Fragment]:
     """Cut the trainable parameters into the rule's fragments, in the model's order."""
     rule = context.rule
     parameters = list(trainable(model).values())
@@ -70,7 +68,6 @@ def make_fragments(
             part,
             context,
             index=index,
-            extras=extras,
             buffers=buffers if index == 0 else [],
             # Staggered evenly: the last fragment's first round is a whole one.
             schedule=_schedule(
@@ -87,13 +84,12 @@ def late_fragment(
     *,
     index: int,
     first: RoundSchedule,
-    extras: Iterable[str],
 ) -> Fragment:
     """Make a fragment of parameters that joined late, whose rounds end with the first one's."""
     schedule = _schedule(context.rule, tau=first.tau, first_round_steps=first.steps_left)
     schedule.merge_after = first.merge_after
     schedule.total_steps = first.total_steps
-    return _fragment(parameters, context, index=index, extras=extras, schedule=schedule)
+    return _fragment(parameters, context, index=index, schedule=schedule)
 
 
 def _fragment(
@@ -101,14 +97,13 @@ def _fragment(
     context: EngineContext,
     *,
     index: int,
-    extras: Iterable[str],
     schedule: RoundSchedule,
     buffers: Iterable[torch.Tensor] = (),
 ) -> Fragment:
     share = RowShare() if context.worker is None else context.worker.share
     groups, averaged = (
         flat_groups(tensors, extras=kept, share=share, device=context.outer_device)
-        for tensors, kept in ((parameters, extras), (buffers, ("sent",)))
+        for tensors, kept in ((parameters, context.extras), (buffers, ("sent",)))
     )
     kind = GradientFragment if context.rule.merge == "gradients" else Fragment
     return kind(index, groups, averaged=averaged, schedule=schedule, context=context)

@@ -86,9 +86,9 @@ class OuterRule:
     def __post_init__(self) -> None:
         self._check_synchronous_steps()
         self._check_tau()
-        _require_positive("outer_lr", self.outer_lr)
+        require_positive("outer_lr", self.outer_lr)
         if self.clip is not None:
-            _require_positive("clip", self.clip)
+            require_positive("clip", self.clip)
         if not (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1):
             message = f"outer_momentum must be in [0, 1); got {self.outer_momentum!r}"
             raise ConfigurationError(message, hint="0 for none; CO2 uses 0 to 0.6")
@@ -189,7 +189,7 @@ class OuterRule:
         return 1
 
 
-def _require_positive(name: str, value: object) -> None:
+def require_positive(name: str, value: object) -> None:
     if not (is_number(value) and value > 0):
         raise ConfigurationError(f"{name} must be a positive number; got {value!r}")
 

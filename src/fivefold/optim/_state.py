@@ -137,6 +137,7 @@ class EngineContext:
     transport: Transport  # what moves the sums
     meter: StatisticsMeter  # where all-reduces and merges are counted
     inner_lr: Callable[[], float]  # reads the inner learning rate
+    extras: tuple[str, ...]  # buffers that the rule needs beside anchor and payload
     check_every_rounds: int  # replica checks; 0 for none
     timeout_s: float  # longest wait for an all-reduce on CUDA, where the backend reports no failure
     worker: WorkerGroup | None  # the ranks that act as one worker; None where that is one rank

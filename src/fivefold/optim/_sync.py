@@ -174,6 +174,7 @@ class OuterSync:
         self._stability = StabilityWatch(self._rule)
         self._steps = 0
         self._weighted: bool | None = None
+        may_be_lost = may_lose(self._transport)
         self._late = LateParameters(model)
         self._adopting = False
         self._context = EngineContext(
@@ -181,6 +182,7 @@ class OuterSync:
             transport=self._transport,
             meter=self._meter,
             inner_lr=self._inner_lr,
+            extras=state_extras(self._rule, may_lose=may_be_lost),
             check_every_rounds=check_every_rounds,
             timeout_s=timeout_s,
             worker=find_worker(
@@ -193,9 +195,7 @@ class OuterSync:
             outer_device=torch.device("cpu") if outer_device == "cpu" else None,
             outlier_factor=outlier_factor,
         )
-        may_be_lost = may_lose(self._transport)
-        self._extras = state_extras(self._rule, may_lose=may_be_lost)
-        self._fragments = make_fragments(model, self._context, extras=self._extras)
+        self._fragments = make_fragments(model, self._context)
         self._gradients: GradientHooks | None = None
         if isinstance(self._rule, DelayedGradients):
             self._gradients = GradientHooks(
@@ -295,7 +295,6 @@ class OuterSync:
                 self._context,
                 index=len(self._fragments),
                 first=self._fragments[0].schedule,
-                extras=self._extras,
             )
             fragment.begin_at_mean()
             self._fragments.append(fragment)
