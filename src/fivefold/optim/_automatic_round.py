@@ -8,7 +8,6 @@ from typing import Any
 
 from fivefold.optim._fragment import Fragment
 from fivefold.optim._metadata import MetadataReading
-from fivefold.optim._round_choice import MessageTimes
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._state import EngineContext
 from fivefold.optim.auto_tau import TauController
@@ -97,7 +96,10 @@ def automatic_round(
     times = None
     if measure is not None and (len(turns) > 1 or getattr(transport, "chooses_codec", False)):
         times = measure(round(sum(sizes)), device=fragments[0].groups[0].payload.device)
-        shares, times = _equal_inside(shares, times, context)
+        if context.worker is not None:  # the worst that its ranks see, so that they decide alike
+            seen = context.worker.gather([*shares, *times.numbers()])
+            worst = [max(column) for column in zip(*seen, strict=True)]
+            shares, times = worst[: len(shares)], times.with_numbers(worst[len(shares) :])
     return AutomaticRound(
         fragments,
         context,
@@ -106,14 +108,3 @@ def automatic_round(
         shares=dict(zip(turns, shares, strict=True)),
         times=times,
     )
-
-
-def _equal_inside(
-    shares: list[float], times: MessageTimes, context: EngineContext
-) -> tuple[list[float], MessageTimes]:
-    """Take the worst that the ranks of one worker see, so that they decide alike."""
-    if context.worker is None:
-        return shares, times
-    seen = context.worker.gather([*shares, *times.numbers()])
-    worst = [max(column) for column in zip(*seen, strict=True)]
-    return worst[: len(shares)], times.with_numbers(worst[len(shares) :])

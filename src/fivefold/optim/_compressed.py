@@ -307,15 +307,12 @@ class CompressedExchange:
             room = self._rooms[device, slot] = (outgoing, torch.empty_like(outgoing))
         return room
 
-    def _bucket_elements(self, num_elements: int) -> int:
-        wanted_bytes = max(4 * num_elements // _BUCKETS_PER_PAYLOAD, _SMALLEST_BUCKET_BYTES)
-        granule = self._granule
-        return max(min(wanted_bytes, self._bucket_bytes) // 4 // granule, 1) * granule
-
     def _new_feedback(self, payload: torch.Tensor) -> _Feedback:
         buckets: list[_Bucket] = []
         owned = 0
-        bucket_elements = self._bucket_elements(payload.numel())
+        wanted_bytes = max(4 * payload.numel() // _BUCKETS_PER_PAYLOAD, _SMALLEST_BUCKET_BYTES)
+        granules = min(wanted_bytes, self._bucket_bytes) // 4 // self._granule
+        bucket_elements = max(granules, 1) * self._granule
         for start in range(0, payload.numel(), bucket_elements):
             size = min(bucket_elements, payload.numel() - start)
             bounds = slice_bounds(size, world_size=self._world_size, granule=self._granule)

@@ -81,14 +81,9 @@ class FlatGroup:
         on_cpu = device.type == "cpu"
         self._scratch = torch.empty(_CPU_PIECE_ELEMENTS, dtype=dtype) if on_cpu else None
         self._stages: dict[torch.dtype, torch.Tensor] = {}
-        self.read_anchor()
-
-    def read_anchor(self) -> None:
-        """Set the anchor, and where each rank's round began, from the live tensors."""
         for piece in self.pieces():
             piece.anchor.copy_(piece.local)
-        if "start" in self.extras:
-            self.extras["start"].copy_(self.anchor)
+        self.forget_own_part()
 
     def parts(self, of: Sequence[torch.Tensor] | None = None) -> Iterator[torch.Tensor]:
         """Yield the parts that the buffers cover of each live tensor, or of others like them."""
@@ -113,7 +108,9 @@ class FlatGroup:
         """
         offset = 0
         on_cpu = self.anchor.device.type == "cpu" and not self._staged
-        for together, parts in groupby(self.parts(of), lambda part: on_cpu and _is_small(part)):
+        small = min(_SMALL_ELEMENTS, _CPU_PIECE_ELEMENTS) if on_cpu else -1
+        kinds = groupby(self.parts(of), lambda p: p.numel() <= small and p.is_contiguous())
+        for together, parts in kinds:
             if together:
                 for few in _batches(parts):
                     size = sum(part.numel() for part in few)
@@ -125,8 +122,10 @@ class FlatGroup:
                 offset += local.numel()
 
     def _pieces_of(self, local: torch.Tensor, offset: int) -> Iterator[Piece]:
-        for start, stop in _ranges(local, on_cpu=self.anchor.device.type == "cpu"):
-            whole = local.is_contiguous()
+        size, whole = local.numel(), local.is_contiguous()
+        in_parts = whole and self.anchor.device.type == "cpu"
+        for start in range(0, size, _CPU_PIECE_ELEMENTS if in_parts else max(size, 1)):
+            stop = min(start + _CPU_PIECE_ELEMENTS, size) if in_parts else size
             view = local.view(-1)[start:stop] if whole else local
             stage = view
             if self._staged:
@@ -178,10 +177,6 @@ class FlatGroup:
         )
 
 
-def _is_small(part: torch.Tensor) -> bool:
-    return part.numel() <= min(_SMALL_ELEMENTS, _CPU_PIECE_ELEMENTS) and part.is_contiguous()
-
-
 def _batches(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Cut a run of small tensors where the data type changes or a piece is full."""
     few: list[torch.Tensor] = []
@@ -194,15 +189,6 @@ def _batches(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         size += part.numel()
     if few:
         yield few
-
-
-def _ranges(local: torch.Tensor, *, on_cpu: bool) -> Iterator[tuple[int, int]]:
-    size = local.numel()
-    if not on_cpu or not local.is_contiguous():
-        yield 0, size
-        return
-    for start in range(0, size, _CPU_PIECE_ELEMENTS):
-        yield start, min(start + _CPU_PIECE_ELEMENTS, size)
 
 
 def flat_groups(

@@ -173,17 +173,6 @@ def fixed_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*frozen, *(b for b in dict.fromkeys(model.buffers()) if b not in averaged)]
 
 
-def require_countable(model: torch.nn.Module, rule: OuterRule) -> None:
-    """Refuse a rule that needs norms over a model of which only some parameters are sharded."""
-    if not isinstance(rule.penalty, GapPenalty):
-        return
-    parameters = trainable(model)
-    plain = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
-    if plain and len(plain) < len(parameters):
-        message = f"the gap penalty needs norms, but {plain[0]} is not sharded as the others are"
-        raise ConfigurationError(message, hint='shard all, or use staleness="none"')
-
-
 _ELEMENT_BYTES = 4  # the outer state is float32 for parameters of at most 32 bits
 
 
@@ -257,7 +246,11 @@ def find_worker(
     if may_lose(transport):
         message = "a worker of several ranks cannot use a transport that may lose a round"
         raise ConfigurationError(message, hint="use one rank for each worker, or no elastic")
-    require_countable(model, rule)
+    parameters = trainable(model)
+    plain = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
+    if isinstance(rule.penalty, GapPenalty) and plain and len(plain) < len(parameters):
+        message = f"the gap penalty needs norms, but {plain[0]} is not sharded as the others are"
+        raise ConfigurationError(message, hint='shard all, or use staleness="none"')
     worker.broadcast([*model.parameters(), *model.buffers()])
     return worker
 

@@ -228,7 +228,11 @@ def outer_coefficients(
     if isinstance(penalty, ConstantPenalty):
         gap = penalty.value
     elif isinstance(penalty, GapPenalty):
-        move, received = _norms(penalty, reading, elements=elements, shard_sum=shard_sum)
+        agreed = (reading.agreed(values) for values in (reading.move, reading.delta))
+        mine = [*(norm * norm for norm in agreed), float(elements)]
+        *squares, total = shard_sum(mine)
+        scale = 1.0 / max(total, 1.0) if penalty.norm != "l2" else 1.0
+        move, received = (math.sqrt(square * scale) for square in squares)  # of all shards
         reference = penalty.next_reference(state.gap_reference, received)
         state.gap_reference = reference
         if penalty.norm != "element":
@@ -246,15 +250,3 @@ def outer_coefficients(
         nesterov=rule.nesterov,
         mean_scale=1.0 / reading.total_weight,
     )
-
-
-def _norms(
-    penalty: GapPenalty, reading: MetadataReading, *, elements: int, shard_sum: ShardSum
-) -> tuple[float, float]:
-    """Return the norms of the last movement and of the pseudo-gradient before it, of all shards."""
-    move, received = reading.agreed(reading.move), reading.agreed(reading.delta)
-    move_square, delta_square, total = shard_sum(
-        [move * move, received * received, float(elements)]
-    )
-    scale = 1.0 / max(total, 1.0) if penalty.norm != "l2" else 1.0
-    return math.sqrt(move_square * scale), math.sqrt(delta_square * scale)

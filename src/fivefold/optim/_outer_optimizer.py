@@ -117,7 +117,14 @@ class OuterOptimizerStep:
 
     def entries(self) -> list[dict[str, Any]]:
         """Return each parameter's state; its structure is the same before the first step."""
-        state = self._optimizer.state_dict()["state"] if self.steps else self._blank_state()
+        optimizer = self._optimizer
+        if not self.steps:  # one that has moved copies
+            copies = [torch.nn.Parameter(torch.zeros_like(p)) for p in self._parameters]
+            for each in copies:
+                each.grad = torch.zeros_like(each)
+            optimizer = self._rule.optimizer(copies, **self._rule.options)
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
         return [state.get(index, {}) for index in range(len(self._parameters))]
 
     def load(self, steps: int, entries: Sequence[dict[str, Any]]) -> None:
@@ -130,15 +137,6 @@ class OuterOptimizerStep:
             whole["state"] = copy.deepcopy(dict(enumerate(entries[: len(self._parameters)])))
             fresh.load_state_dict(whole)
         self._optimizer = fresh
-
-    def _blank_state(self) -> dict[int, Any]:
-        """Return a state of the structure after a step, for loaders that fill a structure."""
-        copies = [torch.nn.Parameter(torch.zeros_like(p)) for p in self._parameters]
-        for each in copies:
-            each.grad = torch.zeros_like(each)
-        optimizer = self._rule.optimizer(copies, **self._rule.options)
-        optimizer.step()
-        return dict(optimizer.state_dict()["state"])
 
 
 _ATEN = torch.ops.aten

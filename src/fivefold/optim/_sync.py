@@ -189,7 +189,7 @@ class OuterSync:
                 model, shard_group, rule=self._rule, transport=self._transport, timeout_s=timeout_s
             ),
             pending=lambda: self._late.announced,
-            names=self._names,
+            names=lambda: _names(model),
             on_non_finite=self._begin_again,
             on_reading=self._read,
             outer_device=torch.device("cpu") if outer_device == "cpu" else None,
@@ -520,10 +520,6 @@ class OuterSync:
         for fragment in self._all_fragments():
             fragment.begin()
 
-    def _names(self) -> dict[int, str]:
-        named = [*self._model.named_parameters(), *self._model.named_buffers()]
-        return {id(tensor): name.replace("_orig_mod.", "") for name, tensor in named}  # compiled
-
     def _read(self, reading: MetadataReading, round_number: int) -> None:
         """Act on what all ranks wrote into the metadata of a round."""
         if self._tau is not None:
@@ -562,3 +558,9 @@ class OuterSync:
             message = f'units="lr" needs a positive inner learning rate at a boundary; got {lr}'
             raise ConfigurationError(message, hint='use units="delta", or a schedule above zero')
         return lr
+
+
+def _names(model: torch.nn.Module) -> dict[int, str]:
+    """Return the names of a model's tensors, without what torch.compile puts before them."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {id(tensor): name.replace("_orig_mod.", "") for name, tensor in named}

@@ -119,7 +119,12 @@ def named_penalty(penalty: str | StalenessPenalty) -> StalenessPenalty:
         raise ConfigurationError(message, hint='"none" for no penalty, "constant:2.0" to halve')
     name, _, value = penalty.partition(":")
     if name == "constant":
-        return ConstantPenalty(_constant_of(value, penalty) if value else 1.0)
+        try:
+            number = float(value or 1.0)
+        except ValueError:
+            message = f"staleness {penalty!r} has no number after the colon"
+            raise ConfigurationError(message, hint="write it as 'constant:2.0'") from None
+        return ConstantPenalty(number)
     known: dict[str, StalenessPenalty] = {
         "gap": GapPenalty(),
         "gap-rms": GapPenalty(norm="rms"),
@@ -130,14 +135,6 @@ def named_penalty(penalty: str | StalenessPenalty) -> StalenessPenalty:
         message = f"staleness {penalty!r} is not known"
         raise ConfigurationError(message, hint=f"use one of {', '.join(PENALTY_NAMES)}")
     return known[name]
-
-
-def _constant_of(text: str, whole: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        message = f"staleness {whole!r} has no number after the colon"
-        raise ConfigurationError(message, hint="write it as 'constant:2.0'") from None
 
 
 @dataclass(frozen=True, kw_only=True)
