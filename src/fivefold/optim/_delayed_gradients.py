@@ -123,9 +123,8 @@ class GradientFragment(Fragment):
 
     def forget_gradients(self) -> None:
         """Leave the parameters without gradients."""
-        for group in self.groups:
-            for parameter in group.tensors:
-                parameter.grad = None
+        for parameter in (parameter for group in self.groups for parameter in group.tensors):
+            parameter.grad = None
 
     def _arrive(self) -> InAllReduce:
         landed, self._landed = self._landed, None
@@ -263,21 +262,19 @@ class GradientHooks:
         elif len(self._stepped) < len(self._optimizers):
             message = f"{len(self._stepped)} of {len(self._optimizers)} optimizers took this step"
             raise ConfigurationError(message, hint="step all of them, or none, before sync.step()")
-        self._begin_step()
+        self._swapped = False
+        self._stepped.clear()
 
     def drain(self) -> None:
         """Apply the gradient in flight, if there is one."""
         if self._in_flight:
             self._step_with_what_arrived()
-            self._begin_step()
+            self._swapped = False
+            self._stepped.clear()
 
     @property
     def _in_flight(self) -> bool:
         return any(each.schedule.in_flight_round is not None for each in self._all)
-
-    def _begin_step(self) -> None:
-        self._swapped = False
-        self._stepped.clear()
 
     def require_between_steps(self) -> None:
         """Refuse to save between ``optimizer.step()`` and ``OuterSync.step()``."""

@@ -50,7 +50,7 @@ def state_extras(rule: OuterRule, *, may_lose: bool) -> tuple[str, ...]:
     return tuple(name for name, wanted in needed.items() if wanted)
 
 
-def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the trainable parameters by name, each once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -140,13 +140,13 @@ def require_codec_for(rule: OuterRule, codec: str | Codec, transport: Transport 
         raise ConfigurationError(f"{message}; got {rule.name} with tau={rule.tau}", hint=hint)
 
 
-def _cut(parameters: list[torch.nn.Parameter], number: int) -> list[list[torch.nn.Parameter]]:
+def _cut(parameters: list[torch.Tensor], number: int) -> list[list[torch.Tensor]]:
     """Cut a list into runs of about equal numbers of elements, none of them empty."""
     if len(parameters) < number:
         message = f"fragments={number} is more than the model's {len(parameters)} parameters"
         raise ConfigurationError(message, hint=f"use at most fragments={len(parameters)}")
     total = sum(p.numel() for p in parameters)
-    parts: list[list[torch.nn.Parameter]] = [[]]
+    parts: list[list[torch.Tensor]] = [[]]
     seen = 0
     for position, parameter in enumerate(parameters):
         left = len(parameters) - position
@@ -350,7 +350,7 @@ class LateParameters:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._known: dict[str, torch.Tensor] = dict(trainable(model))
+        self._known = trainable(model)
         self._different_rounds = 0
         self.announced = 0.0
 

@@ -123,11 +123,10 @@ class RoundSchedule:
         self._ends_at = self.tau
 
     def _arrive(self, *, drains: bool = False) -> Boundary:
-        boundary = Boundary(arriving_round=self.in_flight_round, launched_round=None, drains=drains)
-        self.in_flight_round = None
+        arriving, self.in_flight_round = self.in_flight_round, None
         if drains:
             self._fill()
-        return boundary
+        return Boundary(arriving_round=arriving, launched_round=None, drains=drains)
 
     def _end_round(self, *, wait: bool, drains: bool, exact: bool = False) -> Boundary:
         boundary = Boundary(

@@ -66,6 +66,7 @@ class StateForm:
         # residuals of a codec stay. On another number of workers only the shared part counts.
         shared, worker = saved["shared"], saved[self._worker_key]
         same_workers = shared["state"]["world_size"] == self.transport.world_size
+        state: dict[str, Any]
         if same_workers and shared["num_shards"] == self._num_shards:
             rank = saved[self._rank_key]
             state = copy.deepcopy(rank["state"]) | {"transport": rank["transport"]}

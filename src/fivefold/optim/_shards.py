@@ -164,13 +164,13 @@ class WorkerGroup:
         # The first place has the most rows; the others' messages are filled up.
         sizes = [parts[0].numel() for parts in bucket]
         mine = bucket[0][0].new_zeros(sum(sizes))
-        for parts, room in zip(bucket, mine.split(sizes), strict=True):
+        for parts, room in zip(bucket, torch.split(mine, sizes), strict=True):
             part = parts[self.place]
             room[: part.numel()].view(part.shape).copy_(part)
         found = self._gather_tensor(mine, what="the gathering of this worker's parameters")
         for place, theirs in enumerate(found):
             if place != self.place:
-                for parts, room in zip(bucket, theirs.split(sizes), strict=True):
+                for parts, room in zip(bucket, torch.split(theirs, sizes), strict=True):
                     part = parts[place]
                     part.copy_(room[: part.numel()].view(part.shape))
 

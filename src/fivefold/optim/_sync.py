@@ -155,13 +155,9 @@ class OuterSync:
     ) -> None:
         self._optimizers = as_optimizers(optimizer)
         require_usable(
-            model,
-            rule,
-            timeout_s=timeout_s,
-            every=check_every_rounds,
-            outer_device=outer_device,
-            outlier_factor=outlier_factor,
-        )
+            model, rule, timeout_s=timeout_s, every=check_every_rounds,
+            outer_device=outer_device, outlier_factor=outlier_factor,
+        )  # fmt: skip
         reshard(model)
         self._model = model
         self._transport = transport or ProcessGroupTransport(
@@ -174,27 +170,13 @@ class OuterSync:
         self._stability = StabilityWatch(self._rule)
         self._steps = 0
         self._weighted: bool | None = None
-        may_be_lost = may_lose(self._transport)
         self._late = LateParameters(model)
         self._adopting = False
-        self._context = EngineContext(
-            rule=self._rule,
-            transport=self._transport,
-            meter=self._meter,
-            inner_lr=self._inner_lr,
-            extras=state_extras(self._rule, may_lose=may_be_lost),
-            check_every_rounds=check_every_rounds,
-            timeout_s=timeout_s,
-            worker=find_worker(
-                model, shard_group, rule=self._rule, transport=self._transport, timeout_s=timeout_s
-            ),
-            pending=lambda: self._late.announced,
-            names=lambda: _names(model),
-            on_non_finite=self._begin_again,
-            on_reading=self._read,
+        self._context = self._make_context(
+            shard_group, timeout_s=timeout_s, check_every_rounds=check_every_rounds,
             outer_device=torch.device("cpu") if outer_device == "cpu" else None,
             outlier_factor=outlier_factor,
-        )
+        )  # fmt: skip
         self._fragments = make_fragments(model, self._context)
         self._gradients: GradientHooks | None = None
         if isinstance(self._rule, DelayedGradients):
@@ -202,11 +184,41 @@ class OuterSync:
                 self._rule, self._optimizers, self._fragments, look=self._late.look
             )
         self._states = state_fragments(
-            average_states, self._optimizers, context=self._context, may_lose=may_be_lost
-        )
+            average_states, self._optimizers, context=self._context,
+            may_lose=may_lose(self._transport),
+        )  # fmt: skip
         self._averaged_states = dict(sorted((average_states or {}).items()))
         self._start_equal(model)
         self._tau = automatic_round(rule, self._fragments, context=self._context)
+
+    def _make_context(
+        self,
+        shard_group: dist.ProcessGroup | DeviceMesh | None,
+        *,
+        timeout_s: float,
+        **options: Any,
+    ) -> EngineContext:
+        worker = find_worker(
+            self._model,
+            shard_group,
+            rule=self._rule,
+            transport=self._transport,
+            timeout_s=timeout_s,
+        )
+        return EngineContext(
+            rule=self._rule,
+            transport=self._transport,
+            meter=self._meter,
+            inner_lr=self._inner_lr,
+            extras=state_extras(self._rule, may_lose=may_lose(self._transport)),
+            timeout_s=timeout_s,
+            worker=worker,
+            pending=lambda: self._late.announced,
+            names=lambda: _names(self._model),
+            on_non_finite=self._begin_again,
+            on_reading=self._read,
+            **options,
+        )
 
     def step(self, weight: float | None = None) -> None:
         """Count one local step; wait, merge and launch where the rule says so.

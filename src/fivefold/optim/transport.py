@@ -31,26 +31,12 @@ _PROBE_PATIENCE_S = 1.0
 class PendingAllReduce(Protocol):
     """One sum over the ranks on its way."""
 
-    @property
-    def launched_at_s(self) -> float:
-        """``time.perf_counter()`` at the launch."""
-        ...
-
-    @property
-    def completed_at_s(self) -> float | None:
-        """``time.perf_counter()`` at completion; None while under way."""
-        ...
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sends over the network for this all-reduce, by the formula."""
-        ...
+    launched_at_s: float  # ``time.perf_counter()`` at the launch
+    completed_at_s: float | None  # the same at completion; None while under way
+    sent_bytes: int  # that this rank sends over the network for it, by the formula
 
     def wait(self) -> bool:
-        """Block until the sums are in the tensors that were launched.
-
-        With CUDA tensors the host need not block: the current stream is made to wait.
-        """
+        """Block until the sums are there; with CUDA tensors the current stream is made to wait."""
         ...
 
 
