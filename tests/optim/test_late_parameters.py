@@ -197,6 +197,27 @@ def test_replaced_storages_and_replaced_objects_are_followed():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_replaced_running_statistics_are_followed():
+    """``load_state_dict`` with ``assign=True`` replaces buffers too."""
+
+    def work(transport):
+        model = torch.nn.BatchNorm1d(3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sync = OuterSync(model, optimizer, rule=LocalSGD(tau=2), transport=transport)
+        for step in range(6):
+            if step == 3:
+                state = {name: value.clone() for name, value in model.state_dict().items()}
+                model.load_state_dict(state, assign=True)
+            generator = torch.Generator().manual_seed(10 * transport.rank + step)
+            model(torch.randn(8, 3, generator=generator))
+            sync.step()
+        assert "running_var" in sync.state_dict()["fragments"]["0"]["tensors"]
+        return model.running_mean, model.running_var
+
+    first, second = run_world(2, work)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_real_processes_adopt(codec):

@@ -294,7 +294,7 @@ class GradientHooks:
             fragment.forget_gradients()
 
     def _swap(self, *, own: bool) -> None:
-        for parameter in self._look(g for f in self._fragments() for g in f.groups).values():
+        for parameter in self._look(g for f in self._fragments() for g in f.all_groups).values():
             parameter.grad = None  # this rank's alone, until all ranks have adopted it
         for fragment in self._fragments():
             fragment.swap(own=own)

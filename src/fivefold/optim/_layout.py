@@ -62,7 +62,7 @@ def make_fragments(model: torch.nn.Module, context: EngineContext) -> list[Fragm
     if not parameters:
         message = "the model has no parameter with requires_grad=True"
         raise ConfigurationError(message, hint="nothing would be synchronised; check the model")
-    buffers, tau = averaged_buffers(model), rule.first_tau
+    buffers, tau = averaged_buffers(model).values(), rule.first_tau
     return [
         _fragment(
             part,
@@ -159,16 +159,15 @@ def _cut(parameters: list[torch.Tensor], number: int) -> list[list[torch.Tensor]
     return parts
 
 
-def averaged_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the floating-point buffers of the state dict, each once."""
+def averaged_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the floating-point buffers of the state dict by name, each once."""
     kept = set(model.state_dict(keep_vars=True))
-    found = [b for name, b in model.named_buffers() if name in kept and b.is_floating_point()]
-    return list(dict.fromkeys(found))
+    return {n: b for n, b in model.named_buffers() if n in kept and b.is_floating_point()}
 
 
 def fixed_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the frozen parameters and the buffers that are not averaged."""
-    averaged = set(averaged_buffers(model))
+    averaged = set(averaged_buffers(model).values())
     frozen = [p for p in dict.fromkeys(model.parameters()) if not p.requires_grad]
     return [*frozen, *(b for b in dict.fromkeys(model.buffers()) if b not in averaged)]
 
@@ -342,7 +341,7 @@ _PATIENCE_ROUNDS = 2  # ranks whose rounds have other numbers of steps may annou
 
 
 class LateParameters:
-    """Parameters that become trainable after the engine was made, or whose objects are replaced.
+    """Parameters that become trainable after the engine was made, and tensors that are replaced.
 
     A known name with a new object (``load_state_dict`` with ``assign=True``) is followed. New ones
     are announced in the metadata, so that all ranks adopt them at the same boundary.
@@ -351,18 +350,25 @@ class LateParameters:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._known = trainable(model)
+        self._buffers = averaged_buffers(model)
         self._different_rounds = 0
         self.announced = 0.0
 
     def look(self, groups: Iterable[FlatGroup]) -> dict[str, torch.Tensor]:
         """Return what is not known yet, by name, after following replaced objects."""
+        groups = list(groups)
+        for name, new in self._model.named_buffers():
+            old = self._buffers.get(name, new)
+            if old is not new:
+                _follow(groups, name, old=old, new=new)
+                self._buffers[name] = new
         known = {id(p) for p in self._known.values()}
         unknown = {n: p for n, p in trainable(self._model).items() if id(p) not in known}
         still_there = {id(p) for p in self._model.parameters()} if unknown else set()
         for name in list(unknown):
-            old = self._known.get(name)
-            if old is not None and id(old) not in still_there:
-                _follow(groups, name, old=old, new=unknown[name])
+            before = self._known.get(name)
+            if before is not None and id(before) not in still_there:
+                _follow(groups, name, old=before, new=unknown[name])
                 self._known[name] = unknown.pop(name)
         text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in unknown.items())
         self.announced = float(zlib.crc32(text.encode()) + 1) if unknown else 0.0
@@ -404,7 +410,7 @@ def _follow(
     was, now = local_tensor(old), local_tensor(new)
     if (was.shape, was.dtype, was.device) != (now.shape, now.dtype, now.device):
         message = (
-            f"parameter {name} was {tuple(was.shape)} {was.dtype} on {was.device}, and is now "
+            f"{name} was {tuple(was.shape)} {was.dtype} on {was.device}, and is now "
             f"{tuple(now.shape)} {now.dtype} on {now.device}"
         )
         raise ConfigurationError(message, hint="make a new OuterSync for a changed model")

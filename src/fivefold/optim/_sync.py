@@ -514,8 +514,7 @@ class OuterSync:
 
     def _look_for_late(self) -> dict[str, torch.Tensor]:
         """Return trainable parameters that are not known yet."""
-        groups = [group for fragment in self._fragments for group in fragment.groups]
-        found = self._late.look(groups)
+        found = self._late.look(g for fragment in self._fragments for g in fragment.all_groups)
         if found and may_lose(self._transport):
             message = f"{next(iter(found))} became trainable, but membership may change meanwhile"
             hint = "make all parameters trainable before the start, or do without elastic workers"
