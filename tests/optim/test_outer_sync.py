@@ -468,3 +468,27 @@ def test_a_state_is_the_same_whether_the_model_is_compiled_or_not():
         return True
 
     assert run_world(2, work) == [True, True]
+
+
+def test_a_boundary_walks_over_the_model_a_few_times_only(monkeypatch):
+    """Names are needed where something is told; of each tensor they took seconds a round."""
+    walks, plain = [], torch.nn.Module.named_parameters
+
+    def counted(*args, **options):
+        walks.append(1)
+        return plain(*args, **options)
+
+    def work(transport):
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(40)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = optim.OuterSync(model, optimizer, rule=optim.CO2(tau=1), transport=transport)
+        transport.gather_objects(None)
+        if transport.rank == 0:
+            monkeypatch.setattr(torch.nn.Module, "named_parameters", counted)
+        transport.gather_objects(None)
+        for _ in range(5):
+            sync.step()
+        return True
+
+    assert run_world(2, work) == [True, True]
+    assert 0 < len(walks) <= 2 * 5 * 4
