@@ -664,7 +664,8 @@ class Fragment:
             return
         if self._state.weight is not None:
             (self._state.weight,) = worker.sum([self._state.weight])
-        worker.average([tensor for group in self.averaged for tensor in group.tensors])
+        if self.groups:  # an optimizer's states are sharded as their parameters are
+            worker.average([tensor for group in self.averaged for tensor in group.tensors])
 
 
 def _is_known(key: str, state: dict[str, Any]) -> bool:

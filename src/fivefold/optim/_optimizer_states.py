@@ -110,12 +110,6 @@ class StateFragment(Fragment):
         super()._finish_compute()
         self._look()
 
-    def _agree_inside(self) -> None:
-        """Agree on the weight alone; states are sharded as their parameters are."""
-        worker = self._shared.worker
-        if worker is not None and self._state.weight is not None:
-            (self._state.weight,) = worker.sum([self._state.weight])
-
     def _look(self) -> None:
         """Follow the optimizers' state, which is made by the first step and replaced by a load."""
         for group, (optimizer, _, parameters) in zip(self.averaged, self._owners, strict=True):

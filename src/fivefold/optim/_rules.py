@@ -190,6 +190,7 @@ class OuterRule:
 
 
 def require_positive(name: str, value: object) -> None:
+    """Refuse what is no positive number."""
     if not (is_number(value) and value > 0):
         raise ConfigurationError(f"{name} must be a positive number; got {value!r}")
 
