@@ -250,7 +250,11 @@ class ProcessGroupTransport:
         return {} if self._exchange is None else self._exchange.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()`` of the same fragments, codec and number of ranks."""
+        """Continue from ``state_dict()`` of the same fragments, codec and number of ranks.
+
+        Raises:
+            ConfigurationError: It is of others.
+        """
         if self._exchange is not None:
             self._exchange.load_state_dict(state)
         elif state:
