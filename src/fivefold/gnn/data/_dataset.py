@@ -1,20 +1,8 @@
-"""A data set on disk: a folder with a graph, feature rows, labels and splits.
+"""A data set on disk: a folder with a graph, feature rows, labels and splits, all in containers.
 
-    graph.fvf      kind "graph": indptr int64 [N + 1], indices int32 or int64 [E], maybe weights;
-                   its attribute "files" names the fingerprints of the others
-    features.fvf   kind "features": x [N, D] of any dtype; absent where nodes have none
-    labels.fvf     kind "labels": y int64 [N] (-1 unknown), train, valid, test int64 ids; optional
-    edge_features.fvf  kind "features": x [E, F], a row per edge of the source; graph.fvf then has
-                   edge_ids int64, the row of each of its edges; optional
-
-Of several node and edge types there is such a folder for each, and a list of them:
-
-    dataset.json             name, node types and edge types with their folders and fingerprints
-    nodes/0_paper/           features.fvf and labels.fvf
-    edges/0_cites/           graph.fvf: rows are targets, indices are nodes of the source type
-
-``indices[indptr[v]:indptr[v + 1]]`` are the sources of the edges into v: messages flow from them
-to v. All files are containers of ``fivefold.gnn.storage``: versioned, checksummed, complete.
+``indices[indptr[v]:indptr[v + 1]]`` of graph.fvf are the sources of the edges into v: messages flow
+from them to v. Its attribute "files" names the fingerprints of the others; edge_features.fvf has
+rows by ``edge_ids``. Of several types there is such a folder for each, listed in dataset.json.
 """
 
 from __future__ import annotations

@@ -1,17 +1,8 @@
 """A graph with classes, skewed degrees and noisy features, at any scale, in flat memory.
 
-The degree-corrected planted partition of Karrer and Newman (arXiv 1008.3926): K classes of equal
-size; a node's weight w is Pareto with density exponent 2.1, clipped at 2000 times the mean; it
-draws Poisson(7.5 + 7.5 w / mean w) neighbours, at least one, each from its own class with
-probability ``p_in`` and from all nodes otherwise, proportionally to w. Features are
-``signal * mu_class + N(0, 1)``, 5 % of labels are another class, ids are random.
-
-A node has an id and a *position*, tied by a random permutation. Positions are sorted by class and,
-within a class, by falling weight. The weights of a class of n are the means of the Pareto quantiles
-over n equal strata rather than independent draws: every node's weight has the same law, and the
-prefix sums that drawing needs have a closed form. Nodes are made in groups, each with random
-numbers of its own, so any group can be made alone, by any thread, and no table of all nodes is
-needed.
+The degree-corrected planted partition of Karrer and Newman (arXiv 1008.3926). A random permutation
+ties ids to positions, which are sorted by class and by falling weight, so that prefix sums have a
+closed form. Each group of nodes has random numbers of its own: any can be made alone.
 """
 
 from __future__ import annotations

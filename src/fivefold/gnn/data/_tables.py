@@ -152,10 +152,7 @@ class CsvReader:
 
 
 def rest_of(batches: Iterator[Any], first_row: int, max_rows: int) -> Iterator[tuple[Any, int]]:
-    """Yield batches from a row on in parts of ``max_rows``, each with the row after it.
-
-    A table cannot be entered in the middle: what is known is read past.
-    """
+    """Yield batches from a row on in parts of ``max_rows``, each with the row after it."""
     begin = 0
     for batch in batches:
         for first in range(max(0, first_row - begin), batch.num_rows, max_rows):

@@ -1,11 +1,8 @@
 """Edges as compressed rows by target, sorted without holding them.
 
-A counting sort in two passes. Edges are spilled to buckets, each a range of target ids; then each
-bucket is read and sorted by counting. Both passes are stable: the edges of a target stay in the
-order in which they came, whatever the memory. A bucket that does not fit is read several times,
-for one part of its targets at a time; a single target with more edges than fit is passed on as it
-comes. The spill is a container: block after block, the edges of each sorted by bucket, so that a
-killed run goes on and damage is seen.
+A stable counting sort in two passes: edges are spilled to buckets, each a range of targets; then
+each bucket is read and sorted. The spill is a container, so that a killed run goes on and damage is
+seen; a bucket that does not fit is read once for each part of its targets.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ def assign_places(values: Any, width: int, starts: Any, places: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CsrPiece:
-    """The next edges in the order of targets, and the degrees of the nodes that end with them.
+    """The next edges by target, and the degrees of the nodes that end with them.
 
     ``degrees`` may be empty: then the edges belong to a node that ends in a later piece.
     """

@@ -19,9 +19,7 @@ from fivefold.gnn.storage.pages import Ids
 def describe(dataset: Dataset | HeteroDataset, progress: Progress | None = None) -> dict[str, Any]:
     """Return the sizes, degrees, classes and fingerprints of a data set, as JSON.
 
-    Degrees count edges into a node (whom it hears from) and out of it (who hears it). The files of
-    graph and labels are read once, in blocks; counters take 4 bytes per node (8 from 2^32 edges
-    on). ``progress`` is told of (stage, done, total).
+    The files of graph and labels are read once, in blocks; counters take 4 to 8 bytes per node.
     """
     if isinstance(dataset, HeteroDataset):
         return _describe_hetero(dataset)
@@ -104,10 +102,7 @@ def _added(first: Ids, second: Ids) -> Ids:
 
 
 def _spread(nodes: Ids) -> dict[str, Any]:
-    """Return the mean, median, largest, and the share of the edges at the top 1 % of the nodes.
-
-    ``nodes[d]`` is how many nodes have degree d.
-    """
+    """Return mean, median, largest and the top 1 %'s share, where ``nodes[d]`` have degree d."""
     num_nodes = int(nodes.sum())
     if num_nodes == 0:
         return {"mean": 0.0, "median": 0.0, "max": 0, "top_1_percent_share": 0.0}

@@ -53,11 +53,7 @@ class _Hop(NamedTuple):
 
 
 class _NodeTable:
-    """The nodes of a batch in order of discovery, and a hash table from id to local number.
-
-    At most half of the table's slots are taken, so a look-up probes about 1.5 of them. It is
-    enlarged when it must be and keeps its size for the next batch.
-    """
+    """The nodes of a batch in order of discovery, and a half-empty hash table of their numbers."""
 
     def __init__(self) -> None:
         self.slots: Ids = np.zeros(2 * _FIRST_ROOM, np.int64)

@@ -1,10 +1,8 @@
 """Offline sampling: mini-batches of some epochs, drawn in parallel, in one file read by batch.
 
-A record is node ids, sources, edge ids (if any) and degrees, each in the narrowest type that the
-graph and the fan-outs allow, one after another without gaps; the rest of its last page is zero.
-So one read gets a batch, and one shorter read its node ids. Counts are in the index, a table of
-one row per batch: first page, epoch, nodes per hop, edges per hop. In a graph of several types each
-of these is there type after type, and node ids count through all types.
+A record is node ids, sources, edge ids (if any) and degrees, each in the narrowest type, without
+gaps; its counts are a row of the index: first page, epoch, nodes per hop, edges per hop. Of several
+types each of these is there type after type, and node ids count through all types.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The edges of a graph as in-neighbours in compressed rows, in memory or mapped from a file.
 
-Messages flow from source to target, so a sampler walks from a target to the sources of its edges:
-``indices[indptr[v]:indptr[v + 1]]`` are the sources of the edges into ``v``. The arrays are
-checked once and then read-only. This module knows nothing of features.
+The arrays are checked once and then read-only. This module knows nothing of features.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Mini-batches: which training nodes are in one, and the nodes and edges sampled around them.
 
-Every draw is a hash of what it is for. The key is (seed, epoch, batch, hop), absorbed one after
-another into 64 bits; a node has the stream ``mix(key + node * golden)``; draw ``i`` of the stream
-is ``mix(stream + (i + 1) * golden)``, with the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA
-2014, section 4). So a draw depends on nothing but its purpose: not on the order of work, the
-number of threads or the version of a library. ``kernels`` holds the draws.
+Every draw is a hash of what it is for, by SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): the key
+absorbs (seed, epoch, batch, hop), a node's stream is ``mix(key + node * golden)``, its draw ``i`` is
+``mix(stream + (i + 1) * golden)``. Threads and libraries change nothing.
 """
 
 from __future__ import annotations
@@ -310,24 +308,9 @@ def check_distinct(ids: Ids, num_nodes: int | None = None) -> None:
 
 
 def epoch_batches(train_ids: ArrayLike, *, batch_size: int, seed: int, epoch: int) -> list[Ids]:
-    """Return the training nodes in random order, cut into batches.
+    """Return the training nodes in random order, cut into batches; the last has what remains.
 
-    The order is that of a hash of (seed, epoch, place), so it is the same with every version of
-    every library.
-
-    Args:
-        train_ids: Node ids, each once.
-        batch_size: Nodes in a batch; the last batch has what remains.
-        seed: Other seeds give other orders.
-        epoch: So do other epochs.
-
-    Raises:
-        ConfigurationError: An id stands twice, or ``batch_size`` is not positive.
-
-    Examples:
-        >>> batches = epoch_batches(range(10), batch_size=4, seed=0, epoch=0)
-        >>> [len(batch) for batch in batches], sum(sum(batch.tolist()) for batch in batches)
-        ([4, 4, 2], 45)
+    The order is that of a hash of (seed, epoch, place), whatever the version of a library.
     """
     require_whole("batch_size", batch_size)
     ids = as_ids(train_ids, "train_ids")

@@ -1,13 +1,8 @@
 """Compiled inner loops of the sampler; every one runs without the interpreter lock.
 
-A hop is three passes. *Draw* chooses positions in the edge array, reading only ``indptr`` (and
-``weights``); *number* fetches the source of every chosen edge and gives new nodes the next local
-number through an open-addressing hash table. Keeping the passes apart lets the processor have many
-cache misses under way at once, which is what the time goes into.
-
-A slot of the table is ``(node + 1) << 30 | local number``, 0 where it is empty: 8 bytes for each,
-so that a look-up costs one cache line. Hence the limits: 2**33 nodes in a graph, 2**30 in a
-batch.
+A hop draws positions in the edge array, then numbers the sources of the chosen edges: apart, many
+cache misses are under way at once. A slot of the hash table is ``(node + 1) << 30 | local number``,
+0 where it is empty: one cache line a look-up; 2**33 nodes in a graph, 2**30 in a batch.
 """
 
 from __future__ import annotations
@@ -57,10 +52,7 @@ def _below(random: Any, bound: Any) -> Any:
 
 @njit
 def _exponential(random: Any) -> float:
-    """Return ``-log(u)``, u uniform in (0, 1] with 53 bits, from basic operations alone.
-
-    The system's logarithm differs in the last bit between libraries; sums and products do not.
-    """
+    """Return ``-log(u)``, u in (0, 1], by sums and products: libraries' logarithms differ."""
     fraction, exponent = frexp((np.float64(random >> _S11) + 1.0) * _UNIT)
     if fraction < _HALF_SQRT:
         fraction *= 2.0
@@ -141,10 +133,7 @@ def _floyd_large(stream: Any, degree: int, fanout: int, chosen: Ids) -> None:
 def draw(
     indptr: Ids, nodes: Ids, fanout: int, key: Any, positions: Ids, degrees: NDArray[np.int32]
 ) -> int:
-    """Choose up to ``fanout`` edges of each frontier node; return the number of edges.
-
-    Floyd's algorithm: ``fanout`` draws whatever the degree, each set equally likely.
-    """
+    """Choose up to ``fanout`` edges of each node, by Floyd's algorithm; return how many."""
     written = 0
     for place in range(nodes.shape[0]):
         start = indptr[nodes[place]]
@@ -346,8 +335,7 @@ def number_sources(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by
 ) -> tuple[int, int]:
     """Write the local numbers of the sources; return (edges done, nodes known).
 
-    It stops early where the table is half full or ``nodes`` has no room, so that the caller can
-    enlarge them, and returns -1 for the nodes where a source is out of range.
+    It stops where the table must be enlarged, and returns -1 nodes where a source is out of range.
     """
     mask = table.shape[0] - 1
     room = min(nodes.shape[0], table.shape[0] // 2)

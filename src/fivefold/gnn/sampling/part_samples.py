@@ -1,8 +1,4 @@
-"""Parts of sampled batches as tables of rows, for planning and packing their features.
-
-The nodes of one type, or the edges, stand for the nodes of a graph: whatever handles rows of nodes
-handles these.
-"""
+"""Parts of batches, nodes of a type or edges, in the form of batches of rows."""
 
 from __future__ import annotations
 
@@ -41,12 +37,7 @@ class _PartSamples(SampleFile):
 
 
 class NodeSamples(_PartSamples):
-    """The nodes of one type, with the ends of the edges from and to them.
-
-    Args:
-        samples: Batches of a graph of several types.
-        node_type: One of them.
-    """
+    """The nodes of one type of a typed graph, with the ends of the edges from and to them."""
 
     def __init__(self, samples: SampleFile, node_type: str) -> None:
         super().__init__(samples.container)
@@ -79,18 +70,9 @@ class NodeSamples(_PartSamples):
 
 
 class EdgeSamples(_PartSamples):
-    """The edges, of one type where there are several.
+    """The edges, of one type where there are several, as rows of their features.
 
-    ``node_ids`` of a batch are the distinct ids of its edges, ascending, and ``sources`` says for
-    each edge which of them is its own.
-
-    Args:
-        samples: Batches with edge ids.
-        num_rows: Rows that edges may name.
-        edge_type: The type of the edges; None where there is one.
-
-    Raises:
-        ConfigurationError: The samples have no edge ids.
+    ``node_ids`` of a batch are the distinct ids of its edges, ascending; ``sources`` their places.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
 """What a disk can do: measured with the engine that will read from it, and what reads will take.
 
-The cost model: a request of s bytes costs t(s) seconds of a busy disk, with the engine's usual
-number of requests in flight. t is measured at a few sizes and joined by straight lines; below the
-smallest size it is constant (the disk is bound by requests), above the largest it grows in
-proportion (bound by bandwidth). Reads of different sizes add up.
+A request of s bytes costs t(s) seconds of a busy disk. t is measured at a few sizes and joined by
+straight lines, constant below the smallest and in proportion above the largest; reads add up.
 """
 
 from __future__ import annotations

@@ -1,19 +1,8 @@
 """The container format: where things lie in a file, and how its header and manifest are coded.
 
-A file is a header page, the sections, the table of page checksums and a manifest in JSON::
-
-    page 0            header: magic, version, kind, file id, places, hashes, own checksum
-    page 1 ...        sections, each from a page boundary, the last page of each padded with zeros
-    then              one uint32 per page before this place (the header's is 0), padded to a page
-    then              the manifest, padded to a page
-
-All numbers are little-endian. The checksum of a page is the low half of XXH64 of its 4096 bytes,
-seeded with the file's id plus the page's number; the id is a hash of kind, schema and attributes,
-so that the same contents give the same file, byte for byte. The header holds the XXH64 of the
-table and of the manifest, padding included, and its own in its last eight bytes: every byte of the
-file is under some checksum. Readers refuse other versions.
-
-This module knows nothing of system calls.
+Page 0 is the header; then come the sections, the page checksums (one uint32 per page before this
+place; the header's is 0) and the manifest in JSON, each padded with zeros to whole pages. All is
+little-endian, every byte is under a checksum, and equal contents give equal files.
 """
 
 from __future__ import annotations

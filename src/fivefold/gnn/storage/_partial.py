@@ -1,12 +1,8 @@
 """The unfinished file under a writer, and what is known of its pages.
 
-Whole pages of a large piece are copied through a small aligned buffer, hashed there and written
-with direct I/O, in compiled code that does not hold the interpreter's lock. So a file of any size
-neither fills the page cache nor stalls in its write-back. What is left at the two ends of a piece,
-and small pieces, go through the page cache. Both agree, for a page goes either way as a whole.
-
-Pages are hashed as they pass. A page that is written in parts is marked dirty: ``commit`` reads it
-back from the file.
+Whole pages of a large piece are hashed and written with direct I/O, without the interpreter's lock:
+a file of any size neither fills the page cache nor stalls in its write-back. The rest goes through
+the page cache. A page that is written in parts is dirty: ``commit`` reads it back.
 """
 
 from __future__ import annotations

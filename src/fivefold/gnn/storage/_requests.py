@@ -1,13 +1,8 @@
 """From runs of rows to requests: which pages are read, in how many pieces, and for which runs.
 
-Runs (ascending, apart) become byte ranges, those become page ranges; page ranges that touch, or lie
-within the allowed gap, become one extent; extents are cut into requests of at most one block. A
-page therefore belongs to one request only. Rows may straddle pages, requests and blocks: a request
-knows its first and last run, and copies the part of each that it holds.
-
-Workers of all engines take the next request by an atomic counter, so that none waits for a slow
-one, and look at a stop word in between. A worker ends with a status: a code, the error number and
-the place.
+Runs (ascending, apart) become page ranges; ranges that touch, or lie within the allowed gap, are
+joined and cut into requests of at most one block, so that a page belongs to one request only.
+Workers take the next request by an atomic counter, and look at a stop word in between.
 """
 
 from __future__ import annotations

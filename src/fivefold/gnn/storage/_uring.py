@@ -1,18 +1,8 @@
 """The io_uring back end: each worker keeps many reads in flight on a ring of its own.
 
-By raw system calls, for no binding is fit to depend on. At random pages of 4 KiB it reads 6 % (2
-workers, 64 in flight) to 19 % (4 and 128) more than ``pread`` in threads, with half the processor
-time per read, which training has a use for.
-
-The ring's two queues are memory shared with the kernel. Who produces entries writes them first and
-then moves the tail with a release store; who consumes reads the tail with an acquire load, then the
-entries, then moves the head with a release store. The kernel does the same on its side, so this
-holds on every processor. One ring is used by one thread at a time.
-
-Buffers come from an arena used in a circle: a request takes the next piece that is long enough,
-and pieces are given back in the order in which they were taken. Each result is looked at: a short
-read goes on where it ended, an interrupted one is asked again, an error stops all workers. A
-worker returns only when nothing of its own is in flight, for the kernel writes into the arena.
+By raw system calls, for no binding is fit to depend on. The queues are memory shared with the
+kernel: who writes entries moves the tail with a release store after them, who reads them loads the
+tail with acquire, then moves the head with a release store.
 """
 
 from __future__ import annotations

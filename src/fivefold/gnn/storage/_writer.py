@@ -1,12 +1,8 @@
 """Writing a container: rows in any order, checksummed as they pass, resumable, in place at once.
 
 Everything goes to ``NAME.partial``, beside which lie a journal (the caller's last token) and the
-checksums of the pages written until then. ``commit`` reads back the few pages whose bytes came in
-pieces, writes table, manifest and, last, the header, waits for the disk and renames.
-
-Sections of known length are laid out at once, one after another. Of the growing ones the first
-declared grows at the end of the file; each further one grows in a file of its own and is copied at
-commit, so declare the largest first.
+checksums of the pages so far. Sections of known length are laid out at once; the first growing
+one grows at the end, each further one in a file of its own that is copied at commit.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ _EINTR = 4
 def move_bytes(writing: Any, direct: Any, plain: Any, address: Any, count: Any, offset: Any) -> Any:
     """Read or write all bytes, however many calls it takes; returns (bytes done, error number).
 
-    Direct I/O needs aligned places. Where a short one ended elsewhere, the rest goes through the
-    other descriptor, by way of the page cache.
+    After a short direct call that ended off a page, the rest goes through the other descriptor.
     """
     done = np.int64(0)
     while done < count:

@@ -1,8 +1,6 @@
 """Threads beside the caller's: calls and reads ahead of it, in order and bounded, writes behind it.
 
-While rows are packed, two threads write finished chunks, another one reads ahead, and the caller's
-puts rows in order. All of them release the GIL while they work. An error of a thread comes out of
-the caller's next call, and all threads end with the ``with`` block.
+An error of a thread comes out of the caller's next call; all threads end with the ``with`` block.
 """
 
 from __future__ import annotations
@@ -41,10 +39,9 @@ def in_threads(calls: Iterable[Callable[[], Result]], *, threads: int) -> Iterat
 def read_ahead(
     requests: Iterable[Request], read: Callable[[Request, Any], Result], buffers: tuple[Any, Any]
 ) -> Iterator[tuple[Result, Any]]:
-    """Yield what ``read`` returns for each request, with the buffer that it has filled.
+    """Yield what ``read`` returns for each request, and its buffer, while the next is being read.
 
-    The next request is being read meanwhile. A buffer is overwritten when the one after the next
-    is asked for.
+    A buffer is overwritten when the one after the next is asked for.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="fivefold-ahead") as pool:
         waiting: tuple[Future[Result], Any] | None = None

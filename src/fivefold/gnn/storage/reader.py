@@ -1,9 +1,7 @@
 """Rows of a section, read into their final places by one of two back ends.
 
-One call runs one function on several threads and on the caller's, which takes part as worker 0.
-Threads are started when first needed, and again in the child of a fork, where they are gone. They
-hold no reference to who uses them, so a forgotten reader ends its threads when it is collected. An
-executor of ``concurrent.futures`` costs a call of 16 pages on 16 threads a fifth of its time.
+One call runs one function on several threads and on the caller's, which takes part as worker 0. An
+executor of ``concurrent.futures`` costs a call of 16 pages a third more time.
 """
 
 from __future__ import annotations
