@@ -82,22 +82,23 @@ class EdgeBuckets:
         by_nodes = math.ceil(num_nodes * 8 / max(1, memory_bytes // 8))
         count = min(max(1, by_edges, by_nodes), _MOST_BUCKETS, max(1, num_nodes))
         self.width = max(1, math.ceil(num_nodes / count))
-        self._spilled_buckets = max(1, math.ceil(num_nodes / self.width))
+        self.num_buckets = max(1, math.ceil(num_nodes / self.width))
         self.in_memory = expected_edges <= self.limit and by_nodes <= 1
         self.columns: dict[str, np.dtype[Any]] = {
             "targets": np.dtype(np.uint32 if self.width < 2**32 else np.int64),
             "sources": index_dtype(num_sources),
-            **_value_types(weighted=weighted, numbered=numbered),
+            **({"weights": np.dtype(np.float32)} if weighted else {}),
+            **({"edge_ids": np.dtype(np.int64)} if numbered else {}),
         }
         self._record = np.dtype(list(self.columns.items()))
-        self.sizes = np.zeros(self._spilled_buckets, np.int64)
+        self.sizes = np.zeros(self.num_buckets, np.int64)
         self.position = 0
         self.complete = False
-        self._held: list[EdgeBlock] = []
+        self._held: list[tuple[Array, Ids]] = []  # blocks while all fit in memory, and their starts
         self._marked = 0
         self._writer: ContainerWriter | None = None
         self._reader: RowReader | None = None
-        self._starts: Ids = np.empty((0, self._spilled_buckets + 1), np.int64)
+        self._starts: Ids = np.empty((0, self.num_buckets + 1), np.int64)
 
     # --- first pass ---------------------------------------------------------------------------
 
@@ -126,9 +127,10 @@ class EdgeBuckets:
         except DataError:  # of another source, or damaged: the edges are read again
             writer = ContainerWriter(path, kind=_KIND_SPILL, **options)
         self._writer = writer
-        self.position = (writer.progress or {"position": 0})["position"]
-        self.sizes = np.diff(writer.read("starts"), axis=1).sum(0)
-        self._marked = self.num_edges
+        if resume:
+            self.position = (writer.progress or {"position": 0})["position"]
+            self.sizes = np.diff(writer.read("starts"), axis=1).sum(0)
+            self._marked = self.num_edges
 
     def _read_from(self, spill: Container) -> None:
         """Hand out what is in a spill; all edges are there."""
@@ -143,44 +145,14 @@ class EdgeBuckets:
                 block_bytes=_READ_BLOCK_BYTES,
             )
 
-    def add(self, block: EdgeBlock) -> None:
-        """Take edges; their ids must be in range."""
-        self.position = block.position
-        if self.in_memory and self.num_edges + block.targets.size > self.limit:
-            self._leave_memory()
-        if self.in_memory:
-            self._held.append(block)
-            self.sizes[0] += block.targets.size
-            return
-        self._spill(block)
-
-    @property
-    def num_buckets(self) -> int:
-        """Return how many there are to hand out: in memory all edges are in one."""
-        return 1 if self.in_memory else self._spilled_buckets
-
     @property
     def num_edges(self) -> int:
         """Return the number of edges taken so far."""
         return int(self.sizes.sum())
 
-    def finish_adding(self) -> None:
-        """Note that all edges are here."""
-        self.complete = True
-        if self._writer is not None:
-            self._read_from(self._writer.commit())
-            self._writer = None
-
-    def _leave_memory(self) -> None:
-        """Begin to spill: there are more edges than expected."""
-        self.in_memory = False
-        self._open_spill(resume=False)
-        held, self._held = self._held, []
-        for block in held:
-            self._spill(block)
-
-    def _spill(self, block: EdgeBlock) -> None:
-        assert self._writer is not None, "opened when it was found that memory is short"
+    def add(self, block: EdgeBlock) -> None:
+        """Take edges; their ids must be in range."""
+        self.position = block.position
         counts = np.zeros(self.num_buckets, np.int64)
         targets = block.targets.astype(np.int64, copy=False)
         count_keys(targets, self.width, counts)
@@ -191,13 +163,27 @@ class EdgeBuckets:
         edges = np.empty(targets.size, self._record)
         for name in self.columns:
             edges[name][places] = values[name]
-        first = self._writer.rows("edges")
-        self._writer.append("edges", edges.view(np.uint8).reshape(edges.size, -1))
-        self._writer.append("starts", first + starts[None])
+        if self.in_memory and self.num_edges + edges.size > self.limit:
+            self.in_memory = False  # there are more than expected
+            self._open_spill(resume=False)
+        self._held.append((edges, starts))
         self.sizes += counts
+        if self._writer is None:
+            return
+        for held, places in self._held:
+            self._writer.append("starts", self._writer.rows("edges") + places[None])
+            self._writer.append("edges", held.view(np.uint8).reshape(held.size, -1))
+        self._held = []
         if self.num_edges - self._marked >= _MARK_EVERY_EDGES:
             self._writer.mark({"position": block.position})
             self._marked = self.num_edges
+
+    def finish_adding(self) -> None:
+        """Note that all edges are here."""
+        self.complete = True
+        if self._writer is not None:
+            self._read_from(self._writer.commit())
+            self._writer = None
 
     def close(self) -> None:
         """Let go of the spill; it stays."""
@@ -212,84 +198,66 @@ class EdgeBuckets:
 
     # --- second pass --------------------------------------------------------------------------
 
+    @property
+    def _some(self) -> int:
+        return max(1, self.limit // 4)  # edges that surely fit at a time
+
     def nodes_of(self, bucket: int) -> int:
         """Return how many targets a bucket covers."""
         return min(self.width, self.num_nodes - bucket * self.width)
 
     def pieces(self, bucket: int) -> Iterator[CsrPiece]:
-        """Yield the edges of a bucket in the order of their targets."""
-        if self.in_memory:
-            yield from self._all_in_memory()
-            return
+        """Yield the edges of a bucket in the order of their targets, in parts that fit."""
         num_nodes = self.nodes_of(bucket)
-        for first, stop in self._fitting_parts(bucket, num_nodes):
-            if stop - first == 1 and first >= 0 and self._is_giant:
-                yield from self._giant(bucket, first)
-            else:
-                yield self._sorted(self._load(bucket, first, stop), stop - first)
-
-    def _all_in_memory(self) -> Iterator[CsrPiece]:
-        """Yield everything at once: there is so little."""
-        columns: dict[str, Array] = {
-            "targets": _joined([block.targets for block in self._held], np.dtype(np.int64)),
-        }
-        for name in _values_of(self.columns):
-            held = [block.values()[name] for block in self._held]
-            columns[name] = _joined(held, self.columns[name])
-        yield self._sorted(columns, self.num_nodes)
-
-    def _fitting_parts(self, bucket: int, num_nodes: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of targets whose edges fit, relative to the bucket's first."""
-        self._is_giant = False
         if self.sizes[bucket] <= self.limit:
-            yield 0, num_nodes
+            yield self._sorted(self._load(bucket, 0, num_nodes), num_nodes)
             return
         degrees = np.zeros(num_nodes, np.int64)
-        for edges in self._chunks(bucket):
+        for edges in self._chunks(bucket, self._some):
             count_keys(np.ascontiguousarray(edges["targets"]), 1, degrees)
         ends = np.cumsum(degrees)
         first = 0
         while first < num_nodes:
             before = ends[first - 1] if first else 0
             stop = int(np.searchsorted(ends, before + self.limit, side="right"))
-            self._is_giant = stop <= first
-            stop = max(stop, first + 1)
-            yield first, stop
+            if stop > first:
+                yield self._sorted(self._load(bucket, first, stop), stop - first)
+            else:
+                stop = first + 1
+                yield from self._giant(bucket, first)
             first = stop
 
-    def _chunks(self, bucket: int, most: int | None = None) -> Iterator[Array]:
-        """Yield a bucket's edges as they came, a part that surely fits at a time."""
+    def _chunks(self, bucket: int, most: int) -> Iterator[Array]:
+        """Yield a bucket's edges as they came, about ``most`` at a time."""
+        if self.in_memory:
+            held = [edges[starts[bucket] : starts[bucket + 1]] for edges, starts in self._held]
+            yield np.concatenate([np.empty(0, self._record), *held])
+            return
+        assert self._reader is not None, "edges are handed out when all have come"
         begins = self._starts[:, bucket]
         counts = self._starts[:, bucket + 1] - begins
-        groups = (np.cumsum(counts) - counts) // max(1, self.limit // 4 if most is None else most)
+        groups = (np.cumsum(counts) - counts) // most
         for blocks in np.split(np.arange(len(counts)), np.flatnonzero(np.diff(groups)) + 1):
             found = np.empty(int(counts[blocks].sum()), self._record)
-            if found.size:
-                assert self._reader is not None, "edges are handed out when all have come"
-                ends = np.cumsum(counts[blocks])
-                rows = found.view(np.uint8).reshape(found.size, -1)
-                try:
-                    self._reader.read_runs(
-                        begins[blocks], counts[blocks], ends - counts[blocks], rows
-                    )
-                except DataError as error:
-                    hint = f"remove {self.folder} and run the same command again"
-                    raise DataError(error.message, hint=hint) from error
-                yield found
+            ends = np.cumsum(counts[blocks])
+            rows = found.view(np.uint8).reshape(found.size, -1)
+            try:
+                self._reader.read_runs(begins[blocks], counts[blocks], ends - counts[blocks], rows)
+            except DataError as error:
+                hint = f"remove {self.folder} and run the same command again"
+                raise DataError(error.message, hint=hint) from error
+            yield found
 
-    def _load(self, bucket: int, first: int, stop: int) -> dict[str, Array]:
+    def _load(self, bucket: int, first: int, stop: int) -> Array:
         """Return the edges into targets first..stop-1 of a bucket; these become 0..stop-first-1."""
-        everything = first == 0 and stop == self.nodes_of(bucket)
+        if stop - first == self.nodes_of(bucket):
+            return next(self._chunks(bucket, self.limit + 1))
         parts = []
-        for edges in self._chunks(bucket, int(self.sizes[bucket]) + 1 if everything else None):
+        for edges in self._chunks(bucket, self._some):
             targets = edges["targets"]
-            parts.append(edges if everything else edges[(targets >= first) & (targets < stop)])
-        loaded = {
-            name: _joined([part[name] for part in parts], dtype)
-            for name, dtype in self.columns.items()
-        }
-        if first:
-            loaded["targets"] -= loaded["targets"].dtype.type(first)
+            parts.append(edges[(targets >= first) & (targets < stop)])
+        loaded = np.concatenate(parts)
+        loaded["targets"] -= loaded["targets"].dtype.type(first)
         return loaded
 
     def _giant(self, bucket: int, target: int) -> Iterator[CsrPiece]:
@@ -300,50 +268,41 @@ class EdgeBuckets:
                 f"node {node} has more than {self.limit} edges, too many to find duplicates",
                 hint="allow more memory_bytes, or keep duplicates",
             )
-        nothing, degree = np.empty(0, np.int64), 0
-        names = _values_of(self.columns)
-        for edges in self._chunks(bucket):
-            wanted = edges["targets"] == target
-            degree += int(np.count_nonzero(wanted))
-            yield CsrPiece(nothing, {name: edges[name][wanted] for name in names})
-        yield CsrPiece(
-            np.array([degree]), {name: np.empty(0, self.columns[name]) for name in names}
-        )
+        degree = 0
+        for edges in self._chunks(bucket, self._some):
+            wanted = edges[edges["targets"] == target]
+            degree += wanted.size
+            yield CsrPiece(np.empty(0, np.int64), _values_of(wanted))
+        yield CsrPiece(np.array([degree]), _values_of(np.empty(0, self._record)))
 
-    def _sorted(self, columns: dict[str, Array], num_nodes: int) -> CsrPiece:
+    def _sorted(self, edges: Array, num_nodes: int) -> CsrPiece:
         if self.drop_duplicates:
-            columns = _without_duplicates(columns)
-        targets = columns["targets"]
+            edges = _without_duplicates(edges)
+        targets = np.ascontiguousarray(edges["targets"])
         degrees = np.zeros(num_nodes, np.int64)
         count_keys(targets, 1, degrees)
         starts = np.cumsum(degrees) - degrees
         places = np.empty(targets.size, np.int64)
         assign_places(targets, 1, starts, places)
         ordered = {}
-        for name in _values_of(columns):
-            ordered[name] = np.empty_like(columns[name])
-            ordered[name][places] = columns[name]
+        for name, values in _values_of(edges).items():
+            ordered[name] = np.empty(values.shape, values.dtype)
+            ordered[name][places] = values
         return CsrPiece(degrees, ordered)
 
 
-def _values_of(columns: Mapping[str, Any]) -> list[str]:
-    """Return the names of what goes with each target."""
-    return [name for name in columns if name != "targets"]
+def _values_of(edges: Array) -> dict[str, Array]:
+    """Return what goes with each target."""
+    return {name: edges[name] for name in edges.dtype.names or () if name != "targets"}
 
 
-def _joined(parts: list[Array], dtype: np.dtype[Any]) -> Array:
-    if not parts:
-        return np.empty(0, dtype)
-    return np.ascontiguousarray(np.concatenate(parts), dtype)
-
-
-def _without_duplicates(columns: dict[str, Array]) -> dict[str, Array]:
+def _without_duplicates(edges: Array) -> Array:
     """Return the edges by target and source, the first of equal ones."""
-    order = np.lexsort((columns["sources"], columns["targets"]))
-    targets, sources = columns["targets"][order], columns["sources"][order]
-    first = np.ones(order.size, bool)
+    edges = edges[np.lexsort((edges["sources"], edges["targets"]))]
+    targets, sources = edges["targets"], edges["sources"]
+    first = np.ones(edges.size, bool)
     first[1:] = (targets[1:] != targets[:-1]) | (sources[1:] != sources[:-1])
-    return {name: values[order[first]] for name, values in columns.items()}
+    return edges[first]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,38 +318,6 @@ class EdgeRules:
     add_reverse: bool = False
     drop_self_loops: bool = False
     drop_duplicates: bool = False
-
-
-def _value_types(*, weighted: bool, numbered: bool) -> dict[str, np.dtype[Any]]:
-    """Return the types of what an edge has beside its ends."""
-    types: dict[str, np.dtype[Any]] = {
-        "weights": np.dtype(np.float32),
-        "edge_ids": np.dtype(np.int64),
-    }
-    return {
-        name: types[name] for name, there in zip(types, (weighted, numbered), strict=True) if there
-    }
-
-
-def _is_numbered(part: EdgePart) -> bool:
-    """Return whether blocks carry edge ids; parts of older sources do not say."""
-    return bool(getattr(part, "numbered", False))
-
-
-def _sections(
-    attributes: Mapping[str, Any], num_edges: int | None, part: EdgePart
-) -> dict[str, Any]:
-    num_nodes = int(attributes["num_nodes"])
-    return {
-        "indptr": (np.dtype(np.int64), (num_nodes + 1,)),
-        "indices": (index_dtype(num_sources(attributes)), (num_edges,)),
-        **{
-            name: (dtype, (num_edges,))
-            for name, dtype in _value_types(
-                weighted=part.weighted, numbered=_is_numbered(part)
-            ).items()
-        },
-    }
 
 
 def work_folder(path: Path) -> Path:
@@ -421,7 +348,7 @@ def write_graph(
         num_sources=num_sources(attributes),
         expected_edges=expected * copies,
         weighted=part.weighted,
-        numbered=_is_numbered(part),
+        numbered=getattr(part, "numbered", False),
         memory_bytes=memory_bytes,
         drop_duplicates=rules.drop_duplicates,
     )
@@ -429,7 +356,7 @@ def write_graph(
         buckets.resume(_recipe_id(attributes, rules))
         if not buckets.complete:
             _fill(buckets, part, attributes, rules, (memory_bytes, progress))
-        _write_buckets(path, buckets, attributes, part, progress)
+        _write_buckets(path, buckets, attributes, progress)
         buckets.remove()
 
 
@@ -509,17 +436,18 @@ def _write_buckets(
     path: Path,
     buckets: EdgeBuckets,
     attributes: Mapping[str, Any],
-    part: EdgePart,
     progress: Progress,
 ) -> None:
     """Write bucket after bucket to the file, the second pass."""
     known = None if buckets.drop_duplicates else buckets.num_edges
+    names = {name: "indices" if name == "sources" else name for name in buckets.columns}
+    sections = {
+        "indptr": (np.dtype(np.int64), (buckets.num_nodes + 1,)),
+        **{names[key]: (dtype, (known,)) for key, dtype in buckets.columns.items()},
+    }
+    del sections["targets"]
     with ContainerWriter(
-        path,
-        kind="graph",
-        sections=_sections(attributes, known, part),
-        attributes=attributes,
-        resume=True,
+        path, kind="graph", sections=sections, attributes=attributes, resume=True
     ) as writer:
         start = writer.progress or {"bucket": 0, "edges": 0}
         edges = marked = start["edges"]
@@ -528,9 +456,11 @@ def _write_buckets(
         for bucket in range(start["bucket"], buckets.num_buckets):
             node, degree_sum = bucket * buckets.width, edges
             for piece in buckets.pieces(bucket):
-                for name, values in piece.values.items():
-                    section = "indices" if name == "sources" else name
-                    _put(writer, section, edges, values, known)
+                for key, values in piece.values.items():
+                    if known is None:
+                        writer.append(names[key], values)
+                    else:
+                        writer.write(names[key], edges, values)
                 edges += piece.values["sources"].size
                 ends = np.cumsum(piece.degrees) + degree_sum
                 writer.write("indptr", node + 1, ends)
@@ -541,10 +471,3 @@ def _write_buckets(
                 writer.mark({"bucket": bucket + 1, "edges": edges})
                 marked = edges
         writer.commit().close()
-
-
-def _put(writer: ContainerWriter, name: str, row: int, values: Array, known: int | None) -> None:
-    if known is None:
-        writer.append(name, values)
-    else:
-        writer.write(name, row, values)
