@@ -191,3 +191,16 @@ def test_a_spill_that_was_cut_short_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-4096])
     with pytest.raises(DataError, match="truncated"):
         make(tmp_path, num_nodes=20, limit=30)
+
+
+def test_a_block_without_edges_is_spilled_like_any_other(tmp_path):
+    """As where all edges of a block are self-loops, which are dropped."""
+    nothing = np.empty(0, np.int64)
+    for blocks in ([], [nothing], [nothing, np.arange(20)]):
+        buckets = make(tmp_path / str(len(blocks)), num_nodes=20, limit=30)
+        for ids in blocks:
+            buckets.add(EdgeBlock(ids, ids, ids.size))
+        degrees, found, _ = sort_all(buckets)
+        assert degrees.tolist() == [int(len(blocks) == 2)] * 20
+        assert found.tolist() == (list(range(20)) if len(blocks) == 2 else [])
+        buckets.remove()

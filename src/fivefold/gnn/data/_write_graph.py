@@ -172,7 +172,7 @@ class EdgeBuckets:
             return
         for held, places in self._held:
             self._writer.append("starts", self._writer.rows("edges") + places[None])
-            self._writer.append("edges", held.view(np.uint8).reshape(held.size, -1))
+            self._writer.append("edges", held.view(np.uint8).reshape(-1, self._record.itemsize))
         self._held = []
         if self.num_edges - self._marked >= _MARK_EVERY_EDGES:
             self._writer.mark({"position": block.position})
@@ -240,7 +240,7 @@ class EdgeBuckets:
         for blocks in np.split(np.arange(len(counts)), np.flatnonzero(np.diff(groups)) + 1):
             found = np.empty(int(counts[blocks].sum()), self._record)
             ends = np.cumsum(counts[blocks])
-            rows = found.view(np.uint8).reshape(found.size, -1)
+            rows = found.view(np.uint8).reshape(-1, self._record.itemsize)
             try:
                 self._reader.read_runs(begins[blocks], counts[blocks], ends - counts[blocks], rows)
             except DataError as error:
