@@ -27,7 +27,17 @@ from fivefold.gnn.storage._machine import (
     store_u64,
     syscall,
 )
-from fivefold.gnn.storage._requests import DONE, ENDED, FAILED, STOPPED, Work, deliver, halt, take
+from fivefold.gnn.storage._requests import (
+    DONE,
+    ENDED,
+    FAILED,
+    STOPPED,
+    Requests,
+    Work,
+    deliver,
+    halt,
+    take,
+)
 from fivefold.gnn.storage.files import Files
 from fivefold.gnn.storage.pages import PAGE_BYTES, Ids, aligned_empty
 
@@ -281,7 +291,6 @@ class RingBackend:
         self._depth = max(1, queue_depth // workers)
         self._direct, self._plain = files.direct, files.plain
         self._arena_bytes = max(_ARENA_BYTES, 2 * block_bytes)
-        self.buffer_bytes = workers * self._arena_bytes
         self._rings: list[Ring] = []
         self._arenas: list[Any] = []
         try:
@@ -294,16 +303,14 @@ class RingBackend:
             raise
 
     def _try_a_read(self) -> None:
-        """Try a read: a kernel before 5.6 has rings but not this kind of read."""
-        numbers = self._rings[0].numbers
-        _prepare_read(numbers, self._direct, self._arenas[0].ctypes.data, PAGE_BYTES, 0, 0)
-        number = _enter(numbers)
-        result = np.int32(_take_result(numbers)) if number == 0 else -number
-        if result <= 0:  # a short read is an answer, too
-            raise UnsupportedError(
-                f"io_uring is not available: a first read gave {result}",
-                hint='use backend="threads" or "auto"',
-            )
+        """Read the header: a kernel before 5.6 has rings but not this kind of read."""
+        one, none, status = np.ones(1, np.int64), np.empty(0, np.int64), np.zeros((1, 4), np.int64)
+        page = Requests(one - 1, one, one - 1, one - 1, none, none, none, bytes_used=0)
+        shared, unchecked = np.zeros(2, np.int64), np.empty(0, np.uint32)
+        unchecked.flags.writeable = False  # as those of a file: one compiled version
+        self.share(0, Work(page, 0, unchecked, np.uint64(0), shared.ctypes.data), status)
+        if status[0, 0] != DONE:
+            raise _unsupported(f"a first read failed ({os.strerror(int(status[0, 1]))})")
 
     def share(self, worker: int, work: Work, status: Ids) -> None:
         """Do requests of a job until none is left."""
@@ -329,15 +336,3 @@ class RingBackend:
 
 
 _never_freed: list[Any] = []
-
-
-@njit
-def _take_result(numbers: Any) -> Any:
-    """Return the result of the oldest completion, which is taken off the queue."""
-    head = load_acquire_u32(numbers[_CQ_HEAD])
-    while head == load_acquire_u32(numbers[_CQ_TAIL]):
-        _enter(numbers)
-    entry = numbers[_CQES] + (np.int64(head) & numbers[_CQ_MASK]) * _CQE_BYTES
-    result = np.int32(load_u64(entry + 8) & _LOW_32)
-    store_release_u32(numbers[_CQ_HEAD], np.uint32(head + np.uint32(1)))
-    return result

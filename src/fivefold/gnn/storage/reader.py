@@ -24,9 +24,9 @@ from fivefold._compiler import njit
 from fivefold.errors import (
     ConfigurationError,
     DataError,
-    FivefoldError,
     UnsupportedError,
     require_one_of,
+    require_whole,
 )
 from fivefold.files import storage_error
 from fivefold.gnn.storage._format import Section
@@ -109,19 +109,12 @@ class Workers:
     """Threads that run one function at a time, each with its own number."""
 
     def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        self._process = os.getpid()
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._started = [0]
         self._finalizer = weakref.finalize(self, _end, self._tasks, self._started)
 
     def run(self, function: Callable[[int], None], count: int) -> None:
         """Call ``function(i)`` for i below ``count`` at the same time; wait for all."""
-        if self._process != os.getpid():
-            self._finalizer.detach()
-            self._reset()
         while self._started[0] < count - 1:
             thread = threading.Thread(
                 target=_serve, args=(self._tasks,), name="fivefold-reader", daemon=True
@@ -172,7 +165,6 @@ class ThreadsBackend:
     def __init__(self, files: Files, *, workers: int, block_bytes: int) -> None:
         self._files = files
         self._buffers = [aligned_empty(block_bytes) for _ in range(workers)]
-        self.buffer_bytes = workers * block_bytes
 
     def share(self, worker: int, work: Work, status: Ids) -> None:
         """Do requests of a job until none is left; called by several workers at once."""
@@ -201,7 +193,7 @@ class ReadStatistics:
         )
 
 
-class PagedFile(Protocol):
+class _PagedFile(Protocol):
     """Container as a reader needs it."""
 
     path: Path
@@ -209,14 +201,9 @@ class PagedFile(Protocol):
     page_checksums: NDArray[np.uint32]
 
     @property
-    def descriptor(self) -> int:
-        """Return the open file."""
-
-    def section(self, name: str) -> Section:
-        """Return a section by name."""
-
-    def damaged_page(self, page: int) -> DataError:
-        """Return the error for a page whose checksum is wrong."""
+    def descriptor(self) -> int: ...
+    def section(self, name: str) -> Section: ...
+    def damaged_page(self, page: int) -> DataError: ...
 
 
 class RowReader(Closing):
@@ -241,7 +228,6 @@ class RowReader(Closing):
     Attributes:
         backend: The back end in use.
         direct: Whether reads go past the page cache.
-        buffer_bytes: Memory of its own at most, beside the output.
 
     Raises:
         ConfigurationError: An argument is out of range.
@@ -269,7 +255,7 @@ class RowReader(Closing):
 
     def __init__(  # noqa: PLR0913 - the contract of the engines; all but two by name
         self,
-        container: PagedFile,
+        container: _PagedFile,
         section: str | Section,
         *,
         backend: Backend = "auto",
@@ -280,19 +266,17 @@ class RowReader(Closing):
         max_gap_bytes: int = 0,
         verify: bool = True,
     ) -> None:
-        _check_settings(
-            backend=backend, threads=threads, queue_depth=queue_depth, block_bytes=block_bytes
-        )
-        if max_gap_bytes < 0:
-            raise ConfigurationError(f"max_gap_bytes is {max_gap_bytes}", hint="use 0 or more")
+        require_one_of(backend, get_args(Backend), f"backend is {backend!r}")
+        self.threads = require_whole("threads", threads)
+        self.queue_depth = require_whole("queue_depth", queue_depth)
+        self.block_bytes = require_whole("block_bytes", block_bytes, least=PAGE_BYTES)
+        if block_bytes % PAGE_BYTES:
+            message = f"block_bytes is {block_bytes}"
+            raise ConfigurationError(message, hint=f"use a multiple of {PAGE_BYTES}")
+        self.max_gap_bytes = require_whole("max_gap_bytes", max_gap_bytes, least=0)
         self.section = container.section(section) if isinstance(section, str) else section
-        self.threads = threads
-        self.queue_depth = queue_depth
-        self.block_bytes = block_bytes
-        self.max_gap_bytes = max_gap_bytes
         self._container = container
-        none = np.empty(0, np.uint32)
-        self._checksums = container.page_checksums if verify else none
+        self._checksums = container.page_checksums if verify else np.empty(0, np.uint32)
         self._shared = np.zeros(2, np.int64)
         self._lock = threading.Lock()
         self._closing = self._closed = False
@@ -309,7 +293,6 @@ class RowReader(Closing):
         self._process = os.getpid()
         self.backend = self._backend.name
         self.direct = self._files.is_direct
-        self.buffer_bytes = self._backend.buffer_bytes
         _logger.debug("%s: %s, %s", container.path, self.backend, self._files.why)
 
     def _make_backend(self, name: Backend) -> ThreadsBackend | RingBackend:
@@ -464,18 +447,14 @@ class RowReader(Closing):
         failed = status[(status[:, 0] != DONE) & (status[:, 0] != STOPPED)]
         if len(failed):
             code, number, place, _ = min(failed.tolist(), key=lambda row: (row[2], row[0]))
-            raise self._failure(code, number, place)
+            if code == DAMAGED:
+                raise self._container.damaged_page(place)
+            if code == ENDED:
+                raise truncated_error(self._container.path, place)
+            assert code == FAILED, f"unknown status {code}"
+            raise storage_error(number, self._container.path, "reading", offset=place)
         if (status[:, 0] == STOPPED).any():
             raise closed_error(f"while it was being read, {self._container.path}")
-
-    def _failure(self, code: int, number: int, place: int) -> FivefoldError:
-        path = self._container.path
-        if code == DAMAGED:
-            return self._container.damaged_page(place)
-        if code == ENDED:
-            return truncated_error(path, place)
-        assert code == FAILED, f"unknown status {code}"
-        return storage_error(number, path, "reading", offset=place)
 
     # --- ending -----------------------------------------------------------------------------
 
@@ -493,15 +472,3 @@ class RowReader(Closing):
 def _release(resources: list[ThreadsBackend | RingBackend | Files]) -> None:
     for resource in resources:
         resource.close()
-
-
-def _check_settings(*, backend: str, threads: int, queue_depth: int, block_bytes: int) -> None:
-    require_one_of(backend, get_args(Backend), f"backend is {backend!r}")
-    if threads < 1 or queue_depth < 1:
-        raise ConfigurationError(
-            f"threads is {threads}, queue_depth is {queue_depth}", hint="use at least 1 of each"
-        )
-    if block_bytes < PAGE_BYTES or block_bytes % PAGE_BYTES:
-        raise ConfigurationError(
-            f"block_bytes is {block_bytes}", hint=f"use a positive multiple of {PAGE_BYTES}"
-        )
