@@ -31,9 +31,61 @@ LABELS_FILE = "labels.fvf"
 EDGE_FEATURES_FILE = "edge_features.fvf"
 HETERO_FILE = "dataset.json"
 NAMES_FILE = "names.parquet"
+BESIDE_GRAPH = {FEATURES_FILE: "features", LABELS_FILE: "labels", EDGE_FEATURES_FILE: "features"}
 
 
-class Dataset(Closing):
+class _Files(Closing):
+    """The files of a data set, opened when first used and checked to belong to it.
+
+    ``named`` has the fingerprint of each by its place in the folder, as ``named_by`` says.
+    """
+
+    def __init__(self, folder: Path, named: Mapping[str, str], named_by: str) -> None:
+        self.folder = folder
+        self._named, self._named_by = named, named_by
+        self._opened: dict[str, Container] = {}
+
+    def _container(self, place: str, kind: str | None = None) -> Container:
+        if place not in self._opened:
+            self._check_there(place)
+            found = Container.open(self.folder / place, kind=kind)
+            if found.fingerprint != self._named[place]:
+                found.close()
+                raise self._stranger(place, f"that its fingerprint is {self._named[place]}")
+            self._opened[place] = found
+        return self._opened[place]
+
+    def _check_there(self, place: str) -> None:
+        path = self.folder / place
+        if place not in self._named:
+            raise DataError(f"there is no {path}", hint="this type was ingested without it")
+        if not path.is_file():
+            raise DataError(
+                f"{path} is missing; {self._named_by} says that its fingerprint is "
+                f"{self._named[place]}",
+                hint=_RIGHT_FILE,
+            )
+
+    def _stranger(self, place: str, told: str) -> DataError:
+        path = self.folder / place
+        message = f"{path} does not belong to this data set: {self._named_by} says {told}"
+        return DataError(message, hint=_RIGHT_FILE)
+
+    @property
+    def containers(self) -> dict[str, Container]:
+        """Return all files, by their place in the folder."""
+        return {place: self._container(place) for place in self._named}
+
+    def close(self) -> None:
+        """Close all files; arrays that were read stay."""
+        while self._opened:
+            self._opened.popitem()[1].close()
+
+
+_RIGHT_FILE = "put the right file back, or ingest the data set again into a new folder"
+
+
+class Dataset(_Files):
     """A homogeneous graph with features and labels in a folder; made by ``Dataset.open``.
 
     Files stay open until ``close``. Labels and splits are read into memory when first asked for (8
@@ -57,9 +109,11 @@ class Dataset(Closing):
     """
 
     def __init__(self, folder: Path, graph: Container) -> None:
-        self.folder = folder
+        files = {GRAPH_FILE: graph.fingerprint, **(graph.attributes.get("files") or {})}
+        files.pop(NAMES_FILE, None)
+        super().__init__(folder, files, GRAPH_FILE)
         self.graph = graph
-        self._opened: list[Container] = [graph]
+        self._opened[GRAPH_FILE] = graph
 
     @classmethod
     def open(cls, folder: str | Path) -> Dataset:
@@ -89,19 +143,23 @@ class Dataset(Closing):
         return dataset
 
     def _check(self) -> None:
-        files = self.graph.attributes.get("files")
-        if files is None:
+        if self.graph.attributes.get("files") is None:
             raise DataError(
                 f"{self.graph.path} does not say which features and labels belong to it",
                 hint="ingest the graph into a new folder",
             )
-        beside = (
-            (FEATURES_FILE, self._features),
-            (LABELS_FILE, self._labels),
-            (EDGE_FEATURES_FILE, self.edge_features),
-        )
-        for name, found in beside:
-            check_belongs(self.folder / name, found, files.get(name), named_by=GRAPH_FILE)
+        for name, kind in BESIDE_GRAPH.items():
+            if name in self._named:
+                self._container(name, kind)
+            elif (self.folder / name).is_file():
+                raise self._stranger(name, "that there is none")
+
+    def _needed(self, name: str, what: str) -> Container:
+        if name not in self._named:
+            raise DataError(
+                f"{self.folder} has no {what}: {name} is missing", hint=_cause(self.folder)
+            )
+        return self._container(name)
 
     @property
     def name(self) -> str:
@@ -143,22 +201,17 @@ class Dataset(Closing):
         Raises:
             DataError: The data set has no features.
         """
-        if self._features is None:
-            raise DataError(
-                f"{self.folder} has no features: {FEATURES_FILE} is missing",
-                hint=_cause(self.folder),
-            )
-        return self._features
+        return self._needed(FEATURES_FILE, "features")
 
     @property
     def has_features(self) -> bool:
         """Return whether nodes have feature rows."""
-        return self._features is not None
+        return FEATURES_FILE in self._named
 
     @property
     def has_labels(self) -> bool:
         """Return whether there are labels."""
-        return self._labels is not None
+        return LABELS_FILE in self._named
 
     @property
     def dim(self) -> int:
@@ -178,96 +231,49 @@ class Dataset(Closing):
     @cached_property
     def labels(self) -> Ids:
         """Return the class of every node, -1 where unknown."""
-        return self._read_labels("y")
+        return self._needed(LABELS_FILE, "labels").read("y")
 
     @cached_property
     def train(self) -> Ids:
         """Return the ids of the training nodes."""
-        return self._read_labels("train")
+        return self._needed(LABELS_FILE, "labels").read("train")
 
     @cached_property
     def valid(self) -> Ids:
         """Return the ids of the validation nodes."""
-        return self._read_labels("valid")
+        return self._needed(LABELS_FILE, "labels").read("valid")
 
     @cached_property
     def test(self) -> Ids:
         """Return the ids of the test nodes."""
-        return self._read_labels("test")
+        return self._needed(LABELS_FILE, "labels").read("test")
 
     @property
     def num_classes(self) -> int:
         """Return one more than the largest label; 0 without labels."""
-        return 0 if self._labels is None else int(self._labels.attributes["num_classes"])
+        return int(self._about_labels.get("num_classes", 0))
 
     @property
     def class_names(self) -> list[str] | None:
         """Return the names of the classes, where the source had names."""
-        return None if self._labels is None else self._labels.attributes.get("class_names")
+        names: list[str] | None = self._about_labels.get("class_names")
+        return names
+
+    @property
+    def _about_labels(self) -> dict[str, Any]:
+        return self._container(LABELS_FILE).attributes if self.has_labels else {}
 
     @cached_property
     def fingerprint(self) -> str:
         """Return a hash of all files' fingerprints: other contents, other fingerprint."""
-        files = [self.graph, self._features, self._labels]
-        files += [] if self.edge_features is None else [self.edge_features]
-        text = " ".join("-" if file is None else file.fingerprint for file in files)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        files = [self._named.get(name, "-") for name in (GRAPH_FILE, FEATURES_FILE, LABELS_FILE)]
+        files += [self._named[name] for name in (EDGE_FEATURES_FILE,) if name in self._named]
+        return hashlib.blake2b(" ".join(files).encode(), digest_size=16).hexdigest()
 
     @property
-    def containers(self) -> dict[str, Container]:
-        """Return the files that are there, by name."""
-        files = (self.graph, self._features, self._labels, self.edge_features)
-        names = (GRAPH_FILE, FEATURES_FILE, LABELS_FILE, EDGE_FEATURES_FILE)
-        return {name: file for name, file in zip(names, files, strict=True) if file is not None}
-
-    def close(self) -> None:
-        """Close all files; arrays that were read stay."""
-        while self._opened:
-            self._opened.pop().close()
-
-    @cached_property
-    def _features(self) -> Container | None:
-        return self._open_optional(FEATURES_FILE, "features")
-
-    @cached_property
-    def _labels(self) -> Container | None:
-        return self._open_optional(LABELS_FILE, "labels")
-
-    @cached_property
     def edge_features(self) -> Container | None:
         """Return the container with the edges' rows ``x`` [E, F]; None where they have none."""
-        return self._open_optional(EDGE_FEATURES_FILE, "features")
-
-    def _open_optional(self, name: str, kind: str) -> Container | None:
-        path = self.folder / name
-        if not path.is_file():
-            return None
-        container = Container.open(path, kind=kind)
-        self._opened.append(container)
-        return container
-
-    def _read_labels(self, section: str) -> Ids:
-        if self._labels is None:
-            raise DataError(
-                f"{self.folder} has no labels: {LABELS_FILE} is missing", hint=_cause(self.folder)
-            )
-        values: Ids = self._labels.read(section)
-        return values
-
-
-def check_belongs(path: Path, found: Container | None, named: str | None, *, named_by: str) -> None:
-    """Refuse a file that is not the one its data set was written with, or is not there."""
-    if (None if found is None else found.fingerprint) == named:
-        return
-    if found is None:
-        message = f"{path} is missing; {named_by} says that its fingerprint is {named}"
-    else:
-        told = "that there is none" if named is None else f"that its fingerprint is {named}"
-        message = f"{path} does not belong to this data set: {named_by} says {told}"
-    raise DataError(
-        message,
-        hint="put the right file back, or ingest the data set again into a new folder",
-    )
+        return self._container(EDGE_FEATURES_FILE) if EDGE_FEATURES_FILE in self._named else None
 
 
 def _cause(folder: Path) -> str:
@@ -298,7 +304,7 @@ class HeteroSource:
     edge_features: Mapping[EdgeType, FeaturePart] = field(default_factory=dict)
 
 
-class HeteroDataset(Closing):
+class HeteroDataset(_Files):
     """A graph of several node and edge types in a folder; made by ``HeteroDataset.open``.
 
     Args:
@@ -312,21 +318,16 @@ class HeteroDataset(Closing):
     """
 
     def __init__(self, folder: Path, listing: Mapping[str, Any]) -> None:
-        self.folder = folder
+        files = {
+            f"{entry['folder']}/{name}": fingerprint
+            for entry in (*listing["nodes"].values(), *listing["edges"])
+            for name, fingerprint in entry["files"].items()
+        }
+        super().__init__(folder, files, HETERO_FILE)
         self.name = str(listing["name"])
         self.num_nodes = {name: int(e["num_nodes"]) for name, e in listing["nodes"].items()}
-        self._nodes: dict[str, Path] = {
-            name: folder / e["folder"] for name, e in listing["nodes"].items()
-        }
-        self._edges: dict[EdgeType, Path] = {
-            tuple(e["type"]): folder / e["folder"] for e in listing["edges"]
-        }
-        self._files: dict[Path, str] = {
-            folder / e["folder"] / name: fingerprint
-            for e in (*listing["nodes"].values(), *listing["edges"])
-            for name, fingerprint in e["files"].items()
-        }
-        self._opened: dict[Path, Container] = {}
+        self._nodes: dict[str, str] = {name: e["folder"] for name, e in listing["nodes"].items()}
+        self._edges: dict[EdgeType, str] = {tuple(e["type"]): e["folder"] for e in listing["edges"]}
 
     @classmethod
     def open(cls, folder: str | Path) -> HeteroDataset:
@@ -373,80 +374,55 @@ class HeteroDataset(Closing):
 
     def graph(self, edge_type: EdgeType) -> Container:
         """Return the container of the edges of a type."""
-        return self._container(self._edges[edge_type] / GRAPH_FILE, "graph")
+        return self._container(f"{self._edges[edge_type]}/{GRAPH_FILE}", "graph")
 
     def has_features(self, node_type: str) -> bool:
         """Return whether the nodes of a type have feature rows."""
-        return self._node_folder(node_type) / FEATURES_FILE in self._files
+        return self._place(node_type, FEATURES_FILE) in self._named
 
     def has_labels(self, node_type: str) -> bool:
         """Return whether the nodes of a type have labels."""
-        return self._node_folder(node_type) / LABELS_FILE in self._files
+        return self._place(node_type, LABELS_FILE) in self._named
 
     def features(self, node_type: str) -> Container:
         """Return the container with the section ``x`` of a node type."""
-        return self._container(self._node_folder(node_type) / FEATURES_FILE, "features")
+        return self._container(self._place(node_type, FEATURES_FILE), "features")
 
     def edge_features(self, edge_type: EdgeType) -> Container | None:
         """Return the container with the rows ``x`` of an edge type; None where it has none."""
-        path = self._edges[edge_type] / EDGE_FEATURES_FILE
-        return self._container(path, "features") if path in self._files else None
+        place = f"{self._edges[edge_type]}/{EDGE_FEATURES_FILE}"
+        return self._container(place, "features") if place in self._named else None
 
     def labels(self, node_type: str) -> Ids:
         """Return the class of every node of a type, -1 where unknown."""
-        return self._label_section(node_type, "y")
+        return self._labels(node_type).read("y")
 
     def num_classes(self, node_type: str) -> int:
         """Return one more than the largest label of a type; 0 without labels."""
         if not self.has_labels(node_type):
             return 0
-        file = self._container(self._node_folder(node_type) / LABELS_FILE, "labels")
-        return int(file.attributes["num_classes"])
+        return int(self._labels(node_type).attributes["num_classes"])
 
     def split(self, node_type: str, name: str) -> Ids:
         """Return the ids of a node type's split: ``train``, ``valid`` or ``test``."""
-        return self._label_section(node_type, name)
+        return self._labels(node_type).read(name)
 
-    def _label_section(self, node_type: str, name: str) -> Ids:
-        file = self._container(self._node_folder(node_type) / LABELS_FILE, "labels")
-        values: Ids = file.read(name)
-        return values
-
-    @property
-    def containers(self) -> dict[str, Container]:
-        """Return all files, by their place in the folder."""
-        return {
-            str(path.relative_to(self.folder)): self._container(path, None) for path in self._files
-        }
+    def _labels(self, node_type: str) -> Container:
+        return self._container(self._place(node_type, LABELS_FILE), "labels")
 
     @cached_property
     def fingerprint(self) -> str:
         """Return a hash of all files' fingerprints: other contents, other fingerprint."""
-        text = " ".join(f"{name} {file.fingerprint}" for name, file in self.containers.items())
+        text = " ".join(f"{name} {self._container(name).fingerprint}" for name in self._named)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _node_folder(self, node_type: str) -> Path:
+    def _place(self, node_type: str, name: str) -> str:
         if node_type not in self._nodes:
             raise DataError(
                 f"there is no node type {node_type!r}",
                 hint=f"there are {', '.join(self._nodes) or 'none'}",
             )
-        return self._nodes[node_type]
-
-    def _container(self, path: Path, kind: str | None) -> Container:
-        if path not in self._opened:
-            if path not in self._files:
-                raise DataError(f"there is no {path}", hint="this type was ingested without it")
-            found = Container.open(path, kind=kind) if path.is_file() else None
-            check_belongs(path, found, self._files[path], named_by=HETERO_FILE)
-            assert found is not None, "a file that is missing does not belong"
-            self._opened[path] = found
-        return self._opened[path]
-
-    def close(self) -> None:
-        """Close all files; arrays that were read stay."""
-        while self._opened:
-            self._opened.popitem()[1].close()
+        return f"{self._nodes[node_type]}/{name}"
 
 
 def open_dataset(folder: str | Path) -> Dataset | HeteroDataset:

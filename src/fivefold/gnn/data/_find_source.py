@@ -8,14 +8,14 @@ Large-scale challenge (arXiv 2103.09430): the paper nodes of MAG240M under ``pro
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.gnn.data._dataset import HeteroSource
 from fivefold.gnn.data._pyg import load_plain, pyg_source
 from fivefold.gnn.data._table_source import TableSource, table_source
@@ -26,13 +26,14 @@ from fivefold.gnn.data.arrays import (
     Rows,
     array_source,
     as_rows,
+    existing,
     file_stamp,
     npy_rows,
     npz_members,
     npz_rows,
     one_split,
 )
-from fivefold.gnn.data.parts import EDGE_FEATURES, SPLITS, LabelPart, Source
+from fivefold.gnn.data.parts import EDGE_FEATURES, SPLITS, Source
 from fivefold.gnn.storage.pages import Ids
 
 _UNDIRECTED = ("products", "proteins")  # those whose raw files hold one direction of each edge
@@ -47,42 +48,69 @@ def ogb_adds_reverse(folder: str | Path) -> bool:
 def ogb_source(folder: str | Path, *, leave_out: Collection[str] = ()) -> Source:
     """Return a node property prediction data set of the Open Graph Benchmark."""
     folder = Path(folder)
-    if (folder / "raw" / "data.npz").is_file():
-        return _binary_source(folder, with_edges="edge_feat" not in leave_out)
-    if (folder / "raw" / "edge.csv.gz").is_file():
-        return _csv_source(folder, with_edges="edge_feat" not in leave_out)
-    if (folder / "raw" / "relations").is_dir():
+    raw = folder / "raw"
+    if (raw / "data.npz").is_file():
+        rows, counts = _binary_rows(raw)
+    elif (raw / "edge.csv.gz").is_file():
+        rows, counts = _csv_rows(raw)
+    elif (raw / "relations").is_dir():
         raise DataError(
             f"{folder} has several node types",
             hint="load it with torch_geometric.datasets.OGB_MAG, and ingest pyg_source(data)",
         )
-    raise DataError(
-        f"{folder} holds neither raw/data.npz nor raw/edge.csv.gz",
-        hint="give the folder into which the benchmark's archive was unpacked",
+    else:
+        raise DataError(
+            f"{folder} holds neither raw/data.npz nor raw/edge.csv.gz",
+            hint="give the folder into which the benchmark's archive was unpacked",
+        )
+    if len(counts) != 1:
+        raise DataError(f"{folder} holds {len(counts)} graphs", hint="one graph is needed")
+    return ArraySource(
+        name=folder.resolve().name,
+        edge_rows=rows["edge"],
+        edge_pairs=isinstance(rows["edge"], _CsvRows) or None,
+        feature_rows=rows.get("node-feat"),
+        label_rows=rows.get("node-label"),
+        edge_feature_rows=None if "edge_feat" in leave_out else rows.get("edge-feat"),
+        split_rows=_read_splits(folder) if "node-label" in rows else {},
+        given_nodes=counts[0],
+        kind="ogb",
     )
 
 
-def _binary_source(folder: Path, *, with_edges: bool) -> ArraySource:
-    data, label_file = folder / "raw" / "data.npz", folder / "raw" / "node-label.npz"
+def _binary_rows(raw: Path) -> tuple[dict[str, Rows], list[int]]:
+    """Return the arrays that are there, and the number of nodes of each graph."""
+    data, label_file = raw / "data.npz", raw / "node-label.npz"
     members = npz_members(data)
     for name in ("edge_index", "num_nodes_list"):
         if name not in members:
             raise DataError(f"{data} has no array {name}", hint="get the file again")
-    counts = [int(n) for block in npz_rows(data, "num_nodes_list").blocks(0, 2) for n in block]
-    if len(counts) != 1:
-        raise DataError(f"{data} holds {len(counts)} graphs", hint="one graph is needed")
-    return ArraySource(
-        name=folder.resolve().name,
-        edge_rows=npz_rows(data, "edge_index"),
-        feature_rows=npz_rows(data, "node_feat") if "node_feat" in members else None,
-        label_rows=npz_rows(label_file, "node_label") if label_file.is_file() else None,
-        edge_feature_rows=(
-            npz_rows(data, "edge_feat") if with_edges and "edge_feat" in members else None
-        ),
-        split_rows=_read_splits(folder),
-        given_nodes=counts[0],
-        kind="ogb",
-    )
+    names = {"edge": "edge_index", "node-feat": "node_feat", "edge-feat": "edge_feat"}
+    rows: dict[str, Rows] = {
+        role: npz_rows(data, name) for role, name in names.items() if name in members
+    }
+    if label_file.is_file():
+        rows["node-label"] = npz_rows(label_file, "node_label")
+    counts = npz_rows(data, "num_nodes_list").blocks(0, 2)
+    return rows, [int(count) for block in counts for count in block]
+
+
+def _csv_rows(raw: Path) -> tuple[dict[str, Rows], list[int]]:
+    """Return the same from tables without headers: an edge, a row or a label per line."""
+    nodes, edges = (_read_ids(raw / f"num-{what}-list.csv.gz") for what in ("node", "edge"))
+    kinds = {
+        "edge": (np.int64, edges),
+        "node-feat": (np.float32, nodes),
+        "node-label": (np.float64, nodes),
+        "edge-feat": (np.float32, edges),
+    }
+    paths = {role: raw / f"{role}.csv.gz" for role in kinds}
+    rows: dict[str, Rows] = {
+        role: _CsvRows(paths[role], dtype, int(counts.sum()))
+        for role, (dtype, counts) in kinds.items()
+        if paths[role].is_file()
+    }
+    return rows, nodes.tolist()
 
 
 def _read_splits(folder: Path) -> dict[str, Rows]:
@@ -100,33 +128,9 @@ def _read_splits(folder: Path) -> dict[str, Rows]:
 
 
 def _read_ids(path: Path) -> Ids:
-    _existing(path)
-    blocks = [block[:, 0] for block, _ in CsvReader(path, header=False).arrays(np.int64)]
-    return np.concatenate(blocks) if blocks else np.empty(0, np.int64)
-
-
-def _csv_source(folder: Path, *, with_edges: bool) -> ArraySource:
-    """Return a source over raw tables without headers: an edge, a row or a label per line."""
-    raw = folder / "raw"
-    counts = _read_ids(raw / "num-node-list.csv.gz")
-    if counts.size != 1:
-        raise DataError(f"{folder} holds {counts.size} graphs", hint="one graph is needed")
-    num_nodes, num_edges = int(counts[0]), int(_read_ids(raw / "num-edge-list.csv.gz").sum())
-    features, labels = raw / "node-feat.csv.gz", raw / "node-label.csv.gz"
-    of_edges = raw / "edge-feat.csv.gz"
-    return ArraySource(
-        name=folder.resolve().name,
-        edge_rows=_CsvRows(raw / "edge.csv.gz", np.int64, num_edges),
-        edge_pairs=True,
-        feature_rows=_CsvRows(features, np.float32, num_nodes) if features.is_file() else None,
-        label_rows=_CsvRows(labels, np.float64, num_nodes) if labels.is_file() else None,
-        edge_feature_rows=(
-            _CsvRows(of_edges, np.float32, num_edges) if with_edges and of_edges.is_file() else None
-        ),
-        split_rows=_read_splits(folder) if labels.is_file() else {},
-        given_nodes=num_nodes,
-        kind="ogb",
-    )
+    table = CsvReader(existing(path), header=False)
+    blocks = [block[:, 0] for block, _ in table.arrays(np.int64)]
+    return np.concatenate([np.empty(0, np.int64), *blocks])
 
 
 class _CsvRows:
@@ -151,12 +155,6 @@ class _CsvRows:
             )
 
 
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise DataError(f"there is no file {path}", hint="unpack the benchmark's archive again")
-    return path
-
-
 def mag240m_source(folder: str | Path) -> Source:
     """Return the papers of MAG240M and their citations."""
     folder = Path(folder)
@@ -166,11 +164,7 @@ def mag240m_source(folder: str | Path) -> Source:
     edges = processed / "paper___cites___paper" / "edge_index.npy"
     features = processed / "paper" / "node_feat.npy"
     for path in (edges, features):
-        if not path.is_file():
-            raise DataError(
-                f"there is no file {path}",
-                hint="give the folder mag240m_kddcup2021 of the large-scale challenge",
-            )
+        existing(path, hint="give the folder mag240m_kddcup2021 of the large-scale challenge")
     labels = processed / "paper" / "node_label.npy"
     split_file, meta_file = folder / "split_dict.pt", folder / "meta.pt"
     splits = load_plain(split_file) if split_file.is_file() else {}
@@ -181,15 +175,15 @@ def mag240m_source(folder: str | Path) -> Source:
         edge_rows=npy_rows(edges),
         feature_rows=npy_rows(features),
         label_rows=npy_rows(labels) if labels.is_file() else None,
-        split_rows={name: ArrayRows(np.asarray(splits.get(name, []), np.int64)) for name in SPLITS}
-        if labels.is_file()
-        else {},
+        split_rows={
+            name: ArrayRows(np.asarray(splits.get(name, []), np.int64))
+            for name in (SPLITS if labels.is_file() else ())
+        },
         num_classes=meta.get("num_classes"),
         kind="mag240m",
     )
 
 
-SOURCE_KINDS = ("npy", "ogb", "mag240m", "pyg", "table")
 _TABLE_ENDS = (".csv", ".tsv", ".txt", ".parquet", ".pq", ".gz", ".bz2", ".zst", ".edges")
 _NODE_TABLES = ("nodes", "node", "vertices")  # names of the one table that is not of edges
 _NPY_NAMES = {
@@ -255,6 +249,7 @@ def find_source(
     if not path.exists():
         raise DataError(f"there is no {path}", hint="check the path")
     kind = options.kind or _kind_of(path)
+    require_one_of(kind, _FITTING, f"source kind {kind!r}")
     _check_options(kind, options)
     if kind == "ogb":
         return ogb_source(path, leave_out=options.leave_out), ogb_adds_reverse(path)
@@ -264,9 +259,7 @@ def find_source(
         return pyg_source(path, split=options.split, leave_out=options.leave_out), False
     if kind == "npy":
         return _npy_source(path, options), False
-    if kind == "table":
-        return _with_arrays(path, options), False
-    raise ConfigurationError(f"source kind {kind!r}", hint=f"use one of {', '.join(SOURCE_KINDS)}")
+    return _with_arrays(path, options), False
 
 
 _FITTING = {  # what may be said about a source of each kind
@@ -280,13 +273,9 @@ _FITTING = {  # what may be said about a source of each kind
 
 def _check_options(kind: str, options: SourceOptions) -> None:
     """Refuse what would be left unused: somebody counts on it."""
-    plain = SourceOptions()
-    given = {
-        name
-        for name in (f.name for f in fields(SourceOptions) if f.name != "kind")
-        if getattr(options, name) != getattr(plain, name)
-    }
-    extra = sorted(given - _FITTING.get(kind, given))
+    plain = vars(SourceOptions(kind=options.kind))
+    given = {name for name, value in vars(options).items() if value != plain[name]}
+    extra = sorted(given - _FITTING[kind])
     if extra:
         raise ConfigurationError(
             f"{extra[0]} was given, which a source of kind {kind} has no use for",
@@ -400,33 +389,15 @@ def _with_arrays(path: Path, options: SourceOptions) -> Source:
         if role in options.arrays:
             raise ConfigurationError(f"{role} of an edge table were given as an array", hint=hint)
     arrays = _arrays(dict(options.arrays), options.splits, path, options)
-    return _JoinedSource(_tables_at(path, replace(options, num_nodes=arrays.num_nodes)), arrays)
-
-
-class _JoinedSource:
-    """A source over an edge table and arrays with a row per node."""
-
-    def __init__(self, table: TableSource, arrays: ArraySource) -> None:
-        if table.text_ids or table.node_table is not None:
-            raise ConfigurationError(
-                f"arrays were given to {table.name}, whose nodes are named by tables",
-                hint="put features and labels into the node table; arrays go with ids 0, 1, 2, ...",
-            )
-        self.name, self.num_nodes = table.name, arrays.num_nodes
-        self.recipe: Mapping[str, Any] = {**table.recipe, "arrays": dict(arrays.recipe)}
-        self._table, self._arrays = table, arrays
-
-    def edges(self) -> Any:
-        """Return the edges of the table."""
-        return self._table.edges()
-
-    def features(self) -> Any:
-        """Return the feature rows of the arrays."""
-        return self._arrays.features()
-
-    def labels(self) -> LabelPart | None:
-        """Return the labels and splits of the arrays."""
-        return self._arrays.labels()
+    table = _tables_at(path, replace(options, num_nodes=arrays.num_nodes))
+    if table.text_ids or table.node_table is not None:
+        raise ConfigurationError(
+            f"arrays were given to {table.name}, whose nodes are named by tables",
+            hint="put features and labels into the node table; arrays go with ids 0, 1, 2, ...",
+        )
+    arrays.name, arrays.edge_part = table.name, table.edges()
+    arrays.recipe = {**table.recipe, "arrays": dict(arrays.recipe)}
+    return arrays
 
 
 def _tables_at(path: Path, options: SourceOptions) -> TableSource:

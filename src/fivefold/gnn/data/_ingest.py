@@ -11,16 +11,17 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import DataError, require_whole
 from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.data._dataset import (
+    BESIDE_GRAPH,
     EDGE_FEATURES_FILE,
     FEATURES_FILE,
     GRAPH_FILE,
@@ -39,21 +40,13 @@ from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.gnn.storage.pages import Array, Ids
 from fivefold.units import format_bytes
 
-MIN_MEMORY_BYTES = 16_000_000
+_LEAST_MEMORY_BYTES = 16_000_000
 _MOST_CLASSES = 1 << 24
+_FILES = (LABELS_FILE, FEATURES_FILE, EDGE_FEATURES_FILE, GRAPH_FILE)
 _MARK_EVERY_BYTES = 256 << 20  # a mark syncs the file: seldom enough to cost nothing
 
 
-def check_memory(memory_bytes: int) -> None:
-    """Refuse a bound that no work could keep to."""
-    if memory_bytes < MIN_MEMORY_BYTES:
-        raise ConfigurationError(
-            f"memory_bytes is {memory_bytes} ({format_bytes(memory_bytes)})",
-            hint=f"allow at least {format_bytes(MIN_MEMORY_BYTES)}",
-        )
-
-
-def check_free(folder: Path, other: str) -> None:
+def _check_free(folder: Path, other: str) -> None:
     """Refuse a folder with a data set of the other form: of one type, or of several."""
     if (folder / other).is_file():
         raise DataError(
@@ -70,52 +63,34 @@ def write_parts(
     attributes: Mapping[str, Any],
     recipe: Mapping[str, Any],
     *,
-    parts: tuple[Any, Any, Any, Any],
+    parts: Mapping[str, Callable[[], Any]],
     rules: EdgeRules,
     memory_bytes: int,
     progress: Progress,
 ) -> None:
-    """Write labels, graph, features and those of the edges, each unless it is there already."""
-    check_memory(memory_bytes)
-    check_free(folder, HETERO_FILE)
+    """Write the parts, by the names of their files, each unless it is there already."""
+    _check_free(folder, HETERO_FILE)
     folder.mkdir(parents=True, exist_ok=True)
     recipe = json.loads(json.dumps(recipe))  # tuples become lists, as they will when read
     attributes = {**attributes, "recipe": recipe}
-    names = (LABELS_FILE, GRAPH_FILE, FEATURES_FILE, EDGE_FEATURES_FILE)
-    finished = [_is_finished(folder / name, recipe) for name in names]  # all, before any work
-    labels, edges, features, edge_features = parts
-    if not finished[0] and (label_part := labels()) is not None:
-        _write_labels(folder / LABELS_FILE, label_part, attributes, progress)
-    tables = (
-        (FEATURES_FILE, finished[2], features, "nodes"),
-        (EDGE_FEATURES_FILE, finished[3], edge_features, "edges"),
-    )
-    for name, done, make, what in tables:
-        if not done and (feature_part := make()) is not None:
-            _write_features(
-                folder / name,
-                feature_part,
-                what,
-                int(attributes["num_nodes"]) if what == "nodes" else feature_part.num_rows,
-                attributes=attributes,
-                memory_bytes=memory_bytes,
-                progress=progress,
-            )
-    # The graph last: a folder with a graph is complete.
-    if not finished[1] and (edge_part := edges()) is not None:
-        write_graph(
-            folder / GRAPH_FILE,
-            edge_part,
-            {**attributes, "files": _files_beside(folder)},
-            rules=rules,
-            memory_bytes=memory_bytes,
-            progress=progress,
-        )
+    # All are looked at before any work. The graph last: a folder with a graph is complete.
+    todo = [name for name in _FILES if not _is_finished(folder / name, recipe)]
+    run: dict[str, Any] = {"memory_bytes": memory_bytes, "progress": progress}
+    for name in todo:
+        path, part = folder / name, parts[name]() if name in parts else None
+        if part is None:
+            continue
+        if name == LABELS_FILE:
+            _write_labels(path, part, attributes, progress)
+        elif name == FEATURES_FILE:
+            count = int(attributes["num_nodes"])
+            _write_features(path, part, "nodes", count, attributes=attributes, **run)
+        elif name == EDGE_FEATURES_FILE:
+            _write_features(path, part, "edges", part.num_rows, attributes=attributes, **run)
+        else:
+            attributes = {**attributes, "files": _files_beside(folder)}
+            write_graph(path, part, attributes, rules=rules, **run)
     shutil.rmtree(work_folder(folder / GRAPH_FILE), ignore_errors=True)
-
-
-def _nothing() -> None:
-    """Return nothing: a part that a source does not have."""
 
 
 def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -130,7 +105,7 @@ def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 def _files_beside(folder: Path) -> dict[str, str]:
     """Return what a graph says of the files that belong to it."""
-    found = fingerprints(folder, (FEATURES_FILE, LABELS_FILE, EDGE_FEATURES_FILE))
+    found = fingerprints(folder, BESIDE_GRAPH)
     names = _names_hash(folder)
     return found if names is None else {**found, NAMES_FILE: names}
 
@@ -355,20 +330,31 @@ def ingest(
         ...         dataset.topology().neighbors(1).tolist(), dataset.features.read("x", 2).tolist()
         ([0, 2], [[0.0, 0.0, 1.0]])
     """
-    check_memory(memory_bytes)  # before names are numbered
+    require_whole(
+        "memory_bytes",
+        memory_bytes,
+        least=_LEAST_MEMORY_BYTES,
+        hint=f"allow at least {format_bytes(_LEAST_MEMORY_BYTES)}",
+    )
     folder, rules = Path(folder), rules or EdgeRules()
     run: dict[str, Any] = {"memory_bytes": memory_bytes, "progress": progress or no_progress}
     if isinstance(source, HeteroSource):
         return _ingest_hetero(source, folder, rules=rules, run=run)
-    check_free(folder, HETERO_FILE)
+    _check_free(folder, HETERO_FILE)
     if (prepare := getattr(source, "prepare", None)) is not None:
         prepare(folder, **run)
-    edge_features = getattr(source, "edge_features", _nothing)
+    parts: dict[str, Callable[[], Any]] = {
+        LABELS_FILE: source.labels,
+        FEATURES_FILE: source.features,
+        GRAPH_FILE: source.edges,
+    }
+    if hasattr(source, "edge_features"):
+        parts[EDGE_FEATURES_FILE] = source.edge_features
     write_parts(
         folder,
         {"name": source.name, "num_nodes": source.num_nodes},
         {**dict(source.recipe), **asdict(rules)},
-        parts=(source.labels, source.edges, source.features, edge_features),
+        parts=parts,
         rules=rules,
         **run,
     )
@@ -378,25 +364,23 @@ def ingest(
 def _ingest_hetero(
     source: HeteroSource, folder: Path, *, rules: EdgeRules, run: dict[str, Any]
 ) -> HeteroDataset:
-    check_free(folder, GRAPH_FILE)
+    _check_free(folder, GRAPH_FILE)
     listing = _listing(source, rules)
     _check_same(folder, listing)
     for name, entry in listing["nodes"].items():
         part = source.nodes[name]
-        attributes = {"name": name, "num_nodes": part.num_nodes, "node_type": name}
         write_parts(
             folder / entry["folder"],
-            attributes,
+            {"name": name, "num_nodes": part.num_nodes, "node_type": name},
             part.recipe,
-            parts=(part.labels, _nothing, part.features, _nothing),
+            parts={LABELS_FILE: part.labels, FEATURES_FILE: part.features},
             rules=EdgeRules(),
             **run,
         )
-    for entry in listing["edges"]:
-        _write_edges(folder, source, entry, rules, run)
+    for kind, entry in zip(source.edges, listing["edges"], strict=True):
+        _write_edges(folder / entry["folder"], source, kind, rules, run)
     for entry in (*listing["nodes"].values(), *listing["edges"]):
-        names = (FEATURES_FILE, LABELS_FILE, GRAPH_FILE, EDGE_FEATURES_FILE)
-        entry["files"] = fingerprints(folder / entry["folder"], names)
+        entry["files"] = fingerprints(folder / entry["folder"], _FILES)
     write_checked_json(folder / HETERO_FILE, listing)  # last: a folder with this file is complete
     return HeteroDataset.open(folder)
 
@@ -426,7 +410,11 @@ def _listing(source: HeteroSource, rules: EdgeRules) -> dict[str, Any]:
         name: {
             "num_nodes": part.num_nodes,
             "folder": f"nodes/{index}_{_slug(name)}",
-            "files": _names_of({FEATURES_FILE: part.features(), LABELS_FILE: part.labels()}),
+            "files": [
+                name
+                for name, there in ((FEATURES_FILE, part.features()), (LABELS_FILE, part.labels()))
+                if there is not None
+            ],
         }
         for index, (name, part) in enumerate(source.nodes.items())
     }
@@ -443,20 +431,10 @@ def _listing(source: HeteroSource, rules: EdgeRules) -> dict[str, Any]:
                 f"edges of type {kind} cannot be reversed into themselves",
                 hint="give the reverse as an edge type of its own",
             )
-        rows = source.edge_features.get(kind)
-        edges.append(
-            {
-                "type": list(kind),
-                "folder": f"edges/{index}_{_slug(kind[1])}",
-                "files": _names_of({GRAPH_FILE: kind, EDGE_FEATURES_FILE: rows}),
-            }
-        )
+        features = [EDGE_FEATURES_FILE] if kind in source.edge_features else []
+        place = f"edges/{index}_{_slug(kind[1])}"
+        edges.append({"type": list(kind), "folder": place, "files": [GRAPH_FILE, *features]})
     return {"version": HETERO_VERSION, "name": source.name, "nodes": nodes, "edges": edges}
-
-
-def _names_of(parts: Mapping[str, Any]) -> list[str]:
-    """Return the names of the files of the parts that there are."""
-    return [name for name, part in parts.items() if part is not None]
 
 
 def _slug(name: str) -> str:
@@ -464,27 +442,20 @@ def _slug(name: str) -> str:
 
 
 def _write_edges(
-    folder: Path,
-    source: HeteroSource,
-    entry: dict[str, Any],
-    rules: EdgeRules,
-    run: dict[str, Any],
+    folder: Path, source: HeteroSource, kind: EdgeType, rules: EdgeRules, run: dict[str, Any]
 ) -> None:
-    kind: EdgeType = tuple(entry["type"])
-    part = source.edges[kind]
+    part, rows = source.edges[kind], source.edge_features.get(kind)
     sizes = {"num_nodes": source.nodes[kind[2]].num_nodes}
     if kind[0] != kind[2]:
         sizes["num_sources"] = source.nodes[kind[0]].num_nodes
-    rows = source.edge_features.get(kind)
-    edge_features = _nothing if rows is None else (lambda: rows)
     recipe = {"edges": part.num_edges, "stamp": getattr(part, "stamp", None), **vars(rules)}
     if rows is not None:
         recipe["edge_features"] = getattr(rows, "stamp", None)
     write_parts(
-        folder / entry["folder"],
+        folder,
         {"name": source.name, "edge_type": list(kind), **sizes},
         recipe,
-        parts=(_nothing, lambda: part, _nothing, edge_features),
+        parts={GRAPH_FILE: lambda: part, EDGE_FEATURES_FILE: lambda: rows},
         rules=rules,
         **run,
     )

@@ -26,6 +26,7 @@ from fivefold.gnn.data.arrays import (
     ArraySource,
     Rows,
     as_array,
+    existing,
     file_stamp,
     one_split,
 )
@@ -109,8 +110,7 @@ def _only_graph(value: Any, path: Path) -> Any:
 def _load(path: Path, names: list[Any]) -> Any:
     import torch  # noqa: PLC0415 - heavy, and needed for these files alone
 
-    if not path.is_file():
-        raise DataError(f"there is no file {path}", hint="check the path")
+    existing(path)
     with torch.serialization.safe_globals(names):
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))

@@ -15,9 +15,9 @@ from fivefold.errors import (
     ConfigurationError,
     DataError,
     InfeasibleError,
-    StorageError,
     require_one_of,
 )
+from fivefold.files import storage_error
 from fivefold.gnn.data._dataset import GRAPH_FILE, NAMES_FILE
 from fivefold.gnn.data._ingest import check_names_file, no_progress
 from fivefold.gnn.data._tables import (
@@ -76,20 +76,16 @@ def table_source(
         message = "no edge table is given"
         raise ConfigurationError(message, hint="give one or more CSV or Parquet files")
     require_one_of(ids, ("auto", "number", "text"), f"ids is {ids!r}")
-    return TableSource(
-        [Path(path) for path in edges],
-        None if nodes is None else Path(nodes),
-        columns or TableColumns(),
-        ids,
-        num_nodes,
-        name,
-    )
+    paths, table = [Path(path) for path in edges], None if nodes is None else Path(nodes)
+    return TableSource(paths, table, columns or TableColumns(), ids, num_nodes, name)
 
 
 class TableSource:
-    r"""A source over tables; made by ``table_source``."""
+    r"""A source over tables, which has their edges itself; made by ``table_source``."""
 
-    def __init__(  # table_source explains them
+    num_edges: int | None = None
+
+    def __init__(
         self,
         edges: list[Path],
         nodes: Path | None,
@@ -104,6 +100,8 @@ class TableSource:
         self.node_table = None if nodes is None else NodeTable(nodes, columns)
         self.text_ids = ids == "text" or (ids == "auto" and self._needs_names())
         self.weighted = columns.weight is not None
+        # A line takes at least four bytes; packed files hold some ten times their size.
+        self.expected_edges = sum(path.stat().st_size // 4 for path in edges)
         self.recipe: Mapping[str, Any] = {
             "source": "tables",
             "edges": [file_stamp(path) for path in edges],
@@ -135,7 +133,7 @@ class TableSource:
             return rows
         if given is not None or self.text_ids:
             return given or 0
-        count, num_edges = count_ids(_TableEdges(self))
+        count, num_edges = count_ids(self)
         if self.ids == "auto":
             hint = (
                 "--ids text numbers them anew; --ids number keeps the gaps as nodes without edges"
@@ -156,36 +154,41 @@ class TableSource:
         for names in () if self.node_table is None else self.node_table.names():
             numbering.add(names)
         known = numbering.places
-        for columns in self._named(progress or no_progress):
-            numbering.add(columns[0], columns[1])
+        done, show = 0, progress or no_progress
+        for batch in self._batches(pa.string()):
+            numbering.add(batch.column(0), batch.column(1))
             if self.weighted:
-                numbering.weights.append(columns[2].to_numpy())
+                numbering.weights.append(batch.column(2).to_numpy())
+            done += batch.num_rows
+            show("names read", done, 0)
         names, codes = numbering.result()
         if self.node_table is None:
             self.num_nodes = len(names)
             _write_names(folder / NAMES_FILE, names)
         else:
             _check_named(names, codes, known)
-        weights = [np.empty(0, np.float32), *numbering.weights]
-        pairs = ArrayRows(codes[known:].reshape(-1, 2))
-        rows = ArrayRows(np.concatenate(weights)) if self.weighted else None
-        self.numbered = ArrayEdges(pairs, rows, pairs=True)
-
-    def _named(self, progress: Progress) -> Iterator[list[Any]]:
-        """Yield columns of sources, of targets and of weights where there are some."""
-        done = 0
-        for table, ends in zip(self.tables, self.ends, strict=True):
-            columns = [name for name in ends if name is not None]
-            types = [pa.string(), pa.string(), pa.float32()][: len(columns)]
-            for batch in table.batches(columns, types):
-                check_whole(batch, table.path)
-                yield batch.columns
-                done += batch.num_rows
-                progress("names read", done, 0)
+        weights = np.concatenate([np.empty(0, np.float32), *numbering.weights])
+        rows = ArrayRows(weights) if self.weighted else None
+        self.numbered = ArrayEdges(ArrayRows(codes[known:].reshape(-1, 2)), rows, pairs=True)
 
     def edges(self) -> Any:
         """Return the edges, numbered."""
-        return _TableEdges(self) if self.numbered is None else self.numbered
+        return self if self.numbered is None else self.numbered
+
+    def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
+        """Yield the edges from ``position`` on, in blocks of at most ``max_edges``."""
+        for part, row in rest_of(self._batches(pa.int64()), position, max_edges):
+            arrays = [column.to_numpy() for column in part.columns]
+            yield EdgeBlock(arrays[0], arrays[1], row, arrays[2] if self.weighted else None)
+
+    def _batches(self, of_ids: Any) -> Iterator[Any]:
+        """Yield columns of sources, of targets and of weights where there are some."""
+        types = [of_ids, of_ids, pa.float32()]
+        for table, ends in zip(self.tables, self.ends, strict=True):
+            columns = [name for name in ends if name is not None]
+            for batch in table.batches(columns, types[: len(columns)]):
+                check_whole(batch, table.path)
+                yield batch
 
     def features(self) -> Any:
         """Return the feature columns of the node table."""
@@ -204,57 +207,27 @@ def _edge_columns(table: TableReader, columns: TableColumns) -> tuple[str, str, 
         )
     for name in (columns.source, columns.target, columns.weight):
         check_column(table, name)
-    source, target = _ends_of(table, columns)
-    kept = (source, target, columns.weight)
-    lost = [name for name in table.names if name not in kept]
-    if lost:
-        _LOG.warning("%s: columns not stored: %s", table.path, ", ".join(lost))
-    return source, target, columns.weight
-
-
-def _ends_of(table: TableReader, columns: TableColumns) -> tuple[str, str]:
     source = columns.source or _usual(table.names, _SOURCES)
     target = columns.target or _usual(table.names, _TARGETS)
     if source is None or target is None or source == target:
         rest = [name for name in table.names if name not in (columns.source, columns.target)]
-        source = columns.source or (rest.pop(0) if rest else None)
-        target = columns.target or (rest.pop(0) if rest else None)
-    if source is None or target is None or source == target:
+        source = columns.source or rest.pop(0)
+        target = columns.target or next(iter(rest), None)
+    if target is None or source == target:
         raise DataError(
-            f"source and target of {table.path} are both column {source or target!r}",
+            f"source and target of {table.path} are both column {source!r}",
             hint="name them: --column source=NAME --column target=NAME",
         )
-    return source, target
+    lost = [name for name in table.names if name not in (source, target, columns.weight)]
+    if lost:
+        _LOG.warning("%s: columns not stored: %s", table.path, ", ".join(lost))
+    return source, target, columns.weight
 
 
 def _usual(names: list[str], usual: Sequence[str]) -> str | None:
     """Return the only column with one of these names."""
     found = [name for name in names if name.lower() in usual]
     return found[0] if len(found) == 1 else None
-
-
-class _TableEdges:
-    def __init__(self, source: TableSource) -> None:
-        self.tables, self.ends = source.tables, source.ends
-        self.weighted = source.weighted
-        self.num_edges: int | None = None
-        # A line takes at least four bytes; packed files hold some ten times their size.
-        sizes = (table.path.stat().st_size for table in self.tables)
-        self.expected_edges = sum(size // 4 for size in sizes)
-
-    def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
-        """Yield the edges from ``position`` on, in blocks of at most ``max_edges``."""
-        for part, row in rest_of(self._batches(), position, max_edges):
-            arrays = [column.to_numpy() for column in part.columns]
-            yield EdgeBlock(arrays[0], arrays[1], row, arrays[2] if len(arrays) > 2 else None)
-
-    def _batches(self) -> Iterator[Any]:
-        for table, ends in zip(self.tables, self.ends, strict=True):
-            columns = [name for name in ends if name is not None]
-            types = [pa.int64(), pa.int64(), pa.float32()][: len(columns)]
-            for batch in table.batches(columns, types):
-                check_whole(batch, table.path)
-                yield batch
 
 
 class _Numbering:
@@ -295,10 +268,9 @@ class _Numbering:
 
     def result(self) -> tuple[Any, Ids]:
         """Return the distinct names, and the number of the name at each place."""
-        if not self._parts:
-            return pa.array([], pa.large_string()), np.empty(0, np.int64)
+        self.add(pa.array([], pa.string()))
         self._unify()
-        codes = np.empty(self.places, np.int64)
+        codes = np.empty(self.places, np.int64)  # not joined: that would take the memory twice
         place = 0
         for part in self._parts:
             codes[place : place + len(part)] = part.indices.to_numpy()
@@ -335,7 +307,4 @@ def _write_names(path: Path, names: Any) -> None:
         parquet.write_table(pa.table({"name": names}), unfinished)
         unfinished.replace(path)
     except OSError as error:
-        raise StorageError(
-            f"writing {path} failed: {error.strerror or error}",
-            hint="see that the folder can be written and has space; run the same command again",
-        ) from error
+        raise storage_error(error.errno or 0, path, "writing the names") from error

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from fivefold.errors import DataError, UnsupportedError
-from fivefold.gnn.data.arrays import as_labels
+from fivefold.gnn.data.arrays import as_labels, existing
 from fivefold.gnn.data.parts import SPLITS, LabelPart
 from fivefold.gnn.storage.pages import Array, Ids
 
@@ -25,7 +25,7 @@ except ImportError as _error:  # pragma: no cover - the development environment 
     _message = "pyarrow is not installed, and tables are read with it"
     raise UnsupportedError(_message, hint="pip install 'fivefold[gnn]'") from _error
 
-_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES, _BLOCK_ROWS = 4 << 20, 1 << 16
 _PEEK_BYTES = 1 << 20  # holds a line of many columns
 _COMMENTS = ("#", "%")
 _ROLES = {"source", "target", "src", "dst", "from", "to", "head", "tail", "u", "v", "weight"}
@@ -36,9 +36,7 @@ _PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
 
 def open_table(path: str | Path, *, header: bool | None = None) -> TableReader:
     """Open a table by its name: ``.parquet``, or else CSV, also ``.gz``, ``.bz2``, ``.zst``."""
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"there is no file {path}", hint="check the path")
+    path = existing(path)
     if path.suffix in {".parquet", ".pq"}:
         return ParquetReader(path)
     return CsvReader(path, header=header)
@@ -53,18 +51,17 @@ class CsvReader:
     def __init__(self, path: Path, *, header: bool | None) -> None:
         self.path = path
         lines = self._first_lines()
-        self._skip = 0
-        while self._skip < len(lines) and _is_prelude(lines[self._skip]):
-            self._skip += 1
-        first = lines[self._skip] if self._skip < len(lines) else ""
+        table = (n for n, line in enumerate(lines) if line.strip() and line[0] not in _COMMENTS)
+        self._skip = next(table, len(lines))
+        first, *rest = [*lines[self._skip :], ""]
         self._delimiter = _delimiter_of(first, path)
         fields = self._fields(first)
-        second = self._fields(next(filter(None, lines[self._skip + 1 :]), ""))
+        second = self._fields(next(filter(None, rest), ""))
         self._header = _is_header(fields, second, path) if header is None else header
         self.num_columns = len(fields)
         generated = [str(index) for index in range(len(fields))]
         self.names = [name.strip().strip('"') for name in fields] if self._header else generated
-        check_names(self.names, path)
+        _check_names(self.names, path)
         self._types: list[Any] | None = None
 
     def _fields(self, line: str) -> list[str]:
@@ -173,12 +170,7 @@ def _delimiter_of(line: str, path: Path) -> str:
     return found[0] if found else ","
 
 
-def _is_prelude(line: str) -> bool:
-    """Return whether a line stands before the table: a comment or an empty one."""
-    return line.startswith(_COMMENTS) or not line.strip()
-
-
-def check_names(names: list[str], path: Path) -> None:
+def _check_names(names: list[str], path: Path) -> None:
     """Raise where two columns have one name: one of them would be taken for both."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -220,7 +212,7 @@ class ParquetReader:
             raise DataError(f"cannot read {path}: {error}", hint="check the file") from error
         schema = self._file.schema_arrow
         self.names: list[str] = list(schema.names)
-        check_names(self.names, path)
+        _check_names(self.names, path)
         self.types: list[Any] = list(schema.types)
 
     def batches(self, columns: Sequence[str], types: Sequence[Any] | None = None) -> Iterator[Any]:
@@ -229,7 +221,7 @@ class ParquetReader:
         if types is not None:
             schema = pa.schema(list(zip(columns, types, strict=True)))
         try:
-            for batch in self._file.iter_batches(batch_size=1 << 16, columns=list(columns)):
+            for batch in self._file.iter_batches(batch_size=_BLOCK_ROWS, columns=list(columns)):
                 chosen = batch.select(list(columns))
                 yield chosen if schema is None else chosen.cast(schema)
         except (pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowNotImplementedError, OSError) as error:
@@ -328,10 +320,16 @@ class NodeTable:
                     hint="use numbers or lists of one length",
                 )
         self.dim = sum(self.widths.values())
-        self._is_typed = isinstance(table, ParquetReader)
-        self.dtype = self._feature_dtype()
-        first = [table.names[0]] if table.names else []
-        as_text = None if self._is_typed else [pa.string()] * len(first)
+        first, as_text = table.names[:1], None
+        self.dtype, self._feature_types = np.dtype(np.float32), None
+        kinds = [self.types[name] for name in self.feature_names]
+        if isinstance(table, CsvReader):
+            # Arrow would guess by the first block, where 1.5 may come later; text has no precision.
+            self._feature_types = [k if pa.types.is_boolean(k) else pa.float32() for k in kinds]
+            as_text = [pa.string()] * len(first)
+        elif kinds:
+            elements = (kind.value_type if _is_list(kind) else kind for kind in kinds)
+            self.dtype = np.result_type(*(kind.to_pandas_dtype() for kind in elements))
         self.num_rows = sum(batch.num_rows for batch in table.batches(first, as_text))
 
     def _found_masks(self) -> dict[str, str]:
@@ -355,33 +353,16 @@ class NodeTable:
             return 0
         return int(_is_numeric(kind))
 
-    def _feature_types(self) -> list[Any] | None:
-        """Return types for text: Arrow would guess by the first block, where 1.5 may come later."""
-        if self._is_typed:
-            return None
-        kinds = [self.types[name] for name in self.feature_names]
-        return [kind if pa.types.is_boolean(kind) else pa.float32() for kind in kinds]
-
-    def _feature_dtype(self) -> np.dtype[Any]:
-        kinds = [_element(self.types[name]).to_pandas_dtype() for name in self.feature_names]
-        if not kinds:
-            return np.dtype(np.float32)
-        kind = np.result_type(*kinds)
-        # Text has no single precision: numbers of a CSV file are stored as float32.
-        return kind if self._is_typed else np.dtype(np.float32)
-
     def names(self) -> Iterator[Any]:
         """Yield the ids as text, in the order of rows; without an id column the rows' numbers."""
-        row = 0
-        columns = [self.id or self.table.names[0]]
-        for batch in self.table.batches(columns, [pa.string()] if self.id else None):
-            if self.id is None:
-                numbers = pa.array(np.arange(row, row + batch.num_rows))
-                yield numbers.cast(pa.string())
-            else:
-                check_whole(batch, self.table.path)
-                yield batch.column(0)
-            row += batch.num_rows
+        if self.id is None:
+            for first in range(0, self.num_rows, _BLOCK_ROWS):
+                numbers = np.arange(first, min(first + _BLOCK_ROWS, self.num_rows))
+                yield pa.array(numbers).cast(pa.string())
+            return
+        for batch in self.table.batches([self.id], [pa.string()]):
+            check_whole(batch, self.table.path)
+            yield batch.column(0)
 
     def describe(self) -> list[Any]:
         """Return what decides the result, beside the file."""
@@ -403,16 +384,18 @@ class NodeTable:
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Array]:
         """Yield the feature rows from ``first_row`` on, in blocks of at most ``max_rows``."""
-        batches = self.table.batches(self.feature_names, self._feature_types())
+        batches = self.table.batches(self.feature_names, self._feature_types)
         for part, _ in rest_of(batches, first_row, max_rows):
             yield self._block(part)
 
     def _block(self, batch: Any) -> Array:
         block, place = np.empty((batch.num_rows, self.dim), self.dtype), 0
         for name, column in zip(self.feature_names, batch.columns, strict=True):
-            width = self.widths[name]
-            values = column.flatten() if _is_list(column.type) else column
-            if column.null_count or values.null_count or not _all_of(column, width):
+            width, values, even = self.widths[name], column, True
+            if _is_list(column.type):
+                values = column.flatten()
+                even = compute.all(compute.equal(compute.list_value_length(column), width)).as_py()
+            if column.null_count or values.null_count or even is False:
                 raise DataError(
                     f"column {name!r} of {self.table.path} has empty fields or lists of several "
                     "lengths",
@@ -491,25 +474,11 @@ def _first_of(names: list[str], wanted: Sequence[str]) -> str | None:
     return next((name for name in names if name.lower() in wanted), None)
 
 
-def _element(kind: Any) -> Any:
-    return kind.value_type if _is_list(kind) else kind
-
-
 def _is_list(kind: Any) -> bool:
-    return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_kind(kind) for is_kind in kinds)
 
 
 def _is_numeric(kind: Any) -> bool:
-    return bool(
-        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    )
-
-
-def _all_of(column: Any, width: int) -> bool:
-    """Return whether all lists of a column have this length; numbers have."""
-    if not _is_list(column.type):
-        return True
-    lengths = compute.list_value_length(column).to_numpy(zero_copy_only=False)
-    return bool(np.all(lengths == width))
+    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    return any(is_kind(kind) for is_kind in kinds)

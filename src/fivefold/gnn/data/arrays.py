@@ -93,10 +93,18 @@ class FileRows:
             file.seek(self._data_offset + first_row * row_bytes)
             for first in range(first_row, end, max_rows):
                 count = min(max_rows, end - first)
-                buffer = bytearray(count * row_bytes)
-                _fill(file, buffer, self.place)
-                block = np.frombuffer(buffer, self.dtype)
-                yield block.reshape(count, *self.shape[1:])
+                try:
+                    data = file.read(count * row_bytes)
+                except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+                    message = f"{self.place} is damaged: {error}"
+                    raise DataError(message, hint="get the file again") from error
+                if len(data) < count * row_bytes:
+                    raise DataError(
+                        f"{self.place} is cut short: {count * row_bytes - len(data)} bytes are "
+                        "missing",
+                        hint="get the file again",
+                    )
+                yield np.frombuffer(data, self.dtype).reshape(count, *self.shape[1:])
 
 
 def one_split(rows: Rows, column: int | None) -> Rows:
@@ -114,21 +122,6 @@ def one_split(rows: Rows, column: int | None) -> Rows:
     else:
         parts = [block[:, column] for block in rows.blocks(0, 1 << 20)]
     return ArrayRows(np.concatenate(parts), stamp=[rows.stamp, column])
-
-
-def _fill(file: IO[bytes], buffer: bytearray, place: str) -> None:
-    view, filled = memoryview(buffer), 0
-    while filled < len(buffer):
-        try:
-            count = file.readinto(view[filled:])  # type: ignore[attr-defined]
-        except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise DataError(f"{place} is damaged: {error}", hint="get the file again") from error
-        if not count:
-            raise DataError(
-                f"{place} is cut short: {len(buffer) - filled} bytes are missing",
-                hint="get the file again",
-            )
-        filled += count
 
 
 def _read_header(file: IO[bytes], place: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -156,12 +149,17 @@ def file_stamp(path: Path) -> list[Any]:
     return [path.name, state.st_size, state.st_mtime_ns]
 
 
-def npy_rows(path: str | Path) -> FileRows:
+def existing(path: str | os.PathLike[str], *, hint: str = "check the path") -> Path:
+    """Return the path of a file that is there."""
+    place = Path(path)
+    if not place.is_file():
+        raise DataError(f"there is no file {place}", hint=hint)
+    return place
+
+
+def npy_rows(path: str | os.PathLike[str]) -> FileRows:
     """Return the array in a .npy file."""
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"there is no file {path}", hint="check the path")
-    return FileRows(path)
+    return FileRows(existing(path))
 
 
 def npz_members(path: Path) -> list[str]:
@@ -184,7 +182,7 @@ Array = ArrayLike | str | os.PathLike[str]
 def as_rows(value: Any, name: str = "an array") -> Rows:
     """Return the rows of an array, a tensor, or the .npy file at a path; messages say ``name``."""
     if isinstance(value, str | os.PathLike):
-        return npy_rows(Path(value))
+        return npy_rows(value)
     if isinstance(value, FileRows | ArrayRows):
         return value
     return ArrayRows(np.atleast_1d(as_array(value, name)))
@@ -287,16 +285,16 @@ class ArraySource:
 
     def __post_init__(self) -> None:
         edges = self.edge_rows
-        self._edges = None
+        self.edge_part: Any = None
         if edges is not None:
             numbered = self.numbered or self.edge_feature_rows is not None
-            self._edges = ArrayEdges(
+            self.edge_part = ArrayEdges(
                 edges, self.weight_rows, pairs=self.edge_pairs, numbered=numbered
             )
         self._edge_features = None
         if self.edge_feature_rows is not None:
             self._edge_features = ArrayFeatures(self.edge_feature_rows, what="edge features")
-            count = 0 if self._edges is None else self._edges.num_edges
+            count = 0 if self.edge_part is None else self.edge_part.num_edges
             if self._edge_features.num_rows != count:
                 raise DataError(
                     f"there are {self._edge_features.num_rows} rows of edge features for "
@@ -333,16 +331,16 @@ class ArraySource:
             return self._features.num_rows
         if self.label_rows is not None:
             return self.label_rows.shape[0]
-        if self._edges is None:
+        if self.edge_part is None:
             return 0
-        count, num_edges = count_ids(self._edges)
+        count, num_edges = count_ids(self.edge_part)
         hint = "number the nodes 0, 1, 2, ..., or say how many there are with num_nodes"
         check_gaps(count, num_edges, hint=hint)
         return count
 
     def edges(self) -> Any:
         """Return the edges."""
-        return self._edges
+        return self.edge_part
 
     def features(self) -> ArrayFeatures | None:
         """Return the feature rows."""

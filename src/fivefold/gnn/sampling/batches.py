@@ -1,8 +1,8 @@
 """Mini-batches: which training nodes are in one, and the nodes and edges sampled around them.
 
 Every draw is a hash of what it is for, by SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): the key
-absorbs (seed, epoch, batch, hop), a node's stream is ``mix(key + node * golden)``, its draw ``i`` is
-``mix(stream + (i + 1) * golden)``. Threads and libraries change nothing.
+absorbs (seed, epoch, batch, hop), a node's stream is ``mix(key + node * golden)``, its draw ``i``
+is ``mix(stream + (i + 1) * golden)``. Threads and libraries change nothing.
 """
 
 from __future__ import annotations
