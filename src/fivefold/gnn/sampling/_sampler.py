@@ -24,6 +24,7 @@ from fivefold.gnn.sampling.batches import (
     as_ids,
     checked_fanouts,
     fanouts_by_type,
+    one_type,
     stream_key,
 )
 from fivefold.gnn.sampling.kernels import (
@@ -89,24 +90,14 @@ class _NodeTable:
         refill_table(self.slots, nodes, self.count)
 
 
-class _Scratch:
-    """Chosen edge positions of one hop; grows to the widest hop and stays."""
-
-    def __init__(self) -> None:
-        self._positions: Ids = np.empty(0, np.int64)
-
-    def positions(self, count: int) -> Ids:
-        """Return room for ``count`` positions; what was there before is lost."""
-        if self._positions.size < count:
-            self._positions = np.empty(max(count, 2 * self._positions.size), np.int64)
-        return self._positions
-
-
 def _draw_edges(
-    topology: Adjacency, nodes: Ids, fanout: int, *, key: int, scratch: _Scratch
+    topology: Adjacency, nodes: Ids, fanout: int, *, key: int, buffers: _Buffers
 ) -> tuple[Ids, NDArray[np.int32]]:
-    """Return (positions of the sampled edges, in scratch memory; how many each node got)."""
-    positions = scratch.positions(most_edges(topology.indptr, nodes, fanout))
+    """Return (positions of the sampled edges, in memory that is used again; degrees)."""
+    most = most_edges(topology.indptr, nodes, fanout)
+    if buffers.positions.size < most:
+        buffers.positions = np.empty(max(most, 2 * buffers.positions.size), np.int64)
+    positions = buffers.positions
     degrees = np.empty(nodes.size, np.int32)
     frontier = (nodes, fanout, np.uint64(key), positions, degrees)
     if topology.weights is None:
@@ -149,7 +140,7 @@ class _Buffers(threading.local):
 
     def __init__(self, node_types: Sequence[str]) -> None:
         self.tables = {name: _NodeTable() for name in node_types}
-        self.scratch = _Scratch()
+        self.positions: Ids = np.empty(0, np.int64)  # of one hop's edges; grows to the widest
 
 
 class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
@@ -157,28 +148,28 @@ class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
 
     def __init__(
         self,
-        node_types: Sequence[str],
+        types: GraphTypes,
+        edges: Mapping[EdgeType, Adjacency],
         fanouts: dict[EdgeType, tuple[int, ...]],
         *,
         seed: int,
         threads: int | None,
         edge_ids: bool,
     ) -> None:
+        self.types, self.edges, self.fanouts_by_type = types, edges, fanouts
         self.seed = operator.index(seed)
         self.threads = (
             len(os.sched_getaffinity(0)) if threads is None else require_whole("threads", threads)
         )
         self.edge_ids = edge_ids
-        self._node_types = list(node_types)
-        self._by_type = fanouts
-        self._buffers = _Buffers(self._node_types)
+        self._buffers = _Buffers(list(types.num_nodes))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_buffers"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._buffers = _Buffers(self._node_types)
+        self._buffers = _Buffers(list(self.types.num_nodes))
 
     @abc.abstractmethod
     def sample(self, seeds: Seeds, *, epoch: int, batch: int) -> Sampled:
@@ -198,16 +189,14 @@ class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
             yield from in_threads(calls, threads=self.threads)
 
     def _walk(
-        self,
-        edges: Mapping[EdgeType, Adjacency],
-        tables: Mapping[str, _NodeTable],
-        key_of: Callable[[int, int], int],
+        self, key_of: Callable[[int, int], int]
     ) -> tuple[dict[str, list[int]], dict[EdgeType, list[_Hop]]]:
         """Sample hop by hop from seeded tables; returns where hops end among nodes, and hops."""
+        tables, edges = self._buffers.tables, self.edges
         bounds = {name: [0, table.count] for name, table in tables.items()}
-        hops: dict[EdgeType, list[_Hop]] = {kind: [] for kind in self._by_type}
-        for hop in range(len(next(iter(self._by_type.values()), ()))):
-            for number, (kind, fanouts) in enumerate(self._by_type.items()):
+        hops: dict[EdgeType, list[_Hop]] = {kind: [] for kind in self.fanouts_by_type}
+        for hop in range(len(next(iter(self.fanouts_by_type.values()), ()))):
+            for number, (kind, fanouts) in enumerate(self.fanouts_by_type.items()):
                 source, _, target = kind
                 first, last = bounds[target][-2:]
                 positions, degrees = _draw_edges(
@@ -215,19 +204,16 @@ class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
                     tables[target].nodes[first:last],
                     fanouts[hop],
                     key=key_of(hop, number),
-                    scratch=self._buffers.scratch,
+                    buffers=self._buffers,
                 )
                 sources = _number_edges(edges[kind], positions, tables[source])
-                edge_ids = self._ids_of(edges[kind], positions)
+                ids, edge_ids = edges[kind].edge_ids, None
+                if self.edge_ids:
+                    edge_ids = positions.copy() if ids is None else ids[positions]
                 hops[kind].append(_Hop(degrees, sources, edge_ids))
             for name, table in tables.items():
                 bounds[name].append(table.count)
         return bounds, hops
-
-    def _ids_of(self, edges: Adjacency, positions: Ids) -> Ids | None:
-        if not self.edge_ids:
-            return None
-        return positions.copy() if edges.edge_ids is None else edges.edge_ids[positions]
 
 
 def _edges_of(hops: list[_Hop]) -> dict[str, Any]:
@@ -293,8 +279,10 @@ class NeighborSampler(_Sampler[ArrayLike, SampledBatch]):
             raise ConfigurationError(message, hint="use HeteroNeighborSampler")
         self.topology = topology
         self.fanouts = checked_fanouts(fanouts)
-        by_type = {ONE_TYPE: self.fanouts}
-        super().__init__(["node"], by_type, seed=seed, threads=threads, edge_ids=edge_ids)
+        types, by_type = one_type(topology.num_nodes), {ONE_TYPE: self.fanouts}
+        super().__init__(
+            types, {ONE_TYPE: topology}, by_type, seed=seed, threads=threads, edge_ids=edge_ids
+        )
 
     def sample(self, seeds: ArrayLike, *, epoch: int, batch: int) -> SampledBatch:
         """Return the batch around ``seeds``.
@@ -311,11 +299,7 @@ class NeighborSampler(_Sampler[ArrayLike, SampledBatch]):
         """
         table = self._buffers.tables["node"]
         table.start(as_ids(seeds, "seeds"), self.topology.num_nodes)
-        bounds, hops = self._walk(
-            {ONE_TYPE: self.topology},
-            self._buffers.tables,
-            lambda hop, _: stream_key(self.seed, epoch, batch, hop),
-        )
+        bounds, hops = self._walk(lambda hop, _: stream_key(self.seed, epoch, batch, hop))
         return SampledBatch(
             number=batch,
             node_ids=table.nodes[: table.count].copy(),
@@ -362,9 +346,9 @@ class HeteroNeighborSampler(_Sampler[Mapping[str, ArrayLike], HeteroSampledBatch
     ) -> None:
         self.topology = topology
         self.fanouts = fanouts_by_type(topology.edge_types, fanouts)
-        self.types = GraphTypes(num_nodes=topology.num_nodes, edge_types=tuple(topology.edge_types))
+        types = GraphTypes(num_nodes=topology.num_nodes, edge_types=tuple(topology.edge_types))
         super().__init__(
-            topology.node_types, self.fanouts, seed=seed, threads=threads, edge_ids=edge_ids
+            types, topology.edges, self.fanouts, seed=seed, threads=threads, edge_ids=edge_ids
         )
 
     def sample(
@@ -382,9 +366,7 @@ class HeteroNeighborSampler(_Sampler[Mapping[str, ArrayLike], HeteroSampledBatch
         for name, table in tables.items():
             table.start(as_ids(seeds.get(name, ()), "seeds"), self.topology.num_nodes[name])
         bounds, hops = self._walk(
-            self.topology.edges,
-            tables,
-            lambda hop, number: stream_key(self.seed, epoch, batch, hop, number),
+            lambda hop, number: stream_key(self.seed, epoch, batch, hop, number)
         )
         fields = {kind: _edges_of(parts) for kind, parts in hops.items()}
         names = ["edges_per_hop", "degrees", "sources", *(["edge_ids"] if self.edge_ids else [])]

@@ -21,14 +21,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError, DataError, require_whole
 from fivefold.gnn.sampling._sampler import HeteroNeighborSampler, NeighborSampler
-from fivefold.gnn.sampling._topology import Adjacency
 from fivefold.gnn.sampling.batches import (
-    ONE_TYPE,
     GraphTypes,
     SampledBatch,
     as_ids,
     check_distinct,
     epoch_batches,
+    one_type,
 )
 from fivefold.gnn.storage import Container, ContainerWriter
 from fivefold.gnn.storage.files import Closing
@@ -67,20 +66,19 @@ class RecordForm:
             degree_dtype=np.min_scalar_type(_most_drawn(max_degree, fanouts)),
             edge_dtype=_signed(num_edges) if edge_ids else None,
             num_hops=len(fanouts),
-            types=_one_type(num_nodes) if types is None else types,
+            types=one_type(num_nodes) if types is None else types,
         )
 
     @classmethod
-    def of_types(cls, sampler: HeteroNeighborSampler) -> Self:
-        """Return the narrowest form for the batches of several types."""
-        edges = sampler.topology.edges
-        degrees = [_most_drawn(edges[kind].max_degree, n) for kind, n in sampler.fanouts.items()]
-        hops = len(next(iter(sampler.fanouts.values())))
+    def of(cls, sampler: NeighborSampler | HeteroNeighborSampler) -> Self:
+        """Return the narrowest form for what a sampler may yield."""
+        edges, fanouts = sampler.edges, sampler.fanouts_by_type
+        drawn = (_most_drawn(edges[kind].max_degree, numbers) for kind, numbers in fanouts.items())
         return cls.narrowest(
             num_nodes=sampler.types.total_nodes,
-            num_edges=max(map(_highest_id, edges.values())),
-            max_degree=max(degrees),
-            fanouts=[-1] * hops,
+            num_edges=max(t.num_edges if t.edge_ids is None else _MANY for t in edges.values()),
+            max_degree=max(drawn),
+            fanouts=[-1] * len(next(iter(fanouts.values()))),
             edge_ids=sampler.edge_ids,
             types=sampler.types,
         )
@@ -90,7 +88,7 @@ class RecordForm:
         """Return the form of the records of a file."""
         try:
             edge_dtype, fanouts = attributes["edge_dtype"], attributes["fanouts"]
-            types = _one_type(attributes["num_nodes"])
+            types = one_type(attributes["num_nodes"])
             if "types" in attributes:
                 types, fanouts = GraphTypes.from_json(attributes["types"]), fanouts[0]
             return cls(
@@ -102,14 +100,6 @@ class RecordForm:
             )
         except (KeyError, TypeError) as error:
             raise DataError(f"a sample file without {error}", hint="sample again") from error
-
-    def attributes(self) -> dict[str, Any]:
-        """Return what :meth:`from_attributes` reads, the hops excepted."""
-        return {
-            "node_dtype": self.node_dtype.str,
-            "degree_dtype": self.degree_dtype.str,
-            "edge_dtype": None if self.edge_dtype is None else self.edge_dtype.str,
-        }
 
     @property
     def index_width(self) -> int:
@@ -195,16 +185,8 @@ def _signed(count: int) -> np.dtype[Any]:
     return np.dtype(np.int32 if count <= 1 << 31 else np.int64)
 
 
-def _one_type(num_nodes: int) -> GraphTypes:
-    return GraphTypes(num_nodes={"node": num_nodes}, edge_types=(ONE_TYPE,))
-
-
 def _most_drawn(max_degree: int, fanouts: Sequence[int]) -> int:
     return max_degree if min(fanouts) < 0 else min(max_degree, max(fanouts))
-
-
-def _highest_id(topology: Adjacency) -> int:
-    return topology.num_edges if topology.edge_ids is None else _MANY
 
 
 class SampleFile(Closing):
@@ -439,10 +421,7 @@ class _Sampling:
         epochs: range,
         seed: int,
     ) -> None:
-        if isinstance(sampler, HeteroNeighborSampler):
-            typed, types = True, sampler.types
-        else:
-            typed, types = False, _one_type(sampler.topology.num_nodes)
+        typed, types = isinstance(sampler, HeteroNeighborSampler), sampler.types
         if typed != (input_type is not None) or (typed and input_type not in types.num_nodes):
             known = f"one of {', '.join(types.num_nodes)}" if typed else "None: there is one type"
             raise ConfigurationError(
@@ -465,28 +444,16 @@ class _Sampling:
         self.per_epoch = -(-train_ids.size // batch_size)
         self.total = self.per_epoch * len(epochs)
         self.counts = np.zeros(types.total_nodes, np.uint32)
-        self.form = self._form()
+        self.form = RecordForm.of(sampler)
         self.attributes = self._attributes()
 
-    def _form(self) -> RecordForm:
-        if isinstance(self.sampler, HeteroNeighborSampler):
-            return RecordForm.of_types(self.sampler)
-        topology = self.sampler.topology
-        return RecordForm.narrowest(
-            num_nodes=topology.num_nodes,
-            num_edges=_highest_id(topology),
-            max_degree=topology.max_degree,
-            fanouts=self.sampler.fanouts,
-            edge_ids=self.sampler.edge_ids,
-        )
-
     def _attributes(self) -> dict[str, Any]:
-        sampler, types = self.sampler, self.form.types
-        fanouts: list[Any] = list(sampler.fanouts)
-        of_types: dict[str, Any] = {}
+        sampler, types, of_types = self.sampler, self.form.types, {}
+        fanouts: list[Any] = [list(numbers) for numbers in sampler.fanouts_by_type.values()]
         if isinstance(sampler, HeteroNeighborSampler):
-            fanouts = [list(numbers) for numbers in sampler.fanouts.values()]
             of_types = {"types": types.to_json(), "input_type": self.input_type}
+        else:
+            (fanouts,) = fanouts
         return {
             "format_version": FORMAT_VERSION,
             "topology": sampler.topology.fingerprint,
@@ -499,7 +466,9 @@ class _Sampling:
             "first_epoch": self.epochs.start,
             "train_ids": hashlib.blake2b(self.train_ids.data, digest_size=16).hexdigest(),
             **of_types,
-            **self.form.attributes(),
+            "node_dtype": self.form.node_dtype.str,
+            "degree_dtype": self.form.degree_dtype.str,
+            "edge_dtype": None if self.form.edge_dtype is None else self.form.edge_dtype.str,
         }
 
     def sections(self) -> dict[str, tuple[Any, tuple[int | None, ...]]]:
@@ -533,10 +502,9 @@ class _Sampling:
         return writer.commit()
 
     def _batches(self, done: int) -> Iterator[tuple[int, int, SampledBatch]]:
-        for place, epoch in enumerate(self.epochs):
-            first = min(max(done - place * self.per_epoch, 0), self.per_epoch)
-            if first == self.per_epoch:
-                continue
+        whole = done // self.per_epoch
+        for place, epoch in enumerate(self.epochs[whole:], whole):
+            first = max(done - place * self.per_epoch, 0)
             seeds = epoch_batches(
                 self.train_ids, batch_size=self.batch_size, seed=self.seed, epoch=epoch
             )

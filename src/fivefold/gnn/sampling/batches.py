@@ -82,12 +82,6 @@ class SampledBatch:
         """Return the number of edges."""
         return self.sources.size
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the arrays."""
-        edge_ids = 0 if self.edge_ids is None else self.edge_ids.nbytes
-        return self.node_ids.nbytes + self.degrees.nbytes + self.sources.nbytes + edge_ids
-
     def targets(self) -> NDArray[np.int32]:
         """Return the local number of each edge's target."""
         return np.repeat(np.arange(self.degrees.size, dtype=np.int32), self.degrees)
@@ -125,6 +119,11 @@ class GraphTypes:
         """Return the types that :meth:`to_json` listed."""
         edge_types = tuple((kind[0], kind[1], kind[2]) for kind in found["edges"])
         return cls(num_nodes=dict(found["nodes"]), edge_types=edge_types)
+
+
+def one_type(num_nodes: int) -> GraphTypes:
+    """Return the types of a graph that has none."""
+    return GraphTypes(num_nodes={"node": num_nodes}, edge_types=(ONE_TYPE,))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -130,6 +130,15 @@ def _floyd_large(stream: Any, degree: int, fanout: int, chosen: Ids) -> None:
 
 
 @njit
+def _floyd(stream: Any, degree: int, fanout: int, chosen: Ids) -> None:
+    """Choose ``fanout`` of ``degree``, each set equally likely (Bentley and Floyd)."""
+    if fanout <= _SMALL:
+        _floyd_small(stream, degree, fanout, chosen)
+    else:
+        _floyd_large(stream, degree, fanout, chosen)
+
+
+@njit
 def draw(
     indptr: Ids, nodes: Ids, fanout: int, key: Any, positions: Ids, degrees: NDArray[np.int32]
 ) -> int:
@@ -146,10 +155,7 @@ def draw(
             taken = fanout
             chosen = positions[written : written + fanout]
             stream = mix_bits(key + np.uint64(nodes[place]) * _GOLDEN)
-            if fanout <= _SMALL:
-                _floyd_small(stream, degree, fanout, chosen)
-            else:
-                _floyd_large(stream, degree, fanout, chosen)
+            _floyd(stream, degree, fanout, chosen)
             for offset in range(fanout):
                 chosen[offset] += start
         degrees[place] = taken
@@ -278,10 +284,7 @@ def draw_in_time(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by o
             else:
                 node_stream = mix_bits(key + np.uint64(nodes[place]) * _GOLDEN)
                 stream = mix_bits(node_stream + np.uint64(trees[place] + 1) * _GOLDEN)
-                if fanout <= _SMALL:
-                    _floyd_small(stream, count, fanout, chosen)
-                else:
-                    _floyd_large(stream, count, fanout, chosen)
+                _floyd(stream, count, fanout, chosen)
             for offset in range(fanout):
                 chosen[offset] = early[chosen[offset]]
         degrees[place] = taken

@@ -148,29 +148,20 @@ class _Trees:
         self.nodes, self.trees = seeds.copy(), np.arange(seeds.size)
         self.per_hop = [seeds.size]
         self._num_nodes = num_nodes
-        # Trees count from 0 and every seed has its own: already in order.
-        self._known, self._local = self.trees * num_nodes + seeds, np.arange(seeds.size)
 
     def enter(self, nodes: Array, trees: Ids) -> Any:
         """Add what is new of one hop; return the local number of every node given, int32."""
-        both = trees * self._num_nodes + nodes
-        distinct, where, inverse = np.unique(both, return_index=True, return_inverse=True)
-        place = np.searchsorted(self._known, distinct)
-        local = np.full(distinct.size, -1)
-        inside = np.flatnonzero(place < self._known.size)
-        old = inside[self._known[place[inside]] == distinct[inside]]
-        local[old] = self._local[place[old]]
-        new = np.flatnonzero(local < 0)
-        new = new[np.argsort(where[new], kind="stable")]
-        local[new] = np.arange(self.nodes.size, self.nodes.size + new.size)
-        self.nodes = np.concatenate([self.nodes, nodes[where[new]].astype(np.int64)])
-        self.trees = np.concatenate([self.trees, trees[where[new]]])
+        known = self.nodes.size
+        nodes, trees = np.append(self.nodes, nodes), np.append(self.trees, trees)
+        _, first, inverse = np.unique(
+            trees * self._num_nodes + nodes, return_index=True, return_inverse=True
+        )
+        new = np.sort(first[first >= known])
+        local = np.where(first < known, first, known + np.searchsorted(new, first))
+        self.nodes = np.append(self.nodes, nodes[new])
+        self.trees = np.append(self.trees, trees[new])
         self.per_hop.append(new.size)
-        known = np.concatenate([self._known, distinct[new]])
-        order = np.argsort(known, kind="stable")
-        self._known = known[order]
-        self._local = np.concatenate([self._local, local[new]])[order]
-        return local[inverse].astype(np.int32)
+        return local[inverse[known:]].astype(np.int32)
 
 
 def checked_times(times: Any, count: int, name: str) -> Array:

@@ -8,7 +8,6 @@ the page cache. A page that is written in parts is dirty: ``commit`` reads it ba
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import weakref
 from pathlib import Path
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.errors import StorageError
-from fivefold.files import free_bytes, storage_error
+from fivefold.files import free_bytes, lock_file, storage_error
 from fivefold.gnn.storage._machine import copy_bytes
 from fivefold.gnn.storage.files import check_written, move_bytes, open_direct, read_into, write_all
 from fivefold.gnn.storage.pages import PAGE_BYTES, Bytes, Ids, aligned_empty, hash_into, hash_pages
@@ -31,7 +30,7 @@ _LEAST_DIRECT_BYTES = 1 << 20  # below this the page cache is faster and holds i
 _LEAST_PAGES_BYTES = 256 << 10  # the same for whole pages in aligned memory, written as they are
 NEVER, DIRTY, CLEAN = 0, 1, 2
 _CHUNK_PAGES = 4096
-_CHUNK_BYTES = _CHUNK_PAGES * 5  # a checksum of four bytes and a state of one
+_CHUNK = np.dtype([("checksums", "<u4", _CHUNK_PAGES), ("states", "u1", _CHUNK_PAGES)])
 _NO_RESERVATION = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -121,17 +120,14 @@ class PageLedger:
 
     def save(self, path: Path) -> None:
         """Write what has changed since the last call, and wait until it is on the disk."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             for chunk in sorted(self._changed):
                 pages = slice(chunk * _CHUNK_PAGES, (chunk + 1) * _CHUNK_PAGES)
-                block = np.zeros(_CHUNK_BYTES, np.uint8)
-                table = self.checksums[pages].astype("<u4").view(np.uint8)
-                block[: len(table)] = table
-                states = self.states[pages]
-                block[4 * _CHUNK_PAGES :][: len(states)] = states
-                os.pwrite(descriptor, block.tobytes(), chunk * _CHUNK_BYTES)
+                block, count = np.zeros(1, _CHUNK), len(self.states[pages])
+                block["checksums"][0, :count] = self.checksums[pages]
+                block["states"][0, :count] = self.states[pages]
+                os.pwrite(descriptor, block.tobytes(), chunk * _CHUNK.itemsize)
             os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
@@ -139,13 +135,11 @@ class PageLedger:
 
     def load(self, path: Path) -> None:
         """Take over what another process had saved."""
-        blocks = np.fromfile(path, np.uint8)
-        blocks = blocks[: len(blocks) // _CHUNK_BYTES * _CHUNK_BYTES].reshape(-1, _CHUNK_BYTES)
+        blocks = np.fromfile(path, _CHUNK)
         pages = len(blocks) * _CHUNK_PAGES
         self.grow(pages)
-        table = np.ascontiguousarray(blocks[:, : 4 * _CHUNK_PAGES]).reshape(-1)
-        self.checksums[:pages] = table.view("<u4")[: len(self.checksums)]
-        self.states[:pages] = blocks[:, 4 * _CHUNK_PAGES :].reshape(-1)[: len(self.states)]
+        self.checksums[:pages] = blocks["checksums"].reshape(-1)
+        self.states[:pages] = blocks["states"].reshape(-1)
 
 
 def _close_all(descriptors: list[int]) -> None:
@@ -168,14 +162,12 @@ class PartialFile:
             self._open.append(self.descriptor)
         except OSError as error:
             raise storage_error(error.errno or 0, path, "opening") from error
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_file(self.descriptor, path, patience_s=0):
             self.close()
             raise StorageError(
                 f"{path} is being written by another process",
                 hint="wait for it to end, or choose another path",
-            ) from None
+            )
 
     def begin(self, num_bytes: int) -> None:
         """Empty the file and set space aside."""

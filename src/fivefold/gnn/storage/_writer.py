@@ -142,13 +142,10 @@ class ContainerWriter(Closing):
             self._remove_side_files()
             self._file.begin(self._end)
         self._file.try_direct()
-        for index, name in enumerate(self._grown):
-            if index == 0:
-                self._files[name] = self._file
-                continue
-            file = PartialFile(self._beside(f".partial.{index}"))
-            self._files[name] = file
-            file.cut(self._rows[name] * self._sections[name].row_bytes)
+        self._files.update(dict.fromkeys(self._grown[:1], self._file))
+        for index, name in enumerate(self._grown[1:], 1):
+            self._files[name] = PartialFile(self._beside(f".partial.{index}"))
+            self._files[name].cut(self._grown_bytes(name))
 
     def _take_over(self) -> bool:
         """Continue an unfinished file; False where there is none."""
@@ -230,7 +227,7 @@ class ContainerWriter(Closing):
         if name not in self._rows:
             raise ConfigurationError(f"section {name!r} has a fixed length", hint="use write")
         with self._lock:
-            place = self._grown_base(name) + self._grown_bytes(name)
+            place = self._base(name) + self._grown_bytes(name)
             self._put_rows(self._files[name], place, rows)
             self._rows[name] += len(rows)
 
@@ -262,12 +259,9 @@ class ContainerWriter(Closing):
         if rows.size == 0:
             return
         ledger = self._ledger if file is self._file else None
-        little = rows.dtype.newbyteorder("<")
-        if rows.flags.c_contiguous and rows.dtype == little:
-            self._put_bytes(file, offset, rows.reshape(-1).view(np.uint8), ledger)
-            return
-        row_bytes = rows[:1].nbytes
-        step = max(1, _CHUNK_BYTES // row_bytes)
+        little, row_bytes = rows.dtype.newbyteorder("<"), rows[:1].nbytes
+        as_they_are = rows.flags.c_contiguous and rows.dtype == little
+        step = len(rows) if as_they_are else max(1, _CHUNK_BYTES // row_bytes)
         for first in range(0, len(rows), step):
             block = np.ascontiguousarray(rows[first : first + step], little)
             place = offset + first * row_bytes
@@ -315,13 +309,15 @@ class ContainerWriter(Closing):
                 hint=f"it has {self.rows(name)} rows",
             )
         rows = np.empty((last - start, *section.shape[1:]), section.dtype)
-        file = self._files.get(name, self._file)
-        base = section.offset if name not in self._rows else self._grown_base(name)
+        file, place = self._files.get(name, self._file), self._base(name)
         if rows.size:
-            file.get(rows.reshape(-1).view(np.uint8), base + start * section.row_bytes)
+            file.get(rows.reshape(-1).view(np.uint8), place + start * section.row_bytes)
         return rows
 
-    def _grown_base(self, name: str) -> int:
+    def _base(self, name: str) -> int:
+        """Return where a section begins in the file that it is in now."""
+        if name not in self._rows:
+            return self._sections[name].offset
         return self._end if self._files[name] is self._file else 0
 
     def _check_open(self) -> None:
@@ -356,7 +352,7 @@ class ContainerWriter(Closing):
                 "token": json.loads(encode_json(token)),
                 "rows": self._rows,
             }
-            for file in {id(file): file for file in self._files.values()}.values():
+            for file in set(self._files.values()):
                 file.sync()
             try:
                 self._ledger.save(self._sums)
@@ -375,8 +371,7 @@ class ContainerWriter(Closing):
             StorageError: The disk refused; what was written stays for resuming.
         """
         self._check_open()
-        self._place_grown()
-        self._seal()
+        self._seal(self._place_grown())
         try:
             self._file.path.replace(self.path)
             sync_folder(self.path.parent)
@@ -386,29 +381,25 @@ class ContainerWriter(Closing):
         self._remove_side_files()
         return Container.open(self.path)
 
-    def _place_grown(self) -> None:
-        """Give the growing sections their final places; copy all but the first."""
+    def _place_grown(self) -> int:
+        """Give the growing sections their final places, copy all but the first; return the end."""
         end = self._end
         for index, name in enumerate(self._grown):
             old = self._sections[name]
             shape = (self._rows[name], *old.shape[1:])
             section = make_section(name, old.dtype, shape, offset=end)
             self._sections[name] = section
-            if index:
-                self._copy(section)
+            for first in range(0, section.nbytes if index else 0, _CHUNK_BYTES):
+                buffer = np.empty(min(_CHUNK_BYTES, section.nbytes - first), np.uint8)
+                self._files[name].get(buffer, first)
+                self._file.put(buffer, section.offset + first, self._ledger)
             end += aligned(section.nbytes)
         self._file.cut(end)
-        self._data_end = end
+        return end
 
-    def _copy(self, section: Section) -> None:
-        for first in range(0, section.nbytes, _CHUNK_BYTES):
-            buffer = np.empty(min(_CHUNK_BYTES, section.nbytes - first), np.uint8)
-            self._files[section.name].get(buffer, first)
-            self._file.put(buffer, section.offset + first, self._ledger)
-
-    def _seal(self) -> None:
+    def _seal(self, data_end: int) -> None:
         """Make every page known; write table, manifest and last the header; wait for the disk."""
-        file, ledger, data_end = self._file, self._ledger, self._data_end
+        file, ledger = self._file, self._ledger
         ledger.grow(data_end // PAGE_BYTES)
         for section in self._sections.values():
             self._check_written(section)
@@ -452,8 +443,6 @@ class ContainerWriter(Closing):
     def _read_back(self, stop_page: int) -> None:
         """Hash the pages that came in pieces, from the file."""
         pages = self._ledger.pages_in(DIRTY, 1, stop_page)
-        if len(pages) == 0:
-            return
         step = _CHUNK_BYTES // PAGE_BYTES
         for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
             for begin in range(0, len(run), step):
