@@ -153,3 +153,10 @@ def require_whole(
         message = f"{what} must be a whole number from {least}{end}; got {value!r:.40}"
         raise ConfigurationError(message, hint=hint)
     return int(value)  # type: ignore[call-overload,no-any-return]
+
+
+def require_flag(what: str, value: object) -> bool:
+    """Return what is True or False; refuse all else: "no" would be taken for True."""
+    if type(value).__name__ not in {"bool", "bool_"}:  # also NumPy's
+        raise ConfigurationError(f"{what} is {value!r:.40}", hint="use True or False")
+    return bool(value)

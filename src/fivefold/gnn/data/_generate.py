@@ -8,17 +8,18 @@ closed form. Each group of nodes has random numbers of its own: any can be made 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fivefold._compiler import njit
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_flag, require_one_of, require_whole
 from fivefold.gnn.data._dataset import Dataset
 from fivefold.gnn.data._ingest import ingest, no_progress
 from fivefold.gnn.data._write_graph import both_ways
@@ -39,6 +40,7 @@ _MOST_THREADS = 8  # beyond that the disk is slower
 _FLOATS = ("float16", "float32", "float64")
 _ORDER, _DEGREE, _EDGE, _FEATURE, _CENTER, _LABEL, _SPLIT = range(1, 8)  # streams of random numbers
 _ONE = np.uint64(1)
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,22 +63,29 @@ class GraphRecipe:
     random_ids: bool = True
 
     def __post_init__(self) -> None:
-        shares = (self.train, self.valid, self.test)
-        rules = {
-            "nodes": (self.nodes >= 0, "0 or more"),
-            "dim": (self.dim >= 1, "1 or more"),
-            "dtype": (self.dtype in _FLOATS, f"one of {', '.join(_FLOATS)}"),
-            "seed": (0 <= self.seed < 2**64, "between 0 and 2^64 - 1"),
-            "classes": (1 <= self.classes < 2**31, "1 or more"),
-            "p_in": (0 <= self.p_in <= 1, "between 0 and 1"),
-            "mean_degree": (0 <= self.mean_degree < 2**31, "0 or more"),
-            "label_noise": (0 <= self.label_noise <= 1, "between 0 and 1"),
-            "train": (min(shares) >= 0 and sum(shares) <= 1 + 1e-9, "shares that sum to 1 at most"),
-            "neighbors": (self.neighbors in {"drawn", "drawing", "both"}, "drawn, drawing or both"),
-        }
-        for key, (allowed, rule) in rules.items():
-            if not allowed:
-                raise ConfigurationError(f"{key} is {getattr(self, key)!r}", hint=f"use {rule}")
+        require_whole("nodes", self.nodes, least=0)
+        require_whole("dim", self.dim)
+        require_whole("seed", self.seed, least=0, most=2**64 - 1)
+        require_whole("classes", self.classes, most=2**31 - 1)
+        require_one_of(self.dtype, _FLOATS, f"dtype is {self.dtype!r}")
+        require_one_of(
+            self.neighbors, ("drawn", "drawing", "both"), f"neighbors is {self.neighbors!r}"
+        )
+        require_flag("random_ids", self.random_ids)
+        shares = ("train", "valid", "test")
+        ranges: dict[str, tuple[float, float]] = dict.fromkeys(
+            (*shares, "p_in", "label_noise"), (0, 1)
+        )
+        ranges |= {"mean_degree": (0, 2**31), "signal": (-1e9, 1e9)}
+        for name, (least, most) in ranges.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:
+                raise ConfigurationError(
+                    f"{name} is {value!r}", hint=f"use a number from {least:g} to {most:g}"
+                )
+        if sum(getattr(self, name) for name in shares) > 1 + 1e-9:
+            message = f"train, valid and test are {self.train}, {self.valid} and {self.test}"
+            raise ConfigurationError(message, hint="use shares that sum to 1 at most")
 
 
 def generate_graph(  # noqa: PLR0913 - the four that everyone gives, and how to run
@@ -119,9 +128,8 @@ def generate_graph(  # noqa: PLR0913 - the four that everyone gives, and how to 
         (50, 3, (500, 16))
     """
     recipe = GraphRecipe(nodes=nodes, dim=dim, dtype=_name_of(dtype), seed=seed, **options)
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
-    if threads < 1:
-        raise ConfigurationError(f"threads is {threads}", hint="use 1 or more, or None")
+    most = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    threads = most if threads is None else require_whole("threads", threads)
     source = _Generator(recipe, threads, progress or no_progress)
     return ingest(source, folder, memory_bytes=memory_bytes, progress=progress)
 
@@ -228,6 +236,11 @@ class _Generator:
         key = self.random(stream).integers(2**64, dtype=np.uint64)
         return permute(places, self.num_nodes, key, inverse)
 
+    def made(self, make: Callable[[int, int], Made], first: int, step: int) -> Iterator[Made]:
+        """Yield what is made of each range of nodes, in order, by several threads."""
+        calls = (partial(make, *part) for part in _ranges(first, self.num_nodes, step))
+        return in_threads(calls, threads=self.threads)
+
     def _positions(self, first: int, stop: int) -> Ids:
         nodes = np.arange(first, stop)
         shuffled = self.options.random_ids
@@ -253,10 +266,6 @@ class _Generator:
         means = self.options.mean_degree / 2 * (1.0 + weights)
         drawn = self.random(_DEGREE, first).poisson(means)
         return np.asarray(np.maximum(1, drawn), np.int64)
-
-    def num_drawn(self, first: int, stop: int) -> tuple[int, int]:
-        """Return the number of edges of a group, and the node after its last."""
-        return int(self.degrees(first, stop).sum()), stop
 
     def drawn(self, first: int, stop: int) -> tuple[Array, Array]:
         """Return the edges (drawing node, drawn node) of a group."""
@@ -302,12 +311,11 @@ class _Generator:
             count = min(round(getattr(options, name) * options.nodes), options.nodes - first)
             splits[name] = np.sort(self.permuted(_SPLIT, np.arange(first, first + count)))
             first += count
-        return LabelPart(self._label_blocks, splits, options.classes)
-
-    def _label_blocks(self, first_row: int) -> Iterator[Ids]:
-        parts = _ranges(first_row, self.num_nodes, _GROUP_NODES)
-        calls = (partial(self._group_labels, *part) for part in parts)
-        return in_threads(calls, threads=self.threads)
+        return LabelPart(
+            lambda first: self.made(self._group_labels, first, _GROUP_NODES),
+            splits,
+            options.classes,
+        )
 
     def _group_labels(self, first: int, stop: int) -> Ids:
         own = self._classes_at(self._positions(first, stop))
@@ -327,12 +335,10 @@ class _GeneratedEdges:
     def __init__(self, generator: _Generator) -> None:
         self.generator = generator
         options = generator.options
-        groups = _ranges(0, options.nodes, generator.edge_group)
-        calls = (partial(generator.num_drawn, *part) for part in groups)
-        drawn = 0
-        for count, stop in in_threads(calls, threads=generator.threads):
-            drawn += count
-            generator.progress("edges counted", stop, options.nodes)
+        drawn = nodes = 0
+        for degrees in generator.made(generator.degrees, 0, generator.edge_group):
+            drawn, nodes = drawn + int(degrees.sum()), nodes + degrees.size
+            generator.progress("edges counted", nodes, options.nodes)
         self.expected_edges = drawn * (2 if options.neighbors == "both" else 1)
         self.num_edges: int | None = self.expected_edges
 
@@ -341,10 +347,7 @@ class _GeneratedEdges:
         generator = self.generator
         nodes = min(_BLOCK_NODES, int(max_edges / max(1.0, 2 * generator.options.mean_degree)))
         step = max(1, nodes // generator.edge_group) * generator.edge_group
-        parts = _ranges(position, generator.num_nodes, step)
-        return in_threads(
-            (partial(self._block, *part) for part in parts), threads=generator.threads
-        )
+        return generator.made(self._block, position, step)
 
     def _block(self, first: int, stop: int) -> EdgeBlock:
         generator = self.generator
@@ -369,10 +372,7 @@ class _GeneratedFeatures:
         generator = self.generator
         group = generator.row_group
         step = max(1, max_rows // (2 * generator.threads) // group) * group
-        parts = _ranges(first_row, generator.num_nodes, step)
-        return in_threads(
-            (partial(self._block, *part) for part in parts), threads=generator.threads
-        )
+        return generator.made(self._block, first_row, step)
 
     def _block(self, first: int, stop: int) -> Array:
         block = np.empty((stop - first, self.dim), self.dtype)

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import numpy as np
 
@@ -113,7 +114,7 @@ def _load(path: Path, names: list[Any]) -> Any:
     existing(path)
     with torch.serialization.safe_globals(names):
         try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
         except Exception as error:  # whatever bytes of another kind do to the unpickler
             hint = "save a dictionary of tensors, or a Data object, with torch.save"
             if "AttrType" in str(error):  # a graph that was used notes whose its attributes are
@@ -130,11 +131,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, pickle.UnpicklingError) or not text:
         return "it is no file of torch.save"
     return text.partition("\n")[0][:200]
-
-
-def _is_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"PK"
 
 
 _LOG = logging.getLogger(__name__)

@@ -33,7 +33,6 @@ class Rows(Protocol):
 
     def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
         """Yield rows ``first_row`` to ``stop`` (None: the end), at most ``max_rows`` at a time."""
-        ...
 
 
 class ArrayRows:

@@ -55,21 +55,17 @@ class EdgePart(Protocol):
     @property
     def num_edges(self) -> int | None:
         """Return the number of edges; None where only reading tells."""
-        ...
 
     @property
     def expected_edges(self) -> int:
         """Return a guess at their number, from above rather than from below."""
-        ...
 
     @property
     def weighted(self) -> bool:
         """Return whether blocks carry weights."""
-        ...
 
     def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
         """Yield all edges from ``position`` on (0: the start), at most ``max_edges`` at a time."""
-        ...
 
 
 class FeaturePart(Protocol):
@@ -80,7 +76,6 @@ class FeaturePart(Protocol):
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[Array]:
         """Yield all rows from ``first_row`` on, at most ``max_rows`` at a time."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +105,9 @@ class Source(Protocol):
 
     def edges(self) -> EdgePart:
         """Return the edges."""
-        ...
 
     def features(self) -> FeaturePart | None:
         """Return the feature rows; None where there are none."""
-        ...
 
     def labels(self) -> LabelPart | None:
         """Return the labels and splits; None where there are none."""
-        ...

@@ -6,14 +6,14 @@ The arrays are checked once and then read-only. This module knows nothing of fea
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_flag
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.sampling.kernels import LOCAL_BITS, check_indices, check_indptr, check_weights
 from fivefold.gnn.storage.files import WatchedFile
@@ -62,9 +62,9 @@ class Adjacency:
         check: bool = True,
     ) -> None:
         self._hold(indptr, indices, weights, edge_ids, num_sources)
-        self.max_degree: int = self._check_rows([self.indptr])
-        if check:
-            self.check()
+        self._check_rows([self.indptr])
+        if require_flag("check", check):
+            self._check_values(lambda name: [getattr(self, name)])
 
     def _hold(
         self,
@@ -83,11 +83,6 @@ class Adjacency:
         self.edge_ids: Ids | None = None
         if edge_ids is not None:
             self.edge_ids = _frozen(edge_ids, "edge_ids", np.int64)
-            if self.edge_ids.size != self.indices.size:
-                raise DataError(
-                    f"{self.edge_ids.size} edge ids for {self.indices.size} edges",
-                    hint="one for each edge",
-                )
         if self.indptr.size == 0:
             message = "indptr is empty"
             raise DataError(message, hint="it has one entry more than there are nodes")
@@ -128,6 +123,7 @@ class Adjacency:
             if progress is not None:
                 progress("topology", done, total)
 
+        require_flag("mapped", mapped)
         read = container.memory_map if mapped else partial(container.read, progress=tell)
         weights, edge_ids = (
             read(name) if name in container.sections else None for name in ("weights", "edge_ids")
@@ -137,15 +133,11 @@ class Adjacency:
         topology._hold(read("indptr"), read("indices"), weights, edge_ids, num_sources)
         if mapped:  # what is verified now was written before this moment
             topology._watched = WatchedFile(container.path, container.descriptor)
-        rows = container.blocks("indptr", _BLOCK_ROWS, overlap=1) if mapped else [topology.indptr]
-        topology.max_degree = topology._check_rows(rows)
-        for name in ("indices", "weights", "edge_ids"):
-            if name not in container.sections:
-                continue
-            blocks: Iterable[Array] = [getattr(topology, name)]
-            if mapped:
-                blocks = _told(container.blocks(name, _BLOCK_ROWS), topology.num_edges, tell)
-            topology._check_values(name, blocks)
+            topology._check_rows(container.blocks("indptr", _BLOCK_ROWS, overlap=1))
+            topology._check_values(lambda name: container.blocks(name, _BLOCK_ROWS), tell)
+        else:
+            topology._check_rows([topology.indptr])
+            topology._check_values(lambda name: [getattr(topology, name)])
         topology.check_unchanged()
         topology._fingerprint = container.fingerprint
         return topology
@@ -181,45 +173,32 @@ class Adjacency:
         sources: Array = self.indices[self.indptr[node] : self.indptr[node + 1]]
         return sources
 
-    def check(self) -> None:
-        """Read all indices and weights once.
-
-        Raises:
-            DataError: A source is out of range, or a weight is negative or not finite.
-        """
-        self._check_values("indices", [self.indices])
-        if self.weights is not None:
-            self._check_values("weights", [self.weights])
-        if self.edge_ids is not None:
-            self._check_values("edge_ids", [self.edge_ids])
-
-    def _check_values(self, name: str, blocks: Iterable[Array]) -> None:
-        first = 0
-        for block in blocks:
-            if name == "weights":
-                place = check_weights(block)
-            else:
-                place = check_indices(block, self.num_sources if name == "indices" else _MOST_IDS)
-            if place >= 0 and name == "edge_ids":
-                raise DataError(f"edge {first + place} has the id {block[place]}", hint="from 0 on")
-            if place >= 0 and name == "indices":
-                raise DataError(
-                    f"edge {first + place} comes from node {block[place]}",
-                    hint=f"sources are 0 to {self.num_sources - 1}",
-                )
-            if place >= 0:
-                raise DataError(
-                    f"edge {first + place} has weight {block[place]}",
-                    hint="weights are finite and not negative; 0 means never sampled",
-                )
-            first += block.size
+    def _check_values(
+        self,
+        blocks: Callable[[str], Iterable[Array]],
+        tell: Callable[[int, int], None] = lambda _done, _total: None,
+    ) -> None:
+        """Read all that there is beside ``indptr`` once, in blocks."""
+        rules = {
+            "indices": ("comes from node", f"sources are 0 to {self.num_sources - 1}"),
+            "weights": ("has weight", "weights are finite and not negative; 0 is never sampled"),
+            "edge_ids": ("has the id", "from 0 on"),
+        }
+        for name, (what, hint) in rules.items():
+            first = 0
+            for block in blocks(name) if getattr(self, name) is not None else ():
+                if name == "weights":
+                    place = check_weights(block)
+                else:
+                    bound = self.num_sources if name == "indices" else _MOST_IDS
+                    place = check_indices(block, bound)
+                if place >= 0:
+                    raise DataError(f"edge {first + place} {what} {block[place]}", hint=hint)
+                first += block.size
+                tell(first, self.num_edges)
 
     def check_unchanged(self) -> None:
-        """Make sure that a mapped file is still the one that was verified.
-
-        Raises:
-            DataError: It has been written to since.
-        """
+        """Raise a DataError where a mapped file has been written to since it was verified."""
         if self._watched is not None:
             self._watched.check()
 
@@ -231,13 +210,13 @@ class Adjacency:
         for array in self._arrays():
             array.flags.writeable = False  # which pickling forgets
 
-    def _check_rows(self, blocks: Iterable[Ids]) -> int:
+    def _check_rows(self, blocks: Iterable[Ids]) -> None:
         if max(self.num_nodes, self.num_sources) > _MOST_NODES:
             raise DataError(f"{self.num_nodes} nodes", hint=f"at most {_MOST_NODES}")
-        if self.weights is not None and self.weights.size != self.num_edges:
-            raise DataError(
-                f"{self.weights.size} weights for {self.num_edges} edges", hint="one for each edge"
-            )
+        for what, array in (("weights", self.weights), ("edge ids", self.edge_ids)):
+            if array is not None and array.size != self.num_edges:
+                message = f"{array.size} {what} for {self.num_edges} edges"
+                raise DataError(message, hint="one for each edge")
         node, most = -1, 0
         begin, reached = 0, 0
         for block in blocks:
@@ -256,16 +235,7 @@ class Adjacency:
             )
         if most > _MOST_DEGREE:
             raise DataError(f"a node has {most} in-edges", hint=f"at most {_MOST_DEGREE}")
-        return most
-
-
-def _told(blocks: Iterable[Array], total: int, tell: Callable[[int, int], None]) -> Iterator[Array]:
-    """Hand blocks on and say how many rows have passed."""
-    done = 0
-    for block in blocks:
-        yield block
-        done += block.size
-        tell(done, total)
+        self.max_degree: int = most
 
 
 def _frozen(values: ArrayLike, name: str, dtype: Any) -> Array:

@@ -5,9 +5,10 @@ arrays and memory maps alike. The caller keeps the arrays alive and has checked 
 Memory order is stated at every shared word, so the kernels are right on x86 and on arm64.
 """
 
-# ruff: noqa: ARG001 - numba reads the parameters' names and types from the signature
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from fivefold._compiler import njit, numba
@@ -28,15 +29,7 @@ pwrite: Any = types.ExternalFunction(
 #: ``long syscall(long, ...)`` with six arguments, which is how libc passes them on.
 syscall: Any = types.ExternalFunction(
     "syscall",
-    types.int64(
-        types.int64,
-        types.int64,
-        types.int64,
-        types.int64,
-        types.int64,
-        types.int64,
-        types.int64,
-    ),
+    types.int64(*[types.int64] * 7),
 )
 _errno_location: Any = types.ExternalFunction("__errno_location", types.CPointer(types.int32)())
 
@@ -51,89 +44,70 @@ def _pointer(builder: Any, address: Any, bits: int) -> Any:
     return builder.inttoptr(address, cgutils.ir.IntType(bits).as_pointer())
 
 
-@intrinsic
-def load_u64(_typing: Any, address: Any) -> Any:
+def _operation(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make an operation for compiled code of a function that emits its instructions."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            return emit(builder, *values)
+
+        @wraps(emit)  # numba counts the parameters
+        def typed(*_: Any) -> Any:
+            return result(*kinds), generate
+
+        return intrinsic(typed)
+
+    return decorate
+
+
+@_operation(types.uint64, types.int64)
+def load_u64(builder: Any, address: Any) -> Any:
     """Return eight bytes at any address, aligned or not."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.load(_pointer(builder, arguments[0], 64), align=1)
-
-    return types.uint64(types.int64), generate
+    return builder.load(_pointer(builder, address, 64), align=1)
 
 
-@intrinsic
-def store_u32(_typing: Any, address: Any, value: Any) -> Any:
+@_operation(types.void, types.int64, types.uint32)
+def store_u32(builder: Any, address: Any, value: Any) -> None:
     """Write four bytes at any address."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[1], _pointer(builder, arguments[0], 32), align=1)
-
-    return types.void(types.int64, types.uint32), generate
+    builder.store(value, _pointer(builder, address, 32), align=1)
 
 
-@intrinsic
-def store_u64(_typing: Any, address: Any, value: Any) -> Any:
+@_operation(types.void, types.int64, types.uint64)
+def store_u64(builder: Any, address: Any, value: Any) -> None:
     """Write eight bytes at any address."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[1], _pointer(builder, arguments[0], 64), align=1)
-
-    return types.void(types.int64, types.uint64), generate
+    builder.store(value, _pointer(builder, address, 64), align=1)
 
 
-@intrinsic
-def copy_bytes(_typing: Any, target: Any, source: Any, count: Any) -> Any:
+@_operation(types.void, types.int64, types.int64, types.int64)
+def copy_bytes(builder: Any, target: Any, source: Any, count: Any) -> None:
     """Copy by ``memcpy``: the two ranges do not overlap."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        to, origin = (_pointer(builder, value, 8) for value in arguments[:2])
-        cgutils.raw_memcpy(builder, to, origin, arguments[2], 1)
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    to, origin = _pointer(builder, target, 8), _pointer(builder, source, 8)
+    cgutils.raw_memcpy(builder, to, origin, count, 1)
 
 
-@intrinsic
-def atomic_add(_typing: Any, address: Any, value: Any) -> Any:
+@_operation(types.int64, types.int64, types.int64)
+def atomic_add(builder: Any, address: Any, value: Any) -> Any:
     """Add to a shared ``int64`` and return what it was; no other memory is ordered by it."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.atomic_rmw(
-            "add", _pointer(builder, arguments[0], 64), arguments[1], "monotonic"
-        )
-
-    return types.int64(types.int64, types.int64), generate
+    return builder.atomic_rmw("add", _pointer(builder, address, 64), value, "monotonic")
 
 
-@intrinsic
-def load_acquire_u32(_typing: Any, address: Any) -> Any:
+@_operation(types.uint32, types.int64)
+def load_acquire_u32(builder: Any, address: Any) -> Any:
     """Read a shared word; what its writer stored before it is visible afterwards."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_pointer(builder, arguments[0], 32), "acquire", 4)
-
-    return types.uint32(types.int64), generate
+    return builder.load_atomic(_pointer(builder, address, 32), "acquire", 4)
 
 
-@intrinsic
-def store_release_u32(_typing: Any, address: Any, value: Any) -> Any:
+@_operation(types.void, types.int64, types.uint32)
+def store_release_u32(builder: Any, address: Any, value: Any) -> None:
     """Write a shared word after everything that was stored before it."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        builder.store_atomic(arguments[1], _pointer(builder, arguments[0], 32), "release", 4)
-
-    return types.void(types.int64, types.uint32), generate
+    builder.store_atomic(value, _pointer(builder, address, 32), "release", 4)
 
 
-@intrinsic
-def prefetch(_typing: Any, address: Any) -> Any:
+@_operation(types.void, types.int64)
+def prefetch(builder: Any, address: Any) -> None:
     """Tell the processor that the cache line at this address will be read soon."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        word = cgutils.ir.IntType(32)
-        place = _pointer(builder, arguments[0], 8)
-        kind = cgutils.ir.FunctionType(cgutils.ir.VoidType(), [place.type, word, word, word])
-        name = "llvm.prefetch.p0" if "*" not in str(place.type) else "llvm.prefetch.p0i8"
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        builder.call(function, [place, word(0), word(3), word(1)])
-
-    return types.void(types.int64), generate
+    word, place = cgutils.ir.IntType(32), _pointer(builder, address, 8)
+    kind = cgutils.ir.FunctionType(cgutils.ir.VoidType(), [place.type, word, word, word])
+    name = "llvm.prefetch.p0" if "*" not in str(place.type) else "llvm.prefetch.p0i8"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    builder.call(function, [place, word(0), word(3), word(1)])
