@@ -142,9 +142,9 @@ class _CsvRows:
         self.dtype = np.dtype(dtype)
         self.stamp = file_stamp(path)
 
-    def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Any]:
         """Yield rows; those before ``first_row`` are read past."""
-        row, end = first_row, self.shape[0] if stop is None else stop
+        row, end = first_row, self.shape[0]
         for block, after in self.table.arrays(self.dtype, first_row=first_row, max_rows=max_rows):
             row = after
             yield block
@@ -351,14 +351,14 @@ def _arrays(
 def _table_files(folder: Path) -> list[Path]:
     """Return the edge tables of a folder, or of its partitions such as ``year=2020/``."""
     for pattern in ("*", "*=*/**/*"):
-        found = [path for path in folder.glob(pattern) if _is_table(path)]
+        found = sorted(
+            path
+            for path in folder.glob(pattern)
+            if path.suffix in _TABLE_ENDS and path.name[0] not in "._" and path.is_file()
+        )
         if found:
-            return sorted(found)
+            return found
     return []
-
-
-def _is_table(path: Path) -> bool:
-    return path.suffix in _TABLE_ENDS and not path.name.startswith((".", "_")) and path.is_file()
 
 
 def _check_parts(files: list[Path], header: bool | None) -> None:  # noqa: FBT001 - of TableColumns

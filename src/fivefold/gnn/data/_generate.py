@@ -79,7 +79,8 @@ class GraphRecipe:
         ranges |= {"mean_degree": (0, 2**31), "signal": (-1e9, 1e9)}
         for name, (least, most) in ranges.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not is_number or not least <= float(value) <= most:
                 raise ConfigurationError(
                     f"{name} is {value!r}", hint=f"use a number from {least:g} to {most:g}"
                 )
@@ -249,8 +250,6 @@ class _Generator:
     def _classes_at(self, positions: Ids) -> Ids:
         return np.searchsorted(self.class_starts, positions, side="right") - 1
 
-    # --- edges --------------------------------------------------------------------------------
-
     def edges(self) -> _GeneratedEdges:
         """Return the edges, drawn as they are read."""
         return _GeneratedEdges(self)
@@ -284,8 +283,6 @@ class _Generator:
         dtype = index_dtype(self.num_nodes)
         drawers = np.repeat(np.arange(first, stop, dtype=dtype), degrees)
         return drawers, drawn.astype(dtype)
-
-    # --- features and labels ------------------------------------------------------------------
 
     def features(self) -> _GeneratedFeatures:
         """Return the feature rows, drawn as they are read."""

@@ -37,7 +37,7 @@ from fivefold.gnn.data._write_graph import EdgeRules, work_folder, write_graph
 from fivefold.gnn.data.parts import FeaturePart, LabelPart, Progress, Source
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.storage import Container, ContainerWriter
-from fivefold.gnn.storage.pages import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids, first_outside
 from fivefold.units import format_bytes
 
 _LEAST_MEMORY_BYTES = 16_000_000
@@ -88,12 +88,14 @@ def write_parts(
         elif name == EDGE_FEATURES_FILE:
             _write_features(path, part, "edges", part.num_rows, attributes=attributes, **run)
         else:
-            attributes = {**attributes, "files": _files_beside(folder)}
-            write_graph(path, part, attributes, rules=rules, **run)
+            files = _fingerprints(folder, BESIDE_GRAPH)
+            if (names := _names_hash(folder)) is not None:
+                files[NAMES_FILE] = names
+            write_graph(path, part, {**attributes, "files": files}, rules=rules, **run)
     shutil.rmtree(work_folder(folder / GRAPH_FILE), ignore_errors=True)
 
 
-def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, str]:
+def _fingerprints(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Return the fingerprints of the files of these names that are in a folder."""
     found = {}
     for name in names:
@@ -101,13 +103,6 @@ def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, str]:
             with Container.open(folder / name) as container:
                 found[name] = container.fingerprint
     return found
-
-
-def _files_beside(folder: Path) -> dict[str, str]:
-    """Return what a graph says of the files that belong to it."""
-    found = fingerprints(folder, BESIDE_GRAPH)
-    names = _names_hash(folder)
-    return found if names is None else {**found, NAMES_FILE: names}
 
 
 def _names_hash(folder: Path) -> str | None:
@@ -200,7 +195,7 @@ def _checked_labels(
 
 
 def _check_split(name: str, ids: Ids, num_nodes: int) -> None:
-    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_nodes:
+    if first_outside(ids, num_nodes) >= 0:
         raise DataError(
             f"the {name} split has ids from {ids.min()} to {ids.max()}, "
             f"the graph {num_nodes} nodes",
@@ -380,7 +375,7 @@ def _ingest_hetero(
     for kind, entry in zip(source.edges, listing["edges"], strict=True):
         _write_edges(folder / entry["folder"], source, kind, rules, run)
     for entry in (*listing["nodes"].values(), *listing["edges"]):
-        entry["files"] = fingerprints(folder / entry["folder"], _FILES)
+        entry["files"] = _fingerprints(folder / entry["folder"], _FILES)
     write_checked_json(folder / HETERO_FILE, listing)  # last: a folder with this file is complete
     return HeteroDataset.open(folder)
 

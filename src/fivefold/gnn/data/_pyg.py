@@ -220,7 +220,12 @@ def _hetero_source(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         counts = {kind: data[kind].num_nodes for kind in data.node_types}
-    sizes = {kind: _known(count, kind) for kind, count in counts.items()}
+    for kind, count in counts.items():
+        if count is None:
+            raise DataError(
+                f"node type {kind!r} says neither features nor num_nodes",
+                hint=f"set data[{kind!r}].num_nodes",
+            )
     kept = {kind: _rows(data[kind], "edge_attr", stamp) for kind in data.edge_types}
     attributes = (
         {} if "edge_attr" in leave_out else {k: v for k, v in kept.items() if v is not None}
@@ -236,7 +241,7 @@ def _hetero_source(
         kind: ArraySource(
             name=kind,
             edge_rows=None,
-            given_nodes=sizes[kind],
+            given_nodes=counts[kind],
             kind="pyg",
             **_node_parts(data[kind], stamp, split),
         )
@@ -246,15 +251,6 @@ def _hetero_source(
         kind: ArrayFeatures(rows, what=f"edge_attr of {kind}") for kind, rows in attributes.items()
     }
     return HeteroSource(name=name, nodes=nodes, edges=edges, edge_features=features)
-
-
-def _known(count: int | None, kind: str) -> int:
-    if count is None:
-        raise DataError(
-            f"node type {kind!r} says neither features nor num_nodes",
-            hint=f"set data[{kind!r}].num_nodes",
-        )
-    return int(count)
 
 
 def _node_parts(store: Any, stamp: Any, split: int | None) -> dict[str, Any]:

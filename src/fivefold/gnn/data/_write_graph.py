@@ -23,7 +23,7 @@ from fivefold._compiler import njit
 from fivefold.errors import DataError, InfeasibleError
 from fivefold.gnn.data.parts import EdgeBlock, EdgePart, Progress, index_dtype
 from fivefold.gnn.storage import Container, ContainerWriter, RowReader
-from fivefold.gnn.storage.pages import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids, first_outside
 
 _SORT_BYTES_PER_EDGE = 48  # ids twice, weights twice, places, and NumPy's temporaries
 _MOST_BUCKETS = 512
@@ -99,8 +99,6 @@ class EdgeBuckets:
         self._writer: ContainerWriter | None = None
         self._reader: RowReader | None = None
         self._starts: Ids = np.empty((0, self.num_buckets + 1), np.int64)
-
-    # --- first pass ---------------------------------------------------------------------------
 
     def resume(self, recipe_id: str) -> None:
         """Take over what an earlier, killed run has spilled, or begin with an empty folder."""
@@ -195,8 +193,6 @@ class EdgeBuckets:
         """Delete what was spilled."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    # --- second pass --------------------------------------------------------------------------
 
     @property
     def _some(self) -> int:
@@ -392,8 +388,7 @@ def _check_ids(block: EdgeBlock, attributes: Mapping[str, Any]) -> None:
     for end, ids, size in zip(
         ("source", "target"), (block.sources, block.targets), sizes, strict=True
     ):
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < size:
-            wrong = int(np.flatnonzero((ids < 0) | (ids >= size))[0])
+        if (wrong := first_outside(ids, size)) >= 0:
             raise DataError(
                 f"an edge has {end} {int(ids[wrong])}, but there are {size} nodes"
                 f" (edge {int(block.sources[wrong])} -> {int(block.targets[wrong])})",

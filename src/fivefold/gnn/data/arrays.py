@@ -31,8 +31,8 @@ class Rows(Protocol):
     dtype: np.dtype[Any]
     stamp: Any
 
-    def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
-        """Yield rows ``first_row`` to ``stop`` (None: the end), at most ``max_rows`` at a time."""
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Any]:
+        """Yield rows from ``first_row`` on, at most ``max_rows`` at a time."""
 
 
 class ArrayRows:
@@ -51,11 +51,14 @@ class ArrayRows:
             total = xxhash.xxh64_intdigest(data.data, total)
         return f"{total:016x}"
 
-    def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Any]:
         """Yield views of the array."""
-        end = self.shape[0] if stop is None else stop
-        for first in range(first_row, end, max_rows):
-            yield self.array[first : min(first + max_rows, end)]
+        for first in range(first_row, len(self.array), max_rows):
+            yield self.array[first : first + max_rows]
+
+    def halves(self) -> list[ArrayRows]:
+        """Return the two rows of the array, as arrays of their own."""
+        return [ArrayRows(row, self.stamp) for row in self.array]
 
 
 class FileRows:
@@ -67,7 +70,7 @@ class FileRows:
         self.place = str(path) if member is None else f"{path}:{member}"
         with self._open() as file:
             self.shape, fortran, self.dtype = _read_header(file, self.place)
-            self._data_offset = file.tell()
+            self.offset = file.tell()  # of the first element, in bytes
         if not self.shape:
             self.shape = (1,)
         if fortran and len(self.shape) > 1:
@@ -84,12 +87,19 @@ class FileRows:
         except (OSError, KeyError, zipfile.BadZipFile) as error:
             raise DataError(f"cannot read {self.place}: {error}", hint="check the path") from error
 
-    def blocks(self, first_row: int, max_rows: int, *, stop: int | None = None) -> Iterator[Any]:
+    def halves(self) -> list[FileRows]:
+        """Return the two rows of the array, as arrays of their own."""
+        first, second = copy.copy(self), copy.copy(self)
+        first.shape = second.shape = self.shape[1:]
+        second.offset += self.shape[1] * self.dtype.itemsize
+        return [first, second]
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Any]:
         """Yield rows read from the file."""
-        end = self.shape[0] if stop is None else stop
+        end = self.shape[0]
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         with self._open() as file:
-            file.seek(self._data_offset + first_row * row_bytes)
+            file.seek(self.offset + first_row * row_bytes)
             for first in range(first_row, end, max_rows):
                 count = min(max_rows, end - first)
                 try:
@@ -117,7 +127,7 @@ def one_split(rows: Rows, column: int | None) -> Rows:
             hint="columns count from 0",
         )
     if turned:
-        parts = [block[0] for block in rows.blocks(column, 1, stop=column + 1)]
+        parts = [next(rows.blocks(column, 1))[0]]
     else:
         parts = [block[:, column] for block in rows.blocks(0, 1 << 20)]
     return ArrayRows(np.concatenate(parts), stamp=[rows.stamp, column])
@@ -531,19 +541,9 @@ class ArrayEdges:
             for block in self.rows.blocks(position, max_edges):
                 yield _as_ids(block[:, 0]), _as_ids(block[:, 1])
             return
-        if isinstance(self.rows, FileRows):
-            flat = copy.copy(self.rows)
-            flat.shape = (2 * self.num_edges,)  # the same file as one long row of numbers
-            end = self.num_edges
-            sources = flat.blocks(position, max_edges, stop=end)
-            targets = flat.blocks(position + end, max_edges, stop=2 * end)
-            for source, target in zip(sources, targets, strict=True):
-                yield _as_ids(source), _as_ids(target)
-            return
-        array = self.rows.array  # type: ignore[attr-defined]
-        for first in range(position, self.num_edges, max_edges):
-            part = array[:, first : first + max_edges]
-            yield _as_ids(part[0]), _as_ids(part[1])
+        halves = (end.blocks(position, max_edges) for end in self.rows.halves())  # type: ignore[attr-defined]
+        for source, target in zip(*halves, strict=True):
+            yield _as_ids(source), _as_ids(target)
 
 
 def _as_ids(values: NDArray[Any]) -> NDArray[Any]:

@@ -13,7 +13,7 @@ from fivefold.gnn.data._write_graph import count_keys
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.storage import Container
-from fivefold.gnn.storage.pages import Ids
+from fivefold.gnn.storage.pages import Ids, first_outside
 
 
 def describe(dataset: Dataset | HeteroDataset, progress: Progress | None = None) -> dict[str, Any]:
@@ -22,7 +22,16 @@ def describe(dataset: Dataset | HeteroDataset, progress: Progress | None = None)
     The files of graph and labels are read once, in blocks; counters take 4 to 8 bytes per node.
     """
     if isinstance(dataset, HeteroDataset):
-        return _describe_hetero(dataset)
+        edges = {
+            " ".join(kind): int(dataset.graph(kind).sections["indices"].shape[0])
+            for kind in dataset.edge_types
+        }
+        return {
+            "name": dataset.name,
+            "nodes": dataset.num_nodes,
+            "edges": edges,
+            **_files(dataset),
+        }
     into, out, isolated = _degrees(dataset.graph, dataset.num_nodes, progress or no_progress)
     facts: dict[str, Any] = {
         "name": dataset.name,
@@ -52,14 +61,6 @@ def describe(dataset: Dataset | HeteroDataset, progress: Progress | None = None)
     return {**facts, **_files(dataset)}
 
 
-def _describe_hetero(dataset: HeteroDataset) -> dict[str, Any]:
-    edges = {
-        " ".join(kind): int(dataset.graph(kind).sections["indices"].shape[0])
-        for kind in dataset.edge_types
-    }
-    return {"name": dataset.name, "nodes": dataset.num_nodes, "edges": edges, **_files(dataset)}
-
-
 def _files(dataset: Dataset | HeteroDataset) -> dict[str, Any]:
     files = {
         name: {"bytes": file.path.stat().st_size, "fingerprint": file.fingerprint}
@@ -75,7 +76,7 @@ def _degrees(graph: Container, num_nodes: int, progress: Progress) -> tuple[Ids,
     degrees = np.zeros(num_nodes, np.uint32 if num_edges < 2**32 else np.int64)
     done = 0
     for sources in graph.blocks("indices"):
-        if sources.size and not 0 <= int(sources.min()) <= int(sources.max()) < num_nodes:
+        if first_outside(sources, num_nodes) >= 0:
             raise DataError(
                 f"{graph.path} names a node that is not there", hint="ingest the graph again"
             )

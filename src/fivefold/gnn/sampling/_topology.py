@@ -6,7 +6,7 @@ The arrays are checked once and then read-only. This module knows nothing of fea
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from fivefold.errors import ConfigurationError, DataError, require_flag
 from fivefold.gnn.sampling.batches import EdgeType
-from fivefold.gnn.sampling.kernels import LOCAL_BITS, check_indices, check_indptr, check_weights
+from fivefold.gnn.sampling.kernels import LOCAL_BITS
 from fivefold.gnn.storage.files import WatchedFile
-from fivefold.gnn.storage.pages import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids, first_outside
 
 if TYPE_CHECKING:
     from fivefold.gnn.storage import Container
@@ -62,9 +62,9 @@ class Adjacency:
         check: bool = True,
     ) -> None:
         self._hold(indptr, indices, weights, edge_ids, num_sources)
-        self._check_rows([self.indptr])
+        self._check_rows(self._blocks("indptr"))
         if require_flag("check", check):
-            self._check_values(lambda name: [getattr(self, name)])
+            self._check_values(self._blocks)
 
     def _hold(
         self,
@@ -136,8 +136,8 @@ class Adjacency:
             topology._check_rows(container.blocks("indptr", _BLOCK_ROWS, overlap=1))
             topology._check_values(lambda name: container.blocks(name, _BLOCK_ROWS), tell)
         else:
-            topology._check_rows([topology.indptr])
-            topology._check_values(lambda name: [getattr(topology, name)])
+            topology._check_rows(topology._blocks("indptr"))
+            topology._check_values(topology._blocks)
         topology.check_unchanged()
         topology._fingerprint = container.fingerprint
         return topology
@@ -173,6 +173,12 @@ class Adjacency:
         sources: Array = self.indices[self.indptr[node] : self.indptr[node + 1]]
         return sources
 
+    def _blocks(self, name: str) -> Iterator[Array]:
+        """Yield an array in parts; those of indptr share an entry."""
+        array, overlap = getattr(self, name), int(name == "indptr")
+        for start in range(0, max(len(array) - overlap, 1), _BLOCK_ROWS):
+            yield array[start : start + _BLOCK_ROWS + overlap]
+
     def _check_values(
         self,
         blocks: Callable[[str], Iterable[Array]],
@@ -188,10 +194,12 @@ class Adjacency:
             first = 0
             for block in blocks(name) if getattr(self, name) is not None else ():
                 if name == "weights":
-                    place = check_weights(block)
+                    whole = not block.size or (block.min() >= 0 and block.max() < np.inf)
+                    place = -1 if whole else int(np.argmin((block >= 0) & (block < np.inf)))
                 else:
-                    bound = self.num_sources if name == "indices" else _MOST_IDS
-                    place = check_indices(block, bound)
+                    place = first_outside(
+                        block, self.num_sources if name == "indices" else _MOST_IDS
+                    )
                 if place >= 0:
                     raise DataError(f"edge {first + place} {what} {block[place]}", hint=hint)
                 first += block.size
@@ -217,14 +225,15 @@ class Adjacency:
             if array is not None and array.size != self.num_edges:
                 message = f"{array.size} {what} for {self.num_edges} edges"
                 raise DataError(message, hint="one for each edge")
-        node, most = -1, 0
-        begin, reached = 0, 0
+        node, most, begin, reached = -1, 0, 0, 0
         for block in blocks:
-            wrong, greatest = check_indptr(block)
-            if block[0] != reached:
-                wrong = 0
-            node = begin + wrong if node < 0 <= wrong else node
-            most = max(most, greatest)
+            degrees = np.diff(block)
+            falls = np.flatnonzero(degrees < 0)
+            if node < 0 and block[0] != reached:
+                node = begin
+            elif node < 0 and falls.size:
+                node = begin + int(falls[0])
+            most = max(most, int(degrees.max(initial=0)))
             begin, reached = begin + block.size - 1, block[-1]
         if node < 0 and reached != self.num_edges:
             node = self.num_nodes

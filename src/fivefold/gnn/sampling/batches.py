@@ -35,36 +35,17 @@ class SampledBatch:
     Nodes stand in order of discovery: the seeds, then the nodes first met in hop 1, and so on.
     Each node is expanded once, in the hop after its discovery, so that edges are grouped by
     target, and the targets are 0, 1, 2, ...
-
-    Attributes:
-        number: Which batch this is.
-        node_ids: ``[nodes]``, the ids in the graph; int64, distinct (in each tree).
-        batch_size: How many of them, at the front, are seeds.
-        nodes_per_hop: ``[hops + 1]``, newly met nodes: seeds, hop 1, ...; int64.
-        edges_per_hop: ``[hops]``, int64.
-        degrees: ``[nodes of all hops but the last]``, sampled in-edges of each target; int32.
-        sources: ``[edges]``, local number of each edge's source; int32.
-        edge_ids: ``[edges]``, id of each edge (``Adjacency.edge_ids``, or its position in
-            ``indices``); int64, or None where it was not asked for.
-        trees: ``[nodes]``, the seed that a node was found from, where every seed has a tree of its
-            own and a node may be in several; int64. None where a node stands once.
-
-    Examples:
-        >>> from fivefold.gnn.sampling import NeighborSampler, Adjacency
-        >>> sampler = NeighborSampler(Adjacency([0, 2, 2, 3], [1, 2, 0]), [-1])
-        >>> batch = sampler.sample([0], epoch=0, batch=0)
-        >>> batch.node_ids.tolist(), batch.edge_index().tolist()
-        ([0, 1, 2], [[1, 2], [0, 0]])
     """
 
     number: int
-    node_ids: Ids
-    batch_size: int
-    nodes_per_hop: Ids
-    edges_per_hop: Ids
-    degrees: NDArray[np.int32]
-    sources: NDArray[np.int32]
-    edge_ids: Ids | None = None
+    node_ids: Ids  # [nodes], the ids in the graph, distinct (in each tree)
+    batch_size: int  # how many of them, at the front, are seeds
+    nodes_per_hop: Ids  # [hops + 1], newly met nodes: seeds, hop 1, ...
+    edges_per_hop: Ids  # [hops]
+    degrees: NDArray[np.int32]  # [nodes of all hops but the last], sampled in-edges of each target
+    sources: NDArray[np.int32]  # [edges], local number of each edge's source
+    edge_ids: Ids | None = None  # [edges], as Adjacency.edge_ids; None where not asked for
+    # [nodes], the seed that a node was found from, where each seed has a tree of its own.
     trees: Ids | None = None
 
     @property
@@ -131,37 +112,23 @@ class HeteroSampledBatch:
     """A mini-batch with the fields of :class:`SampledBatch` for each node or edge type.
 
     Local numbers count within a type. A type without nodes or edges in the batch has empty arrays.
-
-    Attributes:
-        number: Which batch this is.
-        node_ids: By node type: ids, seeds first, then in order of discovery; int64.
-        batch_sizes: By node type: how many of them are seeds.
-        nodes_per_hop: By node type: ``[hops + 1]``, newly met nodes.
-        edges_per_hop: By edge type: ``[hops]``.
-        degrees: By edge type: sampled in-edges of target nodes 0, 1, ...; int32.
-        sources: By edge type: local number, in the source type, of each edge's source; int32.
-        edge_ids: By edge type: positions in ``indices``; empty where it was not asked for.
     """
 
     number: int
-    node_ids: dict[str, Ids]
-    batch_sizes: dict[str, int]
+    node_ids: dict[str, Ids]  # seeds first, then in order of discovery
+    batch_sizes: dict[str, int]  # how many of them are seeds
     nodes_per_hop: dict[str, Ids]
     edges_per_hop: dict[EdgeType, Ids]
-    degrees: dict[EdgeType, NDArray[np.int32]]
-    sources: dict[EdgeType, NDArray[np.int32]]
-    edge_ids: dict[EdgeType, Ids] = field(default_factory=dict)
+    degrees: dict[EdgeType, NDArray[np.int32]]  # of target nodes 0, 1, ...
+    sources: dict[EdgeType, NDArray[np.int32]]  # local numbers in the source type
+    edge_ids: dict[EdgeType, Ids] = field(default_factory=dict)  # empty where not asked for
 
     def seeds(self, node_type: str) -> Ids:
         """Return the ids of the seeds of one type."""
         return self.node_ids[node_type][: self.batch_sizes[node_type]]
 
     def edge_index(self, edge_type: EdgeType) -> Ids:
-        """Return ``[2, edges]`` of one type: row 0 sources, row 1 targets, local numbers.
-
-        Raises:
-            ConfigurationError: There is no such edge type.
-        """
+        """Return ``[2, edges]`` of one type: row 0 sources, row 1 targets, local numbers."""
         if edge_type not in self.sources:
             raise ConfigurationError(f"no edge type {edge_type}", hint=f"{list(self.sources)}")
         degrees = self.degrees[edge_type]

@@ -66,36 +66,6 @@ def _exponential(random: Any) -> float:
 
 
 @njit
-def check_indptr(indptr: Ids) -> tuple[int, int]:
-    """Return (first node whose edges end before they begin, or -1; greatest in-degree)."""
-    greatest = 0
-    for node in range(indptr.shape[0] - 1):
-        degree = indptr[node + 1] - indptr[node]
-        if degree < 0:
-            return node, greatest
-        greatest = max(greatest, degree)
-    return -1, greatest
-
-
-@njit
-def check_indices(indices: Array, num_sources: int) -> int:
-    """Return the first position whose source is out of range, or -1."""
-    for position in range(indices.shape[0]):
-        if indices[position] < 0 or indices[position] >= num_sources:
-            return position
-    return -1
-
-
-@njit
-def check_weights(weights: NDArray[np.float32]) -> int:
-    """Return the first position whose weight is negative or not finite, or -1."""
-    for position in range(weights.shape[0]):
-        if not (weights[position] >= 0.0 and np.isfinite(weights[position])):
-            return position
-    return -1
-
-
-@njit
 def most_edges(indptr: Ids, nodes: Ids, fanout: int) -> int:
     """Return the most edges that the nodes of a frontier can give."""
     total = 0

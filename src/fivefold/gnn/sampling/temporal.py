@@ -13,7 +13,7 @@ from fivefold.errors import ConfigurationError, require_one_of
 from fivefold.gnn.sampling._topology import Adjacency
 from fivefold.gnn.sampling.batches import SampledBatch, as_ids, checked_fanouts, stream_key
 from fivefold.gnn.sampling.kernels import draw_in_time, most_edges
-from fivefold.gnn.storage.pages import Array, Ids
+from fivefold.gnn.storage.pages import Array, Ids, first_outside
 
 TemporalStrategy = Literal["uniform", "last"]
 _BEYOND = 2.0**62
@@ -23,42 +23,18 @@ class TemporalSampler:
     """Samples in-neighbours hop by hop, for each seed only what is not later than its time.
 
     Two seeds see the same node at different times, so each seed has a tree of its own, in which a
-    node stands once; the same node may be in several trees, and the same seed may be given at
-    several times. As PyG's ``NeighborLoader`` with ``time_attr`` and ``disjoint=True``.
-
-    Args:
-        topology: The graph, without weights.
-        fanouts: Neighbours to sample in each hop, first hop first; -1 means all, 0 none.
-        node_time: ``[nodes]``, when each node came into being; an edge may be taken where its
-            source is not later than the seed. Whole or real numbers.
-        edge_time: ``[edges]``, when each edge came into being, by its id (``Adjacency.edge_ids``,
-            or its position); in place of ``node_time``.
-        strategy: "uniform" draws among what is early enough, "last" takes the latest of it.
-        seed: Other seeds give other samples.
-        edge_ids: Also return the id of every edge.
-
-    Raises:
-        ConfigurationError: Not exactly one of the two times is given, or they do not fit.
-
-    References:
-        Rossi et al., arXiv 2006.10637, section 3 (sampling of temporal neighbourhoods).
-
-    Examples:
-        >>> topology = Adjacency([0, 3, 3, 3, 3], [1, 2, 3])  # 1, 2 and 3 into 0
-        >>> sampler = TemporalSampler(topology, [2], edge_time=[10, 20, 30], strategy="last")
-        >>> batch = sampler.sample([0, 0], [20, 9], epoch=0, batch=0)
-        >>> batch.node_ids.tolist(), batch.trees.tolist()
-        ([0, 0, 1, 2], [0, 1, 0, 0])
+    node stands once; seeds may repeat, at several times. As PyG's ``NeighborLoader`` with
+    ``time_attr`` and ``disjoint=True`` (Rossi et al., arXiv 2006.10637, section 3).
     """
 
     def __init__(
         self,
-        topology: Adjacency,
+        topology: Adjacency,  # without weights
         fanouts: Sequence[int],
         *,
-        node_time: ArrayLike | None = None,
-        edge_time: ArrayLike | None = None,
-        strategy: TemporalStrategy = "uniform",
+        node_time: ArrayLike | None = None,  # [nodes]; an edge is as old as its source
+        edge_time: ArrayLike | None = None,  # [edges] by their ids, in place of node_time
+        strategy: TemporalStrategy = "uniform",  # among what is early enough; "last": the latest
         seed: int = 0,
         edge_ids: bool = False,
     ) -> None:
@@ -95,15 +71,9 @@ class TemporalSampler:
     def sample(
         self, seeds: ArrayLike, seed_time: ArrayLike, *, epoch: int, batch: int
     ) -> SampledBatch:
-        """Return the batch of the trees around ``seeds``, each a node up to its ``seed_time``.
-
-        A node may stand several times; ``epoch`` and ``batch`` are as of ``NeighborSampler``.
-
-        Raises:
-            ConfigurationError: A seed is out of range, or times are missing.
-        """
+        """Return the batch of the trees around ``seeds``, each a node up to its ``seed_time``."""
         ids, topology = as_ids(seeds, "seeds"), self.topology
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < topology.num_nodes:
+        if first_outside(ids, topology.num_nodes) >= 0:
             raise ConfigurationError(
                 f"seeds go from {ids.min()} to {ids.max()}, the graph has {topology.num_nodes} "
                 "nodes",

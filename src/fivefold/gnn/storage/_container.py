@@ -20,7 +20,7 @@ from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.files import storage_error
 from fivefold.gnn.storage._format import Header, Section, decode_manifest, make_section
 from fivefold.gnn.storage.files import Closing, closed_error, open_to_read, read_into
-from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Bytes, aligned, aligned_empty, hash_pages
+from fivefold.gnn.storage.pages import PAGE_BYTES, Array, aligned, aligned_empty, hash_pages
 from fivefold.gnn.storage.reader import RowReader
 
 _CHUNK_PAGES = 4096  # 16 MiB at a time when all is verified
@@ -108,7 +108,10 @@ class Container(Closing):
         try:
             descriptor = open_to_read(place)
         except FileNotFoundError:
-            raise DataError(f"there is no file {place}", hint=_unfinished_hint(place)) from None
+            hint = "check the path"
+            if place.with_name(place.name + ".partial").exists():
+                hint = "it is unfinished: run what makes it again, with resuming"
+            raise DataError(f"there is no file {place}", hint=hint) from None
         except OSError as error:
             raise storage_error(error.errno or 0, place, "opening") from error
         try:
@@ -225,18 +228,16 @@ class Container(Closing):
         # The lock keeps close() from letting the number of the descriptor go to another file.
         with self._lock:
             read_into(self.descriptor, pages, first, self.path)
-        self._check_pages(pages, first // PAGE_BYTES)
+        page = first // PAGE_BYTES
+        found = hash_pages(pages, self.file_id, page)
+        wrong = np.flatnonzero(found != self.page_checksums[page : page + len(found)])
+        if len(wrong):
+            raise self.damaged_page(page + int(wrong[0]))
         return pages[begin - first :][:count].view(section.dtype).reshape(shape)
 
     def _reader(self, section: Section) -> RowReader:
         with self._lock:
             return RowReader(self, section)
-
-    def _check_pages(self, pages: Bytes, first_page: int) -> None:
-        found = hash_pages(pages, self.file_id, first_page)
-        wrong = np.flatnonzero(found != self.page_checksums[first_page : first_page + len(found)])
-        if len(wrong):
-            raise self.damaged_page(first_page + int(wrong[0]))
 
     def damaged_page(self, page: int) -> DataError:
         """Return the error for a page whose checksum is wrong."""
@@ -319,12 +320,6 @@ class Container(Closing):
 
     def __repr__(self) -> str:
         return f"Container({str(self.path)!r}, kind={self.kind!r}, {len(self.sections)} sections)"
-
-
-def _unfinished_hint(path: Path) -> str:
-    if path.with_name(path.name + ".partial").exists():
-        return "it is unfinished: run what makes it again, with resuming"
-    return "check the path"
 
 
 def _read_header(descriptor: int, path: Path) -> Header:

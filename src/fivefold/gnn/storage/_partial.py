@@ -21,7 +21,7 @@ from fivefold.errors import StorageError
 from fivefold.files import free_bytes, lock_file, storage_error
 from fivefold.gnn.storage._machine import copy_bytes
 from fivefold.gnn.storage.files import check_written, move_bytes, open_direct, read_into, write_all
-from fivefold.gnn.storage.pages import PAGE_BYTES, Bytes, Ids, aligned_empty, hash_into, hash_pages
+from fivefold.gnn.storage.pages import PAGE_BYTES, Bytes, Ids, aligned_empty, hash_into
 from fivefold.units import format_bytes
 
 _BOUNCE_BYTES = 4 << 20  # one write at a time: long ones, so that its latency does not count
@@ -59,7 +59,7 @@ def _write_pages(
         count: Any = min(total - done, _BOUNCE_BYTES)
         place, address = offset + done, source + done
         sums = checksums[done // PAGE_BYTES : (done + count) // PAGE_BYTES]
-        if address % PAGE_BYTES == 0:
+        if address % PAGE_BYTES == 0 or descriptors[0] == descriptors[1]:
             hash_into(address, place // PAGE_BYTES, file_id, sums)
         else:
             _fill(bounce, address, count, place, file_id, sums)
@@ -93,16 +93,10 @@ class PageLedger:
         self.states[first_page:] = NEVER
         self.checksums[first_page:] = 0
 
-    def note(self, offset: int, data: Bytes) -> None:
-        """Note that these bytes are now in the file at this offset."""
-        stop = offset + len(data)
-        first, last = -(-offset // PAGE_BYTES), stop // PAGE_BYTES
-        self.grow(-(-stop // PAGE_BYTES))
-        if first < last:
-            skip = first * PAGE_BYTES - offset
-            whole = data[skip : skip + (last - first) * PAGE_BYTES]
-            self.set_checksums(first, hash_pages(whole, self.file_id, first))
-        for page in {place // PAGE_BYTES for place in (offset, stop) if place % PAGE_BYTES}:
+    def touch(self, pages: set[int]) -> None:
+        """Note that parts of pages were written."""
+        for page in pages:
+            self.grow(page + 1)
             self.states[page] = DIRTY
             self._changed.add(page // _CHUNK_PAGES)
 
@@ -206,7 +200,11 @@ class PartialFile:
     def put_pages(self, pages: Bytes, offset: int, *, file_id: int) -> NDArray[np.uint32]:
         """Write whole pages from aligned memory, as several threads may at the same time."""
         checksums = np.empty(len(pages) // PAGE_BYTES, np.uint32)
-        descriptors = np.array([self._direct_descriptor, self.descriptor], np.int32)
+        aligned = pages.ctypes.data % PAGE_BYTES == 0
+        least = _LEAST_PAGES_BYTES if aligned else _LEAST_DIRECT_BYTES
+        use_direct = self.direct and len(pages) >= least
+        direct = self._direct_descriptor if use_direct else self.descriptor
+        descriptors = np.array([direct, self.descriptor], np.int32)
         done, number = _write_pages(
             descriptors,
             self._bounce.ctypes.data,
@@ -220,21 +218,20 @@ class PartialFile:
 
     def put(self, data: Bytes, offset: int, ledger: PageLedger | None) -> None:
         """Write bytes at an offset and note them; one thread at a time."""
-        first = -(-offset // PAGE_BYTES) * PAGE_BYTES
-        last = (offset + len(data)) // PAGE_BYTES * PAGE_BYTES
-        if not self.direct or ledger is None or last - first < _LEAST_DIRECT_BYTES:
+        stop = offset + len(data)
+        first, last = -(-offset // PAGE_BYTES) * PAGE_BYTES, stop // PAGE_BYTES * PAGE_BYTES
+        if ledger is None or first >= last:
             write_all(self.descriptor, data, offset, self.path)
-            if ledger is not None:
-                ledger.note(offset, data)
-            return
-        for begin, end in ((offset, first), (last, offset + len(data))):
-            if begin < end:
-                piece = data[begin - offset : end - offset]
-                write_all(self.descriptor, piece, begin, self.path)
-                ledger.note(begin, piece)
-        pages = data[first - offset : last - offset]
-        checksums = self.put_pages(pages, first, file_id=ledger.file_id)
-        ledger.set_checksums(first // PAGE_BYTES, checksums)
+        else:
+            for begin, end in ((offset, first), (last, stop)):
+                if begin < end:
+                    piece = data[begin - offset : end - offset]
+                    write_all(self.descriptor, piece, begin, self.path)
+            pages = data[first - offset : last - offset]
+            checksums = self.put_pages(pages, first, file_id=ledger.file_id)
+            ledger.set_checksums(first // PAGE_BYTES, checksums)
+        if ledger is not None:
+            ledger.touch({place // PAGE_BYTES for place in (offset, stop) if place % PAGE_BYTES})
 
     def get(self, buffer: Bytes, offset: int) -> None:
         """Fill a buffer from an offset."""

@@ -135,8 +135,6 @@ class ContainerWriter(Closing):
         self._grown = grown
         self._rows = dict.fromkeys(grown, 0)
 
-    # --- opening ----------------------------------------------------------------------------
-
     def _start(self, *, resume: bool) -> None:
         if not (resume and self._take_over()):
             self._remove_side_files()
@@ -187,8 +185,6 @@ class ContainerWriter(Closing):
         self._ledger.forget(-(-stop // PAGE_BYTES))
         if stop % PAGE_BYTES:
             self._ledger.states[stop // PAGE_BYTES] = DIRTY
-
-    # --- writing ----------------------------------------------------------------------------
 
     def write(self, name: str, start_row: int, array: Array) -> None:
         """Put rows into a section of known length, in any order.
@@ -324,8 +320,6 @@ class ContainerWriter(Closing):
         if self._closed:
             raise closed_error(self._file.path)
 
-    # --- progress ---------------------------------------------------------------------------
-
     @property
     def progress(self) -> Any:
         """Return the last token that is safely on the disk, or None."""
@@ -360,8 +354,6 @@ class ContainerWriter(Closing):
                 raise storage_error(error.errno or 0, self._sums, "writing checksums") from error
             write_checked_json(self._journal, journal)
         self._progress = journal["token"]
-
-    # --- ending -----------------------------------------------------------------------------
 
     def commit(self) -> Container:
         """Complete the file, wait for the disk and put it in place.

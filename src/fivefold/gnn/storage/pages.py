@@ -81,6 +81,13 @@ def hash_into(address: Any, first_page: Any, file_id: Any, checksums: Any) -> No
         checksums[index] = hash_page(address + index * PAGE_BYTES, seed)
 
 
+def first_outside(ids: Array, bound: int) -> int:
+    """Return the first place whose id is not one of 0 to ``bound`` - 1, or -1."""
+    if not ids.size or 0 <= int(ids.min()) <= int(ids.max()) < bound:
+        return -1
+    return int(np.flatnonzero((ids < 0) | (ids >= bound))[0])
+
+
 def hash_pages(pages: Bytes, file_id: int, first_page: int) -> NDArray[np.uint32]:
     """Return the checksums of consecutive pages of a file, given as contiguous bytes."""
     checksums = np.empty(len(pages) // PAGE_BYTES, np.uint32)

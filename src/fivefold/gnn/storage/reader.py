@@ -314,8 +314,6 @@ class RowReader(Closing):
     def _most_workers(self) -> int:
         return max(self.threads, min(self.queue_depth, _MOST_THREADS))
 
-    # --- reading ----------------------------------------------------------------------------
-
     def read_runs(
         self, starts: Integers, counts: Integers, destinations: Integers, out: Array
     ) -> ReadStatistics:
@@ -455,8 +453,6 @@ class RowReader(Closing):
             raise storage_error(number, self._container.path, "reading", offset=place)
         if (status[:, 0] == STOPPED).any():
             raise closed_error(f"while it was being read, {self._container.path}")
-
-    # --- ending -----------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop a read that another thread is in, and release threads, buffers and descriptors."""
