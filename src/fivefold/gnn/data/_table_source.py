@@ -16,6 +16,7 @@ from fivefold.errors import (
     DataError,
     InfeasibleError,
     require_one_of,
+    require_whole,
 )
 from fivefold.files import storage_error
 from fivefold.gnn.data._dataset import GRAPH_FILE, NAMES_FILE
@@ -76,6 +77,8 @@ def table_source(
         message = "no edge table is given"
         raise ConfigurationError(message, hint="give one or more CSV or Parquet files")
     require_one_of(ids, ("auto", "number", "text"), f"ids is {ids!r}")
+    if num_nodes is not None:
+        num_nodes = require_whole("num_nodes", num_nodes, least=0)
     paths, table = [Path(path) for path in edges], None if nodes is None else Path(nodes)
     return TableSource(paths, table, columns or TableColumns(), ids, num_nodes, name)
 

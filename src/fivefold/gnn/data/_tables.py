@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from fivefold.errors import DataError, UnsupportedError
+from fivefold.errors import DataError, UnsupportedError, require_flag
 from fivefold.gnn.data.arrays import as_labels, existing
 from fivefold.gnn.data.parts import SPLITS, LabelPart
 from fivefold.gnn.storage.pages import Array, Ids
@@ -275,6 +275,10 @@ class TableColumns:
     split: str | None = None
     features: Sequence[str] | None = None
     names: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.names is not None:
+            require_flag("names", self.names)
 
 
 def check_column(table: TableReader, name: str | None) -> None:

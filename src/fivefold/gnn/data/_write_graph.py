@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fivefold._compiler import njit
-from fivefold.errors import DataError, InfeasibleError
+from fivefold.errors import DataError, InfeasibleError, require_flag
 from fivefold.gnn.data.parts import EdgeBlock, EdgePart, Progress, index_dtype
 from fivefold.gnn.storage import Container, ContainerWriter, RowReader
 from fivefold.gnn.storage.pages import Array, Ids, first_outside
@@ -314,6 +314,10 @@ class EdgeRules:
     add_reverse: bool = False
     drop_self_loops: bool = False
     drop_duplicates: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require_flag(name, value)
 
 
 def work_folder(path: Path) -> Path:

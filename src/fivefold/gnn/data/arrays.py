@@ -331,11 +331,11 @@ class ArraySource:
 
     def _count_nodes(self) -> int:
         if self.given_nodes is not None:
-            if self.given_nodes != int(self.given_nodes) or self.given_nodes < 0:
-                raise DataError(
-                    f"num_nodes is {self.given_nodes}", hint="use a whole number from 0"
-                )
-            return int(self.given_nodes)
+            given = as_array(self.given_nodes, "num_nodes")  # PyG may have a tensor
+            if given.size != 1 or given.dtype.kind not in "iuf" or given != given // 1 or given < 0:
+                message = f"num_nodes is {self.given_nodes!r}"
+                raise DataError(message, hint="use a whole number from 0")
+            return int(given.item())
         if self._features is not None:
             return self._features.num_rows
         if self.label_rows is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fivefold.errors import ConfigurationError, DataError, require_one_of, require_whole
+from fivefold.errors import (
+    ConfigurationError,
+    DataError,
+    require_flag,
+    require_one_of,
+    require_whole,
+)
 from fivefold.gnn.sampling._topology import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import (
     ONE_TYPE,
@@ -157,11 +162,11 @@ class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
         edge_ids: bool,
     ) -> None:
         self.types, self.edges, self.fanouts_by_type = types, edges, fanouts
-        self.seed = operator.index(seed)
+        self.seed = require_whole("seed", seed, least=-(2**63))
         self.threads = (
             len(os.sched_getaffinity(0)) if threads is None else require_whole("threads", threads)
         )
-        self.edge_ids = edge_ids
+        self.edge_ids = require_flag("edge_ids", edge_ids)
         self._buffers = _Buffers(list(types.num_nodes))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,7 +8,6 @@ types each of these is there type after type, and node ids count through all typ
 from __future__ import annotations
 
 import hashlib
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fivefold.errors import ConfigurationError, DataError, require_whole
+from fivefold.errors import ConfigurationError, DataError, require_flag, require_whole
 from fivefold.gnn.sampling._sampler import HeteroNeighborSampler, NeighborSampler
 from fivefold.gnn.sampling.batches import (
     GraphTypes,
@@ -378,12 +377,12 @@ def sample_epochs(  # noqa: PLR0913 - settings of one run, nearly all keyword-on
         6 1
     """
     ids = as_ids(train_ids, "train_ids")
-    order_seed = operator.index(sampler.seed if seed is None else seed)
-    first = operator.index(first_epoch)
+    order_seed = sampler.seed if seed is None else require_whole("seed", seed, least=-(2**63))
+    first = require_whole("first_epoch", first_epoch, least=-(2**63))
     numbers = range(first, first + require_whole("epochs", epochs))
     size = require_whole("batch_size", batch_size)
     work = _Sampling(sampler, input_type, ids, batch_size=size, epochs=numbers, seed=order_seed)
-    finished = _finished(Path(path), work.attributes) if resume else None
+    finished = _finished(Path(path), work.attributes) if require_flag("resume", resume) else None
     if finished is not None:
         return finished
     with ContainerWriter(

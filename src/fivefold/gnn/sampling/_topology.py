@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fivefold.errors import ConfigurationError, DataError, require_flag
+from fivefold.errors import ConfigurationError, DataError, require_flag, require_whole
 from fivefold.gnn.sampling.batches import EdgeType
 from fivefold.gnn.sampling.kernels import LOCAL_BITS
 from fivefold.gnn.storage.files import WatchedFile
@@ -88,7 +88,9 @@ class Adjacency:
             raise DataError(message, hint="it has one entry more than there are nodes")
         self.num_nodes: int = self.indptr.size - 1
         self.num_edges: int = self.indices.size
-        self.num_sources: int = self.num_nodes if num_sources is None else num_sources
+        self.num_sources: int = self.num_nodes
+        if num_sources is not None:
+            self.num_sources = require_whole("num_sources", num_sources, least=0)
         self._fingerprint: str | None = None
         self._watched: WatchedFile | None = None
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fivefold.errors import ConfigurationError, require_one_of
+from fivefold.errors import ConfigurationError, require_flag, require_one_of, require_whole
 from fivefold.gnn.sampling._topology import Adjacency
 from fivefold.gnn.sampling.batches import SampledBatch, as_ids, checked_fanouts, stream_key
 from fivefold.gnn.sampling.kernels import draw_in_time, most_edges
@@ -46,8 +45,8 @@ class TemporalSampler:
             message = "the topology has edge weights, which temporal sampling does not use"
             raise ConfigurationError(message, hint="open it without weights")
         self.topology, self.fanouts = topology, checked_fanouts(fanouts)
-        self.strategy, self.seed = strategy, operator.index(seed)
-        self.edge_ids, self._of_nodes = edge_ids, edge_time is None
+        self.strategy, self.seed = strategy, require_whole("seed", seed, least=-(2**63))
+        self.edge_ids, self._of_nodes = require_flag("edge_ids", edge_ids), edge_time is None
         if edge_time is None:
             self.times = checked_times(node_time, topology.num_nodes, "node_time")
         else:

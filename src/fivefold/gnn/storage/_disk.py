@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError, StorageError
+from fivefold.errors import ConfigurationError, StorageError, require_whole
 from fivefold.files import free_bytes, storage_error
 from fivefold.gnn.storage._container import Container
 from fivefold.gnn.storage._writer import ContainerWriter
@@ -180,11 +181,10 @@ def probe_disk(
         (True, [4096, 16384, 65536, 262144, 1048576])
     """
     place = Path(folder)
-    if seconds <= 0 or (size_bytes is not None and size_bytes < _LEAST_FILE_BYTES):
-        raise ConfigurationError(
-            f"seconds is {seconds}, size_bytes is {size_bytes}",
-            hint=f"use more than 0 seconds and at least {_LEAST_FILE_BYTES} bytes",
-        )
+    if not isinstance(seconds, Real) or not 0 < float(seconds) < math.inf:
+        raise ConfigurationError(f"seconds is {seconds!r}", hint="use a positive number")
+    if size_bytes is not None:
+        require_whole("size_bytes", size_bytes, least=_LEAST_FILE_BYTES)
     try:
         key = (place.stat().st_dev, backend)
     except OSError as error:

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import DTypeLike
 
-from fivefold.errors import ConfigurationError, DataError
+from fivefold.errors import ConfigurationError, DataError, require_flag
 from fivefold.files import read_checked_json, storage_error, sync_folder, write_checked_json
 from fivefold.gnn.storage._container import Container
 from fivefold.gnn.storage._format import (
@@ -107,7 +107,7 @@ class ContainerWriter(Closing):
         self._file = PartialFile(self._beside(".partial"))
         self._files = {"": self._file}
         try:
-            self._start(resume=resume)
+            self._start(resume=require_flag("resume", resume))
         except BaseException:
             self.close()
             raise

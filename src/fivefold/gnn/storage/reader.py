@@ -25,6 +25,7 @@ from fivefold.errors import (
     ConfigurationError,
     DataError,
     UnsupportedError,
+    require_flag,
     require_one_of,
     require_whole,
 )
@@ -276,12 +277,15 @@ class RowReader(Closing):
         self.max_gap_bytes = require_whole("max_gap_bytes", max_gap_bytes, least=0)
         self.section = container.section(section) if isinstance(section, str) else section
         self._container = container
-        self._checksums = container.page_checksums if verify else np.empty(0, np.uint32)
+        checked = require_flag("verify", verify)
+        self._checksums = container.page_checksums if checked else np.empty(0, np.uint32)
         self._shared = np.zeros(2, np.int64)
         self._lock = threading.Lock()
         self._closing = self._closed = False
         self._workers = Workers()
-        self._files = open_files(container.path, container.descriptor, direct=direct)
+        self._files = open_files(
+            container.path, container.descriptor, direct=require_flag("direct", direct)
+        )
         try:
             self._backend = self._make_backend(backend)
         except BaseException:
