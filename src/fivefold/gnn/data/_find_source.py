@@ -23,14 +23,13 @@ from fivefold.gnn.data._tables import CsvReader, TableColumns, open_table
 from fivefold.gnn.data.arrays import (
     ArrayRows,
     ArraySource,
+    FileRows,
     Rows,
     array_source,
     as_rows,
     existing,
     file_stamp,
-    npy_rows,
     npz_members,
-    npz_rows,
     one_split,
 )
 from fivefold.gnn.data.parts import EDGE_FEATURES, SPLITS, Source
@@ -87,11 +86,11 @@ def _binary_rows(raw: Path) -> tuple[dict[str, Rows], list[int]]:
             raise DataError(f"{data} has no array {name}", hint="get the file again")
     names = {"edge": "edge_index", "node-feat": "node_feat", "edge-feat": "edge_feat"}
     rows: dict[str, Rows] = {
-        role: npz_rows(data, name) for role, name in names.items() if name in members
+        role: FileRows(data, name) for role, name in names.items() if name in members
     }
     if label_file.is_file():
-        rows["node-label"] = npz_rows(label_file, "node_label")
-    counts = npz_rows(data, "num_nodes_list").blocks(0, 2)
+        rows["node-label"] = FileRows(label_file, "node_label")
+    counts = FileRows(data, "num_nodes_list").blocks(0, 2)
     return rows, [int(count) for block in counts for count in block]
 
 
@@ -172,9 +171,9 @@ def mag240m_source(folder: str | Path) -> Source:
     splits.setdefault("test", splits.get("test-whole", splits.get("test-dev", [])))
     return ArraySource(
         name="MAG240M papers",
-        edge_rows=npy_rows(edges),
-        feature_rows=npy_rows(features),
-        label_rows=npy_rows(labels) if labels.is_file() else None,
+        edge_rows=FileRows(edges),
+        feature_rows=FileRows(features),
+        label_rows=FileRows(labels) if labels.is_file() else None,
         split_rows={
             name: ArrayRows(np.asarray(splits.get(name, []), np.int64))
             for name in (SPLITS if labels.is_file() else ())
@@ -307,7 +306,7 @@ def _first_array(path: Path, names: tuple[str, ...]) -> Path | Rows | None:
     if path.is_dir():
         return _first_npy(path, names)
     members = npz_members(path)
-    return next((npz_rows(path, name) for name in names if name in members), None)
+    return next((FileRows(path, name) for name in names if name in members), None)
 
 
 def _first_npy(folder: Path, names: tuple[str, ...]) -> Path | None:

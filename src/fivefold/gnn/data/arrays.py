@@ -64,10 +64,10 @@ class ArrayRows:
 class FileRows:
     """An array in a .npy file, or in a member of an archive."""
 
-    def __init__(self, path: Path, member: str | None = None) -> None:
-        self.path = path
-        self.member = member
-        self.place = str(path) if member is None else f"{path}:{member}"
+    def __init__(self, path: str | os.PathLike[str], member: str | None = None) -> None:
+        self.path = path = existing(path)
+        self.member = None if member is None else f"{member}.npy"
+        self.place = str(path) if member is None else f"{path}:{self.member}"
         with self._open() as file:
             self.shape, fortran, self.dtype = _read_header(file, self.place)
             self.offset = file.tell()  # of the first element, in bytes
@@ -166,11 +166,6 @@ def existing(path: str | os.PathLike[str], *, hint: str = "check the path") -> P
     return place
 
 
-def npy_rows(path: str | os.PathLike[str]) -> FileRows:
-    """Return the array in a .npy file."""
-    return FileRows(existing(path))
-
-
 def npz_members(path: Path) -> list[str]:
     """Return the names of the arrays in an archive."""
     try:
@@ -180,18 +175,13 @@ def npz_members(path: Path) -> list[str]:
         raise DataError(f"cannot read {path}: {error}", hint="get the file again") from error
 
 
-def npz_rows(path: Path, name: str) -> FileRows:
-    """Return an array in an archive, read without unpacking the archive."""
-    return FileRows(path, f"{name}.npy")
-
-
 Array = ArrayLike | str | os.PathLike[str]
 
 
 def as_rows(value: Any, name: str = "an array") -> Rows:
     """Return the rows of an array, a tensor, or the .npy file at a path; messages say ``name``."""
     if isinstance(value, str | os.PathLike):
-        return npy_rows(value)
+        return FileRows(value)
     if isinstance(value, FileRows | ArrayRows):
         return value
     return ArrayRows(np.atleast_1d(as_array(value, name)))
@@ -260,15 +250,17 @@ def array_source(  # noqa: PLR0913 - the parts of a graph, all by name
     unknown = sorted(set(splits or {}) - set(SPLITS))
     if unknown:
         raise DataError(f"there is no split {unknown[0]!r}", hint="use train, valid and test")
+
+    def rows(value: Any, what: str) -> Rows | None:
+        return None if value is None else as_rows(value, what)
+
     return ArraySource(
         name=name,
-        edge_rows=None if edge_index is None else as_rows(edge_index, "edge_index"),
-        feature_rows=None if features is None else as_rows(features, "features"),
-        label_rows=None if labels is None else as_rows(labels, "labels"),
-        weight_rows=None if weights is None else as_rows(weights, "weights"),
-        edge_feature_rows=(
-            None if edge_features is None else as_rows(edge_features, "edge_features")
-        ),
+        edge_rows=rows(edge_index, "edge_index"),
+        feature_rows=rows(features, "features"),
+        label_rows=rows(labels, "labels"),
+        weight_rows=rows(weights, "weights"),
+        edge_feature_rows=rows(edge_features, "edge_features"),
         split_rows={key: as_rows(value, key) for key, value in (splits or {}).items()},
         given_nodes=num_nodes,
     )
@@ -293,17 +285,19 @@ class ArraySource:
     kind: str = "arrays"
 
     def __post_init__(self) -> None:
-        edges = self.edge_rows
         self.edge_part: Any = None
-        if edges is not None:
-            numbered = self.numbered or self.edge_feature_rows is not None
+        count, of_edges = 0, self.edge_feature_rows
+        if self.edge_rows is not None:
             self.edge_part = ArrayEdges(
-                edges, self.weight_rows, pairs=self.edge_pairs, numbered=numbered
+                self.edge_rows,
+                self.weight_rows,
+                pairs=self.edge_pairs,
+                numbered=self.numbered or of_edges is not None,
             )
+            count = self.edge_part.num_edges
         self._edge_features = None
-        if self.edge_feature_rows is not None:
-            self._edge_features = ArrayFeatures(self.edge_feature_rows, what="edge features")
-            count = 0 if self.edge_part is None else self.edge_part.num_edges
+        if of_edges is not None:
+            self._edge_features = ArrayFeatures(of_edges, what="edge features")
             if self._edge_features.num_rows != count:
                 raise DataError(
                     f"there are {self._edge_features.num_rows} rows of edge features for "
@@ -406,8 +400,8 @@ def as_split(rows: Rows | None, num_nodes: int, name: str) -> NDArray[np.int64]:
     """Return the ids of a split."""
     if rows is None:
         return np.empty(0, np.int64)
-    blocks = [np.asarray(block) for block in rows.blocks(0, 1 << 22)]
-    values = np.concatenate(blocks) if blocks else np.empty(0, rows.dtype)
+    nothing = np.empty((0, *rows.shape[1:]), rows.dtype)
+    values = np.concatenate([nothing, *rows.blocks(0, 1 << 22)])
     if values.size and max(values.shape) != values.size:
         raise DataError(
             f"the {name} split has shape {list(values.shape)}",
@@ -421,10 +415,8 @@ def as_split(rows: Rows | None, num_nodes: int, name: str) -> NDArray[np.int64]:
                 hint="give one boolean per node, or ids",
             )
         return np.flatnonzero(values)
-    if values.dtype.kind not in "iu":
-        if values.size:
-            raise DataError(f"the {name} split has dtype {values.dtype}", hint="give integer ids")
-        return np.empty(0, np.int64)
+    if values.size and values.dtype.kind not in "iu":
+        raise DataError(f"the {name} split has dtype {values.dtype}", hint="give integer ids")
     if values.size == num_nodes > 2 and values.min() >= 0 and values.max() <= 1:
         return np.flatnonzero(values)  # a mask of numbers: as ids, some would stand there twice
     return values.astype(np.int64)
@@ -453,39 +445,27 @@ class ArrayFeatures:
     """Feature rows ``[N, D]`` of an array, or ``[N]`` as rows of one element."""
 
     def __init__(self, rows: Rows, *, what: str = "features") -> None:
-        shape, self.transposed = rows.shape, getattr(rows, "transposed", False)
-        if self.transposed:
-            shape = shape[::-1]
-        if len(shape) not in {1, 2}:
-            raise DataError(f"{what} have shape {list(shape)}", hint="give [N, D]")
+        if getattr(rows, "transposed", False):  # every block needs a piece of every column
+            if rows.member is not None:  # type: ignore[attr-defined]
+                raise DataError(
+                    f"{rows.place} is in Fortran order inside an archive",  # type: ignore[attr-defined]
+                    hint="save it with np.ascontiguousarray",
+                )
+            rows = ArrayRows(np.load(rows.path, mmap_mode="r"), rows.stamp)  # type: ignore[attr-defined]
+        if len(rows.shape) not in {1, 2}:
+            raise DataError(f"{what} have shape {list(rows.shape)}", hint="give [N, D]")
         if rows.dtype.kind not in "iufb":
             raise DataError(f"{what} have dtype {rows.dtype}", hint="give numbers")
-        self.rows = rows
-        self.stamp = rows.stamp
-        self.num_rows = shape[0]
-        self.dim = shape[1] if len(shape) == 2 else 1
+        self.rows, self.stamp = rows, rows.stamp
+        self.num_rows, self.dim = (*rows.shape, 1)[:2]
         if self.dim == 0:
-            raise DataError(f"{what} have shape {list(shape)}", hint="leave them out")
+            raise DataError(f"{what} have shape {list(rows.shape)}", hint="leave them out")
         self.dtype = rows.dtype.newbyteorder("<")
 
     def blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
         """Yield the rows from ``first_row`` on."""
-        if self.transposed:
-            yield from self._column_blocks(first_row, max_rows)
-            return
         for block in self.rows.blocks(first_row, max_rows):
             yield np.asarray(block, self.dtype).reshape(-1, self.dim)
-
-    def _column_blocks(self, first_row: int, max_rows: int) -> Iterator[NDArray[Any]]:
-        """Yield rows of a file in Fortran order: every block needs a piece of every column."""
-        if self.rows.member is not None:  # type: ignore[attr-defined]
-            raise DataError(
-                f"{self.rows.place} is in Fortran order inside an archive",  # type: ignore[attr-defined]
-                hint="save it with np.ascontiguousarray",
-            )
-        array = np.load(self.rows.path, mmap_mode="r")  # type: ignore[attr-defined]
-        for first in range(first_row, self.num_rows, max_rows):
-            yield np.ascontiguousarray(array[first : first + max_rows], self.dtype)
 
 
 class ArrayEdges:

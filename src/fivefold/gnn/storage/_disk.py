@@ -265,13 +265,12 @@ def _sequential(files: Files, blocks: int, seconds: float) -> float:
         os.preadv(files.direct, [buffers[number % 4].data], offset)
 
     with ThreadPoolExecutor(4) as pool:
-
-        def read_eight(turn: int) -> None:
-            # The next block of each buffer is asked for only when the one before is done.
-            for first in (8 * turn, 8 * turn + 4):
-                list(pool.map(read, range(first, first + 4)))
-
-        return _rate(read_eight, 8 * _BLOCK_BYTES, seconds)
+        # The next block of each buffer is asked for only when the one before is done.
+        return _rate(
+            lambda turn: list(pool.map(read, range(4 * turn, 4 * turn + 4))),
+            4 * _BLOCK_BYTES,
+            seconds,
+        )
 
 
 def _latency(files: Files, blocks: int, seconds: float) -> float:

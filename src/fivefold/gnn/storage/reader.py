@@ -61,47 +61,21 @@ _IN_FLIGHT_BYTES = 1 << 20
 _MOST_THREADS = 16
 Backend = Literal["auto", "threads", "io_uring"]
 Integers = NDArray[np.integer[Any]] | Sequence[int]
-_Task = tuple[Callable[[int], None], int, "_Round"]
 
 
-class _Round:
-    """One call: knows when its tasks have ended and keeps the first exception."""
-
-    def __init__(self) -> None:
-        self._ended = threading.Semaphore(0)
-        self.error: BaseException | None = None
-
-    def finish(self, error: BaseException | None) -> None:
-        """Count one more task as ended; the first error stays."""
-        self.error = self.error or error
-        self._ended.release()
-
-    def wait(self, tasks: int) -> None:
-        """Wait for this many tasks, whatever happens: they write into the caller's memory."""
-        interruption: BaseException | None = None
-        while tasks:
-            try:
-                self._ended.acquire()
-                tasks -= 1
-            except BaseException as caught:  # noqa: BLE001 - Ctrl-C, raised again below
-                interruption = caught
-        if interruption is not None:
-            raise interruption
-
-
-def _serve(tasks: SimpleQueue[_Task | None]) -> None:
+def _serve(tasks: SimpleQueue[Any]) -> None:
     while (task := tasks.get()) is not None:
-        function, number, round_ = task
-        error: BaseException | None = None
+        function, number, ended, errors = task
         try:
             function(number)
         except BaseException as caught:  # noqa: BLE001 - it goes to the caller
-            error = caught
+            errors.append(caught)
         del task, function
-        round_.finish(error)
+        ended.release()
+        del ended, errors
 
 
-def _end(tasks: SimpleQueue[_Task | None], count: list[int]) -> None:
+def _end(tasks: SimpleQueue[Any], count: list[int]) -> None:
     for _ in range(count[0]):
         tasks.put(None)
 
@@ -110,7 +84,7 @@ class Workers:
     """Threads that run one function at a time, each with its own number."""
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Any] = SimpleQueue()
         self._started = [0]
         self._finalizer = weakref.finalize(self, _end, self._tasks, self._started)
 
@@ -122,17 +96,22 @@ class Workers:
             )
             thread.start()
             self._started[0] += 1
-        round_ = _Round()
-        tasks = 0
+        ended, under_way = threading.Semaphore(0), 0
+        errors: list[BaseException] = []
         try:
             for number in range(1, count):
-                self._tasks.put((function, number, round_))
-                tasks += 1
+                self._tasks.put((function, number, ended, errors))
+                under_way += 1
             function(0)
         finally:
-            round_.wait(tasks)
-        if round_.error is not None:
-            raise round_.error
+            while under_way:  # whatever happens: they write into the caller's memory
+                try:
+                    ended.acquire()
+                    under_way -= 1
+                except BaseException as caught:  # noqa: BLE001 - Ctrl-C, raised below
+                    errors.insert(0, caught)
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         """End the threads."""
