@@ -18,7 +18,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from fivefold.errors import DataError, require_whole
+from fivefold.errors import ConfigurationError, DataError, require_whole
 from fivefold.files import read_checked_json, write_checked_json
 from fivefold.gnn.data._dataset import (
     BESIDE_GRAPH,
@@ -325,12 +325,11 @@ def ingest(
         ...         dataset.topology().neighbors(1).tolist(), dataset.features.read("x", 2).tolist()
         ([0, 2], [[0.0, 0.0, 1.0]])
     """
-    require_whole(
-        "memory_bytes",
-        memory_bytes,
-        least=_LEAST_MEMORY_BYTES,
-        hint=f"allow at least {format_bytes(_LEAST_MEMORY_BYTES)}",
-    )
+    if require_whole("memory_bytes", memory_bytes) < _LEAST_MEMORY_BYTES:
+        raise ConfigurationError(
+            f"memory_bytes is {memory_bytes} ({format_bytes(memory_bytes)})",
+            hint=f"allow at least {format_bytes(_LEAST_MEMORY_BYTES)}",
+        )
     folder, rules = Path(folder), rules or EdgeRules()
     run: dict[str, Any] = {"memory_bytes": memory_bytes, "progress": progress or no_progress}
     if isinstance(source, HeteroSource):
