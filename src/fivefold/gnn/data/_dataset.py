@@ -46,30 +46,29 @@ class _Files(Closing):
         self._opened: dict[str, Container] = {}
 
     def _container(self, place: str, kind: str | None = None) -> Container:
-        if place not in self._opened:
-            self._check_there(place)
-            found = Container.open(self.folder / place, kind=kind)
-            if found.fingerprint != self._named[place]:
-                found.close()
-                raise self._stranger(place, f"that its fingerprint is {self._named[place]}")
-            self._opened[place] = found
-        return self._opened[place]
-
-    def _check_there(self, place: str) -> None:
-        path = self.folder / place
-        if place not in self._named:
+        if place in self._opened:
+            return self._opened[place]
+        path, named = self.folder / place, self._named.get(place)
+        if named is None:
             raise DataError(f"there is no {path}", hint="this type was ingested without it")
-        if not path.is_file():
-            raise DataError(
-                f"{path} is missing; {self._named_by} says that its fingerprint is "
-                f"{self._named[place]}",
-                hint=_RIGHT_FILE,
-            )
+        wrong = "is missing"
+        if path.is_file():
+            found = Container.open(path, kind=kind)
+            if found.fingerprint == named:
+                self._opened[place] = found
+                return found
+            found.close()
+            wrong = "does not belong to this data set"
+        raise DataError(
+            f"{path} {wrong}: {self._named_by} says that its fingerprint is {named}",
+            hint=_RIGHT_FILE,
+        )
 
-    def _stranger(self, place: str, told: str) -> DataError:
-        path = self.folder / place
-        message = f"{path} does not belong to this data set: {self._named_by} says {told}"
-        return DataError(message, hint=_RIGHT_FILE)
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash of all files' fingerprints: other contents, other fingerprint."""
+        text = " ".join(f"{place} {fingerprint}" for place, fingerprint in self._named.items())
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def containers(self) -> dict[str, Container]:
@@ -152,7 +151,11 @@ class Dataset(_Files):
             if name in self._named:
                 self._container(name, kind)
             elif (self.folder / name).is_file():
-                raise self._stranger(name, "that there is none")
+                raise DataError(
+                    f"{self.folder / name} does not belong to this data set: {GRAPH_FILE} says "
+                    "that there is none",
+                    hint=_RIGHT_FILE,
+                )
 
     def _needed(self, name: str, what: str) -> Container:
         if name not in self._named:
@@ -262,13 +265,6 @@ class Dataset(_Files):
     @property
     def _about_labels(self) -> dict[str, Any]:
         return self._container(LABELS_FILE).attributes if self.has_labels else {}
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Return a hash of all files' fingerprints: other contents, other fingerprint."""
-        files = [self._named.get(name, "-") for name in (GRAPH_FILE, FEATURES_FILE, LABELS_FILE)]
-        files += [self._named[name] for name in (EDGE_FEATURES_FILE,) if name in self._named]
-        return hashlib.blake2b(" ".join(files).encode(), digest_size=16).hexdigest()
 
     @property
     def edge_features(self) -> Container | None:
@@ -409,12 +405,6 @@ class HeteroDataset(_Files):
 
     def _labels(self, node_type: str) -> Container:
         return self._container(self._place(node_type, LABELS_FILE), "labels")
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Return a hash of all files' fingerprints: other contents, other fingerprint."""
-        text = " ".join(f"{name} {self._container(name).fingerprint}" for name in self._named)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _place(self, node_type: str, name: str) -> str:
         if node_type not in self._nodes:

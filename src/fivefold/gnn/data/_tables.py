@@ -232,22 +232,9 @@ class ParquetReader:
 
 TableReader: TypeAlias = CsvReader | ParquetReader
 
-_SPLIT_NAMES = {
-    "train": "train",
-    "training": "train",
-    "valid": "valid",
-    "val": "valid",
-    "validation": "valid",
-    "dev": "valid",
-    "test": "test",
-    "": "",
-    "none": "",
-}
-_MASKS = {
-    "train": ("train_mask",),
-    "valid": ("val_mask", "valid_mask"),
-    "test": ("test_mask",),
-}
+_SPLIT_NAMES = {"train": "train", "training": "train", "test": "test", "": "", "none": ""}
+_SPLIT_NAMES |= dict.fromkeys(("valid", "val", "validation", "dev"), "valid")
+_MASKS = {"train": ["train_mask"], "valid": ["val_mask", "valid_mask"], "test": ["test_mask"]}
 _MOST_CLASSES = 1 << 20
 
 
@@ -309,7 +296,12 @@ class NodeTable:
         self.split = columns.split or _first_of(table.names, ("split",))
         for name in (self.id, self.label, self.split, *(columns.features or ())):
             check_column(table, name)
-        self.masks = {} if self.split else self._found_masks()
+        masks = {} if self.split else {k: _first_of(table.names, v) for k, v in _MASKS.items()}
+        self.masks = {
+            split: name
+            for split, name in masks.items()
+            if name is not None and pa.types.is_boolean(self.types[name])
+        }
         taken = {self.id, self.label, self.split, *self.masks.values()}
         self.feature_names = (
             [name for name in table.names if name not in taken and self._width(name)]
@@ -335,15 +327,6 @@ class NodeTable:
             elements = (kind.value_type if _is_list(kind) else kind for kind in kinds)
             self.dtype = np.result_type(*(kind.to_pandas_dtype() for kind in elements))
         self.num_rows = sum(batch.num_rows for batch in table.batches(first, as_text))
-
-    def _found_masks(self) -> dict[str, str]:
-        """Return the columns that say of every node whether it is in a split, by split."""
-        found = {split: _first_of(self.table.names, names) for split, names in _MASKS.items()}
-        return {
-            split: name
-            for split, name in found.items()
-            if name is not None and pa.types.is_boolean(self.types[name])
-        }
 
     def _width(self, name: str) -> int:
         """Return the number of elements of a feature column; 0 where it is none."""
@@ -444,25 +427,22 @@ class NodeTable:
             yield as_labels(column.fill_null(-1).to_numpy(zero_copy_only=False))
 
     def _splits(self) -> dict[str, Ids]:
-        found: dict[str, list[Ids]] = {name: [] for name in SPLITS}
+        found: dict[str, list[Ids]] = {name: [np.empty(0, np.int64)] for name in SPLITS}
         row = 0
         columns = [self.split] if self.split else list(self.masks.values())
         kinds = [pa.string() if self.split else pa.bool_()] * len(columns)
         for batch in self.table.batches(columns, kinds) if columns else ():
-            for name, rows in self._members(batch).items():
-                found[name].append(rows + row)
+            for name, member in self._members(batch).items():
+                found[name].append(np.flatnonzero(member) + row)
             row += batch.num_rows
-        nothing = [np.empty(0, np.int64)]
-        return {name: np.concatenate(parts or nothing) for name, parts in found.items()}
+        return {name: np.concatenate(parts) for name, parts in found.items()}
 
-    def _members(self, batch: Any) -> dict[str, Ids]:
-        """Return the rows of a batch that are in each split."""
+    def _members(self, batch: Any) -> dict[str, Array]:
+        """Return by split which rows of a batch are in it."""
         if not self.split:
-            masks = zip(self.masks, batch.columns, strict=True)
-            return {
-                name: np.flatnonzero(column.fill_null(False).to_numpy(zero_copy_only=False))
-                for name, column in masks
-            }
+            columns = [column.fill_null(False) for column in batch.columns]
+            arrays = [column.to_numpy(zero_copy_only=False) for column in columns]
+            return dict(zip(self.masks, arrays, strict=True))
         words = [(word or "").strip().lower() for word in batch.column(0).to_pylist()]
         unknown = sorted(set(words) - set(_SPLIT_NAMES))
         if unknown:
@@ -470,8 +450,8 @@ class NodeTable:
                 f"column {self.split!r} of {self.table.path} has {unknown[0]!r}",
                 hint="it says train, valid or test, or nothing for nodes of no split",
             )
-        splits = np.array([_SPLIT_NAMES[word] for word in words])
-        return {name: np.flatnonzero(splits == name) for name in SPLITS}
+        splits = np.array([_SPLIT_NAMES[word] for word in words], np.str_)
+        return {name: splits == name for name in SPLITS}
 
 
 def _first_of(names: list[str], wanted: Sequence[str]) -> str | None:

@@ -396,11 +396,10 @@ def _finished(path: Path, attributes: dict[str, Any]) -> SampleFile | None:
         return None
     samples = SampleFile.open(path)
     found = samples.container.attributes
-    differing = sorted(key for key, value in attributes.items() if found.get(key) != value)
-    if not differing:
+    name = min((key for key, value in attributes.items() if found.get(key) != value), default=None)
+    if name is None:
         return samples
     samples.close()
-    name = differing[0]
     raise DataError(
         f"{path} was sampled with another {name}: {found.get(name)} instead of {attributes[name]}",
         hint="sample with resume=False to replace it, or choose another path",
@@ -506,23 +505,19 @@ class _Sampling:
             first = max(done - place * self.per_epoch, 0)
             seeds = epoch_batches(
                 self.train_ids, batch_size=self.batch_size, seed=self.seed, epoch=epoch
-            )
-            stream = self._sampled(seeds[first:], epoch=epoch, first=first)
+            )[first:]
+            if isinstance(self.sampler, NeighborSampler):
+                stream = self.sampler.sample_many(seeds, epoch=epoch, first=first)
+            else:
+                by_type = [{self.input_type: ids} for ids in seeds]
+                found = self.sampler.sample_many(by_type, epoch=epoch, first=first)
+                stream = (batch.flat(self.sampler.types) for batch in found)
             for number, batch in enumerate(stream, place * self.per_epoch + first):
                 yield number, epoch, batch
 
-    def _sampled(self, seeds: list[Ids], *, epoch: int, first: int) -> Iterator[SampledBatch]:
-        sampler = self.sampler
-        if isinstance(sampler, NeighborSampler):
-            return sampler.sample_many(seeds, epoch=epoch, first=first)
-        of_type = ({self.input_type: ids} for ids in seeds)
-        found = sampler.sample_many(of_type, epoch=epoch, first=first)
-        return (batch.flat(sampler.types) for batch in found)
-
     def _count_again(self, writer: ContainerWriter, done: int) -> None:
         """Rebuild the counts from the batches that an interrupted run had written."""
-        index = writer.read("index", 0, done)
-        for row in index:
+        for row in writer.read("index", 0, done):
             first = int(row[0])
             pages = writer.read("records", first, first + self.form.num_node_pages(row))
             self.counts[self.form.decode_node_ids(pages, row)] += 1

@@ -114,17 +114,14 @@ class Container(Closing):
             raise DataError(f"there is no file {place}", hint=hint) from None
         except OSError as error:
             raise storage_error(error.errno or 0, place, "opening") from error
+        container = None
         try:
             container = cls(place, descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        try:
             container.check_kind(kind)
             if verify == "full":
                 container.verify()
         except BaseException:
-            container.close()
+            os.close(descriptor) if container is None else container.close()
             raise
         return container
 

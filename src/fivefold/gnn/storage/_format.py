@@ -108,7 +108,19 @@ class Header(NamedTuple):
     @classmethod
     def decode(cls, page: bytes, path: str) -> Header:
         """Read the first page of a file."""
-        _check_start(page, path)
+        if not page.startswith(MAGIC):
+            state = "an unfinished or foreign file" if page else "empty"
+            raise DataError(
+                f"{path} is no fivefold container ({state}: it does not start with the magic "
+                "bytes)",
+                hint="check the path; a file being written ends in .partial until it is complete",
+            )
+        version = struct.unpack("<I", page[8:12].ljust(4, b"\0"))[0]
+        if version != FORMAT_VERSION:
+            raise DataError(
+                f"{path} has format version {version}, this fivefold reads {FORMAT_VERSION}",
+                hint="make the file again with this version, or use the version that wrote it",
+            )
         if len(page) < PAGE_BYTES:
             raise DataError(
                 f"{path} is truncated: its header has {len(page)} of {PAGE_BYTES} bytes",
@@ -121,21 +133,6 @@ class Header(NamedTuple):
             )
         file_id, kind, *places = _HEADER.unpack(page[: _HEADER.size])[3:]
         return cls(file_id, kind.rstrip(b"\0").decode(), *places)
-
-
-def _check_start(page: bytes, path: str) -> None:
-    if not page.startswith(MAGIC):
-        state = "an unfinished or foreign file" if page else "empty"
-        raise DataError(
-            f"{path} is no fivefold container ({state}: it does not start with the magic bytes)",
-            hint="check the path; a file being written ends in .partial until it is complete",
-        )
-    version = struct.unpack("<I", page[8:12].ljust(4, b"\0"))[0]
-    if version != FORMAT_VERSION:
-        raise DataError(
-            f"{path} has format version {version}, this fivefold reads {FORMAT_VERSION}",
-            hint="make the file again with this version, or use the version that wrote it",
-        )
 
 
 def encode_kind(kind: str) -> bytes:

@@ -79,15 +79,14 @@ def open_files(path: Path, descriptor: int, *, direct: bool = True) -> Files:
         plain = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise storage_error(error.errno or 0, path, "opening") from error
-    why = "direct I/O was not wanted"
-    if direct:
-        try:
-            other = open_direct(descriptor, os.O_RDONLY)
-        except OSError as error:
-            why = f"the file system has no direct I/O ({error.strerror})"
-        else:
-            return Files(path, other, plain, is_direct=True, why="the file system has direct I/O")
-    return Files(path, plain, plain, is_direct=False, why=why)
+    if not direct:
+        return Files(path, plain, plain, is_direct=False, why="direct I/O was not wanted")
+    try:
+        other = open_direct(descriptor, os.O_RDONLY)
+    except OSError as error:
+        why = f"the file system has no direct I/O ({error.strerror})"
+        return Files(path, plain, plain, is_direct=False, why=why)
+    return Files(path, other, plain, is_direct=True, why="the file system has direct I/O")
 
 
 def open_direct(descriptor: int, flags: int) -> int:
