@@ -102,11 +102,11 @@ def test_closing_waits_for_writes_under_way(tmp_path, monkeypatch):
 
     put, inside = PartialFile.put_pages, threading.Event()
 
-    def slowly(self, pages, offset, *, file_id):
+    def slowly(self, pages, offset):
         inside.set()
         time.sleep(0.2)
         assert self.descriptor >= 0, "closed under a write"
-        return put(self, pages, offset, file_id=file_id)
+        return put(self, pages, offset)
 
     monkeypatch.setattr(PartialFile, "put_pages", slowly)
     schema = {"x": (np.uint8, (1024, 4096))}

@@ -71,14 +71,36 @@ def _write_pages(
     return done, 0
 
 
-class PageLedger:
-    """Checksums and states of the pages of one file."""
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
-    def __init__(self, file_id: int, num_pages: int) -> None:
-        self.file_id = file_id
-        self.checksums: NDArray[np.uint32] = np.zeros(num_pages, np.uint32)
-        self.states: Bytes = np.zeros(num_pages, np.uint8)
-        self._changed: set[int] = set()
+
+class PartialFile:
+    """An unfinished file that this process alone writes, and what is known of its pages."""
+
+    def __init__(self, path: Path, file_id: int) -> None:
+        self.path, self.file_id = path, file_id
+        self.checksums: NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self.states: Bytes = np.zeros(0, np.uint8)
+        self._changed: set[int] = set()  # chunks of these since they were saved
+        self.direct = False
+        self._direct_descriptor = -1
+        self._bounce = aligned_empty(0)
+        self._open: list[int] = []
+        self._finalizer = weakref.finalize(self, _close_all, self._open)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._open.append(self.descriptor)
+        except OSError as error:
+            raise storage_error(error.errno or 0, path, "opening") from error
+        if not lock_file(self.descriptor, path, patience_s=0):
+            self.close()
+            raise StorageError(
+                f"{path} is being written by another process",
+                hint="wait for it to end, or choose another path",
+            )
 
     def grow(self, num_pages: int) -> None:
         """Make room for this many pages."""
@@ -88,10 +110,14 @@ class PageLedger:
             self.checksums = np.concatenate([self.checksums, np.zeros(size - have, np.uint32)])
             self.states = np.concatenate([self.states, np.zeros(size - have, np.uint8)])
 
-    def forget(self, first_page: int) -> None:
-        """Take pages from this one on as never written."""
-        self.states[first_page:] = NEVER
-        self.checksums[first_page:] = 0
+    def drop(self, num_bytes: int) -> None:
+        """Cut the file; pages after its end were never written."""
+        self.cut(num_bytes)
+        stop = -(-num_bytes // PAGE_BYTES)
+        self.grow(stop)
+        self.states[stop:], self.checksums[stop:] = NEVER, 0
+        if num_bytes % PAGE_BYTES:
+            self.touch({num_bytes // PAGE_BYTES})
 
     def touch(self, pages: set[int]) -> None:
         """Note that parts of pages were written."""
@@ -135,34 +161,6 @@ class PageLedger:
         self.checksums[:pages] = blocks["checksums"].reshape(-1)
         self.states[:pages] = blocks["states"].reshape(-1)
 
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
-class PartialFile:
-    """An unfinished file that this process alone writes."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.direct = False
-        self._direct_descriptor = -1
-        self._open: list[int] = []
-        self._finalizer = weakref.finalize(self, _close_all, self._open)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._open.append(self.descriptor)
-        except OSError as error:
-            raise storage_error(error.errno or 0, path, "opening") from error
-        if not lock_file(self.descriptor, path, patience_s=0):
-            self.close()
-            raise StorageError(
-                f"{path} is being written by another process",
-                hint="wait for it to end, or choose another path",
-            )
-
     def begin(self, num_bytes: int) -> None:
         """Empty the file and set space aside."""
         self.cut(0)
@@ -197,8 +195,8 @@ class PartialFile:
         aligned = (offset | len(data) | data.ctypes.data) % PAGE_BYTES == 0
         return self.direct and aligned and len(data) >= _LEAST_PAGES_BYTES
 
-    def put_pages(self, pages: Bytes, offset: int, *, file_id: int) -> NDArray[np.uint32]:
-        """Write whole pages from aligned memory, as several threads may at the same time."""
+    def put_pages(self, pages: Bytes, offset: int) -> NDArray[np.uint32]:
+        """Write whole pages; several threads may, from aligned memory. Return their checksums."""
         checksums = np.empty(len(pages) // PAGE_BYTES, np.uint32)
         aligned = pages.ctypes.data % PAGE_BYTES == 0
         least = _LEAST_PAGES_BYTES if aligned else _LEAST_DIRECT_BYTES
@@ -210,17 +208,17 @@ class PartialFile:
             self._bounce.ctypes.data,
             pages.ctypes.data,
             offset,
-            np.uint64(file_id),
+            np.uint64(self.file_id),
             checksums,
         )
         check_written(done, number, len(pages), offset, self.path)
         return checksums
 
-    def put(self, data: Bytes, offset: int, ledger: PageLedger | None) -> None:
+    def put(self, data: Bytes, offset: int) -> None:
         """Write bytes at an offset and note them; one thread at a time."""
         stop = offset + len(data)
         first, last = -(-offset // PAGE_BYTES) * PAGE_BYTES, stop // PAGE_BYTES * PAGE_BYTES
-        if ledger is None or first >= last:
+        if first >= last:
             write_all(self.descriptor, data, offset, self.path)
         else:
             for begin, end in ((offset, first), (last, stop)):
@@ -228,10 +226,8 @@ class PartialFile:
                     piece = data[begin - offset : end - offset]
                     write_all(self.descriptor, piece, begin, self.path)
             pages = data[first - offset : last - offset]
-            checksums = self.put_pages(pages, first, file_id=ledger.file_id)
-            ledger.set_checksums(first // PAGE_BYTES, checksums)
-        if ledger is not None:
-            ledger.touch({place // PAGE_BYTES for place in (offset, stop) if place % PAGE_BYTES})
+            self.set_checksums(first // PAGE_BYTES, self.put_pages(pages, first))
+        self.touch({place // PAGE_BYTES for place in (offset, stop) if place % PAGE_BYTES})
 
     def get(self, buffer: Bytes, offset: int) -> None:
         """Fill a buffer from an offset."""

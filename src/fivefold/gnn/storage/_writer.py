@@ -30,7 +30,7 @@ from fivefold.gnn.storage._format import (
     make_section,
     padded,
 )
-from fivefold.gnn.storage._partial import DIRTY, NEVER, PageLedger, PartialFile
+from fivefold.gnn.storage._partial import DIRTY, NEVER, PartialFile
 from fivefold.gnn.storage.files import Closing, closed_error
 from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Bytes, aligned, hash_pages
 
@@ -99,12 +99,11 @@ class ContainerWriter(Closing):
         self._journal = self._beside(".partial.journal")
         self._sums = self._beside(".partial.sums")
         self._progress: Any = None
-        self._ledger = PageLedger(self.file_id, self._end // PAGE_BYTES)
         self._closed = False
         # Several threads may write; marking takes a moment's state.
         self._lock = threading.Condition(threading.RLock())
         self._under_way = 0  # writes without the lock, for which closing waits
-        self._file = PartialFile(self._beside(".partial"))
+        self._file = PartialFile(self._beside(".partial"), self.file_id)
         self._files = {"": self._file}
         try:
             self._start(resume=require_flag("resume", resume))
@@ -142,7 +141,7 @@ class ContainerWriter(Closing):
         self._file.try_direct()
         self._files.update(dict.fromkeys(self._grown[:1], self._file))
         for index, name in enumerate(self._grown[1:], 1):
-            self._files[name] = PartialFile(self._beside(f".partial.{index}"))
+            self._files[name] = PartialFile(self._beside(f".partial.{index}"), self.file_id)
             self._files[name].cut(self._grown_bytes(name))
 
     def _take_over(self) -> bool:
@@ -161,12 +160,12 @@ class ContainerWriter(Closing):
         if self._file.size < self._end + sum(self._grown_bytes(name) for name in self._grown[:1]):
             raise self._refused(_SHORT)
         try:
-            self._ledger.load(self._sums)
+            self._file.load(self._sums)
         except FileNotFoundError as error:
             raise self._refused(_NO_SUMS) from error
         self._progress = journal["token"]
         if self._grown:
-            self._cut(self._end + self._grown_bytes(self._grown[0]))
+            self._file.drop(self._end + self._grown_bytes(self._grown[0]))
         return True
 
     def _refused(self, reason: str) -> DataError:
@@ -177,14 +176,6 @@ class ContainerWriter(Closing):
 
     def _grown_bytes(self, name: str) -> int:
         return self._rows[name] * self._sections[name].row_bytes
-
-    def _cut(self, stop: int) -> None:
-        """Drop what was appended after the last mark."""
-        self._file.cut(stop)
-        self._ledger.grow(-(-stop // PAGE_BYTES))
-        self._ledger.forget(-(-stop // PAGE_BYTES))
-        if stop % PAGE_BYTES:
-            self._ledger.states[stop // PAGE_BYTES] = DIRTY
 
     def write(self, name: str, start_row: int, array: Array) -> None:
         """Put rows into a section of known length, in any order.
@@ -254,28 +245,25 @@ class ContainerWriter(Closing):
     def _put_rows(self, file: PartialFile, offset: int, rows: Array) -> None:
         if rows.size == 0:
             return
-        ledger = self._ledger if file is self._file else None
         little, row_bytes = rows.dtype.newbyteorder("<"), rows[:1].nbytes
         as_they_are = rows.flags.c_contiguous and rows.dtype == little
         step = len(rows) if as_they_are else max(1, _CHUNK_BYTES // row_bytes)
         for first in range(0, len(rows), step):
             block = np.ascontiguousarray(rows[first : first + step], little)
             place = offset + first * row_bytes
-            self._put_bytes(file, place, block.reshape(-1).view(np.uint8), ledger)
+            self._put_bytes(file, place, block.reshape(-1).view(np.uint8))
 
-    def _put_bytes(
-        self, file: PartialFile, offset: int, data: Bytes, ledger: PageLedger | None
-    ) -> None:
+    def _put_bytes(self, file: PartialFile, offset: int, data: Bytes) -> None:
         with self._lock:
             self._check_open()
-            if ledger is None or not file.takes_pages(data, offset):
-                file.put(data, offset, ledger)
+            if not file.takes_pages(data, offset):
+                file.put(data, offset)
                 return
             self._under_way += 1
         try:  # the lock is free: other pages may be written meanwhile
-            checksums = file.put_pages(data, offset, file_id=ledger.file_id)
+            checksums = file.put_pages(data, offset)
             with self._lock:
-                ledger.set_checksums(offset // PAGE_BYTES, checksums)
+                file.set_checksums(offset // PAGE_BYTES, checksums)
         finally:
             with self._lock:
                 self._under_way -= 1
@@ -349,7 +337,7 @@ class ContainerWriter(Closing):
             for file in set(self._files.values()):
                 file.sync()
             try:
-                self._ledger.save(self._sums)
+                self._file.save(self._sums)
             except OSError as error:
                 raise storage_error(error.errno or 0, self._sums, "writing checksums") from error
             write_checked_json(self._journal, journal)
@@ -384,26 +372,27 @@ class ContainerWriter(Closing):
             for first in range(0, section.nbytes if index else 0, _CHUNK_BYTES):
                 buffer = np.empty(min(_CHUNK_BYTES, section.nbytes - first), np.uint8)
                 self._files[name].get(buffer, first)
-                self._file.put(buffer, section.offset + first, self._ledger)
+                self._file.put(buffer, section.offset + first)
             end += aligned(section.nbytes)
         self._file.cut(end)
         return end
 
     def _seal(self, data_end: int) -> None:
         """Make every page known; write table, manifest and last the header; wait for the disk."""
-        file, ledger = self._file, self._ledger
-        ledger.grow(data_end // PAGE_BYTES)
+        file = self._file
+        file.grow(data_end // PAGE_BYTES)
         for section in self._sections.values():
             self._check_written(section)
         self._read_back(data_end // PAGE_BYTES)
-        table = ledger.checksums[: data_end // PAGE_BYTES].astype("<u4")
+        table = file.checksums[: data_end // PAGE_BYTES].astype("<u4")
+        table[0] = 0  # the header is not there yet, unless committing failed before
         entries = [section.to_json() for section in self._sections.values()]
         manifest = encode_json({"sections": entries, "attributes": self.attributes})
         table_pages, manifest_pages = padded(table.view(np.uint8)), padded(manifest)
         manifest_offset = data_end + len(table_pages)
         header = Header(
             kind=self.kind,
-            file_id=ledger.file_id,
+            file_id=self.file_id,
             file_bytes=manifest_offset + len(manifest_pages),
             table_offset=data_end,
             table_bytes=table.nbytes,
@@ -413,17 +402,17 @@ class ContainerWriter(Closing):
             manifest_hash=xxhash.xxh64_intdigest(manifest_pages.data),
         )
         file.cut(header.file_bytes)
-        file.put(table_pages, header.table_offset, None)
-        file.put(manifest_pages, header.manifest_offset, None)
+        file.put(table_pages, header.table_offset)
+        file.put(manifest_pages, header.manifest_offset)
         file.sync()
         # Last, so that a file without its header is an unfinished one.
-        file.put(np.frombuffer(header.encode(), np.uint8), 0, None)
+        file.put(np.frombuffer(header.encode(), np.uint8), 0)
         file.sync()
 
     def _check_written(self, section: Section) -> None:
         first = section.offset // PAGE_BYTES
         last = first + aligned(section.nbytes) // PAGE_BYTES
-        missing = self._ledger.pages_in(NEVER, first, last)
+        missing = self._file.pages_in(NEVER, first, last)
         if len(missing):
             row = (int(missing[0]) * PAGE_BYTES - section.offset) // section.row_bytes
             raise ConfigurationError(
@@ -434,14 +423,14 @@ class ContainerWriter(Closing):
 
     def _read_back(self, stop_page: int) -> None:
         """Hash the pages that came in pieces, from the file."""
-        pages = self._ledger.pages_in(DIRTY, 1, stop_page)
+        pages = self._file.pages_in(DIRTY, 1, stop_page)
         step = _CHUNK_BYTES // PAGE_BYTES
         for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
             for begin in range(0, len(run), step):
                 first = int(run[begin])
                 buffer = np.empty(len(run[begin : begin + step]) * PAGE_BYTES, np.uint8)
                 self._file.get(buffer, first * PAGE_BYTES)
-                self._ledger.set_checksums(first, hash_pages(buffer, self.file_id, first))
+                self._file.set_checksums(first, hash_pages(buffer, self.file_id, first))
 
     def abort(self) -> None:
         """Throw the unfinished file away."""
