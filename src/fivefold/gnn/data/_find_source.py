@@ -7,19 +7,18 @@ Large-scale challenge (arXiv 2103.09430): the paper nodes of MAG240M under ``pro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from fivefold.errors import ConfigurationError, DataError, require_one_of
 from fivefold.gnn.data._dataset import HeteroSource
 from fivefold.gnn.data._pyg import load_plain, pyg_source
 from fivefold.gnn.data._table_source import TableSource, table_source
-from fivefold.gnn.data._tables import CsvReader, TableColumns, open_table
+from fivefold.gnn.data._tables import CsvRows, TableColumns, open_table
 from fivefold.gnn.data.arrays import (
     ArrayRows,
     ArraySource,
@@ -28,7 +27,6 @@ from fivefold.gnn.data.arrays import (
     array_source,
     as_rows,
     existing,
-    file_stamp,
     npz_members,
     one_split,
 )
@@ -67,7 +65,7 @@ def ogb_source(folder: str | Path, *, leave_out: Collection[str] = ()) -> Source
     return ArraySource(
         name=folder.resolve().name,
         edge_rows=rows["edge"],
-        edge_pairs=isinstance(rows["edge"], _CsvRows) or None,
+        edge_pairs=isinstance(rows["edge"], CsvRows) or None,
         feature_rows=rows.get("node-feat"),
         label_rows=rows.get("node-label"),
         edge_feature_rows=None if "edge_feat" in leave_out else rows.get("edge-feat"),
@@ -105,7 +103,7 @@ def _csv_rows(raw: Path) -> tuple[dict[str, Rows], list[int]]:
     }
     paths = {role: raw / f"{role}.csv.gz" for role in kinds}
     rows: dict[str, Rows] = {
-        role: _CsvRows(paths[role], dtype, int(counts.sum()))
+        role: CsvRows(paths[role], dtype, int(counts.sum()))
         for role, (dtype, counts) in kinds.items()
         if paths[role].is_file()
     }
@@ -127,31 +125,8 @@ def _read_splits(folder: Path) -> dict[str, Rows]:
 
 
 def _read_ids(path: Path) -> Ids:
-    table = CsvReader(existing(path), header=False)
-    blocks = [block[:, 0] for block, _ in table.arrays(np.int64)]
+    blocks = [block[:, 0] for block in CsvRows(path, np.int64).blocks(0, 1 << 62)]
     return np.concatenate([np.empty(0, np.int64), *blocks])
-
-
-class _CsvRows:
-    """A raw table as an array of rows."""
-
-    def __init__(self, path: Path, dtype: DTypeLike, num_rows: int) -> None:
-        self.table = CsvReader(path, header=False)
-        self.shape: tuple[int, ...] = (num_rows, self.table.num_columns or 2)
-        self.dtype = np.dtype(dtype)
-        self.stamp = file_stamp(path)
-
-    def blocks(self, first_row: int, max_rows: int) -> Iterator[Any]:
-        """Yield rows; those before ``first_row`` are read past."""
-        row, end = first_row, self.shape[0]
-        for block, after in self.table.arrays(self.dtype, first_row=first_row, max_rows=max_rows):
-            row = after
-            yield block
-        if row != end:
-            raise DataError(
-                f"{self.table.path} has {row} rows, the benchmark's lists say {end}",
-                hint="unpack the benchmark's archive again",
-            )
 
 
 def mag240m_source(folder: str | Path) -> Source:
@@ -294,7 +269,7 @@ def _kind_of(path: Path) -> str:
         return "ogb"
     if (path / "mag240m_kddcup2021").is_dir() or (path / "processed" / "paper").is_dir():
         return "mag240m"
-    if _first_npy(path, _NPY_NAMES["edge_index"]) is not None:
+    if _first_array(path, _NPY_NAMES["edge_index"]) is not None:
         return "npy"
     if _table_files(path):
         return "table"
@@ -304,14 +279,10 @@ def _kind_of(path: Path) -> str:
 def _first_array(path: Path, names: tuple[str, ...]) -> Path | Rows | None:
     """Return the first of these arrays in a folder of files, or in an archive."""
     if path.is_dir():
-        return _first_npy(path, names)
+        paths = (path / f"{name}.npy" for name in names)
+        return next((file for file in paths if file.is_file()), None)
     members = npz_members(path)
     return next((FileRows(path, name) for name in names if name in members), None)
-
-
-def _first_npy(folder: Path, names: tuple[str, ...]) -> Path | None:
-    paths = (folder / f"{name}.npy" for name in names)
-    return next((path for path in paths if path.is_file()), None)
 
 
 def _npy_source(path: Path, options: SourceOptions) -> Source:

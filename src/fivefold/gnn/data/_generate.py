@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from numbers import Real
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -250,9 +251,20 @@ class _Generator:
     def _classes_at(self, positions: Ids) -> Ids:
         return np.searchsorted(self.class_starts, positions, side="right") - 1
 
-    def edges(self) -> _GeneratedEdges:
-        """Return the edges, drawn as they are read."""
-        return _GeneratedEdges(self)
+    def edges(self) -> Any:
+        """Return the edges, drawn as they are read; here their degrees are drawn to count them."""
+        drawn = nodes = 0
+        for degrees in self.made(self.degrees, 0, self.edge_group):
+            drawn, nodes = drawn + int(degrees.sum()), nodes + degrees.size
+            self.progress("edges counted", nodes, self.num_nodes)
+        count = drawn * (2 if self.options.neighbors == "both" else 1)
+
+        def blocks(position: int, max_edges: int) -> Iterator[EdgeBlock]:  # a position is a node
+            nodes = min(_BLOCK_NODES, int(max_edges / max(1.0, 2 * self.options.mean_degree)))
+            step = max(1, nodes // self.edge_group) * self.edge_group
+            return self.made(self._edge_block, position, step)
+
+        return SimpleNamespace(weighted=False, num_edges=count, expected_edges=count, blocks=blocks)
 
     def degrees(self, first: int, stop: int) -> Ids:
         """Return how many neighbours each node of a group draws."""
@@ -284,9 +296,24 @@ class _Generator:
         drawers = np.repeat(np.arange(first, stop, dtype=dtype), degrees)
         return drawers, drawn.astype(dtype)
 
-    def features(self) -> _GeneratedFeatures:
+    def _edge_block(self, first: int, stop: int) -> EdgeBlock:
+        groups = [self.drawn(*part) for part in _ranges(first, stop, self.edge_group)]
+        drawers, drawn = (np.concatenate(ends) for ends in zip(*groups, strict=True))
+        if self.options.neighbors == "drawn":
+            return EdgeBlock(sources=drawn, targets=drawers, position=stop)
+        if self.options.neighbors == "drawing":
+            return EdgeBlock(sources=drawers, targets=drawn, position=stop)
+        return EdgeBlock(both_ways(drawers, drawn), both_ways(drawn, drawers), position=stop)
+
+    def features(self) -> Any:
         """Return the feature rows, drawn as they are read."""
-        return _GeneratedFeatures(self)
+
+        def blocks(first_row: int, max_rows: int) -> Iterator[Array]:
+            step = max(1, max_rows // (2 * self.threads) // self.row_group) * self.row_group
+            return self.made(self._row_block, first_row, step)
+
+        dtype = np.dtype(self.options.dtype)
+        return SimpleNamespace(dim=self.options.dim, dtype=dtype, blocks=blocks)
 
     @cached_property
     def _centers(self) -> NDArray[np.float32]:
@@ -300,6 +327,12 @@ class _Generator:
         rows = self.random(_FEATURE, first).standard_normal(shape, np.float32)
         rows += self._centers[self._classes_at(self._positions(first, stop))]
         return rows
+
+    def _row_block(self, first: int, stop: int) -> Array:
+        block = np.empty((stop - first, self.options.dim), self.options.dtype)
+        for begin, end in _ranges(first, stop, self.row_group):
+            block[begin - first : end - first] = self.rows(begin, end)
+        return block
 
     def labels(self) -> LabelPart:
         """Return the labels, drawn as they are read, and the node ids of the splits."""
@@ -324,58 +357,6 @@ class _Generator:
 
 def _group(most: int, per_node: float) -> int:
     return max(1, min(_GROUP_NODES, int(most / max(1.0, per_node))))
-
-
-class _GeneratedEdges:
-    weighted = False
-
-    def __init__(self, generator: _Generator) -> None:
-        self.generator = generator
-        options = generator.options
-        drawn = nodes = 0
-        for degrees in generator.made(generator.degrees, 0, generator.edge_group):
-            drawn, nodes = drawn + int(degrees.sum()), nodes + degrees.size
-            generator.progress("edges counted", nodes, options.nodes)
-        self.expected_edges = drawn * (2 if options.neighbors == "both" else 1)
-        self.num_edges: int | None = self.expected_edges
-
-    def blocks(self, position: int, max_edges: int) -> Iterator[EdgeBlock]:
-        """Yield blocks of whole groups; ``position`` is a node."""
-        generator = self.generator
-        nodes = min(_BLOCK_NODES, int(max_edges / max(1.0, 2 * generator.options.mean_degree)))
-        step = max(1, nodes // generator.edge_group) * generator.edge_group
-        return generator.made(self._block, position, step)
-
-    def _block(self, first: int, stop: int) -> EdgeBlock:
-        generator = self.generator
-        groups = [generator.drawn(*part) for part in _ranges(first, stop, generator.edge_group)]
-        drawers, drawn = (np.concatenate(ends) for ends in zip(*groups, strict=True))
-        neighbors = generator.options.neighbors
-        if neighbors == "drawn":
-            return EdgeBlock(sources=drawn, targets=drawers, position=stop)
-        if neighbors == "drawing":
-            return EdgeBlock(sources=drawers, targets=drawn, position=stop)
-        return EdgeBlock(both_ways(drawers, drawn), both_ways(drawn, drawers), position=stop)
-
-
-class _GeneratedFeatures:
-    def __init__(self, generator: _Generator) -> None:
-        self.generator = generator
-        self.dim = generator.options.dim
-        self.dtype = np.dtype(generator.options.dtype)
-
-    def blocks(self, first_row: int, max_rows: int) -> Iterator[Array]:
-        """Yield the rows from ``first_row`` on, in blocks of at most ``max_rows``."""
-        generator = self.generator
-        group = generator.row_group
-        step = max(1, max_rows // (2 * generator.threads) // group) * group
-        return generator.made(self._block, first_row, step)
-
-    def _block(self, first: int, stop: int) -> Array:
-        block = np.empty((stop - first, self.dim), self.dtype)
-        for begin, end in _ranges(first, stop, self.generator.row_group):
-            block[begin - first : end - first] = self.generator.rows(begin, end)
-        return block
 
 
 def _ranges(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:

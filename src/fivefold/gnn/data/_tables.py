@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from fivefold.errors import DataError, UnsupportedError, require_flag
-from fivefold.gnn.data.arrays import as_labels, existing
+from fivefold.gnn.data.arrays import as_labels, existing, file_stamp
 from fivefold.gnn.data.parts import SPLITS, LabelPart
 from fivefold.gnn.storage.pages import Array, Ids
 
@@ -135,17 +135,29 @@ class CsvReader:
                 f"{self.path} cannot be read as a table: {reason}", hint="mend the line it names"
             ) from error
 
-    def arrays(
-        self, dtype: DTypeLike, *, first_row: int = 0, max_rows: int = 1 << 62
-    ) -> Iterator[tuple[Array, int]]:
-        """Yield all columns as blocks ``[rows, columns]``, each with the row after it."""
-        kind = pa.from_numpy_dtype(np.dtype(dtype))
-        batches = self.batches(self.names, [kind] * len(self.names))
-        for part, row in rest_of(batches, first_row, max_rows):
-            block = np.empty((part.num_rows, part.num_columns), dtype)
-            for index, column in enumerate(part.columns):
-                block[:, index] = column.to_numpy(zero_copy_only=False)
-            yield block, row
+
+class CsvRows:
+    """A CSV file without a header as an array of rows; without ``num_rows`` these are not known."""
+
+    def __init__(self, path: Path, dtype: DTypeLike, num_rows: int | None = None) -> None:
+        self.table = CsvReader(existing(path), header=False)
+        self.shape: tuple[int, ...] = (num_rows or 0, self.table.num_columns or 2)
+        self.dtype = np.dtype(dtype)
+        self.stamp = file_stamp(path)
+        self._num_rows = num_rows
+
+    def blocks(self, first_row: int, max_rows: int) -> Iterator[Array]:
+        """Yield rows; those before ``first_row`` are read past."""
+        names, row = self.table.names, first_row
+        batches = self.table.batches(names, [pa.from_numpy_dtype(self.dtype)] * len(names))
+        for part, row in rest_of(batches, first_row, max_rows):  # noqa: B007 - used below
+            columns = [column.to_numpy(zero_copy_only=False) for column in part.columns]
+            yield np.stack(columns, axis=1).astype(self.dtype, copy=False)
+        if self._num_rows is not None and row != self._num_rows:
+            raise DataError(
+                f"{self.table.path} has {row} rows, the benchmark's lists say {self._num_rows}",
+                hint="unpack the benchmark's archive again",
+            )
 
 
 def rest_of(batches: Iterator[Any], first_row: int, max_rows: int) -> Iterator[tuple[Any, int]]:
