@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fivefold.errors import ConfigurationError, DataError, require_one_of
+from fivefold.errors import DataError, require_one_of
 from fivefold.files import storage_error
 from fivefold.gnn.storage._format import Header, Section, decode_manifest, make_section
 from fivefold.gnn.storage.files import Closing, closed_error, open_to_read, read_into
@@ -179,12 +179,7 @@ class Container(Closing):
             StorageError: The disk refused, or the file has been truncated or closed.
         """
         section = self.section(name)
-        last = section.num_rows if stop is None else stop
-        if not 0 <= start <= last <= section.num_rows:
-            raise ConfigurationError(
-                f"rows {start} to {last} of section {name!r} were asked for",
-                hint=f"it has {section.num_rows} rows",
-            )
+        last = section.row_after(start, stop, section.num_rows)
         count = (last - start) * section.row_bytes
         if count < _LARGE_BYTES:
             return self._read_small(section, start, last)

@@ -59,6 +59,16 @@ class Section:
         """Return the bytes of the array, without the padding."""
         return self.num_rows * self.row_bytes
 
+    def row_after(self, start: int, stop: int | None, num_rows: int) -> int:
+        """Return where a range of rows ends that must lie in the first ``num_rows``."""
+        last = num_rows if stop is None else stop
+        if not 0 <= start <= last <= num_rows:
+            raise ConfigurationError(
+                f"rows {start} to {last} of section {self.name!r} were asked for",
+                hint=f"it has {num_rows} rows",
+            )
+        return last
+
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's entry."""
         return {

@@ -120,9 +120,9 @@ class ContainerWriter(Closing):
             raise ConfigurationError(message, hint="name at least one")
         self._sections: dict[str, Section] = {}
         end = PAGE_BYTES
-        grown = [name for name, (_, shape) in sections.items() if shape and shape[0] is None]
+        self._grown = [name for name, (_, shape) in sections.items() if tuple(shape[:1]) == (None,)]
         for name, (dtype, shape) in sections.items():
-            sizes = (0, *shape[1:]) if name in grown else shape
+            sizes = (0, *shape[1:]) if name in self._grown else shape
             if any(size is None for size in sizes):
                 raise ConfigurationError(
                     f"section {name!r} has shape {shape}", hint="only the first may be None"
@@ -131,8 +131,7 @@ class ContainerWriter(Closing):
             self._sections[name] = section
             end += aligned(section.nbytes)
         self._end = end
-        self._grown = grown
-        self._rows = dict.fromkeys(grown, 0)
+        self._rows = dict.fromkeys(self._grown, 0)
 
     def _start(self, *, resume: bool) -> None:
         if not (resume and self._take_over()):
@@ -286,12 +285,7 @@ class ContainerWriter(Closing):
         """
         self._check_open()
         section = self._section(name)
-        last = self.rows(name) if stop is None else stop
-        if not 0 <= start <= last <= self.rows(name):
-            raise ConfigurationError(
-                f"rows {start} to {last} of section {name!r} were asked for",
-                hint=f"it has {self.rows(name)} rows",
-            )
+        last = section.row_after(start, stop, self.rows(name))
         rows = np.empty((last - start, *section.shape[1:]), section.dtype)
         file, place = self._files.get(name, self._file), self._base(name)
         if rows.size:

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from fivefold.gnn.storage.pages import Bytes
@@ -43,16 +44,12 @@ def read_ahead(
 
     A buffer is overwritten when the one after the next is asked for.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="fivefold-ahead") as pool:
-        waiting: tuple[Future[Result], Any] | None = None
-        for number, request in enumerate(requests):
-            buffer = buffers[number % 2]
-            ahead = pool.submit(read, request, buffer)
-            if waiting is not None:
-                yield waiting[0].result(), waiting[1]
-            waiting = ahead, buffer
-        if waiting is not None:
-            yield waiting[0].result(), waiting[1]
+
+    def filled(request: Request, buffer: Any) -> tuple[Result, Any]:
+        return read(request, buffer), buffer
+
+    turns = (partial(filled, request, buffers[n % 2]) for n, request in enumerate(requests))
+    return in_threads(turns, threads=1)
 
 
 class _DroppedError(Exception):
