@@ -108,9 +108,9 @@ class Dataset(_Files):
     """
 
     def __init__(self, folder: Path, graph: Container) -> None:
-        files = {GRAPH_FILE: graph.fingerprint, **(graph.attributes.get("files") or {})}
-        files.pop(NAMES_FILE, None)
-        super().__init__(folder, files, GRAPH_FILE)
+        files = graph.attributes.get("files") or {}
+        beside = {name: files[name] for name in BESIDE_GRAPH if name in files}
+        super().__init__(folder, {GRAPH_FILE: graph.fingerprint, **beside}, GRAPH_FILE)
         self.graph = graph
         self._opened[GRAPH_FILE] = graph
 

@@ -63,13 +63,9 @@ class SampledBatch:
         """Return the number of edges."""
         return self.sources.size
 
-    def targets(self) -> NDArray[np.int32]:
-        """Return the local number of each edge's target."""
-        return np.repeat(np.arange(self.degrees.size, dtype=np.int32), self.degrees)
-
     def edge_index(self) -> Ids:
         """Return ``[2, edges]``: row 0 sources, row 1 targets, local numbers."""
-        return np.stack([self.sources, self.targets()]).astype(np.int64)
+        return _edge_index(self.sources, self.degrees)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +127,7 @@ class HeteroSampledBatch:
         """Return ``[2, edges]`` of one type: row 0 sources, row 1 targets, local numbers."""
         if edge_type not in self.sources:
             raise ConfigurationError(f"no edge type {edge_type}", hint=f"{list(self.sources)}")
-        degrees = self.degrees[edge_type]
-        targets = np.repeat(np.arange(degrees.size), degrees)
-        return np.stack([self.sources[edge_type].astype(np.int64), targets])
+        return _edge_index(self.sources[edge_type], self.degrees[edge_type])
 
     def part(self, node_type: str) -> SampledBatch:
         """Return the nodes of one type, with what their local numbers occur in.
@@ -190,6 +184,10 @@ class HeteroSampledBatch:
             sources=_cut(flat.sources, edges),
             edge_ids=edge_ids,
         )
+
+
+def _edge_index(sources: NDArray[np.int32], degrees: NDArray[np.int32]) -> Ids:
+    return np.stack([sources.astype(np.int64), np.repeat(np.arange(degrees.size), degrees)])
 
 
 def _joined(parts: Mapping[Any, Any], keys: Sequence[Any], dtype: Any) -> NDArray[Any]:
