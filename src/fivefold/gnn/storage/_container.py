@@ -126,7 +126,11 @@ class Container(Closing):
         return container
 
     def check_kind(self, kind: str | None) -> None:
-        """Raise where the file is not of a kind; None takes any."""
+        """Check that the file is of a kind; None takes any.
+
+        Raises:
+            DataError: It is for something else.
+        """
         if kind is not None and self.kind != kind:
             raise DataError(
                 f"{self.path} is of kind {self.kind!r}, {kind!r} was expected",
@@ -135,7 +139,11 @@ class Container(Closing):
 
     @property
     def descriptor(self) -> int:
-        """Return the file descriptor; StorageError where the file has been closed."""
+        """Return the file descriptor.
+
+        Raises:
+            StorageError: The file has been closed.
+        """
         if self._descriptor < 0:
             raise closed_error(self.path)
         return self._descriptor
