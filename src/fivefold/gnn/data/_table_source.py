@@ -15,10 +15,10 @@ from fivefold.errors import (
     ConfigurationError,
     DataError,
     InfeasibleError,
+    StorageError,
     require_one_of,
     require_whole,
 )
-from fivefold.files import storage_error
 from fivefold.gnn.data._dataset import GRAPH_FILE, NAMES_FILE
 from fivefold.gnn.data._ingest import check_names_file, no_progress
 from fivefold.gnn.data._tables import (
@@ -310,4 +310,7 @@ def _write_names(path: Path, names: Any) -> None:
         parquet.write_table(pa.table({"name": names}), unfinished)
         unfinished.replace(path)
     except OSError as error:
-        raise storage_error(error.errno or 0, path, "writing the names") from error
+        raise StorageError(
+            f"writing {path} failed: {error.strerror or error}",
+            hint="see that the folder can be written and has space; run the same command again",
+        ) from error

@@ -36,12 +36,11 @@ from fivefold.gnn.sampling.kernels import (
     LOCAL_BITS,
     draw,
     draw_weighted,
-    insert_seeds,
     most_edges,
     number_sources,
     refill_table,
 )
-from fivefold.gnn.storage.pages import Ids
+from fivefold.gnn.storage.pages import Array, Ids
 from fivefold.gnn.storage.parallel import in_threads
 
 _FIRST_ROOM = 1 << 10
@@ -69,17 +68,32 @@ class _NodeTable:
     def start(self, seeds: Ids, num_nodes: int) -> None:
         """Forget everything and enter the seeds."""
         self.count = 0
-        while self.nodes.size < seeds.size:
-            self.enlarge()
         self.slots[:] = 0
-        place = insert_seeds(self.slots, seeds, num_nodes)
-        if place >= 0:
-            reason = "stands twice" if 0 <= seeds[place] < num_nodes else "is out of range"
-            raise ConfigurationError(
-                f"seed {seeds[place]} {reason}", hint=f"give each of 0 to {num_nodes - 1} once"
+        seeds = seeds.view()
+        seeds.flags.writeable = False  # as a topology's ids: one compiled version
+        numbers, wrong = self.enter(seeds, np.arange(seeds.size), num_nodes)
+        if wrong < 0 and self.count == seeds.size:
+            return
+        reason = "is out of range"
+        if wrong < 0:
+            wrong, reason = int(np.argmax(numbers != np.arange(seeds.size))), "stands twice"
+        raise ConfigurationError(
+            f"seed {seeds[wrong]} {reason}", hint=f"give each of 0 to {num_nodes - 1} once"
+        )
+
+    def enter(self, ids: Array, positions: Ids, bound: int) -> tuple[NDArray[np.int32], int]:
+        """Return the numbers of the ids at positions, new ones too, and the place of a wrong id."""
+        numbers, done, count = np.empty(positions.size, np.int32), 0, self.count
+        while True:
+            done, count = number_sources(
+                ids, positions, done, positions.size, self.slots, self.nodes, count, bound, numbers
             )
-        self.nodes[: seeds.size] = seeds
-        self.count = seeds.size
+            if count < 0:
+                return numbers, done
+            self.count = count
+            if done == positions.size:
+                return numbers, -1
+            self.enlarge()
 
     def enlarge(self) -> None:
         """Double the number of slots."""
@@ -110,34 +124,6 @@ def _draw_edges(
     else:
         count = draw_weighted(topology.indptr, topology.weights, *frontier)
     return positions[:count], degrees
-
-
-def _number_edges(topology: Adjacency, positions: Ids, table: _NodeTable) -> NDArray[np.int32]:
-    """Return the local number of each edge's source, entering new nodes in ``table``."""
-    sources = np.empty(positions.size, np.int32)
-    done = 0
-    while True:
-        done, count = number_sources(
-            topology.indices,
-            positions,
-            done,
-            positions.size,
-            table.slots,
-            table.nodes,
-            table.count,
-            topology.num_sources,
-            sources,
-        )
-        if count < 0:
-            raise DataError(
-                f"edge {positions[done]} comes from node {topology.indices[positions[done]]}",
-                hint=f"sources are 0 to {topology.num_sources - 1}; ingest the graph again",
-            )
-        table.count = count
-        if done == positions.size:
-            topology.check_unchanged()
-            return sources
-        table.enlarge()
 
 
 class _Buffers(threading.local):
@@ -211,7 +197,7 @@ class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
                     key=key_of(hop, number),
                     buffers=self._buffers,
                 )
-                sources = _number_edges(edges[kind], positions, tables[source])
+                sources = self._number(edges[kind], positions, tables[source])
                 ids, edge_ids = edges[kind].edge_ids, None
                 if self.edge_ids:
                     edge_ids = positions.copy() if ids is None else ids[positions]
@@ -219,6 +205,17 @@ class _Sampler(abc.ABC, Generic[Seeds, Sampled]):
             for name, table in tables.items():
                 bounds[name].append(table.count)
         return bounds, hops
+
+    @staticmethod
+    def _number(topology: Adjacency, positions: Ids, table: _NodeTable) -> NDArray[np.int32]:
+        sources, wrong = table.enter(topology.indices, positions, topology.num_sources)
+        if wrong >= 0:
+            raise DataError(
+                f"edge {positions[wrong]} comes from node {topology.indices[positions[wrong]]}",
+                hint=f"sources are 0 to {topology.num_sources - 1}; ingest the graph again",
+            )
+        topology.check_unchanged()
+        return sources
 
 
 def _edges_of(hops: list[_Hop]) -> dict[str, Any]:

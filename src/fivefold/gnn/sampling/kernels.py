@@ -100,15 +100,6 @@ def _floyd_large(stream: Any, degree: int, fanout: int, chosen: Ids) -> None:
 
 
 @njit
-def _floyd(stream: Any, degree: int, fanout: int, chosen: Ids) -> None:
-    """Choose ``fanout`` of ``degree``, each set equally likely (Bentley and Floyd)."""
-    if fanout <= _SMALL:
-        _floyd_small(stream, degree, fanout, chosen)
-    else:
-        _floyd_large(stream, degree, fanout, chosen)
-
-
-@njit
 def draw(
     indptr: Ids, nodes: Ids, fanout: int, key: Any, positions: Ids, degrees: NDArray[np.int32]
 ) -> int:
@@ -125,7 +116,10 @@ def draw(
             taken = fanout
             chosen = positions[written : written + fanout]
             stream = mix_bits(key + np.uint64(nodes[place]) * _GOLDEN)
-            _floyd(stream, degree, fanout, chosen)
+            if fanout <= _SMALL:
+                _floyd_small(stream, degree, fanout, chosen)
+            else:
+                _floyd_large(stream, degree, fanout, chosen)
             for offset in range(fanout):
                 chosen[offset] += start
         degrees[place] = taken
@@ -254,7 +248,10 @@ def draw_in_time(  # noqa: PLR0913, PLR0917 - a kernel takes its arrays one by o
             else:
                 node_stream = mix_bits(key + np.uint64(nodes[place]) * _GOLDEN)
                 stream = mix_bits(node_stream + np.uint64(trees[place] + 1) * _GOLDEN)
-                _floyd(stream, count, fanout, chosen)
+                if fanout <= _SMALL:
+                    _floyd_small(stream, count, fanout, chosen)
+                else:
+                    _floyd_large(stream, count, fanout, chosen)
             for offset in range(fanout):
                 chosen[offset] = early[chosen[offset]]
         degrees[place] = taken
@@ -278,20 +275,6 @@ def refill_table(table: Ids, nodes: Ids, count: int) -> None:
     table[:] = 0
     for local in range(count):
         table[_find(table, nodes[local])] = (nodes[local] + 1) << LOCAL_BITS | local
-
-
-@njit
-def insert_seeds(table: Ids, nodes: Ids, num_nodes: int) -> int:
-    """Enter the seeds in an empty table; return the place of one at fault, or -1."""
-    for local in range(nodes.shape[0]):
-        node = nodes[local]
-        if node < 0 or node >= num_nodes:
-            return local
-        slot = _find(table, node)
-        if table[slot] != 0:
-            return local
-        table[slot] = (node + 1) << LOCAL_BITS | local
-    return -1
 
 
 @njit
