@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.data import EdgeRules, TableColumns, array_source, generate_graph, table_source
+from fivefold.gnn.data import (
+    EdgeRules,
+    SourceOptions,
+    TableColumns,
+    array_source,
+    find_source,
+    generate_graph,
+    table_source,
+)
 from fivefold.gnn.sampling import Adjacency, NeighborSampler, sample_epochs
 from fivefold.gnn.sampling.temporal import TemporalSampler
 from fivefold.gnn.storage import ContainerWriter, RowReader, probe_disk
@@ -78,3 +86,15 @@ def test_what_is_no_number_in_range_is_refused(tmp_path, wrong):
             generate_graph(tmp_path / "g", nodes=9, dim=2, **{name: wrong})
     with pytest.raises(ConfigurationError, match=r"seconds is .*; use a positive number"):
         probe_disk(tmp_path, seconds=wrong)
+
+
+def test_a_section_that_there_is_not_is_refused_whatever_it_is(container):
+    for wrong in ("y", 3, None):
+        with pytest.raises(DataError, match=f"has no section {wrong!r}"):
+            RowReader(container, wrong)
+
+
+def test_a_split_that_nothing_has_is_refused(tmp_path):
+    (tmp_path / "e.csv").write_text("source,target\n0,1\n")
+    with pytest.raises(ConfigurationError, match="split 1 was given, but no array"):
+        find_source(tmp_path / "e.csv", SourceOptions(split=1))

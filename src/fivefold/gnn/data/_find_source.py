@@ -353,6 +353,9 @@ _OF_EDGES = {
 
 def _with_arrays(path: Path, options: SourceOptions) -> Source:
     """Return the tables at a path, with the arrays that were given beside it."""
+    if options.split is not None and not options.splits:
+        message = f"split {options.split} was given, but no array of a split"
+        raise ConfigurationError(message, hint="it says which column of masks to take")
     if not options.arrays and not options.splits:
         return _tables_at(path, options)
     for role, hint in _OF_EDGES.items():

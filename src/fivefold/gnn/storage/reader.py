@@ -250,7 +250,7 @@ class RowReader(Closing):
             message = f"block_bytes is {block_bytes}"
             raise ConfigurationError(message, hint=f"use a multiple of {PAGE_BYTES}")
         self.max_gap_bytes = require_whole("max_gap_bytes", max_gap_bytes, least=0)
-        self.section = container.section(section) if isinstance(section, str) else section
+        self.section = section if isinstance(section, Section) else container.section(section)
         self._container = container
         checked = require_flag("verify", verify)
         self._checksums = container.page_checksums if checked else np.empty(0, np.uint32)
