@@ -88,9 +88,11 @@ def test_the_copy_to_a_device_takes_cached_rows_from_there(stores):
     _, features, store = stores(dim=4, device_rows=120)
     levels = FeatureStore(store)
     levels.start(0)
-    levels._device_rows, cost = levels._on_device.fill_on(torch.device("cpu"))
-    assert cost.bytes_used == levels._on_device.nbytes == levels._device_rows.nbytes
-    levels._on_device.rows[:] = np.nan
+    before = levels.filling.bytes_used
+    levels._fill_device(torch.device("cpu"))
+    cost = levels.filling.bytes_used - before
+    assert cost == levels._on_device.nbytes == levels._device_rows.nbytes
+    levels._on_device[:] = np.nan
     transfer = DeviceTransfer({None: levels}, torch.device("cpu"))
     with DiskLoader(store, shuffle=False) as loader:
         for batch in loader:

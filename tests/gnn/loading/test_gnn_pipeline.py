@@ -17,7 +17,6 @@ from fivefold.gnn.loading._pipeline import (
     BufferRing,
     Channel,
     ClosedChannelError,
-    Mailbox,
     Pipeline,
     Stage,
 )
@@ -294,7 +293,7 @@ def test_channel_bounds_and_ends():
     for _ in range(2):
         with pytest.raises(ClosedChannelError):
             channel.take()
-    box = Mailbox()
+    box = Channel()
     box.close()
     with pytest.raises(ClosedChannelError):
         box.take()

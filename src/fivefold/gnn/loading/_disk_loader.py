@@ -115,7 +115,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         **options: Unpack[LoaderOptions],
     ) -> None:
         packed = store if isinstance(store, Prepared) else Prepared.of_one(store, edges)
-        stores = packed.nodes
+        self._stores = stores = packed.nodes
         planned = any(rows.plan.policy == "belady" for rows in stores.values())
         settings = LoaderSettings(
             shuffle=not planned if shuffle is None else shuffle,
@@ -123,7 +123,6 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
             prefetch=prefetch,
             **options,
         )
-        self._stores = stores
         if planned:
             _check_planned(settings)
         for rows in (*stores.values(), *packed.edges.values()):
@@ -135,43 +134,31 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         self._buffers = buffer_count(
             batch_bytes=batch_bytes, memory_bytes=memory_bytes, prefetch=prefetch
         )
-        self._open_engines(packed, settings, threads)
-        super().__init__(settings, self._closing.close)
-        pinned = settings.device.type == "cuda"
-        self._ring = BufferRing(self._buffers, size_bytes=batch_bytes, pinned=pinned)
-        self._transfer: DeviceTransfer | None = None
-        if settings.device.type != "cpu":
-            self._transfer = DeviceTransfer(self._features, settings.device)
-        self._stages = functools.partial(
-            BatchStages,
-            self._features,
-            self._ring,
-            places=places,
-            unpacked=packed.unpacked,
-            build=_maker(packed, labels, checked_form(form)),
-            transfer=self._transfer,
-            edges=self._edges,
-        )
-
-    def _open_engines(
-        self, packed: Prepared, settings: LoaderSettings, threads: int | None
-    ) -> None:
-        """Open a reading engine for each store of rows of nodes and of edges."""
+        make = _maker(packed, labels, checked_form(form))
         # Closed in this order: engines, then what from_dataset opened for them.
         self._closing = contextlib.ExitStack()
-        readers = 2 if self._buffers >= _BUFFERS_FOR_TWO_READERS else 1
+        features: dict[str | None, FeatureStore] = {}
+        edge_rows: dict[EdgeType | None, FeatureStore] = {}
         how: dict[str, Any] = {"threads": threads, "shared": settings.world_size > 1}
         how |= settings.engine
-        self._features: dict[str | None, FeatureStore] = {}
-        self._edges: dict[EdgeType | None, FeatureStore] = {}
-        for kind, rows in packed.nodes.items():
-            self._features[kind] = FeatureStore(
-                rows, device=settings.device, readers=readers, **how
-            )
-            self._closing.callback(self._features[kind].close)
+        readers = 2 if self._buffers >= _BUFFERS_FOR_TWO_READERS else 1
+        for kind, rows in stores.items():
+            features[kind] = FeatureStore(rows, device=settings.device, readers=readers, **how)
+            self._closing.callback(features[kind].close)
         for edge_type, rows in packed.edges.items():
-            self._edges[edge_type] = FeatureStore(rows, **how)
-            self._closing.callback(self._edges[edge_type].close)
+            edge_rows[edge_type] = FeatureStore(rows, **how)
+            self._closing.callback(edge_rows[edge_type].close)
+        super().__init__(settings, self._closing.close)
+        device = settings.device
+        self._stages = BatchStages(
+            features=features,
+            edges=edge_rows,
+            ring=BufferRing(self._buffers, size_bytes=batch_bytes, pinned=device.type == "cuda"),
+            places=places,
+            unpacked=packed.unpacked,
+            make=make,
+            transfer=None if device.type == "cpu" else DeviceTransfer(features, device),
+        )
 
     @classmethod
     def from_dataset(  # noqa: PLR0913 - those of NeighborLoader, and what is packed
@@ -287,21 +274,15 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         return len(self._numbers(epoch))
 
     def _start(self, epoch: int, first: int) -> Pipeline:
-        numbers = self._numbers(epoch)[first:].tolist()
-        self._ring.abandon()
-        stages = self._stages()
-        return Pipeline(
-            iter(numbers),
-            stages.groups(),
-            lanes=stages.lanes(),
+        return self._stages.pipeline(
+            self._numbers(epoch)[first:].tolist(),
             capacity=max(1, self._buffers - 1),
             timeout_s=self._settings.timeout_s,
-            on_close=stages.stop_waiting,
         )
 
     def statistics(self) -> LoaderStatistics:
         """Return counts since the loader was made."""
-        features, edges = list(self._features.values()), list(self._edges.values())
+        features = list(self._stages.features.values())
         reading = sum((store.reading for store in features), ReadStatistics())
         filling = sum((store.filling for store in features), ReadStatistics())
         return LoaderStatistics(
@@ -312,24 +293,22 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
             bytes_read=reading.bytes_read,
             cold_bytes=reading.bytes_used,
             record_bytes=sum(store.record_bytes for store in features),
-            edge_bytes=sum(store.reading.bytes_read for store in edges),
+            edge_bytes=sum(rows.reading.bytes_read for rows in self._stages.edges.values()),
             fill_bytes=filling.bytes_read,
             fill_s=filling.seconds,
             stage_s=self._stage_s(self._pipeline),
             wait_s=self._wait_s(self._pipeline),
-            buffer_bytes=self._ring.nbytes,
+            buffer_bytes=self._stages.ring.nbytes,
         )
 
     def _make_room(self) -> None:
-        self._ring.make_room()
+        self._stages.ring.make_room()
 
     def _hand_over(self, prepared: _Work) -> Any:
-        batch = prepared.batch
-        if self._transfer is not None:
-            batch = self._transfer.handed_over(batch)
-        else:
-            self._ring.delivered(prepared.loan)
-        return batch
+        if self._stages.transfer is not None:
+            return self._stages.transfer.handed_over(prepared.batch)
+        self._stages.ring.delivered(prepared.loan)
+        return prepared.batch
 
     def _numbers(self, epoch: int) -> Ids:
         """Return the batches of this rank in an epoch, in order."""
@@ -385,24 +364,17 @@ def _places_in_buffer(stores: Mapping[str | None, PackedStore]) -> dict[str | No
 def _maker(packed: Prepared, labels: Array | torch.Tensor | None, form: Form) -> Maker:
     """Return what makes a batch of its records, its rows and the rows of its edges."""
     store, kind, samples = next(iter(packed.nodes.values())), packed.input_type, packed.samples
-    if kind is None or samples is None:
-        seeds = SeedTable(store.train_ids, _checked_labels(labels, store.plan.num_nodes))
-        return batch_maker(seeds, form, None, ())
-    types = samples.types
-    seeds = SeedTable(store.train_ids, _checked_labels(labels, types.num_nodes[kind]))
-    return batch_maker(seeds, form, kind, types.edge_types)
-
-
-def _checked_labels(labels: Array | torch.Tensor | None, num_nodes: int) -> Array | None:
-    if labels is None:
-        return None
-    array = labels.cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
-    if len(array) != num_nodes:
-        raise ConfigurationError(
-            f"there are {len(array)} labels and {num_nodes} nodes",
-            hint="give one label per node of the graph, in the order of the node ids",
-        )
-    return array
+    num_nodes, edge_types = store.plan.num_nodes, tuple[EdgeType, ...]()
+    if kind is not None and samples is not None:
+        num_nodes, edge_types = samples.types.num_nodes[kind], tuple(samples.types.edge_types)
+    if labels is not None:
+        labels = labels.cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
+        if len(labels) != num_nodes:
+            raise ConfigurationError(
+                f"there are {len(labels)} labels and {num_nodes} nodes",
+                hint="give one label per node of the graph, in the order of the node ids",
+            )
+    return batch_maker(SeedTable(store.train_ids, labels), form, kind, edge_types)
 
 
 @dataclasses.dataclass(slots=True)
@@ -424,6 +396,7 @@ class _Work:
         return record
 
 
+@dataclasses.dataclass(kw_only=True)
 class BatchStages:
     """The stages from the number of a batch to its tensors.
 
@@ -431,76 +404,65 @@ class BatchStages:
     loader can be collected while its threads still run. All types of nodes share a buffer.
     """
 
-    def __init__(
-        self,
-        features: Mapping[str | None, FeatureStore],
-        ring: BufferRing,
-        *,
-        places: Mapping[str | None, slice],
-        unpacked: Mapping[str, SampleFile],
-        build: Maker,
-        transfer: DeviceTransfer | None,
-        edges: Mapping[EdgeType | None, FeatureStore],
-    ) -> None:
-        self._features, self._ring, self._edges = features, ring, edges
-        self._places, self._unpacked = places, unpacked
-        self._make, self._transfer = build, transfer
-        self._dtypes = {
-            kind: torch.from_numpy(np.empty(0, store.dtype)).dtype
-            for kind, store in features.items()
-        }
-        self._started = False
+    features: Mapping[str | None, FeatureStore]
+    edges: Mapping[EdgeType | None, FeatureStore]
+    ring: BufferRing
+    places: Mapping[str | None, slice]
+    unpacked: Mapping[str, SampleFile]
+    make: Maker
+    transfer: DeviceTransfer | None
+    _started: bool = False
 
-    def groups(self) -> list[list[Stage]]:
-        """Return the stages of each group of threads.
+    def pipeline(self, numbers: list[int], *, capacity: int, timeout_s: float) -> Pipeline:
+        """Start the stages on batches, each with its number of threads.
 
         Buffers are lent by one thread, in order, so that the batch that comes first is never the
-        one without a buffer.
+        one without a buffer. The disk never waits between one batch and the next.
         """
-        patience_s = sum(store.fill_patience_s for store in self._features.values())
+        self._started, borrower = False, object()
+        self.ring.abandon()
+        patience_s = sum(store.fill_patience_s for store in self.features.values())
+        readers = min(store.readers for store in self.features.values())
+        lend = functools.partial(self._lend, borrower=borrower)
         groups = [
-            [Stage("fill the caches", self._fill, patience_s=patience_s)],
-            [Stage("read record", self._read_record)],
-            [Stage("wait for a buffer", self._lend, waits=True)],
-            [Stage("read cold rows", self._read_cold)],
-            [Stage("gather cached rows", self._gather), Stage("build tensors", self._build)],
+            (1, [Stage("fill the caches", self._fill, patience_s=patience_s)]),
+            (_RECORD_READERS, [Stage("read record", self._read_record)]),
+            (1, [Stage("wait for a buffer", lend, waits=True)]),
+            (readers, [Stage("read cold rows", self._read_cold)]),
+            (1, [Stage("gather cached rows", self._gather), Stage("build tensors", self._build)]),
         ]
-        if self._edges:
-            groups.insert(2, [Stage("read rows of edges", self._read_edges)])
-        if self._transfer is not None:
-            groups.append([Stage("copy to the device", self._copy)])
-        return groups
-
-    def lanes(self) -> list[int]:
-        """Return the threads of each group: the disk never waits between one batch and the next."""
-        cold = 4 if self._edges else 3
-        readers = min(store.readers for store in self._features.values())
-        several = {1: _RECORD_READERS, cold: readers}
-        return [several.get(i, 1) for i in range(len(self.groups()))]
-
-    def stop_waiting(self) -> None:
-        """Wake the stage that waits for a buffer."""
-        self._ring.stop_waiting(self)
+        if self.edges:
+            groups.insert(2, (1, [Stage("read rows of edges", self._read_edges)]))
+        if self.transfer is not None:
+            groups.append((1, [Stage("copy to the device", self._copy)]))
+        return Pipeline(
+            iter(numbers),
+            [stages for _, stages in groups],
+            lanes=[threads for threads, _ in groups],
+            capacity=capacity,
+            timeout_s=timeout_s,
+            on_close=functools.partial(self.ring.stop_waiting, borrower),
+        )
 
     def _fill(self, ticket: Ticket) -> None:
         if not self._started:
-            for store in (*self._features.values(), *self._edges.values()):
+            for store in (*self.features.values(), *self.edges.values()):
                 store.start(ticket.batch)
             self._started = True
 
     def _read_record(self, ticket: Ticket) -> _Work:
         number = ticket.batch
         records: dict[Any, BatchRecord | SampledBatch] = {
-            kind: store.record(number) for kind, store in self._features.items()
+            kind: store.record(number) for kind, store in self.features.items()
         }
-        for kind, samples in self._unpacked.items():
+        for kind, samples in self.unpacked.items():
             records[kind] = samples.batch(number)
         return _Work(number, records)
 
     def _read_edges(self, ticket: Ticket) -> _Work:
         """Read the rows of the edges, and put them into the order of the edges."""
         work: _Work = ticket.value
-        for kind, store in self._edges.items():
+        for kind, store in self.edges.items():
             record = store.record(work.number)
             rows = aligned_empty((len(record.node_ids), *store.row_shape), store.dtype)
             store.read_cold(record, rows)
@@ -509,16 +471,16 @@ class BatchStages:
             gather_rows(rows, record.sources.astype(np.int64), work.edge_attr[kind])
         return work
 
-    def _lend(self, ticket: Ticket) -> _Work:
+    def _lend(self, ticket: Ticket, *, borrower: object) -> _Work:
         work: _Work = ticket.value
         places, stop = {}, 0
-        for kind, store in self._features.items():
-            start = self._places[kind].start
+        for kind, store in self.features.items():
+            start = self.places[kind].start
             stop = start + len(work.records[kind].node_ids) * store.row_bytes
             places[kind] = slice(start, stop)
-        whole = self._ring.lend((stop,), np.dtype(np.uint8), borrower=self)
+        whole = self.ring.lend((stop,), np.dtype(np.uint8), borrower=borrower)
         for kind, place in places.items():
-            store = self._features[kind]
+            store = self.features[kind]
             rows = whole[place].view(store.dtype)
             work.rows[kind] = rows.reshape(len(work.records[kind].node_ids), *store.row_shape)
         work.loan = id(whole)
@@ -527,13 +489,13 @@ class BatchStages:
 
     def _read_cold(self, ticket: Ticket) -> _Work:
         work: _Work = ticket.value
-        for kind, store in self._features.items():
+        for kind, store in self.features.items():
             store.read_cold(work.packed(kind), work.rows[kind])
         return work
 
     def _gather(self, ticket: Ticket) -> _Work:
         work: _Work = ticket.value
-        for kind, store in self._features.items():
+        for kind, store in self.features.items():
             store.gather_cached(work.packed(kind), work.rows[kind])
         return work
 
@@ -542,17 +504,17 @@ class BatchStages:
         assert work.buffer is not None, "a stage before lends the buffer"
         x = {}
         for kind, rows in work.rows.items():
-            start = self._places[kind].start
-            part = work.buffer[start : start + rows.nbytes].view(self._dtypes[kind])
-            x[kind] = part.view(rows.shape)
-        work.batch = self._make(work.records, x, work.edge_attr)
+            start = self.places[kind].start
+            part = work.buffer[start : start + rows.nbytes]
+            x[kind] = part.view(torch.from_numpy(rows[:0]).dtype).view(rows.shape)
+        work.batch = self.make(work.records, x, work.edge_attr)
         work.buffer, work.rows = None, {}  # from here on the tensors alone hold the loan
         return work
 
     def _copy(self, ticket: Ticket) -> _Work:
         work: _Work = ticket.value
-        assert self._transfer is not None, "the stage exists only with a transfer"
-        work.batch = self._transfer.copy(work.records, work.batch)
+        assert self.transfer is not None, "the stage exists only with a transfer"
+        work.batch = self.transfer.copy(work.records, work.batch)
         return work
 
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import ConfigurationError, DataError
-from fivefold.gnn.loading._shared_rows import SLOWEST_BYTES_PER_S, shared_rows
+from fivefold.gnn.loading.shared_rows import SLOWEST_BYTES_PER_S, rows_in_memory
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
-from fivefold.gnn.storage import Container, RowReader
-from fivefold.gnn.storage.pages import Array, Ids, aligned_empty, gather_rows
+from fivefold.gnn.storage import RowReader
+from fivefold.gnn.storage.pages import Array, aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
 
 Rows = Array
@@ -31,75 +31,6 @@ Rows = Array
 LEVELS = ("device", "host", "shared", "private")
 _CHUNK_BYTES = 32 << 20  # of a cache on its way to a device
 _THREADS = 2  # enough for a disk's bandwidth with requests of a megabyte
-
-
-class CacheLevel:
-    """Rows in memory, by slot; at the start those of a section of the packed rows, in its order."""
-
-    def __init__(
-        self,
-        container: Container,
-        section: str,
-        *,
-        slots: int,
-        backend: Backend,
-        verify: bool,
-        shared: bool,
-    ) -> None:
-        self._container, self._name, self._shared = container, section, shared
-        self._backend, self._verify = backend, verify
-        self._section = container.section(section)
-        self._shape = (max(slots, self._section.num_rows), *self._section.shape[1:])
-        self.rows: Rows = np.empty((0, *self._shape[1:]), self._section.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Return bytes of all slots."""
-        return self._shape[0] * self._section.row_bytes
-
-    def fill(self) -> ReadStatistics:
-        """Read the rows into host memory, in one sequential pass, unless a process here has."""
-        if self._shared:
-            self.rows, cost = shared_rows(
-                self._container, self._name, backend=self._backend, verify=self._verify
-            )
-            return cost
-        if len(self.rows) != self._shape[0]:
-            self.rows = aligned_empty(self._shape, self._section.dtype)
-        if self._section.num_rows == 0:
-            return ReadStatistics()
-        with self._open() as reader:
-            return reader.read_runs(*_one_run(0, self._section.num_rows), self.rows)
-
-    def fill_on(self, device: torch.device) -> tuple[Tensor, ReadStatistics]:
-        """Read the rows onto a device, through a small buffer in host memory."""
-        chunk_rows = max(1, _CHUNK_BYTES // max(1, self._section.row_bytes))
-        chunk = aligned_empty((chunk_rows, *self._shape[1:]), self._section.dtype)
-        staged, total = torch.from_numpy(chunk), ReadStatistics()
-        rows = torch.empty(self._shape, dtype=staged.dtype, device=device)
-        with self._open() as reader:
-            for start in range(0, self._section.num_rows, chunk_rows):
-                count = min(chunk_rows, self._section.num_rows - start)
-                total += reader.read_runs(*_one_run(start, count), chunk)
-                rows[start : start + count].copy_(staged[:count])
-        return rows, total
-
-    def _open(self) -> RowReader:
-        return RowReader(self._container, self._name, backend=self._backend, verify=self._verify)
-
-    def serve(self, slots: Ids, destinations: Ids, out: Rows) -> None:
-        """Copy the rows in ``slots`` to their places in ``out``."""
-        if len(slots):
-            gather_rows(self.rows, slots, out, destinations=destinations)
-
-    def admit(self, local_rows: Ids, slots: Ids, out: Rows) -> None:
-        """Take rows of ``out`` into ``slots``."""
-        if len(slots):
-            gather_rows(out, local_rows, self.rows, destinations=slots)
-
-
-def _one_run(start: int, count: int) -> tuple[Ids, Ids, Ids]:
-    return np.array([start]), np.array([count]), np.zeros(1, np.int64)
 
 
 class FeatureStore:
@@ -129,18 +60,17 @@ class FeatureStore:
         self._store = store
         self._device = torch.device(device)
         plan = store.plan
-        how: dict[str, Any] = {"backend": backend, "verify": verify}
+        self._how: dict[str, Any] = {"backend": backend, "verify": verify}
         # A cache that changes is nobody else's.
-        how["shared"] = shared and plan.policy == "static"
-        self._on_device = CacheLevel(store.rows, "device", slots=len(plan.device_rows), **how)
-        self._on_host = CacheLevel(store.rows, "host", slots=plan.num_host_slots, **how)
+        self._shared = shared and plan.policy == "static"
+        self._on_device = self._on_host = np.empty((0, *self.row_shape), self.dtype)
+        self.cache_bytes = (len(plan.device_rows) + plan.num_host_slots) * self.row_bytes
         # Shared and private rows lie in one section and are read in one sweep.
         self._disks = [
             RowReader(
                 store.rows,
                 "rows",
-                backend=backend,
-                verify=verify,
+                **self._how,
                 max_gap_bytes=plan.max_gap_bytes,
                 threads=_THREADS if threads is None else threads,
             )
@@ -160,11 +90,6 @@ class FeatureStore:
         self.filling = ReadStatistics()
 
     @property
-    def cache_bytes(self) -> int:
-        """Return bytes of both caches."""
-        return self._on_device.nbytes + self._on_host.nbytes
-
-    @property
     def fill_patience_s(self) -> float:
         """Return the longest time that ``start`` may take on a disk that still works."""
         return self.cache_bytes / SLOWEST_BYTES_PER_S
@@ -176,19 +101,38 @@ class FeatureStore:
         leave it: it is filled as at the start, and what they admitted is read from the packed
         rows, unless the batches served last end where this one begins.
         """
-        if not self._filled:
-            if self._device.type == "cpu":
-                self.filling += self._on_device.fill()
-            else:
-                self._device_rows, cost = self._on_device.fill_on(self._device)
-                self.filling += cost
-        if not self._filled or (self._changes and batch < self._next):
-            self.filling += self._on_host.fill()
-            self._next = 0
+        if not self._filled and self._device.type == "cpu":
+            self._on_device = self._cached("device")
+        elif not self._filled:
+            self._fill_device(self._device)
+        if self._changes and (not self._filled or batch < self._next):
+            slots = self._store.plan.num_host_slots
+            self._on_host, self._next = aligned_empty((slots, *self.row_shape), self.dtype), 0
+        elif not self._filled:
+            self._on_host = self._cached("host")
         self._filled = True
         if self._changes and batch > self._next:
             self._replay(range(self._next, batch))
         self._next = batch
+
+    def _cached(self, section: str) -> Rows:
+        """Read a cache into host memory, in one sequential pass, unless a process here has."""
+        rows, cost = rows_in_memory(self._store.rows, section, shared=self._shared, **self._how)
+        self.filling += cost
+        return rows
+
+    def _fill_device(self, device: torch.device) -> None:
+        """Read the device's cache onto it, through a small buffer in host memory."""
+        count = len(self._store.plan.device_rows)
+        chunk_rows = max(1, _CHUNK_BYTES // max(1, self.row_bytes))
+        chunk = aligned_empty((chunk_rows, *self.row_shape), self.dtype)
+        staged = torch.from_numpy(chunk)
+        self._device_rows = torch.empty((count, *self.row_shape), dtype=staged.dtype, device=device)
+        with RowReader(self._store.rows, "device", **self._how) as reader:
+            for start in range(0, count, chunk_rows):
+                part = self._device_rows[start : start + chunk_rows]
+                self.filling += reader.read_runs([start], [len(part)], [0], chunk)
+                part.copy_(staged[: len(part)])
 
     def record(self, number: int) -> BatchRecord:
         """Read the record of a batch."""
@@ -229,13 +173,16 @@ class FeatureStore:
                 f"the cache is ready for batch {self._next}, got batch {record.number}",
                 hint="a Belady plan holds for the planned order: call start() to go elsewhere",
             )
-        self._on_host.serve(record.host_slots, record.host_destinations, out)
+        places = record.host_destinations
+        gather_rows(self._on_host, record.host_slots, out, destinations=places)
         if self._device_rows is None:
-            self._on_device.serve(record.device_slots, record.device_destinations, out)
+            places = record.device_destinations
+            gather_rows(self._on_device, record.device_slots, out, destinations=places)
         self.rows["host"] += len(record.host_slots)
         self.rows["device"] += len(record.device_slots)
         if self._changes:
-            self._on_host.admit(record.admitted_rows, record.admitted_slots, out)
+            places = record.admitted_slots
+            gather_rows(out, record.admitted_rows, self._on_host, destinations=places)
             self._next = record.number + 1
 
     def fill_device(self, record: BatchRecord, x: Tensor) -> None:
@@ -253,7 +200,7 @@ class FeatureStore:
 
     def _replay(self, batches: range) -> None:
         """Read the rows that these batches leave in the host cache, each once."""
-        owner = np.full(len(self._on_host.rows), -1, np.int64)
+        owner = np.full(len(self._on_host), -1, np.int64)
         for record in map(self.record, batches):
             storage = np.full(len(record.node_ids), -1, np.int64)
             storage[record.cold_destinations] = record.cold_rows
@@ -268,5 +215,5 @@ class FeatureStore:
         slots = slots[np.argsort(owner[slots], kind="stable")]
         if len(slots):
             self.filling += self._disks[0].read_rows(
-                owner[slots], self._on_host.rows, destinations=slots
+                owner[slots], self._on_host, destinations=slots
             )

@@ -8,14 +8,15 @@ Threads are daemons and hold no reference to what the user holds, so that droppi
 leaving the loop or leaving the interpreter ends them. It knows nothing of features or disks.
 
 ``queue.SimpleQueue`` is the only queue whose ``put`` is safe inside a weakref callback, which is
-where buffers come back from. It has no bound and no end; ``Mailbox`` adds an end, by a mark that
-every waiter sees, and ``Channel`` a bound, by handing a token back for each item taken.
+where buffers come back from. It has no bound and no end; ``Channel`` adds an end, by a mark that
+every waiter sees, and a bound, by handing a token back for each item taken.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import queue
@@ -54,14 +55,24 @@ class ClosedChannelError(Exception):
     """The channel was closed while somebody waited at it, or before."""
 
 
-class Mailbox:
-    """An unbounded queue with an end."""
+class Channel:
+    """A queue with an end, of ``capacity`` items; None: of any number, and ``put`` never waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int | None = None) -> None:
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._room = None if capacity is None else Channel()
+        for _ in range(capacity or 0):
+            self.give_room()
+
+    def give_room(self) -> None:
+        """Let one more item in."""
+        if self._room is not None:
+            self._room.put(None)
 
     def put(self, item: Any) -> None:
-        """Add an item; never waits, safe in destructors."""
+        """Wait for room and add an item; without a capacity safe in destructors."""
+        if self._room is not None:
+            self._room.take()
         self._items.put(item)
 
     def take(self, timeout_s: float | None = None) -> Any:
@@ -70,97 +81,24 @@ class Mailbox:
         if item is _CLOSED:
             self._items.put(_CLOSED)  # for the next waiter
             raise ClosedChannelError
-        return item
-
-    def close(self) -> None:
-        """Wake all waiters; items still inside may be taken before they see the end."""
-        self._items.put(_CLOSED)
-
-
-class Channel:
-    """A queue of at most ``capacity`` items with an end."""
-
-    def __init__(self, capacity: int) -> None:
-        assert capacity >= 1, "a channel must hold something"
-        self._full, self._room = Mailbox(), Mailbox()
-        for _ in range(capacity):
-            self._room.put(None)
-
-    def put(self, item: Any) -> None:
-        """Wait for room and add an item."""
-        self._room.take()
-        self._full.put(item)
-
-    def take(self, timeout_s: float | None = None) -> Any:
-        """Wait for an item and take it."""
-        item = self._full.take(timeout_s)
-        self._room.put(None)
+        self.give_room()
         return item
 
     def wake(self, item: Any) -> None:
         """Add an item without waiting, whether or not there is room."""
-        self._full.put(item)
+        self._items.put(item)
 
     def drain(self) -> None:
         """Throw away what is inside a closed channel."""
         with contextlib.suppress(ClosedChannelError):
             while True:
-                self._full.take()
+                self.take()
 
     def close(self) -> None:
-        """Wake all waiters on both sides."""
-        self._room.close()
-        self._full.close()
-
-
-class Port:
-    """One thread's end of a link: it puts to, or takes from, its channels in turn.
-
-    Where one side of a link has several threads, thread i owns channel i and the other side goes
-    round: items keep their order although the threads work side by side.
-
-    Args:
-        channels: Channels of this end, in turn.
-    """
-
-    def __init__(self, channels: Sequence[Channel]) -> None:
-        self._channels, self._turn = channels, 0
-
-    def put(self, item: Any) -> None:
-        """Put an item into the next channel."""
-        self._advance().put(item)
-
-    def take(self) -> Any:
-        """Take an item from the next channel."""
-        return self._advance().take()
-
-    def end(self) -> None:
-        """Say to all takers that there is no further item."""
-        for _ in self._channels:
-            self._advance().put(END)
-
-    def _advance(self) -> Channel:
-        channel = self._channels[self._turn % len(self._channels)]
-        self._turn += 1
-        return channel
-
-
-def link(
-    makers: int, takers: int, *, capacity: int
-) -> tuple[list[Channel], list[Port], list[Port]]:
-    """Make channels between two groups of threads, and the end of each thread.
-
-    One of the groups must be a single thread, or both of the same number.
-    """
-    assert makers == takers or 1 in (makers, takers), "no way to keep the order"
-    channels = [Channel(capacity) for _ in range(max(makers, takers))]
-
-    def ports(threads: int) -> list[Port]:
-        if threads == 1:
-            return [Port(channels)]
-        return [Port([channel]) for channel in channels]
-
-    return channels, ports(makers), ports(takers)
+        """Wake all waiters; items still inside may be taken before they see the end."""
+        if self._room is not None:
+            self._room.close()
+        self._items.put(_CLOSED)
 
 
 @dataclasses.dataclass(slots=True)
@@ -214,24 +152,26 @@ class Pipeline:
         self._threads: list[threading.Thread] = []
         widths = [*(lanes or [1] * len(groups)), 1]
         assert widths[0] == widths[-2] == 1, "tickets come one by one and go one by one"
-        sources: list[Iterator[int] | Port] = [tickets]
+        source: Iterator[int] | list[Channel] = tickets
         rooms = [1] * (len(groups) - 1) + [capacity]
         for group, width, next_width, room in zip(groups, widths, widths[1:], rooms, strict=False):
-            channels, sinks, next_sources = link(width, next_width, capacity=room)
-            self._channels += channels
-            for source, sink in zip(sources, sinks, strict=True):
-                self._add_thread(source, [dataclasses.replace(stage) for stage in group], sink)
-            sources = list(next_sources)
+            assert width == next_width or 1 in (width, next_width), "no way to keep the order"
+            sink = [Channel(room) for _ in range(max(width, next_width))]
+            for lane in range(width):
+                stages = [dataclasses.replace(stage) for stage in group]
+                self._threads.append(
+                    threading.Thread(
+                        target=self._work,
+                        args=(source, stages, sink, lane, width),
+                        name=stages[0].name,
+                        daemon=True,
+                    )
+                )
+                self.stages += stages
+            self._channels += sink
+            source = sink
         for thread in self._threads:
             thread.start()
-
-    def _add_thread(self, source: Iterator[int] | Port, stages: list[Stage], sink: Port) -> None:
-        self.stages += stages
-        self._threads.append(
-            threading.Thread(
-                target=self._work, args=(source, stages, sink), name=stages[0].name, daemon=True
-            )
-        )
 
     def take(self) -> Any:
         """Return the next finished value."""
@@ -303,15 +243,34 @@ class Pipeline:
             alive = [thread.name for thread in self._threads if thread.is_alive()]
             _LOG.warning("stages did not end in %.0f s and are left behind: %s", grace_s, alive)
 
-    def _work(self, source: Iterator[int] | Port, stages: list[Stage], sink: Port) -> None:
-        """Take tickets through the stages of one thread, until there are no more."""
+    def _work(
+        self,
+        source: Iterator[int] | list[Channel],
+        stages: list[Stage],
+        sink: list[Channel],
+        lane: int,
+        width: int,
+    ) -> None:
+        """Take every ``width``-th ticket through the stages of one thread, until there are no more.
+
+        Ticket i waits in channel i, counted round and round, of the threads before: so tickets
+        keep their order although the threads of a group work side by side.
+        """
         try:
-            for ticket in _incoming(source):
+            for number in itertools.count(lane, width):
+                if isinstance(source, list):
+                    ticket = source[number % len(source)].take()
+                else:
+                    batch = next(source, None)
+                    ticket = END if batch is None else Ticket(batch)
+                if ticket is END:
+                    break
                 for stage in stages:
                     self._run(stage, ticket)
-                sink.put(ticket)
+                sink[number % len(sink)].put(ticket)
                 del ticket
-            sink.end()
+            for place in range(number, number + len(sink), width):
+                sink[place % len(sink)].put(END)
         except ClosedChannelError:
             pass
         except BaseException as error:  # noqa: BLE001 - whatever it is, the consumer must see it
@@ -354,18 +313,8 @@ class Pipeline:
         )
 
 
-def _incoming(source: Iterator[int] | Port) -> Iterator[Ticket]:
-    if isinstance(source, Port):
-        while (item := source.take()) is not END:
-            yield item
-    else:
-        yield from (Ticket(batch) for batch in source)
-
-
 _DEFAULT_PREFETCH = 4
 _FEWEST_BUFFERS = 2  # one is with the training loop while the next is prepared
-
-Buffer = Bytes
 
 
 def buffer_count(*, batch_bytes: int, memory_bytes: int | None, prefetch: int | None) -> int:
@@ -408,7 +357,7 @@ class BufferRing:
         self._size_bytes, self._pinned = size_bytes, pinned
         self._count = count
         self._made = 0
-        self._free = Mailbox()
+        self._free = Channel()
         self._inside: set[int] = set()  # loans in the running pipeline, by id of the array
         self._outside: set[int] = set()  # loans that only somebody else can end
         self._warned = False
@@ -477,7 +426,7 @@ class BufferRing:
         self._made += 1
         self._free.put(aligned_empty((self._size_bytes,), np.uint8, pin=self._pinned))
 
-    def _return(self, buffer: Buffer, number: int) -> None:
+    def _return(self, buffer: Bytes, number: int) -> None:
         """Take a buffer back; runs inside a destructor, in any thread, so it must not wait."""
         self._inside.discard(number)
         self._outside.discard(number)
@@ -487,7 +436,7 @@ class BufferRing:
             self._free.put(buffer)
 
 
-def _give_back(ring: weakref.ref[BufferRing], buffer: Buffer, number: int) -> None:
+def _give_back(ring: weakref.ref[BufferRing], buffer: Bytes, number: int) -> None:
     alive = ring()
     if alive is not None:
         alive._return(buffer, number)  # noqa: SLF001 - same module

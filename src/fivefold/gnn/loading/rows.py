@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fivefold._compiler import njit
 from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.gnn.data.arrays import as_array
-from fivefold.gnn.loading._shared_rows import shared_rows
+from fivefold.gnn.loading.shared_rows import rows_in_memory
 from fivefold.gnn.storage import Container, RowReader
 from fivefold.gnn.storage.pages import Array, Ids, aligned_empty, gather_rows
 from fivefold.gnn.storage.reader import Backend, ReadStatistics
@@ -273,11 +273,6 @@ class CachedRows:
         self._rows.close()
 
 
-def rows_in_memory(container: Container, *, shared: bool) -> Array:
-    """Return all rows of section ``x``; shared ones are there once for this machine's processes."""
-    return shared_rows(container, "x")[0] if shared else container.read("x")
-
-
 def open_rows(
     container: Container,
     features: Any,
@@ -303,7 +298,7 @@ def open_rows(
         native = in_memory.dtype.newbyteorder("=")
         features, in_memory = "memory", np.ascontiguousarray(in_memory, native)
     elif features == "memory":
-        in_memory = rows_in_memory(container, shared=shared)
+        in_memory = rows_in_memory(container, "x", shared=shared)[0]
     elif features != "disk":
         raise ConfigurationError(
             f"features is {features!r}", hint='use "disk", "memory" or an array'

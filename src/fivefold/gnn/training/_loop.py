@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fivefold.errors import DataError
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.loading import HeteroMiniBatch, MiniBatch
-from fivefold.gnn.loading.rows import rows_in_memory
+from fivefold.gnn.loading.shared_rows import rows_in_memory
 from fivefold.gnn.training._graph import Graph, model_for, open_graph, require_labels, scores_of
 from fivefold.gnn.training._result import (
     Clock,
@@ -136,7 +136,7 @@ def train_graph(config: GnnConfig, *, show: Callable[[str], None] | None = None)
             _LOG.warning("there is no device: rows of budgets.device take host memory, beside host")
         rows = None
         if config.run.mode == "memory" and isinstance(dataset, Dataset):
-            rows = rows_in_memory(dataset.features, shared=ranks.world_size > 1)
+            rows = rows_in_memory(dataset.features, "x", shared=ranks.world_size > 1)[0]
         parts: dict[str, Any] = {"topology": topology, "ranks": ranks, "features": rows}
         judge = Evaluator(config, dataset, **parts)
         opened.callback(judge.close)

@@ -36,23 +36,28 @@ SLOWEST_BYTES_PER_S = 10e6  # a disk below this is taken for one that hangs
 Shape = tuple[tuple[int, ...], np.dtype[np.generic]]
 
 
-def shared_rows(
-    container: Container, name: str, *, backend: Backend = "auto", verify: bool = True
+def rows_in_memory(
+    container: Container,
+    name: str,
+    *,
+    shared: bool,
+    backend: Backend = "auto",
+    verify: bool = True,
 ) -> tuple[Array, ReadStatistics]:
-    """Return all rows of a section that a process of this machine has read, or read them for all.
+    """Return all rows of a section, and the cost of reading them.
 
-    Returns:
-        The rows, read-only; the cost of reading, nothing where another process had read them.
+    ``shared`` rows are read-only, and cost nothing where a process of this machine had read them.
     """
     section = container.section(name)
     shape = tuple(section.shape), np.dtype(section.dtype)
 
     def read(rows: Array) -> ReadStatistics:
-        start, count = np.zeros(1, np.int64), np.array([section.num_rows])
         with RowReader(container, name, backend=backend, verify=verify) as reader:
-            return reader.read_runs(start, count, start, rows)
+            return reader.read_runs([0], [section.num_rows], [0], rows)
 
-    if not section.nbytes or not hasattr(os, "memfd_create"):
+    if not section.nbytes:
+        return aligned_empty(*shape), ReadStatistics()
+    if not shared or not hasattr(os, "memfd_create"):
         rows = aligned_empty(*shape)
         return rows, read(rows)
     text = f"{container.fingerprint} {name} {verify} {shape}"
