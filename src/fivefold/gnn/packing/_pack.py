@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -59,8 +59,10 @@ class StoreFiles:
         self.records = self.folder / "records.fvf"
         self.scratch = self.folder / "packing"
         self.layouts = self.scratch / "layouts.fvf"
+        self.job = self.scratch / "job.json"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PackedStore(Closing):
     """Packed rows, cached rows and batch records, ready for training.
 
@@ -73,18 +75,11 @@ class PackedStore(Closing):
         manifest: What ``store.json`` holds: fingerprints, sizes and how it was packed.
     """
 
-    def __init__(self, folder: Path, *, manifest: dict[str, Any], plan: Plan) -> None:
-        files = StoreFiles(folder)
-        self.folder = files.folder
-        self.manifest = manifest
-        self.plan = plan
-        self.rows: Container = Container.open(files.rows, kind=KIND_ROWS)
-        try:
-            self.records: Container = Container.open(files.records, kind=KIND_RECORDS)
-        except BaseException:
-            self.rows.close()
-            raise
-        self._index = np.empty((0, 4), np.int64)
+    folder: Path
+    plan: Plan
+    rows: Container
+    records: Container
+    manifest: dict[str, Any]
 
     @classmethod
     def open(
@@ -107,37 +102,37 @@ class PackedStore(Closing):
         """
         files = StoreFiles(folder)
         manifest = read_manifest(files)
+        inputs = manifest["inputs"]
         for name, given in (("features", features), ("samples", samples)):
-            if given is not None and given.fingerprint != manifest["inputs"][name]:
+            if given is not None and given.fingerprint != inputs[name]:
                 raise DataError(
                     f"the store {files.folder} was packed from other {name}: "
-                    f"{manifest['inputs'][name]}, not {given.fingerprint}",
+                    f"{inputs[name]}, not {given.fingerprint}",
                     hint=_REPACK,
                 )
         plan = Plan.open(files.plan)
-        store = cls(files.folder, manifest=manifest, plan=plan)
-        try:
-            store._check()
-        except BaseException:
-            store.close()
-            raise
+        with ExitStack() as opened:
+            rows = opened.enter_context(Container.open(files.rows, kind=KIND_ROWS))
+            records = opened.enter_context(Container.open(files.records, kind=KIND_RECORDS))
+            parts = {"plan": plan, "rows": rows, "records": records}
+            expected = {"plan": inputs["plan"], **manifest["files"]}
+            for name, part in parts.items():
+                if part.fingerprint != expected[name]:
+                    raise DataError(
+                        f"{name} in {files.folder} do not belong to this store: fingerprint "
+                        f"{part.fingerprint}, store.json says {expected[name]}",
+                        hint=f"a file was swapped or replaced; {_REPACK}",
+                    )
+            store = cls(
+                folder=files.folder, plan=plan, rows=rows, records=records, manifest=manifest
+            )
+            _ = store._index  # a damaged one is told of now
+            opened.pop_all()
         return store
 
-    def _check(self) -> None:
-        found = {
-            "plan": self.plan.fingerprint,
-            "rows": self.rows.fingerprint,
-            "records": self.records.fingerprint,
-        }
-        expected = {"plan": self.manifest["inputs"]["plan"], **self.manifest["files"]}
-        for name, fingerprint in found.items():
-            if fingerprint != expected[name]:
-                raise DataError(
-                    f"{name} in {self.folder} do not belong to this store: fingerprint "
-                    f"{fingerprint}, store.json says {expected[name]}",
-                    hint=f"a file was swapped or replaced; {_REPACK}",
-                )
-        self._index = self.records.read("index")
+    @cached_property
+    def _index(self) -> Ids:
+        return self.records.read("index")
 
     @property
     def num_batches(self) -> int:
@@ -238,11 +233,6 @@ def read_manifest(files: StoreFiles) -> dict[str, Any]:
     return manifest
 
 
-def write_manifest(files: StoreFiles, manifest: dict[str, Any]) -> None:
-    """Put ``store.json`` in place, whole or not at all."""
-    write_checked_json(files.store, {"version": _VERSION, **manifest})
-
-
 Profile = DiskProfile | Callable[[], DiskProfile]
 
 _logger = logging.getLogger(__name__)
@@ -335,7 +325,7 @@ class _Run:
 
     def write(self, backend: Backend, profile: Profile | None, strategy: str | None) -> None:
         """Write all files of the store."""
-        job = _Job(self.files, self.inputs, memory_bytes=self.memory_bytes)
+        job = self._job()
         threads, block_bytes = reader_shape(self.memory_bytes)
         with (
             self._layouts() as layouts,
@@ -354,14 +344,12 @@ class _Run:
                 "device": len(self.plan.device_rows),
                 "host": len(self.plan.host_rows),
             }
-            geometry = job.settle(
-                self.features,
-                sections,
-                beside_bytes=recorder.needed_bytes,
-                free_bytes=self._free_bytes(layouts),
-                profile=profile,
-                strategy=strategy,
-            )
+            known = job["geometry"]
+            fits = known is not None and job["memory_bytes"] <= self.memory_bytes
+            if not fits or strategy not in {None, known["strategy"]}:
+                free_bytes = self._free_bytes(layouts)
+                job |= self._settled(sections, recorder.needed_bytes, free_bytes, profile, strategy)
+            geometry = Geometry(**job["geometry"])
             caches = self.plan.host_rows  # without a copy, where there is no other cache
             if len(self.plan.device_rows):
                 caches = np.concatenate([self.plan.device_rows, caches])
@@ -376,12 +364,76 @@ class _Run:
             )
             rows = partial(self._write_rows, mover, sections)
             records = partial(self._write_records, recorder)
-            if job.at_once:
+            if job["at_once"]:
                 side_by_side(rows, records)
             else:
                 records(lambda: None)
                 rows(lambda: None)
         self._write_manifest(geometry)
+
+    def _job(self) -> dict[str, Any]:
+        """Return what an unfinished run of these inputs has settled, or the beginning of one."""
+        path = self.files.job
+        if not path.exists():
+            job = {"inputs": self.inputs, "geometry": None, "at_once": False, "memory_bytes": 0}
+            write_checked_json(path, job)
+            return job
+        try:
+            job = read_checked_json(path)
+        except DataError as error:
+            raise DataError(error.message, hint=_ANEW_HINT) from None
+        _check_same(self.files, "an unfinished store", self.inputs, job["inputs"])
+        return job
+
+    def _settled(
+        self,
+        sections: dict[str, int],
+        beside_bytes: int,
+        free_bytes: int,
+        profile: Profile | None,
+        strategy: str | None,
+    ) -> dict[str, Any]:
+        """Choose sizes, and whether records are made while rows are moved.
+
+        ``beside_bytes`` is the memory that making the records takes, ``free_bytes`` the disk space
+        for rows and spill.
+        """
+        scratch = self.files.scratch
+        for leftover in (*scratch.glob("spill*"), *scratch.glob("routes*")):
+            leftover.unlink()
+        disk = profile() if callable(profile) else profile
+        section = self.features.section(_SECTION)
+        choose = partial(
+            choose_geometry,
+            num_nodes=section.num_rows,
+            row_bytes=section.row_bytes,
+            sections=sections,
+            read_bytes_per_s=getattr(disk, "sequential_read_bytes_per_s", _BYTES_PER_S),
+            write_bytes_per_s=getattr(disk, "sequential_write_bytes_per_s", _BYTES_PER_S),
+            free_bytes=free_bytes,
+            strategy=strategy,
+        )
+        geometry, at_once = leave_room(
+            choose,
+            self.memory_bytes - ledger_bytes(sum(sections.values()) * section.row_bytes),
+            beside_bytes,
+        )
+        _logger.info(
+            "packing (%s%s): reads %s, writes %s, about %s",
+            geometry.strategy,
+            "" if at_once else ", records first",
+            format_bytes(geometry.read_bytes),
+            format_bytes(geometry.written_bytes),
+            format_duration_s(geometry.seconds),
+        )
+        job = {
+            "inputs": self.inputs,
+            "geometry": dataclasses.asdict(geometry),
+            "at_once": at_once,
+            "memory_bytes": self.memory_bytes,
+        }
+        write_checked_json(self.files.job, job)
+        return job
 
     def _layouts(self) -> Container:
         path = self.files.layouts
@@ -436,6 +488,7 @@ class _Run:
         return min(free, self.plan.budgets.disk_bytes - whole - layouts.nbytes)
 
     def _write_manifest(self, geometry: Geometry) -> None:
+        """Put ``store.json`` in place, whole or not at all."""
         self.plan.write(self.files.plan)
         with (
             self._own(self.files.rows, KIND_ROWS) as rows,
@@ -443,93 +496,13 @@ class _Run:
         ):
             fingerprints = {"rows": rows.fingerprint, "records": records.fingerprint}
         manifest = {
+            "version": _VERSION,
             "inputs": self.inputs,
             "files": fingerprints,
             "num_epochs": self.samples.num_epochs,
             "packing": dataclasses.asdict(geometry),
         }
-        write_manifest(self.files, manifest)
-
-
-class _Job:
-    """Settled facts of an unfinished run: its inputs, its geometry, and whether both at once."""
-
-    def __init__(self, files: StoreFiles, inputs: dict[str, str], *, memory_bytes: int) -> None:
-        self._files, self._path = files, files.scratch / "job.json"
-        self._memory_bytes = memory_bytes
-        self._settled: dict[str, Any] = {
-            "inputs": inputs,
-            "geometry": None,
-            "at_once": False,
-            "memory_bytes": 0,
-        }
-        if not self._path.exists():
-            write_checked_json(self._path, self._settled)
-            return
-        try:
-            self._settled = read_checked_json(self._path)
-        except DataError as error:
-            raise DataError(error.message, hint=_ANEW_HINT) from None
-        _check_same(files, "an unfinished store", inputs, self._settled["inputs"])
-
-    @property
-    def at_once(self) -> bool:
-        """Return whether records are made while rows are moved."""
-        return bool(self._settled.get("at_once"))
-
-    def settle(
-        self,
-        features: Container,
-        sections: dict[str, int],
-        *,
-        beside_bytes: int,
-        free_bytes: int,
-        profile: Profile | None,
-        strategy: str | None,
-    ) -> Geometry:
-        """Return the sizes of the earlier run, where they fit, else choose new ones.
-
-        ``beside_bytes`` is the memory that making the records takes, ``free_bytes`` the disk space
-        for rows and spill.
-        """
-        known = self._settled["geometry"]
-        fits = known is not None and self._settled["memory_bytes"] <= self._memory_bytes
-        if fits and strategy in {None, known["strategy"]}:
-            return Geometry(**known)
-        for leftover in (*self._files.scratch.glob("spill*"), *self._files.scratch.glob("routes*")):
-            leftover.unlink()
-        disk = profile() if callable(profile) else profile
-        section = features.section(_SECTION)
-        choose = partial(
-            choose_geometry,
-            num_nodes=section.num_rows,
-            row_bytes=section.row_bytes,
-            sections=sections,
-            read_bytes_per_s=getattr(disk, "sequential_read_bytes_per_s", _BYTES_PER_S),
-            write_bytes_per_s=getattr(disk, "sequential_write_bytes_per_s", _BYTES_PER_S),
-            free_bytes=free_bytes,
-            strategy=strategy,
-        )
-        geometry, at_once = leave_room(
-            choose,
-            self._memory_bytes - ledger_bytes(sum(sections.values()) * section.row_bytes),
-            beside_bytes,
-        )
-        _logger.info(
-            "packing (%s%s): reads %s, writes %s, about %s",
-            geometry.strategy,
-            "" if at_once else ", records first",
-            format_bytes(geometry.read_bytes),
-            format_bytes(geometry.written_bytes),
-            format_duration_s(geometry.seconds),
-        )
-        self._settled |= {
-            "geometry": dataclasses.asdict(geometry),
-            "at_once": at_once,
-            "memory_bytes": self._memory_bytes,
-        }
-        write_checked_json(self._path, self._settled)
-        return geometry
+        write_checked_json(self.files.store, manifest)
 
 
 def _remove_store(files: StoreFiles) -> None:

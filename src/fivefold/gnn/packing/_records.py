@@ -25,8 +25,7 @@ from fivefold.errors import DataError, InfeasibleError
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.packing.record import BatchRecord, build_record, encode_record
 from fivefold.gnn.planning import Plan
-from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense, sort_distinct
-from fivefold.gnn.planning.layout import SegmentLayout
+from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.sampling.batches import SampledBatch
 from fivefold.gnn.storage import Container, ContainerWriter
@@ -111,108 +110,65 @@ def write_layouts(
     progress: Progress,
 ) -> Container:
     """Lay all segments out; what an earlier run has done is kept."""
-    num_batches = samples.num_batches
     ids = np.uint32 if samples.num_nodes < 2**32 else np.int64
     sections = {
         "places": (np.uint32, (None,)),
         "order": (ids, (int(plan.segment_rows[-1]),)),
-        "index": (np.int64, (num_batches, 3)),  # where its places begin, how many, how many private
+        "index": (np.int64, (samples.num_batches, 3)),  # first place, how many, how many private
     }
     with ContainerWriter(
         path, kind=KIND_LAYOUTS, sections=sections, attributes=attributes, resume=True
     ) as writer:
         done = writer.progress or {"segments": 0, "places": 0, "rows": 0}
-        work = _Work(samples, plan, writer, memory_bytes=memory_bytes, done=done)
+        places, row = done["places"], done["rows"]
         for number in range(done["segments"], len(plan.segments)):
-            work.add_segment(number)
-            writer.mark({"segments": number + 1, **work.done})
-            progress("layouts", plan.segments[number][1], num_batches)
+            first, stop = plan.segments[number]
+            layout = plan.lay_out(_cold_ids(samples, plan, first, stop, memory_bytes))
+            uses = np.zeros(len(layout.order), np.int32)
+            for rows in layout.rows:
+                uses[rows] += 1
+            for batch, rows in enumerate(layout.rows, start=first):
+                private = int(np.count_nonzero(uses[rows] == 1))
+                writer.append("places", rows.astype(np.uint32))
+                writer.write("index", batch, np.array([[places, len(rows), private]], np.int64))
+                places += len(rows)
+            if row + len(layout.order) != plan.segment_rows[number + 1]:
+                message = f"segment {number} has other rows than the plan says"
+                raise DataError(message, hint="make the plan again from these samples")
+            writer.write("order", row, layout.order.astype(ids))
+            row += len(layout.order)
+            writer.mark({"segments": number + 1, "places": places, "rows": row})
+            progress("layouts", stop, samples.num_batches)
         return writer.commit()
+
+
+def _cold_ids(
+    samples: SampleFile, plan: Plan, first: int, stop: int, memory_bytes: int
+) -> list[Ids]:
+    """Return the cold ids of a segment's batches, each ascending."""
+    found: list[Ids] = []
+    asking = [partial(_ask, samples, plan, batch) for batch in range(first, stop)]
+    for ids in in_threads(asking, threads=_THREADS):
+        found.append(ids)
+        needed = _BYTES_PER_COLD_ENTRY * sum(map(len, found))
+        if needed > memory_bytes:
+            total = format_bytes(needed * (stop - first) / len(found))
+            raise InfeasibleError(
+                f"laying out the segment of batches {first} to {stop - 1} takes about {total} "
+                f"of memory, more than memory_bytes={memory_bytes}",
+                hint="give packing more memory, or plan with smaller segments (segment_batches)",
+            )
+    return found
+
+
+def _ask(samples: SampleFile, plan: Plan, batch: int) -> Ids:
+    return plan.cold_ids(batch, samples.node_ids(batch))
 
 
 def places_of(layouts: Container, batch: int) -> tuple[Ids, int]:
     """Return the segment's rows that a batch reads, ascending, and how many no other reads."""
     start, count, private = layouts.read("index", batch, batch + 1)[0].tolist()
     return layouts.read("places", start, start + count).astype(np.int64), private
-
-
-class _Work:
-    """Lay out one segment after the other."""
-
-    def __init__(
-        self,
-        samples: SampleFile,
-        plan: Plan,
-        writer: ContainerWriter,
-        *,
-        memory_bytes: int,
-        done: dict[str, int],
-    ) -> None:
-        self._samples, self._plan, self._writer = samples, plan, writer
-        self._ids = np.uint32 if samples.num_nodes < 2**32 else np.int64
-        self._tracker = SlotTracker(
-            plan, num_nodes=samples.num_nodes, dense_bytes=memory_bytes // 8
-        )
-        self._memory_bytes = memory_bytes - self._tracker.nbytes
-        self._places, self._rows = done["places"], done["rows"]
-        for segment in plan.segments[: done["segments"]]:
-            for batch in range(*segment):
-                self._tracker.advance(batch)
-
-    @property
-    def done(self) -> dict[str, int]:
-        """Places and packed rows so far."""
-        return {"places": self._places, "rows": self._rows}
-
-    def add_segment(self, number: int) -> None:
-        """Lay one segment out."""
-        first, stop = self._plan.segments[number]
-        layout = self._plan.lay_out(self._cold_ids(first, stop))
-        if self._rows + len(layout.order) != self._plan.segment_rows[number + 1]:
-            message = f"segment {number} has other rows than the plan says"
-            raise DataError(message, hint="make the plan again from these samples")
-        self._write_places(first, layout)
-        self._writer.write("order", self._rows, layout.order.astype(self._ids))
-        self._rows += len(layout.order)
-
-    def _write_places(self, first: int, layout: SegmentLayout) -> None:
-        uses = np.zeros(len(layout.order), np.int32)
-        for rows in layout.rows:
-            uses[rows] += 1
-        for batch, rows in enumerate(layout.rows, start=first):
-            private = int(np.count_nonzero(uses[rows] == 1))
-            entry = np.array([[self._places, len(rows), private]], np.int64)
-            self._writer.append("places", rows.astype(np.uint32))
-            self._writer.write("index", batch, entry)
-            self._places += len(rows)
-
-    def _cold_ids(self, first: int, stop: int) -> list[Ids]:
-        """Return the cold ids of the segment's batches, each ascending."""
-        found: list[Ids] = []
-        # What a batch finds in a cache that moves depends on the batch before it.
-        threads = _THREADS if self._plan.cache_schedule is None else 1
-        asking = [partial(self._ask, batch) for batch in range(first, stop)]
-        for ids in in_threads(asking, threads=threads):
-            found.append(ids)
-            self._check_memory(found, first, stop)
-        return found
-
-    def _ask(self, batch: int) -> Ids:
-        """Return a batch's cold ids in order, and let the cache move on."""
-        node_ids = self._samples.node_ids(batch)
-        cold = node_ids[self._tracker.slots(node_ids) < 0]
-        self._tracker.advance(batch)
-        return sort_distinct(cold, self._samples.num_nodes)
-
-    def _check_memory(self, cold_ids: list[Ids], first: int, stop: int) -> None:
-        needed = _BYTES_PER_COLD_ENTRY * sum(map(len, cold_ids))
-        if needed > self._memory_bytes:
-            total = format_bytes(needed * (stop - first) / len(cold_ids) + self._tracker.nbytes)
-            raise InfeasibleError(
-                f"laying out the segment of batches {first} to {stop - 1} takes about {total} "
-                f"of memory, more than memory_bytes={self._memory_bytes + self._tracker.nbytes}",
-                hint="give packing more memory, or plan with smaller segments (segment_batches)",
-            )
 
 
 KIND_RECORDS = "packed-records"

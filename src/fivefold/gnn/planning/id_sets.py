@@ -113,8 +113,9 @@ class IdSet:
         Any ids in any order are looked up; ascending ones are several times faster.
         """
         if self._before is None:
-            self._before = np.empty(len(self._words), np.uint32)
-            _count_before(self._words, self._before)
+            before = np.empty(len(self._words), np.uint32)
+            _count_before(self._words, before)
+            self._before = before  # whole: several threads may ask
         places = np.empty(len(ids), np.int32)
         _locate(self._words, self._before, ids, places)
         return places
