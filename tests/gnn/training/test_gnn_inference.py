@@ -140,12 +140,12 @@ def test_ranges_cover_all_nodes_and_keep_to_the_shares():
     parts = take_apart(GraphSAGE(16, 8, 3, num_layers=1))[0][0]
     shares = share_memory(30_000, parts, row_bytes=64, num_nodes=500, num_edges=int(indptr[-1]))
     found = list(ranges(indptr, shares))
-    assert [piece.first for piece in found] == [0, *(piece.stop for piece in found[:-1])]
+    assert [piece.start for piece in found] == [0, *(piece.stop for piece in found[:-1])]
     assert found[-1].stop == 500
     for piece in found:
-        assert (piece.low, piece.high) == (indptr[piece.first], indptr[piece.stop])
-        assert 0 < piece.stop - piece.first <= shares.targets
-        assert piece.high - piece.low <= shares.edges or piece.stop == piece.first + 1
+        edges = indptr[piece.stop] - indptr[piece.start]
+        assert 0 < len(piece) <= shares.targets
+        assert edges <= shares.edges or len(piece) == 1
 
 
 def test_reading_cost_counts_pages_as_a_set_does():

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.gnn.data import Dataset
@@ -36,7 +37,6 @@ from fivefold.gnn.training._inference_layers import (
     Aggregate,
     LayerParts,
     Outputs,
-    Piece,
     RowStream,
     choose_reading,
     profitable_gap_bytes,
@@ -144,18 +144,17 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         ...     outputs.sections["x"].shape
         (50, 3)
     """
-    with torch.no_grad():
-        return infer_graph(
-            as_layered(model),
-            dataset,
-            Path(folder),
-            memory_bytes=memory_bytes,
-            mapped=mapped,
-            keep_layers=keep_layers,
-            profile=profile,
-            backend=backend,
-            progress=progress,
-        )
+    return infer_graph(
+        as_layered(model),
+        dataset,
+        Path(folder),
+        memory_bytes=memory_bytes,
+        mapped=mapped,
+        keep_layers=keep_layers,
+        profile=profile,
+        backend=backend,
+        progress=progress,
+    )
 
 
 def infer_graph(  # noqa: PLR0913 - those of ``infer_layers``
@@ -372,9 +371,9 @@ class _Table:
         self._run.told(first)
         try:
             for piece in ranges(self._indptr, self._shares, first=first):
-                writer.write("x", piece.first, self._range(piece).numpy())
+                writer.write("x", piece.start, self._range(piece).numpy())
                 writer.mark({"next": piece.stop})
-                self._run.told(piece.stop - piece.first)
+                self._run.told(len(piece))
                 self.ranges += 1
         finally:
             self._close_stream()
@@ -399,33 +398,33 @@ class _Table:
             self._opened[1].close()
             self._opened = None
 
-    def _own_rows(self, piece: Piece) -> Iterator[tuple[int, Tensor]]:
+    def _own_rows(self, piece: range) -> Iterator[tuple[int, Tensor]]:
         """Yield the targets' own rows, with the place of the first in the range."""
-        for row, own in self._stream(self._outputs.name).sequence(piece.first, piece.stop):
-            yield row - piece.first, own
+        for row, own in self._stream(self._outputs.name).sequence(piece.start, piece.stop):
+            yield row - piece.start, own
 
-    def _range(self, piece: Piece) -> Tensor:
+    def _range(self, piece: range) -> Tensor:
         """Return the outputs [T, out_dim] of a range of targets."""
-        out = torch.zeros(piece.stop - piece.first, self._outputs.out_dim)
-        if self._outputs.has_own:
+        out = torch.zeros(len(piece), self._outputs.out_dim)
+        if self._outputs.own is not None:
             for place, own in self._own_rows(piece):
-                out[place : place + len(own)] = self._outputs.of_own(own)
+                out[place : place + len(own)] = functional.linear(own, *self._outputs.own)
         for kind, parts in self._outputs.into.items():
             self._add(kind, parts, piece, out)
         return out.relu_() if self._activated else out
 
-    def _add(self, kind: EdgeType, parts: LayerParts, piece: Piece, out: Tensor) -> None:
+    def _add(self, kind: EdgeType, parts: LayerParts, piece: range, out: Tensor) -> None:
         """Add what comes along one edge type."""
-        edges, aggregate = self._run.edges[kind], Aggregate.empty(len(out), parts)
+        edges, aggregate = self._run.edges[kind], Aggregate(len(out), parts)
         if parts.with_own:
             for place, own in self._own_rows(piece):
                 parts.begin(aggregate, place, own)
         stream, section = self._stream(kind[0]), self._sources[kind[0]].section("x")
-        low, high = int(edges.indptr[piece.first]), int(edges.indptr[piece.stop])
+        low, high = int(edges.indptr[piece.start]), int(edges.indptr[piece.stop])
         for start in range(low, high, len(self._keys)):
             keys = sorted_keys(
                 edges,
-                piece.first,
+                piece.start,
                 (start, min(start + len(self._keys), high)),
                 shift=self._shift,
                 drops_loops=parts.with_own,

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fivefold._compiler import njit
 from fivefold.errors import InfeasibleError, UnsupportedError
@@ -32,14 +30,7 @@ from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Ids, aligned_empty
 from fivefold.gnn.storage.parallel import read_ahead
 from fivefold.gnn.storage.reader import ReadStatistics
 from fivefold.gnn.training.config import Backend
-from fivefold.gnn.training.models import (
-    GAT,
-    GCN,
-    GraphSAGE,
-    LayeredModel,
-    TypedLayer,
-    TypedSAGE,
-)
+from fivefold.gnn.training.models import GAT, GCN, GraphSAGE, LayeredModel, TypedSAGE
 from fivefold.units import format_bytes
 
 Pair = tuple[int, int]
@@ -48,20 +39,15 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Aggregate:
-    """Messages that targets have received so far, summed or weighted."""
+    """Messages that targets have received so far: sums [T, width] and norms [T, extra].
 
-    sums: Float32
-    norms: Float64
+    Norms are float64, which counts any number of neighbours.
+    """
 
-    @classmethod
-    def empty(cls, targets: int, parts: LayerParts) -> Aggregate:
-        """Return room for some targets; norms in float64, which counts any number of neighbours."""
-        return cls(
-            sums=np.zeros((targets, parts.width), np.float32),
-            norms=np.zeros((targets, parts.extra), np.float64),
-        )
+    def __init__(self, targets: int, parts: LayerParts) -> None:
+        self.sums: Float32 = np.zeros((targets, parts.width), np.float32)
+        self.norms: Float64 = np.zeros((targets, parts.extra), np.float64)
 
 
 class MeanParts:
@@ -142,16 +128,7 @@ class _Gat:
         self, aggregate: Aggregate, keys: Int64, shift: int, messages: tuple[Float32, Float32]
     ) -> None:
         """Add messages along sorted edges, weighted by a running softmax."""
-        values, scores = messages
-        add_attention(
-            keys,
-            shift,
-            values,
-            scores,
-            slope=self.slope,
-            sums=aggregate.sums,
-            norms=aggregate.norms,
-        )
+        add_attention(keys, shift, *messages, self.slope, aggregate.sums, aggregate.norms)
 
     def finish(self, aggregate: Aggregate, places: slice) -> Tensor:
         """Return the outputs [T, out_dim]: each head divided by the sum of its weights."""
@@ -172,40 +149,38 @@ LayerParts: TypeAlias = "MeanParts | _Gat"
 class Outputs:
     """The outputs of one layer for one node type: how they follow from the rows before.
 
-    Args:
-        name: The node type.
-        own: Linear map of a node's own row; None where there is none.
-        into: The parts of each edge type into this type, whose outputs add up.
+    ``own`` are weight and bias of a map of a node's own row; None where there is none. The outputs
+    of ``into``, the parts of each edge type into this type, add up.
     """
 
     def __init__(self, name: str, own: Any, into: Mapping[EdgeType, LayerParts]) -> None:
-        self.name, self.into = name, into
-        weight = None if own is None else own.weight.detach().cpu()
-        bias = None if own is None or own.bias is None else own.bias.detach().cpu()
-        self._own: tuple[Tensor, Tensor | None] | None = None if weight is None else (weight, bias)
+        self.name, self.into, self.own = name, into, None
         parts = list(into.values())
         dims = [(part.in_dim, part.out_dim) for part in parts]
-        dims += [] if weight is None else [(int(weight.shape[1]), int(weight.shape[0]))]
+        if own is not None:
+            weight = own.weight.detach().cpu()
+            self.own = weight, None if own.bias is None else own.bias.detach().cpu()
+            dims.append((int(weight.shape[1]), int(weight.shape[0])))
         self.in_dim, self.out_dim = max(dim for dim, _ in dims), dims[0][1]
         self.width = max((part.width for part in parts), default=0)
         self.extra = max((part.extra for part in parts), default=0)
         self.heads = max((part.heads for part in parts), default=0)
 
-    @property
-    def has_own(self) -> bool:
-        """Return whether a node's own row has a map of its own."""
-        return self._own is not None
-
-    def of_own(self, rows: Tensor) -> Tensor:
-        """Return the map of the nodes' own rows."""
-        assert self._own is not None, "asked for where there is one"
-        return functional.linear(rows, *self._own)
-
 
 def take_apart(model: LayeredModel | TypedSAGE) -> list[list[Outputs]]:
     """Return the layers of a model, each as the outputs of its node types."""
     if isinstance(model, TypedSAGE):
-        return [_typed_outputs(layer) for layer in model.layers]  # type: ignore[arg-type]
+        return [
+            [
+                Outputs(
+                    name,
+                    own,
+                    {k: MeanParts(part) for k, part in layer.into.items() if k[2] == name},
+                )
+                for name, own in layer.own_maps.items()
+            ]
+            for layer in model.typed_layers
+        ]
     parts: dict[type[LayeredModel], Callable[[Any], tuple[Any, LayerParts]]] = {
         GraphSAGE: lambda conv: (conv.lin_r, MeanParts(conv.lin_l)),
         GCN: lambda conv: (None, MeanParts(conv.lin, with_own=True)),
@@ -216,14 +191,6 @@ def take_apart(model: LayeredModel | TypedSAGE) -> list[list[Outputs]]:
         raise UnsupportedError(message, hint="use GraphSAGE, GCN or GAT, or sample the nodes")
     layers = [parts[type(model)](conv) for conv in model.convs]
     return [[Outputs(ONE_TYPE[2], own, {ONE_TYPE: part})] for own, part in layers]
-
-
-def _typed_outputs(layer: TypedLayer) -> list[Outputs]:
-    into: dict[str, dict[EdgeType, LayerParts]] = {name: {} for name in layer.targets}
-    for kind, linear in zip(layer.edge_types, layer.neighbors, strict=True):
-        into[kind[2]][kind] = MeanParts(linear)
-    pairs = zip(layer.targets, layer.own, strict=True)
-    return [Outputs(name, own, into[name]) for name, own in pairs]
 
 
 @njit
@@ -344,7 +311,6 @@ def add_attention(
     shift: int,
     values: Float32,
     scores: Float32,
-    *,
     slope: float,
     sums: Float32,
     norms: Float64,
@@ -401,16 +367,6 @@ class Shares:
     reader_bytes: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A range of targets."""
-
-    first: int
-    stop: int
-    low: int
-    high: int
-
-
 def share_memory(
     memory_bytes: int, parts: Outputs, *, row_bytes: int, num_nodes: int, num_edges: int
 ) -> Shares:
@@ -453,17 +409,16 @@ def _bytes_per_chunk_row(parts: Outputs, row_bytes: int) -> int:
     return stored + max(source, target)
 
 
-def ranges(indptr: Int64, shares: Shares, *, first: int = 0) -> Iterator[Piece]:
+def ranges(indptr: Int64, shares: Shares, *, first: int = 0) -> Iterator[range]:
     """Yield ranges of targets, each as long as sums and edges allow, at least one node.
 
     A node with more in-edges than fit is a range of its own, whose edges come in several parts.
     """
     num_nodes = len(indptr) - 1
     while first < num_nodes:
-        low = int(indptr[first])
-        fit = int(np.searchsorted(indptr, low + shares.edges, side="right")) - 1
+        fit = int(np.searchsorted(indptr, indptr[first] + shares.edges, side="right")) - 1
         stop = min(max(fit, first + 1), first + shares.targets, num_nodes)
-        yield Piece(first=first, stop=stop, low=low, high=int(indptr[stop]))
+        yield range(first, stop)
         first = stop
 
 
@@ -497,7 +452,6 @@ class RowStream:
         *,
         backend: Backend = "auto",
         gap_bytes: int = 0,
-        verify: bool = True,
     ) -> None:
         section = container.section("x")
         block = shares.reader_bytes // _MOST_BUFFERS // PAGE_BYTES * PAGE_BYTES
@@ -508,13 +462,9 @@ class RowStream:
             threads=_THREADS,
             block_bytes=max(_LEAST_BLOCK_BYTES, block),
             max_gap_bytes=gap_bytes,
-            verify=verify,
         )
         shape = (shares.rows, *section.shape[1:])
-        self._buffers = (
-            aligned_empty(shape, section.dtype),
-            aligned_empty(shape, section.dtype),
-        )
+        self._buffers = aligned_empty(shape, section.dtype), aligned_empty(shape, section.dtype)
         self.statistics = ReadStatistics()
 
     def close(self) -> None:
@@ -550,8 +500,7 @@ class RowStream:
     def _read(self, chunk: _Chunk, buffer: Array) -> tuple[_Chunk, Array]:
         out = buffer[: chunk.count]
         if chunk.sweeps:
-            one = np.array([chunk.low]), np.array([chunk.count]), np.array([0])
-            self.statistics += self._reader.read_runs(*one, out)
+            self.statistics += self._reader.read_runs([chunk.low], [chunk.count], [0], out)
         else:
             self.statistics += self._reader.read_rows(chunk.rows, out)
         return chunk, out

@@ -31,7 +31,6 @@ Graph: TypeAlias = "Tensor | Sequence[Block]"
 """An ``edge_index`` [2, E], or one block per layer, outermost first."""
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
-Size: TypeAlias = "tuple[int, int] | None"
 
 
 class _Bags:
@@ -80,9 +79,8 @@ class SAGEConv(torch.nn.Module):
         self.lin_l = torch.nn.Linear(in_dim, out_dim)
         self.lin_r = torch.nn.Linear(in_dim, out_dim, bias=False)
 
-    def forward(self, pair: Pair, edge_index: Tensor, size: Size = None) -> Tensor:
+    def forward(self, pair: Pair, edge_index: Tensor, **_: Any) -> Tensor:
         """Return outputs [T, out_dim] of the targets."""
-        del size
         mean = _mean_map(_Bags(edge_index, len(pair[1])), pair[0], self.lin_l)
         out: Tensor = mean + self.lin_r(pair[1])
         return out
@@ -95,9 +93,8 @@ class GCNConv(torch.nn.Module):
         super().__init__()
         self.lin = torch.nn.Linear(in_dim, out_dim)
 
-    def forward(self, pair: Pair, edge_index: Tensor, size: Size = None) -> Tensor:
+    def forward(self, pair: Pair, edge_index: Tensor, **_: Any) -> Tensor:
         """Return outputs [T, out_dim] of the targets; the edges must hold one self-loop of each."""
-        del size
         return _mean_map(_Bags(edge_index, len(pair[1])), pair[0], self.lin)
 
 
@@ -123,9 +120,8 @@ class GATConv(torch.nn.Module):
         for weight in (self.lin.weight, self.att_src, self.att_dst):
             torch.nn.init.xavier_uniform_(weight)
 
-    def forward(self, pair: Pair, edge_index: Tensor, size: Size = None) -> Tensor:
+    def forward(self, pair: Pair, edge_index: Tensor, **_: Any) -> Tensor:
         """Return outputs [T, heads * head_dim], or their mean [T, head_dim], of the targets."""
-        del size
         bags = _Bags(edge_index, len(pair[1]))
         shape = (-1, *self.att_src.shape[1:])
         sources, targets = (self.lin(rows).view(shape) for rows in pair)
@@ -311,22 +307,23 @@ class TypedLayer(torch.nn.Module):
         )
 
     @property
-    def sources(self) -> set[str]:
-        """Return the node types whose rows are needed."""
-        return {*self.targets, *(source for source, _, _ in self.edge_types)}
+    def own_maps(self) -> dict[str, torch.nn.Linear]:
+        """Return the map of the rows of each type."""
+        return dict(zip(self.targets, self.own, strict=True))  # type: ignore[arg-type]
+
+    @property
+    def into(self) -> dict[EdgeType, torch.nn.Linear]:
+        """Return the map of the means by edge type."""
+        return dict(zip(self.edge_types, self.neighbors, strict=True))  # type: ignore[arg-type]
 
     def forward(
         self, rows: Mapping[str, Tensor], edge_index_dict: Mapping[EdgeType, Tensor]
     ) -> dict[str, Tensor]:
         """Return outputs [nodes, out_dim] of the targets' types."""
-        out: dict[str, Tensor] = {
-            name: linear(rows[name]) for name, linear in zip(self.targets, self.own, strict=True)
-        }
-        for kind, linear in zip(self.edge_types, self.neighbors, strict=True):
-            assert isinstance(linear, torch.nn.Linear), "made here"
-            source, _, target = kind
-            bags = _Bags(edge_index_dict[kind], len(rows[target]))
-            out[target] = out[target] + _mean_map(bags, rows[source], linear)
+        out = {name: linear(rows[name]) for name, linear in self.own_maps.items()}
+        for kind, linear in self.into.items():
+            bags = _Bags(edge_index_dict[kind], len(rows[kind[2]]))
+            out[kind[2]] = out[kind[2]] + _mean_map(bags, rows[kind[0]], linear)
         return out
 
 
@@ -336,15 +333,6 @@ class TypedSAGE(torch.nn.Module):
     ``h_v' = R_t h_v + b_t + sum over edge types e into t of W_e mean(h_u, u in N_e(v))``, t being
     the type of v: PyG's ``HeteroConv`` of ``SAGEConv`` with one map R_t for all edge types. What
     no output depends on has no parameters.
-
-    Args:
-        in_dims: Width of the rows of each node type.
-        edge_types: Edge types (source type, relation, target type).
-        node_type: Whose nodes are classified.
-        hidden_dim: Width of the hidden layers.
-        num_classes: Width of the output.
-        num_layers: Number of layers, one per hop.
-        dropout: Share of hidden values dropped in training.
     """
 
     name = "sage of several types"
@@ -368,8 +356,13 @@ class TypedSAGE(torch.nn.Module):
             out_dim = num_classes if number == num_layers - 1 else hidden_dim
             targets = [name for name in in_dims if name in wanted]
             layers.append(TypedLayer(dims, targets, edge_types, out_dim))
-            wanted = layers[-1].sources
+            wanted = {*targets, *(kind[0] for kind in layers[-1].edge_types)}
         self.layers = torch.nn.ModuleList(reversed(layers))
+
+    @property
+    def typed_layers(self) -> list[TypedLayer]:
+        """Return the layers."""
+        return list(self.layers)  # type: ignore[arg-type]
 
     def forward(
         self, x_dict: Mapping[str, Tensor], edge_index_dict: Mapping[EdgeType, Tensor]
@@ -395,14 +388,12 @@ def make_model(
     heads: int = 4,
 ) -> LayeredModel:
     """Make a model by its name in a configuration."""
-    sizes = (in_dim, hidden_dim, num_classes)
-    if name == "gat":
-        return GAT(*sizes, num_layers=num_layers, dropout=dropout, heads=heads)
-    if name == "sage":
-        return GraphSAGE(*sizes, num_layers=num_layers, dropout=dropout)
-    if name == "gcn":
-        return GCN(*sizes, num_layers=num_layers, dropout=dropout)
-    raise ConfigurationError(f"there is no model {name!r}", hint="use sage, gat or gcn")
+    kinds: dict[str, type[LayeredModel]] = {"sage": GraphSAGE, "gat": GAT, "gcn": GCN}
+    if name not in kinds:
+        raise ConfigurationError(f"there is no model {name!r}", hint="use sage, gat or gcn")
+    options: dict[str, Any] = {"num_layers": num_layers, "dropout": dropout}
+    options |= {"heads": heads} if name == "gat" else {}
+    return kinds[name](in_dim, hidden_dim, num_classes, **options)
 
 
 def as_layered(model: torch.nn.Module) -> LayeredModel:
@@ -423,18 +414,17 @@ def as_layered(model: torch.nn.Module) -> LayeredModel:
             f"layer-wise inference knows no {kind.__name__} with {odd}",
             hint="leave that option as it is by default, or sample the nodes",
         )
-    return _taken_over(model, is_gat=kind is geometric.GAT)
-
-
-def _taken_over(model: Any, *, is_gat: bool) -> LayeredModel:
-    sizes = (model.in_channels, model.hidden_channels, model.out_channels)
-    layered: LayeredModel
-    if is_gat:
-        heads = model.convs[0].heads
-        layered = GAT(*sizes, num_layers=model.num_layers, heads=heads)
-    else:
-        layered = GraphSAGE(*sizes, num_layers=model.num_layers)
-    layered.convs = model.convs
+    taken: Any = model
+    gat = kind is geometric.GAT
+    layered = make_model(
+        "gat" if gat else "sage",
+        taken.in_channels,
+        taken.hidden_channels,
+        taken.out_channels,
+        num_layers=taken.num_layers,
+        heads=taken.convs[0].heads if gat else 1,
+    )
+    layered.convs = taken.convs
     return layered.eval()
 
 
