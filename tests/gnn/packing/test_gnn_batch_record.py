@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import DataError
-from fivefold.gnn.packing._records import LocalNumbers, SlotTracker
+from fivefold.gnn.packing._records import SlotTracker, places_in
 from fivefold.gnn.packing.record import (
     BatchRecord,
     build_record,
@@ -218,12 +218,10 @@ def test_slots_follow_admissions(seed, dense):
         assert np.array_equal(tracker.slots(np.arange(num_nodes)), now)
 
 
-@pytest.mark.parametrize("dense_bytes", [0, 10**6])
-def test_local_numbers(dense_bytes):
-    numbers = LocalNumbers(100, dense_bytes=dense_bytes)
+@pytest.mark.parametrize("num_nodes", [100, 10**6])
+def test_places_in_a_batch(num_nodes):
     for ids in ([5, 3, 99, 0, 7, 8], [3, 5], [42]):
-        numbers.begin(np.array(ids))
-        assert numbers.of(np.array(ids[::-1])).tolist() == list(range(len(ids)))[::-1]
-        assert numbers.of(np.array([], np.int64)).tolist() == []
-        with pytest.raises(KeyError):
-            numbers.of(np.array([ids[0], 50]))
+        place_of = places_in(np.array(ids), num_nodes)
+        assert place_of(np.array(ids[::-1])).tolist() == list(range(len(ids)))[::-1]
+        assert place_of(np.array([], np.int64)).tolist() == []
+        assert place_of(np.array([ids[0], 50])).tolist() == [0, -1]

@@ -25,7 +25,7 @@ from fivefold.errors import ConfigurationError, DataError, StorageError
 from fivefold.files import lock_file, read_checked_json, write_checked_json
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.packing._records import KIND_LAYOUTS, KIND_RECORDS, Recorder, write_layouts
-from fivefold.gnn.packing._rows import KIND_ROWS, Mover, Order, write_rows
+from fivefold.gnn.packing._rows import KIND_ROWS, Mover, write_rows
 from fivefold.gnn.packing.record import BatchRecord, decode_record
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.planning.geometry import (
@@ -327,17 +327,13 @@ class _Run:
         """Write all files of the store."""
         job = self._job()
         threads, block_bytes = reader_shape(self.memory_bytes)
-        with (
-            self._layouts() as layouts,
-            RowReader(
-                self.features,
-                _SECTION,
-                backend="threads" if backend == "auto" else backend,
-                threads=threads,
-                queue_depth=threads,
-                block_bytes=block_bytes,
-            ) as reader,
-        ):
+        engine: dict[str, Any] = {
+            "backend": "threads" if backend == "auto" else backend,
+            "threads": threads,
+            "queue_depth": threads,
+            "block_bytes": block_bytes,
+        }
+        with self._layouts() as layouts, RowReader(self.features, _SECTION, **engine) as reader:
             recorder = Recorder(self.samples, self.plan, layouts, memory_bytes=self.memory_bytes)
             sections = {
                 "rows": layouts.sections["order"].shape[0],
@@ -356,10 +352,12 @@ class _Run:
             section = self.features.sections[_SECTION]
             mover = Mover(
                 reader=reader,
+                engine=engine,
                 num_nodes=section.shape[0],
                 dtype=section.dtype,
                 dim=section.shape[1],
-                order=Order(layouts, caches),
+                layouts=layouts,
+                caches=caches,
                 geometry=geometry,
             )
             rows = partial(self._write_rows, mover, sections)

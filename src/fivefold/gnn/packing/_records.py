@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from fivefold.errors import DataError, InfeasibleError
 from fivefold.gnn.data.parts import Progress
-from fivefold.gnn.packing.record import BatchRecord, build_record, encode_record
+from fivefold.gnn.packing.record import build_record, encode_record
 from fivefold.gnn.planning import Plan
 from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense
 from fivefold.gnn.sampling import SampleFile
@@ -209,7 +208,9 @@ class Recorder:
         sampled = max(map(self._samples.record_bytes_of, numbers), default=0)
         rows = int(np.diff(self._plan.segment_rows).max(initial=0))
         order = rows * self._layouts.sections["order"].dtype.itemsize  # of a segment
-        batch = self._numbers().nbytes + _BYTES_PER_NODE * nodes + _SAMPLED_COPIES * sampled
+        batch = _BYTES_PER_NODE * nodes + _SAMPLED_COPIES * sampled
+        if is_dense(nodes, self._samples.num_nodes):
+            batch += IdSet.bytes_for(self._samples.num_nodes)
         return self._tracker().nbytes + order + self._threads * batch
 
     def write(self, path: Path, *, attributes: dict[str, Any], progress: Progress) -> Container:
@@ -228,7 +229,8 @@ class Recorder:
             done = writer.progress or {"batches": 0, "bytes": 0}
             place = marked = done["bytes"]
             for batch, (block, nodes, edges) in enumerate(
-                self._made_from(done["batches"]), start=done["batches"]
+                in_threads(self._calls(done["batches"]), threads=self._threads),
+                start=done["batches"],
             ):
                 writer.append("data", block)
                 entry = np.array([[place, len(block), nodes, edges]], np.int64)
@@ -240,14 +242,7 @@ class Recorder:
                 progress("records", batch + 1, num_batches)
             return writer.commit()
 
-    def _made_from(self, first: int) -> Iterator[tuple[Bytes, int, int]]:
-        """Yield the records from batch ``first`` on: bytes, nodes and edges of each."""
-        numbers = SimpleQueue[LocalNumbers]()  # a table for each thread
-        for _ in range(self._threads):
-            numbers.put(self._numbers())
-        return in_threads(self._calls(first, numbers), threads=self._threads)
-
-    def _calls(self, first: int, numbers: SimpleQueue[LocalNumbers]) -> Iterator[_Call]:
+    def _calls(self, first: int) -> Iterator[_Call]:
         """Yield a call for each batch; what they find in the caches is asked here, in order."""
         tracker = self._tracker()
         for batch in range(first):
@@ -263,7 +258,7 @@ class Recorder:
                 tracker.advance(batch)
                 rows, private = places_of(self._layouts, batch)
                 yield partial(
-                    self._make, sampled, slots, numbers,
+                    self._make, sampled, slots,
                     num_device=tracker.num_device, stored=order[rows], cold_rows=begin + rows,
                     num_private=private,
                 )  # fmt: skip
@@ -272,83 +267,38 @@ class Recorder:
         self,
         sampled: SampledBatch,
         slots: NDArray[np.int32],
-        numbers: SimpleQueue[LocalNumbers],
         *,
         stored: NDArray[np.integer],
         **known: Any,
     ) -> tuple[Bytes, int, int]:
         """Return the bytes of a batch's record, its nodes and its edges; in several threads."""
-        table = numbers.get()
-        try:
-            record = self._record(sampled, slots, table, stored, known)
-        finally:
-            numbers.put(table)
+        schedule = self._plan.cache_schedule
+        place_of = places_in(sampled.node_ids, self._samples.num_nodes)
+        admitted, into = _NONE, _NONE
+        if schedule is not None:
+            admitted, into = schedule.admissions(sampled.number)
+            admitted = place_of(admitted)
+        cold = place_of(stored)
+        belongs = (cold >= 0).all() and (admitted >= 0).all() and (slots[cold] < 0).all()
+        if not belongs or len(cold) != np.count_nonzero(slots < 0):
+            message = f"the plan's layout does not hold the cold nodes of batch {sampled.number}"
+            raise DataError(message, hint="make the plan again from these samples")
+        record = build_record(sampled, slots=slots, cold=cold, admitted=(admitted, into), **known)
         block = encode_record(record)
         padded = np.zeros(-(-len(block) // PAGE_BYTES) * PAGE_BYTES, np.uint8)
         padded[: len(block)] = block
         return padded, len(record.node_ids), len(record.sources)
-
-    def _record(
-        self,
-        sampled: SampledBatch,
-        slots: NDArray[np.int32],
-        table: LocalNumbers,
-        stored: NDArray[np.integer],
-        known: dict[str, Any],
-    ) -> BatchRecord:
-        table.begin(sampled.node_ids)
-        try:
-            cold = table.of(stored)
-        except KeyError:
-            cold = _NONE
-        if len(cold) != np.count_nonzero(slots < 0) or (slots[cold] >= 0).any():
-            message = f"the plan's layout does not hold the cold nodes of batch {sampled.number}"
-            raise DataError(message, hint="make the plan again from these samples")
-        schedule = self._plan.cache_schedule
-        enters = (_NONE, _NONE) if schedule is None else schedule.admissions(sampled.number)
-        admitted = (table.of(enters[0]), enters[1])
-        return build_record(sampled, slots=slots, cold=cold, admitted=admitted, **known)
 
     def _tracker(self) -> SlotTracker:
         return SlotTracker(
             self._plan, num_nodes=self._samples.num_nodes, dense_bytes=self._dense_bytes
         )
 
-    def _numbers(self) -> LocalNumbers:
-        return LocalNumbers(self._samples.num_nodes, dense_bytes=self._dense_bytes)
 
-
-class LocalNumbers:
-    """The place of each node within one batch, by bits where these fit and are worth it."""
-
-    def __init__(self, num_nodes: int, *, dense_bytes: int) -> None:
-        self._num_nodes = num_nodes
-        fits = IdSet.bytes_for(num_nodes) <= dense_bytes
-        self._bits = IdSet(num_nodes) if fits else None
-        self._members: IdSet | SortedIds = SortedIds(_NONE)
-        self._by_id = _NONE
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that the set takes."""
-        return 0 if self._bits is None else self._bits.nbytes
-
-    def begin(self, node_ids: Ids) -> None:
-        """Begin a batch of these nodes, all distinct."""
-        if self._bits is not None and is_dense(len(node_ids), self._num_nodes):
-            self._bits.clear()
-            self._bits.add(node_ids)
-            self._members = self._bits
-        else:
-            self._members = SortedIds(node_ids)
-        self._by_id = np.empty(len(node_ids), np.int64)
-        self._by_id[self._members.locate(node_ids)] = np.arange(len(node_ids))
-
-    def of(self, node_ids: NDArray[np.integer]) -> Ids:
-        """Return the place of each node, int64; ``KeyError`` where one is not in the batch."""
-        places = self._members.locate(node_ids)
-        if len(places) and places.min() < 0:
-            message = "a node is not in the batch"
-            raise KeyError(message)
-        found: Ids = self._by_id[places]
-        return found
+def places_in(node_ids: Ids, num_nodes: int) -> Callable[[NDArray[np.integer]], Ids]:
+    """Return what gives the place of each node within a batch of distinct ones; -1 for others."""
+    dense = is_dense(len(node_ids), num_nodes)
+    members = IdSet(num_nodes, node_ids) if dense else SortedIds(node_ids)
+    by_id = np.full(len(node_ids) + 1, -1, np.int64)  # the last is that of place -1
+    by_id[members.locate(node_ids)] = np.arange(len(node_ids))
+    return lambda ids: by_id[members.locate(ids)]

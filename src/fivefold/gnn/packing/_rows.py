@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -67,41 +67,17 @@ def pages_of(size_bytes: Any) -> Any:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-class Order:
-    """Node id of each output row, over all sections: packed rows, device cache, host cache.
-
-    Args:
-        layouts: The container whose section ``order`` has the packed rows' ids.
-        caches: Ids of the caches' rows, device first.
-    """
-
-    def __init__(self, layouts: Container, caches: Ids) -> None:
-        self._layouts = layouts
-        self._num_packed = layouts.sections["order"].shape[0]
-        self._caches = caches
-
-    def read(self, first: int, num_rows: int) -> Ids:
-        """Return int64 [num_rows], the ids of the output rows from ``first`` on."""
-        stop = first + num_rows
-        parts = []
-        if first < self._num_packed:
-            packed = self._layouts.read("order", first, min(stop, self._num_packed))
-            parts.append(packed.astype(np.int64))
-        if stop > self._num_packed:
-            begin = max(first - self._num_packed, 0)
-            parts.append(self._caches[begin : stop - self._num_packed])
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mover:
     """Source, destination and geometry, which all ways of moving rows need."""
 
     reader: RowReader  # of the features' rows
+    engine: dict[str, Any]  # how it reads, as other files are read
     num_nodes: int
     dtype: np.dtype[Any]
     dim: int
-    order: Order
+    layouts: Container  # whose ``order`` has the node ids of the packed rows
+    caches: Ids  # of the caches' rows, device first
     geometry: Geometry
     windows: Sequence[Window] = ()  # that are to be written
 
@@ -110,31 +86,25 @@ class Mover:
         """Return bytes of a row."""
         return self.dtype.itemsize * self.dim
 
+    def ids(self, first: int, num_rows: int) -> Ids:
+        """Return the node ids [num_rows] of the output rows, over all sections, from ``first``."""
+        packed, stop = self.layouts.sections["order"].shape[0], first + num_rows
+        cached = self.caches[max(first - packed, 0) : max(stop - packed, 0)]
+        if first >= packed:
+            return cached
+        rows = self.layouts.read("order", first, min(stop, packed)).astype(np.int64)
+        return np.concatenate([rows, cached]) if len(cached) else rows
+
     def as_rows(self, buffer: Bytes, num_rows: int) -> Array:
         """Return the first rows of a buffer of bytes, in the features' type."""
         size = num_rows * self.row_bytes
         return buffer[:size].view(self.dtype).reshape(num_rows, self.dim)
 
-    def read_range(self, start: int, stop: int, out: Bytes) -> None:
-        """Read feature rows ``start`` to ``stop`` to the beginning of ``out``."""
-        one = np.array([start, stop - start, 0], np.int64)
-        self.reader.read_runs(one[0:1], one[1:2], one[2:3], self.as_rows(out, stop - start))
-
-    def read_request(self, request: tuple[int, int, int], out: Bytes) -> tuple[int, int, int]:
-        """Read a range, (start, stop, number), and return it: for ``read_ahead``."""
-        self.read_range(request[0], request[1], out)
+    def read_range(self, request: tuple[int, int, int], out: Bytes) -> tuple[int, int, int]:
+        """Read feature rows (start, stop, number) to the beginning of ``out``; return them."""
+        start, stop, _ = request
+        self.reader.read_runs([start], [stop - start], [0], self.as_rows(out, stop - start))
         return request
-
-    def another_reader(self, container: Container, section: str) -> RowReader:
-        """Open an engine like that of the features for another file."""
-        return RowReader(
-            container,
-            section,
-            backend=cast("Any", self.reader.backend),
-            block_bytes=self.reader.block_bytes,
-            threads=self.reader.threads,
-            queue_depth=self.reader.queue_depth,
-        )
 
     def buffers(self, num_rows: int) -> tuple[Bytes, Bytes]:
         """Return two aligned buffers of ``num_rows`` rows, to be filled in turn."""
@@ -179,7 +149,7 @@ def write_rows(
             first = sum(window.first + window.num_rows <= done for window in windows)
             with _fresh_if_damaged(scratch):
                 cells, spill = _spill(mover, scratch, progress)
-                with spill, mover.another_reader(spill, "cells") as reader:
+                with spill, RowReader(spill, "cells", **mover.engine) as reader:
                     _order_windows(mover, cells, reader, writer, done=first, finished=finished)
         elif done < total:
             move = _gather_resident if geometry.strategy == "resident" else _pass_over
@@ -214,25 +184,22 @@ def _fresh_if_damaged(scratch: Path) -> Iterator[None]:
 
 def _spill(mover: Mover, scratch: Path, progress: Progress) -> tuple[Cells, Container]:
     """Return the spill, complete, and where everything lies in it."""
-    cells, routes = Cells.count(mover)
-    path = scratch / "spill.fvf"
+    cells, path, routes_path = Cells.count(mover), scratch / "spill.fvf", scratch / "routes.fvf"
     attributes = {"geometry": dataclasses.asdict(mover.geometry)}
     if path.exists():
         return cells, Container.open(path, kind=_KIND_SPILL)
-    ids = np.uint32 if mover.num_nodes < 2**32 else np.int64
-    total = int(cells.counts.sum())
-    routes_path = scratch / "routes.fvf"
     if not routes_path.exists():
+        ids = np.uint32 if mover.num_nodes < 2**32 else np.int64
+        nodes = {"nodes": (ids, (int(cells.counts.sum()),))}
         with ContainerWriter(
-            routes_path,
-            kind=_KIND_ROUTES,
-            sections={"nodes": (ids, (total,))},
-            attributes=attributes,
+            routes_path, kind=_KIND_ROUTES, sections=nodes, attributes=attributes
         ) as writer:
             place = 0
-            for nodes in routes:
-                writer.write("nodes", place, nodes.astype(ids))
-                place += len(nodes)
+            for window in mover.windows:
+                wanted = mover.ids(window.first, window.num_rows)
+                order, _ = _by_range(wanted, mover.geometry.source_rows)
+                writer.write("nodes", place, wanted[order].astype(ids))
+                place += len(order)
             writer.commit().close()
     with (
         Container.open(routes_path, kind=_KIND_ROUTES) as route_file,
@@ -264,11 +231,11 @@ def _gather_resident(mover: Mover, writer: ContainerWriter, finished: Finished) 
     step = mover.geometry.chunk_rows
     for start, count in _chunks(mover.num_nodes, _RESIDENT_CHUNKS * step):
         part = features[start : start + count]
-        mover.read_range(start, start + count, part.view(np.uint8).reshape(-1))
+        mover.read_range((start, start + count, 0), part.view(np.uint8).reshape(-1))
     with WriteBehind(mover.chunks()) as behind:
         for number, window in enumerate(mover.windows):
             for start, count in _chunks(window.num_rows, step):
-                ids = mover.order.read(window.first + start, count)
+                ids = mover.ids(window.first + start, count)
                 out = mover.as_rows(behind.take(), count)
                 gather_rows(features, ids, out)
                 behind.put(_write_of(writer, window, start, out))
@@ -282,7 +249,7 @@ def _pass_over(mover: Mover, writer: ContainerWriter, finished: Finished) -> Non
     out = aligned_empty((max(rows, 1), mover.dim), mover.dtype)
     buffers = mover.buffers(min(geometry.source_rows, mover.num_nodes))
     for number, window in enumerate(mover.windows):
-        ids = mover.order.read(window.first, window.num_rows)
+        ids = mover.ids(window.first, window.num_rows)
         sources, offsets = _by_range(ids, geometry.source_rows)
         ids = ids[sources]
         needed = [
@@ -290,7 +257,7 @@ def _pass_over(mover: Mover, writer: ContainerWriter, finished: Finished) -> Non
             for g, start in enumerate(offsets[:-1].tolist())
             if offsets[g + 1] > start
         ]
-        for (low, high, g), buffer in read_ahead(needed, mover.read_request, buffers):
+        for (low, high, g), buffer in read_ahead(needed, mover.read_range, buffers):
             cell = slice(offsets[g], offsets[g + 1])
             gather_rows(mover.as_rows(buffer, high - low), ids[cell] - low, out, sources[cell])
         for start, count in _chunks(window.num_rows, geometry.chunk_rows):
@@ -319,21 +286,15 @@ class Cells:
         self.rows = rows[:-1].reshape(counts.shape)  # in the list of routes
 
     @classmethod
-    def count(cls, mover: Mover) -> tuple[Cells, Iterator[Ids]]:
-        """Return the cells of an order, and for each window the row ids sorted by range."""
+    def count(cls, mover: Mover) -> Cells:
+        """Return the cells of an order."""
         size = mover.geometry.source_rows
         num_ranges = -(-mover.num_nodes // size)
         counts = np.zeros((len(mover.windows), num_ranges), np.int64)
         for number, window in enumerate(mover.windows):
-            ids = mover.order.read(window.first, window.num_rows)
+            ids = mover.ids(window.first, window.num_rows)
             counts[number] = np.bincount(ids // size, minlength=num_ranges)
-
-        def routes() -> Iterator[Ids]:
-            for window in mover.windows:
-                ids = mover.order.read(window.first, window.num_rows)
-                yield ids[_by_range(ids, size)[0]]
-
-        return cls(counts, mover.row_bytes, mover.geometry.chunk_rows), routes()
+        return cls(counts, mover.row_bytes, mover.geometry.chunk_rows)
 
     def extents(self, window: int) -> tuple[Ids, Ids]:
         """Return places and lengths in bytes of the pieces of a window's cells, by range."""
@@ -366,7 +327,7 @@ def _spill_ranges(
     chunk_bytes = mover.geometry.chunk_rows * mover.row_bytes + PAGE_BYTES
     buffers = mover.buffers(min(size, mover.num_nodes))
     with WriteBehind(mover.chunks(PAGE_BYTES)) as behind:
-        for (low, high, g), buffer in read_ahead(ranges, mover.read_request, buffers):
+        for (low, high, g), buffer in read_ahead(ranges, mover.read_range, buffers):
             rows = mover.as_rows(buffer, high - low)
             for pieces in batches_of_cells(cells, g, mover.geometry.chunk_rows, chunk_bytes):
                 _spill_pieces(rows, low, pieces, routes, behind, spill)
@@ -393,7 +354,7 @@ def _order_windows(
         begins = np.cumsum(lengths) - lengths
         spill_reader.read_runs(places, lengths, begins, out[:size].reshape(size, 1))
         window = mover.windows[number]
-        ids = mover.order.read(window.first, window.num_rows)
+        ids = mover.ids(window.first, window.num_rows)
         arrival = np.empty(window.num_rows, np.int64)
         arrival[_by_range(ids, mover.geometry.source_rows)[0]] = np.arange(window.num_rows)
         return number, arrival
@@ -424,10 +385,7 @@ def _chunks(num_rows: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def _write_of(writer: ContainerWriter, window: Window, start: int, out: Array) -> Any:
-    def write(_buffer: Bytes) -> None:
-        writer.write(window.section, window.start + start, out)
-
-    return write
+    return lambda _buffer: writer.write(window.section, window.start + start, out)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def build_record(
     cold: Ids,
     cold_rows: Ids,
     num_private: int = 0,
-    admitted: tuple[Ids, NDArray[np.integer]] | None = None,
+    admitted: tuple[Ids, NDArray[np.integer]] = (_NONE, _NONE),
 ) -> BatchRecord:
     """Renumber one sampled batch."""
     seeds, n = sampled.batch_size, len(sampled.node_ids)
@@ -108,7 +108,6 @@ def build_record(
     on_device = np.flatnonzero((in_order >= 0) & (in_order < num_device))
     on_host = np.flatnonzero(in_order >= num_device)
     runs = _runs(cold_rows, new_of_old[cold].astype(np.int64))
-    enters, enters_slots = (_NONE, _NONE) if admitted is None else admitted
     edge_ids = sampled.edge_ids
     return BatchRecord(
         number=sampled.number,
@@ -128,8 +127,8 @@ def build_record(
         run_starts=runs[0],
         run_counts=runs[1],
         run_destinations=runs[2],
-        admitted_rows=new_of_old[enters].astype(np.int64),
-        admitted_slots=np.asarray(enters_slots, np.int64),
+        admitted_rows=new_of_old[admitted[0]].astype(np.int64),
+        admitted_slots=np.asarray(admitted[1], np.int64),
     )
 
 
