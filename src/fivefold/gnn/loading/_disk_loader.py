@@ -41,7 +41,7 @@ from fivefold.gnn.loading.batch import (
     batch_maker,
     checked_form,
 )
-from fivefold.gnn.loading.prepare import Prepared, StoreRecipe, prepare
+from fivefold.gnn.loading.prepare import Preparation, Prepared, StoreRecipe
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.planning import Budgets
@@ -245,14 +245,14 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
                 edge_ids=edge_ids or source.has_edges,
                 **_budget_fields(budgets),
             )
-            prepared = prepare(
-                source.dataset,
-                recipe,
-                source.cache,
+            prepared = Preparation(
+                dataset=source.dataset,
+                recipe=recipe,
+                folder=source.cache,
                 ids=seeds,
                 input_type=input_type,
                 progress=progress,
-            )
+            ).run()
             opened.callback(prepared.close)
             loader = cls(
                 prepared,

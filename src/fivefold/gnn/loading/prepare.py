@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -140,127 +141,98 @@ class Prepared:
             self.samples.path.unlink(missing_ok=True)
 
 
-def prepare(  # noqa: PLR0913 - all but the first three have defaults
-    dataset: Dataset | HeteroDataset,
-    recipe: StoreRecipe,
-    folder: Path,
-    *,
-    ids: Ids,
-    input_type: str | None = None,
-    topology: Adjacency | HeteroAdjacency | None = None,
-    threads: int | None = None,
-    progress: Progress | None = None,
-    show: Text | None = None,
-    accept: Text | None = None,
-) -> Prepared:
-    """Sample, plan and pack what is missing; ``accept`` is told the plan before packing.
+@dataclasses.dataclass(kw_only=True)
+class Preparation:
+    """The three steps, with their times.
 
-    ``ids`` are seeds, of ``input_type`` in a graph of several types.
+    ``ids`` are seeds, of ``input_type`` in a graph of several types. ``show`` is told the plan as
+    text, and ``accept`` its fingerprint, before packing.
     """
-    tell = progress or (lambda _name, _done, _total: None)
-    work = _Preparation(dataset, recipe, folder, ids, input_type, tell)
 
-    def sampler() -> NeighborSampler | HeteroNeighborSampler:
-        options: dict[str, Any] = {
-            "seed": recipe.seed, "threads": threads, "edge_ids": recipe.edge_ids
-        }  # fmt: skip
-        edges = dataset.topology() if topology is None else topology
-        if isinstance(edges, HeteroAdjacency):
-            return HeteroNeighborSampler(edges, dict(recipe.fanouts), **options)
-        return NeighborSampler(edges, recipe.fanouts, **options)
+    dataset: Dataset | HeteroDataset
+    recipe: StoreRecipe
+    folder: Path
+    ids: Ids
+    input_type: str | None = None
+    topology: Adjacency | HeteroAdjacency | None = None
+    threads: int | None = None
+    progress: Progress | None = None
+    show: Text | None = None
+    accept: Text | None = None
 
-    with alone_in(folder):
-        return work.run(sampler, show or _LOG.info, accept or (lambda _fingerprint: None))
-
-
-class _Preparation:
-    """The three steps, with their times."""
-
-    def __init__(
-        self,
-        dataset: Dataset | HeteroDataset,
-        recipe: StoreRecipe,
-        folder: Path,
-        ids: Ids,
-        input_type: str | None,
-        progress: Progress,
-    ) -> None:
-        self._dataset, self._recipe, self._folder, self._ids = dataset, recipe, folder, ids
-        self._input_type, self._progress = input_type, progress
+    def __post_init__(self) -> None:
         self._seconds: dict[str, float] = {}
-        fields = dataclasses.asdict(recipe)
-        seeds = hashlib.blake2b(np.ascontiguousarray(ids).data, digest_size=8).hexdigest()
-        graph = {"data": dataset.fingerprint, "seeds": seeds}
-        if input_type is not None:
-            graph["input_type"] = input_type
+        fields = dataclasses.asdict(self.recipe)
+        seeds = hashlib.blake2b(np.ascontiguousarray(self.ids).data, digest_size=8).hexdigest()
+        graph = {"data": self.dataset.fingerprint, "seeds": seeds}
+        if self.input_type is not None:
+            graph["input_type"] = self.input_type
         samples = graph | {name: fields[name] for name in _OF_SAMPLES}
         self._parts = graph | {key: value for key, value in fields.items() if key not in _LESS}
-        self._samples_path = folder / f"samples-{_key(samples)}.fvf"
-        self._store_key = _key(self._parts)
+        self._samples_path = self.folder / f"samples-{_key(samples)}.fvf"
 
-    def run(
-        self,
-        sampler: Callable[[], NeighborSampler | HeteroNeighborSampler],
-        show: Text,
-        accept: Text,
-    ) -> Prepared:
+    def run(self) -> Prepared:
         """Sample, plan and pack what is not there yet; return the opened stores."""
-        tables = self._tables()
-        if not all((table.folder / "store.json").exists() for table in tables):
-            self._note_change()
-            with self._sampled(sampler) as samples:
-                for number, job in enumerate(self._jobs(tables, samples)):
-                    self._make(job, show, None if number else accept)
-            write_checked_json(tables[0].folder / _RECIPE, {"parts": self._parts})
-        opened: dict[bool, dict[Any, PackedStore]] = {False: {}, True: {}}
+        with alone_in(self.folder):
+            tables = self._tables()
+            if not all(table.is_packed for table in tables):
+                self._note_change()
+                with self._sampled() as samples:
+                    budgets = self._budgets(tables, samples)
+                    for number, table in enumerate(tables):
+                        if not table.is_packed:
+                            self._make(table, samples, budgets[number], first=number == 0)
+                write_checked_json(tables[0].folder / _RECIPE, {"parts": self._parts})
+            return self._opened(tables)
+
+    def _opened(self, tables: list[_Table]) -> Prepared:
+        found: dict[bool, dict[Any, PackedStore]] = {False: {}, True: {}}
         with contextlib.ExitStack() as on_error:
             samples = on_error.enter_context(SampleFile.open(self._samples_path))
             for table in tables:
-                store = PackedStore.open(
-                    table.folder, features=table.features, samples=table.part_of(samples)
+                found[table.of_edges][table.kind] = on_error.enter_context(
+                    PackedStore.open(
+                        table.folder, features=table.features, samples=table.part_of(samples)
+                    )
                 )
-                on_error.callback(store.close)
-                opened[table.of_edges][table.kind] = store
             on_error.pop_all()
         return Prepared(
-            nodes=opened[False],
-            edges=opened[True],
+            nodes=found[False],
+            edges=found[True],
             samples=samples,
-            input_type=self._input_type,
+            input_type=self.input_type,
             seconds=self._seconds,
         )
 
     def _tables(self) -> list[_Table]:
         """Return what is packed: the rows of nodes, then those of edges."""
-        data, key = self._dataset, self._store_key
+        data, key = self.dataset, _key(self._parts)
         nodes, edges = rows_of(data)
         if not nodes:
             raise DataError(
                 f"no node type of {data.folder} has features: there is nothing to pack",
                 hint="ingest features of at least one node type",
             )
-        if not self._recipe.edge_ids:  # batches do not say which edges they have
+        if not self.recipe.edge_ids:  # batches do not say which edges they have
             edges = {}
-        tables = []
-        for name, found in (("store", nodes), ("edges", edges)):
-            for number, (kind, rows) in enumerate(found.items()):
-                folder = self._folder / f"{name}{number or ''}-{key}"
-                tables.append(_Table(kind, rows, folder, of_edges=name == "edges"))
-        return tables
+        return [
+            _Table(kind, rows, self.folder / f"{name}{number or ''}-{key}", name == "edges")
+            for name, found in (("store", nodes), ("edges", edges))
+            for number, (kind, rows) in enumerate(found.items())
+        ]
 
-    def _jobs(self, tables: list[_Table], samples: SampleFile) -> list[_Job]:
-        """Return the tables with their samples and budgets.
+    def _budgets(self, tables: list[_Table], samples: SampleFile) -> list[Budgets]:
+        """Return the budgets of the tables.
 
         Each gets its batches in flight, and of what is left a share in proportion to its pages.
         """
-        recipe, numbers = self._recipe, range(samples.num_batches)
+        recipe, numbers = self.recipe, range(samples.num_batches)
         disk_bytes = recipe.disk_bytes
         if disk_bytes is None:
-            disk_bytes = int(shutil.disk_usage(self._folder).free * _SHARE_OF_FREE_DISK)
-        parts = [table.part_of(samples) for table in tables]
+            disk_bytes = int(shutil.disk_usage(self.folder).free * _SHARE_OF_FREE_DISK)
         flying, weights = [], []
-        for table, part in zip(tables, parts, strict=True):
-            row_bytes = table.features.section("x").row_bytes
+        for table in tables:
+            part, row_bytes = table.part_of(samples), table.features.section("x").row_bytes
             rows = [part.num_nodes_of(number) for number in numbers]
             flying.append(recipe.buffer_batches * max(rows) * row_bytes)
             # Records of a batch, beside its rows: what is narrow or small takes whole pages, too.
@@ -279,34 +251,41 @@ class _Preparation:
         hosts = _in_proportion(spare_bytes, weights, sizes)
         devices = _in_proportion(recipe.device_bytes, of_nodes, sizes)
         return [
-            _Job(
-                **vars(table),
-                samples=parts[i],
-                budgets=Budgets(
-                    device_bytes=devices[i],
-                    host_bytes=flying[i] + hosts[i],
-                    disk_bytes=disk_bytes * weights[i] // sum(weights),
-                ),
+            Budgets(
+                device_bytes=devices[i],
+                host_bytes=flying[i] + hosts[i],
+                disk_bytes=disk_bytes * weights[i] // sum(weights),
             )
-            for i, table in enumerate(tables)
+            for i in range(len(tables))
         ]
 
-    def _make(self, job: _Job, show: Text, accept: Text | None) -> None:
-        """Plan and pack one job."""
-        if (job.folder / "store.json").exists():
-            return
-        plan_file = self._folder / f"plan-{job.folder.name}.fvf"
-        plan = self._planned(job, plan_file)
-        if accept is not None:
-            accept(plan.order_fingerprint)
-        show(_named(job.kind, plan))
-        self._pack(job, plan)
+    def _make(self, table: _Table, whole: SampleFile, budgets: Budgets, *, first: bool) -> None:
+        """Plan and pack one table."""
+        plan_file = self.folder / f"plan-{table.folder.name}.fvf"
+        samples = table.part_of(whole)
+        plan = self._planned(table, samples, budgets, plan_file)
+        if first and self.accept is not None:
+            self.accept(plan.order_fingerprint)
+        (self.show or _LOG.info)(_named(table.kind, plan))
+        with self._timed("pack"):
+            pack(
+                table.features,
+                samples,
+                plan,
+                table.folder,
+                memory_bytes=max(self.recipe.host_bytes, _LEAST_PACKING_BYTES),
+                progress=self._told("pack "),
+                resume=True,
+                profile=lambda: self._probe(table),
+            ).close()
+        size = format_bytes(sum(file.stat().st_size for file in table.folder.rglob("*")))
+        _LOG.info("packed %s in %s", size, format_duration_s(self._seconds["pack"]))
         plan_file.unlink(missing_ok=True)  # the store has its own copy
 
     def _note_change(self) -> None:
         """Say what differs from the nearest of the stores that are here."""
         found = []
-        for path in self._folder.glob(f"store-*/{_RECIPE}"):
+        for path in self.folder.glob(f"store-*/{_RECIPE}"):
             with contextlib.suppress(DataError, StorageError, OSError):
                 old = read_checked_json(path)["parts"]
                 new = json.loads(json.dumps(self._parts))
@@ -323,71 +302,68 @@ class _Preparation:
         ]
         _LOG.warning(
             "%s holds batches of other %s: preparing again; %s may be removed when nobody uses it",
-            self._folder,
+            self.folder,
             ", ".join(changes) or "files",
             name,
         )
 
-    def _sampled(
-        self, sampler: Callable[[], NeighborSampler | HeteroNeighborSampler]
-    ) -> SampleFile:
-        recipe = self._recipe
+    def _sampled(self) -> SampleFile:
+        recipe = self.recipe
+        edges = self.dataset.topology() if self.topology is None else self.topology
+        options: dict[str, Any] = {
+            "seed": recipe.seed, "threads": self.threads, "edge_ids": recipe.edge_ids
+        }  # fmt: skip
+        sampler: NeighborSampler | HeteroNeighborSampler
+        if isinstance(edges, HeteroAdjacency):
+            sampler = HeteroNeighborSampler(edges, dict(recipe.fanouts), **options)
+        else:
+            sampler = NeighborSampler(edges, recipe.fanouts, **options)
         with self._timed("sample"):
             return sample_epochs(
-                sampler(),
-                self._ids,
+                sampler,
+                self.ids,
                 self._samples_path,
                 batch_size=recipe.batch_size,
-                input_type=self._input_type,
+                input_type=self.input_type,
                 epochs=recipe.epochs,
                 first_epoch=recipe.first_epoch,
-                progress=lambda done, total: self._progress("sample", done, total),
+                progress=functools.partial(self._told(""), "sample"),
                 resume=True,
             )
 
-    def _pack(self, job: _Job, plan: Plan) -> None:
-        with self._timed("pack"):
-            pack(
-                job.features,
-                job.samples,
-                plan,
-                job.folder,
-                memory_bytes=max(self._recipe.host_bytes, _LEAST_PACKING_BYTES),
-                progress=lambda stage, done, total: self._progress(f"pack {stage}", done, total),
-                resume=True,
-                profile=lambda: self._probe(job),
-            ).close()
-        size = format_bytes(sum(file.stat().st_size for file in job.folder.rglob("*")))
-        _LOG.info("packed %s in %s", size, format_duration_s(self._seconds["pack"]))
-
-    def _planned(self, job: _Job, path: Path) -> Plan:
-        recipe = self._recipe
+    def _planned(self, table: _Table, samples: SampleFile, budgets: Budgets, path: Path) -> Plan:
+        recipe = self.recipe
         if path.exists():
             with contextlib.suppress(DataError):  # it costs seconds to make it again
                 found = Plan.open(path)
                 inputs = (found.features_fingerprint, found.samples_fingerprint)
-                if inputs == (job.features.fingerprint, job.samples.fingerprint):
+                if inputs == (table.features.fingerprint, samples.fingerprint):
                     return found
         with self._timed("plan"):
             plan = make_plan(
-                job.samples,
-                job.features,
-                job.budgets,
-                self._probe(job),
-                policy="static" if job.of_edges else recipe.policy,
+                samples,
+                table.features,
+                budgets,
+                self._probe(table),
+                policy="static" if table.of_edges else recipe.policy,
                 segment_batches=recipe.segment_batches or None,
                 buffer_batches=recipe.buffer_batches,
                 training_epochs=recipe.training_epochs,
-                scratch_folder=self._folder,
-                progress=lambda stage, done, total: self._progress(f"plan {stage}", done, total),
+                scratch_folder=self.folder,
+                progress=self._told("plan "),
             )
             plan.write(path)
         return plan
 
-    def _probe(self, job: _Job) -> DiskProfile:
+    def _told(self, step: str) -> Progress:
+        """Return what is told of the stages of a step."""
+        tell = self.progress or (lambda _name, _done, _total: None)
+        return lambda stage, done, total: tell(f"{step}{stage}", done, total)
+
+    def _probe(self, table: _Table) -> DiskProfile:
         """Measure the disk, for as long as the size of the features makes it matter."""
-        share = min(1.0, job.features.nbytes / _PROBE_BYTES)
-        return probe_disk(self._folder, seconds=_PROBE_S[0] + share * (_PROBE_S[1] - _PROBE_S[0]))
+        share = min(1.0, table.features.nbytes / _PROBE_BYTES)
+        return probe_disk(self.folder, seconds=_PROBE_S[0] + share * (_PROBE_S[1] - _PROBE_S[0]))
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -419,6 +395,11 @@ class _Table:
     folder: Path
     of_edges: bool
 
+    @property
+    def is_packed(self) -> bool:
+        """Return whether its store is whole."""
+        return (self.folder / "store.json").exists()
+
     def part_of(self, samples: SampleFile) -> SampleFile:
         """Return the batches' rows of this table."""
         if self.of_edges:
@@ -443,14 +424,6 @@ def _in_proportion(total: int, weights: list[int], most: list[int]) -> list[int]
         shares[i] = total if last else min(most[i], total * weights[i] // left)
         total, left = total - shares[i], left - weights[i]
     return shares
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job(_Table):
-    """A table that is to be packed."""
-
-    samples: SampleFile
-    budgets: Budgets
 
 
 @contextlib.contextmanager

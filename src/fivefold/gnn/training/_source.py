@@ -24,7 +24,7 @@ from torch.nn import functional
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.loading import DiskLoader, LoaderStatistics, OnlineLoader
-from fivefold.gnn.loading.prepare import Prepared, StoreRecipe, prepare
+from fivefold.gnn.loading.prepare import Preparation, Prepared, StoreRecipe
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
 from fivefold.gnn.sampling.batches import fanouts_by_type
 from fivefold.gnn.storage.pages import Array, Ids
@@ -286,10 +286,10 @@ class Rounds:
         config, dataset = self._config, self._dataset
         node_type = dataset.node_type if isinstance(dataset, TypedData) else None
         with _in_terms_of_the_file():
-            return prepare(
-                dataset.graph if isinstance(dataset, TypedData) else dataset,
-                _recipe(config, dataset, number),
-                prepared_folder(config),
+            return Preparation(
+                dataset=dataset.graph if isinstance(dataset, TypedData) else dataset,
+                recipe=_recipe(config, dataset, number),
+                folder=prepared_folder(config),
                 ids=dataset.train,
                 input_type=node_type,
                 topology=self._topology,
@@ -297,7 +297,7 @@ class Rounds:
                 progress=progress,
                 show=show,
                 accept=accept,
-            )
+            ).run()
 
     def close(self) -> None:
         """Stop preparing; what was done stays and is gone on with."""
