@@ -73,7 +73,7 @@ def test_one_window_over_all_batches_is_nearly_exact(question):
     """Only the place of a segment within a page is left out, so bytes differ by few pages."""
     asked = question(gaps_bytes=(0,))
     costs = WindowCosts(asked, 21)
-    rows, _, read_bytes, requests, _ = costs.estimate(21)
+    rows, read_bytes, requests, _, _ = costs.estimate(21)
     reads = count_reads(asked, 21)
     assert rows == reads.segment_rows[-1]
     assert requests == pytest.approx(int(reads.requests.sum()), rel=0.03)

@@ -55,26 +55,21 @@ class FeatureStoreAdapter(_geometric.FeatureStore):  # type: ignore[name-defined
         backend: Backend = "auto",
         verify: bool = True,
     ) -> None:
-        super().__init__()
         groups = features if isinstance(features, Mapping) else {None: features}
-        self.__dict__["_settings"] = (
-            {group: Path(container.path) for group, container in groups.items()},
-            attr_name,
-            backend,
-            verify,
-        )
-        self._open(dict(groups))
+        paths = {group: Path(container.path) for group, container in groups.items()}
+        self._open(dict(groups), (paths, attr_name, backend, verify))
 
-    def _open(self, groups: dict[Any, Container]) -> None:
+    def _open(self, groups: dict[Any, Container], settings: tuple[Any, ...]) -> None:
+        super().__init__()
         # PyG's stores forward attributes elsewhere, hence __dict__, as in PyG itself.
-        _, attr_name, backend, verify = self.__dict__["_settings"]
+        _, attr_name, backend, verify = settings
         rows = {
             group: DiskRows(container, backend=backend, verify=verify)
             for group, container in groups.items()
         }
         sizes = {group: tuple(container.section("x").shape) for group, container in groups.items()}
-        self.__dict__.update(_rows=rows, _sizes=sizes, _attr_name=attr_name, _lock=threading.Lock())
-        self.__dict__["reading"] = ReadStatistics()
+        self.__dict__.update(_rows=rows, _sizes=sizes, _attr_name=attr_name, _settings=settings)
+        self.__dict__.update(_lock=threading.Lock(), reading=ReadStatistics())
 
     def close(self) -> None:
         """Close the reading engines; a second call does nothing."""
@@ -121,10 +116,9 @@ class FeatureStoreAdapter(_geometric.FeatureStore):  # type: ignore[name-defined
         return {"_settings": self.__dict__["_settings"]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__init__()
-        self.__dict__.update(state)
-        paths = state["_settings"][0]
-        self._open({group: Container.open(path) for group, path in paths.items()})
+        settings = state["_settings"]
+        files = {group: Container.open(path) for group, path in settings[0].items()}
+        self._open(files, settings)
 
 
 def _positions(index: Any, count: int) -> Ids:

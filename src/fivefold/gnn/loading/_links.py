@@ -115,14 +115,6 @@ def _checked_links(given: ArrayLike | torch.Tensor | None, dataset: Dataset) -> 
     return ends.astype(np.int64)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Pairs:
-    """The pairs of one batch, by node id."""
-
-    ends: Ids  # [2, links]
-    random: Ids  # binary: [2, links * ratio]; triplet: [1, links * ratio]
-
-
 class _Links:
     """Links, and the random pairs of each batch; the same ones whenever they are asked for."""
 
@@ -172,18 +164,16 @@ class _Links:
         own = self._times[chosen]
         return np.concatenate([own, own, *[np.repeat(own, self._ratio)] * self._drawn_rows])
 
-    def pairs(self, chosen: Ids, *, epoch: int, batch: int) -> _Pairs:
-        """Return the pairs of a batch of links."""
+    def pairs(self, chosen: Ids, *, epoch: int, batch: int) -> tuple[Ids, Ids]:
+        """Return the ends [2, links] of a batch, and of random pairs [2 or 1, links * ratio]."""
         key = np.random.SeedSequence((self._seed, epoch, batch, 0x6C696E6B))
         random = np.random.Generator(np.random.Philox(key))
         shape = (self._drawn_rows, len(chosen) * self._ratio)
-        drawn = random.integers(0, self._num_nodes, shape)
-        return _Pairs(ends=self.ends[:, chosen], random=drawn)
+        return self.ends[:, chosen], random.integers(0, self._num_nodes, shape)
 
     def nodes(self, chosen: Ids, *, epoch: int, batch: int) -> Ids:
         """Return the ends of all pairs: each once, or with times one after another."""
-        pairs = self.pairs(chosen, epoch=epoch, batch=batch)
-        ends = np.concatenate([pairs.ends.ravel(), pairs.random.ravel()])
+        ends = np.concatenate([p.ravel() for p in self.pairs(chosen, epoch=epoch, batch=batch)])
         return np.unique(ends) if self._times is None else ends
 
     def add(self, made: MiniBatch, chosen: Ids, *, epoch: int, batch: int) -> MiniBatch:
@@ -191,12 +181,10 @@ class _Links:
         pairs = self.pairs(chosen, epoch=epoch, batch=batch)
         seeds = self.nodes(chosen, epoch=epoch, batch=batch)
         if self._times is None:
-            places = [np.searchsorted(seeds, part) for part in (pairs.ends, pairs.random)]
+            places = [np.searchsorted(seeds, part) for part in pairs]
         else:
-            cut, order = pairs.ends.size, np.arange(len(seeds))
-            places = [
-                order[:cut].reshape(pairs.ends.shape), order[cut:].reshape(pairs.random.shape)
-            ]  # fmt: skip
+            parts = np.split(np.arange(len(seeds)), [pairs[0].size])
+            places = [part.reshape(pair.shape) for part, pair in zip(parts, pairs, strict=True)]
         ends, random = (torch.from_numpy(part) for part in places)
         links: dict[str, torch.Tensor] = {}
         if self._kind == "triplet":
@@ -216,9 +204,10 @@ class _Links:
         )
 
     def _labels_of(self, chosen: Ids, extra: int) -> torch.Tensor | None:
+        if self._labels is None and self._kind is None:
+            return None
         if self._labels is None:
-            ones = torch.ones(len(chosen)) if self._kind == "binary" else None
-            return None if ones is None else torch.cat([ones, torch.zeros(extra)])
+            return torch.cat([torch.ones(len(chosen)), torch.zeros(extra)])
         labels = torch.from_numpy(np.ascontiguousarray(self._labels[chosen]))
         if self._kind is None:
             return labels

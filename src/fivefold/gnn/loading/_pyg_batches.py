@@ -154,14 +154,7 @@ def _numbered_source(data: Any) -> ArraySource:
             hint="set data.x and data.edge_index (torch_geometric.transforms make it of adj_t)",
         )
     source = array_source(data.edge_index, features=data.x, num_nodes=int(data.num_nodes))
-    return ArraySource(
-        name="data",
-        edge_rows=source.edge_rows,
-        edge_pairs=False,
-        feature_rows=source.feature_rows,
-        given_nodes=source.num_nodes,
-        numbered=True,
-    )
+    return dataclasses.replace(source, name="data", edge_pairs=False, numbered=True)
 
 
 def _typed_source(data: Any) -> HeteroSource:
@@ -236,20 +229,16 @@ class SlicedData:
             for key, value in own.items():
                 data[key] = value
             return data.to(batch.x.device)
-        ends = batch.edge_index_dict
+        ends, e_id = batch.edge_index_dict, batch.e_id_dict
         data = self._slicing.filter_hetero_data(
             self._rest,
             {name: ids.cpu() for name, ids in batch.n_id_dict.items()},
             {kind: pairs[0] for kind, pairs in ends.items()},
             {kind: pairs[1] for kind, pairs in ends.items()},
-            {kind: None if ids is None else ids.cpu() for kind, ids in _ids_of(batch).items()},
+            {kind: e_id[kind].cpu() if kind in e_id else None for kind in ends},
         )
         for kind in (*data.node_types, *data.edge_types):
             for key, value in own[kind].items():
                 if value is not None:
                     data[kind][key] = value
         return data.to(next(iter(batch.n_id_dict.values())).device)
-
-
-def _ids_of(batch: HeteroMiniBatch) -> dict[EdgeType, torch.Tensor | None]:
-    return {kind: batch.e_id_dict.get(kind) for kind in batch.edge_index_dict}

@@ -88,14 +88,6 @@ class _TimedSeeds:
         return dataclasses.replace(made, input_id=places, y=None if y is None else y.to(device))
 
 
-@dataclasses.dataclass
-class _Reading:
-    """Counts of all reads so far; not the loader's own, so that its threads need not hold it."""
-
-    total: ReadStatistics = dataclasses.field(default_factory=ReadStatistics)
-    edges: ReadStatistics = dataclasses.field(default_factory=ReadStatistics)
-
-
 class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG's classes
     """Sample and gather mini-batches on the fly, a few batches ahead of the training loop.
 
@@ -188,25 +180,32 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
         labels = labels_of(dataset, self._input_type)
         self._seeds = SeedTable(seeds, labels)
         graph = dataset.topology() if topology is None else topology
-        _check_topology(graph, dataset)
+        if graph.num_nodes != dataset.num_nodes:
+            raise ConfigurationError(
+                f"the topology has {graph.num_nodes} nodes, the data set {dataset.num_nodes}",
+                hint="give the topology of this data set, or None",
+            )
         nodes, edges = rows_of(dataset)
         edges = {} if edge_ids is False else edges
-        self._sampler = _sampler_of(
-            graph,
-            fanouts,
-            {"node_time": node_time, "edge_time": edge_time, "strategy": temporal_strategy}
-            if timed
-            else None,
-            seed=seed,
-            edge_ids=bool(edge_ids or edges),
-        )
+        draws: dict[str, Any] = {"seed": seed, "edge_ids": bool(edge_ids or edges)}
+        hops: Any = fanouts
+        self._sampler: NeighborSampler | TemporalSampler | HeteroNeighborSampler
+        if isinstance(graph, HeteroAdjacency):
+            self._sampler = HeteroNeighborSampler(graph, hops, **draws)
+        elif timed:
+            draws |= {"node_time": node_time, "edge_time": edge_time}
+            self._sampler = TemporalSampler(graph, hops, strategy=temporal_strategy, **draws)
+        else:
+            self._sampler = NeighborSampler(graph, hops, **draws)
         self._links: Seeds | None = None
         if isinstance(self._sampler, TemporalSampler) and (len(seeds) or input_time is not None):
             # A loader of links has no such seeds.
             times = self._sampler.times_of(seeds, input_time)
             self._links = _TimedSeeds(seeds, times, labels)
             seeds = np.arange(len(seeds))
-        self._ids, self._read = seeds, _Reading()
+        self._ids = seeds
+        # Of all reads so far; not the loader's own, so that its threads need not hold it.
+        self._read = {"nodes": ReadStatistics(), "edges": ReadStatistics()}
         settings.share(self._places())  # an impossible rank is refused here, not in an epoch
         opened = self._open_rows(nodes, edges, features, cache_bytes, cache_policy, settings)
         super().__init__(settings, opened.close)
@@ -258,7 +257,7 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
         return [self._ids[i : i + size] for i in range(0, len(self._ids), size)]
 
     def _start(self, epoch: int, first: int) -> Pipeline:
-        seeds, reading, drawn = self._epoch_seeds(epoch), self._read, epoch * self._resample
+        drawn, reading, seeds = epoch * self._resample, self._read, self._epoch_seeds(epoch)
         sampler, rows, device = self._sampler, self._rows, self._settings.device
         input_type, edge_rows, links = self._input_type, self._edge_rows, self._links
         topology = sampler.topology
@@ -284,7 +283,7 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
                 if parts[kind].trees is not None:  # a node may be in several
                     ids, places = np.unique(ids, return_inverse=True)
                 out = np.empty((len(ids), *source.row_shape), source.dtype)
-                reading.total += source.read(ids, out)
+                reading["nodes"] += source.read(ids, out)
                 x[kind] = torch.from_numpy(out if places is None else out[places])
             return sampled, x
 
@@ -294,7 +293,7 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
             for kind, source in edge_rows.items():
                 edge_ids = sampled.edge_ids if kind is None else sampled.edge_ids[kind]
                 edge_attr[kind], cost = source.read_any(edge_ids)
-                reading.edges += cost
+                reading["edges"] += cost
             ends = table if links is None else SeedTable(sampled.seeds, None)
             make = batch_maker(ends, form, input_type, edge_types)
             made = make(_parts(sampled), x, edge_attr).to(device)
@@ -330,7 +329,7 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
 
     def statistics(self) -> LoaderStatistics:
         """Return counts since the loader was made; rows come from "file", "memory" or "host"."""
-        total, tables = self._read.total, list(self._rows.values())
+        total, tables = self._read["nodes"], list(self._rows.values())
         served: collections.Counter[str] = collections.Counter()
         for table in tables:
             served.update(table.served)
@@ -341,24 +340,10 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
             requests=total.requests,
             bytes_read=total.bytes_read,
             cold_bytes=total.bytes_used,
-            edge_bytes=self._read.edges.bytes_read,
+            edge_bytes=self._read["edges"].bytes_read,
             stage_s=self._stage_s(self._pipeline),
             wait_s=self._wait_s(self._pipeline),
         )
-
-
-def _sampler_of(
-    graph: Adjacency | HeteroAdjacency,
-    fanouts: Any,
-    times: dict[str, Any] | None,
-    **draws: Any,
-) -> NeighborSampler | TemporalSampler | HeteroNeighborSampler:
-    """Return the sampler for a graph, and for times where there are some."""
-    if isinstance(graph, HeteroAdjacency):
-        return HeteroNeighborSampler(graph, fanouts, **draws)
-    if times is not None:
-        return TemporalSampler(graph, fanouts, **times, **draws)
-    return NeighborSampler(graph, fanouts, **draws)
 
 
 def _parts(sampled: SampledBatch | HeteroSampledBatch) -> dict[str | None, SampledBatch]:
@@ -373,17 +358,6 @@ def _with_times(made: MiniBatch, sampled: SampledBatch, limits: Array | None) ->
         return made
     times = {"seed_time": torch.from_numpy(limits), "batch": torch.from_numpy(sampled.trees)}
     return dataclasses.replace(made, links={**(made.links or {}), **times})
-
-
-def _check_topology(
-    topology: Adjacency | HeteroAdjacency, dataset: Dataset | HeteroDataset
-) -> None:
-    """Refuse a topology of another graph."""
-    if topology.num_nodes != dataset.num_nodes:
-        raise ConfigurationError(
-            f"the topology has {topology.num_nodes} nodes, the data set {dataset.num_nodes}",
-            hint="give the topology of this data set, or None",
-        )
 
 
 def name_of_ids(ids: Ids) -> str:

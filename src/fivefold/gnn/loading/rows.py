@@ -26,28 +26,13 @@ Slots = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 CachePolicy = Literal["lru", "sieve"]
 _HEAD, _TAIL, _HAND, _USED = 0, 1, 2, 3  # of the state array
-_TABLE_BYTES_PER_NODE, _TABLE_BYTES_PER_SLOT = 4, 17  # of a cache
+_TABLE_BYTES_PER_NODE, _TABLE_BYTES_PER_SLOT = 4, 17  # of a cache, which count as its rows do
 
 
 class OnlineCache:
     """Slots for the ids that were used last (LRU) or that were used again (SIEVE).
 
-    Args:
-        num_ids: Ids are 0 to ``num_ids - 1``.
-        num_slots: Rows that the cache holds; 0 is allowed and never hits.
-        policy: ``"lru"`` or ``"sieve"``.
-
-    Raises:
-        ConfigurationError: A count is negative or the policy is unknown.
-
-    Examples:
-        >>> cache = OnlineCache(10, num_slots=2)
-        >>> cache.admit(np.array([3, 5])).tolist()
-        [0, 1]
-        >>> cache.lookup(np.array([5, 7])).tolist()
-        [1, -1]
-        >>> cache.admit(np.array([7])).tolist(), cache.lookup(np.array([3])).tolist()
-        ([0], [-1])
+    Ids are 0 to ``num_ids - 1``; a cache of no slots never hits.
     """
 
     def __init__(self, num_ids: int, *, num_slots: int, policy: CachePolicy = "lru") -> None:

@@ -119,19 +119,15 @@ class KeptArrays:
             self._file.flush()
         except OSError as error:
             self.close()
+            full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+            free = f" ({format_bytes(shutil.disk_usage(folder).free)} free)" if full else ""
             raise StorageError(
                 f"the scratch file of planning cannot be written in {folder}: "
-                f"{error.strerror or error}{_free_text(folder, error)}",
+                f"{error.strerror or error}{free}",
                 hint="free some space there, or plan elsewhere: scratch_folder of make_plan, "
                 "data.store of a configuration, the samples' folder on the command line",
             ) from error
         self._kept.clear()
-
-
-def _free_text(folder: Path, error: OSError) -> str:
-    if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-        return ""
-    return f" ({format_bytes(shutil.disk_usage(folder).free)} free)"
 
 
 _ABSENT, _PINNED = -1, -2
@@ -323,15 +319,20 @@ class Caches:
         scratch: Scratch,
     ) -> Caches:
         """Choose the contents for a policy."""
-        device = _hottest(samples, device_slots)
+        device = host = np.empty(0, np.int64)
+        # Counts are as long as the graph: they are asked for only where something is cached.
+        if device_slots:
+            device = hottest_rows(samples.counts, device_slots)
         if policy == "static":
-            both = _hottest(samples, device_slots + host_slots)
-            host = np.setdiff1d(both, device, assume_unique=True) if len(device) else both
+            if device_slots + host_slots:
+                host = hottest_rows(samples.counts, device_slots + host_slots)
+            if len(device):
+                host = np.setdiff1d(host, device, assume_unique=True)
             return cls(device_rows=device, host_rows=host, num_host_slots=len(host))
         schedule = belady(samples, num_rows=host_slots, pinned=device, scratch=scratch)
         return cls(
             device_rows=device,
-            host_rows=np.empty(0, np.int64),
+            host_rows=host,
             num_host_slots=schedule.num_slots,
             schedule=schedule,
         )
@@ -372,11 +373,6 @@ class Caches:
 def _set_of(rows: Ids) -> IdSet | SortedIds:
     bound = 1 + int(rows.max(initial=-1))
     return IdSet(bound, rows) if bound <= _LARGEST_SET else SortedIds(rows)
-
-
-def _hottest(samples: SampleFile, num_rows: int) -> Ids:
-    # Counts are as long as the graph: they are asked for only where something is cached.
-    return hottest_rows(samples.counts, num_rows) if num_rows else np.empty(0, np.int64)
 
 
 class Tally:
@@ -424,12 +420,8 @@ class Tally:
         """Return the seconds to gather these rows from the features, every page once."""
         if not len(cold):
             return 0.0
-        (by_size,) = read_costs(
-            cold,
-            np.ones(len(cold), np.int64),
-            row_bytes=self._row_bytes,
-            gaps_bytes=np.zeros(1, np.int64),
-        )
+        ones, no_gap = np.ones(len(cold), np.int64), np.zeros(1, np.int64)
+        (by_size,) = read_costs(cold, ones, row_bytes=self._row_bytes, gaps_bytes=no_gap)
         return sum(self._disk.seconds(int(r), int(b)) for r, b in by_size if r)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
 
-from fivefold.errors import ConfigurationError, DataError, require_one_of
+from fivefold.errors import DataError, require_one_of, require_whole
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.planning._caches import Caches, KeptArrays, Policy, Scratch, Tally
 from fivefold.gnn.planning._plan import Budgets, Plan, Prediction
@@ -77,27 +76,36 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         InfeasibleError: A budget is short; says which, and the smallest that would do.
         StorageError: The scratch file cannot be written.
     """
-    _check_inputs(samples, features, policy)
-    _at_least(1, segment_batches=segment_batches)
-    _at_least(
-        0,
-        max_gap_bytes=max_gap_bytes,
-        buffer_batches=buffer_batches,
-        training_epochs=training_epochs,
-    )
-    row_bytes = features.section("x").row_bytes
+    num_nodes, row_bytes = features.section("x").num_rows, features.section("x").row_bytes
+    if samples.num_nodes != num_nodes:
+        raise DataError(
+            f"the samples are of a graph of {samples.num_nodes} nodes, the features of {num_nodes}",
+            hint="sample the graph that these features belong to",
+        )
+    require_one_of(policy, ("static", "belady"), f"policy is {policy!r}")
+    least = {"segment_batches": 1, "max_gap_bytes": 0, "buffer_batches": 0, "training_epochs": 0}
+    for name, value in zip(
+        least, (segment_batches, max_gap_bytes, buffer_batches, training_epochs), strict=True
+    ):
+        if value is not None:
+            require_whole(name, value, least=least[name], hint="leave it out for the default")
     inputs = _Inputs(samples, row_bytes, budgets, profile, buffer_batches)
-    scratch = Scratch(
-        folder=samples.path.parent if scratch_folder is None else Path(scratch_folder),
-        most_bytes=budgets.disk_bytes,
-    )
+    folder = samples.path.parent if scratch_folder is None else Path(scratch_folder)
+    scratch = Scratch(folder=folder, most_bytes=budgets.disk_bytes)
     caches = inputs.fill_caches(policy, scratch)
     tell = progress or (lambda _stage, _done, _total: None)
     tally = Tally(samples, row_bytes, caches, profile, progress=partial(tell, "cold rows"))
-    kept = KeptArrays(tally.cold_ids(), limit=samples.num_nodes, scratch=scratch)
+    kept = KeptArrays(tally.cold_ids(), limit=num_nodes, scratch=scratch)
     with contextlib.closing(kept) as cold:
+        question = SegmentQuestion(
+            cold=cold,
+            row_bytes=row_bytes,
+            disk=profile,
+            gaps_bytes=GAPS_BYTES if max_gap_bytes is None else (max_gap_bytes,),
+            progress=partial(tell, "segments"),
+        )
         found = search_segments(
-            inputs.question(cold, max_gap_bytes, partial(tell, "segments")),
+            question,
             inputs.space(caches, tally.cold_rows),
             segment_batches=segment_batches,
             num_passes=training_epochs / samples.num_epochs,
@@ -106,7 +114,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         policy=policy,
         max_gap_bytes=found.reads.max_gap_bytes,
         row_bytes=row_bytes,
-        num_nodes=samples.num_nodes,
+        num_nodes=num_nodes,
         num_batches=samples.num_batches,
         features_fingerprint=features.fingerprint,
         samples_fingerprint=samples.fingerprint,
@@ -155,25 +163,8 @@ class _Inputs:
                 format_bytes(self.buffer_bytes),
                 self.buffer_batches,
             )
-        return Caches.fill(
-            self.samples,
-            policy,
-            device_slots=device_slots,
-            host_slots=host_slots,
-            scratch=scratch,
-        )
-
-    def question(
-        self, cold: KeptArrays, max_gap_bytes: int | None, progress: Callable[[int, int], None]
-    ) -> SegmentQuestion:
-        """Return what the search for a segment size asks, of these cold ids."""
-        return SegmentQuestion(
-            cold=cold,
-            row_bytes=self.row_bytes,
-            disk=self.disk,
-            gaps_bytes=GAPS_BYTES if max_gap_bytes is None else (max_gap_bytes,),
-            progress=progress,
-        )
+        slots = {"device_slots": device_slots, "host_slots": host_slots}
+        return Caches.fill(self.samples, policy, **slots, scratch=scratch)
 
     def space(self, caches: Caches, cold_rows: int) -> Space:
         """Return what the disk budget leaves for packed rows."""
@@ -239,24 +230,3 @@ class _Inputs:
             packing_seconds=packing.seconds,
             online_seconds=tally.online_seconds / epochs,
         )
-
-
-def _check_inputs(samples: SampleFile, features: Container, policy: str) -> None:
-    """Refuse samples and features of different graphs, and a policy that there is not."""
-    num_nodes = features.section("x").num_rows
-    if samples.num_nodes != num_nodes:
-        raise DataError(
-            f"the samples are of a graph of {samples.num_nodes} nodes, the features of {num_nodes}",
-            hint="sample the graph that these features belong to",
-        )
-    require_one_of(policy, ("static", "belady"), f"policy is {policy!r}")
-
-
-def _at_least(least: int, **given: int | None) -> None:
-    """Refuse the first number below ``least``; None is none."""
-    for name, value in given.items():
-        if value is not None and value < least:
-            raise ConfigurationError(
-                f"{name} must be at least {least}; got {value}",
-                hint="leave it out for the default",
-            )

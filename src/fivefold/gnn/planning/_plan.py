@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError, DataError, InfeasibleError
+from fivefold.errors import DataError, InfeasibleError, require_whole
 from fivefold.files import parse_json
 from fivefold.gnn.planning._caches import Caches, CacheSchedule, Policy
 from fivefold.gnn.planning.geometry import Geometry
@@ -48,26 +48,17 @@ class Budgets:
     device_bytes: int = 0
 
     def __post_init__(self) -> None:
+        hint = "sizes are in bytes; fivefold.units.parse_bytes reads texts like '2 GB'"
         for name in ("host_bytes", "disk_bytes", "device_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigurationError(
-                    f"{name} must be a whole number of at least 0; got {value!r}",
-                    hint="sizes are in bytes; fivefold.units.parse_bytes reads texts like '2 GB'",
-                )
+            whole = require_whole(name, getattr(self, name), least=0, hint=hint)
+            object.__setattr__(self, name, whole)
 
     def cache_slots(
         self, row_bytes: int, *, buffer_batches: int, buffer_bytes: int
     ) -> tuple[int, int]:
         """Return the rows that the device and the host hold beside the batches in flight.
 
-        Args:
-            row_bytes: Bytes of a row.
-            buffer_batches: Batches in flight.
-            buffer_bytes: Bytes of their rows, which are on the host and on the device.
-
-        Raises:
-            InfeasibleError: The host does not hold the batches in flight.
+        ``buffer_bytes`` are those of the batches' rows, which are on the host and on the device.
         """
         spare_bytes = self.host_bytes - buffer_bytes
         if spare_bytes < 0:
@@ -162,11 +153,6 @@ class Prediction:
         """Return a mapping of plain numbers and names."""
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Prediction:
-        """Return the prediction that ``to_json`` wrote."""
-        return cls(**(values | {"packing": Geometry(**values["packing"])}))
-
 
 _VERSION = 3
 _KIND = "plan"
@@ -231,8 +217,7 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Hash of the whole plan, 32 hexadecimal digits."""
-        digest = hashlib.sha256(self.to_json().encode())
-        return digest.hexdigest()[:32]
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
     @property
     def order_fingerprint(self) -> str:
@@ -241,6 +226,7 @@ class Plan:
         Budgets and predictions are not in it: a plan that was made again, after the disk was
         measured anew, may have another ``fingerprint`` and still pack the same rows.
         """
+        schedule = self.cache_schedule.arrays() if self.cache_schedule else {}
         decides = {
             "features": self.features_fingerprint,
             "samples": self.samples_fingerprint,
@@ -249,12 +235,7 @@ class Plan:
             "slots": self.num_host_slots,
             "device": _hash(self.device_rows),
             "host": _hash(self.host_rows),
-            "schedule": {
-                name: _hash(array)
-                for name, array in (
-                    self.cache_schedule.arrays() if self.cache_schedule else {}
-                ).items()
-            },
+            "schedule": {name: _hash(array) for name, array in schedule.items()},
         }
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -282,7 +263,14 @@ class Plan:
 
     def explain(self) -> str:
         """Return the plan as a table for people."""
-        return _explain(self)
+        title = (
+            f"Plan {self.fingerprint[:8]}: {self.num_batches:,} batches over "
+            f"{self.num_nodes:,} rows of {self.row_bytes:,} bytes "
+            f"({format_bytes(self.num_nodes * self.row_bytes)})\n"
+            f"{self.policy} policy: {_ORDER[self.policy]}"
+        )
+        parts = [title, _places(self), _sizes(self), _epoch(self), _space(self)]
+        return "\n\n".join(part for part in parts if part) + "\n"
 
     def _arrays(self) -> dict[str, Array]:
         arrays: dict[str, Array] = {name: getattr(self, name) for name in _ARRAYS}
@@ -350,7 +338,8 @@ _ARRAYS = ("device_rows", "host_rows", "segment_rows", "batch_bytes", "batch_req
 def _from_values(values: dict[str, Any], arrays: Mapping[str, Array]) -> Plan:
     del values["arrays"]  # hashes, for the fingerprint: the container has checksums of its own
     values["budgets"] = Budgets(**values["budgets"])
-    values["predicted"] = Prediction.from_json(values["predicted"])
+    packing = Geometry(**values["predicted"]["packing"])
+    values["predicted"] = Prediction(**(values["predicted"] | {"packing": packing}))
     values["choices"] = tuple(SegmentCost(**choice) for choice in values["choices"])
     values["segments"] = tuple((first, stop) for first, stop in values["segments"])
     if values["policy"] == "belady":
@@ -365,37 +354,33 @@ def _hash(array: Array) -> str:
 
 
 _MOST_CHOICES = 9
-
-
-def _explain(plan: Plan) -> str:
-    """Return the plan as text: what goes where, why this segment size, time and space."""
-    parts = [_title(plan), _places(plan), _sizes(plan), _epoch(plan), _space(plan)]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _title(plan: Plan) -> str:
-    order = {
-        "static": "the most used rows are cached; batches may come in any order",
-        "belady": "the rows needed soonest are cached; batches come in the order of the samples",
-    }
-    return (
-        f"Plan {plan.fingerprint[:8]}: {_count(plan.num_batches)} batches over "
-        f"{_count(plan.num_nodes)} rows of {_count(plan.row_bytes)} bytes "
-        f"({format_bytes(plan.num_nodes * plan.row_bytes)})\n"
-        f"{plan.policy} policy: {order[plan.policy]}"
-    )
+_ORDER = {
+    "static": "the most used rows are cached; batches may come in any order",
+    "belady": "the rows needed soonest are cached; batches come in the order of the samples",
+}
+_PACKING = {
+    "resident": "the features fit the memory: read once, written in order",
+    "spill": "one pass over the features into buckets on disk, then bucket by bucket",
+    "passes": "a pass over the features for each part of the output that fits the memory",
+}
 
 
 def _places(plan: Plan) -> str:
-    predicted, rates = plan.predicted, plan.predicted.hit_rates
+    predicted = plan.predicted
     levels = [
-        ("device cache", plan.num_device_slots, rates["device"], ""),
-        ("host cache", plan.num_host_slots, rates["host"], ""),
-        ("disk", predicted.packed_rows, rates["disk"], f"{predicted.blow_up:.2f} x the features"),
+        ("device cache", "device", plan.num_device_slots, ""),
+        ("host cache", "host", plan.num_host_slots, ""),
+        ("disk", "disk", predicted.packed_rows, f"{predicted.blow_up:.2f} x the features"),
     ]
     rows = [
-        [name, _count(number), format_bytes(number * plan.row_bytes), f"{100 * rate:.1f} %", remark]
-        for name, number, rate, remark in levels
+        [
+            name,
+            f"{number:,}",
+            format_bytes(number * plan.row_bytes),
+            f"{100 * predicted.hit_rates[level]:.1f} %",
+            remark,
+        ]
+        for name, level, number, remark in levels
     ]
     return _table(["What goes where", "rows", "bytes", "rows served", ""], rows)
 
@@ -404,39 +389,28 @@ def _sizes(plan: Plan) -> str:
     """Tabulate the segment sizes around the chosen one."""
     if not plan.choices:
         return ""
-    passes = plan.training_epochs / plan.predicted.sampled_epochs
-    chosen = plan.segment_batches
+    epochs, chosen = plan.predicted.sampled_epochs, plan.segment_batches
     cold_bytes = max(1, plan.predicted.cold_rows * plan.row_bytes)
     rows = [
         [
-            f"{'>' if cost.segment_batches == chosen else ' '} {_count(cost.segment_batches)}",
+            f"{'>' if cost.segment_batches == chosen else ' '} {cost.segment_batches:,}",
             format_bytes(cost.packed_rows * plan.row_bytes),
             f"{cost.read_bytes / cold_bytes:.3f}",
-            _count(cost.requests),
-            format_duration_s(cost.read_seconds / plan.predicted.sampled_epochs),
+            f"{cost.requests:,}",
+            format_duration_s(cost.read_seconds / epochs),
             format_duration_s(cost.packing_seconds),
-            format_duration_s(cost.total_seconds(passes)),
+            format_duration_s(cost.total_seconds(plan.training_epochs / epochs)),
             "counted" if cost.exact else "estimated",
         ]
         for cost in _nearest(plan.choices, chosen)
     ]
-    total = f"{_count(plan.training_epochs)} epochs"
-    head = [
-        "Batches per segment",
-        "on disk",
-        "amplification",
-        "requests",
-        "epoch",
-        "packing",
-        total,
-        "",
-    ]
+    head = ["Batches per segment", "on disk", "amplification", "requests", "epoch", "packing"]
     remark = (
         "amplification: bytes read over bytes needed. Larger segments share more rows, which saves "
         "space,\nand scatter them more, which costs requests and bytes. Of the sizes within 2 % "
         "of the least time\nthe one of least space is taken."
     )
-    return f"{_table(head, rows)}\n{remark}"
+    return f"{_table([*head, f'{plan.training_epochs:,} epochs', ''], rows)}\n{remark}"
 
 
 def _nearest(choices: Sequence[SegmentCost], chosen: int) -> list[SegmentCost]:
@@ -452,74 +426,73 @@ def _nearest(choices: Sequence[SegmentCost], chosen: int) -> list[SegmentCost]:
 
 
 def _epoch(plan: Plan) -> str:
-    predicted = plan.predicted
-    gaps = (
-        f"gaps of up to {format_bytes(plan.max_gap_bytes)} are read through"
-        if plan.max_gap_bytes
-        else "no gap is read through"
-    )
-    rows = [
-        [
+    predicted, gaps = plan.predicted, "no gap is read through"
+    if plan.max_gap_bytes:
+        gaps = f"gaps of up to {format_bytes(plan.max_gap_bytes)} are read through"
+    steps = [
+        (
             "read from disk",
             format_bytes(predicted.read_bytes_per_epoch),
-            format_duration_s(predicted.read_seconds),
-            f"{_count(predicted.requests_per_epoch)} requests; {gaps}",
-        ],
-        [
+            predicted.read_seconds,
+            f"{predicted.requests_per_epoch:,} requests; {gaps}",
+        ),
+        (
             "without packing",
             "",
-            format_duration_s(predicted.online_seconds),
+            predicted.online_seconds,
             "the same rows gathered from the features, each page once per batch",
-        ],
-        [
+        ),
+        (
             "packing, once",
             format_bytes(predicted.packing.moved_bytes),
-            format_duration_s(predicted.packing_seconds),
+            predicted.packing_seconds,
             _PACKING[predicted.packing.strategy],
-        ],
-        [
+        ),
+        (
             "caches, once",
             format_bytes(predicted.cache_bytes),
-            format_duration_s(predicted.fill_seconds),
+            predicted.fill_seconds,
             "fill in one sequential read",
-        ],
+        ),
     ]
+    rows = [[name, size, format_duration_s(seconds), note] for name, size, seconds, note in steps]
     table = _table(["Each epoch", "bytes", "disk time", ""], rows, left_from=3)
-    return f"{table}\n{_break_even(predicted.break_even_epochs)}"
-
-
-_PACKING = {
-    "resident": "the features fit the memory: read once, written in order",
-    "spill": "one pass over the features into buckets on disk, then bucket by bucket",
-    "passes": "a pass over the features for each part of the output that fits the memory",
-}
-
-
-def _break_even(epochs: float) -> str:
-    if epochs == float("inf"):
-        return "Packing does not pay here: gathering online is as fast."
-    if epochs <= 1:
-        return "Packing has paid for itself within the first epoch."
-    return f"Packing has paid for itself after {epochs:.1f} epochs."
+    if predicted.break_even_epochs == float("inf"):
+        epochs = "Packing does not pay here: gathering online is as fast."
+    elif predicted.break_even_epochs <= 1:
+        epochs = "Packing has paid for itself within the first epoch."
+    else:
+        epochs = f"Packing has paid for itself after {predicted.break_even_epochs:.1f} epochs."
+    return f"{table}\n{epochs}"
 
 
 def _space(plan: Plan) -> str:
     predicted, budgets = plan.predicted, plan.budgets
+    buffers = predicted.buffer_bytes
     device = plan.num_device_slots * plan.row_bytes
-    host = plan.num_host_slots * plan.row_bytes + predicted.buffer_bytes
-    if device:
-        device += predicted.buffer_bytes
-    disk = (
-        f"rows {format_bytes(predicted.packed_bytes)}, caches "
-        f"{format_bytes(predicted.cache_bytes)}, records {format_bytes(predicted.record_bytes)}, "
-        f"scratch {format_bytes(predicted.scratch_bytes)}"
-    )
-    buffers = f"cache and {format_bytes(predicted.buffer_bytes)} for batches in flight"
-    rows = [
-        ["device memory", format_bytes(device), format_bytes(budgets.device_bytes), ""],
-        ["host memory", format_bytes(host), format_bytes(budgets.host_bytes), buffers],
-        ["disk", format_bytes(predicted.disk_bytes), format_bytes(budgets.disk_bytes), disk],
+    device += buffers if device else 0
+    parts = {
+        "rows": predicted.packed_bytes,
+        "caches": predicted.cache_bytes,
+        "records": predicted.record_bytes,
+        "scratch": predicted.scratch_bytes,
+    }
+    spaces = [
+        ("device memory", device, budgets.device_bytes, ""),
+        (
+            "host memory",
+            plan.num_host_slots * plan.row_bytes + buffers,
+            budgets.host_bytes,
+            f"cache and {format_bytes(buffers)} for batches in flight",
+        ),
+        (
+            "disk",
+            predicted.disk_bytes,
+            budgets.disk_bytes,
+            ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items()),
+        ),
     ]
+    rows = [[name, format_bytes(a), format_bytes(b), note] for name, a, b, note in spaces]
     return _table(["Space", "taken", "budget", ""], rows, left_from=3)
 
 
@@ -535,7 +508,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left_from: int
         ]
         text.append("  ".join(cells).rstrip())
     return "\n".join([text[0], "-" * max(map(len, text)), *text[1:]])
-
-
-def _count(number: int) -> str:
-    return f"{number:,}"

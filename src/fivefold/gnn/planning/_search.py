@@ -128,19 +128,9 @@ class _Search:
         """Count one size exactly."""
         if size in self._reads:
             return
-        reads = count_reads(self._question, min(size, self._most))
-        self._reads[size] = reads
-        self._costs[size] = self._cost(
-            size,
-            (
-                int(reads.segment_rows[-1]),
-                reads.seconds,
-                int(reads.read_bytes.sum()),
-                int(reads.requests.sum()),
-                reads.max_gap_bytes,
-            ),
-            exact=True,
-        )
+        self._reads[size] = reads = count_reads(self._question, min(size, self._most))
+        totals = map(int, (reads.segment_rows[-1], reads.read_bytes.sum(), reads.requests.sum()))
+        self._note(size, *totals, reads.seconds, reads.max_gap_bytes, exact=True)
 
     def result(self) -> Found:
         """Return the best of the sizes that were counted and fit."""
@@ -148,7 +138,13 @@ class _Search:
         best = self._costs[self._best(counted)]
         way = self._space.way(best.packed_rows)
         if way is None:
-            raise _too_small(self._space, min(self._least(cost) for cost in counted))
+            least = min(self._space.least_bytes(cost.packed_rows) for cost in counted)
+            raise InfeasibleError(
+                f"a disk budget of {format_bytes(self._space.disk_bytes)} is too small for the "
+                "packed rows",
+                hint=f"give at least disk_bytes={least} ({format_bytes(least)}), or more memory "
+                "for caches",
+            )
         return Found(
             segment_batches=best.segment_batches,
             reads=self._reads[best.segment_batches],
@@ -159,14 +155,21 @@ class _Search:
     def _estimate(self, window: int) -> None:
         costs = WindowCosts(self._question, window)
         for size in range(1, window + 1):
-            self._costs[size] = self._cost(size, costs.estimate(size), exact=False)
+            self._note(size, *costs.estimate(size), exact=False)
 
-    def _cost(
-        self, size: int, numbers: tuple[int, float, int, int, int], *, exact: bool
-    ) -> SegmentCost:
-        rows, seconds, read_bytes, requests, gap_bytes = numbers
+    def _note(
+        self,
+        size: int,
+        rows: int,
+        read_bytes: int,
+        requests: int,
+        seconds: float,
+        gap_bytes: int,
+        *,
+        exact: bool,
+    ) -> None:
         way = self._space.way(rows) or self._space.ways(rows)[0]
-        return SegmentCost(
+        self._costs[size] = SegmentCost(
             segment_batches=size,
             read_seconds=seconds,
             read_bytes=read_bytes,
@@ -180,27 +183,16 @@ class _Search:
     def _fits(self, cost: SegmentCost) -> bool:
         return self._space.way(cost.packed_rows) is not None
 
-    def _least(self, cost: SegmentCost) -> int:
-        return self._space.least_bytes(cost.packed_rows)
-
     def _best(self, costs: Iterable[SegmentCost]) -> int:
         """Return the best size of those that fit; where none fits, the one that lacks least."""
         costs = list(costs)
         fitting = [cost for cost in costs if self._fits(cost)]
         if not fitting:
-            return min(
-                costs, key=lambda cost: (self._least(cost), cost.segment_batches)
-            ).segment_batches
+            lacking = ((self._space.least_bytes(c.packed_rows), c.segment_batches) for c in costs)
+            return min(lacking)[1]
         least = min(cost.total_seconds(self._num_passes) for cost in fitting)
         good = [c for c in fitting if c.total_seconds(self._num_passes) <= _AS_GOOD * least]
         return min(good, key=lambda cost: (cost.packed_rows, cost.segment_batches)).segment_batches
-
-
-def _too_small(space: Space, least: int) -> InfeasibleError:
-    return InfeasibleError(
-        f"a disk budget of {format_bytes(space.disk_bytes)} is too small for the packed rows",
-        hint=f"give at least disk_bytes={least} ({format_bytes(least)}), or more memory for caches",
-    )
 
 
 GAPS_BYTES = tuple(PAGE_BYTES * pages for pages in (0, 1, 2, 4, 8, 16, 32, 64))
@@ -266,14 +258,8 @@ def choose_gap(question: SegmentQuestion, costs: Array) -> tuple[int, float]:
 
     Requests of a class are of about equal size, which is what a disk's price is for.
     """
-    seconds = [
-        sum(
-            question.disk.seconds(float(requests), float(size_bytes))
-            for requests, size_bytes in of_gap
-            if requests
-        )
-        for of_gap in costs
-    ]
+    price = question.disk.seconds
+    seconds = [sum(price(float(r), float(size)) for r, size in gap if r) for gap in costs]
     best = int(np.argmin(seconds))
     return best, float(seconds[best])
 
@@ -310,18 +296,14 @@ class WindowCosts:
         self._rows = rows * scale
         self._reads = reads * scale[:, None, None, None]
 
-    def estimate(self, segment_batches: int) -> tuple[int, float, int, int, int]:
-        """Return packed rows, seconds, bytes, requests and best gap of a size, over all batches."""
+    def estimate(self, segment_batches: int) -> tuple[int, int, int, float, int]:
+        """Return packed rows, bytes, requests, seconds and best gap of a size, over all batches."""
         reads = self._reads[segment_batches]
         gap, seconds = choose_gap(self._question, reads)
         requests, size_bytes = reads[gap].sum(axis=0)
-        return (
-            round(self._rows[segment_batches]),
-            seconds,
-            round(size_bytes),
-            round(requests),
-            self._question.gaps_bytes[gap],
-        )
+        rows = round(self._rows[segment_batches])
+        gap_bytes = self._question.gaps_bytes[gap]
+        return rows, round(size_bytes), round(requests), seconds, gap_bytes
 
     def _walk(self, first: int, stop: int, needed: Array, rows: Array, reads: Array) -> None:
         """Add one window: entry t of each array is about its first t batches."""

@@ -32,8 +32,6 @@ from fivefold.gnn.planning.geometry import (
 from fivefold.gnn.planning.id_sets import IdSet
 from fivefold.units import format_bytes, format_duration_s
 
-__all__ = ["KNOWN_GRAPHS", "Estimate", "GraphSize", "Stage", "estimate"]
-
 Floats = NDArray[np.float64]
 
 _PARETO = 1.1  # P(weight > w) ~ w^-1.1
@@ -71,15 +69,7 @@ _WHOLE_SPEED = 20  # up to so many times the memory
 class GraphSize:
     """The counts of a graph that decide what its training takes.
 
-    Args:
-        nodes: Nodes.
-        edges: Directed edges that are stored; both directions count twice.
-        row_bytes: Bytes of a feature row.
-        seeds: Training nodes.
-        name: For people.
-
-    Raises:
-        ConfigurationError: A count is not positive, or there are more seeds than nodes.
+    Edges are directed ones that are stored: both directions count twice. Seeds are training nodes.
     """
 
     nodes: int
@@ -128,21 +118,10 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The answer of ``estimate``: means per batch, what is packed, and the stages.
+    """The answer of ``estimate``: means per batch, what is packed, and the stages in their order.
 
-    Args:
-        graph: What was asked for.
-        batches: Batches of an epoch.
-        nodes_per_batch: Rows that a batch asks for.
-        edges_per_batch: Its sampled edges.
-        hit_rate: Share of the rows that the caches serve.
-        segment_batches: Batches that share rows on disk.
-        packed_rows: Rows of the packed file.
-        read_bytes_per_epoch: Bytes of cold rows read in an epoch.
-        packing: How the rows are moved.
-        stages: In the order in which they run; the last is one epoch.
-        read_bytes_per_s: Of the disk, as it was given.
-        write_bytes_per_s: Likewise.
+    ``hit_rate`` is the share of the rows that the caches serve; ``segment_batches`` share rows on
+    disk.
     """
 
     graph: GraphSize
@@ -193,26 +172,17 @@ class Estimate:
             f"{format_bytes(stage.scratch_bytes):>12}  {stage.remark}".rstrip()
             for stage in self.stages
         ]
-        lines += [
-            (
-                f"{'most at a time':<32}{format_bytes(self.memory_bytes):>12}"
-                f"{format_bytes(self.disk_bytes):>12}"
-            ),
-            (
-                "Times: two cores of 2.5 GHz, and a disk that reads "
-                f"{format_bytes(self.read_bytes_per_s)}/s and writes "
-                f"{format_bytes(self.write_bytes_per_s)}/s."
-            ),
-            (
-                "Memory: fivefold gnn train, which keeps topology and labels from start to end and "
-                "trains a"
-            ),
-            (
-                "GraphSAGE of 128 hidden values. The single commands sample, plan and pack take "
-                "less."
-            ),
-        ]
-        return "\n".join(lines)
+        end = (
+            f"{'most at a time':<32}{format_bytes(self.memory_bytes):>12}"
+            f"{format_bytes(self.disk_bytes):>12}\n"
+            f"Times: two cores of 2.5 GHz, and a disk that reads "
+            f"{format_bytes(self.read_bytes_per_s)}/s and writes "
+            f"{format_bytes(self.write_bytes_per_s)}/s.\n"
+            "Memory: fivefold gnn train, which keeps topology and labels from start to end and "
+            "trains a\nGraphSAGE of 128 hidden values. The single commands sample, plan and pack "
+            "take less."
+        )
+        return "\n".join([*lines, end])
 
 
 def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
@@ -229,23 +199,7 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
 ) -> Estimate:
     """Estimate time, memory and disk space by stage, from counts alone.
 
-    Args:
-        graph: Counts of the graph.
-        fanouts: Neighbours per hop; -1 for all.
-        batch_size: Seeds of a batch.
-        budgets: As for a plan; ``disk_bytes`` bounds the packed rows, records and scratch.
-        read_bytes_per_s: Of the disk, in sequence.
-        write_bytes_per_s: Of the disk, in sequence.
-        epochs: Different epochs that are sampled and packed.
-        buffer_batches: Batches in flight.
-        packing_bytes: Memory of packing; None: the host budget.
-
-    Returns:
-        The estimate.
-
-    Raises:
-        ConfigurationError: A count or a fan-out is out of range.
-        InfeasibleError: A budget is too small; says what would do.
+    ``epochs`` different ones are sampled and packed; ``packing_bytes`` of None is the host budget.
 
     Examples:
         >>> found = estimate(KNOWN_GRAPHS["papers100M"], [10, 15, 20], 1024,
@@ -254,7 +208,11 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
         >>> found.batches, 0.4e6 < found.nodes_per_batch < 1.6e6
         (1179, True)
     """
-    _check_run(fanouts, batch_size, epochs)
+    if batch_size < 1 or not fanouts or min(fanouts) < -1 or epochs < 1:
+        raise ConfigurationError(
+            f"batch_size={batch_size}, fanouts={list(fanouts)}, epochs={epochs}",
+            hint="use positive numbers; a fan-out of -1 takes all neighbours",
+        )
     if not (read_bytes_per_s > 0 and write_bytes_per_s > 0):
         raise ConfigurationError(
             f"the disk reads {read_bytes_per_s} and writes {write_bytes_per_s} bytes/s",
@@ -305,15 +263,6 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
         read_bytes_per_s=read_bytes_per_s,
         write_bytes_per_s=write_bytes_per_s,
     )
-
-
-def _check_run(fanouts: Sequence[int], batch_size: int, epochs: int) -> None:
-    """Refuse counts that no run can have."""
-    if batch_size < 1 or not fanouts or min(fanouts) < -1 or epochs < 1:
-        raise ConfigurationError(
-            f"batch_size={batch_size}, fanouts={list(fanouts)}, epochs={epochs}",
-            hint="use positive numbers; a fan-out of -1 takes all neighbours",
-        )
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class IdSet:
     """Distinct ids, each with its place among them in ascending order."""
 
     def __init__(self, bound: int, ids: Array | None = None) -> None:
-        self._words = np.zeros(-(-bound // _WORD), np.uint64)
+        self.words = np.zeros(-(-bound // _WORD), np.uint64)
         self._before: Array | None = None
         self._size = 0
         if ids is not None:
@@ -65,47 +65,32 @@ class IdSet:
         return 12 * -(-bound // _WORD)
 
     @property
-    def words(self) -> Array:
-        """Return the bits, uint64: id ``i`` is bit ``i % 64`` of word ``i // 64``."""
-        return self._words
-
-    @property
     def nbytes(self) -> int:
         """Memory that the set takes once places were asked for."""
-        return 12 * len(self._words)
+        return 12 * len(self.words)
 
     def __len__(self) -> int:
         return self._size
 
     def add(self, ids: Array) -> int:
         """Add ids; return how many of them were not in the set before."""
-        added = int(_add(self._words, ids))
+        added = int(_add(self.words, ids))
         if added < 0:
             raise DataError(
-                f"id {ids[-1 - added]} is outside 0 to {64 * len(self._words) - 1}",
+                f"id {ids[-1 - added]} is outside 0 to {64 * len(self.words) - 1}",
                 hint="give ids of the graph that was sampled",
             )
         self._size += added
         self._before = None
         return added
 
-    def common(self, other: IdSet) -> int:
-        """Return how many ids are in both sets."""
-        number = min(len(self._words), len(other.words))
-        return int(_common(self._words[:number], other.words[:number]))
-
     def ascending(self, *, without: IdSet | None = None) -> Ids:
         """Return the members in order, int64; those that are in another set left out."""
-        left = self._size - (0 if without is None else self.common(without))
-        ids = np.empty(left, np.int64)
-        others = self._words[:0] if without is None else without.words
-        _read(self._words, others, ids)
+        others = self.words[:0] if without is None else without.words
+        number = min(len(self.words), len(others))
+        ids = np.empty(self._size - _common(self.words[:number], others[:number]), np.int64)
+        _read(self.words, others, ids)
         return ids
-
-    def clear(self) -> None:
-        """Remove all members."""
-        self._words[:] = 0
-        self._before, self._size = None, 0
 
     def locate(self, ids: Array) -> Array:
         """Return the place of each id among the members, int32; -1 for one that is none.
@@ -113,11 +98,11 @@ class IdSet:
         Any ids in any order are looked up; ascending ones are several times faster.
         """
         if self._before is None:
-            before = np.empty(len(self._words), np.uint32)
-            _count_before(self._words, before)
+            before = np.empty(len(self.words), np.uint32)
+            _count_before(self.words, before)
             self._before = before  # whole: several threads may ask
         places = np.empty(len(ids), np.int32)
-        _locate(self._words, self._before, ids, places)
+        _locate(self.words, self._before, ids, places)
         return places
 
 

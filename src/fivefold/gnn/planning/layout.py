@@ -27,9 +27,8 @@ SIZE_CLASSES = _BLOCK_PAGES.bit_length()
 def read_costs(starts: Array, counts: Array, *, row_bytes: int, gaps_bytes: Array) -> Ids:
     """Count requests and bytes of reading runs, for several gaps at once.
 
-    A run is read as its whole pages; runs that share a page, adjoin, or leave a gap of at most so
-    many whole-page bytes become one extent; an extent is read in requests of at most a block. The
-    row readers of ``fivefold.gnn.storage`` do the same, so that what is predicted is what is read.
+    Runs whose pages meet, or leave a gap of at most so many bytes, become one extent, which is read
+    in requests of at most a block, as the row readers of ``fivefold.gnn.storage`` do it.
 
     Returns int64 [gaps, 9, 2]: (requests, bytes) of the requests of ``2**k`` to ``2**(k + 1) - 1``
     pages, k from 0 to 8 (a block of 1 MiB).
