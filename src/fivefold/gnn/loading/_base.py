@@ -192,8 +192,7 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
         self._epoch, self._position, self._resumed = 0, 0, False
         self._iterator: weakref.ref[BatchIterator[Batch]] | None = None
         self._pipeline: Pipeline | None = None
-        self._past_s: dict[str, float] = {}
-        self._past_wait_s = 0.0
+        self._past: dict[str, Any] = {"stage_s": {}, "wait_s": 0.0}
         self._delivered = 0
         self._made_into: Any = None  # makes PyG's Data of a batch, where they are asked for
 
@@ -318,23 +317,23 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
         if running is not None:
             running.end(reason)
         self._iterator = None
-        pipeline, self._pipeline = self._pipeline, None
+        pipeline = self._pipeline
         if pipeline is not None:
             pipeline.close()
-            self._past_s, self._past_wait_s = self._stage_s(pipeline), self._wait_s(pipeline)
+            self._past, self._pipeline = self._times(), None
             self._left_behind = self._left_behind or pipeline
         if self._left_behind is not None and self._left_behind.ended:
             self._left_behind = None
         return self._left_behind is None
 
-    def _stage_s(self, pipeline: Pipeline | None) -> dict[str, float]:
-        seconds = dict(self._past_s)
-        for stage in () if pipeline is None else pipeline.stages:
-            seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds
-        return seconds
-
-    def _wait_s(self, pipeline: Pipeline | None) -> float:
-        return self._past_wait_s + (0.0 if pipeline is None else pipeline.wait_s)
+    def _times(self) -> dict[str, Any]:
+        """Return the seconds of each stage, and those for which the training loop waited."""
+        seconds, wait_s = dict(self._past["stage_s"]), self._past["wait_s"]
+        if self._pipeline is not None:
+            wait_s += self._pipeline.wait_s
+            for stage in self._pipeline.stages:
+                seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds
+        return {"stage_s": seconds, "wait_s": wait_s}
 
 
 def _as_count(value: Any, name: str) -> int:

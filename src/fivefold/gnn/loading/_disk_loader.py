@@ -32,15 +32,7 @@ from fivefold.gnn.loading._base import (
 from fivefold.gnn.loading._feature_store import LEVELS, FeatureStore
 from fivefold.gnn.loading._pipeline import BufferRing, Pipeline, Stage, Ticket, buffer_count
 from fivefold.gnn.loading._pyg_batches import labels_of, open_source
-from fivefold.gnn.loading.batch import (
-    Form,
-    Maker,
-    MiniBatch,
-    Records,
-    SeedTable,
-    batch_maker,
-    checked_form,
-)
+from fivefold.gnn.loading.batch import BatchMaker, Form, MiniBatch, Records, SeedTable, checked_form
 from fivefold.gnn.loading.prepare import Preparation, Prepared, StoreRecipe
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
@@ -296,8 +288,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
             edge_bytes=sum(rows.reading.bytes_read for rows in self._stages.edges.values()),
             fill_bytes=filling.bytes_read,
             fill_s=filling.seconds,
-            stage_s=self._stage_s(self._pipeline),
-            wait_s=self._wait_s(self._pipeline),
+            **self._times(),
             buffer_bytes=self._stages.ring.nbytes,
         )
 
@@ -361,7 +352,7 @@ def _places_in_buffer(stores: Mapping[str | None, PackedStore]) -> dict[str | No
     return places
 
 
-def _maker(packed: Prepared, labels: Array | torch.Tensor | None, form: Form) -> Maker:
+def _maker(packed: Prepared, labels: Array | torch.Tensor | None, form: Form) -> BatchMaker:
     """Return what makes a batch of its records, its rows and the rows of its edges."""
     store, kind, samples = next(iter(packed.nodes.values())), packed.input_type, packed.samples
     num_nodes, edge_types = store.plan.num_nodes, tuple[EdgeType, ...]()
@@ -374,7 +365,7 @@ def _maker(packed: Prepared, labels: Array | torch.Tensor | None, form: Form) ->
                 f"there are {len(labels)} labels and {num_nodes} nodes",
                 hint="give one label per node of the graph, in the order of the node ids",
             )
-    return batch_maker(SeedTable(store.train_ids, labels), form, kind, edge_types)
+    return BatchMaker(SeedTable(store.train_ids, labels), form, kind, edge_types)
 
 
 @dataclasses.dataclass(slots=True)
@@ -409,7 +400,7 @@ class BatchStages:
     ring: BufferRing
     places: Mapping[str | None, slice]
     unpacked: Mapping[str, SampleFile]
-    make: Maker
+    make: BatchMaker
     transfer: DeviceTransfer | None
     _started: bool = False
 

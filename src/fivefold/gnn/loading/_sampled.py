@@ -29,7 +29,7 @@ from fivefold.gnn.loading._base import (
 )
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._pyg_batches import LabelledData, labels_of, seeds_of
-from fivefold.gnn.loading.batch import MiniBatch, SeedTable, batch_maker, checked_form
+from fivefold.gnn.loading.batch import BatchMaker, MiniBatch, SeedTable, checked_form
 from fivefold.gnn.loading.prepare import rows_of
 from fivefold.gnn.loading.rows import CachedRows, CachePolicy, DiskRows, MemoryRows, open_rows
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency, HeteroNeighborSampler, NeighborSampler
@@ -295,7 +295,7 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
                 edge_attr[kind], cost = source.read_any(edge_ids)
                 reading["edges"] += cost
             ends = table if links is None else SeedTable(sampled.seeds, None)
-            make = batch_maker(ends, form, input_type, edge_types)
+            make = BatchMaker(ends, form, input_type, edge_types)
             made = make(_parts(sampled), x, edge_attr).to(device)
             if links is None:
                 return made
@@ -341,8 +341,7 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
             bytes_read=total.bytes_read,
             cold_bytes=total.bytes_used,
             edge_bytes=self._read["edges"].bytes_read,
-            stage_s=self._stage_s(self._pipeline),
-            wait_s=self._wait_s(self._pipeline),
+            **self._times(),
         )
 
 

@@ -316,111 +316,108 @@ class SeedTable:
         return None if self._labels is None else torch.from_numpy(self._labels[seeds])
 
 
-def assemble(
-    sampled: SampledBatch | BatchRecord,
-    x: Tensor,
-    seeds: SeedTable,
-    *,
-    form: Form,
-    edge_attr: Array | None = None,
-) -> MiniBatch:
-    """Return the mini-batch of a sample, whose rows stand in hop order, or of a record."""
-    expanded = sampled.expanded if isinstance(sampled, BatchRecord) else None
-    seed_ids = sampled.node_ids[: sampled.batch_size]
-    edge_index, blocks = None, None
-    if form == "edge_index":
-        edge_index = torch.from_numpy(
-            expand_edges(sampled.sources, sampled.degrees, targets=expanded)
-        )
-    else:
-        blocks = _blocks(sampled, expanded)
-    return MiniBatch(
-        x=x,
-        edge_index=edge_index,
-        n_id=torch.from_numpy(sampled.node_ids),
-        y=seeds.labels(seed_ids),
-        batch_size=sampled.batch_size,
-        input_id=torch.from_numpy(seeds.places(seed_ids)),
-        number=sampled.number,
-        num_sampled_nodes=tuple(sampled.nodes_per_hop.tolist()),
-        num_sampled_edges=tuple(sampled.edges_per_hop.tolist()),
-        nodes_by_hop=expanded is None,
-        blocks=blocks,
-        e_id=None if sampled.edge_ids is None else torch.from_numpy(sampled.edge_ids),
-        edge_attr=None if edge_attr is None else torch.from_numpy(edge_attr),
-    )
-
-
-def assemble_typed(
-    parts: Mapping[str, SampledBatch | BatchRecord],
-    x: Mapping[str, Tensor],
-    seeds: SeedTable,
-    *,
-    edge_types: Sequence[EdgeType],
-    input_type: str,
-    edge_attr: Mapping[EdgeType, Array],
-) -> HeteroMiniBatch:
-    """Return the mini-batch of the parts of a sample (``HeteroSampledBatch.part``) by node type.
-
-    The ends of an edge are numbered in the parts of its two types: sources in the one, degrees and
-    the places of targets in the other.
-    """
-    edge_index, edge_ids, per_hop = {}, {}, {}
-    next_edge, next_degree = dict.fromkeys(parts, 0), dict.fromkeys(parts, 0)
-    next_kind = dict.fromkeys(parts, 0)
-    for kind in edge_types:
-        source, _, target = kind
-        own, ends = parts[source], parts[target]
-        hops = len(own.nodes_per_hop) - 1
-        per_hop[kind] = own.edges_per_hop[next_kind[source] : next_kind[source] + hops].tolist()
-        edges = slice(next_edge[source], next_edge[source] + sum(per_hop[kind]))
-        count = int(ends.nodes_per_hop[:-1].sum())
-        degrees = ends.degrees[next_degree[target] : next_degree[target] + count]
-        places = ends.expanded if isinstance(ends, BatchRecord) else None
-        pairs = expand_edges(own.sources[edges], degrees, targets=places)
-        edge_index[kind] = torch.from_numpy(pairs)
-        if own.edge_ids is not None:
-            edge_ids[kind] = torch.from_numpy(own.edge_ids[edges])
-        next_kind[source] += hops
-        next_edge[source] = edges.stop
-        next_degree[target] += count
-    first = parts[input_type]
-    seed_ids = first.node_ids[: first.batch_size]
-    return HeteroMiniBatch(
-        x_dict=x,
-        edge_index_dict=edge_index,
-        n_id_dict={name: torch.from_numpy(part.node_ids) for name, part in parts.items()},
-        y=seeds.labels(seed_ids),
-        input_type=input_type,
-        batch_size=first.batch_size,
-        number=first.number,
-        num_sampled_nodes_dict={name: part.nodes_per_hop.tolist() for name, part in parts.items()},
-        num_sampled_edges_dict=per_hop,
-        input_id=torch.from_numpy(seeds.places(seed_ids)),
-        nodes_by_hop=not any(isinstance(part, BatchRecord) for part in parts.values()),
-        e_id_dict=edge_ids,
-        edge_attr_dict={kind: torch.from_numpy(rows) for kind, rows in edge_attr.items()},
-    )
-
-
 Records = Mapping[Any, BatchRecord | SampledBatch]
-Maker = Callable[[Records, Mapping[Any, Tensor], Mapping[Any, Array]], Any]
 
 
-def batch_maker(
-    seeds: SeedTable, form: Form, input_type: str | None, edge_types: Sequence[EdgeType]
-) -> Maker:
-    """Return what makes a batch of its parts, its rows and the rows of its edges, all by type.
+@dataclasses.dataclass(frozen=True)
+class BatchMaker:
+    """What makes a batch of its parts, its rows and the rows of its edges, all by type.
 
     Of a graph of one type, where ``input_type`` is None, the only key is None.
     """
-    if input_type is None:
-        return lambda parts, x, edge_attr: assemble(
-            parts[None], x[None], seeds, form=form, edge_attr=edge_attr.get(None)
+
+    seeds: SeedTable
+    form: Form
+    input_type: str | None = None
+    edge_types: Sequence[EdgeType] = ()
+
+    def __call__(
+        self, parts: Records, x: Mapping[Any, Tensor], edge_attr: Mapping[Any, Array]
+    ) -> Any:
+        """Return the ``MiniBatch`` or ``HeteroMiniBatch``."""
+        rows = {kind: torch.from_numpy(found) for kind, found in edge_attr.items()}
+        if self.input_type is not None:
+            return self._typed(parts, x, rows, self.input_type)
+        return self._of_one_type(parts[None], x[None], rows.get(None))
+
+    def _of_one_type(
+        self, sampled: SampledBatch | BatchRecord, x: Tensor, edge_attr: Tensor | None
+    ) -> MiniBatch:
+        """Rows of a sample stand in hop order, those of a record do not."""
+        expanded = sampled.expanded if isinstance(sampled, BatchRecord) else None
+        seed_ids = sampled.node_ids[: sampled.batch_size]
+        edge_index, blocks = None, None
+        if self.form == "edge_index":
+            edges = expand_edges(sampled.sources, sampled.degrees, targets=expanded)
+            edge_index = torch.from_numpy(edges)
+        else:
+            blocks = _blocks(sampled, expanded)
+        return MiniBatch(
+            x=x,
+            edge_index=edge_index,
+            n_id=torch.from_numpy(sampled.node_ids),
+            y=self.seeds.labels(seed_ids),
+            batch_size=sampled.batch_size,
+            input_id=torch.from_numpy(self.seeds.places(seed_ids)),
+            number=sampled.number,
+            num_sampled_nodes=tuple(sampled.nodes_per_hop.tolist()),
+            num_sampled_edges=tuple(sampled.edges_per_hop.tolist()),
+            nodes_by_hop=expanded is None,
+            blocks=blocks,
+            e_id=None if sampled.edge_ids is None else torch.from_numpy(sampled.edge_ids),
+            edge_attr=edge_attr,
         )
-    return lambda parts, x, edge_attr: assemble_typed(
-        parts, x, seeds, edge_types=edge_types, input_type=input_type, edge_attr=edge_attr
-    )
+
+    def _typed(
+        self,
+        parts: Records,
+        x: Mapping[str, Tensor],
+        edge_attr: Mapping[EdgeType, Tensor],
+        input_type: str,
+    ) -> HeteroMiniBatch:
+        """Put the parts of a sample (``HeteroSampledBatch.part``) by node type together.
+
+        The ends of an edge are numbered in the parts of its two types: sources in the one, degrees
+        and the places of targets in the other.
+        """
+        edge_index, edge_ids, per_hop = {}, {}, {}
+        next_edge, next_degree = dict.fromkeys(parts, 0), dict.fromkeys(parts, 0)
+        next_kind = dict.fromkeys(parts, 0)
+        for kind in self.edge_types:
+            source, _, target = kind
+            own, ends = parts[source], parts[target]
+            hops = len(own.nodes_per_hop) - 1
+            per_hop[kind] = own.edges_per_hop[next_kind[source] : next_kind[source] + hops].tolist()
+            edges = slice(next_edge[source], next_edge[source] + sum(per_hop[kind]))
+            count = int(ends.nodes_per_hop[:-1].sum())
+            degrees = ends.degrees[next_degree[target] : next_degree[target] + count]
+            places = ends.expanded if isinstance(ends, BatchRecord) else None
+            pairs = expand_edges(own.sources[edges], degrees, targets=places)
+            edge_index[kind] = torch.from_numpy(pairs)
+            if own.edge_ids is not None:
+                edge_ids[kind] = torch.from_numpy(own.edge_ids[edges])
+            next_kind[source] += hops
+            next_edge[source] = edges.stop
+            next_degree[target] += count
+        first = parts[input_type]
+        seed_ids = first.node_ids[: first.batch_size]
+        return HeteroMiniBatch(
+            x_dict=x,
+            edge_index_dict=edge_index,
+            n_id_dict={name: torch.from_numpy(part.node_ids) for name, part in parts.items()},
+            y=self.seeds.labels(seed_ids),
+            input_type=input_type,
+            batch_size=first.batch_size,
+            number=first.number,
+            num_sampled_nodes_dict={
+                name: part.nodes_per_hop.tolist() for name, part in parts.items()
+            },
+            num_sampled_edges_dict=per_hop,
+            input_id=torch.from_numpy(self.seeds.places(seed_ids)),
+            nodes_by_hop=not any(isinstance(part, BatchRecord) for part in parts.values()),
+            e_id_dict=edge_ids,
+            edge_attr_dict=edge_attr,
+        )
 
 
 def _blocks(sampled: SampledBatch | BatchRecord, expanded: Int32 | None) -> tuple[Block, ...]:

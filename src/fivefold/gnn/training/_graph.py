@@ -23,13 +23,7 @@ from fivefold.gnn.training.models import LayeredModel, TypedSAGE, make_model
 class TypedData(Closing):
     """A graph of several types as those ask for it who train on the nodes of one.
 
-    Args:
-        graph: The data set.
-        node_type: Whose nodes are classified; None takes the only type with labels.
-
-    Raises:
-        ConfigurationError: There is no such type, or the choice is not clear.
-        DataError: No type has labels.
+    A ``node_type`` of None is the only type with labels.
     """
 
     def __init__(self, graph: HeteroDataset, node_type: str | None) -> None:
@@ -79,12 +73,7 @@ Graph = Dataset | TypedData
 
 
 def open_graph(config: GnnConfig) -> Graph:
-    """Open the data set of a run, and refuse settings that it does not allow.
-
-    Raises:
-        ConfigurationError: A setting is of graphs of another kind.
-        DataError: There is no data set, or it has no labels.
-    """
+    """Open the data set of a run, and refuse settings that it does not allow."""
     opened = open_dataset(config.data.path)
     try:
         return _checked(opened, config)
@@ -167,7 +156,7 @@ def scores_of(model: torch.nn.Module, batch: MiniBatch | HeteroMiniBatch) -> tor
 
 def facts_of(data: Graph) -> dict[str, Any]:
     """Return what a run's manifest says of its graph."""
-    facts: dict[str, Any]
+    own: Any
     if isinstance(data, TypedData):
         graph = data.graph
         sections = {
@@ -176,35 +165,20 @@ def facts_of(data: Graph) -> dict[str, Any]:
             if graph.has_features(name)
         }
         own = sections.get(data.node_type)
-        facts = {
-            "nodes": sum(graph.num_nodes.values()),
-            "edges": sum(
-                graph.graph(kind).section("indices").shape[0] for kind in graph.edge_types
-            ),
-            "dim": 0 if own is None else own.shape[1],
-            "dtype": "" if own is None else str(np.dtype(own.dtype)),
-            "row_bytes": 0 if own is None else own.row_bytes,
-            "node_type": data.node_type,
-            "feature_bytes": {name: section.nbytes for name, section in sections.items()},
-        }
+        nodes = sum(graph.num_nodes.values())
+        edges = sum(graph.graph(kind).section("indices").shape[0] for kind in graph.edge_types)
+        sizes = {name: section.nbytes for name, section in sections.items()}
+        typed: dict[str, Any] = {"node_type": data.node_type, "feature_bytes": sizes}
     else:
-        facts = {
-            "nodes": data.num_nodes,
-            "edges": data.num_edges,
-            "dim": data.dim,
-            "dtype": str(data.dtype),
-            "row_bytes": data.row_bytes,
-        }
+        own, typed = data.features.section("x"), {}
+        nodes, edges = data.num_nodes, data.num_edges
+    facts = {
+        "nodes": nodes,
+        "edges": edges,
+        "dim": 0 if own is None else own.shape[1],
+        "dtype": "" if own is None else str(np.dtype(own.dtype)),
+        "row_bytes": 0 if own is None else own.row_bytes,
+        **typed,
+    }
     splits = {name: len(getattr(data, name)) for name in ("train", "valid", "test")}
     return {"name": data.name, **facts, "classes": data.num_classes, **splits}
-
-
-__all__ = [
-    "Graph",
-    "TypedData",
-    "facts_of",
-    "model_for",
-    "open_graph",
-    "require_labels",
-    "scores_of",
-]

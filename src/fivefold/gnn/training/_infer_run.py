@@ -39,14 +39,8 @@ class RunInference:
     def record(self) -> dict[str, Any]:
         """Return the content of inference.json."""
         layers = [dataclasses.asdict(layer) for layer in self.outputs.layers]
-        path = str(self.outputs.path)
-        return {
-            "schema": 1,
-            "path": path,
-            "step": self.step,
-            "accuracy": self.accuracy,
-            "layers": layers,
-        }
+        facts = {"step": self.step, "accuracy": self.accuracy, "layers": layers}
+        return {"schema": 1, "path": str(self.outputs.path), **facts}
 
 
 def infer_run(
@@ -109,16 +103,7 @@ def infer_run(
 
 
 def load_model(config: GnnConfig, dataset: Graph) -> tuple[LayeredModel | TypedSAGE, int]:
-    """Load the model of a run's newest checkpoint, in evaluation mode, and its step.
-
-    Args:
-        config: The run's configuration.
-        dataset: Its data set.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or none is whole.
-        DataError: The checkpoint was trained on another data set.
-    """
+    """Load the model of a run's newest checkpoint, in evaluation mode, and its step."""
     found = newest_checkpoint(config.run.output)
     if found is None:
         message = f"{config.run.output} has no checkpoint"
