@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
-from fivefold.gnn.loading import OnlineLoader
+from fivefold.gnn.loading import DiskLoader, OnlineLoader
 from fivefold.gnn.sampling import Adjacency
 
 
@@ -90,6 +90,15 @@ def test_a_mask_stands_for_its_ids(dataset):
         ({"cache_policy": "mru"}, ConfigurationError, "cache_policy is 'mru'"),
         ({"cache_bytes": 1e6}, ConfigurationError, "cache_bytes must be .*; got 1000000.0"),
         ({"shuffle": "yes"}, ConfigurationError, "shuffle is 'yes'"),
+        ({"resample": "no"}, ConfigurationError, "resample is 'no'"),
+        ({"edge_ids": 1}, ConfigurationError, "edge_ids is 1"),
+        ({"verify": "x"}, ConfigurationError, "verify is 'x'"),
+        ({"backend": "mmap"}, ConfigurationError, "backend is 'mmap'"),
+        ({"features": "memory", "backend": "mmap"}, ConfigurationError, "backend is 'mmap'"),
+        ({"timeout_s": "5"}, ConfigurationError, "timeout_s must be positive; got '5'"),
+        ({"timeout_s": float("nan")}, ConfigurationError, "timeout_s must be positive; got nan"),
+        ({"rank": 0.0, "world_size": 2}, ConfigurationError, "rank must be .*; got 0.0"),
+        ({"world_size": "2"}, ConfigurationError, "world_size must be .*; got '2'"),
         ({"prefetch": None}, ConfigurationError, "prefetch must be .*; got None"),
         ({"seed": 1.5}, ConfigurationError, "seed must be a whole number from 0; got 1.5"),
         ({"fanouts": 3}, ConfigurationError, "fanouts is 3"),
@@ -129,3 +138,20 @@ def test_a_batch_prints_shapes(dataset):
     assert f"blocks={[list(block.size) for block in batch.blocks]}" in text
     assert "batch_size=8" in text
     assert len(text) < 400
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "lru"}, "policy is 'lru'"),
+        ({"edge_ids": "no"}, "edge_ids is 'no'"),
+        ({"threads": "two"}, "threads must be .*; got 'two'"),
+        ({"memory_bytes": "1 GB"}, "memory_bytes must be .*; got '1 GB'"),
+        ({"verify": 0}, "verify is 0"),
+    ],
+)
+def test_options_of_packed_batches_are_checked(dataset, tmp_path, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        DiskLoader.from_dataset(
+            dataset, [2], 10, form="edge_index", budgets="1 MB", cache=tmp_path, **options
+        )

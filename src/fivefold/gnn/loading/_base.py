@@ -12,7 +12,8 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Literal, NoReturn, Self, TypedDict, TypeVar
+from numbers import Real
+from typing import Any, Generic, Literal, NoReturn, Self, TypedDict, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -74,10 +75,14 @@ class LoaderSettings:
         if self.prefetch is not None:
             require_whole("prefetch", self.prefetch)
         require_whole("seed", self.seed, least=0)
-        if not self.timeout_s > 0:
-            raise ConfigurationError(f"timeout_s must be positive; got {self.timeout_s}")
-        if not isinstance(self.shuffle, bool):
-            raise ConfigurationError(f"shuffle is {self.shuffle!r}", hint="use True or False")
+        if not isinstance(self.timeout_s, Real) or not self.timeout_s > 0:
+            message = f"timeout_s must be positive; got {self.timeout_s!r}"
+            raise ConfigurationError(message, hint="give seconds, such as 120")
+        require_flag("shuffle", self.shuffle)
+        require_flag("verify", self.verify)
+        require_one_of(self.backend, get_args(Backend), f"backend is {self.backend!r}")
+        require_whole("world_size", self.world_size)
+        require_whole("rank", self.rank, least=0)
         if not 0 <= self.rank < self.world_size:
             raise ConfigurationError(
                 f"rank must be in 0..world_size-1; got rank={self.rank}, "
@@ -126,6 +131,12 @@ def _checked_device(device: torch.device | str) -> torch.device:
         message = f"the batches were wanted on {chosen}, which this torch cannot copy to and from"
         raise UnsupportedError(message, hint='use "cpu" or "cuda"') from error
     return chosen
+
+
+def require_flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False: a text such as "no" would count as True."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} is {value!r}", hint="use True or False")
 
 
 def check_dtype(dtype: np.dtype[Any]) -> None:

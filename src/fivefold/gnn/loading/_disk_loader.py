@@ -13,13 +13,13 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, get_args
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from fivefold.errors import ConfigurationError, require_whole
+from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.loading._base import (
     BatchLoader,
@@ -28,6 +28,7 @@ from fivefold.gnn.loading._base import (
     LoaderStatistics,
     batch_order,
     check_dtype,
+    require_flag,
 )
 from fivefold.gnn.loading._feature_store import LEVELS, FeatureStore
 from fivefold.gnn.loading._pipeline import BufferRing, Pipeline, Stage, Ticket, buffer_count
@@ -36,7 +37,7 @@ from fivefold.gnn.loading.batch import BatchMaker, Form, MiniBatch, Records, See
 from fivefold.gnn.loading.prepare import Preparation, Prepared, StoreRecipe
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
-from fivefold.gnn.planning import Budgets
+from fivefold.gnn.planning import Budgets, Policy
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.sampling.batches import EdgeType, SampledBatch
 from fivefold.gnn.storage.pages import Array, Ids, aligned_empty, gather_rows
@@ -117,6 +118,9 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         )
         if planned:
             _check_planned(settings)
+        for name, value in (("threads", threads), ("memory_bytes", memory_bytes)):
+            if value is not None:
+                require_whole(name, value)
         for rows in (*stores.values(), *packed.edges.values()):
             check_dtype(rows.dtype)
         if memory_bytes is None and prefetch is None:
@@ -164,7 +168,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         cache: str | Path | None = None,
         form: Literal["data", "edge_index", "blocks"] = "data",
         sampled_epochs: int = 1,
-        policy: Literal["static", "belady"] = "static",
+        policy: Policy = "static",
         shuffle: bool | None = None,
         seed: int = 0,
         edge_ids: bool = False,
@@ -227,6 +231,8 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         with contextlib.ExitStack() as opened:
             source = open_source(dataset, cache, form, opened)
             input_type, seeds = source.seeds(input_nodes)
+            require_one_of(policy, get_args(Policy), f"policy is {policy!r}")
+            require_flag("edge_ids", edge_ids)
             recipe = StoreRecipe(
                 fanouts=source.fanouts(fanouts),
                 batch_size=require_whole("batch_size", batch_size),

@@ -26,6 +26,7 @@ from fivefold.gnn.loading._base import (
     LoaderSettings,
     LoaderStatistics,
     check_dtype,
+    require_flag,
 )
 from fivefold.gnn.loading._pipeline import Pipeline, Stage, Ticket
 from fivefold.gnn.loading._pyg_batches import LabelledData, labels_of, seeds_of
@@ -167,6 +168,9 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
         self._prefetch = require_whole("prefetch", prefetch)
         self._batch_size = require_whole("batch_size", batch_size)
         self._form = checked_form("edge_index" if form == "data" else form)
+        require_flag("resample", resample)
+        if edge_ids is not None:
+            require_flag("edge_ids", edge_ids)
         self._resample = resample
         timed = node_time is not None or edge_time is not None
         plain = isinstance(features, str) and not (timed or cache_bytes or form == "blocks")

@@ -23,7 +23,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from fivefold.files import lock_file, read_checked_json, write_checked_json
 from fivefold.gnn.data import Dataset, HeteroDataset
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.packing import PackedStore, pack
-from fivefold.gnn.planning import Budgets, Plan, make_plan
+from fivefold.gnn.planning import Budgets, Plan, Policy, make_plan
 from fivefold.gnn.sampling import (
     Adjacency,
     HeteroAdjacency,
@@ -73,7 +73,7 @@ class StoreRecipe:
     device_bytes: int = 0
     host_bytes: int = 1_000_000_000
     disk_bytes: int | None = None
-    policy: Literal["static", "belady"] = "static"
+    policy: Policy = "static"
     segment_batches: int = 0
     buffer_batches: int = 3
     edge_ids: bool = False

@@ -5,7 +5,8 @@ the caches (static by count, or Belady's for a known order), lays out what is le
 the cheapest size that the disk budget allows, and predicts every byte that will be read.
 """
 
+from fivefold.gnn.planning._caches import Policy
 from fivefold.gnn.planning._make import make_plan
 from fivefold.gnn.planning._plan import Budgets, Plan, Prediction
 
-__all__ = ["Budgets", "Plan", "Prediction", "make_plan"]
+__all__ = ["Budgets", "Plan", "Policy", "Prediction", "make_plan"]

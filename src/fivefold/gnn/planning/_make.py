@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
+from typing import get_args
 
 from fivefold.errors import DataError, require_one_of, require_whole
 from fivefold.gnn.data.parts import Progress
@@ -82,7 +83,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
             f"the samples are of a graph of {samples.num_nodes} nodes, the features of {num_nodes}",
             hint="sample the graph that these features belong to",
         )
-    require_one_of(policy, ("static", "belady"), f"policy is {policy!r}")
+    require_one_of(policy, get_args(Policy), f"policy is {policy!r}")
     least = {"segment_batches": 1, "max_gap_bytes": 0, "buffer_batches": 0, "training_epochs": 0}
     for name, value in zip(
         least, (segment_batches, max_gap_bytes, buffer_batches, training_epochs), strict=True
