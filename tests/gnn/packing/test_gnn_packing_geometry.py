@@ -1,5 +1,6 @@
 """Windows, chunks and cells: they cover the rows, fit the memory, and the cheapest way is taken."""
 
+import dataclasses
 import tracemalloc
 from bisect import bisect
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.packing import pack
 from fivefold.gnn.packing._rows import Cells, batches_of_cells, cut_windows
+from fivefold.gnn.planning import Budgets, make_plan
 from fivefold.gnn.planning.geometry import (
     INDEX_BYTES_PER_ROW,
     Geometry,
@@ -21,6 +23,15 @@ from fivefold.gnn.storage.pages import PAGE_BYTES
 
 SPEEDS = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9}
 MB = 10**6
+
+
+class Disk:
+    """A disk with fixed prices."""
+
+    sequential_read_bytes_per_s = sequential_write_bytes_per_s = 1e9
+
+    def seconds(self, requests, size_bytes):
+        return requests * 1e-5 + size_bytes / 1e9
 
 
 def choose(**kwargs):
@@ -232,3 +243,34 @@ def test_features_in_memory_leave_room_for_chunks_and_both_engines(memory_bytes)
     chunks = Geometry.NUM_CHUNKS * way(most - 1).chunk_rows * (row_bytes + INDEX_BYTES_PER_ROW)
     taken = (most - 1) * row_bytes + chunks + 2 * threads * block_bytes
     assert memory_bytes - row_bytes < taken <= memory_bytes
+
+
+@pytest.mark.parametrize("policy", ["static", "belady"])
+@pytest.mark.parametrize("host_bytes", [2 * MB, 6 * MB, 9 * MB, 30 * MB])
+def test_a_plan_tells_how_packing_will_go(make_world, tmp_path, policy, host_bytes):
+    """The way, its sizes and its scratch space are those that ``pack`` then has."""
+    world = make_world(nodes=60_000, dim=64, seeds=3000, batch_size=100, fanouts=[9, 6])
+    disk = Disk()
+    budgets = Budgets(host_bytes=host_bytes, disk_bytes=10**9)
+    plan = make_plan(world.samples, world.features, budgets, disk, policy=policy, buffer_batches=0)
+    with pack(
+        world.features, world.samples, plan, tmp_path / "store",
+        memory_bytes=host_bytes, profile=disk,
+    ) as store:  # fmt: skip
+        assert store.manifest["packing"] == dataclasses.asdict(plan.predicted.packing)
+
+
+def test_the_disk_budget_holds_the_plan_too(make_world, tmp_path):
+    """Arrays of the caches are part of what is written: 12 bytes for each row that enters."""
+    world = make_world(nodes=3000, seeds=900, batch_size=30)
+    disk = Disk()
+    budgets = Budgets(host_bytes=150_000, disk_bytes=10**9)
+    plan = make_plan(
+        world.samples, world.features, budgets, disk, policy="belady", buffer_batches=0
+    )
+    folder = tmp_path / "store"
+    with pack(world.features, world.samples, plan, folder, memory_bytes=10**6) as store:
+        kept = sum(path.stat().st_size for path in folder.rglob("*.fvf"))
+        without = kept - (folder / "plan.fvf").stat().st_size
+        assert without < kept <= store.plan.predicted.disk_bytes
+        assert (folder / "plan.fvf").stat().st_size <= plan.nbytes

@@ -278,9 +278,16 @@ def test_ids_beyond_32_bits_are_planned_without_arrays_of_all_nodes(check_reads,
 
 def test_a_device_budget_that_batches_use_up_is_told(samples, disk, caplog):
     largest = max(len(samples.node_ids(i)) for i in range(samples.num_batches))
-    plan = plan_of(samples, disk, cache_rows=largest, device_rows=largest, buffer_batches=1)
+    rows = 2 * largest
+    plan = plan_of(samples, disk, cache_rows=rows, device_rows=rows, buffer_batches=2)
     assert plan.num_device_slots == 0
     assert "no rows are cached on the device" in caplog.text
+
+
+def test_one_batch_in_flight_is_refused(samples, disk):
+    """A loader needs two buffers: such a plan would be refused after it was packed."""
+    with pytest.raises(ConfigurationError, match=r"buffer_batches is 1.*use 2 or more"):
+        plan_of(samples, disk, buffer_batches=1)
 
 
 def test_packing_that_never_pays_is_said_so(samples):

@@ -480,8 +480,9 @@ class _Run:
         found = os.statvfs(files.folder)
         rows = sum(path.stat().st_size for path in files.folder.glob("rows.fvf*"))  # set aside
         records = sum(path.stat().st_size for path in files.folder.glob("records.fvf*"))
-        # Records are about as large as the samples.
+        # Records are about as large as the samples; a copy of the plan is written at the end.
         whole = records if files.records.exists() else max(samples.nbytes, records)
+        whole += self.plan.nbytes
         free = found.f_bavail * found.f_frsize + rows - (whole - records)
         return min(free, self.plan.budgets.disk_bytes - whole - layouts.nbytes)
 

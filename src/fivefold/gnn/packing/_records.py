@@ -11,7 +11,6 @@ lie, not on the rows: they are made while rows are moved. A killed run goes on a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,12 @@ from fivefold.errors import DataError, InfeasibleError
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.packing.record import build_record, encode_record
 from fivefold.gnn.planning import Plan
+from fivefold.gnn.planning.geometry import (
+    DENSE_SHARE,
+    RECORD_WRITER_BYTES,
+    recording_bytes,
+    recording_threads,
+)
 from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.sampling.batches import SampledBatch
@@ -66,11 +71,6 @@ class SlotTracker:
         num_changing = 0 if self._schedule is None else plan.num_host_slots
         self._content = np.full(num_changing, _COLD, np.int64)
         self._content[: len(host)] = host[:num_changing]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that the tables take."""
-        return self._slot.nbytes + self._content.nbytes + self._ids.nbytes
 
     def slots(self, node_ids: Ids) -> NDArray[np.int32]:
         """Return the slot of each node, -1 where it is in no cache; several threads may ask."""
@@ -171,12 +171,7 @@ def places_of(layouts: Container, batch: int) -> tuple[Ids, int]:
 
 
 KIND_RECORDS = "packed-records"
-_BYTES_PER_NODE = 96  # of each batch whose record is being built
-_SAMPLED_COPIES = 5  # of its sampled record: read, decoded, renumbered, encoded
-_DENSE_SHARE = 8  # a table may take an eighth of the memory, or answers come from sorted lists
 _MARK_BYTES = 64 << 20  # a mark waits for the disk; this much is redone after a kill
-_WRITER_BYTES = 4 << 20  # through which a writer copies what is not aligned
-_MOST_THREADS = 2
 _NONE = np.empty(0, np.int64)
 
 _Call = Callable[[], tuple[Bytes, int, int]]
@@ -189,29 +184,20 @@ class Recorder:
         self, samples: SampleFile, plan: Plan, layouts: Container, *, memory_bytes: int
     ) -> None:
         self._samples, self._plan, self._layouts = samples, plan, layouts
-        self._dense_bytes = memory_bytes // _DENSE_SHARE
-        # One core is left to those who move rows.
-        self._threads = min(_MOST_THREADS, max(1, (os.cpu_count() or 1) - 1))
-        own_bytes = self._own_bytes()
-        self.needed_bytes = own_bytes + _WRITER_BYTES
+        self._dense_bytes = memory_bytes // DENSE_SHARE
+        own_bytes = recording_bytes(
+            samples,
+            plan.caches,
+            segment_rows=int(np.diff(plan.segment_rows).max(initial=0)),
+            memory_bytes=memory_bytes,
+        )
+        self.needed_bytes = own_bytes + RECORD_WRITER_BYTES
         if own_bytes > memory_bytes:
             raise InfeasibleError(
                 f"making the records of the batches takes {format_bytes(own_bytes)} of memory, "
                 f"more than memory_bytes={memory_bytes}",
                 hint="give packing more memory, or sample smaller batches",
             )
-
-    def _own_bytes(self) -> int:
-        """Return the memory of tables and of the batches under way."""
-        numbers = range(self._samples.num_batches)
-        nodes = max(map(self._samples.num_nodes_of, numbers), default=0)
-        sampled = max(map(self._samples.record_bytes_of, numbers), default=0)
-        rows = int(np.diff(self._plan.segment_rows).max(initial=0))
-        order = rows * self._layouts.sections["order"].dtype.itemsize  # of a segment
-        batch = _BYTES_PER_NODE * nodes + _SAMPLED_COPIES * sampled
-        if is_dense(nodes, self._samples.num_nodes):
-            batch += IdSet.bytes_for(self._samples.num_nodes)
-        return self._tracker().nbytes + order + self._threads * batch
 
     def write(self, path: Path, *, attributes: dict[str, Any], progress: Progress) -> Container:
         """Write the records; what an earlier run has done is kept."""
@@ -229,7 +215,7 @@ class Recorder:
             done = writer.progress or {"batches": 0, "bytes": 0}
             place = marked = done["bytes"]
             for batch, (block, nodes, edges) in enumerate(
-                in_threads(self._calls(done["batches"]), threads=self._threads),
+                in_threads(self._calls(done["batches"]), threads=recording_threads()),
                 start=done["batches"],
             ):
                 writer.append("data", block)
@@ -244,7 +230,9 @@ class Recorder:
 
     def _calls(self, first: int) -> Iterator[_Call]:
         """Yield a call for each batch; what they find in the caches is asked here, in order."""
-        tracker = self._tracker()
+        tracker = SlotTracker(
+            self._plan, num_nodes=self._samples.num_nodes, dense_bytes=self._dense_bytes
+        )
         for batch in range(first):
             tracker.advance(batch)
         for segment, (start, stop) in enumerate(self._plan.segments):
@@ -288,11 +276,6 @@ class Recorder:
         padded = np.zeros(-(-len(block) // PAGE_BYTES) * PAGE_BYTES, np.uint8)
         padded[: len(block)] = block
         return padded, len(record.node_ids), len(record.sources)
-
-    def _tracker(self) -> SlotTracker:
-        return SlotTracker(
-            self._plan, num_nodes=self._samples.num_nodes, dense_bytes=self._dense_bytes
-        )
 
 
 def places_in(node_ids: Ids, num_nodes: int) -> Callable[[NDArray[np.integer]], Ids]:

@@ -10,10 +10,18 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import get_args
 
-from fivefold.errors import DataError, require_one_of, require_whole
+import numpy as np
+
+from fivefold.errors import (
+    ConfigurationError,
+    DataError,
+    InfeasibleError,
+    require_one_of,
+    require_whole,
+)
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.planning._caches import Caches, KeptArrays, Policy, Scratch, Tally
-from fivefold.gnn.planning._plan import Budgets, Plan, Prediction
+from fivefold.gnn.planning._plan import Budgets, Plan, Prediction, plan_bytes
 from fivefold.gnn.planning._search import (
     GAPS_BYTES,
     Found,
@@ -22,7 +30,16 @@ from fivefold.gnn.planning._search import (
     search_segments,
     segments_of,
 )
-from fivefold.gnn.planning.geometry import Geometry, least_memory_bytes, packing_ways
+from fivefold.gnn.planning.geometry import (
+    RECORD_WRITER_BYTES,
+    Geometry,
+    choose_geometry,
+    least_memory_bytes,
+    leave_room,
+    ledger_bytes,
+    packing_ways,
+    recording_bytes,
+)
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, DiskProfile
 from fivefold.gnn.storage.pages import PAGE_BYTES
@@ -61,7 +78,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         segment_batches: Batches per segment; None: the size of least cost within the budget.
         max_gap_bytes: Gaps up to this size are read through; None: what the disk makes cheapest.
         buffer_batches: Batches in flight whose rows are kept in host memory, and in device
-            memory where there is some; the caches get the rest of the budgets.
+            memory where there is some; the caches get the rest of the budgets. 2 or more, or 0.
         training_epochs: Epochs over which the time for packing is spread in the choice of the
             segment size.
         scratch_folder: Where the scratch file goes; None: beside the samples.
@@ -90,6 +107,10 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
     ):
         if value is not None:
             require_whole(name, value, least=least[name], hint="leave it out for the default")
+    if buffer_batches == 1:
+        message = "buffer_batches is 1, but a batch is prepared while another one is trained on"
+        hint = "use 2 or more, or 0 to keep no memory for batches in flight"
+        raise ConfigurationError(message, hint=hint)
     inputs = _Inputs(samples, row_bytes, budgets, profile, buffer_batches)
     folder = samples.path.parent if scratch_folder is None else Path(scratch_folder)
     scratch = Scratch(folder=folder, most_bytes=budgets.disk_bytes)
@@ -186,25 +207,63 @@ class _Inputs:
         return Space(
             disk_bytes=self.budgets.disk_bytes,
             fixed_bytes=caches.filled_rows * self.row_bytes,
-            record_bytes=lambda rows: self.record_bytes(rows, cold_rows),
+            record_bytes=lambda rows: self.record_bytes(caches, rows, cold_rows),
             row_bytes=self.row_bytes,
             ways=ways,
         )
 
-    def record_bytes(self, packed_rows: int, cold_rows: int) -> int:
-        """Estimate the bytes that packing writes besides rows: records, and for a while layouts.
+    def packing(self, caches: Caches, found: Found, record_bytes: int) -> Geometry:
+        """Return the way of packing that ``pack`` will choose with the host's memory.
+
+        Where that cannot be said, it is the way that the search found to fit.
+        """
+        rows = {
+            "rows": int(found.reads.segment_rows[-1]),
+            "device": len(caches.device_rows),
+            "host": len(caches.host_rows),
+        }
+        memory_bytes = self.budgets.host_bytes
+        choose = partial(
+            choose_geometry,
+            num_nodes=self.samples.num_nodes,
+            row_bytes=self.row_bytes,
+            sections=rows,
+            read_bytes_per_s=self.disk.sequential_read_bytes_per_s,
+            write_bytes_per_s=self.disk.sequential_write_bytes_per_s,
+            free_bytes=self.budgets.disk_bytes - record_bytes,
+        )
+        beside_bytes = RECORD_WRITER_BYTES + recording_bytes(
+            self.samples,
+            caches,
+            segment_rows=int(np.diff(found.reads.segment_rows).max(initial=0)),
+            memory_bytes=memory_bytes,
+        )
+        ledger = ledger_bytes(sum(rows.values()) * self.row_bytes)
+        try:
+            return leave_room(choose, memory_bytes - ledger, beside_bytes)[0]
+        except InfeasibleError:
+            return found.packing
+
+    def record_bytes(self, caches: Caches, packed_rows: int, cold_rows: int) -> int:
+        """Estimate the bytes that packing writes besides rows: records, the plan, and layouts.
 
         Records are about as large as the samples; the layouts take a node id per packed row, a
         number per cold row of a batch and three per batch, in a file of whole pages.
         """
+        batches = self.samples.num_batches
+        arrays = [caches.device_rows, caches.host_rows, *[np.empty(batches + 1, np.int64)] * 3]
+        if caches.schedule is not None:
+            arrays += caches.schedule.arrays().values()
+        plan = plan_bytes(arrays, batches)
         id_bytes = 4 if self.samples.num_nodes < 2**32 else 8
-        layouts = packed_rows * id_bytes + 4 * cold_rows + 24 * self.samples.num_batches
-        return self.samples.nbytes + layouts + layouts // 1024 + 7 * PAGE_BYTES
+        layouts = packed_rows * id_bytes + 4 * cold_rows + 24 * batches
+        return plan + self.samples.nbytes + layouts + layouts // 1024 + 7 * PAGE_BYTES
 
     def predict(self, caches: Caches, tally: Tally, found: Found) -> Prediction:
         """Sum up what the choices lead to; sums over all batches become means per epoch."""
-        reads, packing = found.reads, found.packing
-        packed_rows = int(reads.segment_rows[-1])
+        reads, packed_rows = found.reads, int(found.reads.segment_rows[-1])
+        record_bytes = self.record_bytes(caches, packed_rows, tally.cold_rows)
+        packing = self.packing(caches, found, record_bytes)
         read_bytes = int(reads.read_bytes.sum())
         epochs = self.samples.num_epochs
         cold_bytes = tally.cold_rows * self.row_bytes
@@ -220,7 +279,7 @@ class _Inputs:
             packed_bytes=packed_rows * self.row_bytes,
             cache_bytes=cache_bytes,
             fill_seconds=cache_bytes / self.disk.sequential_read_bytes_per_s,
-            record_bytes=self.record_bytes(packed_rows, tally.cold_rows),
+            record_bytes=record_bytes,
             sample_bytes=self.samples.nbytes,
             scratch_bytes=packing.scratch_bytes,
             buffer_bytes=self.buffer_bytes,

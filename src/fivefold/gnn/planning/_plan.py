@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from fivefold.gnn.planning._caches import Caches, CacheSchedule, Policy
 from fivefold.gnn.planning.geometry import Geometry
 from fivefold.gnn.planning.layout import SegmentLayout, segment_layout
 from fivefold.gnn.storage import Container, ContainerWriter
-from fivefold.gnn.storage.pages import Array, Ids
+from fivefold.gnn.storage.pages import PAGE_BYTES, Array, Ids
 from fivefold.units import format_bytes, format_duration_s
 
 
@@ -104,7 +104,8 @@ class Prediction:
         packed_bytes: Bytes of the packed file's rows.
         cache_bytes: Bytes of the cached rows on disk, which fill the caches at the start.
         fill_seconds: Seconds to fill the caches.
-        record_bytes: Bytes of the batch records, estimated from the samples.
+        record_bytes: Bytes of the batch records, estimated from the samples, of the layouts while
+            packing runs, and of the plan itself.
         sample_bytes: Bytes of the sample file.
         scratch_bytes: Disk space that packing takes on top while it runs.
         buffer_bytes: Host memory that is kept for the batches in flight.
@@ -155,6 +156,7 @@ class Prediction:
 
 
 _VERSION = 3
+_TEXT_BYTES, _TEXT_BYTES_PER_SEGMENT = 32_000, 24  # of a plan: up to 80 choices; two numbers
 _KIND = "plan"
 
 
@@ -246,10 +248,11 @@ class Plan:
             batch: Number of the batch.
             node_ids: Its node ids as the samples have them.
         """
-        return self._caches.cold_ids(batch, node_ids)
+        return self.caches.cold_ids(batch, node_ids)
 
     @cached_property
-    def _caches(self) -> Caches:
+    def caches(self) -> Caches:
+        """Return the contents of both caches."""
         return Caches(
             device_rows=self.device_rows,
             host_rows=self.host_rows,
@@ -288,6 +291,11 @@ class Plan:
         values["choices"] = [dataclasses.asdict(choice) for choice in self.choices]
         hashes = {name: _hash(array) for name, array in self._arrays().items()}
         return json.dumps({"version": _VERSION, **values, "arrays": hashes}, sort_keys=True)
+
+    @property
+    def nbytes(self) -> int:
+        """About the bytes of its file."""
+        return plan_bytes(self._arrays().values(), len(self.segments))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all.
@@ -333,6 +341,14 @@ class Plan:
 
 
 _ARRAYS = ("device_rows", "host_rows", "segment_rows", "batch_bytes", "batch_requests")
+
+
+def plan_bytes(arrays: Iterable[Array], num_segments: int) -> int:
+    """Return about the bytes of the file of a plan: arrays in whole pages, text, checksums."""
+    pages = sum(-(-array.nbytes // PAGE_BYTES) for array in arrays)
+    text = _TEXT_BYTES + _TEXT_BYTES_PER_SEGMENT * num_segments
+    size_bytes = pages * PAGE_BYTES + text
+    return size_bytes + size_bytes // 1024 + 3 * PAGE_BYTES
 
 
 def _from_values(values: dict[str, Any], arrays: Mapping[str, Array]) -> Plan:

@@ -451,8 +451,14 @@ class _Work:
         )
 
     @property
+    def plan_bytes(self) -> int:
+        """Bytes of the plan: an id for each cached row, and numbers of each batch."""
+        return 8 * self.cached_rows + 48 * self.batches
+
+    @property
     def _beside(self) -> int:
-        return self.record_bytes + self.cached_rows * self.graph.row_bytes
+        cached_bytes = self.cached_rows * self.graph.row_bytes
+        return self.record_bytes + self.plan_bytes + cached_bytes
 
     def _way(self, rows: int) -> Geometry:
         """Return the cheapest way beside the records, which are made at the same time."""
@@ -544,7 +550,7 @@ class _Work:
                 + 2 * ids
                 + self.recorder_bytes
                 + packing.buffer_bytes(graph.row_bytes),
-                disk_bytes=rows_bytes + self.record_bytes,
+                disk_bytes=rows_bytes + self.record_bytes + self.plan_bytes,
                 scratch_bytes=packing.scratch_bytes,
                 remark=f"{packing.strategy}, {format_bytes(packing.moved_bytes)} moved",
             ),

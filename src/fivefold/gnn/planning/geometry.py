@@ -17,11 +17,17 @@ these sections into the next. The planner asks for the cost, the packer for the 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from fivefold.errors import InfeasibleError
+from fivefold.gnn.planning._caches import Caches
+from fivefold.gnn.planning.id_sets import IdSet, is_dense
+from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage.pages import PAGE_BYTES
 from fivefold.units import format_bytes
 
@@ -36,6 +42,11 @@ _LEAST_WINDOW_BYTES = 16 << 20  # smaller ones cost more calls than they save me
 _LARGEST_MARK_BYTES = 128 << 20  # a mark waits for the disk; this much is redone after a kill
 _RESIDENT_WINDOW_BYTES = 256 << 20  # how much is redone after a kill
 _LEDGER_BYTES_PER_PAGE = 10
+_BYTES_PER_NODE = 96  # of each batch whose record is being built
+_SAMPLED_COPIES = 5  # of its sampled record: read, decoded, renumbered, encoded
+_MOST_RECORDING_THREADS = 2
+DENSE_SHARE = 8  # a table may take an eighth of the memory, or answers come from sorted lists
+RECORD_WRITER_BYTES = 4 << 20  # through which a writer of records copies what is not aligned
 _PROBE_ERROR = 0.15  # two probes of one disk differ by as much
 _DEARER = 1.1  # bytes that rows may cost more, so that records are made in the same time
 _LARGEST_RANGES = 65_535  # range numbers are sorted as 16-bit keys, which is a radix sort
@@ -161,6 +172,30 @@ def leave_room(
         return alone, False
     cheap = beside.moved_bytes <= _DEARER * alone.moved_bytes
     return (beside, True) if cheap else (alone, False)
+
+
+def recording_bytes(
+    samples: SampleFile, caches: Caches, *, segment_rows: int, memory_bytes: int
+) -> int:
+    """Return the memory for making records: tables of the caches, a segment, batches under way."""
+    numbers, num_nodes = range(samples.num_batches), samples.num_nodes
+    nodes = max(map(samples.num_nodes_of, numbers), default=0)
+    sampled = max(map(samples.record_bytes_of, numbers), default=0)
+    batch, bits = _BYTES_PER_NODE * nodes + _SAMPLED_COPIES * sampled, IdSet.bytes_for(num_nodes)
+    if is_dense(nodes, num_nodes):
+        batch += bits
+    cached = len(caches.device_rows) + len(caches.host_rows)
+    if caches.schedule is not None:
+        rows = np.concatenate([caches.device_rows, caches.schedule.admitted_rows])
+        cached = len(np.unique(rows)) + 2 * caches.num_host_slots
+    tables = 4 * cached + (bits if bits <= memory_bytes // DENSE_SHARE else 8 * cached)
+    order = segment_rows * (4 if num_nodes < 2**32 else 8)
+    return tables + order + recording_threads() * batch
+
+
+def recording_threads() -> int:
+    """Return how many threads make records: one core is left to those who move rows."""
+    return min(_MOST_RECORDING_THREADS, max(1, (os.cpu_count() or 1) - 1))
 
 
 def ledger_bytes(output_bytes: int) -> int:

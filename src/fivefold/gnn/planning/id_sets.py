@@ -64,11 +64,6 @@ class IdSet:
         """Return the memory of a set of ids below this bound."""
         return 12 * -(-bound // _WORD)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that the set takes once places were asked for."""
-        return 12 * len(self.words)
-
     def __len__(self) -> int:
         return self._size
 
@@ -114,11 +109,6 @@ class SortedIds:
 
     def __len__(self) -> int:
         return len(self._ids)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that the list takes."""
-        return self._ids.nbytes
 
     def ascending(self) -> Ids:
         """Return the members in order, int64."""
