@@ -30,20 +30,22 @@ __all__ = [
     "train_graph",
 ]
 
-_HOMES = {
-    "config": ("GnnConfig", "load_gnn_config"),
-    "_infer_run": ("RunInference", "infer_run"),
-    "_inference": ("InferenceResult", "infer_layers"),
-    "_loop": ("train_graph",),
-    "models": ("GAT", "GCN", "GraphSAGE"),
-    "_result": ("GnnResult",),
+_MODULES = {
+    "GnnConfig": "config",
+    "load_gnn_config": "config",
+    "RunInference": "_infer_run",
+    "infer_run": "_infer_run",
+    "InferenceResult": "_inference",
+    "infer_layers": "_inference",
+    "train_graph": "_loop",
+    "GnnResult": "_result",
 }
-_MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name in __all__:
+        module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'models')}")
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

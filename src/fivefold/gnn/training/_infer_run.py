@@ -13,7 +13,7 @@ import torch
 from fivefold.errors import CheckpointError, DataError
 from fivefold.gnn.storage import Container
 from fivefold.gnn.training._graph import Graph, model_for, open_graph
-from fivefold.gnn.training._inference import InferenceResult, infer_graph
+from fivefold.gnn.training._inference import InferenceResult, infer_layers
 from fivefold.gnn.training.config import Backend, GnnConfig, load_gnn_config
 from fivefold.gnn.training.models import LayeredModel, TypedSAGE
 from fivefold.runs import write_json
@@ -86,7 +86,7 @@ def infer_run(
     with open_graph(config) as dataset:
         model, step = load_model(config, dataset)
         place = run / "inference" / f"step-{step:08d}" if folder is None else Path(folder)
-        outputs = infer_graph(
+        outputs = infer_layers(
             model,
             dataset,
             place,

@@ -100,7 +100,7 @@ class InferenceResult:
 
 def infer_layers(  # noqa: PLR0913 - independent options, each with a default
     model: torch.nn.Module,
-    dataset: Dataset,
+    dataset: Dataset | TypedData,
     folder: str | Path,
     *,
     memory_bytes: int = 1_000_000_000,
@@ -144,60 +144,36 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         ...     outputs.sections["x"].shape
         (50, 3)
     """
-    return infer_graph(
-        as_layered(model),
-        dataset,
-        Path(folder),
-        memory_bytes=memory_bytes,
-        mapped=mapped,
-        keep_layers=keep_layers,
-        profile=profile,
-        backend=backend,
-        progress=progress,
-    )
-
-
-def infer_graph(  # noqa: PLR0913 - those of ``infer_layers``
-    model: LayeredModel | TypedSAGE,
-    data: Dataset | TypedData,
-    folder: Path,
-    *,
-    memory_bytes: int,
-    mapped: bool,
-    keep_layers: bool,
-    profile: DiskProfile | None = None,
-    backend: Backend = "auto",
-    progress: Callable[[int, int], None] | None = None,
-) -> InferenceResult:
-    """Compute the outputs of all nodes, of a graph of one type or of several."""
-    if isinstance(data, Dataset) and isinstance(model, LayeredModel) and model.in_dim != data.dim:
-        message = f"the model takes rows of {model.in_dim}, the features have {data.dim}"
+    taken = model if isinstance(model, TypedSAGE) else as_layered(model)
+    one_type = isinstance(dataset, Dataset) and isinstance(taken, LayeredModel)
+    if one_type and taken.in_dim != dataset.dim:
+        message = f"the model takes rows of {taken.in_dim}, the features have {dataset.dim}"
         raise ConfigurationError(message, hint="use the model that was trained on this data set")
-    folder = folder.absolute()
+    place = Path(folder).absolute()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        message = f"cannot write in {folder}: {error.strerror or error}"
+        message = f"cannot write in {place}: {error.strerror or error}"
         raise StorageError(message, hint="name a folder that you may write") from error
     edges: Mapping[EdgeType, Adjacency]
     features: dict[str, Container]
-    if isinstance(data, Dataset):
-        topology = data.topology(mapped=mapped)
+    if isinstance(dataset, Dataset):
+        topology = dataset.topology(mapped=mapped)
         edges, num_nodes = {ONE_TYPE: topology}, {ONE_TYPE[2]: topology.num_nodes}
-        features = {ONE_TYPE[2]: data.features}
+        features = {ONE_TYPE[2]: dataset.features}
     else:
-        typed, graph = data.topology(mapped=mapped), data.graph
+        typed, graph = dataset.topology(mapped=mapped), dataset.graph
         edges, num_nodes = typed.edges, typed.num_nodes
         features = {name: graph.features(name) for name in num_nodes if graph.has_features(name)}
     run = _Run(
-        tables=take_apart(model),
+        tables=take_apart(taken),
         edges=edges,
         num_nodes=num_nodes,
         features=features,
-        folder=folder,
-        typed=isinstance(data, TypedData),
-        identity=_identity_of(model, data.fingerprint),
-        profile=probe_disk(folder) if profile is None else profile,
+        folder=place,
+        typed=isinstance(dataset, TypedData),
+        identity=_identity_of(taken, dataset.fingerprint),
+        profile=probe_disk(place) if profile is None else profile,
         memory_bytes=memory_bytes,
         backend=backend,
         progress=progress or (lambda _done, _total: None),
@@ -223,17 +199,12 @@ class _Run:
     progress: Callable[[int, int], None]
     done: int = 0  # targets, over all tables
 
-    @property
-    def last(self) -> int:
-        """Return the number of the last layer."""
-        return len(self.tables)
-
     def layers(self, *, keep_layers: bool) -> InferenceResult:
         """Compute what is missing of all layers."""
-        finished = next((n for n in range(self.last, 0, -1) if self._is_done(n)), 0)
+        finished = next((n for n in range(len(self.tables), 0, -1) if self._is_done(n)), 0)
         reports = [LayerReport(layer=number) for number in range(1, finished + 1)]
         self.done = sum(map(self._targets, self.tables[:finished]))
-        for number in range(finished + 1, self.last + 1):
+        for number in range(finished + 1, len(self.tables) + 1):
             with contextlib.ExitStack() as opened:
                 sources = self._sources(number - 1, opened)
                 report = self._layer(number, sources)
@@ -242,11 +213,11 @@ class _Run:
             for name in sources:
                 if number == 1 or not keep_layers:  # what stands for features is no layer's output
                     self._path(number - 1, name).unlink(missing_ok=True)
-        return InferenceResult(path=self._path(self.last, ""), layers=tuple(reports))
+        return InferenceResult(path=self._path(len(self.tables), ""), layers=tuple(reports))
 
     def _path(self, number: int, name: str) -> Path:
         """Return the file of a layer's outputs of a node type; the last layer has one."""
-        if number == self.last:
+        if number == len(self.tables):
             return self.folder / "output.fvf"
         place = f"-{list(self.num_nodes).index(name):02d}" if self.typed else ""
         return self.folder / f"layer-{number:02d}{place}.fvf"
@@ -267,11 +238,10 @@ class _Run:
 
     def _is_done(self, number: int) -> bool:
         names = [table.name for table in self.tables[number - 1]]
-        if not all(self._path(number, name).exists() for name in names):
-            return False
-        for name in names:
+        there = all(self._path(number, name).exists() for name in names)
+        for name in names if there else ():
             self._opened(number, name).close()
-        return True
+        return there
 
     def _sources(self, number: int, opened: contextlib.ExitStack) -> dict[str, Container]:
         """Return the rows that the layer after ``number`` reads, by node type."""
@@ -315,7 +285,7 @@ class _Run:
             if path.exists():
                 self.told(self.num_nodes[outputs.name])
                 continue
-            table = _Table(self, outputs, sources, activated=number < self.last)
+            table = _Table(self, outputs, sources, activated=number < len(self.tables))
             with ContainerWriter(
                 path,
                 kind=_KIND,
@@ -422,26 +392,16 @@ class _Table:
         stream, section = self._stream(kind[0]), self._sources[kind[0]].section("x")
         low, high = int(edges.indptr[piece.start]), int(edges.indptr[piece.stop])
         for start in range(low, high, len(self._keys)):
-            keys = sorted_keys(
-                edges,
-                piece.start,
-                (start, min(start + len(self._keys), high)),
-                shift=self._shift,
-                drops_loops=parts.with_own,
-                keys=self._keys,
-            )
+            stop, shift = min(start + len(self._keys), high), self._shift
+            how = {"shift": shift, "drops_loops": parts.with_own, "keys": self._keys}
+            keys = sorted_keys(edges, piece.start, (start, stop), **how)
             if not len(keys):
                 continue
-            way = choose_reading(
-                keys,
-                self._shift,
-                row_bytes=section.row_bytes,
-                profile=self._run.profile,
-                gap_bytes=self._gap_bytes,
-            )
+            disk = {"profile": self._run.profile, "gap_bytes": self._gap_bytes}
+            way = choose_reading(keys, shift, row_bytes=section.row_bytes, **disk)
             self.ways.append(way)
-            for found, rows in stream.sources(keys, self._shift, way):
-                parts.add(aggregate, found, self._shift, parts.messages(rows))
+            for found, rows in stream.sources(keys, shift, way):
+                parts.add(aggregate, found, shift, parts.messages(rows))
         for start in range(0, len(out), self._shares.rows):
             places = slice(start, min(start + self._shares.rows, len(out)))
             out[places] += parts.finish(aggregate, places)

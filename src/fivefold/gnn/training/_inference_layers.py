@@ -12,9 +12,9 @@ swept (everything between the first and the last is read, as in a broadcast of A
 
 from __future__ import annotations
 
-import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -195,15 +195,9 @@ def take_apart(model: LayeredModel | TypedSAGE) -> list[list[Outputs]]:
 
 @njit
 def fill_keys(
-    indptr: Int64,
-    sources: Array,
-    targets: Pair,
-    edges: Pair,
-    *,
-    shift: int,
-    drops_loops: bool,
-    keys: Int64,
-) -> int:
+    indptr: Int64, sources: Array, targets: Pair, edges: Pair,
+    shift: int, drops_loops: bool, keys: Int64,  # noqa: FBT001
+) -> int:  # fmt: skip
     """Fill in the keys of the in-edges ``edges = (low, high)``; return their number.
 
     ``targets`` is the target that counts as place 0, and the one that edge low belongs to.
@@ -227,19 +221,11 @@ def sorted_keys(
     low, high = edges
     # The kernel looks for the first edge's target from here on.
     start = int(np.searchsorted(topology.indptr, low, side="right")) - 1
-    count = fill_keys(
-        topology.indptr,
-        topology.indices[low:high],
-        (first, start),
-        edges,
-        shift=shift,
-        drops_loops=drops_loops,
-        keys=keys,
-    )
+    sources = topology.indices[low:high]
+    count = fill_keys(topology.indptr, sources, (first, start), edges, shift, drops_loops, keys)
     topology.check_unchanged()
-    found = keys[:count]
-    found.sort()
-    return found
+    keys[:count].sort()
+    return keys[:count]
 
 
 @njit
@@ -307,14 +293,9 @@ def add_mean(keys: Int64, shift: int, values: Float32, sums: Float32, counts: Fl
 
 @njit
 def add_attention(
-    keys: Int64,
-    shift: int,
-    values: Float32,
-    scores: Float32,
-    slope: float,
-    sums: Float32,
-    norms: Float64,
-) -> None:
+    keys: Int64, shift: int, values: Float32, scores: Float32,
+    slope: float, sums: Float32, norms: Float64,
+) -> None:  # fmt: skip
     """Add each source's values [S, W], weighted by exp(score - running maximum), per head.
 
     scores [S, H], sums [T, W]; norms [T, 3 H] are maxima, denominators and the targets' scores.
@@ -357,8 +338,7 @@ _THREADS = 2
 _MOST_BUFFERS = 64  # the engine has at most 16, and as much again in flight and for its plans
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shares:
+class Shares(NamedTuple):
     """Targets, edges and rows that are in memory at once, and bytes of the reader."""
 
     targets: int
@@ -377,7 +357,12 @@ def share_memory(
     """
     reader_bytes = min(_MOST_READER_BYTES, memory_bytes // _READER_SHARE)
     free = memory_bytes - reader_bytes
-    chunk_bytes = _bytes_per_chunk_row(parts, row_bytes)
+    # What a row of a chunk takes: as it is stored three times (one is read ahead, one is picked),
+    # in float32, as a message with what scores take, and the reader's bookkeeping.
+    source = 4 * ((2 if parts.heads else 1) * parts.width + 3 * parts.heads)
+    target = 4 * (2 * parts.width + 3 * parts.out_dim)
+    stored = 3 * row_bytes + 4 * parts.in_dim + _BOOKKEEPING_BYTES
+    chunk_bytes = stored + max(source, target)
     sum_bytes = 4 * (parts.width + parts.out_dim) + 8 * parts.extra  # sums beside outputs
     rows = int(free * _CHUNK_SHARE) // chunk_bytes
     whole = num_nodes * sum_bytes + num_edges * _KEY_BYTES
@@ -389,24 +374,8 @@ def share_memory(
             f"{format_bytes(memory_bytes)} hold no row of {format_bytes(row_bytes)} with its sums",
             hint=f"give at least {format_bytes(least)}",
         )
-    return Shares(
-        targets=max(1, targets),
-        edges=max(1, edges),
-        rows=max(1, min(rows, num_nodes)),
-        reader_bytes=reader_bytes,
-    )
-
-
-def _bytes_per_chunk_row(parts: Outputs, row_bytes: int) -> int:
-    """Return the bytes that a row of a chunk takes on its way.
-
-    As it is stored three times (one is read ahead, one is picked), in float32, as a message with
-    what scores take, and the reader's bookkeeping.
-    """
-    stored = 3 * row_bytes + 4 * parts.in_dim + _BOOKKEEPING_BYTES
-    source = 4 * ((2 if parts.heads else 1) * parts.width + 3 * parts.heads)
-    target = 4 * (2 * parts.width + 3 * parts.out_dim)
-    return stored + max(source, target)
+    most_rows = max(1, min(rows, num_nodes))
+    return Shares(max(1, targets), max(1, edges), most_rows, reader_bytes)
 
 
 def ranges(indptr: Int64, shares: Shares, *, first: int = 0) -> Iterator[range]:
@@ -474,47 +443,39 @@ class RowStream:
     def sequence(self, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """Yield consecutive rows as (place of the first one, their float32 rows)."""
         size = len(self._buffers[0])
-        chunks = (_Chunk(low=low, count=min(size, stop - low)) for low in range(first, stop, size))
+        chunks = (range(low, min(low + size, stop)) for low in range(first, stop, size))
         for (chunk, raw), _ in read_ahead(chunks, self._read, self._buffers):
-            yield chunk.low, _float32(raw)
+            yield chunk.start, _float32(raw)
 
     def sources(self, keys: Int64, shift: int, way: str) -> Iterator[tuple[Int64, Tensor]]:
         """Yield the sources of sorted keys as (the keys of these sources, their float32 rows)."""
-        chunks = self._chunks(keys, shift, sweeps=way == "sweep")
-        for (chunk, raw), _ in read_ahead(chunks, self._read, self._buffers):
-            picked = raw if chunk.count == len(chunk.rows) else raw[chunk.rows - chunk.low]
-            yield chunk.keys, _float32(picked)
+        found: deque[tuple[Int64, Int64]] = deque()  # rows and keys of chunks being read
 
-    def _chunks(self, keys: Int64, shift: int, *, sweeps: bool) -> Iterator[_Chunk]:
-        position, size = 0, len(self._buffers[0])
-        while position < len(keys):
-            low = int(keys[position] >> shift)
-            rows = np.empty(size, np.int64)
-            limit = low + size if sweeps else _NO_LIMIT
-            found, stop = next_rows(keys, position, shift, limit, rows)
-            rows = rows[:found]
-            count = int(rows[-1]) + 1 - low if sweeps else found
-            yield _Chunk(low=low, count=count, rows=rows, keys=keys[position:stop], sweeps=sweeps)
-            position = stop
+        def chunks() -> Iterator[range | Int64]:
+            position, size = 0, len(self._buffers[0])
+            while position < len(keys):
+                low = int(keys[position] >> shift)
+                rows = np.empty(size, np.int64)
+                limit = low + size if way == "sweep" else _NO_LIMIT
+                count, stop = next_rows(keys, position, shift, limit, rows)
+                rows = rows[:count]
+                found.append((rows, keys[position:stop]))
+                yield range(low, int(rows[-1]) + 1) if way == "sweep" else rows
+                position = stop
 
-    def _read(self, chunk: _Chunk, buffer: Array) -> tuple[_Chunk, Array]:
-        out = buffer[: chunk.count]
-        if chunk.sweeps:
-            self.statistics += self._reader.read_runs([chunk.low], [chunk.count], [0], out)
+        for (chunk, raw), _ in read_ahead(chunks(), self._read, self._buffers):
+            rows, edges = found.popleft()
+            picked = raw if len(chunk) == len(rows) else raw[rows - chunk[0]]
+            yield edges, _float32(picked)
+
+    def _read(self, rows: range | Int64, buffer: Array) -> tuple[range | Int64, Array]:
+        """Read a run of rows, or picked ones."""
+        out = buffer[: len(rows)]
+        if isinstance(rows, range):
+            self.statistics += self._reader.read_runs([rows.start], [len(rows)], [0], out)
         else:
-            self.statistics += self._reader.read_rows(chunk.rows, out)
-        return chunk, out
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Chunk:
-    """Rows that are read together: a run from low on, or picked ones; and the edges for them."""
-
-    low: int
-    count: int
-    rows: Int64 = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
-    keys: Int64 = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
-    sweeps: bool = True
+            self.statistics += self._reader.read_rows(rows, out)
+        return rows, out
 
 
 def _float32(raw: Array) -> Tensor:

@@ -9,6 +9,7 @@ mode is in its loader. Knows nothing of command lines.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -40,7 +41,6 @@ from fivefold.gnn.training._source import (
     Loader,
     Rounds,
     add_counts,
-    counts_of,
     make_loader,
 )
 from fivefold.gnn.training.config import GnnConfig
@@ -386,7 +386,7 @@ class _Run:
     def _count(self) -> None:
         """Add what the data path did since the last time."""
         now = self.loader.statistics()
-        self.data = add_counts(self.data, counts_of(now - self._counted))
+        self.data = add_counts(self.data, now - self._counted)
         self._counted = now
 
     def _validate(self) -> None:
@@ -423,11 +423,8 @@ class _Run:
         self._write("checkpoint")
 
     def _state(self) -> dict[str, Any]:
-        own = {
-            "loader": self.loader.state_dict(),
-            "rng": rng_state(),
-            "tally": self.tally.record(),
-        }
+        tally = dataclasses.asdict(self.tally)
+        own = {"loader": self.loader.state_dict(), "rng": rng_state(), "tally": tally}
         if not self.ranks.is_main:
             return own
         return own | {

@@ -132,10 +132,6 @@ class EpochTally:
         self.logged_nodes = self.nodes
         return {"loss": loss, "accuracy": accuracy, "nodes": nodes}
 
-    def record(self) -> dict[str, Any]:
-        """Return the sums, to be restored from."""
-        return dataclasses.asdict(self)
-
 
 class Clock:
     """Seconds per category."""

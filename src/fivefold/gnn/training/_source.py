@@ -34,13 +34,14 @@ from fivefold.runs.ranks import Ranks
 
 _LOG = logging.getLogger(__name__)
 Loader: TypeAlias = DiskLoader | OnlineLoader
+Topology: TypeAlias = Adjacency | HeteroAdjacency
 
 
 def make_loader(
     config: GnnConfig,
     dataset: Graph,
     *,
-    topology: Adjacency | HeteroAdjacency,
+    topology: Topology,
     ranks: Ranks,
     features: Array | None,
     prepared: Prepared | None,
@@ -79,28 +80,19 @@ def _sampled(dataset: Graph, ids: Ids, *, features: Array | None, **options: Any
     return OnlineLoader(dataset, ids, **options)
 
 
-def counts_of(statistics: LoaderStatistics) -> dict[str, Any]:
-    """Return the counts of a loader that add up over parts of a run."""
-    counts = dataclasses.asdict(statistics)
-    return {
-        name: counts[name] for name in counts if name not in {"batches", "fill_s", "buffer_bytes"}
-    }
-
-
-def add_counts(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
-    """Return the sum of two records of counts."""
-    if first is None:
-        return second
-    total: dict[str, Any] = {}
-    for key, value in second.items():
-        before = first.get(key, 0)
+def add_counts(before: dict[str, Any] | None, now: LoaderStatistics) -> dict[str, Any]:
+    """Return the counts of a loader, those that add up over parts of a run, added to a record."""
+    counts = dataclasses.asdict(now)
+    for name in ("batches", "fill_s", "buffer_bytes"):
+        del counts[name]
+    for key, value in counts.items():
+        earlier = (before or {}).get(key, 0)
         if isinstance(value, dict):
-            before = before or {}
-            names = [*before, *(name for name in value if name not in before)]
-            total[key] = {name: before.get(name, 0) + value.get(name, 0) for name in names}
-        else:
-            total[key] = value if key == "row_bytes" else before + value
-    return total
+            known = earlier or {}
+            counts[key] = known | {name: n + known.get(name, 0) for name, n in value.items()}
+        elif key != "row_bytes":
+            counts[key] = value + earlier
+    return counts
 
 
 _SEED = 20_250  # of the sampled neighbours; apart from training's
@@ -123,7 +115,7 @@ class Evaluator:
         config: GnnConfig,
         dataset: Graph,
         *,
-        topology: Adjacency | HeteroAdjacency,
+        topology: Topology,
         ranks: Ranks,
         features: Array | None,
     ) -> None:
@@ -235,12 +227,7 @@ class Rounds:
     """Packed stores, one after another."""
 
     def __init__(
-        self,
-        config: GnnConfig,
-        dataset: Graph,
-        *,
-        topology: Adjacency | HeteroAdjacency,
-        is_main: bool,
+        self, config: GnnConfig, dataset: Graph, *, topology: Topology, is_main: bool
     ) -> None:
         self._config, self._dataset, self._topology = config, dataset, topology
         self._every = config.sampling.refresh_every_epochs

@@ -147,12 +147,10 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> ModelConfig:
-        if self.name == "gat" and self.hidden_dim % self.heads:
-            near = max(1, self.hidden_dim // self.heads) * self.heads
-            message = (
-                f"model.hidden_dim must be a multiple of model.heads; "
-                f"got {self.hidden_dim} and {self.heads}"
-            )
+        width, heads = self.hidden_dim, self.heads
+        if self.name == "gat" and width % heads:
+            near = max(1, width // heads) * heads
+            message = f"model.hidden_dim must be a multiple of model.heads; got {width} and {heads}"
             raise ConfigurationError(message, hint=f"use hidden_dim = {near}")
         return self
 
@@ -203,12 +201,9 @@ class GnnConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> GnnConfig:
-        fanouts = self.validation.fanouts
-        if fanouts is not None and len(fanouts) != len(self.sampling.fanouts):
-            message = (
-                f"validation.fanouts has {len(fanouts)} hops, but sampling.fanouts "
-                f"{len(self.sampling.fanouts)}"
-            )
+        hops, own = len(self.sampling.fanouts), self.validation.fanouts
+        if own is not None and len(own) != hops:
+            message = f"validation.fanouts has {len(own)} hops, but sampling.fanouts {hops}"
             raise ConfigurationError(message, hint="write one number per layer in both")
         if self.plan.policy == "belady" and self.loader.shuffle and self.run.mode == "disk":
             message = 'plan.policy = "belady" needs the planned order, but loader.shuffle is true'
