@@ -106,12 +106,8 @@ class LoaderSettings:
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal for a position to mean the same batch."""
-        return {
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "world_size": self.world_size,
-            "remainder": self.remainder,
-        }
+        decides = ("seed", "shuffle", "world_size", "remainder")
+        return {name: getattr(self, name) for name in decides}
 
 
 def _checked_device(device: torch.device | str) -> torch.device:
@@ -195,10 +191,15 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
 
     def __init__(self, settings: LoaderSettings, release: Callable[[], None]) -> None:
         self._settings = settings
+        self._process = process = os.getpid()
+
+        def release_here() -> None:  # a forked child has copies of locks and no threads
+            if os.getpid() == process:
+                release()
+
         # Not at the exit of the interpreter: a thread that hangs would hang it, too.
-        self._finalizer = weakref.finalize(self, _release_here, release, os.getpid())
+        self._finalizer = weakref.finalize(self, release_here)
         self._finalizer.atexit = False
-        self._process = os.getpid()
         self._left_behind: Pipeline | None = None
         self._epoch, self._position, self._resumed = 0, 0, False
         self._iterator: weakref.ref[BatchIterator[Batch]] | None = None
@@ -208,17 +209,16 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
         self._made_into: Any = None  # makes PyG's Data of a batch, where they are asked for
 
     @abc.abstractmethod
-    def _length(self, epoch: int) -> int:
-        """Return the number of batches of an epoch."""
+    def _numbers(self, epoch: int) -> Ids:
+        """Return the batches of this rank in an epoch, in order."""
 
     @abc.abstractmethod
-    def _start(self, epoch: int, first: int) -> Pipeline:
-        """Return a running pipeline over the batches of an epoch from place ``first`` on."""
+    def _start(self, epoch: int, numbers: list[int]) -> Pipeline:
+        """Return a running pipeline over these batches of an epoch."""
 
-    def _hand_over(self, value: Any) -> Batch:
+    def _hand_over(self, value: Any) -> Any:
         """Turn what the pipeline makes into what the training loop gets."""
-        batch: Batch = value
-        return batch
+        return value
 
     @abc.abstractmethod
     def _identity(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
 
     def __len__(self) -> int:
         """Return the number of batches of the current epoch (of this rank)."""
-        return self._length(self._epoch)
+        return len(self._numbers(self._epoch))
 
     @property
     def epoch(self) -> int:
@@ -254,7 +254,8 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
             message = "a thread of the last epoch still hangs, and would share files with new ones"
             raise StallError(message, hint="close this loader and make another one")
         first = self._position if self._resumed else 0
-        self._pipeline = self._start(self._epoch, first)
+        numbers = self._numbers(self._epoch)[first:].tolist()
+        self._pipeline = self._start(self._epoch, numbers)
         self._position, self._resumed = first, False
         iterator = BatchIterator(
             self._pipeline,
@@ -271,12 +272,8 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
         Batches that were handed out count as used. All ranks of a data parallel run have the
         same position.
         """
-        return {
-            "version": _STATE_VERSION,
-            "epoch": self._epoch,
-            "position": self._position,
-            **self._identity(),
-        }
+        place = {"epoch": self._epoch, "position": self._position}
+        return {"version": _STATE_VERSION, **place, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration go on where ``state`` was taken."""
@@ -291,8 +288,13 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
                     f"the loader's state has {name}={state.get(name)!r}, this loader {expected!r}",
                     hint="make the loader with the settings and the data of the saved run",
                 )
-        epoch, position = (_as_count(state.get(key), key) for key in ("epoch", "position"))
-        batches = self._length(epoch)
+        for name in ("epoch", "position"):
+            value = state.get(name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                message = f"the loader's state has {name}={value!r}"
+                raise CheckpointError(message, hint="give what state_dict() returned")
+        epoch, position = state["epoch"], state["position"]
+        batches = len(self._numbers(epoch))
         if position > batches:
             raise CheckpointError(
                 f"the loader's state has position {position}, epoch {epoch} has {batches} batches",
@@ -345,20 +347,6 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
             for stage in self._pipeline.stages:
                 seconds[stage.name] = seconds.get(stage.name, 0.0) + stage.seconds
         return {"stage_s": seconds, "wait_s": wait_s}
-
-
-def _as_count(value: Any, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise CheckpointError(
-            f"the loader's state has {name}={value!r}", hint="give what state_dict() returned"
-        )
-    return value
-
-
-def _release_here(release: Callable[[], None], process: int) -> None:
-    """Release only where the loader was made: a forked child has copies of locks and no threads."""
-    if os.getpid() == process:
-        release()
 
 
 class BatchIterator(Generic[Batch]):
@@ -455,14 +443,12 @@ class LoaderStatistics:
         return self.bytes_read / self.cold_bytes if self.cold_bytes else 1.0
 
     def __sub__(self, earlier: LoaderStatistics) -> LoaderStatistics:
-        kept = ("row_bytes", "buffer_bytes")
-        changes: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            now, then = getattr(self, field.name), getattr(earlier, field.name)
-            if isinstance(now, Mapping):
-                changes[field.name] = {key: now[key] - then.get(key, 0) for key in now}
-            else:
-                changes[field.name] = now if field.name in kept else now - then
+        changes = dict(vars(self))
+        for name, then in vars(earlier).items():
+            if isinstance(then, Mapping):
+                changes[name] = {key: n - then.get(key, 0) for key, n in changes[name].items()}
+            elif name not in {"row_bytes", "buffer_bytes"}:
+                changes[name] -= then
         return LoaderStatistics(**changes)
 
     def to_json(self) -> dict[str, Any]:

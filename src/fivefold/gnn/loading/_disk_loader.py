@@ -125,9 +125,11 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
             check_dtype(rows.dtype)
         if memory_bytes is None and prefetch is None:
             memory_bytes = sum(rows.plan.predicted.buffer_bytes for rows in stores.values()) or None
-        places = _places_in_buffer(stores)
-        batch_bytes = max(place.stop for place in places.values())
-        self._buffers = buffer_count(
+        places, batch_bytes = dict[str | None, int](), 0  # of the rows of each type in a buffer
+        for kind, rows in stores.items():
+            places[kind] = -(-batch_bytes // _ALIGNMENT) * _ALIGNMENT
+            batch_bytes = places[kind] + rows.max_nodes * rows.row_bytes
+        buffers = buffer_count(
             batch_bytes=batch_bytes, memory_bytes=memory_bytes, prefetch=prefetch
         )
         make = _maker(packed, labels, checked_form(form))
@@ -137,7 +139,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         edge_rows: dict[EdgeType | None, FeatureStore] = {}
         how: dict[str, Any] = {"threads": threads, "shared": settings.world_size > 1}
         how |= settings.engine
-        readers = 2 if self._buffers >= _BUFFERS_FOR_TWO_READERS else 1
+        readers = 2 if buffers >= _BUFFERS_FOR_TWO_READERS else 1
         for kind, rows in stores.items():
             features[kind] = FeatureStore(rows, device=settings.device, readers=readers, **how)
             self._closing.callback(features[kind].close)
@@ -149,7 +151,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         self._stages = BatchStages(
             features=features,
             edges=edge_rows,
-            ring=BufferRing(self._buffers, size_bytes=batch_bytes, pinned=device.type == "cuda"),
+            ring=BufferRing(buffers, size_bytes=batch_bytes, pinned=device.type == "cuda"),
             places=places,
             unpacked=packed.unpacked,
             make=make,
@@ -268,19 +270,15 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
             loader._closing.push(engines)
         return loader
 
-    def _length(self, epoch: int) -> int:
-        return len(self._numbers(epoch))
-
-    def _start(self, epoch: int, first: int) -> Pipeline:
-        return self._stages.pipeline(
-            self._numbers(epoch)[first:].tolist(),
-            capacity=max(1, self._buffers - 1),
-            timeout_s=self._settings.timeout_s,
-        )
+    def _start(self, epoch: int, numbers: list[int]) -> Pipeline:
+        del epoch  # the numbers say it all
+        timeout_s = self._settings.timeout_s
+        capacity = max(1, self._stages.ring.first_count - 1)
+        return self._stages.pipeline(numbers, capacity=capacity, timeout_s=timeout_s)
 
     def statistics(self) -> LoaderStatistics:
         """Return counts since the loader was made."""
-        features = list(self._stages.features.values())
+        stages, features = self._stages, list(self._stages.features.values())
         reading = sum((store.reading for store in features), ReadStatistics())
         filling = sum((store.filling for store in features), ReadStatistics())
         return LoaderStatistics(
@@ -291,11 +289,11 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
             bytes_read=reading.bytes_read,
             cold_bytes=reading.bytes_used,
             record_bytes=sum(store.record_bytes for store in features),
-            edge_bytes=sum(rows.reading.bytes_read for rows in self._stages.edges.values()),
+            edge_bytes=sum(rows.reading.bytes_read for rows in stages.edges.values()),
             fill_bytes=filling.bytes_read,
             fill_s=filling.seconds,
             **self._times(),
-            buffer_bytes=self._stages.ring.nbytes,
+            buffer_bytes=stages.ring.nbytes,
         )
 
     def _make_room(self) -> None:
@@ -308,7 +306,6 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         return prepared.batch
 
     def _numbers(self, epoch: int) -> Ids:
-        """Return the batches of this rank in an epoch, in order."""
         settings, store = self._settings, next(iter(self._stores.values()))
         batches = store.epoch_batches(epoch)
         order = np.arange(len(batches), dtype=np.int64)
@@ -346,16 +343,6 @@ def _check_planned(settings: LoaderSettings) -> None:
             f"shared by {settings.world_size} ranks",
             hint='plan with policy="static"',
         )
-
-
-def _places_in_buffer(stores: Mapping[str | None, PackedStore]) -> dict[str | None, slice]:
-    """Return where the rows of each node type begin in a batch's buffer, and most end."""
-    places, stop = {}, 0
-    for kind, store in stores.items():
-        start = -(-stop // _ALIGNMENT) * _ALIGNMENT
-        stop = start + store.max_nodes * store.row_bytes
-        places[kind] = slice(start, stop)
-    return places
 
 
 def _maker(packed: Prepared, labels: Array | torch.Tensor | None, form: Form) -> BatchMaker:
@@ -404,7 +391,7 @@ class BatchStages:
     features: Mapping[str | None, FeatureStore]
     edges: Mapping[EdgeType | None, FeatureStore]
     ring: BufferRing
-    places: Mapping[str | None, slice]
+    places: Mapping[str | None, int]
     unpacked: Mapping[str, SampleFile]
     make: BatchMaker
     transfer: DeviceTransfer | None
@@ -470,16 +457,14 @@ class BatchStages:
 
     def _lend(self, ticket: Ticket, *, borrower: object) -> _Work:
         work: _Work = ticket.value
-        places, stop = {}, 0
+        stop, counts = 0, {kind: len(work.records[kind].node_ids) for kind in self.features}
         for kind, store in self.features.items():
-            start = self.places[kind].start
-            stop = start + len(work.records[kind].node_ids) * store.row_bytes
-            places[kind] = slice(start, stop)
+            stop = self.places[kind] + counts[kind] * store.row_bytes
         whole = self.ring.lend((stop,), np.dtype(np.uint8), borrower=borrower)
-        for kind, place in places.items():
-            store = self.features[kind]
-            rows = whole[place].view(store.dtype)
-            work.rows[kind] = rows.reshape(len(work.records[kind].node_ids), *store.row_shape)
+        for kind, store in self.features.items():
+            start = self.places[kind]
+            rows = whole[start : start + counts[kind] * store.row_bytes].view(store.dtype)
+            work.rows[kind] = rows.reshape(counts[kind], *store.row_shape)
         work.loan = id(whole)
         work.buffer = torch.from_numpy(whole)  # it, and what is made of it, keeps the loan
         return work
@@ -501,7 +486,7 @@ class BatchStages:
         assert work.buffer is not None, "a stage before lends the buffer"
         x = {}
         for kind, rows in work.rows.items():
-            start = self.places[kind].start
+            start = self.places[kind]
             part = work.buffer[start : start + rows.nbytes]
             x[kind] = part.view(torch.from_numpy(rows[:0]).dtype).view(rows.shape)
         work.batch = self.make(work.records, x, work.edge_attr)

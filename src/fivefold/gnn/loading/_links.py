@@ -92,7 +92,7 @@ class LinkLoader(OnlineLoader):
             raise ConfigurationError(message, hint="give node_time or edge_time too")
         self._links = links
         self._ids = np.arange(links.ends.shape[1])
-        self._length(0)  # an impossible rank is refused here and not in the first epoch
+        self._numbers(0)  # an impossible rank is refused here and not in the first epoch
 
 
 def _checked_links(given: ArrayLike | torch.Tensor | None, dataset: Dataset) -> Ids:

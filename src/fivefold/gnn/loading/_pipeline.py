@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -335,8 +335,7 @@ def buffer_count(*, batch_bytes: int, memory_bytes: int | None, prefetch: int | 
     return min(wanted, fitting)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _StopWaiting:
+class _StopWaiting(NamedTuple):
     """A message among the free buffers; borrowers for whom it is not throw it away."""
 
     borrower: object
@@ -355,7 +354,7 @@ class BufferRing:
 
     def __init__(self, count: int, *, size_bytes: int, pinned: bool = False) -> None:
         self._size_bytes, self._pinned = size_bytes, pinned
-        self._count = count
+        self.first_count = count
         self._made = 0
         self._free = Channel()
         self._inside: set[int] = set()  # loans in the running pipeline, by id of the array
@@ -407,7 +406,7 @@ class BufferRing:
     def make_room(self) -> None:
         """Add a buffer for each loan outside of the pipeline but one."""
         held = len(self._outside)
-        while self._made < self._count + held - 1:
+        while self._made < self.first_count + held - 1:
             self._add()
             if not self._warned:
                 self._warned = True
@@ -430,7 +429,7 @@ class BufferRing:
         """Take a buffer back; runs inside a destructor, in any thread, so it must not wait."""
         self._inside.discard(number)
         self._outside.discard(number)
-        if self._made > self._count + max(0, len(self._outside) - 1):
+        if self._made > self.first_count + max(0, len(self._outside) - 1):
             self._made -= 1
         else:
             self._free.put(buffer)

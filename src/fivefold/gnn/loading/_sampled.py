@@ -207,10 +207,10 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
             times = self._sampler.times_of(seeds, input_time)
             self._links = _TimedSeeds(seeds, times, labels)
             seeds = np.arange(len(seeds))
-        self._ids = seeds
+        self._ids, self._settings = seeds, settings
         # Of all reads so far; not the loader's own, so that its threads need not hold it.
         self._read = {"nodes": ReadStatistics(), "edges": ReadStatistics()}
-        settings.share(self._places())  # an impossible rank is refused here, not in an epoch
+        self._numbers(0)  # an impossible rank is refused here, not in an epoch
         opened = self._open_rows(nodes, edges, features, cache_bytes, cache_policy, settings)
         super().__init__(settings, opened.close)
         if form == "data":
@@ -246,12 +246,9 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
                 check_dtype(table.dtype)
             return opened.pop_all()
 
-    def _length(self, epoch: int) -> int:
-        del epoch  # all are of one length
-        return len(self._settings.share(self._places()))
-
-    def _places(self) -> Ids:
-        return np.arange(math.ceil(len(self._ids) / self._batch_size))
+    def _numbers(self, epoch: int) -> Ids:
+        del epoch  # all have the same
+        return self._settings.share(np.arange(math.ceil(len(self._ids) / self._batch_size)))
 
     def _epoch_seeds(self, epoch: int) -> Sequence[Ids]:
         size = self._batch_size
@@ -260,7 +257,7 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
             return epoch_batches(self._ids, batch_size=size, seed=seed, epoch=epoch)
         return [self._ids[i : i + size] for i in range(0, len(self._ids), size)]
 
-    def _start(self, epoch: int, first: int) -> Pipeline:
+    def _start(self, epoch: int, numbers: list[int]) -> Pipeline:
         drawn, reading, seeds = epoch * self._resample, self._read, self._epoch_seeds(epoch)
         sampler, rows, device = self._sampler, self._rows, self._settings.device
         input_type, edge_rows, links = self._input_type, self._edge_rows, self._links
@@ -309,7 +306,7 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
 
         stages = [Stage("sample", sample), Stage("read rows", read), Stage("build tensors", build)]
         return Pipeline(
-            iter(self._settings.share(self._places())[first:].tolist()),
+            iter(numbers),
             [[stage] for stage in stages],
             capacity=self._prefetch,
             timeout_s=self._settings.timeout_s,
