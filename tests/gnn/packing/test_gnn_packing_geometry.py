@@ -16,7 +16,7 @@ from fivefold.gnn.planning import Budgets, make_plan
 from fivefold.gnn.planning.geometry import (
     INDEX_BYTES_PER_ROW,
     Geometry,
-    choose_geometry,
+    PackingTask,
     reader_shape,
 )
 from fivefold.gnn.storage.pages import PAGE_BYTES
@@ -34,8 +34,9 @@ class Disk:
         return requests * 1e-5 + size_bytes / 1e9
 
 
-def choose(**kwargs):
-    return choose_geometry(**{**SPEEDS, **kwargs})
+def choose(*, memory_bytes, free_bytes=np.inf, strategy=None, **kwargs):
+    task = PackingTask(**{**SPEEDS, **kwargs})
+    return task.choose(memory_bytes, free_bytes=free_bytes, strategy=strategy)
 
 
 @given(

@@ -13,7 +13,7 @@ from fivefold.gnn.planning._search import (
     search_segments,
     segments_of,
 )
-from fivefold.gnn.planning.geometry import packing_ways
+from fivefold.gnn.planning.geometry import PackingTask
 from fivefold.gnn.planning.layout import segment_layout
 
 ROW_BYTES = 700
@@ -102,14 +102,13 @@ def space_of(disk, disk_rows):
         fixed_bytes=0,
         record_bytes=lambda rows: 0,  # noqa: ARG005 - a store without records
         row_bytes=ROW_BYTES,
-        ways=lambda rows: packing_ways(
+        ways=lambda rows: PackingTask(
             num_nodes=900,
             row_bytes=ROW_BYTES,
             sections={"rows": rows},
-            memory_bytes=10**6,
             read_bytes_per_s=disk.sequential_read_bytes_per_s,
             write_bytes_per_s=disk.sequential_write_bytes_per_s,
-        ),
+        ).ways(10**6),
     )
 
 

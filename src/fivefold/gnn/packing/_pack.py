@@ -28,14 +28,7 @@ from fivefold.gnn.packing._records import KIND_LAYOUTS, KIND_RECORDS, Recorder, 
 from fivefold.gnn.packing._rows import KIND_ROWS, Mover, write_rows
 from fivefold.gnn.packing.record import BatchRecord, decode_record
 from fivefold.gnn.planning import Plan
-from fivefold.gnn.planning.geometry import (
-    STRATEGIES,
-    Geometry,
-    choose_geometry,
-    leave_room,
-    ledger_bytes,
-    reader_shape,
-)
+from fivefold.gnn.planning.geometry import STRATEGIES, Geometry, PackingTask, reader_shape
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import Container, DiskProfile, RowReader
 from fivefold.gnn.storage.files import Closing
@@ -168,7 +161,7 @@ class PackedStore(Closing):
     @property
     def row_bytes(self) -> int:
         """Return bytes of a row."""
-        return self.dim * self.dtype.itemsize
+        return self.rows.sections["rows"].row_bytes
 
     @property
     def max_nodes(self) -> int:
@@ -346,9 +339,7 @@ class _Run:
                 free_bytes = self._free_bytes(layouts)
                 job |= self._settled(sections, recorder.needed_bytes, free_bytes, profile, strategy)
             geometry = Geometry(**job["geometry"])
-            caches = self.plan.host_rows  # without a copy, where there is no other cache
-            if len(self.plan.device_rows):
-                caches = np.concatenate([self.plan.device_rows, caches])
+            device, host = self.plan.device_rows, self.plan.host_rows
             section = self.features.sections[_SECTION]
             mover = Mover(
                 reader=reader,
@@ -357,11 +348,27 @@ class _Run:
                 dtype=section.dtype,
                 dim=section.shape[1],
                 layouts=layouts,
-                caches=caches,
+                # Without a copy, where there is no other cache.
+                caches=np.concatenate([device, host]) if len(device) else host,
                 geometry=geometry,
             )
-            rows = partial(self._write_rows, mover, sections)
-            records = partial(self._write_records, recorder)
+
+            def rows(check: Check) -> None:
+                if not self.files.rows.exists():
+                    write_rows(
+                        self.files.rows,
+                        mover,
+                        sections=sections,
+                        attributes=self.inputs,
+                        scratch=self.files.scratch,
+                        progress=partial(self._tell, check),
+                    ).close()
+
+            def records(check: Check) -> None:
+                path, tell = self.files.records, partial(self._tell, check)
+                if not path.exists():
+                    recorder.write(path, attributes=self.inputs, progress=tell).close()
+
             if job["at_once"]:
                 side_by_side(rows, records)
             else:
@@ -401,20 +408,15 @@ class _Run:
             leftover.unlink()
         disk = profile() if callable(profile) else profile
         section = self.features.section(_SECTION)
-        choose = partial(
-            choose_geometry,
+        task = PackingTask(
             num_nodes=section.num_rows,
             row_bytes=section.row_bytes,
             sections=sections,
             read_bytes_per_s=getattr(disk, "sequential_read_bytes_per_s", _BYTES_PER_S),
             write_bytes_per_s=getattr(disk, "sequential_write_bytes_per_s", _BYTES_PER_S),
-            free_bytes=free_bytes,
-            strategy=strategy,
         )
-        geometry, at_once = leave_room(
-            choose,
-            self.memory_bytes - ledger_bytes(sum(sections.values()) * section.row_bytes),
-            beside_bytes,
+        geometry, at_once = task.settle(
+            self.memory_bytes, beside_bytes, free_bytes=free_bytes, strategy=strategy
         )
         _logger.info(
             "packing (%s%s): reads %s, writes %s, about %s",
@@ -458,22 +460,6 @@ class _Run:
         check()
         self.progress(stage, done, total)
 
-    def _write_rows(self, mover: Mover, sections: dict[str, int], check: Check) -> None:
-        if not self.files.rows.exists():
-            write_rows(
-                self.files.rows,
-                mover,
-                sections=sections,
-                attributes=self.inputs,
-                scratch=self.files.scratch,
-                progress=partial(self._tell, check),
-            ).close()
-
-    def _write_records(self, recorder: Recorder, check: Check) -> None:
-        path, tell = self.files.records, partial(self._tell, check)
-        if not path.exists():
-            recorder.write(path, attributes=self.inputs, progress=tell).close()
-
     def _free_bytes(self, layouts: Container) -> int:
         """Return the disk space for rows and spill: what is free or in the budget, if less."""
         files, samples = self.files, self.samples
@@ -493,14 +479,13 @@ class _Run:
             self._own(self.files.rows, KIND_ROWS) as rows,
             self._own(self.files.records, KIND_RECORDS) as records,
         ):
-            fingerprints = {"rows": rows.fingerprint, "records": records.fingerprint}
-        manifest = {
-            "version": _VERSION,
-            "inputs": self.inputs,
-            "files": fingerprints,
-            "num_epochs": self.samples.num_epochs,
-            "packing": dataclasses.asdict(geometry),
-        }
+            manifest = {
+                "version": _VERSION,
+                "inputs": self.inputs,
+                "files": {"rows": rows.fingerprint, "records": records.fingerprint},
+                "num_epochs": self.samples.num_epochs,
+                "packing": dataclasses.asdict(geometry),
+            }
         write_checked_json(self.files.store, manifest)
 
 
@@ -524,18 +509,15 @@ def _inputs(features: Container, samples: SampleFile, plan: Plan) -> dict[str, s
             f"{features.path} has no section {_SECTION!r} of two dimensions: {found}",
             hint="give the features' container, such as features.fvf of a dataset",
         )
-    pairs = (
-        ("features", plan.features_fingerprint, features.fingerprint),
-        ("samples", plan.samples_fingerprint, samples.fingerprint),
-    )
-    for name, planned, given in pairs:
-        if planned != given:
+    given = {"features": features.fingerprint, "samples": samples.fingerprint}
+    planned = {"features": plan.features_fingerprint, "samples": plan.samples_fingerprint}
+    for name, fingerprint in given.items():
+        if planned[name] != fingerprint:
             raise DataError(
-                f"the plan was made for other {name}: {planned}, not {given}",
+                f"the plan was made for other {name}: {planned[name]}, not {fingerprint}",
                 hint=f"plan again with these {name}, or give those of the plan",
             )
-    return {"features": features.fingerprint, "samples": samples.fingerprint,
-            "plan": plan.fingerprint}  # fmt: skip
+    return {**given, "plan": plan.fingerprint}
 
 
 def _check_same(

@@ -33,11 +33,8 @@ from fivefold.gnn.planning._search import (
 from fivefold.gnn.planning.geometry import (
     RECORD_WRITER_BYTES,
     Geometry,
-    choose_geometry,
+    PackingTask,
     least_memory_bytes,
-    leave_room,
-    ledger_bytes,
-    packing_ways,
     recording_bytes,
 )
 from fivefold.gnn.sampling import SampleFile
@@ -190,19 +187,12 @@ class _Inputs:
 
     def space(self, caches: Caches, cold_rows: int) -> Space:
         """Return what the disk budget leaves for packed rows."""
-        cached = {"device": len(caches.device_rows), "host": len(caches.host_rows)}
+        # With less, packing refuses; a plan may be made for its reads alone.
+        memory_bytes = max(self.budgets.host_bytes, least_memory_bytes(self.row_bytes))
 
         @cache
         def ways(packed_rows: int) -> list[Geometry]:
-            return packing_ways(
-                num_nodes=self.samples.num_nodes,
-                row_bytes=self.row_bytes,
-                sections={"rows": packed_rows, **cached},
-                # With less, packing refuses; a plan may be made for its reads alone.
-                memory_bytes=max(self.budgets.host_bytes, least_memory_bytes(self.row_bytes)),
-                read_bytes_per_s=self.disk.sequential_read_bytes_per_s,
-                write_bytes_per_s=self.disk.sequential_write_bytes_per_s,
-            )
+            return self.task(caches, packed_rows).ways(memory_bytes)
 
         return Space(
             disk_bytes=self.budgets.disk_bytes,
@@ -212,35 +202,33 @@ class _Inputs:
             ways=ways,
         )
 
+    def task(self, caches: Caches, packed_rows: int) -> PackingTask:
+        """Return what packing so many rows is."""
+        cached = {"device": len(caches.device_rows), "host": len(caches.host_rows)}
+        return PackingTask(
+            num_nodes=self.samples.num_nodes,
+            row_bytes=self.row_bytes,
+            sections={"rows": packed_rows, **cached},
+            read_bytes_per_s=self.disk.sequential_read_bytes_per_s,
+            write_bytes_per_s=self.disk.sequential_write_bytes_per_s,
+        )
+
     def packing(self, caches: Caches, found: Found, record_bytes: int) -> Geometry:
         """Return the way of packing that ``pack`` will choose with the host's memory.
 
         Where that cannot be said, it is the way that the search found to fit.
         """
-        rows = {
-            "rows": int(found.reads.segment_rows[-1]),
-            "device": len(caches.device_rows),
-            "host": len(caches.host_rows),
-        }
+        task = self.task(caches, int(found.reads.segment_rows[-1]))
         memory_bytes = self.budgets.host_bytes
-        choose = partial(
-            choose_geometry,
-            num_nodes=self.samples.num_nodes,
-            row_bytes=self.row_bytes,
-            sections=rows,
-            read_bytes_per_s=self.disk.sequential_read_bytes_per_s,
-            write_bytes_per_s=self.disk.sequential_write_bytes_per_s,
-            free_bytes=self.budgets.disk_bytes - record_bytes,
-        )
         beside_bytes = RECORD_WRITER_BYTES + recording_bytes(
             self.samples,
             caches,
             segment_rows=int(np.diff(found.reads.segment_rows).max(initial=0)),
             memory_bytes=memory_bytes,
         )
-        ledger = ledger_bytes(sum(rows.values()) * self.row_bytes)
+        free_bytes = self.budgets.disk_bytes - record_bytes
         try:
-            return leave_room(choose, memory_bytes - ledger, beside_bytes)[0]
+            return task.settle(memory_bytes, beside_bytes, free_bytes=free_bytes)[0]
         except InfeasibleError:
             return found.packing
 

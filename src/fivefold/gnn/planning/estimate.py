@@ -22,13 +22,7 @@ from scipy.special import bdtr, bdtrc, gammainc, gammaincinv, gammaln, pdtr, pdt
 
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.gnn.planning._plan import Budgets
-from fivefold.gnn.planning.geometry import (
-    Geometry,
-    least_memory_bytes,
-    leave_room,
-    ledger_bytes,
-    packing_ways,
-)
+from fivefold.gnn.planning.geometry import Geometry, PackingTask, least_memory_bytes
 from fivefold.gnn.planning.id_sets import IdSet
 from fivefold.units import format_bytes, format_duration_s
 
@@ -462,21 +456,15 @@ class _Work:
 
     def _way(self, rows: int) -> Geometry:
         """Return the cheapest way beside the records, which are made at the same time."""
-        row_bytes, (read, write) = self.graph.row_bytes, self.disk
-
-        def cheapest(memory_bytes: int) -> Geometry:
-            return packing_ways(
-                num_nodes=self.graph.nodes,
-                row_bytes=row_bytes,
-                sections={"rows": rows, "host": self.cached_rows, "device": 0},
-                memory_bytes=memory_bytes,
-                read_bytes_per_s=read,
-                write_bytes_per_s=write,
-            )[0]
-
-        ledger = ledger_bytes((rows + self.cached_rows) * row_bytes)
-        memory_bytes = max(self.packing_bytes - ledger, least_memory_bytes(row_bytes))
-        return leave_room(cheapest, memory_bytes, self.recorder_bytes)[0]
+        task = PackingTask(
+            num_nodes=self.graph.nodes,
+            row_bytes=self.graph.row_bytes,
+            sections={"rows": rows, "host": self.cached_rows, "device": 0},
+            read_bytes_per_s=self.disk[0],
+            write_bytes_per_s=self.disk[1],
+        )
+        least = least_memory_bytes(self.graph.row_bytes) + task.ledger_bytes
+        return task.settle(max(self.packing_bytes, least), self.recorder_bytes)[0]
 
     @property
     def model_bytes(self) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -84,94 +84,90 @@ class Geometry:
         return chunks + 2 * indexed
 
 
-def packing_ways(
-    *,
-    num_nodes: int,
-    row_bytes: int,
-    sections: Mapping[str, int],
-    memory_bytes: int,
-    read_bytes_per_s: float,
-    write_bytes_per_s: float,
-) -> list[Geometry]:
-    """Return every way that fits the memory, cheapest first.
+@dataclass(frozen=True, kw_only=True)
+class PackingTask:
+    """Rows to be moved into the output's sections, and the speeds of the disk that has them."""
 
-    ``sections`` are the rows of each output section; the memory is that of buffers and indices.
-    Several passes, which fill all of the memory, come after a spill that costs as much: else the
-    noise of a probe would decide whether gigabytes are taken.
-    """
-    threads, block_bytes = reader_shape(memory_bytes)
-    memory_bytes -= 2 * threads * block_bytes  # of two engines
-    if memory_bytes < _smallest_bytes(row_bytes):
+    num_nodes: int
+    row_bytes: int
+    sections: Mapping[str, int]  # rows of each
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+    @property
+    def output_bytes(self) -> int:
+        """Return the bytes of all sections."""
+        return self.row_bytes * sum(self.sections.values())
+
+    @property
+    def ledger_bytes(self) -> int:
+        """Return the memory of the pages' checksums and states, of rows and spill."""
+        return _LEDGER_BYTES_PER_PAGE * self.output_bytes // PAGE_BYTES
+
+    def ways(self, memory_bytes: int) -> list[Geometry]:
+        """Return every way that fits the memory of buffers and indices, cheapest first.
+
+        Several passes, which fill all of the memory, come after a spill that costs as much: else
+        the noise of a probe would decide whether gigabytes are taken.
+        """
+        threads, block_bytes = reader_shape(memory_bytes)
+        memory_bytes -= 2 * threads * block_bytes  # of two engines
+        if memory_bytes < _smallest_bytes(self.row_bytes):
+            least = least_memory_bytes(self.row_bytes) + self.ledger_bytes
+            raise InfeasibleError(
+                f"memory for packing rows of {self.row_bytes} bytes is short",
+                hint=f"give {format_bytes(least)} or more",
+            )
+        sizes = [_size(name, self, memory_bytes) for name in STRATEGIES]
+        ways = [
+            Geometry(
+                **way,
+                seconds=way["read_bytes"] / self.read_bytes_per_s
+                + way["written_bytes"] / self.write_bytes_per_s,
+            )
+            for way in sizes
+            if way is not None
+        ]
+
+        def seconds(way: Geometry) -> float:
+            passes = way.strategy == "passes" and way.read_bytes > self.num_nodes * self.row_bytes
+            return way.seconds * (1 + _PROBE_ERROR if passes else 1)
+
+        return sorted(ways, key=seconds)
+
+    def choose(
+        self, memory_bytes: int, *, free_bytes: float = math.inf, strategy: str | None = None
+    ) -> Geometry:
+        """Return the cheapest way that fits the memory and the free disk space."""
+        ways = [way for way in self.ways(memory_bytes) if strategy in (None, way.strategy)]
+        if not ways:
+            raise InfeasibleError(
+                f"strategy {strategy!r} does not fit {format_bytes(memory_bytes)} of memory",
+                hint="leave the strategy open, or give more memory",
+            )
+        for way in ways:
+            if self.output_bytes + way.scratch_bytes <= free_bytes:
+                return way
+        short = self.output_bytes + min(way.scratch_bytes for way in ways) - free_bytes
         raise InfeasibleError(
-            f"memory for packing rows of {row_bytes} bytes is short",
-            hint=f"give {format_bytes(least_memory_bytes(row_bytes))} or more",
+            f"the packed rows take {format_bytes(self.output_bytes)}, {format_bytes(short)} more "
+            "than is free on the disk or left of its budget",
+            hint="free some space, or plan again with a disk budget that fits",
         )
-    sizes = [_size(name, num_nodes, row_bytes, sections, memory_bytes) for name in STRATEGIES]
-    ways = [
-        Geometry(
-            **way,
-            seconds=way["read_bytes"] / read_bytes_per_s + way["written_bytes"] / write_bytes_per_s,
-        )
-        for way in sizes
-        if way is not None
-    ]
 
-    def seconds(way: Geometry) -> float:
-        several = way.strategy == "passes" and way.read_bytes > num_nodes * row_bytes
-        return way.seconds * (1 + _PROBE_ERROR if several else 1)
+    def settle(self, memory_bytes: int, beside_bytes: int, **limits: Any) -> tuple[Geometry, bool]:
+        """Choose with room for ``beside_bytes`` of the records where that costs little.
 
-    return sorted(ways, key=seconds)
-
-
-def choose_geometry(  # noqa: PLR0913 - facts of the disk and of the rows, all by name
-    *,
-    num_nodes: int,
-    row_bytes: int,
-    sections: Mapping[str, int],
-    memory_bytes: int,
-    read_bytes_per_s: float,
-    write_bytes_per_s: float,
-    free_bytes: float = math.inf,
-    strategy: str | None = None,
-) -> Geometry:
-    """Return the cheapest way that fits the memory and the free disk space."""
-    ways = packing_ways(
-        num_nodes=num_nodes,
-        row_bytes=row_bytes,
-        sections=sections,
-        memory_bytes=memory_bytes,
-        read_bytes_per_s=read_bytes_per_s,
-        write_bytes_per_s=write_bytes_per_s,
-    )
-    ways = [way for way in ways if strategy in (None, way.strategy)]
-    if not ways:
-        raise InfeasibleError(
-            f"strategy {strategy!r} does not fit {format_bytes(memory_bytes)} of memory",
-            hint="leave the strategy open, or give more memory",
-        )
-    output_bytes = row_bytes * sum(sections.values())
-    for way in ways:
-        if output_bytes + way.scratch_bytes <= free_bytes:
-            return way
-    short = output_bytes + min(way.scratch_bytes for way in ways) - free_bytes
-    raise InfeasibleError(
-        f"the packed rows take {format_bytes(output_bytes)}, {format_bytes(short)} more than "
-        "is free on the disk or left of its budget",
-        hint="free some space, or plan again with a disk budget that fits",
-    )
-
-
-def leave_room(
-    choose: Callable[..., Geometry], memory_bytes: int, beside_bytes: int
-) -> tuple[Geometry, bool]:
-    """Return sizes that leave memory for the records where that costs little, else without."""
-    alone = choose(memory_bytes=memory_bytes)
-    try:
-        beside = choose(memory_bytes=memory_bytes - beside_bytes)
-    except InfeasibleError:
-        return alone, False
-    cheap = beside.moved_bytes <= _DEARER * alone.moved_bytes
-    return (beside, True) if cheap else (alone, False)
+        Returns the way, and whether records are made in the same time.
+        """
+        memory_bytes -= self.ledger_bytes
+        alone = self.choose(memory_bytes, **limits)
+        try:
+            beside = self.choose(memory_bytes - beside_bytes, **limits)
+        except InfeasibleError:
+            return alone, False
+        cheap = beside.moved_bytes <= _DEARER * alone.moved_bytes
+        return (beside, True) if cheap else (alone, False)
 
 
 def recording_bytes(
@@ -198,11 +194,6 @@ def recording_threads() -> int:
     return min(_MOST_RECORDING_THREADS, max(1, (os.cpu_count() or 1) - 1))
 
 
-def ledger_bytes(output_bytes: int) -> int:
-    """Return the memory of the pages' checksums and states, of rows and spill."""
-    return _LEDGER_BYTES_PER_PAGE * output_bytes // PAGE_BYTES
-
-
 def least_memory_bytes(row_bytes: int) -> int:
     """Return memory with which rows of this size can be packed."""
     return _smallest_bytes(row_bytes) * 5 // 4
@@ -227,12 +218,11 @@ def _num_windows(sections: Mapping[str, int], window_rows: int) -> int:
     return sum(-(-rows // window_rows) for rows in sections.values())
 
 
-def _size(
-    name: str, num_nodes: int, row_bytes: int, sections: Mapping[str, int], memory_bytes: int
-) -> dict[str, Any] | None:
+def _size(name: str, task: PackingTask, memory_bytes: int) -> dict[str, Any] | None:
     """Return sizes and bytes of one way, or None where it cannot be."""
+    num_nodes, row_bytes, sections = task.num_nodes, task.row_bytes, task.sections
     cost = row_bytes + INDEX_BYTES_PER_ROW
-    features, output = num_nodes * row_bytes, sum(sections.values()) * row_bytes
+    features, output = num_nodes * row_bytes, task.output_bytes
     chunk_bytes = min(memory_bytes // (4 * Geometry.NUM_CHUNKS), _LARGEST_CHUNK_BYTES)
     chunk_rows = _whole_pages(chunk_bytes // cost, row_bytes)
     rest = memory_bytes - Geometry.NUM_CHUNKS * chunk_rows * cost
