@@ -197,3 +197,14 @@ def test_the_command_prints_it_and_writes_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     for graph in ("nodes=1e8", "nodes=many,edges=1"):
         assert CliRunner().invoke(app, ["plan", graph, *options]).exit_code
+
+
+def test_memory_of_packing_counts_the_checksums_of_all_pages():
+    """Ten bytes for each page of rows: of a store of terabytes more than its buffers."""
+    budgets = Budgets(host_bytes=6 * 10**9, disk_bytes=10**14)
+    graph = KNOWN_GRAPHS["IGB-full"]
+    speeds = {"read_bytes_per_s": 1e9, "write_bytes_per_s": 1e9}
+    found = estimate(graph, [10, 15], 1024, budgets, **speeds)
+    pages = found.packed_rows * graph.row_bytes // 4096
+    pack_stage = next(stage for stage in found.stages if stage.name == "pack")
+    assert pack_stage.memory_bytes > 10 * pages

@@ -454,15 +454,18 @@ class _Work:
         cached_bytes = self.cached_rows * self.graph.row_bytes
         return self.record_bytes + self.plan_bytes + cached_bytes
 
-    def _way(self, rows: int) -> Geometry:
-        """Return the cheapest way beside the records, which are made at the same time."""
-        task = PackingTask(
+    def _task(self, rows: int) -> PackingTask:
+        return PackingTask(
             num_nodes=self.graph.nodes,
             row_bytes=self.graph.row_bytes,
             sections={"rows": rows, "host": self.cached_rows, "device": 0},
             read_bytes_per_s=self.disk[0],
             write_bytes_per_s=self.disk[1],
         )
+
+    def _way(self, rows: int) -> Geometry:
+        """Return the cheapest way beside the records, which are made at the same time."""
+        task = self._task(rows)
         least = least_memory_bytes(self.graph.row_bytes) + task.ledger_bytes
         return task.settle(max(self.packing_bytes, least), self.recorder_bytes)[0]
 
@@ -537,6 +540,7 @@ class _Work:
                 memory_bytes=held
                 + 2 * ids
                 + self.recorder_bytes
+                + self._task(packed_rows).ledger_bytes
                 + packing.buffer_bytes(graph.row_bytes),
                 disk_bytes=rows_bytes + self.record_bytes + self.plan_bytes,
                 scratch_bytes=packing.scratch_bytes,
