@@ -68,7 +68,8 @@ def test_rows_of_any_size_arrive(make_world, tmp_path, strategy, dim, dtype):
     with pack(world.features, world.samples, plan, tmp_path / "store", **settings) as store:
         assert (store.dim, store.dtype) == (dim, dtype)
         check_store(world, store)
-        store.verify()
+        store.rows.verify()
+        store.records.verify()
 
 
 @pytest.mark.parametrize("strategy", ["spill", "passes"])

@@ -338,7 +338,8 @@ def test_files_of_another_store_and_damaged_ones_are_seen(wide_world, tmp_path):
 
 def read_all(folder):
     with PackedStore.open(folder) as store:
-        store.verify()
+        store.rows.verify()
+        store.records.verify()
         for number in range(store.num_batches):
             store.record(number)
 

@@ -450,10 +450,3 @@ class LoaderStatistics:
             elif name not in {"row_bytes", "buffer_bytes"}:
                 changes[name] -= then
         return LoaderStatistics(**changes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all counts and rates as plain numbers."""
-        return dataclasses.asdict(self) | {
-            "hit_rates": self.hit_rates,
-            "amplification": self.amplification,
-        }

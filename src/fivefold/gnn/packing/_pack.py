@@ -34,7 +34,6 @@ from fivefold.gnn.storage import Container, DiskProfile, RowReader
 from fivefold.gnn.storage.files import Closing
 from fivefold.gnn.storage.pages import Ids
 from fivefold.gnn.storage.parallel import Check, side_by_side
-from fivefold.gnn.storage.reader import Backend
 from fivefold.units import format_bytes, format_duration_s
 
 _VERSION = 2
@@ -186,21 +185,6 @@ class PackedStore(Closing):
         start, size = self._index[number, :2].tolist()
         return decode_record(self.records.read("data", start, start + size), number=number)
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Read every page of the store and compare it with its checksum.
-
-        Args:
-            progress: Called with the bytes done and the bytes in all.
-
-        Raises:
-            DataError: A page is damaged.
-            StorageError: The disk refused.
-        """
-        first, total = self.records.nbytes, self.records.nbytes + self.rows.nbytes
-        tell = progress or (lambda _done, _total: None)
-        self.records.verify(lambda done, _: tell(done, total))
-        self.rows.verify(lambda done, _: tell(first + done, total))
-
     def close(self) -> None:
         """Let go of the files."""
         self.rows.close()
@@ -244,7 +228,6 @@ def pack(  # noqa: PLR0913 - independent options, each with a default
     memory_bytes: int,
     progress: Progress | None = None,
     resume: bool = True,
-    backend: Backend = "auto",
     profile: Profile | None = None,
     strategy: str | None = None,
 ) -> PackedStore:
@@ -263,7 +246,6 @@ def pack(  # noqa: PLR0913 - independent options, each with a default
             the total. Records are made beside the rows, so calls of two stages may alternate.
         resume: Go on with an unfinished store of the same inputs, and take a finished one as it
             is. False: remove what is there and start over.
-        backend: Engine that reads; "auto" takes threads, for requests are few and large.
         profile: Speeds of the disk, for the choice of the strategy, or a function that measures
             them; it is called only where something is to be chosen.
         strategy: "resident", "passes" or "spill" instead of the cheapest.
@@ -299,7 +281,7 @@ def pack(  # noqa: PLR0913 - independent options, each with a default
             plan=plan,
             memory_bytes=memory_bytes,
             progress=progress or (lambda _stage, _done, _total: None),
-        ).write(backend, profile, strategy)
+        ).write(profile, strategy)
         shutil.rmtree(files.scratch)
     return PackedStore.open(files.folder, features=features, samples=samples)
 
@@ -316,12 +298,12 @@ class _Run:
     memory_bytes: int
     progress: Progress
 
-    def write(self, backend: Backend, profile: Profile | None, strategy: str | None) -> None:
+    def write(self, profile: Profile | None, strategy: str | None) -> None:
         """Write all files of the store."""
         job = self._job()
         threads, block_bytes = reader_shape(self.memory_bytes)
         engine: dict[str, Any] = {
-            "backend": "threads" if backend == "auto" else backend,
+            "backend": "threads",  # requests are few and large
             "threads": threads,
             "queue_depth": threads,
             "block_bytes": block_bytes,
@@ -537,10 +519,9 @@ def _locked(files: StoreFiles) -> Iterator[None]:
         files.scratch.mkdir(parents=True, exist_ok=True)
         lock = (files.scratch / _LOCK).open("w")
     except OSError as error:
-        raise StorageError(
-            f"{files.scratch} cannot be made: {error.strerror}",
-            hint="choose a folder that can be written, on a disk with free space",
-        ) from error
+        message = f"{files.scratch} cannot be made: {error.strerror}"
+        hint = "choose a folder that can be written, on a disk with free space"
+        raise StorageError(message, hint=hint) from error
     with lock:
         if not lock_file(lock.fileno(), files.scratch, patience_s=0):
             raise StorageError(

@@ -169,16 +169,15 @@ def decode_record(block: Bytes, *, number: int) -> BatchRecord:
         found = int(fields[0][0]) if len(fields) == _NUM_FIELDS else "no batch"
         hint = "the file was damaged or mixed with another; pack the store again"
         raise DataError(f"the record of batch {number} holds {found}", hint=hint)
-    seeds, has_edge_ids = int(fields[0][1]), bool(fields[0][2])
+    _, seeds, has_edge_ids, num_private = map(int, fields[0])
     wide = [field.astype(np.int64) for field in fields[8:]]
-    device = _join_seeds(wide[0], wide[1], wide[2], base=seeds)
-    host_base = seeds + len(wide[2])
-    host = _join_seeds(wide[3], wide[4], wide[5], base=host_base)
-    runs = _place_runs(wide[6], wide[7], wide[8], wide[9], base=host_base + len(wide[5]))
+    device = _join_seeds(*wide[0:3], base=seeds)
+    host = _join_seeds(*wide[3:6], base=seeds + len(wide[2]))
+    runs = _place_runs(*wide[6:10], base=seeds + len(wide[2]) + len(wide[5]))
     return BatchRecord(
         number=number,
         batch_size=seeds,
-        num_private=int(fields[0][3]),
+        num_private=num_private,
         node_ids=fields[3].astype(np.int64),
         nodes_per_hop=fields[1].astype(np.int64),
         edges_per_hop=fields[2].astype(np.int64),
@@ -200,10 +199,8 @@ def decode_record(block: Bytes, *, number: int) -> BatchRecord:
 
 def _expand(starts: Ids, counts: Ids) -> Ids:
     """Return all numbers of the runs, one run after the other."""
-    offsets = np.cumsum(counts) - counts
-    numbers = np.arange(int(counts.sum()), dtype=np.int64)
-    numbers += np.repeat(starts - offsets, counts)
-    return numbers
+    before = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(starts - before, counts)
 
 
 def _runs(rows: Ids, destinations: Ids) -> tuple[Ids, Ids, Ids]:

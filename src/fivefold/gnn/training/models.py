@@ -79,7 +79,7 @@ class SAGEConv(torch.nn.Module):
         self.lin_l = torch.nn.Linear(in_dim, out_dim)
         self.lin_r = torch.nn.Linear(in_dim, out_dim, bias=False)
 
-    def forward(self, pair: Pair, edge_index: Tensor, **_: Any) -> Tensor:
+    def forward(self, pair: Pair, edge_index: Tensor) -> Tensor:
         """Return outputs [T, out_dim] of the targets."""
         mean = _mean_map(_Bags(edge_index, len(pair[1])), pair[0], self.lin_l)
         out: Tensor = mean + self.lin_r(pair[1])
@@ -93,7 +93,7 @@ class GCNConv(torch.nn.Module):
         super().__init__()
         self.lin = torch.nn.Linear(in_dim, out_dim)
 
-    def forward(self, pair: Pair, edge_index: Tensor, **_: Any) -> Tensor:
+    def forward(self, pair: Pair, edge_index: Tensor) -> Tensor:
         """Return outputs [T, out_dim] of the targets; the edges must hold one self-loop of each."""
         return _mean_map(_Bags(edge_index, len(pair[1])), pair[0], self.lin)
 
@@ -120,7 +120,7 @@ class GATConv(torch.nn.Module):
         for weight in (self.lin.weight, self.att_src, self.att_dst):
             torch.nn.init.xavier_uniform_(weight)
 
-    def forward(self, pair: Pair, edge_index: Tensor, **_: Any) -> Tensor:
+    def forward(self, pair: Pair, edge_index: Tensor) -> Tensor:
         """Return outputs [T, heads * head_dim], or their mean [T, head_dim], of the targets."""
         bags = _Bags(edge_index, len(pair[1]))
         shape = (-1, *self.att_src.shape[1:])
@@ -190,8 +190,7 @@ class LayeredModel(torch.nn.Module):
             raise ConfigurationError(message, hint="sample one hop per layer of the model")
         for layer, (conv, block) in enumerate(zip(self.convs, graph, strict=True)):
             edges = self._edges(block.edge_index, block.num_targets, block.target_rows)
-            # With self-loops the targets are among the sources, whose rows the size counts.
-            targets = conv((rows, block.targets(rows)), edges, size=block.size)
+            targets = conv((rows, block.targets(rows)), edges)
             rows = self.between(targets, layer)
         return rows
 
