@@ -99,9 +99,7 @@ def test_the_search_finds_what_trying_all_sizes_finds(question, disk, disk_rows)
 def space_of(disk, disk_rows):
     return Space(
         disk_bytes=disk_rows * ROW_BYTES,
-        fixed_bytes=0,
-        record_bytes=lambda rows: 0,  # noqa: ARG005 - a store without records
-        row_bytes=ROW_BYTES,
+        kept_bytes=lambda rows: rows * ROW_BYTES,  # a store without records
         ways=lambda rows: PackingTask(
             num_nodes=900,
             row_bytes=ROW_BYTES,

@@ -32,9 +32,14 @@ from fivefold.gnn.loading._base import (
 )
 from fivefold.gnn.loading._feature_store import LEVELS, FeatureStore
 from fivefold.gnn.loading._pipeline import BufferRing, Pipeline, Stage, Ticket, buffer_count
-from fivefold.gnn.loading._pyg_batches import labels_of, open_source
+from fivefold.gnn.loading._pyg_batches import (
+    SlicedData,
+    labels_of,
+    open_source,
+    seeds_of,
+)
 from fivefold.gnn.loading.batch import BatchMaker, Form, MiniBatch, Records, SeedTable, checked_form
-from fivefold.gnn.loading.prepare import Preparation, Prepared, StoreRecipe
+from fivefold.gnn.loading.prepare import Preparation, Prepared, StoreRecipe, fanouts_of
 from fivefold.gnn.packing import PackedStore
 from fivefold.gnn.packing.record import BatchRecord
 from fivefold.gnn.planning import Budgets, Policy
@@ -232,11 +237,12 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         """
         with contextlib.ExitStack() as opened:
             source = open_source(dataset, cache, form, opened)
-            input_type, seeds = source.seeds(input_nodes)
+            everything = isinstance(source.made_into, SlicedData)
+            input_type, seeds = seeds_of(source.dataset, input_nodes, everything=everything)
             require_one_of(policy, get_args(Policy), f"policy is {policy!r}")
             require_flag("edge_ids", edge_ids)
             recipe = StoreRecipe(
-                fanouts=source.fanouts(fanouts),
+                fanouts=fanouts_of(source.dataset, fanouts),
                 batch_size=require_whole("batch_size", batch_size),
                 epochs=require_whole("sampled_epochs", sampled_epochs),
                 seed=require_whole("seed", seed, least=0),

@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from fivefold.gnn.data.arrays import ArrayEdges, ArraySource, as_rows
 from fivefold.gnn.loading._base import checked_ids
 from fivefold.gnn.loading.batch import HeteroMiniBatch, MiniBatch, import_geometric
 from fivefold.gnn.loading.prepare import alone_in, rows_of
-from fivefold.gnn.sampling.batches import EdgeType, checked_fanouts, fanouts_by_type
 from fivefold.gnn.storage.pages import Ids
 
 
@@ -40,19 +38,6 @@ class GraphSource:
     cache: Path
     made_into: LabelledData | SlicedData | None
     has_edges: bool  # with attributes of their own, so that batches must name them
-
-    def fanouts(self, given: Sequence[int] | Mapping[EdgeType, Sequence[int]]) -> tuple[Any, ...]:
-        """Return numbers, or pairs of an edge type and its numbers."""
-        if isinstance(self.dataset, HeteroDataset):
-            return tuple(fanouts_by_type(self.dataset.edge_types, given).items())
-        if isinstance(given, Mapping):
-            message = "fanouts are given by edge type, but the graph has one"
-            raise ConfigurationError(message, hint="give one number per hop")
-        return checked_fanouts(given)
-
-    def seeds(self, given: Any) -> tuple[str | None, Ids]:
-        """Return the node type of the seeds (None where there is one), and their ids."""
-        return seeds_of(self.dataset, given, everything=isinstance(self.made_into, SlicedData))
 
 
 def labels_of(data: Dataset | HeteroDataset, input_type: str | None) -> Ids | None:

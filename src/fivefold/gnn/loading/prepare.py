@@ -21,13 +21,13 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from fivefold.errors import DataError, InfeasibleError, StorageError
+from fivefold.errors import ConfigurationError, DataError, InfeasibleError, StorageError
 from fivefold.files import lock_file, read_checked_json, write_checked_json
 from fivefold.gnn.data import Dataset, HeteroDataset
 from fivefold.gnn.data.parts import Progress
@@ -41,7 +41,7 @@ from fivefold.gnn.sampling import (
     SampleFile,
     sample_epochs,
 )
-from fivefold.gnn.sampling.batches import EdgeType
+from fivefold.gnn.sampling.batches import EdgeType, checked_fanouts, fanouts_by_type
 from fivefold.gnn.sampling.part_samples import EdgeSamples, NodeSamples
 from fivefold.gnn.storage import Container, DiskProfile, probe_disk
 from fivefold.gnn.storage.pages import PAGE_BYTES, Ids
@@ -384,6 +384,18 @@ def rows_of(data: Dataset | HeteroDataset) -> tuple[dict[Any, Container], dict[A
     nodes = {kind: data.features(kind) for kind in data.node_types if data.has_features(kind)}
     found = {kind: data.edge_features(kind) for kind in data.edge_types}
     return nodes, {kind: rows for kind, rows in found.items() if rows is not None}
+
+
+def fanouts_of(
+    data: Dataset | HeteroDataset, given: Sequence[int] | Mapping[EdgeType, Sequence[int]]
+) -> tuple[Any, ...]:
+    """Return numbers, or of several types pairs of an edge type and its numbers."""
+    if isinstance(data, HeteroDataset):
+        return tuple(fanouts_by_type(data.edge_types, given).items())
+    if isinstance(given, Mapping):
+        message = "fanouts are given by edge type, but the graph has one"
+        raise ConfigurationError(message, hint="give one number per hop")
+    return checked_fanouts(given)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -221,12 +221,12 @@ class CachedRows:
 
     def __init__(self, rows: DiskRows, *, cache_bytes: int, policy: CachePolicy) -> None:
         tables_bytes = _TABLE_BYTES_PER_NODE * rows.num_rows
-        slots = (cache_bytes - tables_bytes) // (rows.row_bytes + _TABLE_BYTES_PER_SLOT)
+        slot_bytes = rows.row_bytes + _TABLE_BYTES_PER_SLOT
+        slots = (cache_bytes - tables_bytes) // slot_bytes
         if slots < 1:
-            least = tables_bytes + rows.row_bytes + _TABLE_BYTES_PER_SLOT
             raise ConfigurationError(
                 f"cache_bytes is {cache_bytes}, which holds no row beside the cache's own tables",
-                hint=f"give more than {least} bytes, or 0 for no cache",
+                hint=f"give more than {tables_bytes + slot_bytes} bytes, or 0 for no cache",
             )
         self._rows = rows
         self._cache = OnlineCache(rows.num_rows, num_slots=slots, policy=policy)
@@ -272,31 +272,28 @@ def open_rows(
 
     ``shared`` rows in memory are there once for all processes of this machine.
     """
-    if not isinstance(features, str):
-        in_memory, num_nodes = as_array(features, "features"), container.section("x").num_rows
-        if in_memory.ndim != 2 or len(in_memory) != num_nodes or in_memory.dtype.kind not in "iufb":
-            raise ConfigurationError(
-                f"features have dtype {in_memory.dtype} and shape {list(in_memory.shape)} for "
-                f"{num_nodes} nodes",
-                hint="give one row of numbers per node, in the order of the node ids",
-            )
-        native = in_memory.dtype.newbyteorder("=")
-        features, in_memory = "memory", np.ascontiguousarray(in_memory, native)
-    elif features == "memory":
-        in_memory = rows_in_memory(container, "x", shared=shared)[0]
-    elif features != "disk":
-        raise ConfigurationError(
-            f"features is {features!r}", hint='use "disk", "memory" or an array'
-        )
+    on_disk = isinstance(features, str) and features == "disk"
     require_one_of(cache_policy, ("lru", "sieve"), f"cache_policy is {cache_policy!r}")
-    if require_whole("cache_bytes", cache_bytes, least=0) and features == "memory":
+    if require_whole("cache_bytes", cache_bytes, least=0) and not on_disk:
         raise ConfigurationError(
             f"cache_bytes is {cache_bytes}, but all rows are in memory",
             hint='leave it out, or take features="disk"',
         )
-    if features == "memory":
-        return MemoryRows(in_memory)
-    on_disk = DiskRows(container, backend=backend, verify=verify)
-    if not cache_bytes:
-        return on_disk
-    return CachedRows(on_disk, cache_bytes=cache_bytes, policy=cache_policy)
+    if on_disk:
+        rows = DiskRows(container, backend=backend, verify=verify)
+        if not cache_bytes:
+            return rows
+        return CachedRows(rows, cache_bytes=cache_bytes, policy=cache_policy)
+    if isinstance(features, str) and features == "memory":
+        return MemoryRows(rows_in_memory(container, "x", shared=shared)[0])
+    if isinstance(features, str):
+        message = f"features is {features!r}"
+        raise ConfigurationError(message, hint='use "disk", "memory" or an array')
+    array, num_nodes = as_array(features, "features"), container.section("x").num_rows
+    if array.ndim != 2 or len(array) != num_nodes or array.dtype.kind not in "iufb":
+        raise ConfigurationError(
+            f"features have dtype {array.dtype} and shape {list(array.shape)} for "
+            f"{num_nodes} nodes",
+            hint="give one row of numbers per node, in the order of the node ids",
+        )
+    return MemoryRows(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))

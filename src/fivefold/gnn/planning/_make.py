@@ -194,13 +194,11 @@ class _Inputs:
         def ways(packed_rows: int) -> list[Geometry]:
             return self.task(caches, packed_rows).ways(memory_bytes)
 
-        return Space(
-            disk_bytes=self.budgets.disk_bytes,
-            fixed_bytes=caches.filled_rows * self.row_bytes,
-            record_bytes=lambda rows: self.record_bytes(caches, rows, cold_rows),
-            row_bytes=self.row_bytes,
-            ways=ways,
-        )
+        def kept_bytes(packed_rows: int) -> int:
+            rows = packed_rows + caches.filled_rows
+            return rows * self.row_bytes + self.record_bytes(caches, packed_rows, cold_rows)
+
+        return Space(disk_bytes=self.budgets.disk_bytes, kept_bytes=kept_bytes, ways=ways)
 
     def task(self, caches: Caches, packed_rows: int) -> PackingTask:
         """Return what packing so many rows is."""

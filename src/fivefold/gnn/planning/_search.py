@@ -39,24 +39,18 @@ class Space:
     """Disk space: how much there is, and what a number of packed rows takes of it."""
 
     disk_bytes: int
-    fixed_bytes: int  # of the cached rows
-    record_bytes: Callable[[int], int]  # for so many packed rows
-    row_bytes: int
+    kept_bytes: Callable[[int], int]  # of what so many packed rows and all beside them take
     ways: Callable[[int], list[Geometry]]  # of packing so many rows, cheapest first
 
     def way(self, packed_rows: int) -> Geometry | None:
         """Return the cheapest way of packing that fits; None where none does."""
-        rest = self.disk_bytes - self._kept_bytes(packed_rows)
+        rest = self.disk_bytes - self.kept_bytes(packed_rows)
         return next((way for way in self.ways(packed_rows) if way.scratch_bytes <= rest), None)
 
     def least_bytes(self, packed_rows: int) -> int:
         """Return the smallest budget that fits so many packed rows."""
         scratch = min(way.scratch_bytes for way in self.ways(packed_rows))
-        return self._kept_bytes(packed_rows) + scratch
-
-    def _kept_bytes(self, packed_rows: int) -> int:
-        rows_bytes = packed_rows * self.row_bytes
-        return rows_bytes + self.fixed_bytes + self.record_bytes(packed_rows)
+        return self.kept_bytes(packed_rows) + scratch
 
 
 @dataclass(frozen=True, kw_only=True)

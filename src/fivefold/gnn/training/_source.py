@@ -24,9 +24,8 @@ from torch.nn import functional
 from fivefold.errors import InfeasibleError
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.loading import DiskLoader, LoaderStatistics, OnlineLoader
-from fivefold.gnn.loading.prepare import Preparation, Prepared, StoreRecipe
+from fivefold.gnn.loading.prepare import Preparation, Prepared, StoreRecipe, fanouts_of
 from fivefold.gnn.sampling import Adjacency, HeteroAdjacency
-from fivefold.gnn.sampling.batches import fanouts_by_type
 from fivefold.gnn.storage.pages import Array, Ids
 from fivefold.gnn.training._graph import Graph, TypedData, scores_of
 from fivefold.gnn.training.config import GnnConfig
@@ -189,11 +188,9 @@ def prepared_folder(config: GnnConfig) -> Path:
 
 def _recipe(config: GnnConfig, dataset: Graph, round_number: int) -> StoreRecipe:
     sampling, budgets = config.sampling, config.budgets
-    fanouts: tuple[Any, ...] = sampling.fanouts
-    if isinstance(dataset, TypedData):
-        fanouts = tuple(fanouts_by_type(dataset.graph.edge_types, fanouts).items())
+    graph = dataset.graph if isinstance(dataset, TypedData) else dataset
     return StoreRecipe(
-        fanouts=fanouts,
+        fanouts=fanouts_of(graph, sampling.fanouts),
         batch_size=sampling.batch_size,
         epochs=sampling.epochs,
         first_epoch=round_number * sampling.epochs,
