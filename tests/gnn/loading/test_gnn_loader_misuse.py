@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
-from fivefold.gnn.loading import DiskLoader, OnlineLoader
+from fivefold.gnn.loading import DiskLoader, LinkLoader, OnlineLoader
 from fivefold.gnn.sampling import Adjacency
 
 
@@ -155,3 +155,18 @@ def test_options_of_packed_batches_are_checked(dataset, tmp_path, options, messa
         DiskLoader.from_dataset(
             dataset, [2], 10, form="edge_index", budgets="1 MB", cache=tmp_path, **options
         )
+
+
+def test_what_is_no_data_set_or_store_is_told(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"store is a str; give PackedStore"):
+        DiskLoader(str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"data set is a PosixPath; open it with"):
+        OnlineLoader(tmp_path, [1], fanouts=[2], batch_size=2)
+    with pytest.raises(ConfigurationError, match="links are of graphs of one type; got a str"):
+        LinkLoader("folder", [[1], [2]], fanouts=[2], batch_size=2)
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, "2", None])
+def test_an_epoch_is_a_whole_number(loader, epoch):
+    with pytest.raises(ConfigurationError, match="epoch must be a whole number from 0"):
+        loader.set_epoch(epoch)

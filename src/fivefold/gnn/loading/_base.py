@@ -135,13 +135,13 @@ def require_flag(name: str, value: object) -> None:
         raise ConfigurationError(f"{name} is {value!r}", hint="use True or False")
 
 
-def check_dtype(dtype: np.dtype[Any]) -> None:
-    """Refuse rows that no tensor can hold."""
+def check_dtype(dtype: np.dtype[Any], what: str = "features") -> None:
+    """Refuse values that no tensor can hold."""
     try:
         torch.from_numpy(np.empty(0, dtype))
     except TypeError as error:
         raise UnsupportedError(
-            f"the features are {dtype}, for which torch has no dtype",
+            f"the {what} are {dtype}, for which torch has no dtype",
             hint="convert them on ingestion",
         ) from error
 
@@ -238,8 +238,7 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be iterated; a position that was loaded for it stays."""
-        if epoch < 0:
-            raise ConfigurationError(f"epoch must not be negative; got {epoch}")
+        epoch = require_whole("epoch", epoch, least=0)
         if not (self._resumed and epoch == self._epoch):
             self._epoch, self._position, self._resumed = epoch, 0, False
 

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from fivefold.errors import ConfigurationError, require_one_of, require_whole
+from fivefold.gnn.data.arrays import as_array
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.loading._base import (
     BatchLoader,
@@ -112,6 +113,11 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
         form: Literal["edge_index", "blocks"] = "edge_index",
         **options: Unpack[LoaderOptions],
     ) -> None:
+        if not isinstance(store, PackedStore | Prepared):
+            raise ConfigurationError(
+                f"store is a {type(store).__name__}",
+                hint="give PackedStore.open(folder), or use DiskLoader.from_dataset",
+            )
         packed = store if isinstance(store, Prepared) else Prepared.of_one(store, edges)
         self._stores = stores = packed.nodes
         planned = any(rows.plan.policy == "belady" for rows in stores.values())
@@ -358,7 +364,8 @@ def _maker(packed: Prepared, labels: Array | torch.Tensor | None, form: Form) ->
     if kind is not None and samples is not None:
         num_nodes, edge_types = samples.types.num_nodes[kind], tuple(samples.types.edge_types)
     if labels is not None:
-        labels = labels.cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
+        labels = as_array(labels, "labels")
+        check_dtype(labels.dtype, "labels")
         if len(labels) != num_nodes:
             raise ConfigurationError(
                 f"there are {len(labels)} labels and {num_nodes} nodes",

@@ -69,6 +69,9 @@ class LinkLoader(OnlineLoader):
         edge_label_time: ArrayLike | None = None,
         **options: Any,
     ) -> None:
+        if not isinstance(dataset, Dataset):
+            message = f"links are of graphs of one type; got a {type(dataset).__name__}"
+            raise ConfigurationError(message, hint="open a Dataset")
         if "input_time" in options:
             message = "links have edge_label_time in place of input_time"
             raise ConfigurationError(message, hint="give one time for each link")

@@ -168,6 +168,9 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
         self._prefetch = require_whole("prefetch", prefetch)
         self._batch_size = require_whole("batch_size", batch_size)
         self._form = checked_form("edge_index" if form == "data" else form)
+        if not isinstance(dataset, Dataset | HeteroDataset):
+            message = f"the data set is a {type(dataset).__name__}"
+            raise ConfigurationError(message, hint="open it with fivefold.gnn.data.open_dataset")
         require_flag("resample", resample)
         if edge_ids is not None:
             require_flag("edge_ids", edge_ids)

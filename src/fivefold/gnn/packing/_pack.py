@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError, DataError, StorageError
+from fivefold.errors import ConfigurationError, DataError, StorageError, require_whole
 from fivefold.files import lock_file, read_checked_json, write_checked_json
 from fivefold.gnn.data.parts import Progress
 from fivefold.gnn.packing._records import KIND_LAYOUTS, KIND_RECORDS, Recorder, write_layouts
@@ -257,10 +257,7 @@ def pack(  # noqa: PLR0913 - independent options, each with a default
         InfeasibleError: Memory or disk space are short.
         StorageError: The disk refused, or another process packs into this folder.
     """
-    if memory_bytes <= 0:
-        raise ConfigurationError(
-            f"memory_bytes is {memory_bytes}", hint="use a positive number of bytes"
-        )
+    memory_bytes = require_whole("memory_bytes", memory_bytes)
     if strategy not in {None, *STRATEGIES}:
         hint = f"use one of {', '.join(STRATEGIES)}, or None for the cheapest"
         raise ConfigurationError(f"strategy is {strategy!r}", hint=hint)

@@ -97,6 +97,8 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
             f"the samples are of a graph of {samples.num_nodes} nodes, the features of {num_nodes}",
             hint="sample the graph that these features belong to",
         )
+    if not isinstance(budgets, Budgets):
+        raise ConfigurationError(f"budgets is {budgets!r:.40}", hint="give Budgets")
     require_one_of(policy, get_args(Policy), f"policy is {policy!r}")
     least = {"segment_batches": 1, "max_gap_bytes": 0, "buffer_batches": 0, "training_epochs": 0}
     for name, value in zip(

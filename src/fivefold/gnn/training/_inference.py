@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fivefold.errors import ConfigurationError, DataError, StorageError
+from fivefold.errors import ConfigurationError, DataError, StorageError, require_whole
 from fivefold.gnn.data import Dataset
 from fivefold.gnn.sampling import Adjacency
 from fivefold.gnn.sampling.batches import ONE_TYPE, EdgeType
@@ -144,6 +144,7 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
         ...     outputs.sections["x"].shape
         (50, 3)
     """
+    require_whole("memory_bytes", memory_bytes)
     taken = model if isinstance(model, TypedSAGE) else as_layered(model)
     one_type = isinstance(dataset, Dataset) and isinstance(taken, LayeredModel)
     if one_type and taken.in_dim != dataset.dim:
