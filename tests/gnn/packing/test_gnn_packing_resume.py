@@ -380,7 +380,7 @@ def test_memory_and_disk_that_do_not_suffice_are_refused_before_work(wide_world,
     arguments = (world.features, world.samples, plan, tmp_path / "store")
     with pytest.raises(InfeasibleError, match=r"memory.*give"):
         pack(*arguments, memory_bytes=1000)
-    with pytest.raises(ConfigurationError, match="memory_bytes must be .*; got 0"):
+    with pytest.raises(ConfigurationError, match=r"memory_bytes must be .*; got 0"):
         pack(*arguments, memory_bytes=0)
     with pytest.raises(ConfigurationError, match="strategy is 'best'; use one of resident"):
         pack(*arguments, memory_bytes=1 << 20, strategy="best")

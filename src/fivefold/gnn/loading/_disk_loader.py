@@ -144,19 +144,7 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
             batch_bytes=batch_bytes, memory_bytes=memory_bytes, prefetch=prefetch
         )
         make = _maker(packed, labels, checked_form(form))
-        # Closed in this order: engines, then what from_dataset opened for them.
-        self._closing = contextlib.ExitStack()
-        features: dict[str | None, FeatureStore] = {}
-        edge_rows: dict[EdgeType | None, FeatureStore] = {}
-        how: dict[str, Any] = {"threads": threads, "shared": settings.world_size > 1}
-        how |= settings.engine
-        readers = 2 if buffers >= _BUFFERS_FOR_TWO_READERS else 1
-        for kind, rows in stores.items():
-            features[kind] = FeatureStore(rows, device=settings.device, readers=readers, **how)
-            self._closing.callback(features[kind].close)
-        for edge_type, rows in packed.edges.items():
-            edge_rows[edge_type] = FeatureStore(rows, **how)
-            self._closing.callback(edge_rows[edge_type].close)
+        features, edge_rows = self._opened(packed, settings, threads, buffers)
         super().__init__(settings, self._closing.close)
         device = settings.device
         self._stages = BatchStages(
@@ -168,6 +156,24 @@ class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG'
             make=make,
             transfer=None if device.type == "cpu" else DeviceTransfer(features, device),
         )
+
+    def _opened(
+        self, packed: Prepared, settings: LoaderSettings, threads: int | None, buffers: int
+    ) -> tuple[dict[str | None, FeatureStore], dict[EdgeType | None, FeatureStore]]:
+        """Open a reading engine for each store of rows of nodes and of edges."""
+        # Closed in this order: engines, then what from_dataset opened for them.
+        self._closing = contextlib.ExitStack()
+        readers = 2 if buffers >= _BUFFERS_FOR_TWO_READERS else 1
+        how: dict[str, Any] = {"threads": threads, "shared": settings.world_size > 1}
+        how |= settings.engine
+        nodes, edges = {}, {}
+        for kind, rows in packed.nodes.items():
+            nodes[kind] = FeatureStore(rows, device=settings.device, readers=readers, **how)
+            self._closing.callback(nodes[kind].close)
+        for edge_type, rows in packed.edges.items():
+            edges[edge_type] = FeatureStore(rows, **how)
+            self._closing.callback(edges[edge_type].close)
+        return nodes, edges
 
     @classmethod
     def from_dataset(  # noqa: PLR0913 - those of NeighborLoader, and what is packed

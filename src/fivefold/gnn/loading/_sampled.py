@@ -168,18 +168,13 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
         self._prefetch = require_whole("prefetch", prefetch)
         self._batch_size = require_whole("batch_size", batch_size)
         self._form = checked_form("edge_index" if form == "data" else form)
-        if not isinstance(dataset, Dataset | HeteroDataset):
-            message = f"the data set is a {type(dataset).__name__}"
-            raise ConfigurationError(message, hint="open it with fivefold.gnn.data.open_dataset")
         require_flag("resample", resample)
         if edge_ids is not None:
             require_flag("edge_ids", edge_ids)
         self._resample = resample
         timed = node_time is not None or edge_time is not None
         plain = isinstance(features, str) and not (timed or cache_bytes or form == "blocks")
-        if isinstance(dataset, HeteroDataset) and not plain:
-            message = "times, caches, blocks and features in an array are for graphs of one type"
-            raise ConfigurationError(message, hint="leave them out for a HeteroDataset")
+        _check_kind(dataset, plain=plain)
         if not timed and (input_time is not None or temporal_strategy != "uniform"):
             message = "input_time and temporal_strategy need times of nodes or edges"
             raise ConfigurationError(message, hint="give node_time or edge_time too")
@@ -194,16 +189,9 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
             )
         nodes, edges = rows_of(dataset)
         edges = {} if edge_ids is False else edges
-        draws: dict[str, Any] = {"seed": seed, "edge_ids": bool(edge_ids or edges)}
-        hops: Any = fanouts
-        self._sampler: NeighborSampler | TemporalSampler | HeteroNeighborSampler
-        if isinstance(graph, HeteroAdjacency):
-            self._sampler = HeteroNeighborSampler(graph, hops, **draws)
-        elif timed:
-            draws |= {"node_time": node_time, "edge_time": edge_time}
-            self._sampler = TemporalSampler(graph, hops, strategy=temporal_strategy, **draws)
-        else:
-            self._sampler = NeighborSampler(graph, hops, **draws)
+        times = {"node_time": node_time, "edge_time": edge_time, "strategy": temporal_strategy}
+        draws = {"seed": seed, "edge_ids": bool(edge_ids or edges)} | (times if timed else {})
+        self._sampler = _sampler_of(graph, fanouts, **draws)
         self._links: Seeds | None = None
         if isinstance(self._sampler, TemporalSampler) and (len(seeds) or input_time is not None):
             # A loader of links has no such seeds.
@@ -347,6 +335,24 @@ class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of Py
             edge_bytes=self._read["edges"].bytes_read,
             **self._times(),
         )
+
+
+def _check_kind(dataset: object, *, plain: bool) -> None:
+    """Refuse what is no data set, and options that are not ``plain`` for several types."""
+    if not isinstance(dataset, Dataset | HeteroDataset):
+        message = f"the data set is a {type(dataset).__name__}"
+        raise ConfigurationError(message, hint="open it with fivefold.gnn.data.open_dataset")
+    if isinstance(dataset, HeteroDataset) and not plain:
+        message = "times, caches, blocks and features in an array are for graphs of one type"
+        raise ConfigurationError(message, hint="leave them out for a HeteroDataset")
+
+
+def _sampler_of(
+    graph: Adjacency | HeteroAdjacency, fanouts: Any, **draws: Any
+) -> NeighborSampler | TemporalSampler | HeteroNeighborSampler:
+    if isinstance(graph, HeteroAdjacency):
+        return HeteroNeighborSampler(graph, fanouts, **draws)
+    return (TemporalSampler if "strategy" in draws else NeighborSampler)(graph, fanouts, **draws)
 
 
 def _parts(sampled: SampledBatch | HeteroSampledBatch) -> dict[str | None, SampledBatch]:

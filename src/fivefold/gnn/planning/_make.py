@@ -91,25 +91,20 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         InfeasibleError: A budget is short; says which, and the smallest that would do.
         StorageError: The scratch file cannot be written.
     """
-    num_nodes, row_bytes = features.section("x").num_rows, features.section("x").row_bytes
-    if samples.num_nodes != num_nodes:
-        raise DataError(
-            f"the samples are of a graph of {samples.num_nodes} nodes, the features of {num_nodes}",
-            hint="sample the graph that these features belong to",
-        )
-    if not isinstance(budgets, Budgets):
-        raise ConfigurationError(f"budgets is {budgets!r:.40}", hint="give Budgets")
-    require_one_of(policy, get_args(Policy), f"policy is {policy!r}")
-    least = {"segment_batches": 1, "max_gap_bytes": 0, "buffer_batches": 0, "training_epochs": 0}
-    for name, value in zip(
-        least, (segment_batches, max_gap_bytes, buffer_batches, training_epochs), strict=True
+    _check(samples, features, budgets, policy)
+    for name, value, least in (
+        ("segment_batches", segment_batches, 1),
+        ("max_gap_bytes", max_gap_bytes, 0),
+        ("buffer_batches", buffer_batches, 0),
+        ("training_epochs", training_epochs, 0),
     ):
         if value is not None:
-            require_whole(name, value, least=least[name], hint="leave it out for the default")
+            require_whole(name, value, least=least, hint="leave it out for the default")
     if buffer_batches == 1:
         message = "buffer_batches is 1, but a batch is prepared while another one is trained on"
         hint = "use 2 or more, or 0 to keep no memory for batches in flight"
         raise ConfigurationError(message, hint=hint)
+    num_nodes, row_bytes = samples.num_nodes, features.section("x").row_bytes
     inputs = _Inputs(samples, row_bytes, budgets, profile, buffer_batches)
     folder = samples.path.parent if scratch_folder is None else Path(scratch_folder)
     scratch = Scratch(folder=folder, most_bytes=budgets.disk_bytes)
@@ -278,3 +273,16 @@ class _Inputs:
             packing_seconds=packing.seconds,
             online_seconds=tally.online_seconds / epochs,
         )
+
+
+def _check(samples: SampleFile, features: Container, budgets: object, policy: str) -> None:
+    """Refuse samples and features of different graphs, and arguments of the wrong kind."""
+    num_nodes = features.section("x").num_rows
+    if samples.num_nodes != num_nodes:
+        raise DataError(
+            f"the samples are of a graph of {samples.num_nodes} nodes, the features of {num_nodes}",
+            hint="sample the graph that these features belong to",
+        )
+    if not isinstance(budgets, Budgets):
+        raise ConfigurationError(f"budgets is {budgets!r:.40}", hint="give Budgets")
+    require_one_of(policy, get_args(Policy), f"policy is {policy!r}")

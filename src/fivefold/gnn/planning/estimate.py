@@ -202,16 +202,7 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
         >>> found.batches, 0.4e6 < found.nodes_per_batch < 1.6e6
         (1179, True)
     """
-    if batch_size < 1 or not fanouts or min(fanouts) < -1 or epochs < 1:
-        raise ConfigurationError(
-            f"batch_size={batch_size}, fanouts={list(fanouts)}, epochs={epochs}",
-            hint="use positive numbers; a fan-out of -1 takes all neighbours",
-        )
-    if not (read_bytes_per_s > 0 and write_bytes_per_s > 0):
-        raise ConfigurationError(
-            f"the disk reads {read_bytes_per_s} and writes {write_bytes_per_s} bytes/s",
-            hint="give the positive speed of a disk, or none to measure this one",
-        )
+    _check_run(fanouts, batch_size, epochs, (read_bytes_per_s, write_bytes_per_s))
     size = min(batch_size, graph.seeds)
     model = _Popularity.of(graph)
     of_class, used, edges, expanded = model.batch(size, fanouts)
@@ -257,6 +248,22 @@ def estimate(  # noqa: PLR0913 - the facts of a graph, a machine and a run
         read_bytes_per_s=read_bytes_per_s,
         write_bytes_per_s=write_bytes_per_s,
     )
+
+
+def _check_run(
+    fanouts: Sequence[int], batch_size: int, epochs: int, speeds: tuple[float, float]
+) -> None:
+    """Refuse counts and speeds that no run can have."""
+    if batch_size < 1 or not fanouts or min(fanouts) < -1 or epochs < 1:
+        raise ConfigurationError(
+            f"batch_size={batch_size}, fanouts={list(fanouts)}, epochs={epochs}",
+            hint="use positive numbers; a fan-out of -1 takes all neighbours",
+        )
+    if not min(speeds) > 0:
+        raise ConfigurationError(
+            f"the disk reads {speeds[0]} and writes {speeds[1]} bytes/s",
+            hint="give the positive speed of a disk, or none to measure this one",
+        )
 
 
 @dataclass(frozen=True)
@@ -498,11 +505,7 @@ class _Work:
         # What training keeps from its start to its end: the topology, and the labels.
         held = _INTERPRETER_BYTES + topology + 8 * graph.nodes
         ids, rows_bytes = 8 * self.cached_rows, (packed_rows + self.cached_rows) * graph.row_bytes
-        flying = min(self.budgets.host_bytes, int(3 * self.nodes * graph.row_bytes))
-        row_s = _EPOCH_S_PER_ROW + _EPOCH_S_PER_BYTE * graph.row_bytes
-        work_s = accesses * row_s + self.batches * _EPOCH_S_PER_BATCH
         pack_s = packing.seconds / _disk_share(rows_bytes / self.packing_bytes) / _PACKING_SHARE
-        epoch_s = max(cold * graph.row_bytes / read, work_s) / epochs
         return (
             Stage(
                 name="ingest",
@@ -546,19 +549,26 @@ class _Work:
                 scratch_bytes=packing.scratch_bytes,
                 remark=f"{packing.strategy}, {format_bytes(packing.moved_bytes)} moved",
             ),
-            Stage(
-                name="epoch, data path",
-                seconds=epoch_s,
-                memory_bytes=held
-                + ids
-                + self.cached_rows * graph.row_bytes
-                + flying
-                + 3 * self.batch_bytes
-                + self.model_bytes,
-                disk_bytes=0,
-                remark=f"{format_bytes(cold * graph.row_bytes / epochs)} read; training comes on "
-                "top where it is slower",
-            ),
+            self._epoch(cold, held, epochs),
+        )
+
+    def _epoch(self, cold: float, held: int, epochs: int) -> Stage:
+        """Return the stage of one epoch; ``cold`` rows are read in all, ``held`` are bytes."""
+        row_bytes = self.graph.row_bytes
+        flying = min(self.budgets.host_bytes, int(3 * self.nodes * row_bytes))
+        row_s = _EPOCH_S_PER_ROW + _EPOCH_S_PER_BYTE * row_bytes
+        work_s = self.batches * (self.nodes * row_s + _EPOCH_S_PER_BATCH)
+        return Stage(
+            name="epoch, data path",
+            seconds=max(cold * row_bytes / self.disk[0], work_s) / epochs,
+            memory_bytes=held
+            + self.cached_rows * (8 + row_bytes)
+            + flying
+            + 3 * self.batch_bytes
+            + self.model_bytes,
+            disk_bytes=0,
+            remark=f"{format_bytes(cold * row_bytes / epochs)} read; training comes on "
+            "top where it is slower",
         )
 
 
