@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, Generic, Literal, NoReturn, Self, TypedDict, TypeVar, get_args
+from typing import Any, Literal, NoReturn, Self, TypedDict, get_args
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from fivefold.gnn.storage.reader import Backend
 _LOG = logging.getLogger(__name__)
 _STATE_VERSION = 1
 
-Batch = TypeVar("Batch")
 Remainder = Literal["drop", "repeat"]
 
 
@@ -181,12 +180,10 @@ def batch_order(count: int, *, seed: int, epoch: int) -> Ids:
     return random.permutation(count).astype(np.int64)
 
 
-class BatchLoader(Closing, abc.ABC, Generic[Batch]):
+class BatchLoader(Closing, abc.ABC):
     """A loader of mini-batches, epoch by epoch, that can stop and go on at any batch.
 
-    Iterating yields the batches of the current epoch; after a whole epoch the next one begins.
-    Leaving an epoch early and iterating again starts it over; to go on in its middle, load the
-    state that ``state_dict`` gave.
+    Leaving an epoch early and iterating again starts it over, unless a state was loaded.
     """
 
     def __init__(self, settings: LoaderSettings, release: Callable[[], None]) -> None:
@@ -202,7 +199,7 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
         self._finalizer.atexit = False
         self._left_behind: Pipeline | None = None
         self._epoch, self._position, self._resumed = 0, 0, False
-        self._iterator: weakref.ref[BatchIterator[Batch]] | None = None
+        self._iterator: weakref.ref[BatchIterator] | None = None
         self._pipeline: Pipeline | None = None
         self._past: dict[str, Any] = {"stage_s": {}, "wait_s": 0.0}
         self._delivered = 0
@@ -242,7 +239,7 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
         if not (self._resumed and epoch == self._epoch):
             self._epoch, self._position, self._resumed = epoch, 0, False
 
-    def __iter__(self) -> BatchIterator[Batch]:
+    def __iter__(self) -> BatchIterator:
         if not self._finalizer.alive:
             message = "this loader is closed"
             raise ConfigurationError(message, hint="make another one")
@@ -314,7 +311,7 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
         message = "a loader cannot be copied, pickled or sent to another process"
         raise UnsupportedError(message, hint="open the store and make a loader where it is used")
 
-    def _count_and_hand_over(self, value: Any) -> Batch:
+    def _count_and_hand_over(self, value: Any) -> Any:
         batch = self._hand_over(value)
         self._position += 1
         self._delivered += 1
@@ -348,7 +345,7 @@ class BatchLoader(Closing, abc.ABC, Generic[Batch]):
         return {"stage_s": seconds, "wait_s": wait_s}
 
 
-class BatchIterator(Generic[Batch]):
+class BatchIterator:
     """Iterate over the batches of one epoch; owns the epoch's pipeline.
 
     The user holds the iterator, the iterator holds the pipeline, and the pipeline's threads hold
@@ -359,7 +356,7 @@ class BatchIterator(Generic[Batch]):
         self,
         pipeline: Pipeline,
         *,
-        on_batch: Callable[[Any], Batch],
+        on_batch: Callable[[Any], Any],
         on_next: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -371,7 +368,7 @@ class BatchIterator(Generic[Batch]):
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         if self._ended_by is not None:
             raise ConfigurationError(
                 f"this iterator was ended: {self._ended_by}", hint="call iter(loader) again"

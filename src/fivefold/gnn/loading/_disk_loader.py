@@ -1,9 +1,7 @@
 """``DiskLoader``: mini-batches from a packed store, prepared ahead on background threads.
 
-It puts the parts together: the order of the batches (pure), the pipeline with its stages, the
-ring of buffers, the four-level feature store. Stages: read a batch's record, wait for a buffer,
-read its cold rows into it, copy the cached rows, build the tensors, and copy to the device where
-there is one.
+Stages: read a batch's record, wait for a buffer, read its cold rows into it, copy the cached
+rows, build the tensors, and copy to the device where there is one.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ _ALIGNMENT = 64  # of each type's rows in the buffer of a batch
 _RECORD_READERS = 2  # one alone, beside those of rows, gets too little of the disk to keep up
 
 
-class DiskLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG's classes
+class DiskLoader(BatchLoader):
     """Iterate over the mini-batches of a packed store, in the shape of PyG's loaders.
 
     Every iteration is one epoch; the epochs that were sampled are used in turn. After a whole

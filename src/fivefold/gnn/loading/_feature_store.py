@@ -1,11 +1,8 @@
 """The four-level feature store: every row of a batch from the level that holds it, exactly once.
 
-Levels, fastest first: a cache on the device, a cache in host memory, rows on disk that several
-batches of a segment share, rows on disk of one batch alone. The packer has written, batch by
-batch, which row comes from which level and where it belongs, so nothing is looked up here: each
-level moves rows from its slots or runs to their places in one buffer. The caches are filled by
-one sequential read of the packed store. With a Belady plan the host cache changes after each
-batch; then batches must be served in the planned order.
+Levels: a cache on the device, one in host memory, rows on disk that several batches of a segment
+share, and those of one batch alone. The packer wrote which row comes from which level and where it
+belongs, so nothing is looked up. With a Belady plan the host cache changes after each batch.
 """
 
 from __future__ import annotations

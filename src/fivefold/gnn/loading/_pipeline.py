@@ -1,15 +1,8 @@
 """``Pipeline``: items pass through stages on a few threads and come out in order.
 
-Each thread runs one or more stages; a bounded channel stands between neighbours, so the slowest
-stage sets the pace and nothing piles up. The rules that keep it from hanging: every wait ends
-when the pipeline is closed; the first failure of a stage is kept and raised at the consumer's
-next call; the consumer itself waits a limited time and then names the stage that does not move.
-Threads are daemons and hold no reference to what the user holds, so that dropping the iterator,
-leaving the loop or leaving the interpreter ends them. It knows nothing of features or disks.
-
-``queue.SimpleQueue`` is the only queue whose ``put`` is safe inside a weakref callback, which is
-where buffers come back from. It has no bound and no end; ``Channel`` adds an end, by a mark that
-every waiter sees, and a bound, by handing a token back for each item taken.
+A bounded channel stands between neighbours. What keeps it from hanging: every wait ends when the
+pipeline is closed; the first failure is raised at the consumer's next call; the consumer waits a
+limited time and then names the stage that does not move. Threads hold nothing that the user holds.
 """
 
 from __future__ import annotations
@@ -59,6 +52,7 @@ class Channel:
     """A queue with an end, of ``capacity`` items; None: of any number, and ``put`` never waits."""
 
     def __init__(self, capacity: int | None = None) -> None:
+        # The only queue whose put is safe inside a weakref callback, where buffers come back from.
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._room = None if capacity is None else Channel()
         for _ in range(capacity or 0):

@@ -89,7 +89,7 @@ class _TimedSeeds:
         return dataclasses.replace(made, input_id=places, y=None if y is None else y.to(device))
 
 
-class OnlineLoader(BatchLoader[Any]):  # of MiniBatch, HeteroMiniBatch, or of PyG's classes
+class OnlineLoader(BatchLoader):
     """Sample and gather mini-batches on the fly, a few batches ahead of the training loop.
 
     Iterating yields the batches of the current epoch; after a whole epoch the next one begins,

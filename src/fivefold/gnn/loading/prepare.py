@@ -1,13 +1,8 @@
 """Everything between a data set and a packed store: samples, plan, rows, made where missing.
 
-Each part has a name that holds a hash of what it depends on, so that other data or other options
-make other files and never meet stale ones; and each part goes on where a killed run stopped. The
-plan is written before packing begins: a new probe of the disk would give another one. One
-process at a time works in a folder, the others wait and then find everything done.
-
-Rows of edges are packed like rows of nodes: a batch's edges are the "nodes" of a batch of
-``EdgeSamples``, so that plan, packing and reading know nothing of edges. In the same way the nodes
-of each type are those of ``NodeSamples``, and each table of rows becomes a store of its own.
+Each part is named by a hash of what it depends on, and goes on where a killed run stopped. One
+process at a time works in a folder, the others wait. Rows of edges, and of each node type, are
+packed as rows of nodes of their own samples (``EdgeSamples``, ``NodeSamples``).
 """
 
 from __future__ import annotations

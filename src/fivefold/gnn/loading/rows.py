@@ -1,9 +1,8 @@
 """Rows of features as they lie: in memory, on disk, and behind a cache that learns what comes.
 
-``OnlineCache`` (LRU or SIEVE) decides which ids hold which slots, and knows nothing of rows. One
-batch is one transaction, as in GraphBolt's CPU cache: all ids are looked up, then all that missed
-are admitted, one after another. The lists are linked through arrays, so that a batch of hundreds of
-thousands of ids costs milliseconds. SIEVE: Zhang et al., NSDI 2024.
+One batch is one transaction of the cache, as in GraphBolt's: all ids are looked up, then those that
+missed are admitted, one after another. Its lists are linked through arrays, so that hundreds of
+thousands of ids cost milliseconds. SIEVE: Zhang et al., NSDI 2024.
 """
 
 from __future__ import annotations

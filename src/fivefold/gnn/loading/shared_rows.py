@@ -1,10 +1,8 @@
 """Rows in memory that the processes of one machine have together.
 
-The rows are in a file in memory without a name in any folder (``memfd_create``), so that nothing
-is left behind however its processes end. It carries the fingerprint of the store in its label,
-and is sealed when it is full: what is sealed is whole and never changes. Others find it among the
-open files of this user's processes and map it; each of them keeps it alive, so the one that
-filled it may die. A lock on the packed rows lets one fill while the others wait.
+They are in a file without a name in any folder (``memfd_create``): nothing is left behind however
+its processes end. Its label has the store's fingerprint; sealed when it is full, it never changes.
+Others find it among the open files of this user's processes; a lock lets one fill while they wait.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Packing: from features, samples and a plan to a store that training reads in order.
 
-First each segment is laid out (``_layouts``), then two files are written at the same time: records
-(``_records``) and rows (``_rows``). All of them go on after a kill with the piece that was under
-way. ``store.json`` is written last: it names the fingerprints of what the store was made from and
-of its own files, so that a store is either whole or not there, and a file of another store is seen.
+First each segment is laid out, then records and rows are written at the same time. All go on after
+a kill with the piece that was under way. ``store.json`` is written last, with the fingerprints of
+inputs and files: a store is either whole or not there, and a file of another store is seen.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """What is written before and beside the rows: where they will lie, and the records of the batches.
 
-First, segment by segment, each batch's cold nodes are found and the segment is laid out. That file
-holds ``order``, the node id of each packed row, and for each batch its places, the rows of its
-segment that it reads. From the order rows are moved and from the places records are made. A killed
-run goes on with the segment that was under way.
-
-The file of the records holds them (page-aligned) and their index. Records depend on where rows will
-lie, not on the rows: they are made while rows are moved. A killed run goes on after the last mark.
+Layouts hold ``order``, the node id of each packed row, and for each batch its places, the rows of
+its segment that it reads. Records are made of the places, not of the rows, so that rows are moved
+in the same time. A killed run goes on with the segment under way, or after the last mark.
 """
 
 from __future__ import annotations

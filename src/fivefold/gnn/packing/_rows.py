@@ -1,12 +1,8 @@
 """The rows of a store, moved by the way that the geometry names, in steps that are marked as done.
 
-A step is a window of the output or a range of the features. ``finished`` is called in the thread
-that writes, after all bytes of the step; after a kill packing begins with the first step that was
-not marked. Marks are counted in rows of the output (and in ranges of the features while spilling),
-so that a run with another memory budget can go on where the last one stopped. See
-``planning.geometry`` for the ways and their cost.
-
-Legend: w windows of the output, g ranges of the features.
+A step is a window (w) of the output or a range (g) of the features. ``finished`` is called in the
+thread that writes, after all bytes of the step. Marks count rows of the output (while spilling
+ranges), so that a run with another memory budget can go on where the last one stopped.
 """
 
 from __future__ import annotations

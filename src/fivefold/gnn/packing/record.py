@@ -1,15 +1,8 @@
 """Batch records: all that training needs to know of one mini-batch, besides the feature rows.
 
-A record keeps the sampled batch with its nodes renumbered: seeds first (in their order), then
-the rows that lie in the device cache and in the host cache (by slot), then the cold rows in the
-order in which they lie on disk. So rows arrive where they belong: what is read from disk lands in
-its place without a scatter, and edges are permuted once, here, instead of features in each epoch.
-
-In a file a record is a block of little-endian words: each array in the smallest of 1, 2, 4 and 8
-bytes that holds its values, an ascending one as differences, so that decoding is a cast or a
-running sum and costs little more than the read.
-
-Legend: n nodes, b seeds, m expanded nodes, e edges, H hops, k runs of cold rows.
+Nodes are renumbered: seeds first, then rows in the two caches by slot, then cold rows as they lie
+on disk. So what is read lands in its place, and edges are permuted here instead of features in each
+epoch. Legend: n nodes, b seeds, m expanded nodes, e edges, H hops, k runs of cold rows.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """What the caches hold under each policy, and what that leaves for the disk.
 
 Device slots are filled first, by access count, and never change. Host slots hold the next rows by
-count (``static``) or follow the known order of the batches (``belady``).
-
-Belady's rule, at the granularity of batches: a backward sweep finds, for each use of a row, the
-batch of its next use. Going forward, of the cache and the batch together the rows of soonest next
-use stay; rows that are never used again do not enter. Ties: rows in the cache stay, then lower node
-ids enter. No cache of this size that admits rows only from the batch that brought them has fewer
-misses. It starts empty and fills with rows that the first batches read anyway.
-
-References: Belady, IBM Systems Journal 5(2), 1966; Ginex (Park et al.), VLDB 2022, section 4.
+count (``static``) or follow the known order of the batches (``belady``): Belady, IBM Systems
+Journal 5(2), 1966; Ginex (Park et al.), VLDB 2022, section 4.
 """
 
 from __future__ import annotations
@@ -172,7 +165,8 @@ class CacheSchedule:
 def belady(samples: SampleFile, *, num_rows: int, pinned: Array, scratch: Scratch) -> CacheSchedule:
     """Return the best course of a cache of ``num_rows`` rows for this order of the batches.
 
-    Rows of ``pinned`` are always cached elsewhere: they count as hits and never enter.
+    After each batch, of the cache and the batch together the rows of soonest next use stay; ties:
+    rows in the cache, then lower ids. ``pinned`` rows are cached elsewhere and never enter.
     """
     size, never = min(num_rows, samples.num_nodes), samples.num_batches
     nexts = _next_uses(samples, scratch)

@@ -1,15 +1,8 @@
 """How many batches share a segment: the size of least cost within the disk budget.
 
-Larger segments share more rows, which saves disk space and packing time, and scatter the rows of a
-batch over more extents, which costs reading time. The cost is seconds: packing once, and reading
-all batches as often as training will.
-
-One pass over the batches estimates every size up to a window, and the window grows until a size
-fits the disk. Then the best size and its neighbours are counted exactly, all segments of them,
-until the best one is among those. Where none of these fits, for estimates may be too low, larger
-ones are counted: one segment of all batches has the fewest rows. Sizes whose cost is within 2
-percent of the least are held to be as good, for the prices are not more exact than that; of them
-the one of least disk space is the best.
+Larger segments share more rows and scatter those of a batch over more extents. The cost is seconds:
+packing once, and reading all batches as often as training will. Of sizes within 2 percent of the
+least, for prices are not more exact, that of least disk space is taken.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """What out-of-core training of a graph would take, from its counts alone, before anything is made.
 
-A batch is followed hop by hop as an expectation. Nodes are taken in classes of equal popularity: a
-node of relative weight w is the source of an edge with probability proportional to w, and has
-``mean degree * (1 + w) / 2`` in-edges; weights follow a Pareto law clipped at 2000 times the mean,
-as citation graphs have it. Of n nodes with draw probability p, ``n (1 - (1 - p)^m)`` are found by m
-draws. With the share q of the batches that use a node, its uses in B batches are binomial (B, q); a
-plan counts them and caches the rows that have most, so those that are left have at most k uses, and
-of these a segment of s batches shares rows. Bytes follow from rows; seconds from bytes
-and the disk's speed, and from counts and prices that were fitted to measured runs.
+A batch is followed hop by hop as an expectation over classes of nodes of equal popularity, which
+follows a Pareto law clipped at 2000 times the mean, as citation graphs have it. The uses of a node
+in B batches are binomial. Seconds come of bytes, and of prices that were fitted to measured runs.
 """
 
 from __future__ import annotations

@@ -1,17 +1,8 @@
-"""How packing moves the rows: three ways, their sizes in rows, and what they cost.
+"""How packing moves the rows: row ``order[i]`` of the features becomes row i of the output.
 
-Packing is one large permutation with repetition: row ``order[i]`` of the features becomes row i
-of the output. Three ways move the bytes; F are the features' bytes, R those of the output:
-
-- ``resident``: the features fit the memory; each is read once, the output is gathered in order.
-- ``passes``: a window of the output is held in memory and filled by one pass over the features;
-  as many passes as there are windows. Reads ``windows * F``, writes R, needs no scratch.
-- ``spill``: one pass over the features in ranges; the rows of a range go to the spill of the
-  bucket (a window of the output) that wants them, then each bucket is read and put in order.
-  Reads F + R, writes 2 R, needs R of scratch, and up to a page for each range of each window.
-
-The output is the packed rows followed by the two caches' rows; a window never crosses from one of
-these sections into the next. The planner asks for the cost, the packer for the sizes; no I/O here.
+- ``resident``: the features (F bytes) fit the memory; the output (R) is gathered in order.
+- ``passes``: each window of the output is filled by one pass over F; needs no scratch.
+- ``spill``: one pass over F to cells on disk by window, then window by window: F + R, 2 R.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Sets of ids that sort, merge and number ids by position: one bit per possible id.
 
-Ids of a graph are small numbers, and a batch needs a fair share of them. A bit for each id is then
-smaller than any table of ids, mostly fits the cache, and answers by position: reading the bits in
-order sorts, joining the bits of several sets merges, and the bits before an id count its place.
-With the counts a possible id takes one and a half bits: 20 million nodes take less than 4 MB.
-Where ids are few and far between, a sorted list answers the same questions (``SortedIds``).
+A batch needs a fair share of a graph's ids, so that bits are smaller than any table: reading them
+in order sorts, joining merges, and the bits before an id count its place. Where ids are few and far
+between, a sorted list answers the same questions (``SortedIds``).
 """
 
 # ruff: noqa: ARG001 - numba reads the parameters' names from the signature

@@ -1,10 +1,8 @@
 """In which order the cold rows of a segment lie on disk, and which of them each batch reads.
 
-A segment is a number of consecutive batches that share one stretch of the packed file. In it each
-row lies once, ordered by which batches need it (see ``Refinement``); ties go by node id. A pure
-function: no file, no page.
-
-Reference: Gray, US patent 2632058 (reflected binary code).
+A segment is consecutive batches that share one stretch of the packed file, in which each row lies
+once, ordered by which batches need it (see ``Refinement``). No file, no page. Reference: Gray, US
+patent 2632058 (reflected binary code).
 """
 
 from __future__ import annotations

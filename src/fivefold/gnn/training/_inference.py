@@ -1,12 +1,8 @@
 """Full-graph inference, layer by layer, with features and layer outputs on disk.
 
-Every node's output is computed from all of its in-neighbours, as in one forward pass over the
-whole graph, but never with more than a budget of rows in memory. A layer has a table of outputs
-for each node type, a container that the next layer reads. A table goes over ranges of targets, as
-long as the edges of all types into them allow; within a range the edge types come one after
-another, each with running sums while the rows of the in-neighbours stream by, sorted and each read
-once. A range that is done is marked on disk: a killed run goes on from there. A graph of one type
-is one of several types that has only one.
+A layer has a table of outputs for each node type, which goes over ranges of targets: their sums are
+in memory while the rows of all in-neighbours stream by, sorted, each read once. A range that is
+done is marked on disk. A graph of one type is one of several types that has only one.
 """
 
 from __future__ import annotations

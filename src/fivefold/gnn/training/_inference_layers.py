@@ -1,13 +1,8 @@
 """A convolution taken apart for inference out of core: messages, running sums, finish.
 
-Each layer of a model becomes messages of sources (a function of the source's row alone), a
-running aggregate per target that messages are added to in any order and in any number of parts,
-and a finish that makes the output. That is what lets a hub's neighbours be read a few at a time.
-
-A layer goes over ranges of targets, whose sums are in memory while the rows of all their
-in-neighbours stream by in ascending order. They are gathered (only the needed pages are read) or
-swept (everything between the first and the last is read, as in a broadcast of ATLAS, arXiv
-2605.09402), whichever costs less on the disk at hand.
+Messages are a function of a source's row alone, and are added in any order and number of parts, so
+that a hub's neighbours can be read a few at a time. Rows are gathered, or swept from the first to
+the last as in a broadcast of ATLAS (arXiv 2605.09402), whichever costs less on the disk.
 """
 
 from __future__ import annotations

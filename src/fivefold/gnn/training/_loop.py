@@ -1,9 +1,8 @@
 """The trainer: one call trains a model on a graph as a configuration says, or resumes it.
 
-Whatever decides the parameters is a pure function of the step or is in the checkpoint: model,
-optimizer, the generators of every rank, the place in the epoch. That is why a run that was killed
-and resumed reaches the parameters of the run that was not, bit for bit. What is particular to a
-mode is in its loader. Knows nothing of command lines.
+Whatever decides the parameters is a pure function of the step or is in the checkpoint. That is why
+a run that was killed and resumed reaches the parameters of the run that was not, bit for bit.
+What is particular to a mode is in its loader. Knows nothing of command lines.
 """
 
 from __future__ import annotations

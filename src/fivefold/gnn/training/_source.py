@@ -1,9 +1,8 @@
 """Where the batches of an epoch come from in all three modes, and how a model is judged.
 
-In mode "disk" packed stores are made as the configuration says, round by round: with
-``sampling.refresh_every_epochs`` the next one is sampled and packed while the current one trains.
-The nodes of a validation, their order and their neighbours are always the same, so that two
-validations differ by the parameters alone. Each rank judges its share; the sums are exact.
+With ``sampling.refresh_every_epochs`` the next round is sampled and packed while the current one
+trains. The nodes of a validation, their order and their neighbours are always the same, so that
+two validations differ by the parameters alone. Each rank judges its share; the sums are exact.
 """
 
 from __future__ import annotations

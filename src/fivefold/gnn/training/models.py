@@ -1,15 +1,8 @@
 """GraphSAGE, GAT and GCN for both forms of a mini-batch, and GraphSAGE of several types.
 
-Given an ``edge_index``, every layer computes all nodes. Given layered blocks, a layer computes
-only the nodes that later layers need, and the seeds' outputs are the same. The models know
-nothing of where batches come from. Parameters have the names and shapes of PyTorch Geometric's
-convolutions; importing that library takes longer than training a small graph.
-
-Shapes: N nodes of the input, T targets of a layer, E edges, H heads.
-
-References: GraphSAGE, arXiv 1706.02216; GAT, arXiv 1710.10903; GCN, arXiv 1609.02907, here with
-the mean over a node and its in-neighbours (section 3.1's random-walk form): the symmetric form
-needs degrees of the sources, which a sampled batch knows only for nodes that were expanded.
+Given layered blocks, a layer computes only the nodes that later layers need. Parameters have names
+and shapes of PyTorch Geometric's. N input nodes, T targets, E edges, H heads. References: arXiv
+1706.02216, 1710.10903 and 1609.02907 (the random-walk form: a sample knows no sources' degrees).
 """
 
 from __future__ import annotations
