@@ -32,6 +32,9 @@ class Batches:
     def num_nodes_of(self, batch):
         return len(self._batches[batch])
 
+    def record_bytes_of(self, batch):
+        return 4 * len(self._batches[batch])
+
 
 def features_of(num_nodes, row_bytes, fingerprint="f"):
     """Return what planning asks of the features' container."""

@@ -188,7 +188,7 @@ def test_short_memory_and_disk_name_what_would_do(samples, disk):
 def test_a_smaller_disk_leads_to_larger_segments(samples, disk):
     sizes = [
         plan_of(samples, disk, cache_rows=150, disk_bytes=disk_bytes).segment_batches
-        for disk_bytes in (PLENTY, 900_000, 500_000)
+        for disk_bytes in (PLENTY, 960_000, 560_000)
     ]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]

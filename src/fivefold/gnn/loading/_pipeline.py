@@ -35,15 +35,6 @@ class StallError(StorageError, TimeoutError):
     """A stage of the pipeline did not finish a batch in time; names the stage and the batch."""
 
 
-def with_place(error: BaseException, *, stage: str, batch: int) -> BaseException:
-    """Return the error with its stage and batch in its message, of its class where it is ours."""
-    place = f"stage {stage!r} of batch {batch}"
-    if isinstance(error, FivefoldError) and type(error).__init__ is FivefoldError.__init__:
-        return type(error)(f"{place}: {error.message}", hint=error.hint)
-    error.add_note(f"in {place} of the loading pipeline")
-    return error
-
-
 class ClosedChannelError(Exception):
     """The channel was closed while somebody waited at it, or before."""
 
@@ -278,10 +269,11 @@ class Pipeline:
         except ClosedChannelError:
             raise
         except BaseException as error:
-            located = with_place(error, stage=stage.name, batch=ticket.batch)
-            if located is error:
-                raise
-            raise located from error
+            place = f"stage {stage.name!r} of batch {ticket.batch}"
+            if isinstance(error, FivefoldError) and type(error).__init__ is FivefoldError.__init__:
+                raise type(error)(f"{place}: {error.message}", hint=error.hint) from error
+            error.add_note(f"in {place} of the loading pipeline")
+            raise
         finally:
             stage.seconds += time.perf_counter() - began_s
             stage.began_s = None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from fivefold.gnn.data import (
 from fivefold.gnn.data.arrays import ArrayEdges, ArraySource, as_rows
 from fivefold.gnn.loading._base import checked_ids
 from fivefold.gnn.loading.batch import HeteroMiniBatch, MiniBatch, import_geometric
-from fivefold.gnn.loading.prepare import alone_in, rows_of
+from fivefold.gnn.loading.prepare import alone_in, key_of, rows_of
 from fivefold.gnn.storage.pages import Ids
 
 
@@ -126,10 +124,8 @@ def dataset_of(data: Any, cache: Path) -> Dataset | HeteroDataset:
     else:
         source = _numbered_source(data)
         recipe = dict(source.recipe)
-    text = json.dumps(recipe, sort_keys=True)
-    key = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
     with alone_in(cache):  # the ranks of a run all come here
-        return ingest(source, cache / f"graph-{key}")
+        return ingest(source, cache / f"graph-{key_of(recipe)}")
 
 
 def _numbered_source(data: Any) -> ArraySource:

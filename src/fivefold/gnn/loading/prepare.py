@@ -164,7 +164,7 @@ class Preparation:
             graph["input_type"] = self.input_type
         samples = graph | {name: fields[name] for name in _OF_SAMPLES}
         self._parts = graph | {key: value for key, value in fields.items() if key not in _LESS}
-        self._samples_path = self.folder / f"samples-{_key(samples)}.fvf"
+        self._samples_path = self.folder / f"samples-{key_of(samples)}.fvf"
 
     def run(self) -> Prepared:
         """Sample, plan and pack what is not there yet; return the opened stores."""
@@ -201,7 +201,7 @@ class Preparation:
 
     def _tables(self) -> list[_Table]:
         """Return what is packed: the rows of nodes, then those of edges."""
-        data, key = self.dataset, _key(self._parts)
+        data, key = self.dataset, key_of(self._parts)
         nodes, edges = rows_of(data)
         if not nodes:
             raise DataError(
@@ -451,6 +451,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def _key(parts: dict[str, Any]) -> str:
+def key_of(parts: dict[str, Any]) -> str:
+    """Return a short name of what a file is made of."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

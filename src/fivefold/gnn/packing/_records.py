@@ -25,7 +25,7 @@ from fivefold.gnn.planning.geometry import (
     recording_bytes,
     recording_threads,
 )
-from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense
+from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense, set_of
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.sampling.batches import SampledBatch
 from fivefold.gnn.storage import Container, ContainerWriter
@@ -55,7 +55,7 @@ class SlotTracker:
         cached = [device, host]
         if self._schedule is not None:
             cached.append(self._schedule.admitted_rows)
-        self._ids = _set_of(cached, num_nodes, dense_bytes)
+        self._ids = set_of(cached, num_nodes, most_bytes=dense_bytes)
         # The last entry is that of place -1, where ids are that are never cached.
         self._slot = np.full(len(self._ids) + 1, _COLD, np.int32)
         self.num_device = len(device)
@@ -75,24 +75,13 @@ class SlotTracker:
 
     def advance(self, batch: int) -> None:
         """Let in what the plan admits after this batch; static caches stay as they are."""
-        if self._schedule is not None:
-            self._admit(*self._schedule.admissions(batch))
-
-    def _admit(self, node_ids: Ids, host_slots: NDArray[np.integer]) -> None:
-        """Put nodes into host slots; what was there is cold from now on."""
+        if self._schedule is None:
+            return
+        node_ids, host_slots = self._schedule.admissions(batch)
         evicted = self._content[host_slots]
         self._slot[self._ids.locate(evicted[evicted >= 0])] = _COLD
         self._content[host_slots] = node_ids
         self._slot[self._ids.locate(node_ids)] = self.num_device + host_slots
-
-
-def _set_of(parts: list[Ids], num_nodes: int, dense_bytes: int) -> IdSet | SortedIds:
-    if IdSet.bytes_for(num_nodes) > dense_bytes:
-        return SortedIds(np.concatenate(parts))
-    found = IdSet(num_nodes)
-    for ids in parts:
-        found.add(ids)
-    return found
 
 
 def write_layouts(

@@ -230,11 +230,7 @@ def _gather_resident(mover: Mover, writer: ContainerWriter, finished: Finished) 
         mover.read_range((start, start + count, 0), part.view(np.uint8).reshape(-1))
     with WriteBehind(mover.chunks()) as behind:
         for number, window in enumerate(mover.windows):
-            for start, count in _chunks(window.num_rows, step):
-                ids = mover.ids(window.first + start, count)
-                out = mover.as_rows(behind.take(), count)
-                gather_rows(features, ids, out)
-                behind.put(_write_of(writer, window, start, out))
+            _write_window(mover, writer, behind, window, features, None)
             behind.then(partial(finished, number))
 
 
@@ -340,7 +336,6 @@ def _order_windows(
     finished: Finished,
 ) -> None:
     """Read each window's cells, put its rows in order and write them."""
-    step = mover.geometry.chunk_rows
     largest = max((window.num_rows for window in mover.windows), default=0)
 
     def read(number: int, out: Bytes) -> tuple[int, Ids]:
@@ -360,11 +355,26 @@ def _order_windows(
         for (number, arrival), buffer in read_ahead(numbers, read, mover.buffers(largest)):
             window = mover.windows[number]
             rows = mover.as_rows(buffer, window.num_rows)
-            for start, count in _chunks(window.num_rows, step):
-                out = mover.as_rows(behind.take(), count)
-                gather_rows(rows, arrival[start : start + count], out)
-                behind.put(_write_of(writer, window, start, out))
+            _write_window(mover, writer, behind, window, rows, arrival)
             behind.then(partial(finished, number))
+
+
+def _write_window(
+    mover: Mover,
+    writer: ContainerWriter,
+    behind: WriteBehind,
+    window: Window,
+    source: Array,
+    places: Ids | None,
+) -> None:
+    """Gather a window's rows from ``places`` of the source, by node id where these are None."""
+    for start, count in _chunks(window.num_rows, mover.geometry.chunk_rows):
+        ids = mover.ids(window.first + start, count) if places is None else places[start:][:count]
+        out = mover.as_rows(behind.take(), count)
+        gather_rows(source, ids, out)
+        behind.put(
+            lambda _, out=out, at=window.start + start: writer.write(window.section, at, out)
+        )
 
 
 def _by_range(ids: Ids, size: int) -> tuple[Ids, Ids]:
@@ -378,10 +388,6 @@ def _by_range(ids: Ids, size: int) -> tuple[Ids, Ids]:
 def _chunks(num_rows: int, step: int) -> Iterator[tuple[int, int]]:
     for start in range(0, num_rows, step):
         yield start, min(step, num_rows - start)
-
-
-def _write_of(writer: ContainerWriter, window: Window, start: int, out: Array) -> Any:
-    return lambda _buffer: writer.write(window.section, window.start + start, out)
 
 
 @dataclass(frozen=True)
@@ -430,13 +436,11 @@ def _spill_pieces(
         gather_rows(rows, ids - low, out.view(rows.dtype).reshape(piece.num_rows, -1))
         end = piece.offset + piece.num_rows * row_bytes
         staging[end : pages_of(end)] = 0
-    behind.put(partial(_write_pieces, spill, pieces, row_bytes))
 
+    def write(staging: Bytes) -> None:
+        for piece in pieces:
+            size = pages_of(piece.num_rows * row_bytes)
+            block = staging[piece.offset : piece.offset + size]
+            spill.write("cells", piece.place, block.reshape(size, 1))
 
-def _write_pieces(
-    spill: ContainerWriter, pieces: list[_Piece], row_bytes: int, staging: Bytes
-) -> None:
-    for piece in pieces:
-        size = pages_of(piece.num_rows * row_bytes)
-        block = staging[piece.offset : piece.offset + size]
-        spill.write("cells", piece.place, block.reshape(size, 1))
+    behind.put(write)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from fivefold._compiler import njit
 from fivefold.errors import DataError, InfeasibleError, StorageError
-from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense, sort_distinct
+from fivefold.gnn.planning.id_sets import IdSet, SortedIds, is_dense, set_of, sort_distinct
 from fivefold.gnn.planning.layout import read_costs
 from fivefold.gnn.sampling import SampleFile
 from fivefold.gnn.storage import DiskProfile
@@ -290,7 +290,7 @@ def _exchange(
 
 
 Policy = Literal["static", "belady"]
-_LARGEST_SET = 1 << 30  # bits; beyond, sorted lists are asked, so that memory stays small
+_LARGEST_SET_BYTES = 192 << 20  # beyond, sorted lists are asked, so that memory stays small
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -338,11 +338,15 @@ class Caches:
 
     @cached_property
     def _cached(self) -> IdSet | SortedIds:
-        return _set_of(np.concatenate([self.device_rows, self.host_rows]))
+        return self._set([self.device_rows, self.host_rows])
 
     @cached_property
     def _on_device(self) -> IdSet | SortedIds:
-        return _set_of(np.asarray(self.device_rows))
+        return self._set([self.device_rows])
+
+    def _set(self, parts: list[Ids]) -> IdSet | SortedIds:
+        bound = 1 + max((int(rows.max()) for rows in parts if len(rows)), default=-1)
+        return set_of(parts, bound, most_bytes=_LARGEST_SET_BYTES)
 
     def device_hits(self, node_ids: Array) -> int:
         """Return how many of the ids are cached on the device."""
@@ -362,11 +366,6 @@ class Caches:
                 return members.ascending(without=self._cached)
         ids = np.sort(ids)  # first, for ascending ids are looked up much faster
         return ids[self._cached.locate(ids) < 0]
-
-
-def _set_of(rows: Ids) -> IdSet | SortedIds:
-    bound = 1 + int(rows.max(initial=-1))
-    return IdSet(bound, rows) if bound <= _LARGEST_SET else SortedIds(rows)
 
 
 class Tally:

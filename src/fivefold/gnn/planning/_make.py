@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import get_args
 
@@ -105,10 +105,10 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         hint = "use 2 or more, or 0 to keep no memory for batches in flight"
         raise ConfigurationError(message, hint=hint)
     num_nodes, row_bytes = samples.num_nodes, features.section("x").row_bytes
-    inputs = _Inputs(samples, row_bytes, budgets, profile, buffer_batches)
     folder = samples.path.parent if scratch_folder is None else Path(scratch_folder)
     scratch = Scratch(folder=folder, most_bytes=budgets.disk_bytes)
-    caches = inputs.fill_caches(policy, scratch)
+    caches, buffer_bytes = _filled(samples, row_bytes, budgets, policy, buffer_batches, scratch)
+    inputs = _Inputs(samples, row_bytes, budgets, profile, buffer_bytes, caches)
     tell = progress or (lambda _stage, _done, _total: None)
     tally = Tally(samples, row_bytes, caches, profile, progress=partial(tell, "cold rows"))
     kept = KeptArrays(tally.cold_ids(), limit=num_nodes, scratch=scratch)
@@ -122,7 +122,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         )
         found = search_segments(
             question,
-            inputs.space(caches, tally.cold_rows),
+            inputs.space(tally.cold_rows),
             segment_batches=segment_batches,
             num_passes=training_epochs / samples.num_epochs,
         )
@@ -143,7 +143,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         segment_rows=found.reads.segment_rows,
         batch_bytes=found.reads.read_bytes,
         batch_requests=found.reads.requests,
-        predicted=inputs.predict(caches, tally, found),
+        predicted=inputs.predict(tally, found),
         choices=found.choices,
         cache_schedule=caches.schedule,
     )
@@ -157,49 +157,27 @@ class _Inputs:
     row_bytes: int
     budgets: Budgets
     disk: DiskProfile
-    buffer_batches: int
+    buffer_bytes: int  # of rows of the batches in flight, each as large as the largest
+    caches: Caches
 
-    @cached_property
-    def buffer_bytes(self) -> int:
-        """Bytes of rows of the batches in flight, each as large as the largest."""
-        samples = self.samples
-        largest = max(map(samples.num_nodes_of, range(samples.num_batches)), default=0)
-        return self.buffer_batches * largest * self.row_bytes
-
-    def fill_caches(self, policy: Policy, scratch: Scratch) -> Caches:
-        """Fill the slots of the device and of the host that the buffers leave."""
-        device_slots, host_slots = self.budgets.cache_slots(
-            self.row_bytes, buffer_batches=self.buffer_batches, buffer_bytes=self.buffer_bytes
-        )
-        if self.budgets.device_bytes and not device_slots:
-            _log.warning(
-                "no rows are cached on the device: %s do not exceed the %s of the %d batches in "
-                "flight there",
-                format_bytes(self.budgets.device_bytes),
-                format_bytes(self.buffer_bytes),
-                self.buffer_batches,
-            )
-        slots = {"device_slots": device_slots, "host_slots": host_slots}
-        return Caches.fill(self.samples, policy, **slots, scratch=scratch)
-
-    def space(self, caches: Caches, cold_rows: int) -> Space:
+    def space(self, cold_rows: int) -> Space:
         """Return what the disk budget leaves for packed rows."""
         # With less, packing refuses; a plan may be made for its reads alone.
         memory_bytes = max(self.budgets.host_bytes, least_memory_bytes(self.row_bytes))
 
         @cache
         def ways(packed_rows: int) -> list[Geometry]:
-            return self.task(caches, packed_rows).ways(memory_bytes)
+            return self.task(packed_rows).ways(memory_bytes)
 
         def kept_bytes(packed_rows: int) -> int:
-            rows = packed_rows + caches.filled_rows
-            return rows * self.row_bytes + self.record_bytes(caches, packed_rows, cold_rows)
+            rows = packed_rows + self.caches.filled_rows
+            return rows * self.row_bytes + self.record_bytes(packed_rows, cold_rows)
 
         return Space(disk_bytes=self.budgets.disk_bytes, kept_bytes=kept_bytes, ways=ways)
 
-    def task(self, caches: Caches, packed_rows: int) -> PackingTask:
+    def task(self, packed_rows: int) -> PackingTask:
         """Return what packing so many rows is."""
-        cached = {"device": len(caches.device_rows), "host": len(caches.host_rows)}
+        cached = {"device": len(self.caches.device_rows), "host": len(self.caches.host_rows)}
         return PackingTask(
             num_nodes=self.samples.num_nodes,
             row_bytes=self.row_bytes,
@@ -208,16 +186,16 @@ class _Inputs:
             write_bytes_per_s=self.disk.sequential_write_bytes_per_s,
         )
 
-    def packing(self, caches: Caches, found: Found, record_bytes: int) -> Geometry:
+    def packing(self, found: Found, record_bytes: int) -> Geometry:
         """Return the way of packing that ``pack`` will choose with the host's memory.
 
         Where that cannot be said, it is the way that the search found to fit.
         """
-        task = self.task(caches, int(found.reads.segment_rows[-1]))
+        task = self.task(int(found.reads.segment_rows[-1]))
         memory_bytes = self.budgets.host_bytes
         beside_bytes = RECORD_WRITER_BYTES + recording_bytes(
             self.samples,
-            caches,
+            self.caches,
             segment_rows=int(np.diff(found.reads.segment_rows).max(initial=0)),
             memory_bytes=memory_bytes,
         )
@@ -227,30 +205,34 @@ class _Inputs:
         except InfeasibleError:
             return found.packing
 
-    def record_bytes(self, caches: Caches, packed_rows: int, cold_rows: int) -> int:
+    def record_bytes(self, packed_rows: int, cold_rows: int) -> int:
         """Estimate the bytes that packing writes besides rows: records, the plan, and layouts.
 
         Records are about as large as the samples; the layouts take a node id per packed row, a
         number per cold row of a batch and three per batch, in a file of whole pages.
         """
         batches = self.samples.num_batches
-        arrays = [caches.device_rows, caches.host_rows, *[np.empty(batches + 1, np.int64)] * 3]
-        if caches.schedule is not None:
-            arrays += caches.schedule.arrays().values()
+        arrays = [
+            self.caches.device_rows,
+            self.caches.host_rows,
+            *[np.empty(batches + 1, np.int64)] * 3,
+        ]
+        if self.caches.schedule is not None:
+            arrays += self.caches.schedule.arrays().values()
         plan = plan_bytes(arrays, batches)
         id_bytes = 4 if self.samples.num_nodes < 2**32 else 8
         layouts = packed_rows * id_bytes + 4 * cold_rows + 24 * batches
         return plan + self.samples.nbytes + layouts + layouts // 1024 + 7 * PAGE_BYTES
 
-    def predict(self, caches: Caches, tally: Tally, found: Found) -> Prediction:
+    def predict(self, tally: Tally, found: Found) -> Prediction:
         """Sum up what the choices lead to; sums over all batches become means per epoch."""
         reads, packed_rows = found.reads, int(found.reads.segment_rows[-1])
-        record_bytes = self.record_bytes(caches, packed_rows, tally.cold_rows)
-        packing = self.packing(caches, found, record_bytes)
+        record_bytes = self.record_bytes(packed_rows, tally.cold_rows)
+        packing = self.packing(found, record_bytes)
         read_bytes = int(reads.read_bytes.sum())
         epochs = self.samples.num_epochs
         cold_bytes = tally.cold_rows * self.row_bytes
-        cache_bytes = caches.filled_rows * self.row_bytes
+        cache_bytes = self.caches.filled_rows * self.row_bytes
         return Prediction(
             sampled_epochs=epochs,
             read_bytes_per_epoch=round(read_bytes / epochs),
@@ -273,6 +255,32 @@ class _Inputs:
             packing_seconds=packing.seconds,
             online_seconds=tally.online_seconds / epochs,
         )
+
+
+def _filled(
+    samples: SampleFile,
+    row_bytes: int,
+    budgets: Budgets,
+    policy: Policy,
+    buffer_batches: int,
+    scratch: Scratch,
+) -> tuple[Caches, int]:
+    """Fill the slots that the batches in flight leave; return these batches' bytes, too."""
+    largest = max(map(samples.num_nodes_of, range(samples.num_batches)), default=0)
+    buffer_bytes = buffer_batches * largest * row_bytes
+    device_slots, host_slots = budgets.cache_slots(
+        row_bytes, buffer_batches=buffer_batches, buffer_bytes=buffer_bytes
+    )
+    if budgets.device_bytes and not device_slots:
+        _log.warning(
+            "no rows are cached on the device: %s do not exceed the %s of the %d batches in flight "
+            "there",
+            format_bytes(budgets.device_bytes),
+            format_bytes(buffer_bytes),
+            buffer_batches,
+        )
+    slots = {"device_slots": device_slots, "host_slots": host_slots}
+    return Caches.fill(samples, policy, **slots, scratch=scratch), buffer_bytes
 
 
 def _check(samples: SampleFile, features: Container, budgets: object, policy: str) -> None:

@@ -121,6 +121,16 @@ class SortedIds:
         return np.where(found, places, -1).astype(np.int32)
 
 
+def set_of(parts: Sequence[Array], bound: int, *, most_bytes: int) -> IdSet | SortedIds:
+    """Return the ids below ``bound`` of some lists, as bits where these take no more memory."""
+    if IdSet.bytes_for(bound) > most_bytes:
+        return SortedIds(np.concatenate(parts))
+    found = IdSet(bound)
+    for ids in parts:
+        found.add(ids)
+    return found
+
+
 def union_of(batches: Sequence[Ids]) -> IdSet | SortedIds:
     """Return the distinct ids of lists that each ascend."""
     bound = 1 + max((int(ids[-1]) for ids in batches if len(ids)), default=-1)
