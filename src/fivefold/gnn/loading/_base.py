@@ -235,7 +235,7 @@ class BatchLoader(Closing, abc.ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be iterated; a position that was loaded for it stays."""
-        epoch = require_whole("epoch", epoch, least=0)
+        epoch = require_whole("epoch", epoch, least=0, hint="an epoch is not negative")
         if not (self._resumed and epoch == self._epoch):
             self._epoch, self._position, self._resumed = epoch, 0, False
 
