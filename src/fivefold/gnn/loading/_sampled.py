@@ -189,8 +189,8 @@ class OnlineLoader(BatchLoader):
             )
         nodes, edges = rows_of(dataset)
         edges = {} if edge_ids is False else edges
-        times = {"node_time": node_time, "edge_time": edge_time, "strategy": temporal_strategy}
-        draws = {"seed": seed, "edge_ids": bool(edge_ids or edges)} | (times if timed else {})
+        by_time = {"node_time": node_time, "edge_time": edge_time, "strategy": temporal_strategy}
+        draws = {"seed": seed, "edge_ids": bool(edge_ids or edges)} | (by_time if timed else {})
         self._sampler = _sampler_of(graph, fanouts, **draws)
         self._links: Seeds | None = None
         if isinstance(self._sampler, TemporalSampler) and (len(seeds) or input_time is not None):

@@ -105,6 +105,7 @@ class PackedStore(Closing):
         with ExitStack() as opened:
             rows = opened.enter_context(Container.open(files.rows, kind=KIND_ROWS))
             records = opened.enter_context(Container.open(files.records, kind=KIND_RECORDS))
+            parts: dict[str, Plan | Container]
             parts = {"plan": plan, "rows": rows, "records": records}
             expected = {"plan": inputs["plan"], **manifest["files"]}
             for name, part in parts.items():
@@ -356,7 +357,7 @@ class _Run:
 
     def _job(self) -> dict[str, Any]:
         """Return what an unfinished run of these inputs has settled, or the beginning of one."""
-        path = self.files.job
+        path, job = self.files.job, dict[str, Any]()
         if not path.exists():
             job = {"inputs": self.inputs, "geometry": None, "at_once": False, "memory_bytes": 0}
             write_checked_json(path, job)

@@ -247,10 +247,8 @@ class Recorder:
         """Return the bytes of a batch's record, its nodes and its edges; in several threads."""
         schedule = self._plan.cache_schedule
         place_of = places_in(sampled.node_ids, self._samples.num_nodes)
-        admitted, into = _NONE, _NONE
-        if schedule is not None:
-            admitted, into = schedule.admissions(sampled.number)
-            admitted = place_of(admitted)
+        entering, into = (_NONE, _NONE) if schedule is None else schedule.admissions(sampled.number)
+        admitted = place_of(entering)
         cold = place_of(stored)
         belongs = (cold >= 0).all() and (admitted >= 0).all() and (slots[cold] < 0).all()
         if not belongs or len(cold) != np.count_nonzero(slots < 0):

@@ -372,9 +372,7 @@ def _write_window(
         ids = mover.ids(window.first + start, count) if places is None else places[start:][:count]
         out = mover.as_rows(behind.take(), count)
         gather_rows(source, ids, out)
-        behind.put(
-            lambda _, out=out, at=window.start + start: writer.write(window.section, at, out)
-        )
+        behind.put(_write_of(writer, window.section, window.start + start, out))
 
 
 def _by_range(ids: Ids, size: int) -> tuple[Ids, Ids]:
@@ -388,6 +386,10 @@ def _by_range(ids: Ids, size: int) -> tuple[Ids, Ids]:
 def _chunks(num_rows: int, step: int) -> Iterator[tuple[int, int]]:
     for start in range(0, num_rows, step):
         yield start, min(step, num_rows - start)
+
+
+def _write_of(writer: ContainerWriter, section: str, start: int, out: Array) -> Any:
+    return lambda _buffer: writer.write(section, start, out)
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,9 @@ def decode_record(block: Bytes, *, number: int) -> BatchRecord:
 def _expand(starts: Ids, counts: Ids) -> Ids:
     """Return all numbers of the runs, one run after the other."""
     before = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(starts - before, counts)
+    numbers = np.arange(int(counts.sum()), dtype=np.int64)
+    numbers += np.repeat(starts - before, counts)
+    return numbers
 
 
 def _runs(rows: Ids, destinations: Ids) -> tuple[Ids, Ids, Ids]:

@@ -116,8 +116,9 @@ class _Search:
         if size in self._reads:
             return
         self._reads[size] = reads = count_reads(self._question, min(size, self._most))
-        totals = map(int, (reads.segment_rows[-1], reads.read_bytes.sum(), reads.requests.sum()))
-        self._note(size, *totals, reads.seconds, reads.max_gap_bytes, exact=True)
+        rows, size_bytes = int(reads.segment_rows[-1]), int(reads.read_bytes.sum())
+        costs = reads.seconds, reads.max_gap_bytes
+        self._note(size, rows, size_bytes, int(reads.requests.sum()), *costs, exact=True)
 
     def result(self) -> Found:
         """Return the best of the sizes that were counted and fit."""

@@ -142,9 +142,9 @@ def infer_layers(  # noqa: PLR0913 - independent options, each with a default
     """
     require_whole("memory_bytes", memory_bytes)
     taken = model if isinstance(model, TypedSAGE) else as_layered(model)
-    one_type = isinstance(dataset, Dataset) and isinstance(taken, LayeredModel)
-    if one_type and taken.in_dim != dataset.dim:
-        message = f"the model takes rows of {taken.in_dim}, the features have {dataset.dim}"
+    width = dataset.dim if isinstance(dataset, Dataset) else None
+    if isinstance(taken, LayeredModel) and width is not None and taken.in_dim != width:
+        message = f"the model takes rows of {taken.in_dim}, the features have {width}"
         raise ConfigurationError(message, hint="use the model that was trained on this data set")
     place = Path(folder).absolute()
     try:
@@ -390,11 +390,15 @@ class _Table:
         low, high = int(edges.indptr[piece.start]), int(edges.indptr[piece.stop])
         for start in range(low, high, len(self._keys)):
             stop, shift = min(start + len(self._keys), high), self._shift
-            how = {"shift": shift, "drops_loops": parts.with_own, "keys": self._keys}
+            how: dict[str, Any] = {
+                "shift": shift,
+                "drops_loops": parts.with_own,
+                "keys": self._keys,
+            }
             keys = sorted_keys(edges, piece.start, (start, stop), **how)
             if not len(keys):
                 continue
-            disk = {"profile": self._run.profile, "gap_bytes": self._gap_bytes}
+            disk: dict[str, Any] = {"profile": self._run.profile, "gap_bytes": self._gap_bytes}
             way = choose_reading(keys, shift, row_bytes=section.row_bytes, **disk)
             self.ways.append(way)
             for found, rows in stream.sources(keys, shift, way):

@@ -440,7 +440,7 @@ class RowStream:
         size = len(self._buffers[0])
         chunks = (range(low, min(low + size, stop)) for low in range(first, stop, size))
         for (chunk, raw), _ in read_ahead(chunks, self._read, self._buffers):
-            yield chunk.start, _float32(raw)
+            yield int(chunk[0]), _float32(raw)
 
     def sources(self, keys: Int64, shift: int, way: str) -> Iterator[tuple[Int64, Tensor]]:
         """Yield the sources of sorted keys as (the keys of these sources, their float32 rows)."""
