@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from fivefold.report.format import (
     MARKERS,
     ORANGE,
     UNKNOWN,
+    FigureColumn,
     Writer,
     command_texts,
     config_texts,
@@ -34,6 +35,7 @@ from fivefold.report.page import (
     CurveChart,
     DataTable,
     Kinds,
+    PagePart,
     PageSection,
     SideBySide,
     TextBlock,
@@ -80,6 +82,18 @@ class GraphSummary:
     valid_accuracy: float | None
     test_accuracy: float | None
     best_epoch: int | None
+
+    @property
+    def memory_hits(self) -> float | None:
+        """Return which share of the rows memory served."""
+        levels = ("device", "host", "memory")
+        hits = sum(self.hit_rates.get(level, 0.0) for level in levels)
+        return hits if self.hit_rates else None
+
+    @property
+    def preparing_s(self) -> float | None:
+        """Return the seconds of sampling, planning and packing."""
+        return sum(self.prepare_s.values()) if self.prepare_s else None
 
     def record(self) -> dict[str, Any]:
         """Return the figures as plain values, for JSON."""
@@ -166,61 +180,28 @@ def _best(run: GraphRun) -> tuple[float | None, float | None, int | None]:
     return best.accuracy, best.test_accuracy, best.epoch
 
 
-_COLUMNS: tuple[tuple[str, str, Callable[[GraphSummary], str]], ...] = (
-    (
-        "test accuracy",
-        "Accuracy on test nodes at the best validation, from sampled neighbours.",
-        lambda run: _accuracy(run.test_accuracy),
-    ),
-    ("best epoch", "Epoch of the best validation.", lambda run: format_count(run.best_epoch)),
-    (
-        "epoch time",
-        "Mean of an epoch: computing and waiting for data.",
-        lambda run: format_seconds(run.epoch_s),
-    ),
-    (
-        "waiting for data",
-        "Share of an epoch in which training stood still until a batch was there.",
-        lambda run: format_percent(run.waiting),
-    ),
-    (
-        "memory hits",
-        "Share of the rows that memory served.",
-        lambda run: format_percent(_memory_hits(run)),
-    ),
-    (
-        "read per epoch",
-        "Bytes that rank 0 read from the disk for the rows that were in no cache.",
-        lambda run: format_bytes_or_dash(run.bytes_per_epoch),
-    ),
-    (
-        "read amplification",
-        "Those bytes over the bytes of the rows themselves; 1 is the best.",
-        lambda run: format_ratio(run.amplification),
-    ),
-    (
-        "preparing",
-        "Sampling, planning and packing, once.",
-        lambda run: format_seconds(sum(run.prepare_s.values()) if run.prepare_s else None),
-    ),
-    ("wall time", "Training, everything included.", lambda run: format_seconds(run.wall_s)),
-)
-
-
-def _memory_hits(run: GraphSummary) -> float | None:
-    levels = ("device", "host", "memory")
-    return sum(run.hit_rates.get(level, 0.0) for level in levels) if run.hit_rates else None
-
-
-def _accuracy(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.4f}"
+_COLUMNS: tuple[FigureColumn, ...] = (
+    ("test accuracy", "Accuracy on test nodes at the best validation, from sampled neighbours.",
+     "test_accuracy", lambda value: UNKNOWN if value is None else f"{value:.4f}"),
+    ("best epoch", "Epoch of the best validation.", "best_epoch", format_count),
+    ("epoch time", "Mean of an epoch: computing and waiting for data.", "epoch_s", format_seconds),
+    ("waiting for data", "Share of an epoch in which training stood still until a batch was there.",
+     "waiting", format_percent),
+    ("memory hits", "Share of the rows that memory served.", "memory_hits", format_percent),
+    ("read per epoch", "Bytes that rank 0 read from the disk for the rows that were in no cache.",
+     "bytes_per_epoch", format_bytes_or_dash),
+    ("read amplification", "Those bytes over the bytes of the rows themselves; 1 is the best.",
+     "amplification", format_ratio),
+    ("preparing", "Sampling, planning and packing, once.", "preparing_s", format_seconds),
+    ("wall time", "Training, everything included.", "wall_s", format_seconds),
+)  # fmt: skip
 
 
 def graph_text_sections(
     runs: Sequence[GraphRun], summaries: Sequence[GraphSummary]
 ) -> list[PageSection]:
     """Return what the text form shows: a table, where the time went and the rows came from."""
-    shares = [
+    shares = tuple(
         BarRow(
             label=run.label,
             total=" / ".join(format_percent(share) for share in run.hit_rates.values() if share),
@@ -228,19 +209,17 @@ def graph_text_sections(
         )
         for run in summaries
         if run.hit_rates
-    ]
-    sections = [
-        PageSection(heading="", parts=(figure_table(summaries, _COLUMNS, explained=False),))
-    ]
+    )
+    table = figure_table(summaries, _COLUMNS, explained=False)
+    shown: list[tuple[str, list[PagePart]]] = [("", [table])]
     stages = _stage_bars(summaries)
     if any(row.length > 0 for row in stages.rows):
-        sections.append(PageSection(heading=_SECONDS, parts=(stages,)))
+        shown.append(("Where each second of rank 0 went", [stages]))
     if shares:
-        levels = BarChart(rows=tuple(shares), kinds=tuple(LEVEL_NAMES.items()))
-        sections.append(PageSection(heading="Where the feature rows came from", parts=(levels,)))
-    last = sections.pop()
-    notes = tuple(TextBlock(text=f"note: {text}") for text in run_notes(runs))
-    return [*sections, PageSection(heading=last.heading, parts=(*last.parts, *notes))]
+        levels = BarChart(rows=shares, kinds=tuple(LEVEL_NAMES.items()))
+        shown.append(("Where the feature rows came from", [levels]))
+    shown[-1][1].extend(TextBlock(f"note: {text}") for text in run_notes(runs))
+    return [PageSection(heading=heading, parts=tuple(parts)) for heading, parts in shown]
 
 
 def graph_sections(
@@ -248,9 +227,7 @@ def graph_sections(
 ) -> list[PageSection]:
     """Return what the page shows of the runs, in its order."""
     plans = [
-        TextBlock(text=run.plan_text, heading=run.label, verbatim=True)
-        for run in runs
-        if run.plan_text
+        TextBlock(run.plan_text, heading=run.label, verbatim=True) for run in runs if run.plan_text
     ]
     return [
         PageSection(
@@ -258,10 +235,7 @@ def graph_sections(
             heading="Graph neural networks",
             how="One row per run of fivefold gnn train. A run whose features lie on disk is as "
             "fast as one in memory where it does not wait for data.",
-            parts=(
-                figure_table(summaries, _COLUMNS),
-                *(TextBlock(text=text) for text in run_notes(runs)),
-            ),
+            parts=(figure_table(summaries, _COLUMNS), *map(TextBlock, run_notes(runs))),
         ),
         _curves(runs),
         PageSection(
@@ -283,7 +257,7 @@ def graph_sections(
             heading="Plan",
             how="What goes where, and what that was predicted to cost, before anything was "
             "written.",
-            parts=(*plans, TextBlock(text="")),
+            parts=(*plans, TextBlock("")),
         ),
         PageSection(
             key="graph-setting",
@@ -294,7 +268,6 @@ def graph_sections(
 
 
 _STAGE_KINDS = {"data": "exposed_communication"}  # training stands still
-_SECONDS = "Where each second of rank 0 went"
 
 
 def _curves(runs: Sequence[GraphRun]) -> PageSection:
@@ -364,7 +337,7 @@ def _pipeline(summaries: Sequence[GraphSummary]) -> BarChart:
         longest = max([*run.pipeline.values(), run.wall_s], default=0.0)
         for index, (stage, seconds) in enumerate(run.pipeline.items()):
             kind = "other" if stage.startswith("wait") else "data"
-            segment = (kind, seconds / longest, _named(stage, seconds))
+            segment = (kind, seconds / longest, f"{stage}: {format_seconds(seconds)}")
             label = f"{run.label}: " if not index else ""
             rows.append(BarRow(label=f"{label}{stage}", total=format_seconds(seconds),
                                segments=(segment,)))  # fmt: skip
@@ -450,10 +423,6 @@ def _features(run: GraphRun) -> str:
         sizes = data.feature_bytes.items()
         return ", ".join(f"{format_bytes_or_dash(size)} of {name}" for name, size in sizes)
     return f"{data.dim} x {data.dtype}, {format_bytes_or_dash(data.nodes * data.row_bytes)}"
-
-
-def _named(name: str, seconds: float) -> str:
-    return f"{name}: {format_seconds(seconds)}"
 
 
 def _bytes(rows: int, run: GraphSummary) -> str:

@@ -13,10 +13,10 @@ import bisect
 import html
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fivefold.errors import DataError
 from fivefold.files import write_atomically
@@ -52,6 +52,9 @@ _LABEL_WIDTH = 6.2  # of one character at the size that the style sheet gives it
 _NAME_WIDTH = 24  # characters that fit left of a lane
 _DASHES = ("", "6 4", "2 3", "8 3 2 3")
 _DIGITS = 5  # of a curve's points: more do not show
+
+
+_SpanT = TypeVar("_SpanT")
 
 
 class Markup(str):
@@ -138,17 +141,20 @@ def _row(lane: TimelineLane, y: float, height: float) -> Iterator[Markup]:
 def _tracks(timeline: Timeline, lane: TimelineLane) -> list[list[LaneSpan]]:
     """Spread a lane's boxes over as few tracks as keep those at one time apart."""
     tolerance_s = max(timeline.touching_s, 1e-6 * (timeline.end_s - timeline.start_s))
-    tracks: list[list[LaneSpan]] = []
-    for span in sorted(lane.spans, key=lambda span: (span.group, span.start_s, -span.end_s)):
-        if span.end_s <= timeline.start_s or span.start_s >= timeline.end_s:
-            continue
-        for track in tracks:
-            last = track[-1]
-            if last.group == span.group and last.end_s <= span.start_s + tolerance_s:
-                track.append(span)
-                break
-        else:
+    shown = [s for s in lane.spans if s.end_s > timeline.start_s and s.start_s < timeline.end_s]
+    shown.sort(key=lambda span: (span.group, span.start_s, -span.end_s))
+    return spread(shown, lambda a, b: a.group == b.group and a.end_s <= b.start_s + tolerance_s)
+
+
+def spread(spans: Iterable[_SpanT], fits: Callable[[_SpanT, _SpanT], bool]) -> list[list[_SpanT]]:
+    """Put each span behind the last of the first track that it fits, else on a new one."""
+    tracks: list[list[_SpanT]] = []
+    for span in spans:
+        track = next((track for track in tracks if fits(track[-1], span)), None)
+        if track is None:
             tracks.append([span])
+        else:
+            track.append(span)
     return tracks
 
 

@@ -5,13 +5,14 @@ The figures come from the lines ``moe`` of metrics.jsonl alone, so that an unfin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fivefold.report._records import MixturePoint, Run
 from fivefold.report.format import (
     MARKERS,
+    FigureColumn,
     figure_table,
     format_bytes_or_dash,
     format_percent,
@@ -79,41 +80,25 @@ def _summary(label: str, points: Sequence[MixturePoint]) -> MixtureSummary:
     )
 
 
-_COLUMNS: tuple[tuple[str, str, Callable[[MixtureSummary], str]], ...] = (
-    ("mixtures", "Blocks with a mixture of experts.", lambda run: str(len(run.blocks))),
-    ("experts", "Experts of each mixture.", lambda run: str(run.experts)),
-    ("ranks", "Ranks that share the experts out.", lambda run: str(run.ranks)),
-    (
-        "worst load",
-        "Most loaded expert over the even load, worst block, in the last interval: 1 is even.",
-        lambda run: _times(max(run.imbalance_last, default=1.0)),
-    ),
-    (
-        "mean load",
-        "The same, mean over the blocks.",
-        lambda run: _times(sum(run.imbalance_last) / max(len(run.imbalance_last), 1)),
-    ),
-    (
-        "idle experts",
-        "Experts without a token in the last interval, over all blocks.",
-        lambda run: str(run.idle),
-    ),
-    (
-        "dropped",
-        "Share of the assignments beyond an expert's capacity, over the run.",
-        lambda run: format_percent(run.dropped),
-    ),
-    (
-        "token bytes per step",
-        "Token rows that rank 0 sent to other ranks' experts and back, forward and backward.",
-        lambda run: format_bytes_or_dash(run.payload_bytes_per_step if run.ranks > 1 else None),
-    ),
-    (
-        "sent per step",
-        "The same with expert numbers, weights and counts.",
-        lambda run: format_bytes_or_dash(run.sent_bytes_per_step if run.ranks > 1 else None),
-    ),
-)
+_COLUMNS: tuple[FigureColumn, ...] = (
+    ("mixtures", "Blocks with a mixture of experts.", "blocks", lambda blocks: str(len(blocks))),
+    ("experts", "Experts of each mixture.", "experts", str),
+    ("ranks", "Ranks that share the experts out.", "ranks", str),
+    ("worst load",
+     "Most loaded expert over the even load, worst block, in the last interval: 1 is even.",
+     "imbalance_last", lambda blocks: f"{max(blocks, default=1.0):.2f}x"),
+    ("mean load", "The same, mean over the blocks.",
+     "imbalance_last", lambda blocks: f"{_mean(blocks):.2f}x"),
+    ("idle experts", "Experts without a token in the last interval, over all blocks.",
+     "idle", str),
+    ("dropped", "Share of the assignments beyond an expert's capacity, over the run.",
+     "dropped", format_percent),
+    ("token bytes per step",
+     "Token rows that rank 0 sent to other ranks' experts and back, forward and backward.",
+     "payload_bytes_per_step", lambda size: format_bytes_or_dash(size or None)),
+    ("sent per step", "The same with expert numbers, weights and counts.",
+     "sent_bytes_per_step", lambda size: format_bytes_or_dash(size or None)),
+)  # fmt: skip
 
 
 def mixture_table(summaries: Sequence[MixtureSummary]) -> DataTable:
@@ -142,12 +127,12 @@ def _map(run: MixtureSummary) -> DataTable:
     loads = [[share * run.experts for share in shares[:shown]] for shares in run.load]
     rest = run.experts - shown
     more = f"; {rest} more experts are not shown" if rest else ""
-    return DataTable(
-        columns=(("block", ""), *((str(expert), "") for expert in range(shown))),
-        rows=tuple(
+    return DataTable.of(
+        ("block", *map(str, range(shown))),
+        [
             (str(block), *(f"{load:.2f}" for load in row))
             for block, row in zip(run.blocks, loads, strict=True)
-        ),
+        ],
         shades=tuple(tuple(round(min(load / 2, 1.0), 3) for load in row) for row in loads),
         caption=f"{run.label}: load of each expert over the run, in units of the even load{more}",
     )
@@ -177,7 +162,3 @@ def _curve(runs: Sequence[Run]) -> CurveChart:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(len(values), 1)
-
-
-def _times(value: float) -> str:
-    return f"{value:.2f}x"

@@ -16,15 +16,9 @@ _OFF = 0.1  # of a step: a part that is off by more is named
 _BUSY = 0.05  # share of the time without a processor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PredictedPart:
-    """One part of a step: seconds (bytes for memory), as predicted and as measured.
-
-    Attributes:
-        name: Of the part.
-        predicted: By the planner.
-        measured: In the run; None where the run does not say.
-    """
+    """One part of a step, in seconds (bytes for memory); None where the run does not say."""
 
     name: str
     predicted: float
@@ -37,17 +31,16 @@ class PredictedPart:
             return None
         return self.predicted / self.measured - 1
 
+    @property
+    def both(self) -> str:
+        """Return the two values in words."""
+        write = format_bytes if self.name == "memory" else format_duration_s
+        return f"{write(self.predicted)} predicted, {write(self.measured or 0.0)} measured"
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class PredictedRun:
-    """A run that was planned.
-
-    Attributes:
-        label: Of the run.
-        cluster: That it was planned for.
-        parts: The step, then its parts, the all-reduce, the memory.
-        findings: Which constant was off, and what else explains a difference.
-    """
+    """A run that was planned: the step, its parts, the all-reduce, the memory; what was off."""
 
     label: str
     cluster: str
@@ -56,15 +49,14 @@ class PredictedRun:
 
     def record(self) -> dict[str, Any]:
         """Return the figures, for programs."""
-        return {
-            "label": self.label,
-            "cluster": self.cluster,
-            "parts": {
-                part.name: {"predicted": part.predicted, "measured": part.measured}
-                for part in self.parts
-            },
-            "findings": list(self.findings),
+        parts = {
+            part.name: {"predicted": part.predicted, "measured": part.measured}
+            for part in self.parts
         }
+        findings = list(self.findings)
+        return {
+            "label": self.label, "cluster": self.cluster, "parts": parts, "findings": findings,
+        }  # fmt: skip
 
 
 def predicted_runs(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> list[PredictedRun]:
@@ -82,48 +74,29 @@ def _compared(run: Run, summary: RunSummary) -> PredictedRun | None:
         return None
     each = summary.step_seconds
 
-    def measured(*names: str) -> float | None:
-        return None if each is None else sum(each[name] for name in names)
+    def part(name: str, key: str, *categories: str) -> PredictedPart:
+        measured = None if each is None else sum((each[one] for one in categories), 0.0)
+        return PredictedPart(name, float(said[key]), measured)
 
-    compute, exposed = measured("compute", "boundary"), measured("exposed_communication")
-    bubble = float(said["bubble_s"])
     parts = [
-        PredictedPart(name="compute", predicted=float(said["compute_s"]), measured=compute),
-        PredictedPart(
-            name="exposed communication",
-            predicted=float(said["exposed_communication_s"]),
-            measured=exposed,
-        ),
-        PredictedPart(name="bubble", predicted=bubble, measured=None if each is None else 0.0),
-        PredictedPart(
-            name="data and other",
-            predicted=float(said["other_s"]),
-            measured=measured("data", "other"),
-        ),
+        part("compute", "compute_s", "compute", "boundary"),
+        part("exposed communication", "exposed_communication_s", "exposed_communication"),
+        part("bubble", "bubble_s"),
+        part("data and other", "other_s", "data", "other"),
     ]
-    known = [part.measured for part in parts if part.measured is not None]
-    step = PredictedPart(
-        name="step",
-        predicted=sum(part.predicted for part in parts),
-        measured=sum(known) if known else None,
-    )
+    measured = None if each is None else sum(part.measured or 0.0 for part in parts)
+    step = PredictedPart("step", sum(part.predicted for part in parts), measured)
     exchange = PredictedPart(
-        name="one exchange in flight",
-        predicted=float(said["all_reduce_s"]),
-        measured=_exchange_s(run, summary),
+        "one exchange in flight", float(said["all_reduce_s"]), _exchange_s(run, summary)
     )
     process = (run.result.process if run.result is not None else None) or {}
-    memory = PredictedPart(
-        name="memory", predicted=float(said["memory_bytes"]), measured=process.get("memory_bytes")
-    )
+    memory = PredictedPart("memory", float(said["memory_bytes"]), process.get("memory_bytes"))
     found = (step, *parts, exchange, memory)
     findings = _findings(run, said, {part.name: part for part in found}, process)
     if step.measured is not None and summary.after_last_step_s > _OFF * step.measured:
         wait = format_duration_s(summary.after_last_step_s)
         findings.append(f"After the last step, all replicas became equal in {wait}: in no step.")
-    return PredictedRun(
-        label=run.label, cluster=str(said["cluster"]), parts=found, findings=tuple(findings)
-    )
+    return PredictedRun(run.label, str(said["cluster"]), found, tuple(findings))
 
 
 def _exchange_s(run: Run, summary: RunSummary) -> float | None:
@@ -168,10 +141,8 @@ def _findings(
     if waited is not None and waited > _BUSY:
         off.pop("compute", None)
     if not off and not found:
-        found.append(
-            f"Every part is within {_OFF:.0%} of the step; the step is predicted "
-            f"{_signed(step.error)}."
-        )
+        error = "as measured" if step.error is None else f"{_error(step)} off"
+        found.append(f"Every part is within {_OFF:.0%} of the step; the step is predicted {error}.")
     found += [_blame(name, parts, said.get("constants", {})) for name in off]
     memory = parts["memory"]
     if memory.error is not None and abs(memory.error) > _OFF:
@@ -181,10 +152,7 @@ def _findings(
 
 def _blame(name: str, parts: dict[str, PredictedPart], constants: dict[str, float]) -> str:
     part = parts[name]
-    shown = (
-        f"{name}: {format_duration_s(part.predicted)} predicted, "
-        f"{format_duration_s(part.measured or 0.0)} measured"
-    )
+    shown = f"{name}: {part.both}"
     if name == "compute" and part.error is not None:
         for key in ("device.gemm_efficiency", "device.peak_flops"):
             if (key in constants and constants[key] * (1 + part.error) <= 1) or "peak" in key:
@@ -224,13 +192,9 @@ def _of_memory(part: PredictedPart, constants: dict[str, float]) -> str:
     own = constants.get("device.reserved_bytes", 0.0)
     should = max(own + (part.measured or 0.0) - part.predicted, 0.0)
     return (
-        f"memory: {format_bytes(part.predicted)} predicted, {format_bytes(part.measured or 0.0)} "
-        f"measured. Off: [device] reserved = {format_bytes(own)}; {format_bytes(should)} gives it."
+        f"memory: {part.both}. Off: [device] reserved = {format_bytes(own)}; "
+        f"{format_bytes(should)} gives it."
     )
-
-
-def _signed(error: float | None) -> str:
-    return "as measured" if error is None else f"{100 * error:+.1f} % off"
 
 
 def prediction_section(found: Sequence[PredictedRun]) -> PageSection | None:
@@ -244,14 +208,10 @@ def prediction_section(found: Sequence[PredictedRun]) -> PageSection | None:
             for part in one.parts
             if part.predicted or part.measured
         )
-        parts.append(
-            DataTable(
-                columns=((f"{one.label}, a step", ""), ("predicted", ""), ("measured", ""),
-                         ("error", "Predicted over measured, less one.")),
-                rows=rows,
-            )
-        )  # fmt: skip
-        parts += [TextBlock(text=text) for text in one.findings]
+        error = "error", "Predicted over measured, less one."
+        columns = ((f"{one.label}, a step", ""), ("predicted", ""), ("measured", ""), error)
+        parts.append(DataTable(columns=columns, rows=rows))
+        parts += [TextBlock(text) for text in one.findings]
     return PageSection(
         key="prediction",
         heading="Predicted and measured",

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -103,9 +103,9 @@ def build_report(paths: Iterable[Path | str]) -> Report:
     folders = find_runs(paths)
     graphs = [folder for folder in folders if is_graph_run(folder)]
     texts = [folder for folder in folders if folder not in graphs]
-    runs = read_runs(texts) if texts else []
+    runs = sorted(_read_all(texts, read_run), key=_order)
     summaries = summarise(runs)
-    graph_runs = read_graph_runs(graphs)
+    graph_runs = _read_all(graphs, _read_graph_run)
     graph_summaries = summarise_graph_runs(graph_runs)
     findings = [headline(summaries)] if runs or not graphs else []
     findings += [graph_headline(graph_summaries)] if graphs else []
@@ -197,9 +197,7 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
     Raises:
         DataError: There is no run, or a file of one is damaged or of an unknown schema.
     """
-    folders = find_runs(paths)
-    named = zip(folders, _unique_names(folders), strict=True)
-    return sorted(_distinct([read_run(folder, name=name) for folder, name in named]), key=_order)
+    return sorted(_read_all(find_runs(paths), read_run), key=_order)
 
 
 def read_run(path: Path | str, *, name: str | None = None) -> Run:
@@ -218,19 +216,23 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
     """
     path = Path(path)
     notes: list[str] = []
-    manifest = _read_versioned(path / _MANIFEST, Manifest)
-    if manifest is None:
-        raise DataError(f"{path} holds no {_MANIFEST}", hint="give the folder of a run")
+    manifest = _read_manifest(path, Manifest)
     config_text = _read_text(path / "config.toml")
     if config_text is None:
         notes.append("config.toml is missing: configuration differences are not shown for this run")
-    metrics = _read_metrics(path / "metrics.jsonl", notes)
+    found = _read_points(path / "metrics.jsonl", _POINTS, notes)
+    curves = found["train"] + found["validation"]
+    if not curves:
+        notes.append("no metrics yet: there is no curve to draw")
+    notes += found.pop("resumed")
+    end = (found.pop("end") or [None])[-1]
+    found["mixtures"] = found.pop("moe")
     ranks = _read_ranks(path / "ranks", world_size=manifest.world_size, notes=notes)
     result = _read_versioned(path / "result.json", RunResult)
-    if result is not None and result.steps < _last_step(metrics):
+    if result is not None and result.steps < max((point.step for point in curves), default=0):
         notes.append(f"result.json is from step {result.steps}; the run went on, so it is not used")
         result = None
-    notes += _ending(metrics.end, result)
+    notes += _ending(end, result)
     return Run(
         path=path,
         name=name or path.resolve().name,
@@ -238,7 +240,7 @@ def read_run(path: Path | str, *, name: str | None = None) -> Run:
         manifest=manifest,
         config=_tables(config_text or "", path / "config.toml"),
         config_text=config_text or "",
-        metrics=metrics,
+        metrics=Metrics(**{name: tuple(points) for name, points in found.items()}, end=end),
         ranks=ranks,
         result=result,
         notes=tuple(notes),
@@ -257,15 +259,10 @@ def is_graph_run(folder: Path) -> bool:
     return isinstance(manifest, dict) and manifest.get("kind") == "gnn"
 
 
-def read_graph_runs(folders: Sequence[Path]) -> list[GraphRun]:
-    """Read runs of graph training in the order given, with distinct names and labels."""
-    names = _unique_names(folders) if folders else []
-    runs = [_read_graph_run(folder, name) for folder, name in zip(folders, names, strict=True)]
-    return _distinct(runs)
-
-
-def _distinct(runs: list[_RunT]) -> list[_RunT]:
-    """Append the names to labels that would be equal."""
+def _read_all(folders: Sequence[Path], read: Callable[..., _RunT]) -> list[_RunT]:
+    """Read runs in the order given; labels that would be equal get the names appended."""
+    names = _unique_names(folders)
+    runs = [read(folder, name=name) for folder, name in zip(folders, names, strict=True)]
     labels = Counter(run.label for run in runs)
     return [
         replace(run, label=f"{run.label}, {run.name}") if labels[run.label] > 1 else run
@@ -273,15 +270,20 @@ def _distinct(runs: list[_RunT]) -> list[_RunT]:
     ]
 
 
-def _read_graph_run(path: Path, name: str) -> GraphRun:
-    notes: list[str] = []
-    manifest = _read_versioned(path / _MANIFEST, GraphManifest)
+def _read_manifest(folder: Path, model: type[_RecordT]) -> _RecordT:
+    manifest = _read_versioned(folder / _MANIFEST, model)
     if manifest is None:
-        raise DataError(f"{path} holds no {_MANIFEST}", hint="give the folder of a run")
+        raise DataError(f"{folder} holds no {_MANIFEST}", hint="give the folder of a run")
+    return manifest
+
+
+def _read_graph_run(path: Path, *, name: str) -> GraphRun:
+    notes: list[str] = []
+    manifest = _read_manifest(path, GraphManifest)
     found = _read_points(path / "metrics.jsonl", _GRAPH_POINTS, notes)
-    notes += _resumed(found)
-    ends, result = found["end"], _read_versioned(path / "result.json", GraphResult)
-    end = ends[-1] if ends else None
+    notes += found.pop("resumed")
+    end = (found.pop("end") or [None])[-1]
+    result = _read_versioned(path / "result.json", GraphResult)
     if result is not None and (end is None or end.step != result.steps):
         notes.append("result.json is from an earlier end; the run went on, so it is not used")
         result = None
@@ -315,7 +317,7 @@ def _prepared(points: list[PreparePoint]) -> PreparePoint:
 def _read_points(
     path: Path, models: dict[str, type[BaseModel]], notes: list[str]
 ) -> dict[str, list[Any]]:
-    """Read the lines of a log by their event; what a newer trainer logs beside them is ignored."""
+    """Read the lines of a log by their event, and notes on resuming; others are ignored."""
     found: dict[str, list[Any]] = {event: [] for event in models}
     resumed: list[str] = []
     for where, record in _read_lines(path, notes):
@@ -325,29 +327,8 @@ def _read_points(
         if event == "resume":
             found["end"].clear()  # whatever ended before, the run went on
             resumed.append(str(record.get("step")))
-    found["resumed"] = resumed
-    return found
-
-
-def _resumed(found: dict[str, list[Any]]) -> list[str]:
-    steps = ", ".join(found["resumed"])
-    return [f"resumed from a checkpoint at step {steps}"] if steps else []
-
-
-def _read_metrics(path: Path, notes: list[str]) -> Metrics:
-    found = _read_points(path, _POINTS, notes)
-    metrics = Metrics(
-        train=tuple(found["train"]),
-        validation=tuple(found["validation"]),
-        sync=tuple(found["sync"]),
-        tau=tuple(found["tau"]),
-        mixtures=tuple(found["moe"]),
-        end=found["end"][-1] if found["end"] else None,
-    )
-    if not metrics.train and not metrics.validation:
-        notes.append("no metrics yet: there is no curve to draw")
-    notes += _resumed(found)
-    return metrics
+    steps = ", ".join(resumed)
+    return found | {"resumed": [f"resumed from a checkpoint at step {steps}"] if steps else []}
 
 
 def _tables(text: str, path: Path) -> dict[str, Any]:
@@ -355,11 +336,6 @@ def _tables(text: str, path: Path) -> dict[str, Any]:
         return files.parse_toml(text, where=str(path))
     except ConfigurationError as error:  # the run wrote it: the file is damaged
         raise DataError(error.message, hint=error.hint) from None
-
-
-def _last_step(metrics: Metrics) -> int:
-    steps = [point.step for point in metrics.train] + [point.step for point in metrics.validation]
-    return max(steps, default=0)
 
 
 def _ending(end: EndPoint | None, result: RunResult | None) -> list[str]:
@@ -374,26 +350,24 @@ def _ending(end: EndPoint | None, result: RunResult | None) -> list[str]:
 
 def _page_of(folder: Path, names: set[str]) -> str | None:
     """Return how to get a page of what other commands wrote; None where it is not known."""
-    plan = "the page of its plan"
+    simulated = "simulate JOBS", "the page of its plan"
+    found = simulated if "decisions.jsonl" in names else None
     if names & {"mesh.json", "megatron_flags.txt", "fivefold_train.toml"}:
-        return _elsewhere("fivefold plan JOB ...", "the page of its plans")
-    if "decisions.jsonl" in names:
-        return _elsewhere("fivefold simulate JOBS ...", plan)
-    for name in sorted(name for name in names if name.endswith(".json")):
+        found = "plan JOB", "the page of its plans"
+    for name in sorted(name for name in names if name.endswith(".json") and found is None):
         try:
             with (folder / name).open("rb") as file:
                 head = file.read(_HEAD_BYTES)
         except OSError:
             continue
         if b'"fivefold.codesign' in head:
-            return _elsewhere("fivefold simulate JOBS ...", plan)
-        if b'"fivefold.schedule.' in head:
-            return _elsewhere("fivefold collectives synthesize ...", "the page of an algorithm")
-    return None
-
-
-def _elsewhere(command: str, page: str) -> str:
-    return f"this command reads runs of training; '{command} --report FILE.html' makes {page}"
+            found = simulated
+        elif b'"fivefold.schedule.' in head:
+            found = "collectives synthesize", "the page of an algorithm"
+    if found is None:
+        return None
+    command = f"'fivefold {found[0]} ... --report FILE.html'"
+    return f"this command reads runs of training; {command} makes {found[1]}"
 
 
 def _runs_below(path: Path) -> list[Path]:
@@ -408,7 +382,7 @@ def _runs_below(path: Path) -> list[Path]:
 
 def _unique_names(folders: Sequence[Path]) -> list[str]:
     parts = [folder.resolve().parts[1:] or ("run",) for folder in folders]
-    for depth in range(1, max(map(len, parts)) + 1):
+    for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):
             return names
@@ -417,8 +391,7 @@ def _unique_names(folders: Sequence[Path]) -> list[str]:
 
 def _order(run: Run) -> tuple[int, bool, str]:
     method = run.manifest.method
-    known = method in _METHOD_ORDER
-    place = _METHOD_ORDER.index(method) if known else len(_METHOD_ORDER)
+    place = _METHOD_ORDER.index(method) if method in _METHOD_ORDER else len(_METHOD_ORDER)
     return place, method == "ddp" and not run.is_plain_ddp, run.name
 
 
@@ -449,7 +422,9 @@ def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
                 case "span":
                     left_out += 1
                 case "rank_end":
-                    link_bytes, dropped = _rank_end(record, where)
+                    counters = record.get("link_bytes")
+                    link_bytes = _validated(counters, LinkBytes, where=where) if counters else None
+                    dropped = int(record.get("spans_dropped", 0))
                 case _:
                     continue
         except (KeyError, TypeError, ValueError) as error:
@@ -467,29 +442,16 @@ def _read_rank(rank: int, path: Path, notes: list[str]) -> RankTrace:
     return RankTrace(rank, tuple(spans), link_bytes)
 
 
-def _rank_end(record: dict[str, Any], where: str) -> tuple[LinkBytes | None, int]:
-    """Return the link's counters, and how many spans the rank had no room for."""
-    counters = record.get("link_bytes")
-    link = _validated(counters, LinkBytes, where=where) if counters else None
-    return link, int(record.get("spans_dropped", 0))
-
-
 def _span(record: dict[str, Any], offset_s: float) -> Span:
     lane = str(record["lane"])
+    given = ((key, record.get(key)) for key in ("round", "fragment", "sent_bytes"))
     return Span(
         lane="in_flight" if lane == "flight" else lane,  # the word of older runs
         name=str(record.get("name", lane)),
         start_s=offset_s + float(record["start_s"]),
         end_s=offset_s + float(record["end_s"]),
-        round=_number(record, "round"),
-        fragment=_number(record, "fragment"),
-        sent_bytes=_number(record, "sent_bytes"),
+        **{key: int(value) for key, value in given if value is not None},
     )
-
-
-def _number(record: dict[str, Any], key: str) -> int | None:
-    value = record.get(key)
-    return None if value is None else int(value)
 
 
 def _read_versioned(path: Path, model: type[_RecordT]) -> _RecordT | None:

@@ -159,7 +159,6 @@ class MixturePoint(LoggedPoint):
 class LinkBytes(Record):
     """Bytes that a network interface sent and received during the run."""
 
-    interface: str | None = None
     sent: NonNegativeInt
     received: NonNegativeInt
 
@@ -179,8 +178,6 @@ class RunResult(Record):
     """``result.json``: the sums that rank 0 writes at a run's end."""
 
     schema_version: int = Field(alias="schema")
-    method: str
-    label: str
     steps: NonNegativeInt
     tokens: NonNegativeInt
     wall_s: _Seconds
@@ -198,8 +195,7 @@ class RunResult(Record):
 class Span:
     """A stretch of time on one lane of one rank, in Unix seconds.
 
-    A message may also say which round's work it carried, which fragment of the model, and how
-    many bytes the rank sent for it.
+    A message may also have the round, the fragment of the model and the bytes that were sent.
     """
 
     lane: str
@@ -269,11 +265,7 @@ class GraphFacts(Record):
     dim: NonNegativeInt
     dtype: str
     row_bytes: NonNegativeInt
-    classes: NonNegativeInt
     train: NonNegativeInt
-    valid: NonNegativeInt
-    test: NonNegativeInt
-    node_type: str | None = None
     feature_bytes: dict[str, NonNegativeInt] = Field(default_factory=dict)
     """by node type, of a graph of several"""
 
@@ -282,7 +274,6 @@ class GraphManifest(StartedRun):
     """Manifest of a run of a graph neural network."""
 
     mode: str
-    model: str
     dataset: GraphFacts
 
 
@@ -319,15 +310,11 @@ class GraphTrainPoint(_EpochPoint):
     """One line of the training curve: rank 0's own seeds."""
 
     loss: float
-    accuracy: float
-    nodes: NonNegativeInt
 
 
 class EpochPoint(_EpochPoint):
     """One whole epoch; data counts from the run's beginning."""
 
-    loss: float | None = None
-    accuracy: float | None = None
     data: DataCounts = DataCounts()
     stages: dict[str, float] = Field(default_factory=dict)
 
@@ -336,9 +323,7 @@ class GraphValidationPoint(_EpochPoint):
     """One validation."""
 
     accuracy: float | None = None
-    loss: float | None = None
     test_accuracy: float | None = None
-    nodes: NonNegativeInt = 0
 
 
 class PreparePoint(Record):
@@ -359,14 +344,7 @@ class GraphResult(Record):
     """``result.json``."""
 
     schema_version: int = Field(alias="schema")
-    label: str
     steps: NonNegativeInt
-    epochs: NonNegativeInt
-    wall_s: float
-    seconds: dict[str, float] = Field(default_factory=dict)
-    valid_accuracy: float | None = None
-    test_accuracy: float | None = None
-    best_epoch: int | None = None
     data: DataCounts = DataCounts()
 
 

@@ -17,7 +17,12 @@ from operator import attrgetter
 from typing import Any
 
 from fivefold.report._records import RankTrace, Run, Span
-from fivefold.report._spans import RoundPoint, round_points, separate_fragments
+from fivefold.report._spans import (
+    LANE_CATEGORIES,
+    RoundPoint,
+    round_points,
+    separate_fragments,
+)
 from fivefold.report.format import CATEGORY_NAMES, MARKERS, run_colours, thinned
 from fivefold.report.page import Curve, CurveChart, LaneSpan, PageSection, Timeline, TimelineLane
 from fivefold.report.summary import final_bits_per_byte, validation_curve
@@ -186,11 +191,7 @@ def _gap(run: Run, colour: str) -> list[Curve]:
         for point in run.metrics.sync
         if (gap := point.last_staleness_gap) is not None and math.isfinite(gap)
     ]
-    return (
-        [Curve.through(run.label, thinned(points), colour=colour)]
-        if any(gap != 1.0 for _, gap in points)
-        else []
-    )
+    return _whole_curve(run, points, colour) if any(gap != 1.0 for _, gap in points) else []
 
 
 def _sent(run: Run, colour: str) -> list[Curve]:
@@ -200,11 +201,11 @@ def _sent(run: Run, colour: str) -> list[Curve]:
         if (sent := point.sent_bytes) is not None
     ]
     points = points or _sent_by_spans(run)
-    return (
-        [Curve.through(run.label, thinned(points), colour=colour)]
-        if any(size > 0 for _, size in points)
-        else []
-    )
+    return _whole_curve(run, points, colour) if any(size > 0 for _, size in points) else []
+
+
+def _whole_curve(run: Run, points: Sequence[tuple[int, float]], colour: str) -> list[Curve]:
+    return [Curve.through(run.label, thinned(points), colour=colour)]
 
 
 def _sent_by_spans(run: Run) -> list[tuple[int, float]]:
@@ -223,13 +224,8 @@ def _whole_rounds(rank: RankTrace) -> list[RoundPoint]:
     points = _messages(rank)
     if not any(point.fragment for point in points):
         return points
-    seen: set[int] = set()
-    whole = []
-    for point in points:
-        if point.fragment in seen:
-            whole.append(point)
-        seen.add(point.fragment)
-    return whole
+    first = {point.fragment: point for point in reversed(points)}.values()
+    return [point for point in points if not any(point is one for one in first)]
 
 
 def _varies(by_rank: Sequence[Sequence[RoundPoint]]) -> bool:
@@ -248,7 +244,6 @@ _CYCLES = 2.5
 _MOST_CANDIDATES = 200
 _ROWS = (("training", None), ("in flight", "in_flight"), ("waiting", "wait"))
 _TRAINING_LANES = ("compute", "data", "boundary", "validation", "checkpoint")
-_KINDS = {"wait": "exposed_communication"}
 _TOUCHING_S = 1e-4  # spans of one thread may seem to overlap by the rounding of two clocks
 _HOW = (
     " from the middle of each run, all to the same time scale. For each rank the upper lane is "
@@ -351,7 +346,7 @@ def _lane(
         LaneSpan(
             start_s=span.start_s,
             end_s=span.end_s,
-            kind=_KINDS.get(span.lane, span.lane),
+            kind=LANE_CATEGORIES.get(span.lane, span.lane),
             title=_title(span),
             label=span.name.replace("all-reduce ", "") if lane == "in_flight" else "",
             group=(span.fragment or 0) if lane == "in_flight" else 0,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,13 +28,9 @@ _Interval = tuple[float, float]
 
 
 class RankOverlap(BaseModel):
-    """Time of one rank's training thread while messages were in flight.
+    """Time of one rank's training thread while at least one message was in flight.
 
-    Attributes:
-        rank: The rank.
-        in_flight_s: Seconds in which at least one message was in flight.
-        seconds: Those seconds by what the training thread did, with "other" for the rest.
-        most_in_flight: Most messages in flight at one moment.
+    Its ``seconds`` are by what the training thread did, with "other" for the rest.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,7 +69,7 @@ def measure_overlap(trace: RankTrace) -> RankOverlap | None:
         rank=trace.rank,
         in_flight_s=in_flight_s,
         seconds=seconds,
-        most_in_flight=_most_at_once(messages),
+        most_in_flight=max(number for _, number in at_once(messages)),
     )
 
 
@@ -108,38 +105,24 @@ def _common_s(first: Sequence[_Interval], second: Sequence[_Interval]) -> float:
     return total_s
 
 
-def _most_at_once(spans: Iterable[Span]) -> int:
-    ends = [(span.end_s, -1) for span in spans]
-    moments = sorted([*((span.start_s, 1) for span in spans), *ends])
-    most = now = 0
-    for _, change in moments:  # an end sorts before a start of the same moment
-        now += change
-        most = max(most, now)
-    return most
+def at_once(spans: Sequence[Span]) -> list[tuple[float, int]]:
+    """Return from when on how many spans are open; an end comes before a start of its moment."""
+    changes = sorted([(one.end_s, -1) for one in spans] + [(one.start_s, 1) for one in spans])
+    numbers = accumulate(change for _, change in changes)
+    return [(at_s, number) for (at_s, _), number in zip(changes, numbers, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPoint:
-    """One message of one rank.
+    """One message of one rank."""
 
-    Attributes:
-        round: Round whose work it carried; None where none was recorded (DDP's buckets).
-        launched_s: When it was launched, in the spans' own time.
-        step: Steps that had begun by then.
-        local_steps: Steps since the last launch of this fragment, or since the start.
-        in_flight_s: Seconds in flight.
-        waited_s: Seconds in which training stood still for it.
-        fragment: Which part of the model it was; 0 where the model is sent whole.
-        sent_bytes: Bytes that the rank sent for it; None where they were not recorded.
-    """
-
-    round: int | None
+    round: int | None  # whose work it carried; None where none was recorded (DDP's buckets)
     launched_s: float
-    step: int
-    local_steps: int
+    step: int  # that had begun by then
+    local_steps: int  # since the last launch of this fragment, or since the start
     in_flight_s: float
-    waited_s: float
-    fragment: int
+    waited_s: float  # in which training stood still for it
+    fragment: int  # of the model; 0 where it is sent whole
     sent_bytes: int | None
 
 
@@ -198,6 +181,7 @@ def _waited_s(messages: Sequence[Span], spans: Sequence[Span]) -> list[float]:
 
 def separate_fragments(messages: Iterable[Span]) -> dict[int, list[Span]]:
     """Sort messages by the fragment of the model that they carried, 0 where none is recorded."""
-    messages = list(messages)
-    numbers = sorted({message.fragment or 0 for message in messages})
-    return {n: [message for message in messages if (message.fragment or 0) == n] for n in numbers}
+    found: dict[int, list[Span]] = {}
+    for message in messages:
+        found.setdefault(message.fragment or 0, []).append(message)
+    return dict(sorted(found.items()))

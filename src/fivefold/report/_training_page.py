@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
 import shlex
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from fivefold.report._run_charts import loss_charts, round_charts, timeline_sect
 from fivefold.report.format import (
     CATEGORY_NAMES,
     UNKNOWN,
+    FigureColumn,
     command_texts,
     config_texts,
     fact_table,
@@ -38,6 +40,7 @@ from fivefold.report.format import (
     format_seconds,
     format_waits,
     run_notes,
+    run_table,
     seconds_bar,
 )
 from fivefold.report.page import (
@@ -46,6 +49,7 @@ from fivefold.report.page import (
     DataTable,
     Folded,
     Page,
+    PagePart,
     PageSection,
     SideBySide,
     TextBlock,
@@ -112,118 +116,70 @@ def _tiles(summaries: Sequence[RunSummary]) -> list[tuple[str, str, str]]:
     ][:4]
 
 
-def _to_ddp(run: RunSummary) -> str:
-    """Return when a run reached DDP's final loss, or that it did not."""
-    if run.time_to_ddp_s is not None:
-        return format_seconds(run.time_to_ddp_s)
-    compared = run.speed_ratio_to_ddp is not None and run.method != "none"
-    return "not reached" if compared and run.bits_per_byte is not None else UNKNOWN
-
-
-# Name on the page, name in a terminal (where there is one), meaning, and what writes it.
-_COLUMNS: tuple[tuple[str, str, str, Callable[[RunSummary], str]], ...] = (
-    (
-        "tokens/s",
-        "tokens/s",
-        "Tokens of all ranks per second of training, without validation and checkpoints.",
-        lambda run: format_count(run.tokens_per_s),
-    ),
-    (
-        "against DDP",
-        "vs DDP",
-        "That rate over the rate of the DDP run.",
-        lambda run: format_ratio(run.speed_ratio_to_ddp),
-    ),
-    (
-        "of compute-only",
-        "of compute-only",
-        "That rate over the rate of the same step with communication off.",
-        lambda run: format_percent(run.fraction_of_compute_only),
-    ),
-    (
-        "waiting",
-        "waiting",
-        "Share of the wall time in which training stood still for communication.",
-        lambda run: format_percent(run.exposed_fraction),
-    ),
-    ("waited for", "", "What that was for, on rank 0.", lambda run: format_waits(run.waits)),
-    (
-        "hidden",
-        "hidden",
-        "Share of the time in flight that passed behind computation.",
-        lambda run: format_percent(run.overlap_fraction),
-    ),
-    (
-        "sent per step",
-        "sent/step",
-        "Bytes that left rank 0's network interface, per optimizer step.",
-        lambda run: format_bytes_or_dash(run.sent_bytes_per_step),
-    ),
-    (
-        "bits per byte",
-        "bits/byte",
-        "Final validation: lower is better.",
-        lambda run: format_bits(run.bits_per_byte),
-    ),
-    (
-        "at equal time",
-        "at equal time",
-        "Validation when the first of the finished runs ended, between two points of the curve.",
-        lambda run: format_bits(run.bits_per_byte_at_equal_time),
-    ),
-    (
-        "time to DDP's loss",
-        "to DDP's loss",
-        "Wall time until validation was as good as DDP's final one.",
-        _to_ddp,
-    ),
-    (
-        "wall time",
-        "wall time",
-        "From the first to the last step, everything included.",
-        lambda run: format_seconds(run.wall_s),
-    ),
-)
+_COLUMNS: tuple[FigureColumn, ...] = (
+    ("tokens/s", "Tokens of all ranks per second of training, without validation and checkpoints.",
+     "tokens_per_s", format_count),
+    ("against DDP", "That rate over the rate of the DDP run.", "speed_ratio_to_ddp", format_ratio),
+    ("of compute-only", "That rate over the rate of the same step with communication off.",
+     "fraction_of_compute_only", format_percent),
+    ("waiting", "Share of the wall time in which training stood still for communication.",
+     "exposed_fraction", format_percent),
+    ("waited for", "What that was for, on rank 0.", "waits", format_waits),
+    ("hidden", "Share of the time in flight that passed behind computation.",
+     "overlap_fraction", format_percent),
+    ("sent per step", "Bytes that left rank 0's network interface, per optimizer step.",
+     "sent_bytes_per_step", format_bytes_or_dash),
+    ("bits per byte", "Final validation: lower is better.", "bits_per_byte", format_bits),
+    ("at equal time",
+     "Validation when the first of the finished runs ended, between two points of the curve.",
+     "bits_per_byte_at_equal_time", format_bits),
+    ("time to DDP's loss", "Wall time until validation was as good as DDP's final one.",
+     "reached_ddp_s", lambda value: "not reached" if value == math.inf else format_seconds(value)),
+    ("wall time", "From the first to the last step, everything included.",
+     "wall_s", format_seconds),
+)  # fmt: skip
+_IN_WORDS = "waited for"  # has a list of its own in a terminal
+_SHORT_NAMES = {  # in a terminal
+    "against DDP": "vs DDP", "sent per step": "sent/step", "bits per byte": "bits/byte",
+    "time to DDP's loss": "to DDP's loss",
+}  # fmt: skip
 
 
 def _comparison(summaries: Sequence[RunSummary], *, short: bool) -> DataTable:
-    shown = [
-        (terminal if short else name, meaning, write)
-        for name, terminal, meaning, write in _COLUMNS
-        if terminal or not short
-    ]
-    words = [number for number, (name, *_) in enumerate(shown, 1) if name == "waited for"]
-    return dataclasses.replace(figure_table(summaries, shown), text_columns=tuple(words))
+    if not short:
+        words = 1 + [name for name, *_ in _COLUMNS].index(_IN_WORDS)
+        return dataclasses.replace(figure_table(summaries, _COLUMNS), text_columns=(words,))
+    shown = [column for column in _COLUMNS if column[0] != _IN_WORDS]
+    return figure_table(summaries, [(_SHORT_NAMES.get(c[0], c[0]), *c[1:]) for c in shown])
 
 
 def _text_sections(report: Report) -> list[PageSection]:
     summaries = report.summaries
-    sections = [PageSection(heading="", parts=(_comparison(summaries, short=True),))]
     seconds = _time_bars(summaries, count_steps=False)
-    if any(row.length > 0 for row in seconds.rows):
-        sections.append(PageSection(heading="Where each second of rank 0 went", parts=(seconds,)))
     waits = tuple((run.label, format_waits(run.waits)) for run in summaries if run.waits)
-    if waits:
-        table = DataTable.of(("", ""), waits, text_columns=(1,))
-        sections.append(PageSection(heading="What rank 0 waited for", parts=(table,)))
     measured = tuple(_overlap_row(run) for run in summaries if run.overlap)
-    if measured:
-        table = DataTable.of(("",) * 3, measured, text_columns=(2,))
-        heading = "Hidden of the time in flight, measured on each rank"
-        sections.append(PageSection(heading=heading, parts=(table,)))
     predicted = prediction_section(predicted_runs(report.runs, summaries))
-    if predicted is not None:
-        sections.append(predicted)
     mixtures = summarise_mixtures(report.runs)
-    if mixtures:
-        sections.append(
-            PageSection(heading="Mixtures of experts", parts=(mixture_table(mixtures),))
-        )
-    return [*sections, PageSection(heading="", parts=tuple(map(_line, _setting(report))))]
-
-
-def _line(text: str) -> TextBlock:
-    return TextBlock(text=text)
+    shown: list[tuple[str, bool, Sequence[PagePart]]] = [
+        ("", True, [_comparison(summaries, short=True)]),
+        (
+            "Where each second of rank 0 went",
+            any(row.length > 0 for row in seconds.rows),
+            [seconds],
+        ),
+        ("What rank 0 waited for", bool(waits), [DataTable.of(("", ""), waits, text_columns=(1,))]),
+        (
+            "Hidden of the time in flight, measured on each rank",
+            bool(measured),
+            [DataTable.of(("",) * 3, measured, text_columns=(2,))],
+        ),
+        ("Predicted and measured", predicted is not None, predicted.parts if predicted else ()),
+        ("Mixtures of experts", bool(mixtures), [mixture_table(mixtures)]),
+        ("", True, [TextBlock(line) for line in _setting(report)]),
+    ]
+    return [
+        PageSection(heading=heading, parts=tuple(parts)) for heading, there, parts in shown if there
+    ]
 
 
 def _overlap_row(run: RunSummary) -> tuple[str, str, str]:
@@ -253,7 +209,7 @@ def _sections(report: Report) -> list[PageSection]:
             "network; the closer a run comes to 100 % of compute-only, the less it waits. Lower "
             "bits per byte means that the model predicts unseen text better; without communication "
             "that figure is of one rank that trained alone.",
-            parts=(_comparison(summaries, short=False), *map(_line, run_notes(summaries))),
+            parts=(_comparison(summaries, short=False), *map(TextBlock, run_notes(summaries))),
         ),
         prediction_section(predicted_runs(runs, summaries)),
         _loss(runs),
@@ -267,7 +223,9 @@ def _sections(report: Report) -> list[PageSection]:
             "messages; no formula for how long anything should take is involved.",
             parts=(_overlap_bars(summaries),),
         ),
-        _rounds(runs),
+        PageSection(
+            key="rounds", heading="Rounds", parts=(SideBySide(parts=tuple(round_charts(runs))),)
+        ),
         timeline_section(runs),
         PageSection(key="link", heading="Bytes on the link", parts=(_link_bars(summaries),)),
         mixture_section(runs),
@@ -285,27 +243,17 @@ def _sections(report: Report) -> list[PageSection]:
 
 
 def _loss(runs: Sequence[Run]) -> PageSection:
-    charts = loss_charts(runs)
-    if not charts:
-        how = "No metrics were written yet, so there is no curve to draw."
-        return PageSection(key="loss", heading="Loss", how=how)
-    wall, *others = charts
-    return PageSection(
-        key="loss",
-        heading="Loss",
-        how="How well each model predicts text, in bits per byte (logarithmic axis, lower is "
-        "better). Thick lines with markers are validation on text that was held out; the thin "
-        "lines behind them are training batches. Click a name to hide a run, drag to zoom, "
-        "double-click to return.",
-        parts=(wall, SideBySide(parts=tuple(others))),
-    )
-
-
-def _rounds(runs: Sequence[Run]) -> PageSection | None:
-    charts = tuple(round_charts(runs))
-    if not charts:
-        return None
-    return PageSection(key="rounds", heading="Rounds", parts=(SideBySide(parts=charts),))
+    wall, *others = loss_charts(runs) or [None]
+    how = "No metrics were written yet, so there is no curve to draw."
+    if wall is not None:
+        how = (
+            "How well each model predicts text, in bits per byte (logarithmic axis, lower is "
+            "better). Thick lines with markers are validation on text that was held out; the thin "
+            "lines behind them are training batches. Click a name to hide a run, drag to zoom, "
+            "double-click to return."
+        )
+    parts = () if wall is None else (wall, SideBySide(parts=tuple(others)))
+    return PageSection(key="loss", heading="Loss", how=how, parts=parts)
 
 
 def _seconds(summaries: Sequence[RunSummary]) -> PageSection:
@@ -313,13 +261,13 @@ def _seconds(summaries: Sequence[RunSummary]) -> PageSection:
     if not whole.rows:
         how = "No run has recorded its time yet."
         return PageSection(key="seconds", heading="Where each second went", how=how)
-    table = DataTable(
-        columns=(("run", ""), *((name, "") for _, name in _CATEGORIES)),
-        rows=tuple(
-            (run.label, *(f"{run.seconds[kind]:.2f}" for kind, _ in _CATEGORIES))
+    table = DataTable.of(
+        ("run", *CATEGORY_NAMES.values()),
+        [
+            (run.label, *(f"{run.seconds[kind]:.2f}" for kind in CATEGORY_NAMES))
             for run in summaries
             if run.seconds
-        ),
+        ],
         caption="Seconds of rank 0 over the whole run",
     )
     return PageSection(
@@ -411,16 +359,13 @@ def _link_bars(summaries: Sequence[RunSummary]) -> BarChart:
 
 def _configuration(runs: Sequence[Run]) -> PageSection:
     differences = configuration_differences(runs)
-    table = DataTable(
-        columns=(("key", ""), *((run.label, "") for run in runs)),
-        rows=tuple((key, *(value or UNKNOWN for value in values)) for key, values in differences),
-        text_columns=tuple(range(1, len(runs) + 1)),
-        marked=tuple(
-            number
-            for number, (key, _) in enumerate(differences)
-            if not key.startswith(_EXPECTED_DIFFERENCES)
-        ),
+    rows = [(key, *(value or UNKNOWN for value in values)) for key, values in differences]
+    marked = tuple(
+        number
+        for number, (key, _) in enumerate(differences)
+        if not key.startswith(_EXPECTED_DIFFERENCES)
     )
+    table = dataclasses.replace(run_table("key", runs, rows), marked=marked)
     how = "The configuration of the one run is below."
     if differences:
         how = "Only keys in which the runs differ. Differences outside the synchronisation method "

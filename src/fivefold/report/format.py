@@ -60,6 +60,9 @@ def thinned(points: Sequence[_PointT]) -> Sequence[_PointT]:
 Writer = Callable[[Any], Any]
 """Writes one figure or property of a run or of its summary."""
 
+FigureColumn = tuple[str, str, str, Callable[[Any], str]]
+"""Name, meaning, figure of a summary, and what writes it."""
+
 UNKNOWN = "–"  # noqa: RUF001 - an en dash is what a table shows for "does not apply"
 
 CATEGORY_NAMES = {
@@ -121,17 +124,17 @@ def format_lab(lab: Lab | None) -> str:
     """Describe an emulated cluster in a few words."""
     if lab is None:
         return "none: the ranks talked over the machine's own network"
-    parts = [f"{lab.hosts} hosts"]
-    if lab.rate_bytes_per_s:
-        parts.append(format_bytes_per_s(lab.rate_bytes_per_s))
-    if lab.delay_s:
-        parts.append(f"{format_duration_s(lab.delay_s)} delay")
-    if lab.jitter_s:
-        parts.append(f"{format_duration_s(lab.jitter_s)} jitter")
-    if lab.loss:
-        parts.append(f"{100 * lab.loss:g} % loss")
+    parts = [
+        f"{lab.hosts} hosts",
+        format_bytes_per_s(lab.rate_bytes_per_s) if lab.rate_bytes_per_s else "",
+        f"{format_duration_s(lab.delay_s)} delay" if lab.delay_s else "",
+        f"{format_duration_s(lab.jitter_s)} jitter" if lab.jitter_s else "",
+        f"{100 * lab.loss:g} % loss" if lab.loss else "",
+    ]
     means = f" (shaped by {lab.means})" if lab.means else ""
-    return ", ".join(parts) + (means if lab.shaped else f": NOT SHAPED ({lab.reason or 'unknown'})")
+    return ", ".join(filter(None, parts)) + (
+        means if lab.shaped else f": NOT SHAPED ({lab.reason or 'unknown'})"
+    )
 
 
 def typed_command(words: Sequence[str]) -> str:
@@ -145,12 +148,15 @@ def typed_command(words: Sequence[str]) -> str:
 
 
 def figure_table(
-    summaries: Sequence[Any], columns: Sequence[tuple[str, str, Writer]], *, explained: bool = True
+    summaries: Sequence[Any], columns: Sequence[FigureColumn], *, explained: bool = True
 ) -> DataTable:
-    """Return a row of figures per run, from name, meaning and writer of each column."""
+    """Return a row of figures per run."""
     return DataTable(
-        columns=(("run", ""), *((name, meaning) for name, meaning, _ in columns)),
-        rows=tuple((run.label, *(write(run) for _, _, write in columns)) for run in summaries),
+        columns=(("run", ""), *((name, meaning) for name, meaning, _, _ in columns)),
+        rows=tuple(
+            (run.label, *(write(getattr(run, figure)) for _, _, figure, write in columns))
+            for run in summaries
+        ),
         badges=tuple(
             (number, status)
             for number, run in enumerate(summaries)
@@ -166,11 +172,13 @@ def fact_table(runs: Sequence[Any], writers: Sequence[tuple[str, Writer]]) -> Da
     for name, write in (*writers, *_MANIFEST_FACTS):
         values = [UNKNOWN if (value := write(run)) is None else str(value) for run in runs]
         rows.append((name, *(values[:1] if len(set(values)) == 1 else values)))
-    return DataTable(
-        columns=(("property", ""), *((run.label, "") for run in runs)),
-        rows=tuple(rows),
-        text_columns=tuple(range(1, len(runs) + 1)),
-    )
+    return run_table("property", runs, rows)
+
+
+def run_table(name: str, runs: Sequence[Any], rows: Sequence[tuple[str, ...]]) -> DataTable:
+    """Return a table with a column of words per run."""
+    words = tuple(range(1, len(runs) + 1))
+    return DataTable.of((name, *(run.label for run in runs)), rows, text_columns=words)
 
 
 def seconds_bar(
@@ -195,19 +203,14 @@ def seconds_bar(
 
 def config_texts(runs: Sequence[Any]) -> list[PagePart]:
     """Return the runs' configurations, folded."""
-    return [
-        Folded(
-            title=f"config.toml of {run.label}", part=TextBlock(text=run.config_text, verbatim=True)
-        )
-        for run in runs
-        if run.config_text
-    ]
+    texts = [(run.label, TextBlock(run.config_text, verbatim=True)) for run in runs]
+    return [Folded(title=f"config.toml of {name}", part=one) for name, one in texts if one.text]
 
 
 def command_texts(runs: Sequence[Any]) -> list[PagePart]:
     """Return the commands that started the runs."""
     return [
-        TextBlock(text=typed_command(run.manifest.command), heading=run.label, verbatim=True)
+        TextBlock(typed_command(run.manifest.command), heading=run.label, verbatim=True)
         for run in runs
     ]
 

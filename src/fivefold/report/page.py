@@ -355,7 +355,7 @@ class Picture:
     media_type: str = "image/svg+xml"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TextBlock:
     """A paragraph, or text to be shown as it was typed."""
 

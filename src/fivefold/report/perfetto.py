@@ -15,9 +15,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from fivefold.report._html import write_text_atomically
+from fivefold.report._html import spread, write_text_atomically
 from fivefold.report._records import RankTrace, Run, Span
-from fivefold.report._spans import round_points, separate_fragments
+from fivefold.report._spans import at_once, round_points, separate_fragments
 
 _LANES = ("compute", "in_flight", "wait", "boundary", "data", "validation", "checkpoint")
 _THREAD_NAMES = {"wait": "wait (exposed communication)", "in_flight": "in flight"}
@@ -39,9 +39,9 @@ def trace_events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
         metadata += _named(rank.rank, "process", f"rank {rank.rank}", position=rank.rank)
         for lane in dict.fromkeys([*_LANES, *(span.lane for span in rank.spans)]):
             spans = [span for span in rank.spans if span.lane == lane]
-            tracks = _in_flight_tracks(spans) if lane == "in_flight" else _tracks(lane, spans)
-            for number, (name, track) in enumerate(tracks):
-                thread = _THREADS_PER_LANE * (_lane_number(lane) + 1) + number
+            place = _LANES.index(lane) if lane in _LANES else len(_LANES)
+            for number, (name, track) in enumerate(_tracks(lane, spans)):
+                thread = _THREADS_PER_LANE * (place + 1) + number
                 metadata += _named(rank.rank, "thread", name, position=thread)
                 events += [_complete(rank.rank, thread, span, start_s) for span in track]
         events += _counters(rank, start_s)
@@ -64,10 +64,6 @@ def write_timeline(run: Run, path: Path) -> Path:
         "otherData": {"method": run.label, "fivefold": run.manifest.fivefold},
     }
     return write_text_atomically(path, json.dumps(trace, separators=(",", ":")) + "\n")
-
-
-def _lane_number(lane: str) -> int:
-    return _LANES.index(lane) if lane in _LANES else len(_LANES)
 
 
 def _named(process: int, kind: str, name: str, *, position: int) -> list[dict[str, Any]]:
@@ -102,40 +98,33 @@ def _counters(rank: RankTrace, start_s: float) -> list[dict[str, Any]]:
     """Return what adds up or changes over the run, as tracks of numbers."""
     messages = round_points(rank)
     sent_bytes = list(accumulate(point.sent_bytes or 0 for point in messages))
-    launched_s = [point.launched_s for point in messages]
     points = [point for point in messages if point.round is not None]
-    fragments = {point.fragment for point in points}
-    series: list[tuple[str, str, list[tuple[float, float]]]] = [
+    fragments = sorted({point.fragment for point in points})
+    in_flight = at_once([span for span in rank.spans if span.lane == "in_flight"])
+    series: list[tuple[str, str, Sequence[tuple[float, float]]]] = [
         ("exposed wait so far", "ms", _wait_so_far_ms(rank)),
-        ("messages in flight", "messages", _in_flight(rank)),
+        ("messages in flight", "messages", in_flight),
     ]
-    for fragment in sorted(fragments):
+    for fragment in fragments:
         name = "local steps of the round"
-        if len(fragments) > 1:
-            name += f", fragment {fragment}"
-        steps = [(p.launched_s, float(p.local_steps)) for p in points if p.fragment == fragment]
+        name += f", fragment {fragment}" if len(fragments) > 1 else ""
+        steps = [(p.launched_s, p.local_steps) for p in points if p.fragment == fragment]
         series.append((name, "steps", steps))
     if sent_bytes and sent_bytes[-1]:
-        pairs = zip(launched_s, sent_bytes, strict=True)
-        series.append(("sent so far", "MB", [(at_s, size / 1e6) for at_s, size in pairs]))
+        pairs = zip(messages, sent_bytes, strict=True)
+        series.append(("sent so far", "MB", [(p.launched_s, size / 1e6) for p, size in pairs]))
     return [
-        _count(rank.rank, name, unit, at_s=at_s, value=value, start_s=start_s)
+        {
+            "ph": "C",
+            "name": name,
+            "pid": rank.rank,
+            "tid": 0,
+            "ts": _microseconds(at_s, start_s),
+            "args": {unit: round(float(value), 3)},
+        }
         for name, unit, values in series
         for at_s, value in values
     ]
-
-
-def _count(
-    process: int, name: str, unit: str, *, at_s: float, value: float, start_s: float
-) -> dict[str, Any]:
-    return {
-        "ph": "C",
-        "name": name,
-        "pid": process,
-        "tid": 0,
-        "ts": _microseconds(at_s, start_s),
-        "args": {unit: round(value, 3)},
-    }
 
 
 def _wait_so_far_ms(rank: RankTrace) -> list[tuple[float, float]]:
@@ -149,33 +138,22 @@ def _wait_so_far_ms(rank: RankTrace) -> list[tuple[float, float]]:
     return values
 
 
-def _in_flight(rank: RankTrace) -> list[tuple[float, float]]:
-    messages = [span for span in rank.spans if span.lane == "in_flight"]
-    changes = sorted([(f.end_s, -1) for f in messages] + [(f.start_s, 1) for f in messages])
-    numbers = accumulate(change for _, change in changes)
-    return [(at_s, float(n)) for (at_s, _), n in zip(changes, numbers, strict=True)]
-
-
-def _tracks(lane: str, spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
-    """Name the threads of one lane of the training loop."""
+def _tracks(lane: str, spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
+    """Name the threads of a lane; those of messages by fragment, where there are some."""
     name = _THREAD_NAMES.get(lane, lane)
+    named = {name: _nesting_tracks(spans)}
+    if lane == "in_flight":
+        by_fragment = separate_fragments(spans)
+        several = len(by_fragment) > 1
+        named = {
+            name + (f", fragment {fragment}" if several else ""): separate_tracks(messages)
+            for fragment, messages in by_fragment.items()
+        }
     return [
         (f"{name} {number}" if number > 1 else name, track)
-        for number, track in enumerate(_nesting_tracks(spans), start=1)
+        for name, tracks in named.items()
+        for number, track in enumerate(tracks, start=1)
     ]
-
-
-def _in_flight_tracks(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
-    """Name the threads of the messages: by fragment where there are some, else by number."""
-    by_fragment = separate_fragments(spans)
-    tracks = []
-    for fragment, messages in by_fragment.items():
-        name = _THREAD_NAMES["in_flight"]
-        if len(by_fragment) > 1:
-            name += f", fragment {fragment}"
-        for number, track in enumerate(separate_tracks(messages), start=1):
-            tracks.append((f"{name} {number}" if number > 1 else name, track))
-    return tracks
 
 
 def _nesting_tracks(spans: Iterable[Span]) -> list[list[Span]]:
@@ -198,11 +176,5 @@ def _nesting_tracks(spans: Iterable[Span]) -> list[list[Span]]:
 
 def separate_tracks(spans: Iterable[Span]) -> list[list[Span]]:
     """Spread spans over the fewest tracks on which no two overlap."""
-    tracks: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
-        track = next((track for track in tracks if track[-1].end_s <= span.start_s), None)
-        if track is None:
-            tracks.append([span])
-        else:
-            track.append(span)
-    return tracks
+    in_order = sorted(spans, key=lambda span: (span.start_s, span.end_s))
+    return spread(in_order, lambda last, span: last.end_s <= span.start_s)

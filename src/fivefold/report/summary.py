@@ -9,104 +9,71 @@ switched off, that shares most of its settings. What cannot be computed is None,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from pydantic import BaseModel, ConfigDict
 
-from fivefold.report._records import LinkBytes, Run, Status
+from fivefold.report._records import RankTrace, Record, Run, RunResult, Span, Status
 from fivefold.report._spans import LANE_CATEGORIES, RankOverlap, measure_overlap, overlap_of_ranks
-from fivefold.report.format import format_count, format_percent, format_ratio
+from fivefold.report.format import CATEGORY_NAMES, format_count, format_percent, format_ratio
 from fivefold.units import format_duration_s
 
-CATEGORIES = (
-    "compute",
-    "exposed_communication",
-    "boundary",
-    "data",
-    "validation",
-    "checkpoint",
-    "other",
-)
 _NOT_TRAINING = ("validation", "checkpoint")
 _LAST_WAIT = "last all-reduce"  # the trainer's name of waits after the last step
 
 
 class RunSummary(BaseModel):
-    """The figures of one run, in seconds, bytes and tokens of all ranks.
-
-    Attributes:
-        name: The run's name in the report.
-        label: Its method, for people.
-        method: Its method, for programs.
-        is_plain_ddp: Whether it is DDP in its own order: what the others are compared with.
-        status: ``"finished"``, ``"stopped"`` (on request) or ``"unfinished"`` (going on, killed).
-        steps: Optimizer steps of each rank so far.
-        tokens: Tokens of all ranks so far.
-        wall_s: Wall-clock seconds so far.
-        tokens_per_s: Tokens per second of training: without validation and checkpoints.
-        fraction_of_compute_only: ``tokens_per_s`` over that of the run without communication.
-        ddp: Name of the DDP run that this one is compared with; None where there is none.
-        speed_ratio_to_ddp: ``tokens_per_s`` over that of the DDP run.
-        seconds: Rank 0's wall time by category; None where nothing recorded it.
-        waits: Rank 0's seconds of waiting by cause, the longest first; None where nothing
-            recorded it.
-        in_flight_s: Seconds in which a collective was under way; None where there was none.
-        exposed_wait_s: Seconds in which training stood still for one; ``seconds`` also counts
-            the waits for other messages, such as the ranks' agreement on stopping.
-        overlap_fraction: Share of the time in flight that was not waited for, of all ranks that
-            recorded a timeline; rank 0's own sums where none did.
-        overlap: The same rank by rank, measured from the timeline.
-        payload_bytes_per_step: Bytes that one rank handed to all-reduce, per step.
-        message_bytes_per_step: Bytes that rank 0 sent for it, after any codec, as the method
-            counts them; None where it does not.
-        least_link_bytes_per_step: What any all-reduce of that payload must send per rank where
-            no codec shrinks it, ``2 (n - 1) / n`` of it; None where several ranks share a link.
-        sent_bytes_per_step: Bytes that left rank 0's interface, per step.
-        received_bytes_per_step: Bytes that came in there, per step.
-        bits_per_byte: Final validation.
-        bits_per_byte_at_equal_time: Validation at the time at which the first of the runs that
-            communicate ended; None where its curve does not reach back or so far.
-        time_to_ddp_s: Wall seconds until validation first was as good as the DDP run's final one.
-        time_to_ddp_ratio: How many times sooner than the DDP run that was.
-        notes: What a reader must know about the run.
-    """
+    """The figures of one run, in seconds, bytes and tokens of all ranks; None where not known."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    label: str
+    label: str  # the method for people, ``method`` for programs
     method: str
-    is_plain_ddp: bool = False
+    is_plain_ddp: bool = False  # in its own order: what the others are compared with
     status: Status
-    steps: int = 0
+    steps: int = 0  # of each rank, so far
     tokens: int = 0
     wall_s: float = 0.0
-    tokens_per_s: float | None = None
-    fraction_of_compute_only: float | None = None
-    ddp: str | None = None
+    tokens_per_s: float | None = None  # of training: without validation and checkpoints
+    fraction_of_compute_only: float | None = None  # of the rate without communication
+    ddp: str | None = None  # name of the DDP run that this one is compared with
     speed_ratio_to_ddp: float | None = None
-    seconds: dict[str, float] | None = None
-    waits: dict[str, float] | None = None
-    in_flight_s: float | None = None
+    seconds: dict[str, float] | None = None  # rank 0's wall time by category
+    waits: dict[str, float] | None = None  # rank 0's by cause, the longest first
+    in_flight_s: float | None = None  # in which a collective was under way
+    # In which training stood still for one; ``seconds`` also counts waits for other messages.
     exposed_wait_s: float | None = None
+    # Share of the time in flight that was not waited for, of all ranks that recorded a timeline;
+    # rank 0's own sums where none did.
     overlap_fraction: float | None = None
-    overlap: tuple[RankOverlap, ...] = ()
-    payload_bytes_per_step: float | None = None
-    message_bytes_per_step: float | None = None
+    overlap: tuple[RankOverlap, ...] = ()  # the same rank by rank, measured from the timeline
+    payload_bytes_per_step: float | None = None  # that one rank handed to all-reduce
+    message_bytes_per_step: float | None = None  # that rank 0 sent for it, after any codec
+    # What any all-reduce of that payload must send per rank without a codec; None where ranks
+    # share a link.
     least_link_bytes_per_step: float | None = None
-    sent_bytes_per_step: float | None = None
+    sent_bytes_per_step: float | None = None  # that left rank 0's interface
     received_bytes_per_step: float | None = None
-    bits_per_byte: float | None = None
+    bits_per_byte: float | None = None  # of the final validation
+    # Of validation when the first of the runs that communicate ended.
     bits_per_byte_at_equal_time: float | None = None
-    time_to_ddp_s: float | None = None
-    time_to_ddp_ratio: float | None = None
+    time_to_ddp_s: float | None = None  # until validation was as good as the DDP run's final one
+    time_to_ddp_ratio: float | None = None  # how many times sooner than the DDP run that was
     notes: tuple[str, ...] = ()
 
     @property
     def after_last_step_s(self) -> float:
         """Seconds of waiting after the last step, for all replicas to become equal."""
         return (self.waits or {}).get(_LAST_WAIT, 0.0)
+
+    @property
+    def reached_ddp_s(self) -> float | None:
+        """Return when it was as good as DDP; infinity where it was compared and never was."""
+        compared = self.speed_ratio_to_ddp is not None and self.method != "none"
+        missed = math.inf if compared and self.bits_per_byte is not None else None
+        return missed if self.time_to_ddp_s is None else self.time_to_ddp_s
 
     @property
     def step_seconds(self) -> dict[str, float] | None:
@@ -127,8 +94,8 @@ class RunSummary(BaseModel):
 
 def summarise(runs: Sequence[Run]) -> list[RunSummary]:
     """Compute the figures of each run and compare it with its baselines."""
-    alone = [_summarise_one(run) for run in runs]
-    return [_compare(index, runs, alone) for index in range(len(runs))]
+    pairs = [(run, _summarise_one(run)) for run in runs]
+    return [_compare(run, summary, pairs) for run, summary in pairs]
 
 
 def validation_curve(run: Run) -> list[tuple[float, float]]:
@@ -174,19 +141,29 @@ def value_at_time(points: Sequence[tuple[float, float]], at_s: float) -> float |
 
 def _summarise_one(run: Run) -> RunSummary:
     steps, tokens, wall_s = _progress(run)
-    seconds = _seconds(run)
-    communication = run.result.communication if run.result is not None else None
-    in_flight_s, exposed_s = _communication_seconds(run)
+    result = run.result
+    rank0 = run.ranks[0] if run.ranks and run.ranks[0].rank == 0 else RankTrace(0)
+    lanes = _seconds_by((span.lane, span) for span in rank0.spans)
+    seconds = _seconds(result, lanes)
+    communication = None if result is None else result.communication
+    in_flight_s, exposed_s = lanes.get("in_flight", 0.0), lanes.get("wait", 0.0)
+    if communication is not None:
+        in_flight_s, exposed_s = communication.in_flight_s, communication.exposed_wait_s
+    communicated = in_flight_s or (communication is not None and communication.collectives)
     overlap = tuple(found for rank in run.ranks if (found := measure_overlap(rank)) is not None)
     overlap_fraction = overlap_of_ranks(overlap)
     if overlap_fraction is None and communication is not None:
         overlap_fraction = communication.overlap_fraction
-    payload = messages = None
-    if communication is not None and steps:
-        payload = communication.payload_bytes / steps
-        if communication.sent_bytes is not None:
-            messages = communication.sent_bytes / steps
-    link = _link_bytes(run)
+    training_s = wall_s - sum((seconds or {}).get(name, 0.0) for name in _NOT_TRAINING)
+    link = rank0.link_bytes if result is None or result.link_bytes is None else result.link_bytes
+
+    def per_step(of: Record | None, name: str) -> float | None:
+        size_bytes = None if of is None else getattr(of, name)
+        return size_bytes / steps if size_bytes is not None and steps else None
+
+    payload = per_step(communication, "payload_bytes")
+    ranks, hosts = run.manifest.world_size, run.manifest.hosts
+    least = 2 * (ranks - 1) / ranks * payload if payload is not None and hosts == ranks else None
     return RunSummary(
         name=run.name,
         label=run.label,
@@ -196,18 +173,18 @@ def _summarise_one(run: Run) -> RunSummary:
         steps=steps,
         tokens=tokens,
         wall_s=wall_s,
-        tokens_per_s=_training_rate(tokens, wall_s, seconds),
+        tokens_per_s=tokens / training_s if tokens and training_s > 0 else None,
         seconds=seconds,
-        waits=_waits(run),
-        in_flight_s=in_flight_s,
-        exposed_wait_s=exposed_s,
+        waits=_waits(result, rank0),
+        in_flight_s=in_flight_s if communicated else None,
+        exposed_wait_s=exposed_s if communicated else None,
         overlap_fraction=overlap_fraction if in_flight_s else None,
         overlap=overlap,
         payload_bytes_per_step=payload,
-        message_bytes_per_step=messages,
-        least_link_bytes_per_step=_least_link_bytes(run, payload),
-        sent_bytes_per_step=link.sent / steps if link is not None and steps else None,
-        received_bytes_per_step=link.received / steps if link is not None and steps else None,
+        message_bytes_per_step=per_step(communication, "sent_bytes"),
+        least_link_bytes_per_step=least,
+        sent_bytes_per_step=per_step(link, "sent"),
+        received_bytes_per_step=per_step(link, "received"),
         bits_per_byte=final_bits_per_byte(run),
         notes=run.notes,
     )
@@ -218,116 +195,79 @@ def _progress(run: Run) -> tuple[int, int, float]:
     if run.result is not None:
         return run.result.steps, run.result.tokens, run.result.wall_s
     metrics = run.metrics
-    reached = [(point.step, point.tokens, point.wall_s) for point in metrics.train]
-    reached += [(point.step, point.tokens, point.wall_s) for point in metrics.validation]
-    if metrics.end is not None:
-        reached.append((metrics.end.step, metrics.end.tokens, metrics.end.wall_s))
-    return max(reached, default=(0, 0, 0.0))
+    points = (*metrics.train, *metrics.validation, *([metrics.end] if metrics.end else []))
+    return max(((one.step, one.tokens, one.wall_s) for one in points), default=(0, 0, 0.0))
 
 
-def _seconds(run: Run) -> dict[str, float] | None:
-    if run.result is not None and run.result.seconds:
-        return {category: run.result.seconds.get(category, 0.0) for category in CATEGORIES}
-    spans = run.ranks[0].spans if run.ranks and run.ranks[0].rank == 0 else ()
-    if not spans:
+def _seconds_by(spans: Iterable[tuple[str, Span]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for key, span in spans:
+        found[key] = found.get(key, 0.0) + (span.end_s - span.start_s)
+    return found
+
+
+def _seconds(result: RunResult | None, lanes: dict[str, float]) -> dict[str, float] | None:
+    """Return rank 0's seconds by category: of the result, else of its spans."""
+    found = {category: lanes.get(lane, 0.0) for lane, category in LANE_CATEGORIES.items()}
+    if result is not None and result.seconds:
+        found = result.seconds
+    elif not lanes:
         return None
-    seconds = dict.fromkeys(CATEGORIES, 0.0)
-    for span in spans:
-        if span.lane in LANE_CATEGORIES:
-            seconds[LANE_CATEGORIES[span.lane]] += span.end_s - span.start_s
-    return seconds
+    return {category: found.get(category, 0.0) for category in CATEGORY_NAMES}
 
 
-def _waits(run: Run) -> dict[str, float] | None:
-    if run.result is not None and run.result.waits:
-        waits = dict(run.result.waits)
-    elif run.ranks and run.ranks[0].rank == 0 and run.ranks[0].spans:
-        waits = {}
-        for span in run.ranks[0].spans:
-            if span.lane == "wait":
-                cause = span.name.partition(" round ")[0]
-                waits[cause] = waits.get(cause, 0.0) + span.end_s - span.start_s
+def _waits(result: RunResult | None, rank0: RankTrace) -> dict[str, float] | None:
+    """Return rank 0's seconds of waiting by cause: of the result, else of its spans."""
+    if result is not None and result.waits:
+        waits = result.waits
+    elif rank0.spans:
+        spans = (span for span in rank0.spans if span.lane == "wait")
+        waits = _seconds_by((span.name.partition(" round ")[0], span) for span in spans)
     else:
         return None
     return dict(sorted(waits.items(), key=lambda item: -item[1]))
 
 
-def _communication_seconds(run: Run) -> tuple[float | None, float | None]:
-    """Return seconds in flight and exposed on rank 0; None where there was no communication."""
-    if run.result is not None and run.result.communication is not None:
-        communication = run.result.communication
-        if communication.collectives or communication.in_flight_s:
-            return communication.in_flight_s, communication.exposed_wait_s
-        return None, None
-    lanes = {"in_flight": 0.0, "wait": 0.0}
-    for span in run.ranks[0].spans if run.ranks and run.ranks[0].rank == 0 else ():
-        if span.lane in lanes:
-            lanes[span.lane] += span.end_s - span.start_s
-    return (lanes["in_flight"], lanes["wait"]) if lanes["in_flight"] else (None, None)
+_Pair = tuple[Run, RunSummary]
 
 
-def _link_bytes(run: Run) -> LinkBytes | None:
-    if run.result is not None and run.result.link_bytes is not None:
-        return run.result.link_bytes
-    return run.ranks[0].link_bytes if run.ranks and run.ranks[0].rank == 0 else None
-
-
-def _least_link_bytes(run: Run, payload: float | None) -> float | None:
-    ranks, hosts = run.manifest.world_size, run.manifest.hosts
-    if payload is None or hosts != ranks:
-        return None
-    return 2 * (ranks - 1) / ranks * payload
-
-
-def _training_rate(tokens: int, wall_s: float, seconds: dict[str, float] | None) -> float | None:
-    training_s = wall_s - sum((seconds or {}).get(name, 0.0) for name in _NOT_TRAINING)
-    return tokens / training_s if tokens and training_s > 0 else None
-
-
-def _compare(index: int, runs: Sequence[Run], alone: Sequence[RunSummary]) -> RunSummary:
-    run, summary = runs[index], alone[index]
+def _compare(run: Run, summary: RunSummary, pairs: Sequence[_Pair]) -> RunSummary:
     found: dict[str, float | str | None] = {}
+    # Ranks that never communicate train replicas of their own: no curve to compare.
+    learns = summary.method != "none"
     ended_s = [
         one.wall_s
-        for one in alone
+        for _, one in pairs
         if one.method != "none" and one.status == "finished" and one.bits_per_byte is not None
     ]
-    if len(ended_s) > 1 and summary.method != "none":
-        at_s = min(ended_s)
-        found["bits_per_byte_at_equal_time"] = value_at_time(validation_curve(run), at_s)
-    silent = [index for index, other in enumerate(runs) if other.manifest.method == "none"]
-    compute_only = _reference(run, runs, alone, among=silent)
-    if compute_only is not None:
-        found["fraction_of_compute_only"] = _ratio(
-            summary.tokens_per_s, alone[compute_only].tokens_per_s
-        )
-    plain = [index for index, other in enumerate(runs) if other.is_plain_ddp]
-    ddp = _reference(run, runs, alone, among=plain)
-    if ddp is not None:
-        found["ddp"] = runs[ddp].name
-        found["speed_ratio_to_ddp"] = _ratio(summary.tokens_per_s, alone[ddp].tokens_per_s)
-        target = alone[ddp].bits_per_byte
-        # Ranks that never communicate train replicas of their own: no curve to compare.
-        if target is not None and run.manifest.method != "none":
+    if len(ended_s) > 1 and learns:
+        found["bits_per_byte_at_equal_time"] = value_at_time(validation_curve(run), min(ended_s))
+    silent = _nearest(run, [pair for pair in pairs if pair[1].method == "none"])
+    if silent is not None:
+        found["fraction_of_compute_only"] = _ratio(summary.tokens_per_s, silent[1].tokens_per_s)
+    plain = _nearest(run, [pair for pair in pairs if pair[1].is_plain_ddp])
+    if plain is not None:
+        found["ddp"] = plain[1].name
+        found["speed_ratio_to_ddp"] = _ratio(summary.tokens_per_s, plain[1].tokens_per_s)
+        target = plain[1].bits_per_byte
+        if target is not None and learns:
             reached_s = time_to_value(validation_curve(run), target)
-            ddp_s = time_to_value(validation_curve(runs[ddp]), target)
+            ddp_s = time_to_value(validation_curve(plain[0]), target)
             found["time_to_ddp_s"] = reached_s
             found["time_to_ddp_ratio"] = _ratio(ddp_s, reached_s)
     return summary.model_copy(update=found)
 
 
-def _reference(
-    run: Run, runs: Sequence[Run], alone: Sequence[RunSummary], *, among: Sequence[int]
-) -> int | None:
+def _nearest(run: Run, among: Sequence[_Pair]) -> _Pair | None:
     """Return which of some runs shares most with the given one, the first where several do."""
-    candidates = [index for index in among if alone[index].tokens_per_s is not None]
 
-    def shared(index: int) -> int:
-        mine, other = run.manifest, runs[index].manifest
+    def shared(pair: _Pair) -> int:
         keys = ("world_size", "num_parameters", "lab", "seed")
-        return sum(getattr(mine, key) == getattr(other, key) for key in keys)
+        return sum(getattr(run.manifest, key) == getattr(pair[0].manifest, key) for key in keys)
 
-    return max(candidates, key=lambda index: (shared(index), -index), default=None)
+    return max(
+        (pair for pair in among if pair[1].tokens_per_s is not None), key=shared, default=None
+    )
 
 
 def _ratio(mine: float | None, reference: float | None) -> float | None:
