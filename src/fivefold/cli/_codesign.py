@@ -30,7 +30,6 @@ from fivefold.cli._options import (
     topology_of,
     write_json,
 )
-from fivefold.cli._plan_files import make_folder
 from fivefold.errors import (
     CommunicationError,
     InfeasibleError,
@@ -387,7 +386,7 @@ def _write_traces(
     folder: Path, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
 ) -> None:
     files = chakra_traces(topology, jobs, found.plan)
-    make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("trace.[0-9]*.et"):  # of a larger cluster
         old.unlink()
     for name, content in files.items():

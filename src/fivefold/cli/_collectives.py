@@ -19,6 +19,8 @@ from fivefold.cli._options import (
     BandwidthOption,
     JsonOption,
     LatencyOption,
+    PageOption,
+    TopologyArgument,
     bytes_of,
     command_group,
     output_option,
@@ -34,7 +36,11 @@ from fivefold.units import format_bytes, format_duration_s
 
 with later():
     import numpy as np
+    import torch
+    import torch.distributed as dist
 
+    from fivefold.collectives.execution import Settings
+    from fivefold.collectives.execution.choose import choose
     from fivefold.collectives.lowering import (
         Program,
         check_program,
@@ -105,9 +111,6 @@ def bench_algorithms(
 
 
 def _priced(collective: str, network: Topology, sizes: list[int]) -> list[dict[str, Any]]:
-    from fivefold.collectives.execution import Settings  # noqa: PLC0415 - loads torch
-    from fivefold.collectives.execution.choose import choose  # noqa: PLC0415 - loads torch
-
     rows = []
     for size_bytes in sizes:
         found = choose(collective, topology=network, settings=Settings(), size_bytes=size_bytes)
@@ -124,13 +127,9 @@ def _priced(collective: str, network: Topology, sizes: list[int]) -> list[dict[s
 
 
 def _measured(collective: str, sizes: list[int], repetitions: int) -> list[dict[str, Any]]:
-    import torch  # noqa: PLC0415 - keeps --help fast
-    import torch.distributed as dist  # noqa: PLC0415 - as above
-
-    import fivefold.collectives.execution  # noqa: F401, PLC0415 - registers the backend
-
     if collective.replace("-", "_") != "all_reduce":
         raise ArgumentError(f"{collective} is not measured", hint="all_reduce is")
+    Settings()  # loads the backend, which registers it
     dist.init_process_group("fivefold")
     inner, rows = dist.new_group(backend="gloo"), []
     engine: Any = dist.group.WORLD
@@ -143,14 +142,12 @@ def _measured(collective: str, sizes: list[int], repetitions: int) -> list[dict[
                 start_s = time.perf_counter()
                 dist.all_reduce(data, group=group)
                 times_s[at, turn] = time.perf_counter() - start_s
-        dist.all_reduce(
-            times_s, op=dist.ReduceOp.MAX, group=inner
-        )  # a call ends with its last rank
+        # A call ends with its last rank.
+        dist.all_reduce(times_s, op=dist.ReduceOp.MAX, group=inner)
         choice = engine.engine.choice("all_reduce", data.nbytes)
         own_s, inner_s = times_s[:, 1:].median(dim=1).values.tolist()
-        medians = {"own_s": own_s, "inner_s": inner_s}
-        head = {"size": format_bytes(size_bytes), "chosen": choice.label}
-        rows.append(head | medians | {"predicted_s": choice.predicted_s})
+        row = {"size": format_bytes(size_bytes), "chosen": choice.label, "own_s": own_s}
+        rows.append(row | {"inner_s": inner_s, "predicted_s": choice.predicted_s})
     rank = dist.get_rank()
     dist.destroy_process_group()
     return rows if rank == 0 else []
@@ -182,24 +179,6 @@ def read_algorithm(file: Path) -> Schedule | Program:
             hint="give the schedule (.json) or the MSCCL file (.xml) of the same algorithm",
         )
     return Schedule.from_json(text)
-
-
-def read_only_schedule(file: Path) -> Schedule:
-    """Return a schedule from a file."""
-    found = read_algorithm(file)
-    if not isinstance(found, Schedule):
-        raise ConfigurationError(
-            f"{file} holds a program, which has no times", hint="draw the schedule it comes from"
-        )
-    return found
-
-
-def require_ending(output: Path) -> None:
-    """Refuse a file name that says no format, before the search and not after it."""
-    if output.suffix not in {".json", ".xml"}:
-        raise ArgumentError(
-            f"{output} has no known ending", hint="end it with .json, .xml or .plan.json"
-        )
 
 
 def write_algorithm(schedule: Schedule, output: Path) -> None:
@@ -241,75 +220,55 @@ _ROUNDING = 1e-9
 _File = Annotated[
     Path,
     typer.Argument(
-        help="A schedule or program (.json), or MSCCL XML.",
-        exists=True,
-        dir_okay=False,
+        help="A schedule or program (.json), or MSCCL XML.", exists=True, dir_okay=False
     ),
-]
-_Network = Annotated[
-    str, typer.Argument(help="A topology: a name such as dgx_a100:2 or torus:4x4, or a TOML file.")
 ]
 _Where = Annotated[
     str | None, typer.Option(help="The topology, where the file does not bring one.")
 ]
-_SEARCH = "Search"
 _ELEMENTS = 7  # integers in each chunk of a trial run
 
 
+def _search_option(help: str, **how: Any) -> Any:  # noqa: A002 - as typer calls it
+    return typer.Option(help=help, rich_help_panel="Search", **how)
+
+
 _Root = Annotated[int, typer.Option(min=0, help="Root of a broadcast, reduce, scatter or gather.")]
-_Method = Annotated[
-    str,
-    typer.Option(help="auto, library, trees, matching, flow or taccl.", rich_help_panel=_SEARCH),
-]
+_Method = Annotated[str, _search_option("auto, library, trees, matching, flow or taccl.")]
 _Chunks = Annotated[
     int | None,
-    typer.Option(
+    _search_option(
+        "Chunks that a buffer is cut into (all_reduce: the whole buffer; others: each rank's "
+        "share).",
         min=1,
-        help="Chunks that a buffer is cut into (all_reduce: the whole buffer; others: each "
-        "rank's share).",
         show_default="chosen",
-        rich_help_panel=_SEARCH,
     ),
 ]
 _Sketch = Annotated[
     str | None,
-    typer.Option(
+    _search_option(
+        "Communication sketch for taccl: .toml, TACCL's .json, or a published one.",
         metavar="FILE|NAME",
-        help="Communication sketch for taccl: .toml, TACCL's .json, or a published one.",
-        rich_help_panel=_SEARCH,
     ),
 ]
-_TimeLimit = Annotated[str, typer.Option(help="Limit of the search.", rich_help_panel=_SEARCH)]
+_TimeLimit = Annotated[str, _search_option("Limit of the search.")]
 _Gap = Annotated[
     str,
-    typer.Option(
-        help="Stop at the first answer so little above the lower bound; 0% searches on.",
-        rich_help_panel=_SEARCH,
-    ),
+    _search_option("Stop at the first answer so little above the lower bound; 0% searches on."),
 ]
-_Model = Annotated[
-    str, typer.Option(help="Cost model: serial, slotted or fluid.", rich_help_panel=_SEARCH)
-]
-_Seed = Annotated[int, typer.Option(help="Random seed.", rich_help_panel=_SEARCH)]
+_Model = Annotated[str, _search_option("Cost model: serial, slotted or fluid.")]
+_Seed = Annotated[int, _search_option("Random seed.")]
 _Cache = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Folder of known answers, read and added to.",
-        rich_help_panel=_SEARCH,
-    ),
+    Path | None, _search_option("Folder of known answers, read and added to.", metavar="FOLDER")
 ]
 _Output = Annotated[
     Path | None, output_option("The algorithm: .json, .xml (MSCCL) or .plan.json (MSCCL++).")
-]
-_Report = Annotated[
-    Path | None, typer.Option(help="HTML page to write: pictures, methods, other sizes.")
 ]
 
 
 def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     collective: _Collective,
-    topology: _Network,
+    topology: TopologyArgument,
     *,
     size: SizeOption = "16MB",
     root: _Root = 0,
@@ -322,7 +281,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     seed: _Seed = 0,
     cache: _Cache = None,
     output: _Output = None,
-    report: _Report = None,
+    report: PageOption = None,
     bandwidth: BandwidthOption = None,
     latency: LatencyOption = None,
     as_json: JsonOption = False,
@@ -333,8 +292,10 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     """
     network = topology_of(topology, bandwidth=bandwidth, latency=latency)
     named_collective(collective, network.num_ranks, root=root)  # at once: kernels compile after
-    if output is not None:
-        require_ending(output)
+    if output is not None and output.suffix not in {".json", ".xml"}:  # before the search
+        raise ArgumentError(
+            f"{output} has no known ending", hint="end it with .json, .xml or .plan.json"
+        )
     require_writable(output, report, cache)
     enough = _share_of(gap)
     options = SynthesisOptions(
@@ -345,20 +306,38 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         cache=cache,
         progress=_each_line_once(),
     )
-    search = {"method": method, "time_limit_s": seconds_of(time_limit), "sketch": sketch}
-    found = _search(collective, network, size, chunks, options=options, search=search)
+    what: Any = collective
+    if chunks is not None:
+        what = named_collective(collective, network.num_ranks, chunks=chunks, root=root)
+        if what.root is None:
+            options = replace(options, root=0)
+    found = synthesize(
+        what,
+        network,
+        size_bytes=bytes_of(size),
+        method=method,
+        time_limit_s=seconds_of(time_limit),
+        sketch=None if sketch is None else _sketch_of(sketch),
+        options=options,
+    )
     facts = _facts_of(found, network)
     typer.echo(_why_it_ended(facts["gap"], enough, gap, time_limit), err=True)
     if output is not None:
         write_algorithm(found.schedule, output)
         facts["output"] = str(output)
     if report is not None:
+        given = {
+            "--model": None if model == "serial" else model, "--root": root, "--chunks": chunks,
+            "--sketch": sketch, "--seed": seed, "--gap": None if gap == _GAP else gap,
+            "--bandwidth": bandwidth, "--latency": latency,
+        }  # fmt: skip
+        name = found.schedule.collective.name
+        words = ["fivefold", "collectives", "synthesize", name, topology, "--size", size]
+        words += ["--method", method, "--time-limit", time_limit]
+        words += [str(word) for pair in given.items() if pair[1] for word in pair]
         asked = Asked(
-            collective=found.schedule.collective.name, topology=topology, size=size,
-            size_bytes=bytes_of(size), method=method, time_limit=time_limit,
-            bandwidth=bandwidth, latency=latency, output=output, root=root, chunks=chunks,
-            sketch=sketch, model=model, seed=seed,
-            gap=None if gap == _GAP else gap,
+            collective=name, size_bytes=bytes_of(size), method=method, time_limit=time_limit,
+            model=model, output=output, words=words,
         )  # fmt: skip
         write_html(collective_page(found, network, asked), report)
         facts["report"] = str(report)
@@ -398,21 +377,6 @@ def _each_line_once() -> Callable[[str], None]:
             typer.echo(line, err=True)
 
     return say
-
-
-def _search(
-    collective: str, network: Topology, size: str, chunks: int | None, *, options: Any,
-    search: dict[str, Any],
-) -> Synthesis:  # fmt: skip
-    """Ask `synthesize` as the command line says."""
-    what: Any = collective
-    if chunks is not None:
-        what = named_collective(collective, network.num_ranks, chunks=chunks, root=options.root)
-        if what.root is None:
-            options = replace(options, root=0)
-    if search["sketch"] is not None:
-        search = {**search, "sketch": _sketch_of(search["sketch"])}
-    return synthesize(what, network, size_bytes=bytes_of(size), options=options, **search)
 
 
 def _sketch_of(text: str) -> Sketch:
@@ -472,10 +436,11 @@ def _draw(
     ] = None,
 ) -> None:
     """Draw a schedule as a chart of what each link does, and the loads of the links."""
-    schedule = read_only_schedule(file)
-    network = schedule.topology
-    if topology is not None:
-        network = topology_of(topology)
+    schedule = read_algorithm(file)
+    if not isinstance(schedule, Schedule):
+        message = f"{file} holds a program, which has no times"
+        raise ConfigurationError(message, hint="draw the schedule it comes from")
+    network = schedule.topology if topology is None else topology_of(topology)
     if network is None:
         raise ArgumentError(f"{file} brings no topology", hint="give --topology")
     timing = evaluate(schedule, network, size_bytes=bytes_of(size), model=model)  # type: ignore[arg-type]

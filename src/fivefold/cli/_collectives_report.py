@@ -192,23 +192,15 @@ dist.init_process_group("fivefold")"""
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The question as it was typed."""
+    """The question as it was typed; ``words`` are the command without its --output."""
 
     collective: str
-    topology: str
-    size: str
     size_bytes: float
     method: str
     time_limit: str
-    bandwidth: str | None
-    latency: str | None
+    model: str
     output: Path | None
-    model: str = "serial"
-    root: int = 0
-    chunks: int | None = None
-    sketch: str | None = None
-    seed: int = 0
-    gap: str | None = None
+    words: Sequence[str]
 
     @property
     def name(self) -> str:
@@ -217,16 +209,7 @@ class Asked:
 
     def command(self, output: str) -> str:
         """Return the command that makes a file of the answer."""
-        words = ["fivefold", "collectives", "synthesize", self.collective, self.topology]
-        words += ["--size", self.size, "--method", self.method, "--time-limit", self.time_limit]
-        words += ["--model", self.model] * (self.model != "serial")
-        more = {
-            "--root": self.root, "--chunks": self.chunks, "--sketch": self.sketch,
-            "--seed": self.seed, "--gap": self.gap, "--bandwidth": self.bandwidth,
-            "--latency": self.latency,
-        }  # fmt: skip
-        words += [str(word) for pair in more.items() if pair[1] for word in pair]
-        return shlex.join([*words, "--output", output])
+        return shlex.join([*self.words, "--output", output])
 
 
 def used_shares(network: Topology, timing: Timing) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fivefold.cli._later import later
 from fivefold.cli._options import output_option
-from fivefold.cli._plan_files import JobSizes, as_sent, read_job, runnable
+from fivefold.cli._plan_files import as_sent, read_job, runnable
 from fivefold.errors import ConfigurationError
 
 with later():
@@ -87,7 +87,7 @@ class _Demo:
     def plan(self, method: str, cluster: Cluster) -> Path:
         """Plan one method; its configuration then has what is expected of a step."""
         config = self.write(method, steps=self.steps)
-        planned = read_job(config, cluster, JobSizes())
+        planned = read_job(config, cluster, {})
         cluster = as_sent(cluster, planned.config)
         space = planned.job.space
         taus = (1,) if method == "ddp" else tuple(t for t in space.tau if 1 < t <= _MOST_TAU)

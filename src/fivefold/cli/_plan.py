@@ -33,8 +33,6 @@ from fivefold.cli._options import (
     write_json,
 )
 from fivefold.cli._plan_files import (
-    JobSizes,
-    PlannedJob,
     as_sent,
     read_job,
     runnable,
@@ -45,8 +43,23 @@ from fivefold.errors import InfeasibleError
 from fivefold.units import format_bytes, format_duration_s
 
 with later():
+    from fivefold.report import print_page
+    from fivefold.report.format import typed_command
     from fivefold.report.page import DataTable
-    from fivefold.strategy import PlanPrediction, load_cluster, load_job
+    from fivefold.runs import write_text
+    from fivefold.strategy import (
+        TARGETS,
+        Cluster,
+        Job,
+        ParallelPlan,
+        PlanPrediction,
+        evaluate_plan,
+        load_cluster,
+        load_job,
+        search_plans,
+        space_of_target,
+        target_problem,
+    )
     from fivefold.strategy.model import ModelSpec
     from fivefold.strategy.plan import degrees_of, overlap_of, settings_of
     from fivefold.strategy.recipes import RecipeVerdict, check_recipes
@@ -261,11 +274,14 @@ def _annotation(one: RecipeVerdict) -> str:
     path = one.path
     if path.is_absolute() and path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
-    said = one.message + (f"; {one.hint}" if one.hint else "")
-    said += f"; assumed: {', '.join(one.assumed)}" if one.assumed else ""
     title = f"fivefold plan: {one.status}"
     where = f"file={_property(os.fspath(path))},line={one.line},title={_property(title)}"
-    return f"::{kind} {where}::{_data(said)}"
+    return f"::{kind} {where}::{_data(_said(one))}"
+
+
+def _said(one: RecipeVerdict) -> str:
+    said = one.message + (f"; {one.hint}" if one.hint else "")
+    return said + (f"; assumed: {', '.join(one.assumed)}" if one.assumed else "")
 
 
 def _data(text: str) -> str:
@@ -284,37 +300,13 @@ def _show_verdicts(found: Sequence[RecipeVerdict], cluster: str) -> None:
             record = plan_record(one.model, one.prediction)
             memory = f"{record['memory_gib']:.1f} GiB"
             rate = f"{record['tokens_per_s_per_gpu']:,.0f}"
-        what = f"{one.program}: {one.message}"
-        what += f"; {one.hint}" if one.hint else ""
-        what += f" (assumed: {', '.join(one.assumed)})" if one.assumed else ""
-        rows.append((str(one.path), one.status, memory, rate, what))
+        rows.append((str(one.path), one.status, memory, rate, f"{one.program}: {_said(one)}"))
     names = ("recipe", "status", "memory", "tokens/s/GPU", "what")
     table = DataTable.of(names, rows, text_columns=(1, 4))
     counts = {status: sum(one.status == status for one in found) for status in
               ("ok", *_FAILED, "unknown")}  # fmt: skip
     said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     show(f"recipes on {cluster}: {len(found)}", table, said)
-
-
-with later():
-    from fivefold.report import print_page
-    from fivefold.report.format import typed_command
-    from fivefold.runs import write_text
-    from fivefold.strategy import (
-        TARGETS,
-        Cluster,
-        Job,
-        ParallelPlan,
-        PlanPrediction,
-        evaluate_plan,
-        load_cluster,
-        plan_to_toml,
-        search_plans,
-        space_of_target,
-        target_problem,
-    )
-    from fivefold.strategy.model import ModelSpec
-    from fivefold.strategy.search import tokens_per_s
 
 
 _LOOKED_AT = 200  # fastest plans, of which a program cannot run all
@@ -452,30 +444,21 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
     name = _one_cluster(cluster, clusters, price=price, tokens=tokens)
     require_writable(output, write, report)
     where = load_cluster(name)
-    sizes = JobSizes(gpus=gpus, global_batch=global_batch, seq_len=seq_len)
-    planned = read_job(job, where, sizes)
+    sizes = {"gpus": gpus, "global_batch": global_batch, "seq_len": seq_len}
+    planned = read_job(job, where, {key: size for key, size in sizes.items() if size is not None})
     if planned.config is not None or target == "train":
         where = as_sent(where, planned.config)
     found = _found(planned.job, where, top=top, front=front or report is not None, target=target)
     if write is not None:
         write_plan_files(write, planned, found.best[0], where, base=torchtitan_base)
     if output is not None:
-        write_text(output, _fastest(planned, found, target, base=torchtitan_base))
+        text = runnable(target, planned, found.best[0], where, base=torchtitan_base)
+        write_text(output, text)
     if report is not None:
         write_page(split_page(found, command=typed_command(sys.argv)), report)
     _put_out(form, found)
     if output is not None:
         typer.echo(f"written: {output}", err=True)
-
-
-def _fastest(
-    planned: PlannedJob, found: FoundPlans, target: str | None, *, base: str | None
-) -> str:
-    """Return the fastest plan as a table, or as the file that a program runs."""
-    best = found.best[0]
-    if target is None:
-        return plan_to_toml(best.plan)
-    return runnable(target, planned, best, found.cluster, base=base)
 
 
 def _put_out(form: str, found: FoundPlans) -> None:

@@ -17,10 +17,12 @@ import typer
 
 from fivefold.cli._later import later
 from fivefold.cli._options import ArgumentError
-from fivefold.errors import DataError, UnsupportedError
+from fivefold.errors import UnsupportedError
 from fivefold.files import read_toml
 
 with later():
+    import torch
+
     from fivefold.runs import check_tables, format_toml, write_text
     from fivefold.strategy import (
         Cluster,
@@ -39,6 +41,7 @@ with later():
     from fivefold.strategy.cluster import memory_time_s
     from fivefold.strategy.job import job_from_table
     from fivefold.strategy.parts import MixtureOfExperts
+    from fivefold.train import load_tokenizer
     from fivefold.train.config import (
         PredictionConfig,
         SyncConfig,
@@ -65,15 +68,6 @@ class PlannedJob:
 
     job: Job
     config: TrainConfig | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobSizes:
-    """Sizes from the command line, for files that do not have them; None where not given."""
-
-    gpus: int | None = None
-    global_batch: int | None = None
-    seq_len: int | None = None
 
 
 def as_sent(cluster: Cluster, config: TrainConfig | None) -> Cluster:
@@ -122,8 +116,6 @@ def _buffers(sync: SyncConfig) -> float:
 
 def _numbers_of_optimizer(name: str, options: Mapping[str, Any]) -> float:
     """Return the state of one of torch's optimizers per parameter, found by one step of it."""
-    import torch  # noqa: PLC0415 - only this method needs it
-
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros(64, 64)
     try:
@@ -136,53 +128,44 @@ def _numbers_of_optimizer(name: str, options: Mapping[str, Any]) -> float:
     return sum(s.numel() for s in states if torch.is_tensor(s)) // 4096
 
 
-def read_job(path: Path, cluster: Cluster, sizes: JobSizes) -> PlannedJob:
-    """Return what is to be planned.
+def read_job(path: Path, cluster: Cluster, sizes: Mapping[str, int]) -> PlannedJob:
+    """Return what is to be planned on a cluster, which may say how many GPUs there are.
 
-    Args:
-        path: A job file, a configuration of ``fivefold train``, a Hugging Face ``config.json`` or
-            the folder of one.
-        cluster: Where it will run; gives the number of GPUs where nothing else does.
-        sizes: Of the command line; they go before those of a file.
+    The path is a job file, a configuration of ``fivefold train``, a Hugging Face ``config.json``
+    or the folder of one; ``sizes`` (gpus, global_batch, seq_len) go before those of a file.
     """
-    given = {key: value for key, value in dataclasses.asdict(sizes).items() if value is not None}
     if path.is_dir() and not (path / "config.json").exists():
         message = f"'{path}' is a directory, and has no config.json of a model"
         raise ArgumentError(message, hint="give a job file; fivefold plan --help says what it has")
     if path.is_dir() or path.suffix == ".json":
-        table = {"model": str(path.resolve()), **given}
-        if sizes.global_batch is None:
+        if "global_batch" not in sizes:
             message = f"{path} is a model, and how it is trained is not said"
             hint = "add --global-batch 512, the samples of an optimizer step over all GPUs"
             raise ArgumentError(message, hint=hint)
-        return PlannedJob(
-            job=job_from_table(table, where=str(path), folder=Path(), cluster=cluster)
-        )
-    tables = read_toml(path)
-    model = tables.get("model")
-    if _TRAINER_TABLES & set(tables) or (isinstance(model, dict) and "layers" in model):
-        return _of_trainer(path, cluster, sizes)
-    table = tables | given
-    return PlannedJob(
-        job=job_from_table(table, where=str(path), folder=path.parent, cluster=cluster)
-    )
+        tables, folder = {"model": str(path.resolve())}, Path()
+    else:
+        tables, folder = read_toml(path), path.parent
+        model = tables.get("model")
+        if _TRAINER_TABLES & set(tables) or (isinstance(model, dict) and "layers" in model):
+            return _of_trainer(path, cluster, sizes)
+    job = job_from_table(tables | sizes, where=str(path), folder=folder, cluster=cluster)
+    return PlannedJob(job=job)
 
 
-def _of_trainer(path: Path, cluster: Cluster, sizes: JobSizes) -> PlannedJob:
+def _of_trainer(path: Path, cluster: Cluster, sizes: Mapping[str, int]) -> PlannedJob:
     config = load_config(path)
-    gpus = sizes.gpus or cluster.num_gpus
+    gpus = sizes.get("gpus") or cluster.num_gpus
     if gpus is None:
         message = f"how many ranks {path} will have is not said"
         raise ArgumentError(message, hint="add --gpus 16, or gpus = 16 to the cluster file")
     cluster.require(gpus)
-    if sizes.seq_len is not None:
+    if "seq_len" in sizes:
         message = f"--seq-len beside {path}, whose data.sequence_length says it"
         raise ArgumentError(message, hint="change it there")
     optim = config.optim
-    batch = sizes.global_batch or optim.batch_size * optim.accumulation * gpus
     space = SearchSpace(
         num_gpus=gpus,
-        global_batch=batch,
+        global_batch=sizes.get("global_batch") or optim.batch_size * optim.accumulation * gpus,
         micro_batch=(optim.batch_size,),
         tau=_taus(config),
         dtypes=(precision_of(config, cluster),),
@@ -213,8 +196,6 @@ def model_of(config: TrainConfig, *, vocab: int | None = None) -> ModelSpec:
     if vocab is None and config.data.tokenizer == "bytes":
         vocab = _BYTES_VOCAB
     if vocab is None:
-        from fivefold.train import load_tokenizer  # noqa: PLC0415 - loads torch
-
         vocab = load_tokenizer(config.data.tokenizer).vocab_size
     experts = None
     if model.moe is not None:
@@ -239,7 +220,6 @@ def write_plan_files(
     folder: Path, planned: PlannedJob, best: PlanPrediction, cluster: Cluster, *, base: str | None
 ) -> None:
     """Write each form that the plan has; say why where it has none, and leave no older one."""
-    make_folder(folder)
     job, plan = planned.job, best.plan
     forms: dict[str, Callable[[], str]] = {
         "plan.toml": lambda: plan_to_toml(plan),
@@ -258,22 +238,18 @@ def write_plan_files(
             typer.echo(f"written: {folder / name}", err=True)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"the folder {folder} cannot be made: {error.strerror}",
-            hint="name another one, or check the permissions",
-        ) from error
-
-
 def runnable(
-    target: str, planned: PlannedJob, best: PlanPrediction, cluster: Cluster, *, base: str | None
+    target: str | None,
+    planned: PlannedJob,
+    best: PlanPrediction,
+    cluster: Cluster,
+    *,
+    base: str | None,
 ) -> str:
-    """Return the file with which a program runs a plan; ``base`` is for torchtitan."""
+    """Return the file with which a program runs a plan, for None a table; ``base``: torchtitan."""
     model, plan = planned.job.model, best.plan
+    if target is None:
+        return plan_to_toml(plan)
     per_node = cluster.fabric.gpus_per_node
     if target == "torchtitan":
         return torchtitan_config(model, plan, base=base)

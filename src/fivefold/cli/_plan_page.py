@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fivefold.cli._later import later
 from fivefold.units import format_bytes, format_duration_s
@@ -36,26 +37,20 @@ with later():
     from fivefold.strategy.search import tokens_per_s
 
 
-_MEMORY = (
-    ("weights_bytes", "weights", "job0"),
-    ("gradients_bytes", "gradients", "job1"),
-    ("optimizer_bytes", "optimizer", "job2"),
-    ("activations_bytes", "activations", "job3"),
-    ("working_bytes", "buffers", "job4"),
-    ("reserved_bytes", "the stack's own", "other"),
-)
-_TIME_COLOURS = {
-    "compute_s": "compute", "recompute_s": "forward", "tensor_s": "job1", "context_s": "job2",
-    "expert_s": "job3", "pipeline_p2p_s": "job4", "pipeline_bubble_s": "other", "data_s": "job6",
-    "offload_s": "job7", "optimizer_s": "job5", "overhead_s": "least",
+_MEMORY = {  # names and colours
+    "weights_bytes": ("weights", "job0"), "gradients_bytes": ("gradients", "job1"),
+    "optimizer_bytes": ("optimizer", "job2"), "activations_bytes": ("activations", "job3"),
+    "working_bytes": ("buffers", "job4"), "reserved_bytes": ("the stack's own", "other"),
 }  # fmt: skip
-PARTS = {
-    "compute_s": "compute", "recompute_s": "recomputation", "tensor_s": "tensor communication",
-    "context_s": "context communication", "expert_s": "dispatch, combine",
-    "pipeline_p2p_s": "pipeline p2p", "pipeline_bubble_s": "pipeline bubble",
-    "data_s": "gradients, parameters", "offload_s": "host transfers",
-    "optimizer_s": "optimizer", "overhead_s": "overhead, lag",
+_TIME = {  # the same
+    "compute_s": ("compute", "compute"), "recompute_s": ("recomputation", "forward"),
+    "tensor_s": ("tensor communication", "job1"), "context_s": ("context communication", "job2"),
+    "expert_s": ("dispatch, combine", "job3"), "pipeline_p2p_s": ("pipeline p2p", "job4"),
+    "pipeline_bubble_s": ("pipeline bubble", "other"), "data_s": ("gradients, parameters", "job6"),
+    "offload_s": ("host transfers", "job7"), "optimizer_s": ("optimizer", "job5"),
+    "overhead_s": ("overhead, lag", "least"),
 }  # fmt: skip
+PARTS = {key: name for key, (name, _) in _TIME.items()}
 """What the parts of a predicted iteration are called."""
 _GIB = 2**30
 _MOST_REASONS = 8
@@ -67,14 +62,7 @@ _PREDICTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class FoundPlans:
-    """The plans of one job on one cluster.
-
-    Attributes:
-        job: The job.
-        cluster: Where it runs.
-        best: The fastest plans, or the one that the job has.
-        result: The search; None where a plan was given.
-    """
+    """The plans of one job on one cluster: of a search, or the one that was given."""
 
     job: Job
     cluster: Cluster
@@ -93,20 +81,31 @@ def split_page(found: FoundPlans, *, command: str = "") -> Page:
     job, cluster, best, result = found.job, found.cluster, found.best, found.result
     first = best[0]
     labels = [f"{number + 1}: {degrees_of(one.plan)}" for number, one in enumerate(best)]
+    capacity_bytes = cluster.device.memory_bytes
+    times = [format_duration_s(one.time_s) for one in best]
+    memories = [
+        f"{one.memory.total_bytes / _GIB:.1f} GiB, "
+        f"{100 * one.memory.total_bytes / capacity_bytes:.0f} %"
+        for one in best
+    ]
+    doubts = map(TextBlock, (*_doubts(found), str(DEGREES)))
     sections = [
         PageSection(
             heading="Fastest plans" if result else "The plan",
             how="MFU counts the model's FLOPs without recomputation.",
-            parts=(_table(job.model, best, labels), *map(_text, [*_doubts(found), str(DEGREES)])),
+            parts=(_table(job.model, best, labels), *doubts),
         ),
         PageSection(
             heading="Where the time of an iteration goes",
-            parts=(_times(best, labels), _breakdown(first)),
+            parts=(
+                _bars(labels, times, [one.time for one in best], _TIME, format_duration_s),
+                _breakdown(first),
+            ),
         ),
         PageSection(
             heading="What fills the memory of the fullest GPU",
-            how=f"Each has {cluster.device.memory_bytes / _GIB:.1f} GiB.",
-            parts=(_memories(best, labels, cluster.device.memory_bytes),),
+            how=f"Each has {capacity_bytes / _GIB:.1f} GiB.",
+            parts=(_bars(labels, memories, [one.memory for one in best], _MEMORY, format_bytes),),
         ),
         PageSection(
             heading="Settings of the fastest",
@@ -114,8 +113,15 @@ def split_page(found: FoundPlans, *, command: str = "") -> Page:
             parts=(Folded(title="Settings", part=_settings(first.plan)),),
         ),
     ]
+    tiles = [
+        (format_duration_s(first.time_s), "an iteration", degrees_of(first.plan)),
+        (f"{100 * first.mfu:.1f} %", "model FLOPs utilization", "of the peak"),
+        (f"{first.memory.total_bytes / _GIB:.1f} GiB", "memory", "on the fullest GPU"),
+    ]
     if result is not None:
         sections += _search_sections(job.model, result)
+        more = f"{result.num_evaluated:,} evaluated in {format_duration_s(result.seconds)}"
+        tiles.append((f"{result.num_plans:,}", "plans searched", more))
     millions = job.model.num_parameters / 1e6
     size = f"{millions:.1f} M" if millions < 100 else f"{millions / 1e3:.1f} B"
     return Page(
@@ -124,25 +130,11 @@ def split_page(found: FoundPlans, *, command: str = "") -> Page:
         f"{cluster.name}, batch {first.plan.global_batch:,} x {job.model.seq_len:,} tokens: an "
         f"iteration takes {format_duration_s(first.time_s)} with {degrees_of(first.plan)} "
         f"({settings_of(first.plan)}).",
-        tiles=(
-            (format_duration_s(first.time_s), "an iteration", degrees_of(first.plan)),
-            (f"{100 * first.mfu:.1f} %", "model FLOPs utilization", "of the peak"),
-            (f"{first.memory.total_bytes / _GIB:.1f} GiB", "memory", "on the fullest GPU"),
-            *([] if result is None else [_searched(result)]),
-        ),
+        tiles=tuple(tiles),
         caveats=(_PREDICTED,),
         sections=tuple(sections),
         command=command,
     )
-
-
-def _searched(result: PlanSearchResult) -> tuple[str, str, str]:
-    more = f"{result.num_evaluated:,} evaluated in {format_duration_s(result.seconds)}"
-    return f"{result.num_plans:,}", "plans searched", more
-
-
-def _text(text: str) -> TextBlock:
-    return TextBlock(text=text)
 
 
 def _doubts(found: FoundPlans) -> list[str]:
@@ -186,35 +178,22 @@ def _breakdown(found: PlanPrediction) -> DataTable:
     return DataTable.of(("of the first", "time", "share"), rows)
 
 
-def _times(best: Sequence[PlanPrediction], labels: Sequence[str]) -> BarChart:
+def _bars(
+    labels: Sequence[str], totals: Sequence[str], parts: Sequence[Any],
+    looks: Mapping[str, tuple[str, str]], write: Callable[[float], str],
+) -> BarChart:  # fmt: skip
+    """Return a bar per plan of the parts that it has."""
     rows, used = [], set()
-    for label, one in zip(labels, best, strict=True):
-        taken = {name: seconds for name in PARTS if (seconds := getattr(one.time, name)) > 0}
+    for label, total, own in zip(labels, totals, parts, strict=True):
+        taken = {key: value for key in looks if (value := float(getattr(own, key))) > 0}
         used |= set(taken)
         segments = tuple(
-            (_TIME_COLOURS[name], seconds, f"{PARTS[name]} {format_duration_s(seconds)}")
-            for name, seconds in taken.items()
+            (looks[key][1], value, f"{looks[key][0]} {write(value)}")
+            for key, value in taken.items()
         )
-        total = format_duration_s(one.time_s)
         rows.append(BarRow(label=label, total=total, segments=segments))
-    kinds = tuple((_TIME_COLOURS[name], text) for name, text in PARTS.items() if name in used)
+    kinds = tuple((colour, name) for key, (name, colour) in looks.items() if key in used)
     return BarChart(rows=tuple(rows), kinds=kinds)
-
-
-def _memories(
-    best: Sequence[PlanPrediction], labels: Sequence[str], capacity_bytes: float
-) -> BarChart:
-    rows = []
-    for label, one in zip(labels, best, strict=True):
-        segments = tuple(
-            (kind, size, f"{text} {format_bytes(size)}")
-            for name, text, kind in _MEMORY
-            if (size := float(getattr(one.memory, name))) > 0
-        )
-        total = one.memory.total_bytes
-        text = f"{total / _GIB:.1f} GiB, {100 * total / capacity_bytes:.0f} %"
-        rows.append(BarRow(label=label, total=text, segments=segments))
-    return BarChart(rows=tuple(rows), kinds=tuple((kind, text) for _, text, kind in _MEMORY))
 
 
 def _settings(plan: ParallelPlan) -> DataTable:
@@ -233,7 +212,7 @@ def _search_sections(model: ModelSpec, result: PlanSearchResult) -> list[PageSec
     every = [(reason, f"{count:,}") for reason, count in reasons]
     shown = every[:_MOST_REASONS]
     parts: list[PagePart] = [
-        _text(
+        TextBlock(
             f"{result.num_plans:,} plans in {result.seconds:.1f} s: {result.num_evaluated:,} "
             f"evaluated, {result.num_bounded:,} ruled out by bounds"
         )
