@@ -13,7 +13,7 @@ from concurrent.futures import BrokenExecutor, CancelledError
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -25,6 +25,7 @@ from fivefold.cli._options import (
     JsonOption,
     PageOption,
     PathSeedOption,
+    numbers_of,
     output_option,
     require_writable,
     topology_of,
@@ -90,7 +91,8 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     cluster: ClusterOption,
     co_designs: CoDesignsOption = "all",
     start: Annotated[
-        str, typer.Option(help="Baseline: null (today's stack) or best (each layer alone).")
+        Literal["null", "best"],
+        typer.Option(help="Baseline: null (today's stack) or best (each layer alone)."),
     ] = "null",
     guard: Annotated[
         bool, typer.Option(help="With H: no job may end later than under the baseline.")
@@ -120,13 +122,15 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
             topology,
             specs,
             flags_of(co_designs),
-            start=_start(start),
+            start=start,
             seed=seed,
             options=PlanningOptions(guard=guard, budget=budget),
             progress=show,
         )
     if output is not None:
-        _write(output, found)
+        write_text(output / "plan.json", found.plan.to_json() + "\n")
+        write_text(output / "decisions.jsonl", decisions_to_json(found.decisions))
+        write_text(output / "timeline.json", json.dumps(timeline_of(found.outcome)) + "\n")
         _write_programs(output / "msccl", topology, specs, found)
     if chakra is not None:
         _write_traces(chakra, topology, specs, found)
@@ -175,7 +179,7 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
     """
     require_writable(report)
     topology = topology_of(cluster)
-    drawn_sizes = _sizes(sizes)
+    drawn_sizes = numbers_of(sizes, "sizes", example="4,8,16", least=1)
 
     def make(seed: int) -> list[JobSpec]:
         if jobs is not None:
@@ -296,10 +300,11 @@ def say_shared_ranks(jobs: Sequence[JobSpec]) -> None:
     for place, job in enumerate(jobs):
         for other in jobs[place + 1 :]:
             if both := sorted(set(job.ranks) & set(other.ranks)):
+                several = len(both) > 1
                 typer.echo(
-                    f"note: {job.job_id} and {other.job_id} share {_count(len(both), 'rank')} "
-                    f"({both[0]}{', ...' if len(both) > 1 else ''}): only the network is shared "
-                    "in the plan, their compute runs side by side",
+                    f"note: {job.job_id} and {other.job_id} share {len(both)} "
+                    f"rank{'s' if several else ''} ({both[0]}{', ...' if several else ''}): only "
+                    "the network is shared in the plan, their compute runs side by side",
                     err=True,
                 )
 
@@ -323,47 +328,22 @@ def write_page(page: Page, path: Path) -> None:
     typer.echo(f"report: {write_html(page, path)}", err=True)
 
 
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
-
-
-def _start(text: str) -> Any:
-    if text not in {"null", "best"}:
-        raise ArgumentError(f"there is no baseline {text!r}", hint="write null or best")
-    return text
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise ArgumentError(f"sizes must be numbers of ranks; got {text!r}", hint="4,8,16")
-    return found
-
-
 def _record(jobs: Sequence[JobSpec], found: CoDesignResult) -> dict[str, Any]:
+    measures = {
+        "completion_s": found.outcome.completion_s,
+        "baseline_completion_s": found.baseline_outcome.completion_s,
+        "iteration_s": found.outcome.iteration_s,
+        "baseline_iteration_s": found.baseline_outcome.iteration_s,
+    }
     return {
         "jobs": {
-            job.job_id: {
-                "completion_s": found.outcome.completion_s[job.job_id],
-                "baseline_completion_s": found.baseline_outcome.completion_s[job.job_id],
-                "iteration_s": found.outcome.iteration_s[job.job_id],
-                "baseline_iteration_s": found.baseline_outcome.iteration_s[job.job_id],
-            }
+            job.job_id: {name: times_s[job.job_id] for name, times_s in measures.items()}
             for job in jobs
         },
         "worse": list(found.worse),
         "simulations": found.simulations,
         "plan": json.loads(found.plan.to_json()),
     }
-
-
-def _write(folder: Path, found: CoDesignResult) -> None:
-    write_text(folder / "plan.json", found.plan.to_json() + "\n")
-    write_text(folder / "decisions.jsonl", decisions_to_json(found.decisions))
-    write_text(folder / "timeline.json", json.dumps(timeline_of(found.outcome)) + "\n")
 
 
 def _write_programs(

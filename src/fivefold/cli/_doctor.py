@@ -19,6 +19,9 @@ from fivefold.cli._options import JsonOption, show
 from fivefold.units import format_bytes
 
 with later():
+    import torch
+    import torch.distributed as dist
+
     from fivefold.lab import probe_capabilities
     from fivefold.report.page import DataTable
     from fivefold.runs.machine import run_facts
@@ -98,34 +101,24 @@ def _memory_limit_bytes() -> int | None:
 
 
 def _torch() -> list[_Check]:
-    import torch  # noqa: PLC0415 - seconds; the other checks do not need it
-    import torch.distributed as dist  # noqa: PLC0415 - as torch
-
-    version = torch.__version__
-    if not torch.cuda.is_available():
-        built = torch.version.cuda is not None
-        reason = "no device found" if built else f"torch {version} is built without CUDA"
-        fix = (
-            "install NVIDIA's driver, or give the container its devices"
-            if built
-            else "for a machine with GPUs: pip install torch, from its CUDA index"
-        )
-        gpus = [_Check("gpu", "CUDA", works=False, found=reason, fix=fix)]
+    version, nccl = torch.__version__, dist.is_nccl_available()
+    fix = None
+    if torch.cuda.is_available():
+        names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+        found = ", ".join(names)
+    elif torch.version.cuda is not None:
+        found = "no device found"
+        fix = "install NVIDIA's driver, or give the container its devices"
     else:
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        gpus = [_Check("gpu", "CUDA", works=True, found=", ".join(names))]
-    nccl = dist.is_nccl_available()
+        found = f"torch {version} is built without CUDA"
+        fix = "for a machine with GPUs: pip install torch, from its CUDA index"
+    collectives = "collectives between GPUs" if nccl else "not in this build of torch"
+    instead = None if nccl else "install torch's CUDA build; gloo serves processors"
     backends = "gloo, nccl" if nccl else "gloo"
     return [
         _Check("gpu", "torch", works=True, found=f"{version}, backends {backends}"),
-        *gpus,
-        _Check(
-            "gpu",
-            "NCCL",
-            works=nccl,
-            found="collectives between GPUs" if nccl else "not in this build of torch",
-            fix=None if nccl else "install torch's CUDA build; gloo serves processors",
-        ),
+        _Check("gpu", "CUDA", fix is None, found, fix),
+        _Check("gpu", "NCCL", nccl, collectives, instead),
     ]
 
 
@@ -145,17 +138,14 @@ def _packages() -> list[_Check]:
 def _storage() -> list[_Check]:
     free = format_bytes(shutil.disk_usage(Path.cwd()).free)
     problem = _io_uring_problem()
+    fix = (
+        "sysctl kernel.io_uring_disabled=0, or the container's seccomp profile; "
+        "threads read until then"
+    )
+    found = problem or "many reads in flight per thread"
     return [
         _Check("storage", "free space", None, f"{free} in this folder"),
-        _Check(
-            "storage",
-            "io_uring",
-            works=problem is None,
-            found=problem or "many reads in flight per thread",
-            fix=problem
-            and "sysctl kernel.io_uring_disabled=0, or the container's seccomp profile; "
-            "threads read until then",
-        ),
+        _Check("storage", "io_uring", problem is None, found, fix if problem else None),
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +38,8 @@ with later():
         open_dataset,
     )
     from fivefold.gnn.data.statistics import describe, verify
-    from fivefold.runs import ProgressBar
+    from fivefold.gnn.training import infer_run, load_gnn_config, train_graph
+    from fivefold.runs import ProgressBar, rank_process
 
 OutputArgument = Annotated[Path, typer.Argument(help="Folder to write; made if missing.")]
 MemoryOption = Annotated[str, typer.Option(help='What buffers may take, such as "1 GB".')]
@@ -160,13 +160,24 @@ def ingest_command(  # noqa: PLR0913 - the command's options
         split=split,
         leave_out=tuple(leave_out or ()),
     )
+    memory_bytes = bytes_of(memory)
+    found, wants_reverse = find_source(source, options)
     rules = EdgeRules(
-        add_reverse=bool(add_reverse),
+        add_reverse=wants_reverse if add_reverse is None else add_reverse,
         drop_self_loops=drop_self_loops,
         drop_duplicates=drop_duplicates,
     )
-    as_wanted = add_reverse is None
-    _ingest_path(source, output, options, (rules, as_wanted, bytes_of(memory)), as_json=as_json)
+    with ProgressBar() as show:
+        written: Any = ingest(
+            found,
+            output,
+            rules=rules,
+            memory_bytes=memory_bytes,
+            # The rest counts as one where nobody knows how much there is.
+            progress=lambda stage, done, total: show(stage, done, total or done + 1),
+        )
+    with written:
+        _write_facts(written, as_json=as_json)
 
 
 def _pairs(values: list[str] | None, option: str, allowed: tuple[str, ...]) -> dict[str, str]:
@@ -187,26 +198,6 @@ def _columns(values: list[str] | None, header: bool | None) -> TableColumns:  # 
     if "features" in pairs:
         pairs["features"] = pairs["features"].split(",")
     return TableColumns(names=header, **pairs)
-
-
-def _ingest_path(
-    source: str,
-    output: Path,
-    options: SourceOptions,
-    run: tuple[EdgeRules, bool, int],
-    *,
-    as_json: bool,
-) -> None:
-    rules, as_wanted, memory_bytes = run
-    found, wants_reverse = find_source(source, options)
-    if as_wanted:
-        rules = replace(rules, add_reverse=wants_reverse)
-    with ProgressBar() as show:
-        written: Any = ingest(
-            found, output, rules=rules, memory_bytes=memory_bytes, progress=_with_totals(show)
-        )
-    with written:
-        _write_facts(written, as_json=as_json)
 
 
 def generate_command(  # noqa: PLR0913 - the command's options
@@ -279,15 +270,6 @@ def verify_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> N
         typer.echo(f"{folder} is whole: {format_bytes(read_bytes)} read")
 
 
-def _with_totals(show: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
-    """Count the rest as one where nobody knows how much there is."""
-
-    def tell(stage: str, done: int, total: int) -> None:
-        show(stage, done, total or done + 1)
-
-    return tell
-
-
 def _write_facts(dataset: Dataset | HeteroDataset, *, as_json: bool) -> None:
     with ProgressBar() as show:
         facts = describe(dataset, show)
@@ -316,11 +298,6 @@ def _lines(facts: dict[str, Any], indent: str) -> list[str]:
     return lines
 
 
-with later():
-    from fivefold.gnn.training import load_gnn_config, train_graph
-    from fivefold.runs import ProgressBar, rank_process
-
-
 def train_command(
     config: ConfigArgument,
     *,
@@ -332,9 +309,7 @@ def train_command(
             help="Override a key, such as run.epochs=5 or budgets.host='2 GB'; repeatable.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print what was reached as JSON on standard output.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a graph neural network as CONFIG says, or resume where a run stopped.
 
@@ -371,9 +346,7 @@ def infer_command(
     keep_layers: Annotated[
         bool, typer.Option("--keep-layers", help="Keep the outputs of the hidden layers.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print accuracy and costs as JSON on standard output.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compute the class scores of every node from all of its neighbours, out of core.
 
@@ -383,8 +356,6 @@ def infer_command(
     within --memory whatever the size of the graph. The same command goes on where a killed one
     stopped. The outputs are output.fvf, one row of scores per node.
     """
-    from fivefold.gnn.training import infer_run  # noqa: PLC0415 - loads torch
-
     require_writable(output)
     memory_bytes = bytes_of(memory)
     with ProgressBar() as progress:

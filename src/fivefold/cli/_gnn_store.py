@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -16,6 +16,7 @@ from fivefold.cli._options import (
     DatasetArgument,
     JsonOption,
     bytes_of,
+    numbers_of,
     output_option,
     require_writable,
     typed_arguments,
@@ -29,7 +30,7 @@ with later():
     from fivefold.gnn.planning import Budgets, Plan, make_plan
     from fivefold.gnn.planning.estimate import KNOWN_GRAPHS, GraphSize, estimate
     from fivefold.gnn.sampling import NeighborSampler, SampleFile, sample_epochs
-    from fivefold.gnn.storage import DiskProfile, probe_disk
+    from fivefold.gnn.storage import probe_disk
     from fivefold.runs import ProgressBar
     from fivefold.units import parse_bytes_per_s
 
@@ -46,7 +47,8 @@ DiskOption = Annotated[
     typer.Option(help="Disk space for the packed store and the scratch files of packing."),
 ]
 PolicyOption = Annotated[
-    str, typer.Option(help="Cache contents: static, or belady for a fixed order of batches.")
+    Literal["static", "belady"],
+    typer.Option(help="Cache contents: static, or belady for a fixed order of batches."),
 ]
 SegmentOption = Annotated[
     int | None, typer.Option(min=1, help="Batches per segment; left out, the cheapest.")
@@ -79,7 +81,9 @@ def sample_command(  # noqa: PLR0913 - the command's options
     """
     with Dataset.open(dataset) as data, ProgressBar() as show:
         topology = data.topology(mapped=mapped, progress=show)
-        sampler = NeighborSampler(topology, _numbers(fanouts), seed=seed, threads=threads)
+        sampler = NeighborSampler(
+            topology, numbers_of(fanouts, "fanouts", example="10,10,10"), seed=seed, threads=threads
+        )
         sampled = sample_epochs(
             sampler,
             data.train,
@@ -91,7 +95,16 @@ def sample_command(  # noqa: PLR0913 - the command's options
             resume=not fresh,
         )
     with sampled:
-        _write_result(_facts_of_samples(sampled), as_json=as_json)
+        facts = {
+            "path": str(sampled.path),
+            "batches": sampled.num_batches,
+            "epochs": sampled.num_epochs,
+            "batch_size": sampled.batch_size,
+            "fanouts": list(sampled.fanouts),
+            "bytes": sampled.nbytes,
+            "fingerprint": sampled.fingerprint,
+        }
+    _write_result(facts, as_json=as_json)
 
 
 def probe_command(
@@ -109,7 +122,7 @@ def probe_command(
     size_bytes = None if size is None else bytes_of(size)
     profile = probe_disk(folder, seconds=seconds, size_bytes=size_bytes, fresh=True)
     if as_json:
-        _write_result(json.loads(profile.to_json()), as_json=True)
+        write_json(json.loads(profile.to_json()))
     else:
         typer.echo(profile.explain())
 
@@ -170,14 +183,16 @@ def plan_command(  # noqa: PLR0913 - the command's options
     host_bytes, device_bytes = map(bytes_of, (host_memory, device_memory))
     budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=most)
     if estimated:
-        graph, hops = _graph_size(dataset), _numbers(fanouts)
+        graph, hops = _graph_size(dataset), numbers_of(fanouts, "fanouts", example="10,10,10")
         speed = _disk_speed(disk_speed)
         found = estimate(
             graph, hops, batch_size, budgets, read_bytes_per_s=speed[0], write_bytes_per_s=speed[1]
         )
-        facts = {**dataclasses.asdict(found), "memory_bytes": found.memory_bytes,
-                 "disk_bytes": found.disk_bytes}  # fmt: skip
-        _write_result(facts, as_json=True) if as_json else typer.echo(found.explain())
+        if as_json:
+            more = {"memory_bytes": found.memory_bytes, "disk_bytes": found.disk_bytes}
+            write_json(dataclasses.asdict(found) | more)
+        else:
+            typer.echo(found.explain())
         return
     assert samples is not None, "refused above"
     with Dataset.open(dataset) as data, SampleFile.open(samples) as sampled, ProgressBar() as show:
@@ -186,15 +201,24 @@ def plan_command(  # noqa: PLR0913 - the command's options
             sampled,
             data.features,
             budgets,
-            _probe(samples.parent),
-            policy=_one_of("policy", policy, ("static", "belady")),
+            probe_disk(samples.parent.absolute()),
+            policy=policy,
             segment_batches=segment_batches,
             progress=show,
         )
     if output is not None:
         plan.write(output)
     if as_json:
-        _write_result(_facts_of_plan(plan), as_json=True)
+        write_json(
+            {
+                "policy": plan.policy,
+                "segment_batches": plan.segment_batches,
+                "device_rows": len(plan.device_rows),
+                "host_rows": plan.num_host_slots,
+                "predicted": plan.predicted.to_json(),
+                "fingerprint": plan.fingerprint,
+            }
+        )
     else:
         typer.echo(plan.explain())
 
@@ -233,7 +257,7 @@ def pack_command(  # noqa: PLR0913 - the command's options
             memory_bytes=memory_bytes,
             progress=show,
             resume=not fresh,
-            profile=lambda: _probe(store),
+            profile=lambda: probe_disk(store.absolute()),
             strategy=strategy,
         )
     with packed:
@@ -282,9 +306,8 @@ def _written_size(text: str) -> GraphSize:
             counts[name] = int(float(value))
         except (ValueError, OverflowError):
             raise ArgumentError(f"{part!r} is no count", hint=hint) from None
-    if set(counts) != set(names):
-        odd = ", ".join(sorted(set(counts) ^ set(names)))
-        raise ArgumentError(f"counts are missing or unknown: {odd}", hint=hint)
+    if odd := sorted(set(counts) ^ set(names)):
+        raise ArgumentError(f"counts are missing or unknown: {', '.join(odd)}", hint=hint)
     with typed_arguments():
         return GraphSize(**counts, name="graph")
 
@@ -296,48 +319,6 @@ def _check_graph(data: Dataset, sampled: SampleFile) -> None:
             f"{sampled.path} was sampled from another graph than that of {data.folder}",
             hint="sample this data set, or name the one that was sampled",
         )
-
-
-def _probe(folder: Path) -> DiskProfile:
-    return probe_disk(folder.absolute())
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> Any:
-    if value not in allowed:
-        raise ArgumentError(f"{name} is {value!r}", hint=f"use one of {', '.join(allowed)}")
-    return value
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ArgumentError(
-            f"fanouts is {text!r}", hint="write whole numbers with commas, such as 10,10,10"
-        ) from None
-
-
-def _facts_of_samples(sampled: SampleFile) -> dict[str, Any]:
-    return {
-        "path": str(sampled.path),
-        "batches": sampled.num_batches,
-        "epochs": sampled.num_epochs,
-        "batch_size": sampled.batch_size,
-        "fanouts": list(sampled.fanouts),
-        "bytes": sampled.nbytes,
-        "fingerprint": sampled.fingerprint,
-    }
-
-
-def _facts_of_plan(plan: Plan) -> dict[str, Any]:
-    return {
-        "policy": plan.policy,
-        "segment_batches": plan.segment_batches,
-        "device_rows": len(plan.device_rows),
-        "host_rows": plan.num_host_slots,
-        "predicted": plan.predicted.to_json(),
-        "fingerprint": plan.fingerprint,
-    }
 
 
 def _write_result(facts: dict[str, Any], *, as_json: bool) -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,32 +102,25 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
     found = plan_cluster(topology, specs, flags_of(co_designs), seed=seed, options=options)
     if output is not None:
         write_order(output, specs, found.plan, topology=topology)
-    measured = run_in_the_lab(topology, specs, found.plan, timeout_s=seconds_of(timeout))
+    measured, result = run_in_the_lab(topology, specs, found.plan, timeout_s=seconds_of(timeout))
+    predicted = found.outcome.iteration_s
     if report is not None:
-        page = plan_page(
-            topology, specs, found, measured=measured.iteration_s, command=typed_command(sys.argv)
-        )
+        page = plan_page(topology, specs, found, measured=measured, command=typed_command(sys.argv))
         write_page(page, report)
-    show_measured(specs, found.plan, found.outcome.iteration_s, measured, as_json=as_json)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measurements of a plan's run.
-
-    Attributes:
-        iteration_s: Mean seconds per iteration of each job.
-        aggregation: What each aggregation switch counted.
-    """
-
-    iteration_s: Mapping[str, float]
-    aggregation: Mapping[str, Mapping[str, int]]
+    if as_json:
+        times = {
+            name: {"predicted_s": predicted[name], "measured_s": measured[name]}
+            for name in (job.job_id for job in specs)
+        }
+        write_json(times)
+    else:
+        show_measured(specs, found.plan, predicted, measured, result)
 
 
 def run_in_the_lab(
     topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan, *, timeout_s: float
-) -> Measured:
-    """Run a plan."""
+) -> tuple[Mapping[str, float], LabResult]:
+    """Run a plan; return the mean seconds per iteration of each job, and all of the run."""
     with tempfile.TemporaryDirectory(prefix="fivefold-execute-") as folder:
         order = Path(folder) / "order.json"
         write_order(order, jobs, plan, topology=topology)
@@ -138,40 +131,20 @@ def run_in_the_lab(
     if set(found) != {job.job_id for job in jobs}:
         message = "the run ended without measurements"
         raise CommunicationError(message, hint="look at the logs that the lab names")
-    return Measured(found, result.aggregation)
-
-
-def run_saved(path: Path, *, timeout_s: float) -> None:
-    """Run a plan from its file and put measured beside predicted iteration times."""
-    order = read_order(path)
-    topology = read_topology(order.topology)
-    predicted = run_plan(topology, order.jobs, order.plan).iteration_s
-    measured = run_in_the_lab(topology, order.jobs, order.plan, timeout_s=timeout_s)
-    show_measured(order.jobs, order.plan, predicted, measured)
+    return found, result
 
 
 def show_measured(
     jobs: Sequence[JobSpec],
     plan: ClusterPlan,
     predicted: Mapping[str, float],
-    measured: Measured,
-    *,
-    as_json: bool = False,
+    measured: Mapping[str, float],
+    result: LabResult,
 ) -> None:
     """Write predicted and measured seconds per iteration side by side."""
-    if as_json:
-        record = {
-            job.job_id: {
-                "predicted_s": predicted[job.job_id],
-                "measured_s": measured.iteration_s[job.job_id],
-            }
-            for job in jobs
-        }
-        write_json(record)
-        return
     rows = []
     for job in jobs:
-        before, after = predicted[job.job_id], measured.iteration_s[job.job_id]
+        before, after = predicted[job.job_id], measured[job.job_id]
         off = f"{100 * (after / before - 1):+.1f} %"
         times = format_duration_s(before), format_duration_s(after)
         rows.append((job.job_id, *times, off, _how(plan, job.job_id)))
@@ -179,7 +152,7 @@ def show_measured(
     lines = [
         f"{node} aggregated {counts['hits']} chunks and left "
         f"{counts['misses'] + counts['expired']} to the hosts"
-        for node, counts in measured.aggregation.items()
+        for node, counts in result.aggregation.items()
     ]
     show("Seconds per iteration; compute is a sleep, reductions are real", table, *lines)
 
@@ -297,7 +270,10 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
     Raises:
         typer.Exit: Always, with the run's exit code.
     """
-    links = {"hosts": hosts, "rate": rate} if topology is None else _links_of(topology, rate)
+    links: dict[str, Any] = {"hosts": hosts, "rate": rate}
+    if topology is not None:  # the rate is that of a generated one's links
+        described = topology_of(topology, bandwidth=rate)
+        links = {"hosts": described.num_ranks, "topology": described.to_toml()}
     with typed_arguments():
         spec = LabSpec(
             **links, delay=delay, jitter=jitter, loss=loss, nproc_per_host=nproc_per_host,
@@ -310,15 +286,11 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
         _run_plan(Path(command[0]), spec, timeout)
         return
     result = run_lab(
-        spec, command, timeout_s=_seconds(timeout), grace_s=_seconds(grace),
+        spec, command, timeout_s=None if timeout is None else seconds_of(timeout), grace_s=seconds_of(grace),
         log_folder=log_folder, allow_unshaped=allow_unshaped, stream=not quiet,
     )  # fmt: skip
     _summarise(spec, result)
     raise typer.Exit(result.exit_code)
-
-
-def _seconds(text: str | None) -> Any:
-    return None if text is None else seconds_of(text)
 
 
 def check(*, as_json: JsonOption = False) -> None:
@@ -337,30 +309,28 @@ def check(*, as_json: JsonOption = False) -> None:
 def clean() -> None:
     """Remove what killed runs left behind, and say what it was; runs under way are left alone."""
     report = clean_lab()
-    for line in report.removed:
-        typer.echo(f"removed {line}")
-    for line in report.active:
-        typer.echo(f"left alone {line}")
-    for line in report.failed:
-        typer.echo(f"could not remove {line}")
+    said = {"removed": report.removed, "left alone": report.active}
+    for what, lines in (said | {"could not remove": report.failed}).items():
+        for line in lines:
+            typer.echo(f"{what} {line}")
     if not (report.removed or report.failed):
         typer.echo("nothing to remove")
     raise typer.Exit(1 if report.failed else 0)
 
 
-def _links_of(topology: str, rate: str | None) -> dict[str, Any]:
-    """Return hosts and links of a topology; ``--rate`` is that of a generated one's links."""
-    described = topology_of(topology, bandwidth=rate)
-    return {"hosts": described.num_ranks, "topology": described.to_toml()}
-
-
 def _run_plan(path: Path, spec: LabSpec, timeout: str | None) -> None:
+    """Run a plan from its file and put measured beside predicted iteration times."""
     if spec != LabSpec(delay="0ms", jitter="0ms"):  # as the options' defaults are spelled
         raise ArgumentError(
             f"the plan {path} brings its own cluster; got options for {spec.describe()} besides",
             hint="leave them out",
         )
-    run_saved(path, timeout_s=_seconds(_PLAN_LIMIT if timeout is None else timeout))
+    timeout_s = seconds_of(_PLAN_LIMIT if timeout is None else timeout)
+    order = read_order(path)
+    topology = read_topology(order.topology)
+    predicted = run_plan(topology, order.jobs, order.plan).iteration_s
+    measured = run_in_the_lab(topology, order.jobs, order.plan, timeout_s=timeout_s)
+    show_measured(order.jobs, order.plan, predicted, *measured)
 
 
 def _by_host(option: str, texts: list[str], *, example: str) -> dict[int, str]:

@@ -59,6 +59,21 @@ def seconds_of(text: str) -> float:
         return parse_duration_s(text)
 
 
+def numbers_of(text: str, what: str, *, example: str, least: int | None = None) -> list[int]:
+    """Return the whole numbers of a text such as "4,8"."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or (least is not None and min(found) < least):
+        from_there = "" if least is None else f" from {least}"
+        raise ArgumentError(
+            f"{what} is {text!r}",
+            hint=f"write whole numbers{from_there} with commas, such as {example}",
+        )
+    return found
+
+
 def topology_of(text: str, *, bandwidth: str | None = None, latency: str | None = None) -> Topology:
     """Return the topology of a name or a file: of links, or of a cluster as a planner takes it."""
     path = Path(text)

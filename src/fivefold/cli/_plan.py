@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,8 @@ from fivefold.cli._plan_files import (
     write_plan_files,
 )
 from fivefold.cli._plan_page import FoundPlans, split_page
-from fivefold.errors import InfeasibleError
+from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.files import read_toml
 from fivefold.units import format_bytes, format_duration_s
 
 with later():
@@ -48,7 +48,6 @@ with later():
     from fivefold.report.page import DataTable
     from fivefold.runs import write_text
     from fivefold.strategy import (
-        TARGETS,
         Cluster,
         Job,
         ParallelPlan,
@@ -148,8 +147,8 @@ def _job_and_clusters(names: Sequence[str]) -> tuple[Path, list[str]]:
 def _is_job(path: Path) -> bool:
     """Return whether a file is a job: it says a model. What cannot be read is none."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        table = read_toml(path)
+    except ConfigurationError:
         return False
     return "model" in table or "global_batch" in table
 
@@ -359,12 +358,8 @@ _Output = Annotated[
     ),
 ]
 _Target = Annotated[
-    str | None,
-    typer.Option(
-        "--for",
-        metavar="train|torchtitan|megatron",
-        help="Only plans that this program can run.",
-    ),
+    Literal["train", "torchtitan", "megatron"] | None,
+    typer.Option("--for", help="Only plans that this program can run."),
 ]
 _Gpus = Annotated[
     int | None, typer.Option(min=1, help="GPUs, where the files do not say how many.")
@@ -435,7 +430,7 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
         _refuse_beside("--check", **of_one, **{"--compare": compare, "--price": price})
         _check(check, job, cluster, form)
         return
-    job = _require_job(job, target, github=as_github)
+    job = _require_job(job, github=as_github)
     if compare:
         _refuse_beside("--compare", **of_one)
         names = [str(job), *(clusters or []), *([] if cluster is None else [cluster])]
@@ -478,16 +473,13 @@ def _form(**given: bool) -> Any:
     return named[0] if named else "text"
 
 
-def _require_job(job: Path | None, target: str | None, *, github: bool) -> Path:
+def _require_job(job: Path | None, *, github: bool) -> Path:
     if github:
         message = "--github is for --check, which was not given"
         raise ArgumentError(message, hint="add --check DIR")
     if job is None:
         message = "missing argument 'JOB'"
         raise ArgumentError(message, hint="see fivefold plan --help")
-    if target is not None and target not in TARGETS:
-        message = f"--for does not know the program {target!r}"
-        raise ArgumentError(message, hint=f"use one of {', '.join(TARGETS)}")
     return job
 
 

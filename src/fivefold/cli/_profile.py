@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from fivefold.cli._later import later
 from fivefold.cli._options import (
+    JsonOption,
     bytes_of,
     output_option,
     require_writable,
@@ -263,9 +264,7 @@ def profile_command(  # noqa: PLR0913 - each option is a parameter
     backend: _Backend = None,
     contention: Annotated[bool, typer.Option(help="Also measure concurrent transfers.")] = True,
     timeout: Annotated[str, typer.Option(help="Longest wait for a peer, such as 2min.")] = "2min",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Write all measurements as JSON.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure the links between running ranks and the speed of each; write a cluster file.
 

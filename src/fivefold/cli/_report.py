@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fivefold.cli._later import later
-from fivefold.cli._options import output_option, require_writable
+from fivefold.cli._options import JsonOption, output_option, require_writable
 
 with later():
     from fivefold.report import (
@@ -36,9 +36,7 @@ def report_command(  # noqa: PLR0913 - each option is a parameter
         Path | None,
         output_option("The page; default: report.html in the (common) folder."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the figures as JSON instead of text.")
-    ] = False,
+    as_json: JsonOption = False,
     html: Annotated[
         bool, typer.Option("--html/--no-html", help="Write report.html and timeline.json.")
     ] = True,

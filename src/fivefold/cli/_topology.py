@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,19 +118,16 @@ def convert_command(
     text = (found.renamed(name) if name else found).to_toml()
     if output is None:
         typer.echo(text, nl=False)
-        return
-
-    write_text(output, text)
-    typer.echo(f"topology: {output}", err=True)
+    else:
+        write_text(output, text)
+        typer.echo(f"topology: {output}", err=True)
 
 
 def _read_loads(path: Path | None) -> Any:
     if path is None:
         return None
-
     try:
-        values = read_json(path)
-        return [float(value) for value in values]
+        return [float(value) for value in read_json(path)]
     except (ValueError, TypeError) as error:
         raise DataError(
             f"{path} is no list of numbers: {error}", hint="write [0.5, 1.0, ...], one per link"
@@ -146,16 +144,19 @@ def _cut_off(topology: Topology) -> str | None:
 
 
 def _facts(topology: Topology) -> dict[str, Any]:
-    kinds: dict[str, int] = {}
-    for node in topology.nodes:
-        kinds[node.kind] = kinds.get(node.kind, 0) + 1
-    classes: dict[tuple[str, str, float, float, int], int] = {}
-    for link, source, target in zip(
-        topology.links, topology.link_sources, topology.link_targets, strict=True
-    ):
-        ends = topology.nodes[source].kind, topology.nodes[target].kind
-        key = (*ends, link.bandwidth_bytes_per_s, link.latency_s, link.count)
-        classes[key] = classes.get(key, 0) + 1
+    kinds = Counter(node.kind for node in topology.nodes)
+    ends = zip(topology.links, topology.link_sources, topology.link_targets, strict=True)
+    classes = Counter(
+        (
+            topology.nodes[source].kind, topology.nodes[target].kind,
+            link.bandwidth_bytes_per_s, link.latency_s, link.count,
+        )
+        for link, source, target in ends
+    )  # fmt: skip
+    names = ("from", "to", "bandwidth_bytes_per_s", "latency_s", "count", "links")
+    out = np.bincount(
+        topology.link_sources, topology.capacities_bytes_per_s, minlength=topology.num_nodes
+    )
     cut_off = _cut_off(topology)
     connected = cut_off is None
     small = topology.num_ranks <= 2048 and topology.num_ranks > 1
@@ -166,19 +167,12 @@ def _facts(topology: Topology) -> dict[str, Any]:
         "hosts": len(topology.hosts),
         "nodes": kinds,
         "links": [
-            dict(
-                zip(
-                    ("from", "to", "bandwidth_bytes_per_s", "latency_s", "count", "links"),
-                    (*key, number),
-                    strict=True,
-                )
-            )
-            for key, number in sorted(classes.items())
+            dict(zip(names, (*key, number), strict=True)) for key, number in sorted(classes.items())
         ],
         "connected": connected,
         "cut_off": cut_off,
         "farthest_latency_s": float(topology.eccentricity_s.max()) if connected and small else None,
-        "fewest_out_bytes_per_s": _least_out(topology),
+        "fewest_out_bytes_per_s": float(out[topology.rank_nodes].min()),
         "switches": [
             {"node": ability.node, "multicast": ability.multicast}
             | ({"slots": ability.aggregation.slots} if ability.aggregation else {})
@@ -186,14 +180,6 @@ def _facts(topology: Topology) -> dict[str, Any]:
         ],
         "fingerprint": topology.fingerprint,
     }
-
-
-def _least_out(topology: Topology) -> float:
-    """Return the least capacity that leaves a rank."""
-    out = np.bincount(
-        topology.link_sources, topology.capacities_bytes_per_s, minlength=topology.num_nodes
-    )
-    return float(out[topology.rank_nodes].min())
 
 
 def _described(facts: dict[str, Any]) -> list[str]:
