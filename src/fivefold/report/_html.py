@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,23 +108,17 @@ def timeline_svg(timeline: Timeline) -> Markup:
         height = max(_ROW, min(_TRACK * len(tracks), _MOST_HEIGHT))
         height = _LOAD_ROW if lane.loads else height
         rows += _row(lane, y, height)
+        size = height / max(len(tracks), 1)
         for place, track in enumerate(tracks):
-            size = height / len(tracks)
             for span in track:
                 drawn += _box(timeline, span, scale, (y + place * size, size))
         drawn += _stacked(timeline, lane.loads, scale, (y, height))
         y += height + _GAP
     height = y + _AXIS
-    return tag(
-        "svg",
-        *_ticks(timeline, scale, height),
-        *rows,
-        *drawn,
-        cls="lanes",
-        viewBox=f"0 0 {_WIDTH:g} {height:g}",
-        role="img",
-        aria_label=timeline.heading or timeline.caption or "timeline",
-    )
+    ticks = _ticks(timeline, scale, height)
+    looks = {"cls": "lanes", "viewBox": f"0 0 {_WIDTH:g} {height:g}", "role": "img"}
+    about = timeline.heading or timeline.caption or "timeline"
+    return tag("svg", *ticks, *rows, *drawn, **looks, aria_label=about)
 
 
 def _row(lane: TimelineLane, y: float, height: float) -> Iterator[Markup]:
@@ -182,22 +177,19 @@ def _stacked(
     )
     below = [0.0] * (len(moments) - 1)
     for load in loads:
+        shares = (*load.shares, 0.0)  # the last: before it begins and after it ends
         above = [
-            base + _share_at(load, moment) for base, moment in zip(below, moments[:-1], strict=True)
+            base + shares[bisect.bisect_right(load.times_s, moment) - 1]
+            for base, moment in zip(below, moments, strict=False)
         ]
         path = "".join(
             _slab(_LEFT + (a - timeline.start_s) * scale, (b - a) * scale, low, high, place)
-            for a, b, low, high in zip(moments, moments[1:], below, above, strict=False)
+            for (a, b), low, high in zip(pairwise(moments), below, above, strict=True)
             if high > low
         )
         if path:
             yield tag("path", tag("title", load.title), cls=f"k-{load.kind}", d=path)
         below = above
-
-
-def _share_at(load: LaneLoad, moment_s: float) -> float:
-    place = bisect.bisect_right(load.times_s, moment_s) - 1
-    return load.shares[place] if 0 <= place < len(load.shares) else 0.0
 
 
 def _slab(x: float, width: float, low: float, high: float, place: tuple[float, float]) -> str:
@@ -232,61 +224,48 @@ def range_rows(chart: RangeChart) -> Markup:
         return f"{round(100 * max(0.0, value) / top, 3)}%"
 
     names = [tag("b", name, style=f"left:{share(value)}") for name, value in chart.marks]
-    head = [
-        tag("div", cls="name"),
-        tag("div", *names, cls="marks", aria_hidden="true"),
-        tag("div", cls="total"),
-    ]
+    marks = tag("div", *names, cls="marks", aria_hidden="true")
+    cells = [tag("div", cls="name"), marks, tag("div", cls="total")]
     lines = [tag("s", style=f"left:{share(value)}") for _, value in chart.marks]
-    rows = []
     for row in chart.rows:
         interval = f"left:{share(row.low)};width:{share(max(0.0, row.high) - max(0.0, row.low))}"
         bar = (tag("i", style=f"width:{share(row.value)}"), tag("em", style=interval), *lines)
         about = {"role": "img", "aria_label": f"{row.label}: {row.text}"}
-        rows += [
+        cells += [
             tag("div", row.label, cls="name"),
             tag("div", *bar, cls="range", **about),
             tag("div", row.text, cls="total"),
         ]
-    return tag("div", *head, *rows, cls="bars ranges")
+    return tag("div", *cells, cls="bars ranges")
 
 
 def curve_data(chart: CurveChart) -> dict[str, Any]:
     """Return what the page's script draws of a chart."""
+
+    def axis(side: str) -> dict[str, Any]:
+        fields = ("name", "log", "from_zero", "ticks")
+        name, log, zero, ticks = (getattr(chart, f"{side}_{field}") for field in fields)
+        return {"name": name, "log": log, "zero": zero, "ticks": list(map(list, ticks))}
+
     return {
-        "x": _axis(chart.x_name, chart.x_ticks, log=chart.x_log, zero=chart.x_from_zero),
-        "y": _axis(chart.y_name, chart.y_ticks, log=chart.y_log, zero=chart.y_from_zero),
-        "marks": [[name, value] for name, value in chart.marks],
-        "curves": [
-            {
-                **_look(curve, place),
-                "name": curve.name,
-                "key": curve.in_legend,
-                "x": [_rounded(value) for value in curve.x],
-                "y": [_rounded(value) for value in curve.y],
-                "texts": list(curve.texts),
-                "width": curve.width,
-                "marker": curve.marker,
-                "filled": curve.filled,
-                "stepped": curve.stepped,
-            }
-            for place, curve in enumerate(chart.curves)
-        ],
+        "x": axis("x"),
+        "y": axis("y"),
+        "marks": chart.marks,
+        "curves": [_curve(curve, place) for place, curve in enumerate(chart.curves)],
     }
 
 
-def _look(curve: Curve, place: int) -> dict[str, str]:
-    """Return colour and dash: its own, or by its place, so that no two curves look the same."""
-    if curve.colour:
-        return {"colour": curve.colour, "dash": curve.dash}
-    dash = curve.dash or _DASHES[place // len(COLOURS) % len(_DASHES)]
-    return {"colour": COLOURS[place % len(COLOURS)], "dash": dash}
-
-
-def _axis(
-    name: str, ticks: Sequence[tuple[float, str]], *, log: bool, zero: bool
-) -> dict[str, Any]:
-    return {"name": name, "log": log, "zero": zero, "ticks": [list(tick) for tick in ticks]}
+def _curve(curve: Curve, place: int) -> dict[str, Any]:
+    """Return a curve in its own colour or by its place, so that no two curves look the same."""
+    colour, dash = curve.colour, curve.dash
+    if not colour:
+        colour = COLOURS[place % len(COLOURS)]
+        dash = dash or _DASHES[place // len(COLOURS) % len(_DASHES)]
+    kept = ("name", "texts", "width", "marker", "filled", "stepped")
+    return {name: getattr(curve, name) for name in kept} | {
+        "colour": colour, "dash": dash, "key": curve.in_legend,
+        "x": [_rounded(value) for value in curve.x], "y": [_rounded(value) for value in curve.y],
+    }  # fmt: skip
 
 
 def _rounded(value: float) -> float:
@@ -386,7 +365,7 @@ def _header(page: Page) -> Markup:
         "header",
         tag("h1", f"fivefold: {page.title}"),
         tag("p", page.finding.replace(" %", "\u00a0%"), cls="finding"),
-        *([tag("div", *tiles, cls="tiles")] if tiles else []),
+        tag("div", *tiles, cls="tiles") if tiles else "",
         *(tag("p", caveat, cls="warn", role="note") for caveat in page.caveats),
     )
 
@@ -395,8 +374,8 @@ def _section(section: PageSection, figures: dict[str, Any]) -> Markup | None:
     parts = [_part(part, figures) for part in section.parts if _holds(part)]
     if section.parts and not parts:
         return None
-    how = [tag("p", section.how, cls="how")] if section.how else []
-    return tag("section", tag("h2", section.heading), *how, *parts, id=section.key or None)
+    heading = tag("h2", section.heading)
+    return tag("section", heading, _how(section.how), *parts, id=section.key or None)
 
 
 def _holds(part: PagePart) -> bool:
@@ -423,18 +402,17 @@ def _part(part: PagePart, figures: dict[str, Any]) -> Markup:
 
 
 def _text(block: TextBlock) -> Markup:
-    heading = [tag("h3", block.heading)] if block.heading else []
     text = tag("pre", block.text) if block.verbatim else tag("p", block.text, cls="reason")
-    return join([*heading, text])
+    return join([block.heading and tag("h3", block.heading), text])
 
 
-def _how(caption: str) -> list[Markup]:
-    return [tag("p", caption, cls="how")] if caption else []
+def _how(caption: str) -> str:
+    return caption and tag("p", caption, cls="how")
 
 
-def _legend(kinds: Kinds) -> list[Markup]:
+def _legend(kinds: Kinds) -> str:
     entries = [tag("li", tag("i", cls=f"k-{kind}"), name) for kind, name in kinds]
-    return [tag("ul", *entries, cls="legend")] if entries else []
+    return tag("ul", *entries, cls="legend") if entries else ""
 
 
 def _wide(content: Markup, about: str) -> Markup:
@@ -443,20 +421,14 @@ def _wide(content: Markup, about: str) -> Markup:
 
 
 def _table(table: DataTable) -> Markup:
-    names = [
-        tag(
-            "th",
-            name,
-            scope="col",
-            title=meaning or None,
-            cls="text" if number in table.text_columns else None,
-        )
-        for number, (name, meaning) in enumerate(table.columns)
-    ]
+    names = []
+    for number, (name, meaning) in enumerate(table.columns):
+        words = "text" if number in table.text_columns else None
+        names.append(tag("th", name, scope="col", title=meaning or None, cls=words))
     rows = [_table_row(table, number, row) for number, row in enumerate(table.rows)]
-    caption = [tag("caption", table.caption)] if table.caption else []
-    head = [tag("thead", tag("tr", *names))] if any(name for name, _ in table.columns) else []
-    whole = _wide(tag("table", *caption, *head, tag("tbody", *rows)), table.caption or "table")
+    caption = table.caption and tag("caption", table.caption)
+    head = tag("thead", tag("tr", *names)) if any(name for name, _ in table.columns) else ""
+    whole = _wide(tag("table", caption, head, tag("tbody", *rows)), table.caption or "table")
     if not table.explained:
         return whole
     terms = [
@@ -491,23 +463,23 @@ def _bars(chart: BarChart) -> Markup:
             tag("span", row.total, cls="total"),
         ]
     bars = tag("div", *rows, cls="bars tight" if chart.tight else "bars")
-    return join([*_how(chart.caption), *_legend(chart.kinds), bars])
+    return join([_how(chart.caption), _legend(chart.kinds), bars])
 
 
 def _timeline(timeline: Timeline) -> Markup:
-    heading = [tag("h3", timeline.heading)] if timeline.heading else []
+    heading = timeline.heading and tag("h3", timeline.heading)
     drawing = _wide(timeline_svg(timeline), timeline.heading or "timeline")
-    return join([*heading, *_how(timeline.caption), *_legend(timeline.kinds), drawing])
+    return join([heading, _how(timeline.caption), _legend(timeline.kinds), drawing])
 
 
 def _curves(chart: CurveChart, figures: dict[str, Any]) -> Markup:
     figures[chart.key] = curve_data(chart)
     first, dot, rest = chart.caption.partition(". ")
-    caption = [tag("figcaption", tag("b", first + dot), rest)] if first else []
+    caption = first and tag("figcaption", tag("b", first + dot), rest)
     about = f"{chart.y_name} against {chart.x_name}"
     plot = tag("div", cls="plot", id=f"plot-{chart.key}", role="img", aria_label=about)
     script = "The curves need JavaScript; every other part of this page does without."
-    return tag("figure", *caption, plot, tag("noscript", tag("p", script, cls="warn")))
+    return tag("figure", caption, plot, tag("noscript", tag("p", script, cls="warn")))
 
 
 def _decisions(log: DecisionLog) -> Markup:
@@ -553,18 +525,14 @@ def _picture(picture: Picture) -> Markup:
     content = base64.b64encode(picture.content).decode("ascii")
     about = f"{picture.title}. {picture.caption}" if picture.caption else picture.title
     image = tag("img", alt=about, src=f"data:{picture.media_type};base64,{content}")
-    caption = [tag("figcaption", picture.caption)] if picture.caption else []
-    return tag("figure", *caption, image, cls="picture", tabindex="0")  # scrolls as _wide
-
-
-def _ranges(chart: RangeChart) -> Markup:
-    return join([*_how(chart.caption), range_rows(chart)])
+    caption = picture.caption and tag("figcaption", picture.caption)
+    return tag("figure", caption, image, cls="picture", tabindex="0")  # scrolls as _wide
 
 
 _DRAWN: dict[type, Callable[[Any], Markup]] = {
     DataTable: _table,
     BarChart: _bars,
-    RangeChart: _ranges,
+    RangeChart: lambda chart: join([_how(chart.caption), range_rows(chart)]),
     Timeline: _timeline,
     DecisionLog: _decisions,
     Picture: _picture,

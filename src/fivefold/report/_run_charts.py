@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any
 
-from fivefold.report._records import RankTrace, Run, Span
+from fivefold.report._records import RankTrace, Run, Span, TrainPoint, ValidationPoint
 from fivefold.report._spans import (
     LANE_CATEGORIES,
     RoundPoint,
@@ -67,24 +67,23 @@ def loss_charts(runs: Sequence[Run]) -> list[CurveChart]:
 
 def _loss_curves(runs: Sequence[Run], axis: str) -> list[Curve]:
     curves = []
+    place = attrgetter("wall_s" if axis == "wall" else axis)
     for index, (run, colour) in enumerate(zip(runs, run_colours(runs), strict=True)):
-        batches = [point for point in run.metrics.train if _drawable(point.bits_per_byte)]
-        judged = [point for point in run.metrics.validation if _drawable(point.bits_per_byte)]
-        place = attrgetter("wall_s" if axis == "wall" else axis)
+        batches, judged = (
+            [(place(point), point.bits_per_byte) for point in points if _drawable(point)]
+            for points in (run.metrics.train, run.metrics.validation)
+        )
         if batches:
-            points = [(place(point), point.bits_per_byte) for point in thinned(batches)]
-            curves.append(
-                Curve.through(run.label, points, colour=colour, width=1.2, in_legend=False)
-            )
+            looks = {"colour": colour, "width": 1.2, "in_legend": False}
+            curves.append(Curve.through(run.label, thinned(batches), **looks))
         if judged or run.metrics.train:
-            points = [(place(point), point.bits_per_byte) for point in judged]
-            marker = MARKERS[index % len(MARKERS)]
-            curves.append(Curve.through(run.label, points, colour=colour, width=2.4, marker=marker))
+            looks = {"colour": colour, "width": 2.4, "marker": MARKERS[index % len(MARKERS)]}
+            curves.append(Curve.through(run.label, judged, **looks))
     return curves
 
 
-def _drawable(value: float) -> bool:
-    return math.isfinite(value) and value > 0  # the axis is logarithmic
+def _drawable(point: TrainPoint | ValidationPoint) -> bool:
+    return math.isfinite(point.bits_per_byte) and point.bits_per_byte > 0  # the axis is logarithmic
 
 
 def _ddp_target(runs: Sequence[Run]) -> float | None:
@@ -92,7 +91,7 @@ def _ddp_target(runs: Sequence[Run]) -> float | None:
     if ddp is None or len(runs) < 2 or not validation_curve(ddp):
         return None
     target = final_bits_per_byte(ddp)
-    return target if target is not None and _drawable(target) else None
+    return target if target is not None and math.isfinite(target) and target > 0 else None
 
 
 def round_charts(runs: Sequence[Run]) -> list[CurveChart]:
@@ -140,9 +139,8 @@ def _messages_in_flight(run: Run, colour: str) -> list[Curve]:
     if not points:
         return []
     start_s = _start_s(run)
-    at_s = [point.launched_s - start_s for point in points]
-    waited = [(at, point.waited_s) for at, point in zip(at_s, points, strict=True)]
-    flown = [(at, point.in_flight_s) for at, point in zip(at_s, points, strict=True)]
+    waited = [(point.launched_s - start_s, point.waited_s) for point in points]
+    flown = [(point.launched_s - start_s, point.in_flight_s) for point in points]
     below = tuple(f"waited {y:.3g} s at {x:.1f} s" for x, y in waited)
     above = tuple(f"in flight {y:.3g} s at {x:.1f} s" for x, y in flown)
     looks: dict[str, Any] = {"width": 1.0, "dash": "2 3", "filled": True, "in_legend": False}
@@ -162,12 +160,9 @@ def _local_steps(run: Run, colour: str) -> list[Curve]:
     curves = []
     for rank, points in enumerate([by_rank[0], *others[:_MOST_OTHER_RANKS]]):
         steps = [(point.launched_s - start_s, point.local_steps) for point in thinned(points)]
-        looks = {"width": 1.1, "dash": "6 4"} if rank else {"width": 2.2}
-        curves.append(
-            Curve.through(
-                run.label, steps, colour=colour, stepped=True, in_legend=rank == 0, **looks
-            )
-        )
+        looks: dict[str, Any] = {"width": 1.1, "dash": "6 4"} if rank else {"width": 2.2}
+        looks |= {"colour": colour, "stepped": True, "in_legend": rank == 0}
+        curves.append(Curve.through(run.label, steps, **looks))
     if run.metrics.tau:
         curves.append(_decisions(run, colour))
     return curves
@@ -186,20 +181,14 @@ def _decisions(run: Run, colour: str) -> Curve:
 
 
 def _gap(run: Run, colour: str) -> list[Curve]:
-    points = [
-        (point.step, gap)
-        for point in run.metrics.sync
-        if (gap := point.last_staleness_gap) is not None and math.isfinite(gap)
-    ]
+    gaps = ((point.step, point.last_staleness_gap) for point in run.metrics.sync)
+    points = [(step, gap) for step, gap in gaps if gap is not None and math.isfinite(gap)]
     return _whole_curve(run, points, colour) if any(gap != 1.0 for _, gap in points) else []
 
 
 def _sent(run: Run, colour: str) -> list[Curve]:
-    points = [
-        (point.step, sent / 1e6)
-        for point in run.metrics.sync
-        if (sent := point.sent_bytes) is not None
-    ]
+    sizes = ((point.step, point.sent_bytes) for point in run.metrics.sync)
+    points = [(step, size / 1e6) for step, size in sizes if size is not None]
     points = points or _sent_by_spans(run)
     return _whole_curve(run, points, colour) if any(size > 0 for _, size in points) else []
 

@@ -20,31 +20,23 @@ Kinds = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class DataTable:
-    """Rows of text.
+    """Rows of text: a cell for each column, the first being the row's name.
 
-    Args:
-        columns: Name and meaning of each.
-        rows: Text of each cell, the first being the row's name. A name and one more cell: that
-            cell spans all columns.
-        caption: What it lists.
-        text_columns: Which columns are words; the others are figures.
-        marked: Rows that stand out.
-        badges: Row and a word beside its name.
-        shades: Depth of each cell's background from 0 to 1, by row, without the names.
-        explained: Whether the meanings of the columns are listed below.
+    A row of a name and one more cell: that cell spans all columns.
 
     Raises:
         ConfigurationError: A row has another number of cells than there are columns.
     """
 
-    columns: tuple[tuple[str, str], ...]
+    columns: tuple[tuple[str, str], ...]  # name and meaning of each
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
-    text_columns: tuple[int, ...] = ()
-    marked: tuple[int, ...] = ()
-    badges: tuple[tuple[int, str], ...] = ()
+    text_columns: tuple[int, ...] = ()  # which are words; the others are figures
+    marked: tuple[int, ...] = ()  # rows that stand out
+    badges: tuple[tuple[int, str], ...] = ()  # row, and a word beside its name
+    # Depth of each cell's background from 0 to 1, by row, without the names.
     shades: tuple[tuple[float, ...], ...] = ()
-    explained: bool = False
+    explained: bool = False  # whether the meanings of the columns are listed below
 
     @classmethod
     def of(cls, names: Sequence[str], rows: Iterable[tuple[str, ...]], **looks: Any) -> DataTable:
@@ -75,21 +67,13 @@ class BarRow:
 
 @dataclass(frozen=True, kw_only=True)
 class BarChart:
-    """Stacked bars.
-
-    Args:
-        rows: The bars; lengths in one unit.
-        kinds: For the legend.
-        caption: What they show.
-        tight: Whether there are many: thinner, in groups that begin with a label.
-        full: Length of the whole track; None takes the longest bar, 0 makes each bar the whole.
-    """
+    """Stacked bars, whose lengths are in one unit."""
 
     rows: tuple[BarRow, ...]
-    kinds: Kinds = ()
+    kinds: Kinds = ()  # for the legend
     caption: str = ""
-    tight: bool = False
-    full: float | None = None
+    tight: bool = False  # whether there are many: thinner, in groups that begin with a label
+    full: float | None = None  # the whole track; None: the longest bar, 0: each bar is the whole
 
     def shares(self, row: BarRow) -> tuple[float, ...]:
         """Return what each segment of a row takes of the track, from 0 to 1."""
@@ -125,50 +109,33 @@ class RangeChart:
 
 @dataclass(frozen=True, kw_only=True)
 class LaneSpan:
-    """A box on a timeline.
-
-    Args:
-        start_s: Where it begins.
-        end_s: Where it ends.
-        kind: Its colour.
-        title: What a pointer over it tells, beside its length.
-        label: Written into it where there is room.
-        group: Spans of different groups never share a track of their lane.
-    """
+    """A box on a timeline."""
 
     start_s: float
     end_s: float
-    kind: str
-    title: str
-    label: str = ""
-    group: int = 0
+    kind: str  # its colour
+    title: str  # what a pointer over it tells, beside its length
+    label: str = ""  # written into it where there is room
+    group: int = 0  # spans of different groups never share a track of their lane
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaneLoad:
     """Load that one of several puts on a lane, in steps.
 
-    Args:
-        kind: Its colour.
-        title: What a pointer over it tells.
-        times_s: Where each step begins; the last is where it ends.
-        shares: Of the lane's capacity from each time to the next; one fewer than times.
-
     Raises:
         ConfigurationError: The numbers of times and shares do not go together.
     """
 
-    kind: str
-    title: str
-    times_s: tuple[float, ...]
-    shares: tuple[float, ...]
+    kind: str  # its colour
+    title: str  # what a pointer over it tells
+    times_s: tuple[float, ...]  # where each step begins; the last is where it ends
+    shares: tuple[float, ...]  # of the lane's capacity from each time to the next
 
     def __post_init__(self) -> None:
         if len(self.times_s) != len(self.shares) + 1:
-            raise ConfigurationError(
-                f"{len(self.shares)} shares need {len(self.shares) + 1} times; "
-                f"got {len(self.times_s)}"
-            )
+            needed = f"{len(self.shares)} shares need {len(self.shares) + 1} times"
+            raise ConfigurationError(f"{needed}; got {len(self.times_s)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,26 +155,17 @@ class TimelineLane:
 class Timeline:
     """Rows over one stretch of time.
 
-    Args:
-        lanes: The rows.
-        start_s: Where the stretch begins; ticks count from here.
-        end_s: Where it ends.
-        kinds: For the legend.
-        caption: How to read it.
-        heading: What it is of, where there are several.
-        touching_s: Boxes that overlap by less lie side by side.
-
     Raises:
         ConfigurationError: The stretch has no length.
     """
 
     lanes: tuple[TimelineLane, ...]
-    start_s: float
+    start_s: float  # ticks count from here
     end_s: float
-    kinds: Kinds = ()
-    caption: str = ""
-    heading: str = ""
-    touching_s: float = 0.0
+    kinds: Kinds = ()  # for the legend
+    caption: str = ""  # how to read it
+    heading: str = ""  # what it is of, where there are several
+    touching_s: float = 0.0  # boxes that overlap by less lie side by side
 
     def __post_init__(self) -> None:
         if not self.end_s > self.start_s:
@@ -220,34 +178,21 @@ class Timeline:
 class Curve:
     """One curve, or a set of points.
 
-    Args:
-        name: Of what; curves of one name are shown and hidden together.
-        x: Positions to the right.
-        y: Positions upward.
-        texts: What a pointer near each point tells; empty for the two numbers.
-        colour: As CSS has it; empty for the next of the page's own.
-        width: Of the line; 0 draws no line.
-        dash: SVG's pattern of dashes.
-        marker: ``"circle"``, ``"diamond"``, ``"square"``, ``"triangle"`` or nothing.
-        filled: Whether the area below it is filled.
-        stepped: Whether it goes up and then right, as a count does.
-        in_legend: Whether its name is listed.
-
     Raises:
         ConfigurationError: There are not as many positions upward as to the right, or one of them
             is not finite.
     """
 
-    name: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    texts: tuple[str, ...] = ()
-    colour: str = ""
-    width: float = 2.0
-    dash: str = ""
-    marker: str = ""
-    filled: bool = False
-    stepped: bool = False
+    name: str  # curves of one name are shown and hidden together
+    x: tuple[float, ...]  # to the right
+    y: tuple[float, ...]  # upward
+    texts: tuple[str, ...] = ()  # what a pointer near each point tells; empty: the two numbers
+    colour: str = ""  # as CSS has it; empty for the next of the page's own
+    width: float = 2.0  # of the line; 0 draws none
+    dash: str = ""  # SVG's pattern
+    marker: str = ""  # "circle", "diamond", "square" or "triangle"
+    filled: bool = False  # the area below it
+    stepped: bool = False  # whether it goes up and then right, as a count does
     in_legend: bool = True
 
     def __post_init__(self) -> None:
@@ -269,42 +214,27 @@ class Curve:
 class CurveChart:
     """Curves of one quantity against another, to hover over and to zoom into.
 
-    Args:
-        key: Unique name of the chart on its page.
-        x_name: What lies to the right, with its unit.
-        y_name: What lies upward, with its unit.
-        curves: The curves, the last on top.
-        caption: How to read it; its first sentence stands out.
-        x_log: Whether the axis to the right is logarithmic.
-        y_log: Whether the axis upward is.
-        x_ticks: Positions and texts of its ticks; empty for round numbers.
-        y_ticks: The same upward.
-        x_from_zero: Whether the axis begins at 0.
-        y_from_zero: The same upward.
-        marks: Name and height of horizontal lines to compare with.
-
     Raises:
         ConfigurationError: A logarithmic axis would have to show 0 or less.
     """
 
-    key: str
-    x_name: str
-    y_name: str
-    curves: tuple[Curve, ...]
-    caption: str = ""
+    key: str  # unique on its page
+    x_name: str  # what lies to the right, with its unit
+    y_name: str  # what lies upward
+    curves: tuple[Curve, ...]  # the last on top
+    caption: str = ""  # how to read it; its first sentence stands out
     x_log: bool = False
     y_log: bool = False
-    x_ticks: tuple[tuple[float, str], ...] = ()
+    x_ticks: tuple[tuple[float, str], ...] = ()  # positions and texts; empty for round numbers
     y_ticks: tuple[tuple[float, str], ...] = ()
     x_from_zero: bool = False
     y_from_zero: bool = False
-    marks: tuple[tuple[str, float], ...] = ()
+    marks: tuple[tuple[str, float], ...] = ()  # name and height of lines to compare with
 
     def __post_init__(self) -> None:
         for curve in self.curves:
-            if (self.x_log and min(curve.x, default=1) <= 0) or (
-                self.y_log and min(curve.y, default=1) <= 0
-            ):
+            shown = (*(curve.x if self.x_log else ()), *(curve.y if self.y_log else ()))
+            if min(shown, default=1) <= 0:
                 raise ConfigurationError(
                     f"curve {curve.name!r} does not fit the logarithmic axis of {self.key!r}"
                 )
@@ -312,29 +242,17 @@ class CurveChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """A decision: who took it, from what, against which alternatives.
-
-    Args:
-        who: Who decided.
-        about: What it was about.
-        decision: What was decided.
-        taken: Whether a change came of it.
-        alternatives: Name and predicted seconds of what was weighed.
-        chosen: Which of the alternatives it was; None where a rule decided.
-        inputs: What was used, and who owns it.
-        allowed_by: What let those inputs through.
-        round: When it was taken.
-    """
+    """A decision: who took it, from what, against which alternatives."""
 
     who: str
     about: str
     decision: str
-    taken: bool = True
-    alternatives: tuple[tuple[str, float], ...] = ()
-    chosen: str | None = None
-    inputs: tuple[tuple[str, str], ...] = ()
-    allowed_by: tuple[str, ...] = ()
-    round: int = 0
+    taken: bool = True  # whether a change came of it
+    alternatives: tuple[tuple[str, float], ...] = ()  # name and predicted seconds
+    chosen: str | None = None  # which of them; None where a rule decided
+    inputs: tuple[tuple[str, str], ...] = ()  # what was used, and who owns it
+    allowed_by: tuple[str, ...] = ()  # what let those inputs through
+    round: int = 0  # when it was taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,17 +298,9 @@ class SideBySide:
 
 
 PagePart = (
-    DataTable
-    | BarChart
-    | RangeChart
-    | Timeline
-    | CurveChart
-    | DecisionLog
-    | Picture
-    | TextBlock
-    | Folded
-    | SideBySide
-)
+    DataTable | BarChart | RangeChart | Timeline | CurveChart | DecisionLog | Picture | TextBlock
+    | Folded | SideBySide
+)  # fmt: skip
 """What a section of a page may hold."""
 
 
@@ -411,14 +321,6 @@ class PageSection:
 class Page:
     """A page about runs, a plan, a simulation, an ablation or an algorithm.
 
-    Args:
-        title: Title of the page.
-        finding: The result in a sentence or two.
-        tiles: The few figures to see first: value, what it is, more about it.
-        caveats: What a reader must know to believe the right things.
-        sections: The page's parts.
-        command: How to make it again.
-
     Examples:
         >>> table = DataTable(columns=(("job", ""), ("time", "")), rows=(("a", "1 s"),))
         >>> sections = (PageSection(heading="Jobs", parts=(table,)),)
@@ -426,11 +328,11 @@ class Page:
     """
 
     title: str
-    finding: str
-    tiles: tuple[tuple[str, str, str], ...] = ()
-    caveats: tuple[str, ...] = ()
+    finding: str  # the result in a sentence or two
+    tiles: tuple[tuple[str, str, str], ...] = ()  # figures to see first: value, what it is, more
+    caveats: tuple[str, ...] = ()  # what a reader must know to believe the right things
     sections: tuple[PageSection, ...] = ()
-    command: str = ""
+    command: str = ""  # how to make it again
 
 
 _MOST_SVG_BYTES = 90_000  # beyond, the same picture in pixels is smaller and draws faster
