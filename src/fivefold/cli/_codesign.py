@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -135,7 +135,7 @@ def simulate_command(  # noqa: PLR0913 - each option is a parameter
     if chakra is not None:
         _write_traces(chakra, topology, specs, found)
     if report is not None:
-        write_page(plan_page(topology, specs, found, command=typed_command(sys.argv)), report)
+        write_page(plan_page(topology, specs, found), report)
     if as_json:
         write_json(_record(specs, found))
         return
@@ -197,9 +197,7 @@ def ablate_command(  # noqa: PLR0913 - each option is a parameter
             progress=lambda done, total: show("ablation", done, total),
         )
     if report is not None:
-        write_page(
-            ablation_page(rows, cluster=topology.name, command=typed_command(sys.argv)), report
-        )
+        write_page(ablation_page(rows, cluster=topology.name), report)
     if as_json:
         write_json([asdict(row) for row in rows])
         return
@@ -324,7 +322,8 @@ def flags_of(text: str) -> CoDesigns:
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Write a page and say where it is."""
+    """Write the page of what the command line asked for, and say where it is."""
+    page = replace(page, command=typed_command(sys.argv))
     typer.echo(f"report: {write_html(page, path)}", err=True)
 
 

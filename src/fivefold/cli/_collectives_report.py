@@ -52,10 +52,10 @@ _EQUAL = 1e-6  # relative: closer than that is a draw
 
 @dataclass(frozen=True)
 class Price:
-    """Times of one algorithm."""
+    """Times of one algorithm, by message size."""
 
     name: str
-    kind: str
+    kind: str  # library, synthesized or bound
     times_s: tuple[float, ...]
 
 
@@ -74,14 +74,13 @@ def price_sizes(
     rivals = _rivals(found, network)
     work = found.num_transfers + sum(schedule.num_transfers for schedule in rivals.values())
     sizes = _sizes(size_bytes, _POINTS if work <= _MANY else _FEW_POINTS)
-    named = {name.replace("_", " "): schedule for name, schedule in rivals.items()}
 
     def priced(name: str, kind: str, schedule: Schedule) -> Price:
         times = (evaluate(schedule, network, size_bytes=size, model=model) for size in sizes)
-        return Price(name, kind, tuple(float(timing.total_s) for timing in times))
+        return Price(name.replace("_", " "), kind, tuple(float(one.total_s) for one in times))
 
-    label = f"{found.name.replace('_', ' ')}, chosen for {format_bytes(size_bytes)}"
-    curves = [priced(name, "library", schedule) for name, schedule in named.items()]
+    curves = [priced(name, "library", schedule) for name, schedule in rivals.items()]
+    label = f"{found.name}, chosen for {format_bytes(size_bytes)}"
     curves += [priced(label, "synthesized", found), *_bound(found, network, sizes)]
     return Prices(sizes, tuple(curves))
 
@@ -92,22 +91,20 @@ def fastest_ranges(prices: Prices, *kinds: str) -> tuple[tuple[str, str], ...]:
     rivals.sort(key=lambda price: price.kind != "synthesized")  # a draw is the synthesized one's
     if not rivals:
         return ()
-    winners = [_fastest(rivals, place) for place in range(len(prices.sizes_bytes))]
-    limits: list[tuple[float, Price]] = [(prices.sizes_bytes[0], winners[0])]
-    for place, winner in enumerate(winners[1:], start=1):
-        if winner is not winners[place - 1]:
-            limits.append((_crossing(prices, winners[place - 1], winner, place), winner))
+    limits: list[tuple[float, Price]] = []
+    for place, size in enumerate(prices.sizes_bytes):
+        # The first that is as fast as any; rounding decides nothing.
+        least_s = min(price.times_s[place] for price in rivals) * (1 + _EQUAL)
+        winner = next(price for price in rivals if price.times_s[place] <= least_s)
+        if not limits:
+            limits.append((size, winner))
+        elif winner is not limits[-1][1]:
+            limits.append((_crossing(prices, limits[-1][1], winner, place), winner))
     ends = [limit for limit, _ in limits[1:]] + [prices.sizes_bytes[-1]]
     return tuple(
         (f"{format_bytes(start)} to {format_bytes(end)}", winner.name)
         for (start, winner), end in zip(limits, ends, strict=True)
     )
-
-
-def _fastest(rivals: list[Price], place: int) -> Price:
-    """Return the first that is as fast as any; rounding decides nothing."""
-    least_s = min(price.times_s[place] for price in rivals) * (1 + _EQUAL)
-    return next(price for price in rivals if price.times_s[place] <= least_s)
 
 
 def _crossing(prices: Prices, before: Price, after: Price, place: int) -> float:
@@ -239,15 +236,15 @@ def collective_page(found: Synthesis, network: Topology, asked: Asked) -> Page:
         title=f"collectives: {what}",
         finding=_finding(found, what),
         tiles=_tiles(found),
-        caveats=_caveats(network),
+        caveats=(_NO_LATENCY,) if network.num_links and not network.latencies_s.any() else (),
         sections=(
             PageSection(
                 heading="Asked and found",
                 parts=(
                     SideBySide(
                         parts=(
-                            _pairs("Asked", _question(network, asked, timing)),
-                            _pairs("Found", _answer(found, network, timing)),
+                            _words(("", ""), _question(network, asked, timing), "Asked"),
+                            _words(("", ""), _answer(found, network, timing), "Found"),
                         )
                     ),
                 ),
@@ -256,7 +253,7 @@ def collective_page(found: Synthesis, network: Topology, asked: Asked) -> Page:
                 heading=f"Why nothing can be faster than {format_seconds(bound_s)}",
                 how="The bound is computed apart from the search, from the topology alone. A gap "
                 "above it may be the algorithm's fault or the bound's.",
-                parts=(TextBlock(text=_reason(found.bound, network) or "No bound is known."),),
+                parts=(TextBlock(_reason(found.bound, network) or "No bound is known."),),
             ),
             _methods(found),
             *_pictures(found, network, timing),
@@ -291,8 +288,8 @@ def _gap(found: Synthesis, time_s: float | None) -> str:
     return "0 %" if gap < _PROVED else format_percent(gap)
 
 
-def _pairs(caption: str, facts: tuple[tuple[str, str], ...]) -> DataTable:
-    return DataTable(columns=(("", ""), ("", "")), rows=facts, caption=caption, text_columns=(1,))
+def _words(names: tuple[str, str], facts: tuple[tuple[str, str], ...], caption: str) -> DataTable:
+    return DataTable.of(names, facts, caption=caption, text_columns=(1,))
 
 
 def _methods(found: Synthesis) -> PageSection:
@@ -325,20 +322,12 @@ def _methods(found: Synthesis) -> PageSection:
 
 
 def _sizes_section(prices: Prices, found: Synthesis) -> PageSection:
+    names = ("message size", "fastest")
     textbook = ("library", "synthesized") if found.method == "library" else ("library",)
-    fastest = fastest_ranges(prices, "synthesized", "library")
-    captions = (
-        ("Fastest of all, by message size; each limit is where two curves cross", fastest),
-        ("Fastest of the library alone", fastest_ranges(prices, *textbook)),
-    )
-    tables = tuple(
-        DataTable(
-            columns=(("message size", ""), ("fastest", "")),
-            rows=ranges,
-            caption=caption,
-            text_columns=(1,),
-        )
-        for caption, ranges in captions
+    caption = "Fastest of all, by message size; each limit is where two curves cross"
+    tables = (
+        _words(names, fastest_ranges(prices, "synthesized", "library"), caption),
+        _words(names, fastest_ranges(prices, *textbook), "Fastest of the library alone"),
     )
     return PageSection(
         heading="Other message sizes",
@@ -374,24 +363,19 @@ def _size_chart(
     prices: Prices, bound: Price | None, y_ticks: tuple[tuple[float, str], ...], caption: str
 ) -> CurveChart:
     curves = []
-    for price in prices.curves:
-        if bound is not None and price is bound:
+    # What was synthesized is drawn last, on top.
+    for price in sorted(prices.curves, key=lambda price: price.kind == "synthesized"):
+        if price is bound:
             continue
         least_s = (1.0,) * len(price.times_s) if bound is None else bound.times_s
-        known = [
-            (size, time_s, time_s / least)
-            for size, time_s, least in zip(prices.sizes_bytes, price.times_s, least_s, strict=True)
-            if time_s > 0
-        ]
-        texts = tuple(
-            _point(size, time_s, share if bound else None) for size, time_s, share in known
-        )
-        points = [(size, share) for size, _, share in known]
-        curves.append(Curve.through(price.name, points, texts=texts, **_LOOKS.get(price.kind, {})))
-    # What was synthesized is drawn last, on top.
-    own = next((n for n, price in enumerate(prices.curves) if price.kind == "synthesized"), None)
-    if own is not None and own < len(curves):
-        curves.append(curves.pop(own))
+        points, texts = [], []
+        for size, time_s, least in zip(prices.sizes_bytes, price.times_s, least_s, strict=True):
+            if time_s > 0:
+                share = "" if bound is None else f"\n{time_s / least:.2f} of the bound"
+                points.append((size, time_s / least))
+                texts.append(f"{format_bytes(size)}: {format_duration_s(time_s)}{share}")
+        looks = _LOOKS.get(price.kind, {})
+        curves.append(Curve.through(price.name, points, texts=tuple(texts), **looks))
     return CurveChart(
         key="collective-time" if bound is None else "collective-gap",
         x_name="message size",
@@ -403,11 +387,6 @@ def _size_chart(
         x_ticks=_decades(prices.sizes_bytes, format_bytes),
         y_ticks=y_ticks,
     )
-
-
-def _point(size: float, time_s: float, share: float | None) -> str:
-    text = f"{format_bytes(size)}: {format_duration_s(time_s)}"
-    return text if share is None else f"{text}\n{share:.2f} of the bound"
 
 
 def _decades(
@@ -430,12 +409,6 @@ def _finding(found: Synthesis, what: str) -> str:
         return f"{by}. There is no lower bound to compare it with."
     share = f"{100 * found.gap:.1f} %" if found.gap < 10 else f"{1 + found.gap:.1f} times"
     return f"{by}. Nothing can take less than {least}: it is within {share} of the optimum."
-
-
-def _caveats(network: Topology) -> tuple[str, ...]:
-    if network.num_links and not network.latencies_s.any():
-        return (_NO_LATENCY,)
-    return ()
 
 
 def _reason(bound: Bound, network: Topology) -> str:
@@ -534,4 +507,4 @@ def _recipes(asked: Asked) -> tuple[TextBlock, ...]:
     if asked.collective in _RUN_BY_BACKEND:
         text = _BACKEND.format(file=f"{stem}.json", collective=asked.collective)
         recipes.append(("Under torch.distributed, in the training script", text))
-    return tuple(TextBlock(text=text, heading=name, verbatim=True) for name, text in recipes)
+    return tuple(TextBlock(text, heading=name, verbatim=True) for name, text in recipes)

@@ -54,7 +54,6 @@ class _Demo:
     folder: Path
     spec: LabSpec
     steps: int
-    console: Console
 
     def write(self, method: str, *, steps: int) -> Path:
         """Write the configuration of one method, before it is planned."""
@@ -120,10 +119,7 @@ def demo_command(
     with FolderLock(output, "--output"):
         _clear(output)
         demo = _Demo(
-            folder=output,
-            spec=LabSpec(hosts=_HOSTS, rate=rate, mtu=_FRAME_BYTES),
-            steps=steps,
-            console=console,
+            folder=output, spec=LabSpec(hosts=_HOSTS, rate=rate, mtu=_FRAME_BYTES), steps=steps
         )
         console.rule("[bold]1/4 profile: the link, and the model's step on both hosts")
         cluster = demo.profile()

@@ -143,11 +143,6 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     Raises:
         FivefoldError: Whatever reading or writing met; the entry point prints it.
     """
-    if source in {"debian", "wordnet"} and not Path(source).exists():
-        raise ArgumentError(
-            f"{source} is no source of this command any more",
-            hint=f"python -m benchmarks.gnn.real_graphs {source} FOLDER makes this data set",
-        )
     arrays = _pairs(array, "array", ("features", "labels", "weights", "edge_features", *_SPLITS))
     options = SourceOptions(
         kind=kind,

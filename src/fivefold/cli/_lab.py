@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -56,7 +55,6 @@ with later():
     from fivefold.lab import LabResult, LabSpec, clean_lab, probe_capabilities, run_lab
     from fivefold.lab.capabilities import Capabilities
     from fivefold.network.topology import Topology, read_topology
-    from fivefold.report.format import typed_command
     from fivefold.report.page import DataTable
 
 
@@ -105,8 +103,7 @@ def execute_command(  # noqa: PLR0913 - each option is a parameter
     measured, result = run_in_the_lab(topology, specs, found.plan, timeout_s=seconds_of(timeout))
     predicted = found.outcome.iteration_s
     if report is not None:
-        page = plan_page(topology, specs, found, measured=measured, command=typed_command(sys.argv))
-        write_page(page, report)
+        write_page(plan_page(topology, specs, found, measured=measured), report)
     if as_json:
         times = {
             name: {"predicted_s": predicted[name], "measured_s": measured[name]}
@@ -274,19 +271,21 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
     if topology is not None:  # the rate is that of a generated one's links
         described = topology_of(topology, bandwidth=rate)
         links = {"hosts": described.num_ranks, "topology": described.to_toml()}
+    classes_of = _by_host("--host-class", host_class, example="1=0")
     with typed_arguments():
         spec = LabSpec(
             **links, delay=delay, jitter=jitter, loss=loss, nproc_per_host=nproc_per_host,
             mtu=mtu, seed=seed, classes=classes,
-            host_rates=_by_host("--host-rate", host_rate or [], example="1=50Mbit/s"),
-            host_classes=_host_classes(host_class or []),
+            host_rates=_by_host("--host-rate", host_rate, example="1=50Mbit/s"),
+            host_classes={host: int(own) for host, own in classes_of.items()},
             aggregators={node: {} for node in sum_at or []},
         )  # fmt: skip
     if len(command) == 1 and command[0].endswith(".json"):  # a plan: no program is called so
         _run_plan(Path(command[0]), spec, timeout)
         return
+    timeout_s = None if timeout is None else seconds_of(timeout)
     result = run_lab(
-        spec, command, timeout_s=None if timeout is None else seconds_of(timeout), grace_s=seconds_of(grace),
+        spec, command, timeout_s=timeout_s, grace_s=seconds_of(grace),
         log_folder=log_folder, allow_unshaped=allow_unshaped, stream=not quiet,
     )  # fmt: skip
     _summarise(spec, result)
@@ -333,27 +332,18 @@ def _run_plan(path: Path, spec: LabSpec, timeout: str | None) -> None:
     show_measured(order.jobs, order.plan, predicted, *measured)
 
 
-def _by_host(option: str, texts: list[str], *, example: str) -> dict[int, str]:
+def _by_host(option: str, texts: list[str] | None, *, example: str) -> dict[int, str]:
     found = {}
-    for text in texts:
+    for text in texts or []:
         host, separator, value = text.partition("=")
-        if not separator or not host.strip().isdecimal():
-            name = option.rpartition("-")[2].upper()
+        name = option.rpartition("-")[2].upper()
+        numbers = (host, value) if name == "CLASS" else (host,)
+        if not separator or not all(number.strip().isdecimal() for number in numbers):
             raise ArgumentError(
                 f"{option} {text!r} is not HOST={name}", hint=f"write for example {example}"
             )
         found[int(host)] = value.strip()
     return found
-
-
-def _host_classes(texts: list[str]) -> dict[int, int]:
-    found = _by_host("--host-class", texts, example="1=0")
-    for host, own in found.items():
-        if not own.isdecimal():
-            raise ArgumentError(
-                f"--host-class {host}={own} names no class", hint="classes are numbered from 0"
-            )
-    return {host: int(own) for host, own in found.items()}
 
 
 def _summarise(spec: LabSpec, result: LabResult) -> None:

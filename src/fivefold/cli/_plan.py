@@ -11,8 +11,7 @@ import io
 import json
 import os
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -44,7 +43,6 @@ from fivefold.units import format_bytes, format_duration_s
 
 with later():
     from fivefold.report import print_page
-    from fivefold.report.format import typed_command
     from fivefold.report.page import DataTable
     from fivefold.runs import write_text
     from fivefold.strategy import (
@@ -192,25 +190,28 @@ def _record(outcome: ClusterOutcome, tokens: float, price: Price | None) -> dict
     return record
 
 
-_ROWS = (
-    ("GPUs", "gpus", "{:,}"), ("split", "split", "{}"), ("how", "settings", "{}"),
-    ("beside compute", "beside_compute", "{}"), ("micro-batches", "micro_batches", "{:,}"),
-    ("iteration", "iteration_s", ""), ("tokens/s", "tokens_per_s", "{:,.0f}"),
-    ("tokens/s/GPU", "tokens_per_s_per_gpu", "{:,.0f}"), ("MFU", "mfu", "{:.1%}"),
-    ("memory in GiB", "memory_gib", "{:.1f}"), ("GPU hours", "gpu_hours", "{:,.0f}"),
-    ("days", "days", "{:,.1f}"), ("cost", "cost", "{:,.0f}"),
-    ("network half as fast", "network_half_change", "{:+.1%}"),
-    ("network twice as fast", "network_twice_change", "{:+.1%}"),
-    ("no plan", "problem", "{}"),
+_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("GPUs", "gpus", "{:,}".format), ("split", "split", str), ("how", "settings", str),
+    ("beside compute", "beside_compute", str), ("micro-batches", "micro_batches", "{:,}".format),
+    ("iteration", "iteration_s", format_duration_s), ("tokens/s", "tokens_per_s", "{:,.0f}".format),
+    ("tokens/s/GPU", "tokens_per_s_per_gpu", "{:,.0f}".format), ("MFU", "mfu", "{:.1%}".format),
+    ("memory in GiB", "memory_gib", "{:.1f}".format), ("GPU hours", "gpu_hours", "{:,.0f}".format),
+    ("days", "days", "{:,.1f}".format), ("cost", "cost", "{:,.0f}".format),
+    ("network half as fast", "network_half_change", "{:+.1%}".format),
+    ("network twice as fast", "network_twice_change", "{:+.1%}".format),
+    ("no plan", "problem", str),
 )  # fmt: skip
 
 
 def _show(model: ModelSpec, records: Sequence[dict[str, Any]], tokens: float) -> None:
-    rows = tuple(
-        (label, *(_cell(record, name, form) for record in records))
-        for label, name, form in _ROWS
-        if any(name in record for record in records)
-    )
+    rows = []
+    for label, name, write in _ROWS:
+        if any(name in record for record in records):
+            cells = [write(record[name]) if name in record else "" for record in records]
+            if name == "cost":
+                cells = [f"{cell} {one.get('currency', '')}".strip() for cell, one in
+                         zip(cells, records, strict=True)]  # fmt: skip
+            rows.append((label, *cells))
     table = DataTable.of(("", *(record["cluster"] for record in records)), rows)
     best = [record for record in records if "gpu_hours" in record]
     key = "cost" if len({record.get("currency") for record in best}) == 1 else "gpu_hours"
@@ -226,15 +227,6 @@ def _show(model: ModelSpec, records: Sequence[dict[str, Any]], tokens: float) ->
         "it predicted, none run"
     )
     show(f"{model.name}, {tokens / 1e9:,.4g} billion tokens", table, *lines)
-
-
-def _cell(record: dict[str, Any], name: str, form: str) -> str:
-    if name not in record:
-        return ""
-    if name == "iteration_s":
-        return format_duration_s(record[name])
-    text = form.format(record[name])
-    return f"{text} {record['currency']}" if name == "cost" else text
 
 
 Form = Literal["text", "json", "csv", "github"]
@@ -450,7 +442,7 @@ def plan_command(  # noqa: PLR0913 - each option is a parameter
         text = runnable(target, planned, found.best[0], where, base=torchtitan_base)
         write_text(output, text)
     if report is not None:
-        write_page(split_page(found, command=typed_command(sys.argv)), report)
+        write_page(split_page(found), report)
     _put_out(form, found)
     if output is not None:
         typer.echo(f"written: {output}", err=True)

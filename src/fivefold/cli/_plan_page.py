@@ -76,8 +76,8 @@ class FoundPlans:
         return error_bar(self.job.model, self.cluster.device, best.plan, time_s=best.time_s)
 
 
-def split_page(found: FoundPlans, *, command: str = "") -> Page:
-    """Return the page of a search, or of one plan that was judged; ``command`` makes it again."""
+def split_page(found: FoundPlans) -> Page:
+    """Return the page of a search, or of one plan that was judged."""
     job, cluster, best, result = found.job, found.cluster, found.best, found.result
     first = best[0]
     labels = [f"{number + 1}: {degrees_of(one.plan)}" for number, one in enumerate(best)]
@@ -133,7 +133,6 @@ def split_page(found: FoundPlans, *, command: str = "") -> Page:
         tiles=tuple(tiles),
         caveats=(_PREDICTED,),
         sections=tuple(sections),
-        command=command,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,32 +63,27 @@ _BUSY = 0.05  # share of the time without a processor that spoils a measurement
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredJob:
-    """Times of the trainer's step and its all-reduces."""
+    """Times of the trainer's step, and of all-reduces by their bytes."""
 
     config: TrainConfig
     times: StepTimes
-    sizes_bytes: tuple[int, ...]
-    all_reduces_s: tuple[float, ...]
+    all_reduces_s: Mapping[int, float]
 
 
 def measure_job(config: TrainConfig, ranks: Ranks) -> MeasuredJob:
     """Time the step of a configuration, and all-reduces of its gradients; a collective call."""
     times = measure_steps(config, ranks)
     whole = 4 * times.num_parameters
-    sizes = (max(whole // 4, 4), whole)
-    found = measure_all_reduce(ranks, sizes) if ranks.world_size > 1 else []
-    return MeasuredJob(config=config, times=times, sizes_bytes=sizes, all_reduces_s=tuple(found))
+    sizes = (max(whole // 4, 4), whole) if ranks.world_size > 1 else ()
+    found = dict(zip(sizes, measure_all_reduce(ranks, sizes), strict=True)) if sizes else {}
+    return MeasuredJob(config=config, times=times, all_reduces_s=found)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCluster:
-    """All that one profile found.
+    """All that one profile found: the links, what plain kernels reach, the trainer's step.
 
-    Args:
-        profile: The links.
-        rates: What plain kernels reach.
-        base: The known cluster whose constants stand where nothing was measured.
-        step: The trainer's step; None where no job was given.
+    Constants of ``base``, the known cluster, stand where nothing was measured.
     """
 
     profile: Profile
@@ -162,7 +158,8 @@ class MeasuredCluster:
         if self.step is not None and self.step.all_reduces_s:
             outer = calibrated_fabric(
                 self.cluster(), ranks=self.profile.num_ranks,
-                sizes_bytes=self.step.sizes_bytes, times_s=self.step.all_reduces_s,
+                sizes_bytes=tuple(self.step.all_reduces_s),
+                times_s=tuple(self.step.all_reduces_s.values()),
             ).tiers[-1]  # fmt: skip
             text = (
                 f'\n[[tier]]\nname = "{outer.name}"\nefficiency = {outer.efficiency!r}\n'
@@ -176,41 +173,35 @@ class MeasuredCluster:
         found: dict[str, Any] = {"device": dataclasses.asdict(self.rates)}
         if self.step is not None:
             found["step"] = dataclasses.asdict(self.step.times)
-            found["all_reduces"] = dict(
-                zip(map(str, self.step.sizes_bytes), self.step.all_reduces_s, strict=False)
-            )
+            found["all_reduces"] = {str(size): t for size, t in self.step.all_reduces_s.items()}
         return found
 
     def lines(self) -> list[str]:
         """Return what was measured beside the links, for people."""
         rates = self.rates
-        lines = [""]
-        lines.append(
-            f"a rank, all at work     {rates.product_flops / 1e9:.3g} GFLOP/s in products, "
+        speed = (
+            f"{rates.product_flops / 1e9:.3g} GFLOP/s in products, "
             f"{format_bytes(rates.copy_bytes_per_s)}/s in copies"
         )
-        if self.step is not None:
-            times = self.step.times
-            lines.append(
-                f"a step of the job       passes {format_duration_s(times.model_s)}, optimizer "
-                f"{format_duration_s(times.optimizer_s)}, rest {format_duration_s(times.rest_s)}"
-            )
-            if times.overlap_slowdown is not None:
-                lines.append(
-                    f"beside an all-reduce    {times.overlap_slowdown:.0%} of its time is added to "
-                    "the steps"
-                )
-            lines += [
-                f"all-reduce of {format_bytes(size):<9} {format_duration_s(time_s)}"
-                for size, time_s in zip(
-                    self.step.sizes_bytes, self.step.all_reduces_s, strict=False
-                )
-            ]
+        lines = ["", f"a rank, all at work     {speed}"]
+        if self.step is None:
+            return lines
+        times = self.step.times
+        lines.append(
+            f"a step of the job       passes {format_duration_s(times.model_s)}, optimizer "
+            f"{format_duration_s(times.optimizer_s)}, rest {format_duration_s(times.rest_s)}"
+        )
+        if times.overlap_slowdown is not None:
+            share = f"{times.overlap_slowdown:.0%} of its time"
+            lines.append(f"beside an all-reduce    {share} is added to the steps")
+        lines += [
+            f"all-reduce of {format_bytes(size):<9} {format_duration_s(time_s)}"
+            for size, time_s in self.step.all_reduces_s.items()
+        ]
         if self.is_busy:
-            share = self.step.times.waited_for_cpu if self.step is not None else 0.0
             lines.append(
-                f"busy: ranks were ready and without a processor for {share:.0%} of the time; end "
-                "other programs, or start fewer ranks than cores, and measure again"
+                f"busy: ranks were ready and without a processor for {times.waited_for_cpu:.0%} of "
+                "the time; end other programs, or start fewer ranks than cores, and measure again"
             )
         return lines
 

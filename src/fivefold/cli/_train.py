@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -111,12 +110,8 @@ def lighthouse(
         heartbeat_timeout_s=seconds_of(heartbeat_timeout),
     )
     stop = threading.Event()
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        stop.set()
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
     sys.stdout.write(json.dumps({"port": server.port, "min_workers": min_workers}) + "\n")
     sys.stdout.flush()
     stop.wait()
