@@ -385,18 +385,19 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 def _decoded(data: bytes, where: str, form: _Form) -> str:
+    hint = "save it as UTF-8"
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        message = f"{where} is not {form.name}: it is not UTF-8 text ({error.reason})"
-        raise form.error(f"{message} at byte {error.start:,}", hint="save it as UTF-8") from None
-    if text.startswith("\ufeff"):
-        message = f"{where} is not {form.name}: it begins with a byte order mark"
-        raise form.error(message, hint="save it as UTF-8 without a byte order mark")
-    if "\0" in text:
-        message = f"{where} is not {form.name}: it holds NUL characters"
-        raise form.error(message, hint="save it as UTF-8")
-    return text
+        problem = f"it is not UTF-8 text ({error.reason}) at byte {error.start:,}"
+    else:
+        if text.startswith("\ufeff"):
+            problem, hint = "it begins with a byte order mark", f"{hint} without a byte order mark"
+        elif "\0" in text:
+            problem = "it holds NUL characters"
+        else:
+            return text
+    raise form.error(f"{where} is not {form.name}: {problem}", hint=hint)
 
 
 def _check_size(size: int, where: str, form: _Form) -> None:

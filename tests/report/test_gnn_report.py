@@ -86,6 +86,21 @@ def test_the_figures_follow_from_the_files(tmp_path):
     assert summary.best_epoch == 2
 
 
+def test_a_run_that_stopped_within_an_epoch_counts_whole_ones(tmp_path):
+    run = write_run(tmp_path / "a", end=False)
+    more = {"step": 15, "wall_s": 15.0, "epoch": 3, "reason": "stopped"}
+    end = {"event": "end", **more, "stages": {name: 2 * s for name, s in STAGES.items()}}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(end) + "\n")
+    rows = {"host": 90, "private": 10}
+    result = {"schema": 1, "label": "x", "epochs": 2, "wall_s": 15.0, "steps": 15}
+    (run / "result.json").write_text(json.dumps(result | {"data": counts(4, rows)}))
+    (summary,) = build_report([run]).graph_summaries
+    assert (summary.status, summary.epochs) == ("stopped", 2)
+    assert summary.epoch_s == 4.0  # and not the time of three epochs over two
+    assert summary.bytes_per_epoch == 102_400
+
+
 def test_the_text_compares_modes_and_names_the_bottleneck(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", mode="memory", label="GraphSAGE, in memory", epochs=1, end=False)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fivefold.report._records import DataCounts, GraphRun
+from fivefold.report._records import DataCounts, EpochPoint, GraphEnd, GraphRun
 from fivefold.report.format import (
     COLOURS,
     MARKERS,
@@ -130,54 +130,44 @@ def graph_headline(summaries: Sequence[GraphSummary]) -> str:
 
 
 def _summarise(run: GraphRun) -> GraphSummary:
-    stages = _stages(run)
-    data = run.result.data if run.result else run.epochs[-1].data if run.epochs else DataCounts()
-    epochs = run.epochs[-1].epoch if run.epochs else 0
-    busy_s = stages.get("compute", 0.0) + stages.get("data", 0.0)
-    best = _best(run)
+    last = run.epochs[-1] if run.epochs else None  # what is beyond it is no whole epoch
+    ends = (*run.train[-1:], *run.epochs[-1:], *run.validation[-1:])
+    stages, by_epoch = _stages(run.end or last), _stages(last)
+    data = run.result.data if run.result else last.data if last else DataCounts()
+    judged = [point for point in run.validation if point.accuracy is not None]
+    best = max(judged, key=lambda one: (one.accuracy or 0.0, -one.epoch), default=None)
     predicted = run.prepare.plan.get("read_bytes_per_epoch")
-    on_disk = bool(data.rows)
+    epochs = last.epoch if last else 0
+    busy_s = _busy_s(stages)
     return GraphSummary(
         name=run.name,
         label=run.label,
         mode=run.manifest.mode,
         status=run.status,
         epochs=epochs,
-        wall_s=_wall_s(run),
-        epoch_s=busy_s / epochs if epochs else None,
+        wall_s=run.end.wall_s if run.end else max((one.wall_s for one in ends), default=0.0),
+        epoch_s=_busy_s(by_epoch) / epochs if epochs else None,
         stages=stages,
         pipeline={name: seconds for name, seconds in data.stage_s.items() if seconds > 0},
         waiting=stages.get("data", 0.0) / busy_s if busy_s else None,
         data=data,
-        bytes_per_epoch=data.bytes_read / epochs if epochs and on_disk else None,
+        bytes_per_epoch=last.data.bytes_read / epochs if last and epochs and data.rows else None,
         predicted_bytes_per_epoch=predicted if isinstance(predicted, int) else None,
         hit_rates=data.hit_rates,
         amplification=data.amplification,
         prepare_s=run.prepare.seconds,
-        valid_accuracy=best[0],
-        test_accuracy=best[1],
-        best_epoch=best[2],
+        valid_accuracy=best.accuracy if best else None,
+        test_accuracy=best.test_accuracy if best else None,
+        best_epoch=best.epoch if best else None,
     )
 
 
-def _stages(run: GraphRun) -> dict[str, float]:
-    found = run.end.stages if run.end else run.epochs[-1].stages if run.epochs else {}
-    return {name: found.get(name, 0.0) for name in STAGE_NAMES} if found else {}
+def _stages(at: EpochPoint | GraphEnd | None) -> dict[str, float]:
+    return {name: at.stages.get(name, 0.0) for name in STAGE_NAMES} if at and at.stages else {}
 
 
-def _wall_s(run: GraphRun) -> float:
-    times = [point.wall_s for point in run.train[-1:]]
-    times += [point.wall_s for point in run.epochs[-1:]]
-    times += [point.wall_s for point in run.validation[-1:]]
-    return run.end.wall_s if run.end else max(times, default=0.0)
-
-
-def _best(run: GraphRun) -> tuple[float | None, float | None, int | None]:
-    judged = [point for point in run.validation if point.accuracy is not None]
-    if not judged:
-        return None, None, None
-    best = max(judged, key=lambda point: (point.accuracy or 0.0, -point.epoch))
-    return best.accuracy, best.test_accuracy, best.epoch
+def _busy_s(stages: Mapping[str, float]) -> float:
+    return stages.get("compute", 0.0) + stages.get("data", 0.0)
 
 
 _COLUMNS: tuple[FigureColumn, ...] = (
@@ -378,9 +368,7 @@ def _disk_table(summaries: Sequence[GraphSummary]) -> DataTable:
     """Return per packed run: hits by level, bytes read and predicted, requests, their mean size."""
     levels = _levels(summaries)
     rows = []
-    for run in summaries:
-        if not run.data.rows:
-            continue
+    for run in (run for run in summaries if run.data.rows):
         mean = run.data.bytes_read / run.data.requests if run.data.requests else None
         rows.append(
             (
@@ -388,7 +376,7 @@ def _disk_table(summaries: Sequence[GraphSummary]) -> DataTable:
                 *(format_percent(run.hit_rates.get(level)) for level, _ in levels),
                 format_bytes_or_dash(run.bytes_per_epoch),
                 format_bytes_or_dash(run.predicted_bytes_per_epoch),
-                format_count(run.data.requests / run.epochs if run.epochs else None),
+                format_count((run.bytes_per_epoch or 0.0) / mean if mean else None),
                 format_bytes_or_dash(mean),
                 format_ratio(run.amplification),
             )
