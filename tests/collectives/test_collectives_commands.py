@@ -158,6 +158,24 @@ def test_chunks_are_taken_as_asked(run):
     assert json.loads(run("synthesize", *words)[1])["chunks"] == 8
 
 
+def test_without_a_lower_bound_nothing_is_said_to_meet_it(run, tmp_path):
+    nodes = ", ".join(f'{{name = "{name}", kind = "gpu"}}' for name in "abc")
+    links = ", ".join(
+        f'{{source = "{a}", target = "{b}", bandwidth = "1 GB/s"}}' for a, b in ("ab", "bc")
+    )
+    (tmp_path / "one_way.toml").write_text(
+        f'name = "one way"\nnodes = [{nodes}]\nlinks = [{links}]\n'
+    )
+    words = ("synthesize", "broadcast", "one_way.toml", "--method", "library")
+    code, out, err = run(*words, "--json")
+    facts = json.loads(out)
+    assert (code, facts["gap"]) == (0, None)
+    assert facts["time_s"] > facts["bound_s"] == 0
+    assert "no lower bound is known" in err
+    assert "nothing is faster" not in err
+    assert re.search("gap +unknown", run(*words)[1])
+
+
 SKETCH = 'name = "one way out"\nboxes = 2\n[connections]\n0 = [1]\n'
 
 

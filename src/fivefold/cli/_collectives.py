@@ -211,11 +211,12 @@ def value_text(name: str, value: Any) -> str:
     """Return a value as people read it."""
     if name.endswith("_s") and isinstance(value, float):
         return format_duration_s(value)
-    return f"{value:.1%}" if name == "gap" else str(value)
+    if name == "gap":
+        return "unknown, there is no lower bound" if value is None else f"{value:.1%}"
+    return str(value)
 
 
 _GAP = "1%"
-_ROUNDING = 1e-9
 
 _File = Annotated[
     Path,
@@ -321,7 +322,7 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         options=options,
     )
     facts = _facts_of(found, network)
-    typer.echo(_why_it_ended(facts["gap"], enough, gap, time_limit), err=True)
+    typer.echo(_why_it_ended(found.gap, enough, gap, time_limit), err=True)
     if output is not None:
         write_algorithm(found.schedule, output)
         facts["output"] = str(output)
@@ -357,14 +358,13 @@ def _share_of(text: str) -> float:
 
 
 def _why_it_ended(gap: float, enough: float, text: str, time_limit: str) -> str:
-    if gap <= _ROUNDING:
+    if gap == 0:
         return "ended: the lower bound is met, nothing is faster"
+    above = f"{gap:.1%} above the lower bound"
     if gap <= enough:
-        return f"ended: {gap:.1%} above the lower bound, within --gap {text}; 0% searches on"
-    return (
-        f"ended: {gap:.1%} above the lower bound, beyond --gap {text}; every method was asked, or "
-        f"the time limit of {time_limit} was reached"
-    )
+        return f"ended: {above}, within --gap {text}; 0% searches on"
+    known = f"{above}, beyond --gap {text}" if math.isfinite(gap) else "no lower bound is known"
+    return f"ended: {known}; every method was asked, or the time limit of {time_limit} was reached"
 
 
 def _each_line_once() -> Callable[[str], None]:
@@ -395,7 +395,7 @@ def _facts_of(found: Synthesis, network: Topology) -> dict[str, Any]:
         "method": found.method,
         "time_s": found.time_s,
         "bound_s": found.bound.seconds,
-        "gap": found.time_s / found.bound.seconds - 1 if found.bound.seconds > 0 else 0.0,
+        "gap": found.gap if math.isfinite(found.gap) else None,
         "transfers": found.schedule.num_transfers,
         "chunks": found.schedule.collective.num_chunks,
     }
