@@ -139,9 +139,6 @@ def ingest_command(  # noqa: PLR0913 - the command's options
     The source is read in blocks: it may be much larger than memory. A run that was stopped goes
     on where it was when it is started again with the same options. Edges keep their direction:
     messages flow from source to target.
-
-    Raises:
-        FivefoldError: Whatever reading or writing met; the entry point prints it.
     """
     arrays = _pairs(array, "array", ("features", "labels", "weights", "edge_features", *_SPLITS))
     options = SourceOptions(
@@ -242,21 +239,13 @@ def _graph_options(values: list[str] | None) -> dict[str, Any]:
 
 
 def info_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> None:
-    """Show what is in a data set: nodes, edges, degrees, classes, sizes, fingerprints.
-
-    Raises:
-        FivefoldError: The folder holds no data set, or a damaged one.
-    """
+    """Show what is in a data set: nodes, edges, degrees, classes, sizes, fingerprints."""
     with open_dataset(folder) as dataset:
         _write_facts(dataset, as_json=as_json)
 
 
 def verify_command(folder: DatasetArgument, *, as_json: JsonOption = False) -> None:
-    """Read every byte of a data set and compare its checksums.
-
-    Raises:
-        FivefoldError: Something is damaged; the message names file and place.
-    """
+    """Read every byte of a data set and compare its checksums."""
     with open_dataset(folder) as dataset, ProgressBar() as show:
         read_bytes = verify(dataset, show)
     if as_json:

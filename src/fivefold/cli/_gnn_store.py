@@ -170,11 +170,7 @@ def plan_command(  # noqa: PLR0913 - the command's options
     disk_speed: _DiskSpeed = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a packed store would hold, take and cost, before anything of it is written.
-
-    Raises:
-        FivefoldError: Whatever planning met; the entry point prints it.
-    """
+    """Say what a packed store would hold, take and cost, before anything of it is written."""
     if not estimated and (samples is None or disk is None):
         missing = "SAMPLES" if samples is None else "--disk"
         raise ArgumentError(f"{missing} is missing", hint="give it, or --estimate without samples")

@@ -263,9 +263,6 @@ def run(  # noqa: PLR0913 - one parameter per option of the command line
     Example: fivefold lab run --hosts 2 --rate 200Mbit/s --delay 5ms -- python train.py
 
     Example: fivefold lab run plan.json
-
-    Raises:
-        typer.Exit: Always, with the run's exit code.
     """
     links: dict[str, Any] = {"hosts": hosts, "rate": rate}
     if topology is not None:  # the rate is that of a generated one's links

@@ -6,10 +6,9 @@ The configurations lie in ``templates/``, a folder for each problem.
 from __future__ import annotations
 
 import re
-from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,48 +16,32 @@ from fivefold.cli._options import require_writable
 from fivefold.errors import ConfigurationError
 from fivefold.files import write_atomically
 
-
-class Problem(StrEnum):
-    """A problem to start from."""
-
-    NETWORK = "network"
-    EXPERTS = "experts"
-    GRAPH = "graph"
-    TOPOLOGY = "topology"
-    CLUSTER = "cluster"
-
-
-_NEXT: dict[Problem, tuple[str, ...]] = {
-    Problem.NETWORK: ("fivefold train {name}/train.toml --nproc 2", "fivefold explain runs/{name}"),
-    Problem.EXPERTS: ("fivefold train {name}/train.toml --nproc 2", "fivefold report runs/{name}"),
-    Problem.GRAPH: (
+Problem = Literal["network", "experts", "graph", "topology", "cluster"]
+Launcher = Literal["slurm", "kubernetes"]
+_TRAIN = "fivefold train {name}/train.toml --nproc 2"
+_SHARED = "--cluster fat_tree:4,gpus=2,bandwidth=12.5GB/s"
+_NEXT: dict[str, tuple[str, ...]] = {
+    "network": (_TRAIN, "fivefold explain runs/{name}"),
+    "experts": (_TRAIN, "fivefold report runs/{name}"),
+    "graph": (
         "fivefold gnn generate graphs/{name} --nodes 20000 --dim 64",
         "fivefold gnn train {name}/gnn.toml",
         "fivefold report runs/{name}",
     ),
-    Problem.TOPOLOGY: (
-        "fivefold explain {name}/jobs.toml --cluster fat_tree:4,gpus=2,bandwidth=12.5GB/s",
-        "fivefold simulate {name}/jobs.toml --cluster fat_tree:4,gpus=2,bandwidth=12.5GB/s",
+    "topology": (
+        f"fivefold explain {{name}}/jobs.toml {_SHARED}",
+        f"fivefold simulate {{name}}/jobs.toml {_SHARED}",
     ),
-    Problem.CLUSTER: (
+    "cluster": (
         "fivefold plan {name}/job.toml --cluster {name}/cluster.toml",
         "fivefold explain {name}/job.toml --cluster {name}/cluster.toml",
         "fivefold plan {name}/job.toml --compare {name}/cluster.toml h100-nemo",
     ),
 }
-
-
-class Launcher(StrEnum):
-    """Starters of a run's ranks on several machines."""
-
-    SLURM = "slurm"
-    KUBERNETES = "kubernetes"
-
-
 _TEMPLATES = files("fivefold.cli") / "templates"
 _LAUNCHERS = {
-    Launcher.SLURM: ("run.sbatch", ("sbatch {name}/run.sbatch",)),
-    Launcher.KUBERNETES: (
+    "slurm": ("run.sbatch", ("sbatch {name}/run.sbatch",)),
+    "kubernetes": (
         "kubernetes.yaml",
         (
             "kubectl create configmap {label} --from-file={name}/{config}",
@@ -91,10 +74,6 @@ def new_command(
     Examples:
         $ fivefold new first --for network
         $ fivefold new first --for experts --launcher slurm
-
-    Raises:
-        ConfigurationError: The name is no plain word, a file is there already, or what is written
-            is no training run.
     """
     if not name.replace("-", "").replace("_", "").isalnum() or name.startswith("-"):
         message = f"the name must be letters, digits, - (not first) and _; got {name!r:.60}"
@@ -132,9 +111,9 @@ def _launched(
         raise ConfigurationError(message, hint="use --for network, experts or graph")
     file, submit = _LAUNCHERS[launcher]
     command = _COMMANDS[config]
-    shown = ", ".join(command.split()) if launcher is Launcher.KUBERNETES else command
+    shown = ", ".join(command.split()) if launcher == "kubernetes" else command
     label = name.lower().replace("_", "-").strip("-")
-    if launcher is Launcher.KUBERNETES and not _LABEL.fullmatch(label):
+    if launcher == "kubernetes" and not _LABEL.fullmatch(label):
         message = f"Kubernetes takes no job of the name {label!r:.60}"
         hint = "a letter first, then letters, digits and -, all ASCII, 50 of them at most"
         raise ConfigurationError(message, hint=hint)

@@ -264,9 +264,6 @@ def profile_command(  # noqa: PLR0913 - each option is a parameter
     step is timed too, on all ranks at once, and predictions are calibrated to it.
 
     Example: fivefold lab run --hosts 2 -- fivefold profile --job train.toml -o measured.toml
-
-    Raises:
-        ConfigurationError: It was not started as ranks, or an option is not usable.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
     if missing:

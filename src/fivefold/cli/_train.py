@@ -98,9 +98,6 @@ def lighthouse(
     nothing on disk: after a restart the workers find one another within a round.
 
     Make --join-timeout longer than the slowest worker's lag behind the fastest in a round.
-
-    Raises:
-        FivefoldError: The options are not allowed, torchft is missing, or the port is taken.
     """
     server = start_lighthouse(
         bind,
