@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from fivefold.errors import DataError
 from fivefold.report import build_report, report_page, report_text
 from fivefold.report._prediction import predicted_runs
 from fivefold.report.summary import value_at_time
@@ -50,6 +51,13 @@ def test_a_true_prediction_is_said_to_be_true(comparison):
     assert parts["exposed communication"].measured == pytest.approx(0.5)
     assert "within 10%" in words
     assert "busy" not in words
+
+
+@pytest.mark.parametrize("changes", [{"compute_s": '"fast"'}, {"bubble_s": "[]"}])
+def test_a_damaged_prediction_is_an_error_that_names_its_file(comparison, changes):
+    run = planned(comparison, **changes)
+    with pytest.raises(DataError, match=r"ddp/config\.toml is not what a plan writes"):
+        build_report([run]).to_json()
 
 
 def test_waits_after_the_last_step_are_in_no_step(comparison):

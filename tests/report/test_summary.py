@@ -109,6 +109,27 @@ def test_time_to_ddps_final_loss_is_interpolated(comparison):
     assert runs["none"].time_to_ddp_s is None  # its ranks trained apart
 
 
+def test_a_loss_of_ddp_that_is_no_number_is_no_goal(comparison):
+    file = comparison / "ddp" / "result.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"bits_per_byte": math.nan}))
+    report = build_report([comparison])
+    assert "did not reach" not in report.headline
+    assert "It ended at 1.900 bits per byte, DDP at nan." in report.headline
+    table = report_page(report).sections[0].parts[0]
+    assert not any("not reached" in row for row in table.rows)
+
+
+def test_a_loss_that_was_not_reached_is_said_and_null_for_programs(comparison):
+    file = comparison / "ddp" / "result.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"bits_per_byte": 1.5}))
+    report = build_report([comparison])
+    assert "It did not reach DDP's final loss" in report.headline
+    rows = {row[0]: row for row in report_page(report).sections[0].parts[0].rows}
+    assert "not reached" in rows["CO2 (tau 8)"]
+    co2 = next(run for run in json.loads(report.to_json())["runs"] if run["method"] == "co2")
+    assert (co2["time_to_ddp_s"], co2["time_to_ddp_ratio"]) == (None, None)
+
+
 def test_an_unfinished_run_is_summed_from_its_spans(tmp_path, make_run):
     make_run(tmp_path / "co2", "co2", finished=False)
     run = _by_method(tmp_path)["co2"]

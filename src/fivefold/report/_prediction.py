@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.errors import DataError
 from fivefold.report._records import Run
 from fivefold.report.format import UNKNOWN
 from fivefold.report.page import DataTable, PageSection, TextBlock
@@ -62,16 +63,23 @@ class PredictedRun:
 def predicted_runs(runs: Sequence[Run], summaries: Sequence[RunSummary]) -> list[PredictedRun]:
     """Return the runs that came from a plan, compared with it."""
     return [
-        found
+        _compared(run, summary, said)
         for run, summary in zip(runs, summaries, strict=True)
-        if (found := _compared(run, summary)) is not None
+        if isinstance(said := run.config.get("prediction"), dict)
     ]
 
 
-def _compared(run: Run, summary: RunSummary) -> PredictedRun | None:
-    said = run.config.get("prediction")
-    if not isinstance(said, dict):
-        return None
+def _compared(run: Run, summary: RunSummary, said: dict[str, Any]) -> PredictedRun:
+    try:
+        return _comparison(run, summary, said)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"[prediction] in {run.path / 'config.toml'} is not what a plan writes: {error!r}",
+            hint="the file is damaged: copy the run again, or remove the table",
+        ) from error
+
+
+def _comparison(run: Run, summary: RunSummary, said: dict[str, Any]) -> PredictedRun:
     each = summary.step_seconds
 
     def part(name: str, key: str, *categories: str) -> PredictedPart:

@@ -134,7 +134,7 @@ _COLUMNS: tuple[FigureColumn, ...] = (
      "Validation when the first of the finished runs ended, between two points of the curve.",
      "bits_per_byte_at_equal_time", format_bits),
     ("time to DDP's loss", "Wall time until validation was as good as DDP's final one.",
-     "reached_ddp_s", lambda value: "not reached" if value == math.inf else format_seconds(value)),
+     "time_to_ddp_s", lambda value: "not reached" if value == math.inf else format_seconds(value)),
     ("wall time", "From the first to the last step, everything included.",
      "wall_s", format_seconds),
 )  # fmt: skip

@@ -59,7 +59,8 @@ class RunSummary(BaseModel):
     bits_per_byte: float | None = None  # of the final validation
     # Of validation when the first of the runs that communicate ended.
     bits_per_byte_at_equal_time: float | None = None
-    time_to_ddp_s: float | None = None  # until validation was as good as the DDP run's final one
+    # Until validation was as good as the DDP run's final one; infinity where it never was.
+    time_to_ddp_s: float | None = None
     time_to_ddp_ratio: float | None = None  # how many times sooner than the DDP run that was
     notes: tuple[str, ...] = ()
 
@@ -67,13 +68,6 @@ class RunSummary(BaseModel):
     def after_last_step_s(self) -> float:
         """Seconds of waiting after the last step, for all replicas to become equal."""
         return (self.waits or {}).get(_LAST_WAIT, 0.0)
-
-    @property
-    def reached_ddp_s(self) -> float | None:
-        """Return when it was as good as DDP; infinity where it was compared and never was."""
-        compared = self.speed_ratio_to_ddp is not None and self.method != "none"
-        missed = math.inf if compared and self.bits_per_byte is not None else None
-        return missed if self.time_to_ddp_s is None else self.time_to_ddp_s
 
     @property
     def step_seconds(self) -> dict[str, float] | None:
@@ -250,11 +244,14 @@ def _compare(run: Run, summary: RunSummary, pairs: Sequence[_Pair]) -> RunSummar
         found["ddp"] = plain[1].name
         found["speed_ratio_to_ddp"] = _ratio(summary.tokens_per_s, plain[1].tokens_per_s)
         target = plain[1].bits_per_byte
-        if target is not None and learns:
+        if target is not None and math.isfinite(target) and learns:
             reached_s = time_to_value(validation_curve(run), target)
-            ddp_s = time_to_value(validation_curve(plain[0]), target)
+            if reached_s is not None:
+                ddp_s = time_to_value(validation_curve(plain[0]), target)
+                found["time_to_ddp_ratio"] = _ratio(ddp_s, reached_s)
+            elif summary.bits_per_byte is not None:
+                reached_s = math.inf
             found["time_to_ddp_s"] = reached_s
-            found["time_to_ddp_ratio"] = _ratio(ddp_s, reached_s)
     return summary.model_copy(update=found)
 
 
@@ -372,7 +369,9 @@ def _learning(subject: RunSummary, ddp: RunSummary) -> str:
         so_far = f"{subject.bits_per_byte:.3f} bits per byte, DDP at {ddp.bits_per_byte:.3f}"
         return f"So far it is at {so_far}."
     ends = f"it ended at {subject.bits_per_byte:.3f} bits per byte, DDP at {ddp.bits_per_byte:.3f}"
-    if subject.time_to_ddp_s is None:
+    if subject.time_to_ddp_s is None:  # DDP's own is no number
+        return f"{ends[0].upper()}{ends[1:]}."
+    if subject.time_to_ddp_s == math.inf:
         return f"It did not reach DDP's final loss: {ends}."
     reached = f"It reached DDP's final loss after {format_duration_s(subject.time_to_ddp_s)}"
     ratio = subject.time_to_ddp_ratio
