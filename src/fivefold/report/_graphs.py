@@ -35,7 +35,6 @@ from fivefold.report.page import (
     CurveChart,
     DataTable,
     Kinds,
-    PagePart,
     PageSection,
     SideBySide,
     TextBlock,
@@ -200,16 +199,16 @@ def graph_text_sections(
         for run in summaries
         if run.hit_rates
     )
-    table = figure_table(summaries, _COLUMNS, explained=False)
-    shown: list[tuple[str, list[PagePart]]] = [("", [table])]
-    stages = _stage_bars(summaries)
-    if any(row.length > 0 for row in stages.rows):
-        shown.append(("Where each second of rank 0 went", [stages]))
-    if shares:
-        levels = BarChart(rows=shares, kinds=tuple(LEVEL_NAMES.items()))
-        shown.append(("Where the feature rows came from", [levels]))
-    shown[-1][1].extend(TextBlock(f"note: {text}") for text in run_notes(runs))
-    return [PageSection(heading=heading, parts=tuple(parts)) for heading, parts in shown]
+    shown = {
+        "": figure_table(summaries, _COLUMNS, explained=False),
+        "Where each second of rank 0 went": _stage_bars(summaries),
+        "Where the feature rows came from": BarChart(rows=shares, kinds=tuple(LEVEL_NAMES.items())),
+    }
+    notes = tuple(TextBlock(f"note: {text}") for text in run_notes(runs))
+    return [
+        *(PageSection(heading=heading, parts=(part,)) for heading, part in shown.items()),
+        PageSection(heading="", parts=notes),
+    ]
 
 
 def graph_sections(

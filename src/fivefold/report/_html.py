@@ -42,6 +42,7 @@ from fivefold.report.page import (
     TextBlock,
     Timeline,
     TimelineLane,
+    has_content,
 )
 from fivefold.units import format_duration_s
 
@@ -371,23 +372,11 @@ def _header(page: Page) -> Markup:
 
 
 def _section(section: PageSection, figures: dict[str, Any]) -> Markup | None:
-    parts = [_part(part, figures) for part in section.parts if _holds(part)]
+    parts = [_part(part, figures) for part in section.parts if has_content(part)]
     if section.parts and not parts:
         return None
     heading = tag("h2", section.heading)
     return tag("section", heading, _how(section.how), *parts, id=section.key or None)
-
-
-def _holds(part: PagePart) -> bool:
-    """Return whether there is anything to show."""
-    if isinstance(part, Folded):
-        return _holds(part.part)
-    if isinstance(part, SideBySide):
-        return any(map(_holds, part.parts))
-    if isinstance(part, BarChart):
-        return any(row.length > 0 for row in part.rows)
-    contents = ("rows", "lanes", "decisions", "curves", "content", "text")
-    return any(getattr(part, name, ()) for name in contents)
 
 
 def _part(part: PagePart, figures: dict[str, Any]) -> Markup:
@@ -396,7 +385,7 @@ def _part(part: PagePart, figures: dict[str, Any]) -> Markup:
     if isinstance(part, Folded):
         return tag("details", tag("summary", part.title), _part(part.part, figures))
     if isinstance(part, SideBySide):
-        shown = [_part(one, figures) for one in part.parts if _holds(one)]
+        shown = [_part(one, figures) for one in part.parts if has_content(one)]
         return tag("div", *shown, cls="pair")
     return _DRAWN[type(part)](part)
 

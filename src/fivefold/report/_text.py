@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.report.page import BarChart, DataTable, Page, TextBlock
+from fivefold.report.page import BarChart, DataTable, Page, TextBlock, has_content
 
 _LOOKS = {  # letter and colour of each kind
     "compute": ("C", "blue"),
@@ -63,7 +63,10 @@ def print_page(page: Page, *, file: TextIO | None = None) -> None:
         console.print(Text(f"! {caveat}", style="yellow"))
     for section in page.sections:
         parts = [
-            part for part in section.parts if isinstance(part, DataTable | BarChart | TextBlock)
+            part
+            for part in section.parts
+            if isinstance(part, TextBlock)
+            or (isinstance(part, DataTable | BarChart) and has_content(part))
         ]
         if not parts:
             continue

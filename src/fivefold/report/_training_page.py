@@ -155,30 +155,22 @@ def _comparison(summaries: Sequence[RunSummary], *, short: bool) -> DataTable:
 
 def _text_sections(report: Report) -> list[PageSection]:
     summaries = report.summaries
-    seconds = _time_bars(summaries, count_steps=False)
-    waits = tuple((run.label, format_waits(run.waits)) for run in summaries if run.waits)
-    measured = tuple(_overlap_row(run) for run in summaries if run.overlap)
+    waits = [(run.label, format_waits(run.waits)) for run in summaries if run.waits]
+    measured = [_overlap_row(run) for run in summaries if run.overlap]
     predicted = prediction_section(predicted_runs(report.runs, summaries))
-    mixtures = summarise_mixtures(report.runs)
-    shown: list[tuple[str, bool, Sequence[PagePart]]] = [
-        ("", True, [_comparison(summaries, short=True)]),
-        (
-            "Where each second of rank 0 went",
-            any(row.length > 0 for row in seconds.rows),
-            [seconds],
-        ),
-        ("What rank 0 waited for", bool(waits), [DataTable.of(("", ""), waits, text_columns=(1,))]),
-        (
-            "Hidden of the time in flight, measured on each rank",
-            bool(measured),
-            [DataTable.of(("",) * 3, measured, text_columns=(2,))],
-        ),
-        ("Predicted and measured", predicted is not None, predicted.parts if predicted else ()),
-        ("Mixtures of experts", bool(mixtures), [mixture_table(mixtures)]),
-        ("", True, [TextBlock(line) for line in _setting(report)]),
-    ]
+    shown: dict[str, Sequence[PagePart]] = {
+        "Where each second of rank 0 went": [_time_bars(summaries, count_steps=False)],
+        "What rank 0 waited for": [DataTable.of(("", ""), waits, text_columns=(1,))],
+        "Hidden of the time in flight, measured on each rank": [
+            DataTable.of(("",) * 3, measured, text_columns=(2,))
+        ],
+        "Predicted and measured": predicted.parts if predicted else (),
+        "Mixtures of experts": [mixture_table(summarise_mixtures(report.runs))],
+    }
     return [
-        PageSection(heading=heading, parts=tuple(parts)) for heading, there, parts in shown if there
+        PageSection(heading="", parts=(_comparison(summaries, short=True),)),
+        *(PageSection(heading=heading, parts=tuple(parts)) for heading, parts in shown.items()),
+        PageSection(heading="", parts=tuple(map(TextBlock, _setting(report)))),
     ]
 
 

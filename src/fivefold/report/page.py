@@ -304,6 +304,18 @@ PagePart = (
 """What a section of a page may hold."""
 
 
+def has_content(part: PagePart) -> bool:
+    """Return whether a part has anything to show; renderers leave out those that have not."""
+    if isinstance(part, Folded):
+        return has_content(part.part)
+    if isinstance(part, SideBySide):
+        return any(map(has_content, part.parts))
+    if isinstance(part, BarChart):
+        return any(row.length > 0 for row in part.rows)
+    contents = ("rows", "lanes", "decisions", "curves", "content", "text")
+    return any(getattr(part, name, ()) for name in contents)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PageSection:
     """A headed part of a page, and how to read it.
