@@ -70,23 +70,13 @@ class DataError(FivefoldError, ValueError):
 class CheckpointError(FivefoldError, OSError):
     """A checkpoint could not be written, or none that is whole could be read."""
 
-    def __str__(self) -> str:
-        # OSError renders two arguments as "[Errno ...]"; a checkpoint error has no errno.
-        return FivefoldError.__str__(self)
-
 
 class CommunicationError(FivefoldError, ConnectionError):
     """A collective failed or timed out; names rank, step and collective."""
 
-    def __str__(self) -> str:
-        return FivefoldError.__str__(self)
-
 
 class StorageError(FivefoldError, OSError):
     """The disk did not do what was asked: an I/O error, a short read or write, no space left."""
-
-    def __str__(self) -> str:
-        return FivefoldError.__str__(self)  # as CheckpointError: there is no errno to show
 
 
 class ReplicaMismatchError(FivefoldError, RuntimeError):
