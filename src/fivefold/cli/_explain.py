@@ -10,7 +10,7 @@ import typer
 
 from fivefold.cli._later import later
 from fivefold.cli._options import ArgumentError, JsonOption, topology_of, write_json
-from fivefold.cli._plan_page import PARTS
+from fivefold.cli._plan_page import PARTS, breakdown
 from fivefold.files import read_text, read_toml
 from fivefold.units import format_duration_s
 
@@ -106,8 +106,12 @@ def _show(found: Explanation) -> None:
         heading = "What to change"
         lines.insert(0, "no setting is better than this one")
     lines += [f"note: {note}" for note in found.notes]
+    names = PARTS | {"loading_s": "waits for data"}
+    parts_s = {label: found.parts_s.get(key, 0.0) for key, label in names.items()}
     sections = (
-        PageSection(heading="Where the time goes", parts=(_parts(found),)),
+        PageSection(
+            heading="Where the time goes", parts=(breakdown(parts_s, found.seconds, "part"),)
+        ),
         PageSection(heading="The best that each layer could do", parts=(_layers(found),)),
         PageSection(heading=heading, parts=tuple(TextBlock(text=line) for line in lines)),
     )
@@ -141,19 +145,6 @@ def _line(found: Explanation, one: Change) -> str:
 
 def _change(found: Explanation, one: Change) -> str:
     return f"{100 * (one.seconds / found.seconds - 1):+.1f} %"
-
-
-def _parts(found: Explanation) -> DataTable:
-    shares = {
-        label: found.parts_s.get(name, 0.0) / found.seconds
-        for name, label in (PARTS | {"loading_s": "waits for data"}).items()
-    }
-    rows = tuple(
-        (label, format_duration_s(share * found.seconds), f"{100 * share:.1f} %")
-        for label, share in shares.items()
-        if share >= 5e-4
-    )
-    return DataTable.of(("part", "time", "share"), rows)
 
 
 def _layers(found: Explanation) -> DataTable:

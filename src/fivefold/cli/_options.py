@@ -143,13 +143,12 @@ _LINE_BREAK_INSIDE_A_PARAGRAPH = re.compile(r"(?<!\n)\n(?![\n ])")
 
 def help_text(command: Callable[..., None]) -> str:
     """Return a command's help, from its docstring."""
-    return shown_help(inspect.cleandoc(command.__doc__ or ""))
+    return shown_help(inspect.getdoc(command) or "")
 
 
 def shown_help(docstring: str) -> str:
-    """Return a docstring without the sections for programmers, ready to be wrapped."""
-    text = docstring.partition("\nRaises:")[0].strip()
-    return escape(_LINE_BREAK_INSIDE_A_PARAGRAPH.sub(" ", text))  # [plan] is a table, no style
+    """Return a docstring ready to be wrapped, in which [plan] is a table and no style."""
+    return escape(_LINE_BREAK_INSIDE_A_PARAGRAPH.sub(" ", docstring.strip()))
 
 
 def command_group(

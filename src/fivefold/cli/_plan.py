@@ -245,7 +245,7 @@ def check_folder(folder: Path, *, cluster: str, form: Form) -> None:
         for one in found:
             typer.echo(_annotation(one))
     else:
-        _show_verdicts(found, cluster)
+        _show_verdicts(found, records, cluster)
     if any(one.status in _FAILED for one in found):
         raise typer.Exit(1)
 
@@ -283,12 +283,13 @@ def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def _show_verdicts(found: Sequence[RecipeVerdict], cluster: str) -> None:
+def _show_verdicts(
+    found: Sequence[RecipeVerdict], records: Sequence[dict[str, Any]], cluster: str
+) -> None:
     rows = []
-    for one in found:
+    for one, record in zip(found, records, strict=True):
         memory = rate = ""
-        if one.prediction is not None and one.model is not None:
-            record = plan_record(one.model, one.prediction)
+        if "memory_gib" in record:
             memory = f"{record['memory_gib']:.1f} GiB"
             rate = f"{record['tokens_per_s_per_gpu']:,.0f}"
         rows.append((str(one.path), one.status, memory, rate, f"{one.program}: {_said(one)}"))

@@ -99,7 +99,11 @@ def split_page(found: FoundPlans) -> Page:
             heading="Where the time of an iteration goes",
             parts=(
                 _bars(labels, times, [one.time for one in best], _TIME, format_duration_s),
-                _breakdown(first),
+                breakdown(
+                    {label: getattr(first.time, key) for key, label in PARTS.items()},
+                    first.time_s,
+                    "of the first",
+                ),
             ),
         ),
         PageSection(
@@ -167,14 +171,14 @@ def _table(model: ModelSpec, best: Sequence[PlanPrediction], labels: Sequence[st
     return DataTable.of(names, rows, text_columns=(6, 7), marked=(0,))
 
 
-def _breakdown(found: PlanPrediction) -> DataTable:
-    parts = [(label, getattr(found.time, name)) for name, label in PARTS.items()]
-    rows = tuple(
-        (label, format_duration_s(seconds), f"{100 * seconds / found.time_s:.1f} %")
-        for label, seconds in parts
-        if seconds >= 5e-4 * found.time_s
-    )
-    return DataTable.of(("of the first", "time", "share"), rows)
+def breakdown(parts_s: Mapping[str, float], whole_s: float, name: str) -> DataTable:
+    """Return the parts of a time, with their shares; what does not show is left out."""
+    rows = [
+        (label, format_duration_s(seconds), f"{100 * seconds / whole_s:.1f} %")
+        for label, seconds in parts_s.items()
+        if seconds >= 5e-4 * whole_s
+    ]
+    return DataTable.of((name, "time", "share"), rows)
 
 
 def _bars(

@@ -8,7 +8,7 @@ from typing import Any
 
 from fivefold.errors import DataError
 from fivefold.report._records import Run
-from fivefold.report.format import UNKNOWN
+from fivefold.report.format import UNKNOWN, format_bytes_or_dash, format_seconds
 from fivefold.report.page import DataTable, PageSection, TextBlock
 from fivefold.report.summary import RunSummary
 from fivefold.units import format_bytes, format_bytes_per_s, format_duration_s
@@ -230,9 +230,7 @@ def prediction_section(found: Sequence[PredictedRun]) -> PageSection | None:
 
 
 def _value(part: PredictedPart, value: float | None) -> str:
-    if value is None:
-        return UNKNOWN
-    return format_bytes(value) if part.name == "memory" else format_duration_s(value)
+    return format_bytes_or_dash(value) if part.name == "memory" else format_seconds(value)
 
 
 def _error(part: PredictedPart) -> str:

@@ -76,36 +76,24 @@ CATEGORY_NAMES = {
 }
 
 
-def format_count(value: float | None) -> str:
-    """Write a count with thousands separated."""
-    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:,.0f}"
+def _or_dash(write: Callable[[float], str]) -> Callable[[float | None], str]:
+    """Return a writer of figures that may be unknown or not finite."""
+    return lambda value: UNKNOWN if value is None or not math.isfinite(value) else write(value)
 
 
-def format_percent(fraction: float | None) -> str:
+format_count = _or_dash("{:,.0f}".format)  # with thousands separated
+format_bits = _or_dash("{:.3f}".format)  # per byte
+format_seconds = _or_dash(format_duration_s)
+format_bytes_or_dash = _or_dash(format_bytes)
+format_ratio = _or_dash(lambda ratio: f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x")
+
+
+@_or_dash
+def format_percent(fraction: float) -> str:
     """Write a share; close to 0 and to 1 with a decimal, so that it does not claim too much."""
-    if fraction is None or not math.isfinite(fraction):
-        return UNKNOWN
     percent = 100 * fraction
-    if percent in (0, 100):
-        return f"{percent:.0f} %"
-    return f"{percent:.1f} %" if percent < 10 or percent >= 95 else f"{percent:.0f} %"
-
-
-def format_ratio(ratio: float | None) -> str:
-    """Write a ratio as a factor."""
-    if ratio is None or not math.isfinite(ratio):
-        return UNKNOWN
-    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
-
-
-def format_bits(value: float | None) -> str:
-    """Write bits per byte with the digits that matter."""
-    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:.3f}"
-
-
-def format_seconds(value: float | None) -> str:
-    """Write a duration."""
-    return UNKNOWN if value is None or not math.isfinite(value) else format_duration_s(value)
+    whole = percent in (0, 100) or 10 <= percent < 95
+    return f"{percent:.0f} %" if whole else f"{percent:.1f} %"
 
 
 def format_waits(waits: dict[str, float] | None) -> str:
@@ -113,11 +101,6 @@ def format_waits(waits: dict[str, float] | None) -> str:
     if not waits:
         return UNKNOWN
     return ", ".join(f"{cause} {format_duration_s(seconds)}" for cause, seconds in waits.items())
-
-
-def format_bytes_or_dash(value: float | None) -> str:
-    """Write a size."""
-    return UNKNOWN if value is None else format_bytes(value)
 
 
 def format_lab(lab: Lab | None) -> str:
