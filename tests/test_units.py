@@ -105,13 +105,14 @@ def test_short_durations_read_back(duration_s):
 
 @pytest.mark.parametrize(
     ("duration_s", "text"),
-    [(0, "0 s"), (59.7, "1 min 0 s"), (3599.6, "1 h 0 min"), (7260, "2 h 1 min"), (0.5, "500 ms")],
-)
+    [
+        (0, "0 s"), (59.7, "1 min 0 s"), (3599.4, "59 min 59 s"), (3599.6, "1 h 0 min"),
+        (7260, "2 h 1 min"), (0.5, "500 ms"), (-0.5, "-500 ms"), (-90, "-1 min 30 s"),
+        (math.nan, "nan s"), (math.inf, "inf h"),
+    ],
+)  # fmt: skip
 def test_duration_texts(duration_s, text):
-    if duration_s == 3599.6:
-        assert format_duration_s(duration_s) == "60 min 0 s"
-    else:
-        assert format_duration_s(duration_s) == text
+    assert format_duration_s(duration_s) == text
 
 
 def test_errors_carry_hint_and_nearest_builtin():

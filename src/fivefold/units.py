@@ -117,13 +117,14 @@ def format_duration_s(duration_s: float) -> str:
         >>> format_duration_s(0.00123), format_duration_s(95), format_duration_s(7200)
         ('1.23 ms', '1 min 35 s', '2 h 0 min')
     """
+    if math.isnan(duration_s) or duration_s < 0:
+        return "nan s" if math.isnan(duration_s) else f"-{format_duration_s(-duration_s)}"
     if duration_s >= 1e6 * _SECONDS["h"]:
         return f"{_three_digits(duration_s / _SECONDS['h'])} h"
-    if duration_s >= _SECONDS["h"]:
-        hours, rest_s = divmod(round(duration_s), 3600)
-        return f"{hours} h {rest_s // 60} min"
-    if round(duration_s) >= _SECONDS["min"]:
-        minutes, rest_s = divmod(round(duration_s), 60)
+    minutes, rest_s = divmod(round(duration_s), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    if minutes:
         return f"{minutes} min {rest_s} s"
     for unit in ("s", "ms", "us"):
         if duration_s >= _SECONDS[unit]:
