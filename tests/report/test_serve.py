@@ -1,5 +1,6 @@
 """The page of runs that go on."""
 
+import http.client
 import threading
 import urllib.error
 import urllib.request
@@ -53,3 +54,13 @@ def test_only_the_page_is_served_and_only_here(comparison, serving):
     with pytest.raises(ConfigurationError, match="cannot be listened on"):
         page_server([comparison], port=server.server_port)
     server.server_close()
+
+
+def test_a_browser_that_leaves_is_no_error(comparison, serving, monkeypatch, capsys):
+    def gone(_handler):
+        raise ConnectionResetError
+
+    monkeypatch.setattr("http.server.BaseHTTPRequestHandler.end_headers", gone)
+    with pytest.raises((ConnectionError, http.client.HTTPException)):
+        read(serving([comparison]))
+    assert capsys.readouterr().err == ""

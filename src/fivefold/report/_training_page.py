@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import math
@@ -409,13 +410,14 @@ def page_server(
             with reading:
                 text = _page(paths)
             body = text.encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("Refresh", str(_READING_S))
-            self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # the browser has gone
+                self.send_response(200)
+                self.send_header("Content-Type", "text/html; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Cache-Control", "no-store")
+                self.send_header("Refresh", str(_READING_S))
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
             """Say nothing of single requests."""
