@@ -199,8 +199,8 @@ def graph_text_sections(
         for run in summaries
         if run.hit_rates
     )
-    shown = {
-        "": figure_table(summaries, _COLUMNS, explained=False),
+    shown: dict[str, PagePart] = {
+        "": figure_table(summaries, _COLUMNS),
         "Where each second of rank 0 went": _stage_bars(summaries),
         "Where the feature rows came from": BarChart(rows=shares, kinds=tuple(LEVEL_NAMES.items())),
     }

@@ -130,9 +130,7 @@ def typed_command(words: Sequence[str]) -> str:
     return shlex.join(command) or "not recorded"
 
 
-def figure_table(
-    summaries: Sequence[Any], columns: Sequence[FigureColumn], *, explained: bool = True
-) -> DataTable:
+def figure_table(summaries: Sequence[Any], columns: Sequence[FigureColumn]) -> DataTable:
     """Return a row of figures per run."""
     return DataTable(
         columns=(("run", ""), *((name, meaning) for name, meaning, _, _ in columns)),
@@ -145,7 +143,7 @@ def figure_table(
             for number, run in enumerate(summaries)
             if (status := getattr(run, "status", "finished")) != "finished"
         ),
-        explained=explained,
+        explained=True,
     )
 
 
