@@ -35,6 +35,7 @@ from fivefold.report.page import (
     CurveChart,
     DataTable,
     Kinds,
+    PagePart,
     PageSection,
     SideBySide,
     TextBlock,
