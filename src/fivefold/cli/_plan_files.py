@@ -142,13 +142,14 @@ def read_job(path: Path, cluster: Cluster, sizes: Mapping[str, int]) -> PlannedJ
             message = f"{path} is a model, and how it is trained is not said"
             hint = "add --global-batch 512, the samples of an optimizer step over all GPUs"
             raise ArgumentError(message, hint=hint)
-        tables, folder = {"model": str(path.resolve())}, Path()
+        tables: dict[str, Any] = {"model": str(path.resolve())}
+        folder = Path()
     else:
         tables, folder = read_toml(path), path.parent
         model = tables.get("model")
         if _TRAINER_TABLES & set(tables) or (isinstance(model, dict) and "layers" in model):
             return _of_trainer(path, cluster, sizes)
-    job = job_from_table(tables | sizes, where=str(path), folder=folder, cluster=cluster)
+    job = job_from_table({**tables, **sizes}, where=str(path), folder=folder, cluster=cluster)
     return PlannedJob(job=job)
 
 

@@ -236,16 +236,17 @@ def _sections(report: Report) -> list[PageSection]:
 
 
 def _loss(runs: Sequence[Run]) -> PageSection:
-    wall, *others = loss_charts(runs) or [None]
+    charts = loss_charts(runs)
     how = "No metrics were written yet, so there is no curve to draw."
-    if wall is not None:
+    parts: tuple[PagePart, ...] = ()
+    if charts:
         how = (
             "How well each model predicts text, in bits per byte (logarithmic axis, lower is "
             "better). Thick lines with markers are validation on text that was held out; the thin "
             "lines behind them are training batches. Click a name to hide a run, drag to zoom, "
             "double-click to return."
         )
-    parts = () if wall is None else (wall, SideBySide(parts=tuple(others)))
+        parts = (charts[0], SideBySide(parts=tuple(charts[1:])))
     return PageSection(key="loss", heading="Loss", how=how, parts=parts)
 
 
