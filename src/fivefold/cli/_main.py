@@ -7,9 +7,11 @@ them: rich would wrap long lines and take brackets in messages for markup.
 from __future__ import annotations
 
 import ast
+import copy
 import errno
 import importlib
 import importlib.util
+import itertools
 import logging
 import os
 import re
@@ -57,13 +59,8 @@ _COMMANDS = {
 class _Commands(Mapping[str, Any]):
     """The commands above; each is imported when it is looked up."""
 
-    def __init__(self) -> None:
-        self.only_listed = False  # then what is looked up has a help text and does nothing
-
     def __getitem__(self, name: str) -> Any:
         module, function = _COMMANDS[name]
-        if self.only_listed:
-            return TyperCommand(name, help=_summary(module, function))
         found = getattr(importlib.import_module(f"fivefold.cli.{module}"), function)
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(
@@ -98,11 +95,11 @@ class LazyGroup(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the list of all commands without importing any."""
-        self.commands.only_listed = True  # type: ignore[attr-defined]
-        try:
-            super().format_help(ctx, formatter)
-        finally:
-            self.commands.only_listed = False  # type: ignore[attr-defined]
+        listed = copy.copy(self)
+        listed.commands = {
+            name: TyperCommand(name, help=_summary(*where)) for name, where in _COMMANDS.items()
+        }
+        TyperGroup.format_help(listed, ctx, formatter)
 
 
 def _summary(module: str, name: str) -> str:
@@ -155,12 +152,8 @@ def _one_line(text: str) -> str:
 
 def _see_help() -> str:
     """Return where the command that was called is explained."""
-    words = ["fivefold"]
-    for word in sys.argv[1:3]:
-        if not word.isalpha():
-            break
-        words.append(word)
-    return f"see {' '.join(words)} --help"
+    words = itertools.takewhile(str.isalpha, sys.argv[1:3])
+    return f"see {' '.join(['fivefold', *words])} --help"
 
 
 def _in_two_lines(error: Exception) -> FivefoldError:
@@ -170,8 +163,14 @@ def _in_two_lines(error: Exception) -> FivefoldError:
         return _of_usage(error)
     if isinstance(error, typer.Abort):
         return FivefoldError("given up: the input ended")
-    if isinstance(error, OSError) and (error.filename is not None or error.errno in _FULL):
-        return _of_file(error)
+    full = isinstance(error, OSError) and error.errno in _FULL
+    if isinstance(error, OSError) and (error.filename is not None or full):
+        # What is left of a file error that no command has words for.
+        where = "" if error.filename is None else f"{error.filename}: "
+        hint = "check the path and its permissions"
+        if full:
+            hint = "free space there, then run the same command again"
+        return FivefoldError(f"{where}{error.strerror or error}", hint=hint)
     message = f"internal error: {type(error).__name__}: {error}"
     hint = "run it as fivefold --debug ... for the traceback, and report it"
     return FivefoldError(message, hint=hint)
@@ -181,8 +180,7 @@ def _of_usage(error: Exception) -> FivefoldError:
     message: str = error.format_message().rstrip(".")  # type: ignore[attr-defined]
     message = message.replace("Value error, ", "")  # typer's own word in front of the choices
     context = getattr(error, "ctx", None)
-    command = "fivefold" if context is None else context.command_path
-    hint = f"see {command} --help"
+    hint = f"see {'fivefold' if context is None else context.command_path} --help"
     given = _given_value(error)
     if given is not None and repr(given) not in message:
         message = f"{message}; got {given!r}"
@@ -201,16 +199,6 @@ def _given_value(error: Exception) -> str | None:
         if option.startswith("-") and option in names:
             return value if joined else next(iter(sys.argv[place + 1 : place + 2]), None)
     return None
-
-
-def _of_file(error: OSError) -> FivefoldError:
-    # What is left of a file error that no command has words for.
-    if error.errno in _FULL:
-        hint = "free space there, then run the same command again"
-    else:
-        hint = "check the path and its permissions"
-    where = "" if error.filename is None else f"{error.filename}: "
-    return FivefoldError(f"{where}{error.strerror or error}", hint=hint)
 
 
 _INTERRUPTED = 130
