@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -325,7 +326,7 @@ def _hand_on(found: MeasuredCluster, output: Path | None, *, as_json: bool) -> N
 
 def _show(found: MeasuredCluster) -> None:
     profile = found.profile
-    pairs = [(a, b) for a in range(profile.num_ranks) for b in range(profile.num_ranks) if a != b]
+    pairs = list(itertools.permutations(range(profile.num_ranks), 2))
     alphas, rates, residuals = profile.alpha_s, profile.rates_bytes_per_s, profile.residuals
     bounds = profile.usable_rates_bytes_per_s
     rows = tuple(
@@ -340,11 +341,11 @@ def _show(found: MeasuredCluster) -> None:
         for a, b in pairs[:_SHOWN_PAIRS]
     )
     names = ("from", "to", "alpha", "bandwidth", "fit error, largest size", "all sizes")
-    parts = [DataTable.of(names, rows, text_columns=(1,))] if rows else []
+    table = DataTable.of(names, rows, text_columns=(1,))
     more = len(pairs) - _SHOWN_PAIRS
     lines = [f"and {more} more pairs (--json has all)"] if more > 0 else []
     lines += [*_contention_lines(profile), *found.lines()]
-    show(f"links between {profile.num_ranks} ranks", *parts, *lines)
+    show(f"links between {profile.num_ranks} ranks", table, *lines)
 
 
 def _contention_lines(profile: Profile) -> list[str]:
