@@ -79,7 +79,7 @@ MISTAKES = [
     (JOBS, "simulate t.toml --cluster fat_tre:4", "'fat_tre'|mean 'fat_tree'"),
     (JOBS, "simulate t.toml --cluster fat_tree:3", "even; got 3|2 or 4"),
     (JOBS, f"simulate t.toml {NET} --co-designs Q", "'Q'|V\\+H\\+II\\+HN"),
-    (JOBS, f"simulate t.toml {NET} --start worst", "'worst'|null or best"),
+    (JOBS, f"simulate t.toml {NET} --start worst", "'worst'|'null', 'best'"),
     (None, f"ablate {NET} --seeds 0", "--seeds|equal to 1|got '0'"),
     (None, f"ablate {NET} --sizes two", "got 'two'|4,8,16"),
     (None, "train --nproc 0", "--nproc|equal to 1|got '0'"),

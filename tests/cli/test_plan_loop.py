@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 
@@ -100,8 +101,10 @@ def test_a_program_that_cannot_run_what_is_asked_says_so(tmp_path, ethernet):
     )
     with pytest.raises(InfeasibleError, match="torchtitan cannot run zero"):
         plan(job, "--cluster", ethernet, "--for", "torchtitan")
-    with pytest.raises(ConfigurationError, match="does not know the program"):
-        plan(job, "--cluster", ethernet, "--for", "nemo")
+    words = ["plan", str(job), "--cluster", str(ethernet), "--for", "nemo"]
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 2
+    assert re.search("nemo.*torchtitan", refused.output, re.DOTALL)
 
 
 def test_the_trainers_own_file_comes_back_with_the_plan_in_it(tmp_path):

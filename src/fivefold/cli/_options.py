@@ -68,8 +68,8 @@ def numbers_of(text: str, what: str, *, example: str, least: int | None = None) 
     if not found or (least is not None and min(found) < least):
         from_there = "" if least is None else f" from {least}"
         raise ArgumentError(
-            f"{what} is {text!r}",
-            hint=f"write whole numbers{from_there} with commas, such as {example}",
+            f"{what} must be whole numbers{from_there}; got {text!r}",
+            hint=f"write them with commas, such as {example}",
         )
     return found
 
