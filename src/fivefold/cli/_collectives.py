@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -292,7 +291,9 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
     Prints its time, the lower bound and the gap between the two.
     """
     network = topology_of(topology, bandwidth=bandwidth, latency=latency)
-    named_collective(collective, network.num_ranks, root=root)  # at once: kernels compile after
+    cut = {} if chunks is None else {"chunks": chunks}
+    # At once: kernels compile after.
+    wanted = named_collective(collective, network.num_ranks, root=root, **cut)
     if output is not None and output.suffix not in {".json", ".xml"}:  # before the search
         raise ArgumentError(
             f"{output} has no known ending", hint="end it with .json, .xml or .plan.json"
@@ -303,17 +304,12 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         model=model,  # type: ignore[arg-type]
         seed=seed,
         gap=enough,
-        root=root,
+        root=0 if cut and wanted.root is None else root,
         cache=cache,
         progress=_each_line_once(),
     )
-    what: Any = collective
-    if chunks is not None:
-        what = named_collective(collective, network.num_ranks, chunks=chunks, root=root)
-        if what.root is None:
-            options = replace(options, root=0)
     found = synthesize(
-        what,
+        wanted if cut else collective,
         network,
         size_bytes=bytes_of(size),
         method=method,
@@ -328,13 +324,13 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         facts["output"] = str(output)
     if report is not None:
         given = {
+            "--size": size, "--method": method, "--time-limit": time_limit,
             "--model": None if model == "serial" else model, "--root": root, "--chunks": chunks,
             "--sketch": sketch, "--seed": seed, "--gap": None if gap == _GAP else gap,
             "--bandwidth": bandwidth, "--latency": latency,
         }  # fmt: skip
         name = found.schedule.collective.name
-        words = ["fivefold", "collectives", "synthesize", name, topology, "--size", size]
-        words += ["--method", method, "--time-limit", time_limit]
+        words = ["fivefold", "collectives", "synthesize", name, topology]
         words += [str(word) for pair in given.items() if pair[1] for word in pair]
         asked = Asked(
             collective=name, size_bytes=bytes_of(size), method=method, time_limit=time_limit,

@@ -179,11 +179,12 @@ def plan_command(  # noqa: PLR0913 - the command's options
     host_bytes, device_bytes = map(bytes_of, (host_memory, device_memory))
     budgets = Budgets(host_bytes=host_bytes, device_bytes=device_bytes, disk_bytes=most)
     if estimated:
-        graph, hops = _graph_size(dataset), numbers_of(fanouts, "fanouts", example="10,10,10")
-        speed = _disk_speed(disk_speed)
+        hops = numbers_of(fanouts, "fanouts", example="10,10,10")
+        read, write = _disk_speed(disk_speed)
         found = estimate(
-            graph, hops, batch_size, budgets, read_bytes_per_s=speed[0], write_bytes_per_s=speed[1]
-        )
+            _graph_size(dataset), hops, batch_size, budgets,
+            read_bytes_per_s=read, write_bytes_per_s=write,
+        )  # fmt: skip
         if as_json:
             more = {"memory_bytes": found.memory_bytes, "disk_bytes": found.disk_bytes}
             write_json(dataclasses.asdict(found) | more)
@@ -204,19 +205,15 @@ def plan_command(  # noqa: PLR0913 - the command's options
         )
     if output is not None:
         plan.write(output)
-    if as_json:
-        write_json(
-            {
-                "policy": plan.policy,
-                "segment_batches": plan.segment_batches,
-                "device_rows": len(plan.device_rows),
-                "host_rows": plan.num_host_slots,
-                "predicted": plan.predicted.to_json(),
-                "fingerprint": plan.fingerprint,
-            }
-        )
-    else:
+    if not as_json:
         typer.echo(plan.explain())
+        return
+    facts = {
+        "policy": plan.policy, "segment_batches": plan.segment_batches,
+        "device_rows": len(plan.device_rows), "host_rows": plan.num_host_slots,
+        "predicted": plan.predicted.to_json(), "fingerprint": plan.fingerprint,
+    }  # fmt: skip
+    write_json(facts)
 
 
 def pack_command(  # noqa: PLR0913 - the command's options

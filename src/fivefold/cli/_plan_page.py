@@ -117,15 +117,8 @@ def split_page(found: FoundPlans) -> Page:
             parts=(Folded(title="Settings", part=_settings(first.plan)),),
         ),
     ]
-    tiles = [
-        (format_duration_s(first.time_s), "an iteration", degrees_of(first.plan)),
-        (f"{100 * first.mfu:.1f} %", "model FLOPs utilization", "of the peak"),
-        (f"{first.memory.total_bytes / _GIB:.1f} GiB", "memory", "on the fullest GPU"),
-    ]
     if result is not None:
         sections += _search_sections(job.model, result)
-        more = f"{result.num_evaluated:,} evaluated in {format_duration_s(result.seconds)}"
-        tiles.append((f"{result.num_plans:,}", "plans searched", more))
     millions = job.model.num_parameters / 1e6
     size = f"{millions:.1f} M" if millions < 100 else f"{millions / 1e3:.1f} B"
     return Page(
@@ -134,10 +127,24 @@ def split_page(found: FoundPlans) -> Page:
         f"{cluster.name}, batch {first.plan.global_batch:,} x {job.model.seq_len:,} tokens: an "
         f"iteration takes {format_duration_s(first.time_s)} with {degrees_of(first.plan)} "
         f"({settings_of(first.plan)}).",
-        tiles=tuple(tiles),
+        tiles=_tiles(first, result),
         caveats=(_PREDICTED,),
         sections=tuple(sections),
     )
+
+
+def _tiles(
+    first: PlanPrediction, result: PlanSearchResult | None
+) -> tuple[tuple[str, str, str], ...]:
+    tiles = [
+        (format_duration_s(first.time_s), "an iteration", degrees_of(first.plan)),
+        (f"{100 * first.mfu:.1f} %", "model FLOPs utilization", "of the peak"),
+        (f"{first.memory.total_bytes / _GIB:.1f} GiB", "memory", "on the fullest GPU"),
+    ]
+    if result is not None:
+        more = f"{result.num_evaluated:,} evaluated in {format_duration_s(result.seconds)}"
+        tiles.append((f"{result.num_plans:,}", "plans searched", more))
+    return tuple(tiles)
 
 
 def _doubts(found: FoundPlans) -> list[str]:
