@@ -11,7 +11,7 @@ import typer
 from fivefold.cli._later import later
 from fivefold.cli._options import ArgumentError, JsonOption, topology_of, write_json
 from fivefold.cli._plan_page import PARTS, breakdown
-from fivefold.files import read_text, read_toml
+from fivefold.files import read_bytes, read_toml
 from fivefold.units import format_duration_s
 
 with later():
@@ -92,7 +92,8 @@ def _explained(what: Path, cluster: str | None, plan: Path | None) -> Explanatio
     topology = topology_of(cluster)
     planned = None
     if plan is not None:
-        planned = ClusterPlan.from_json(read_text(plan, what="plan"))
+        text = read_bytes(plan, what="plan").decode(errors="replace")
+        planned = ClusterPlan.from_json(text)
     return explain_jobs(topology, load_jobs(what, topology), plan=planned)
 
 
