@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from collections.abc import Iterable
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 __all__ = [
@@ -150,3 +151,15 @@ def require_flag(what: str, value: object) -> bool:
     if type(value).__name__ not in {"bool", "bool_"}:  # also NumPy's
         raise ConfigurationError(f"{what} is {value!r:.40}", hint="use True or False")
     return bool(value)
+
+
+def require_number(
+    what: str, value: object, *, positive: bool = False, hint: str | None = None
+) -> float:
+    """Return a finite number as ``float``; refuse what is none, or negative (or zero)."""
+    real = isinstance(value, int | float | Real) and not isinstance(value, bool)  # also NumPy's
+    # Not "< inf": whole numbers may be larger than any float.
+    if not real or not 0 <= value <= sys.float_info.max or (positive and value == 0):  # type: ignore[operator]
+        kind = "finite and above 0" if positive else "finite and at least 0"
+        raise ConfigurationError(f"{what} must be a number, {kind}; got {value!r:.40}", hint=hint)
+    return float(value)  # type: ignore[arg-type]

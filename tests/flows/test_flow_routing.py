@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import get_args
 
 import networkx as nx
 import numpy as np
@@ -10,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.flows import FlowDemand, JobTraffic, equal_cost_paths, priority_classes, route_flows
-from fivefold.network.topology import Link, Node, Topology, line, switch
+from fivefold.flows import (
+    FlowDemand,
+    JobTraffic,
+    equal_cost_paths,
+    priority_classes,
+    route_flows,
+    time_shifts,
+)
+from fivefold.flows.routing import RoutePolicy
+from fivefold.network.topology import Link, Node, Topology, line, parse_topology, switch
 
 
 def two_spines(hosts_per_leaf=2, bandwidth_bytes_per_s=1e9):
@@ -132,13 +141,57 @@ def test_figures_of_a_routing_by_hand():
     assert route_flows(topology, [job("a")]).intensity("a") == float("inf")
 
 
-def test_paths_depend_on_seed_and_name_only():
-    topology = two_spines()
-    jobs = [job(str(n), (n % 2, 2 + n % 2, 1e9)) for n in range(6)]
+def test_paths_depend_on_the_seed_and_not_on_the_order_of_jobs():
+    topology = two_spines(hosts_per_leaf=6)
+    jobs = [job(str(n), (n, 6 + n, 1e9)) for n in range(6)]
     once = route_flows(topology, jobs, seed=3)
     again = route_flows(topology, jobs[::-1], seed=3)
     assert dict(once.paths) == dict(again.paths)
     assert once.paths != route_flows(topology, jobs, seed=4).paths
+
+
+def test_equal_flows_between_two_ranks_may_take_several_paths():
+    """As connections with ports of their own do, whether they belong to one job or to several."""
+    topology = two_spines()
+    one = route_flows(topology, [job("a", *[(0, 2, 1e9)] * 16)]).paths["a"]
+    many = route_flows(topology, [job(str(n), (0, 2, 1e9)) for n in range(16)]).paths
+    assert one == tuple(many[str(n)][0] for n in range(16))
+    assert len(set(one)) == 2
+
+
+@st.composite
+def clusters_and_jobs(draw):
+    """A fabric, and jobs on any of its ranks: some alike, some between the same ranks."""
+    topology = draw(st.sampled_from([
+        two_spines(4), parse_topology("fat_tree:4,gpus=2,bandwidth=1GB/s"),
+        parse_topology("torus:3x3,bandwidth=1GB/s"), switch(9, bandwidth="1 GB/s"),
+    ]))  # fmt: skip
+    ranks = st.integers(0, 7)
+    flows = st.lists(
+        st.tuples(ranks, ranks, st.sampled_from([1e9, 3e9])).filter(lambda f: f[0] != f[1]),
+        max_size=4,
+    )
+    kinds = draw(st.lists(st.tuples(flows, st.sampled_from([0.5, 1.0])), min_size=1, max_size=5))
+    kinds += draw(st.lists(st.sampled_from(kinds), max_size=2))
+    return topology, kinds
+
+
+@settings(max_examples=60, deadline=None)
+@given(clusters_and_jobs(), st.permutations("abcdefg"), st.sampled_from(get_args(RoutePolicy)))
+def test_nothing_depends_on_what_jobs_are_called(cluster, names, policy):
+    topology, kinds = cluster
+
+    def decided(names):
+        jobs = [
+            job(name, *flows, compute_s=seconds, iterations=1 + place)
+            for place, (name, (flows, seconds)) in enumerate(zip(names, kinds, strict=False))
+        ]
+        routing = route_flows(topology, jobs, policy=policy, seed=1)
+        classes = priority_classes(routing, classes=2).classes
+        shifts = time_shifts(routing, slots_per_period=4).shift_s
+        return [(routing.paths[n], classes[n], shifts[n]) for n in names[: len(kinds)]]
+
+    assert decided(names) == decided([f"job {n}" for n in range(7)])
 
 
 @pytest.mark.parametrize(
@@ -152,9 +205,15 @@ def test_paths_depend_on_seed_and_name_only():
         (lambda t: equal_cost_paths(t, 0, 1, limit=0), "limit 0"),
         (lambda _: FlowDemand(0, 0, 1.0), "from one rank to another"),
         (lambda _: FlowDemand(0, 1, float("nan")), "size_bytes"),
+        (lambda _: FlowDemand(0, 1, "1"), "size_bytes of a flow must be a number"),
+        (lambda _: FlowDemand("0", 1, 1.0), "source of a flow must be a whole number"),
+        (lambda _: FlowDemand(0, -1, 1.0), "target of a flow must be a whole number"),
         (lambda _: job(""), "needs a name"),
         (lambda _: job("a", compute_s=-1.0), "compute_s of job 'a'"),
+        (lambda _: job("a", compute_s="1"), "compute_s of job 'a' must be a number"),
         (lambda _: job("a", iterations=0), "iterations"),
+        (lambda _: job("a", iterations="2"), "iterations of job 'a' must be a whole number"),
+        (lambda _: job("a", weight=None), "weight of job 'a'"),
         (lambda _: job("a", weight=0.0), "weight"),
         (lambda _: job("a", work=-1.0), "work of job"),
         (lambda t: priority_classes(route_flows(t, []), classes=0), "classes=0"),

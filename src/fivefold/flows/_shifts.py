@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +107,12 @@ def time_shifts(
         jobs_of += (own_jobs := [set(circle.jobs) for circle in circles])
         for component in _components(own_jobs):
             own = [circle for circle in circles if component & set(circle.jobs)]
-            names = sorted(component, key=lambda name: _content(routing, periods, name))
+            names = sorted(
+                (name for name in own_periods if name in component),
+                key=lambda name: (
+                    periods[name], routing.jobs[name].compute_s, routing.link_bytes(name).tobytes()
+                ),
+            )  # fmt: skip
             steps = _search(names, own, grid, seed)
             before += sum(circle.excess({}) for circle in own)
             after += sum(circle.excess(steps) for circle in own)
@@ -122,12 +126,6 @@ def time_shifts(
         _loop_free(jobs_of),
         tuple(sorted(left_out)),
     )
-
-
-def _content(routing: Routing, periods: Mapping[str, float], name: str) -> tuple[Any, ...]:
-    """Return what puts jobs in an order: its name only where nothing else tells it apart."""
-    loads = routing.link_bytes(name).tobytes()
-    return periods[name], routing.jobs[name].compute_s, loads, name
 
 
 def _periods(routing: Routing, given: Mapping[str, float] | None) -> dict[str, float]:

@@ -7,7 +7,7 @@ References:
 from __future__ import annotations
 
 import hashlib
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError, require_one_of
+from fivefold.errors import ConfigurationError, require_number, require_one_of, require_whole
 from fivefold.flows.paths import PathChoices, equal_cost_paths
 from fivefold.network.topology import Topology
 
@@ -134,13 +134,17 @@ def route_flows(
             f"two jobs are called {twice!r}", hint="give each a name of its own"
         )
     choices = _Choices(topology, limit)
-    hashed = {
-        job.job_id: tuple(
-            _hashed(choices.of(flow.source, flow.target), (seed, job.job_id, number))
-            for number, flow in enumerate(job.flows)
-        )
-        for job in traffic
-    }
+    # Of several flows between two ranks each has a number, so that a hash can tell them apart.
+    # Names are no part of it: what a job is called changes no time.
+    met: Counter[tuple[int, int]] = Counter()
+    hashed: dict[str, tuple[Path, ...]] = {}
+    for job in traffic:
+        paths = []
+        for flow in job.flows:
+            ends = flow.source, flow.target
+            paths.append(_hashed(choices.of(*ends), (seed, *ends, met[ends])))
+            met[ends] += 1
+        hashed[job.job_id] = tuple(paths)
     start = Routing(topology, tuple(traffic), hashed, "hash")
     if policy == "hash":
         return start
@@ -201,7 +205,7 @@ class _Choices:
         return links
 
 
-def _hashed(paths: PathChoices, key: tuple[object, ...]) -> Path:
+def _hashed(paths: PathChoices, key: tuple[int, ...]) -> Path:
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     chosen: Path = paths[int.from_bytes(digest, "big") % len(paths)]
     return chosen
@@ -260,12 +264,16 @@ class FlowDemand:
     size_bytes: float
 
     def __post_init__(self) -> None:
-        if self.source == self.target or min(self.source, self.target) < 0:
+        for name in ("source", "target"):
+            rank = require_whole(f"{name} of a flow", getattr(self, name), least=0)
+            object.__setattr__(self, name, rank)
+        if self.source == self.target:
             raise ConfigurationError(
                 f"a flow leads from one rank to another; got {self.source} to {self.target}"
             )
-        if not math.isfinite(self.size_bytes) or self.size_bytes < 0:
-            raise ConfigurationError(f"size_bytes must not be negative; got {self.size_bytes}")
+        object.__setattr__(
+            self, "size_bytes", require_number("size_bytes of a flow", self.size_bytes)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,21 +307,13 @@ class JobTraffic:
         if not self.job_id:
             message = "a job needs a name"
             raise ConfigurationError(message, hint="give job_id")
+        who = f"of job {self.job_id!r}"
         for name in ("compute_s", "arrival_s"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise ConfigurationError(
-                    f"{name} of job {self.job_id!r} must not be negative; got {value}"
-                )
-        if self.iterations < 1 or not self.weight > 0:
-            raise ConfigurationError(
-                f"job {self.job_id!r} needs iterations and a weight above 0; "
-                f"got {self.iterations} and {self.weight}"
-            )
-        if self.work is not None and not self.work >= 0:
-            raise ConfigurationError(
-                f"work of job {self.job_id!r} must not be negative; got {self.work}"
-            )
+            require_number(f"{name} {who}", getattr(self, name))
+        require_whole(f"iterations {who}", self.iterations)
+        require_number(f"weight {who}", self.weight, positive=True)
+        if self.work is not None:
+            require_number(f"work {who}", self.work)
 
     @property
     def ranks(self) -> tuple[int, ...]:
