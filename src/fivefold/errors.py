@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import sys
+import math
 from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
@@ -157,9 +157,12 @@ def require_number(
     what: str, value: object, *, positive: bool = False, hint: str | None = None
 ) -> float:
     """Return a finite number as ``float``; refuse what is none, or negative (or zero)."""
-    real = isinstance(value, int | float | Real) and not isinstance(value, bool)  # also NumPy's
-    # Not "< inf": whole numbers may be larger than any float.
-    if not real or not 0 <= value <= sys.float_info.max or (positive and value == 0):  # type: ignore[operator]
+    try:  # booleans are numbers to Python, and some whole ones are larger than any float
+        real = isinstance(value, int | float | Real) and not isinstance(value, bool)
+        number = float(value) if real else math.nan  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
+    if not 0 <= number < math.inf or (positive and number == 0):
         kind = "finite and above 0" if positive else "finite and at least 0"
         raise ConfigurationError(f"{what} must be a number, {kind}; got {value!r:.40}", hint=hint)
-    return float(value)  # type: ignore[arg-type]
+    return number

@@ -254,7 +254,7 @@ def test_a_full_dragonfly_is_three_router_hops_wide():
         (lambda: hypercube(-1), "from 0 to .*; got -1"),
         (lambda: fully_connected(True), "got True"),
         (lambda: switch(2, bandwidth="fast"), "'fast' is not a rate"),
-        (lambda: ring(3, bandwidth=0), "bandwidth 0"),
+        (lambda: ring(3, bandwidth=0), "bandwidth of .* got 0"),
         (lambda: ring(3, latency="-1 us"), "not a duration"),
         (lambda: fat_tree(3), "even; got 3"),
         (lambda: fat_tree(4, oversubscription=0), "positive number; got 0"),

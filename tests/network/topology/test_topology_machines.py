@@ -137,6 +137,13 @@ def test_every_machine_says_where_it_is_from():
         named_topology("dgx1", boxes=0)
 
 
+SMALL = {
+    "gpus_per_node": 2, "alpha": 0.3, "remote_alpha": 2.6, "remote_beta": 105,
+    "remote_invbw": 107, "links": [[0, 1], [1, 0]], "betas": [[0, 8], [8, 0]],
+    "invbws": [[0, 9], [9, 0]],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "pair", "step_us"),
     [
@@ -228,6 +235,12 @@ def test_wrong_names_of_profiles(tmp_path):
         TacclProfile.load("ndv2_1MB").to_topology(boxes=2, connections="ring")
     with pytest.raises(ConfigurationError, match="GPU 8"):
         TacclProfile.load("ndv2_1MB").to_topology(boxes=2, connections={8: [0]})
+    for wrong, words in (
+        ({"chunk_bytes": "0.2 B"}, "chunk_bytes of a TACCL profile .* got 0"),
+        ({"time_scale": 0, "chunk_bytes": 1}, "time_scale of a TACCL profile"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            TacclProfile.load(SMALL, **wrong)
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(DataError, match="no table"):
         TacclProfile.load(tmp_path / "list.json", chunk_bytes=1024).to_topology()
@@ -244,11 +257,6 @@ def test_wrong_names_of_profiles(tmp_path):
     ],
 )
 def test_a_link_that_takes_no_time_is_refused(changes, said):
-    table = {
-        "gpus_per_node": 2, "alpha": 0.3, "remote_alpha": 2.6, "remote_beta": 105,
-        "remote_invbw": 107, "links": [[0, 1], [1, 0]], "betas": [[0, 8], [8, 0]],
-        "invbws": [[0, 9], [9, 0]],
-    }  # fmt: skip
-    assert TacclProfile.load(table, chunk_bytes="1 MB").to_topology(boxes=2).num_ranks == 4
+    assert TacclProfile.load(SMALL, chunk_bytes="1 MB").to_topology(boxes=2).num_ranks == 4
     with pytest.raises(DataError, match=said):
-        TacclProfile.load(table | changes, chunk_bytes="1 MB")
+        TacclProfile.load(SMALL | changes, chunk_bytes="1 MB")

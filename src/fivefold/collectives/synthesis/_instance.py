@@ -220,7 +220,7 @@ def logical_of(
         num_ranks=topology.num_ranks,
         sources=sources,
         targets=targets,
-        resources=tuple(tuple(graph.route(edge).tolist()) for edge in kept),
+        resources=tuple(tuple(graph.of(edge).tolist()) for edge in kept),
         num_resources=topology.num_links,
         holders=holders,
         wanted=wanted,

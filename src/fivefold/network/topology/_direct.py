@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology._build import Builder, Wire, check_count
@@ -145,11 +145,11 @@ def _wires(
 
 
 def _grid(name: str, shape: Sequence[int], *, wrap: bool, wire: Wire | list[Wire]) -> Topology:
+    if not isinstance(shape, Collection) or not len(shape):
+        raise ConfigurationError(f"a {name} needs a shape; got {shape!r}", hint="such as (4, 4)")
     for size in shape:
         check_count(f"every dimension of a {name}", size)
     wires = wire if isinstance(wire, list) else [wire] * len(shape)
-    if not shape:
-        raise ConfigurationError(f"a {name} needs a shape", hint="such as (4, 4)")
     if len(wires) != len(shape):
         raise ConfigurationError(
             f"a {name} of shape {tuple(shape)} got {len(wires)} bandwidths",

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, optional_module, require_one_of
-from fivefold.network.topology._graph import FloatArray
 from fivefold.network.topology._topology import Topology
+from fivefold.network.topology.arrays import FloatArray
 from fivefold.units import format_bytes, format_bytes_per_s
 
 if TYPE_CHECKING:
@@ -248,11 +248,14 @@ def draw_topology(
 
 
 def _checked_loads(topology: Topology, link_loads: npt.ArrayLike) -> FloatArray:
-    loads = np.asarray(link_loads, np.float64)
+    try:
+        loads = np.asarray(link_loads, np.float64)
+    except (TypeError, ValueError):
+        loads = np.zeros(0)
     if loads.shape != (topology.num_links,) or not np.isfinite(loads).all() or (loads < 0).any():
         raise ConfigurationError(
             f"link_loads must be {topology.num_links} numbers from 0 up, one per link; "
-            f"got shape {loads.shape}",
+            f"got {link_loads!r:.60}",
             hint="give bytes or the share of the capacity for every link of the topology",
         )
     return loads

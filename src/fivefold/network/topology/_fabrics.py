@@ -6,12 +6,12 @@ capacity upwards as downwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from fivefold.errors import ConfigurationError, require_one_of
+from fivefold.errors import ConfigurationError, require_number, require_one_of
 from fivefold.network.topology._build import Builder, HostSpec, Wire, add_host, check_count
 from fivefold.network.topology._direct import DEFAULT_BANDWIDTH
 from fivefold.network.topology._graph import NodeKind
@@ -29,11 +29,22 @@ class Port:
         bandwidth: Rate of the link in each direction.
         latency: Of this link and of all links of the fabric.
         oversubscription: A rack switch's capacity downwards over that upwards.
+
+    Raises:
+        ConfigurationError: The oversubscription is no number above zero.
     """
 
     bandwidth: str | float = DEFAULT_BANDWIDTH
     latency: str | float = 0.0
     oversubscription: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number(
+            "oversubscription",
+            self.oversubscription,
+            positive=True,
+            hint="1 is non-blocking, 4 gives a quarter of the capacity upwards",
+        )
 
     @cached_property
     def wire(self) -> Wire:
@@ -77,7 +88,6 @@ def leaf_spine(
     """
     for what, value in (("hosts", hosts), ("leaves", leaves), ("spines", spines)):
         check_count(what, value)
-    check_oversubscription(oversubscription)
     port, spec, builder = Port(bandwidth, latency, oversubscription), host or HostSpec(), Builder()
     shares = [hosts // leaves + (leaf < hosts % leaves) for leaf in range(leaves)]
     tops: list[str] = []
@@ -162,6 +172,10 @@ def clos(
         >>> clos((2, 2, 4), aggs=2, cores=2).num_ranks
         16
     """
+    if not isinstance(shape, Collection) or len(shape) != 3:
+        raise ConfigurationError(
+            f"clos needs pods x racks x hosts; got {shape!r}", hint="such as (4, 8, 16)"
+        )
     pods, racks, hosts = shape
     for what, value in zip(("pods", "racks", "hosts"), shape, strict=True):
         check_count(f"{what} of a clos", value)
@@ -191,7 +205,6 @@ def add_clos(
     aggs, cores, planes = fabric
     check_count("aggs", aggs)
     check_count("cores", cores)
-    check_oversubscription(port.oversubscription)
     require_one_of(planes, ("split", "full"), f"planes is {planes!r}")
     if planes == "split" and cores % aggs:
         raise ConfigurationError(
@@ -213,15 +226,6 @@ def add_clos(
         for row in switches:
             for agg in [row[core // per_agg]] if planes == "split" else row:
                 builder.join(agg, name, to_core)
-
-
-def check_oversubscription(value: float) -> None:
-    """Refuse an oversubscription that is not a positive number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise ConfigurationError(
-            f"oversubscription must be a positive number; got {value!r}",
-            hint="1 is non-blocking, 4 gives a quarter of the capacity upwards",
-        )
 
 
 def _add_rack(
@@ -312,7 +316,6 @@ def rail_optimized(
     check_count("spines", spines)
     per_pod = hosts if hosts_per_pod is None else hosts_per_pod
     check_count("hosts_per_pod", per_pod)
-    check_oversubscription(oversubscription)
     builder, port = Builder(), Port(bandwidth, latency, oversubscription)
     ports = [add_host(builder, f"host{index}", host) for index in range(hosts)]
     leaves: list[str] = []
@@ -354,7 +357,6 @@ def dual_plane(
         ("aggs_per_plane", aggs_per_plane),
     ):
         check_count(what, value)
-    check_oversubscription(oversubscription)
     builder, half = Builder(), Port(parse_bytes_per_s(bandwidth) / 2, latency, oversubscription)
     ports = [add_host(builder, f"host{index}", host) for index in range(hosts)]
     switches: tuple[list[str], list[str]] = ([], [])

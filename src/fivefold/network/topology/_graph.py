@@ -9,23 +9,34 @@ every link array.
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Integral, Real
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of, require_whole
+from fivefold.errors import (
+    ConfigurationError,
+    InfeasibleError,
+    require_number,
+    require_one_of,
+    require_whole,
+)
+from fivefold.network.topology.arrays import (
+    FloatArray,
+    IntArray,
+    LinksAtNodes,
+    frozen,
+    group_by,
+    reachable,
+)
 
 NodeKind = Literal["gpu", "cpu", "pcie", "nvswitch", "nic", "tor", "agg", "core", "switch"]
 NODE_KINDS: tuple[str, ...] = get_args(NodeKind)
 COMPUTE_KINDS = ("gpu", "cpu")
 _MOST_PHYSICAL_LINKS = 1_000_000
-_PLAIN = (("count", int), ("latency_s", float), ("bandwidth_bytes_per_s", float))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,30 +111,19 @@ class Link:
             raise ConfigurationError(
                 f"{place} joins a node to itself", hint="name two different nodes"
             )
-        if not _is_number(self.bandwidth_bytes_per_s) or self.bandwidth_bytes_per_s <= 0:
-            raise ConfigurationError(
-                f"{place} has bandwidth {self.bandwidth_bytes_per_s!r}",
-                hint="bytes per second must be finite and more than zero; leave out a dead link",
-            )
-        if not _is_number(self.latency_s) or self.latency_s < 0:
-            raise ConfigurationError(
-                f"{place} has latency {self.latency_s!r}",
-                hint="seconds must be finite and at least zero",
-            )
-        if (
-            isinstance(self.count, bool)
-            or not isinstance(self.count, Integral)
-            or not 1 <= self.count <= _MOST_PHYSICAL_LINKS
-        ):
-            raise ConfigurationError(
-                f"{place} has count {self.count!r}",
-                hint=f"a whole number of physical links, from 1 to {_MOST_PHYSICAL_LINKS:,}",
-            )
         # Numbers of numpy become plain ones: they are written to files and compared.
-        for key, kind in _PLAIN:
-            value = getattr(self, key)
-            if type(value) is not kind:
-                object.__setattr__(self, key, kind(value))
+        plain = {
+            "bandwidth_bytes_per_s": require_number(
+                f"bandwidth of {place}",
+                self.bandwidth_bytes_per_s,
+                positive=True,
+                hint="give bytes per second, and leave out a dead link",
+            ),
+            "latency_s": require_number(f"latency of {place}", self.latency_s),
+            "count": require_whole(f"count of {place}", self.count, most=_MOST_PHYSICAL_LINKS),
+        }
+        for key, value in plain.items():
+            object.__setattr__(self, key, value)
 
     @property
     def capacity_bytes_per_s(self) -> float:
@@ -151,14 +151,10 @@ class Aggregation:
     dtypes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for key, value in (("slots", self.slots), ("slot_bytes", self.slot_bytes)):
-            require_whole(f"{key} of an aggregation unit", value)
-        rate = self.rate_bytes_per_s
-        if rate is not None and (not _is_number(rate) or rate <= 0):
-            raise ConfigurationError(
-                f"aggregation has rate {rate!r}",
-                hint="bytes per second must be finite and more than zero, or left out: line rate",
-            )
+        require_whole("slots of an aggregation unit", self.slots)
+        require_whole("slot_bytes of an aggregation unit", self.slot_bytes)
+        if self.rate_bytes_per_s is not None:
+            require_number("rate of an aggregation unit", self.rate_bytes_per_s, positive=True)
         if not isinstance(self.dtypes, list | tuple) or not all(
             isinstance(dtype, str) and dtype for dtype in self.dtypes
         ):
@@ -183,61 +179,7 @@ class SwitchAbility:
     aggregation: Aggregation | None = field(default=None, kw_only=True)
 
 
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    return bool(abs(value) < math.inf)  # type: ignore[operator]  # also of whole numbers that no float holds
-
-
-IntArray = npt.NDArray[np.int32]
-FloatArray = npt.NDArray[np.float64]
-_Array = TypeVar("_Array", bound=npt.NDArray[Any])
 _NAMED_IN_ERRORS = 5
-
-
-def frozen(array: _Array) -> _Array:
-    """Return the array itself, from now on read-only."""
-    array.flags.writeable = False
-    return array
-
-
-@dataclass(frozen=True)
-class LinksAtNodes:
-    """The links at each node: those of node n are ``links[offsets[n]:offsets[n + 1]]``."""
-
-    offsets: IntArray
-    links: IntArray
-
-    def of(self, node: int) -> IntArray:
-        """Return the indices of the links at one node, ascending."""
-        return self.links[self.offsets[node] : self.offsets[node + 1]]
-
-
-def group_by(keys: IntArray, *, num_groups: int) -> LinksAtNodes:
-    """Sort positions by key, keeping their order within a key."""
-    order = np.argsort(keys, kind="stable").astype(np.int32)
-    offsets = np.zeros(num_groups + 1, np.int32)
-    np.cumsum(np.bincount(keys, minlength=num_groups), out=offsets[1:])
-    order.flags.writeable = offsets.flags.writeable = False
-    return LinksAtNodes(offsets, order)
-
-
-def reachable(
-    adjacency: LinksAtNodes, ends: IntArray, *, start: Iterable[int]
-) -> npt.NDArray[np.bool_]:
-    """Return which nodes can be reached from ``start``, following links to their ``ends``."""
-    num_nodes = len(adjacency.offsets) - 1
-    seen = np.zeros(num_nodes, np.bool_)
-    frontier = np.fromiter(start, np.int64)
-    seen[frontier] = True
-    while len(frontier):
-        counts = adjacency.offsets[frontier + 1] - adjacency.offsets[frontier]
-        first = np.repeat(adjacency.offsets[frontier], counts)
-        within = np.arange(len(first)) - np.repeat(np.cumsum(counts) - counts, counts)
-        found = np.unique(ends[adjacency.links[first + within]])
-        frontier = found[~seen[found]].astype(np.int64)
-        seen[frontier] = True
-    return seen
 
 
 def nearest_node(name: object, known: Collection[str]) -> str:
@@ -301,9 +243,9 @@ class LinkGraph:
         return int(self.rank_nodes[self._checked_rank(rank)])
 
     def _checked_rank(self, rank: int) -> int:
-        if not 0 <= rank < self.num_ranks:
+        if not isinstance(rank, int | np.integer) or not 0 <= rank < self.num_ranks:
             raise ConfigurationError(
-                f"topology {self.name!r} has no rank {rank}",
+                f"topology {self.name!r} has no rank {rank!r}",
                 hint=f"its ranks are 0 to {self.num_ranks - 1}",
             )
         return int(rank)

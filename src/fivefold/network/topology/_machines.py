@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.errors import ConfigurationError, DataError, require_one_of
+from fivefold.errors import DataError, require_one_of
 from fivefold.files import read_text
 from fivefold.network.topology._build import Builder, HostSpec, Wire, check_count
 from fivefold.network.topology._fabrics import Port, add_clos
@@ -269,7 +269,9 @@ def load_lingjun(
     file = Path(path)
     rows = _lingjun_rows(file)
     if pods is not None:
-        _check_pods(pods, {row["PSW"] for row in rows})
+        known = sorted({row["PSW"] for row in rows}, key=_natural)
+        for pod in [*pods] or ["(none named)"]:
+            require_one_of(pod, known, f"there is no pod {pod} in the file")
         rows = [row for row in rows if row["PSW"] in pods]
     rows.sort(key=lambda row: (_natural(row["PSW"]), _natural(row["ASW"])))
     names = _short_names([row["ip"] for row in rows], file)
@@ -308,15 +310,6 @@ def _lingjun_rows(file: Path) -> list[dict[str, str]]:
     if not rows:
         raise DataError(f"{file} holds no host", hint="its rows are hosts")
     return rows
-
-
-def _check_pods(wanted: Collection[str], known: set[str]) -> None:
-    unknown = sorted(set(wanted) - known)
-    if unknown or not wanted:
-        raise ConfigurationError(
-            f"there is no pod {', '.join(unknown) or '(none named)'} in the file",
-            hint=f"its pods are {', '.join(sorted(known, key=_natural))}",
-        )
 
 
 def _natural(label: str) -> tuple[str, int, str]:

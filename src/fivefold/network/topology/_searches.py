@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fivefold._compiler import njit
-from fivefold.network.topology._graph import IntArray
+from fivefold.network.topology.arrays import IntArray
 
 LongArray = npt.NDArray[np.int64]
 

@@ -7,24 +7,33 @@ counts a pair of NVLinks as one connection of half the time, so such a connectio
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.errors import ConfigurationError, DataError, require_one_of
+import numpy as np
+
+from fivefold.errors import (
+    ConfigurationError,
+    DataError,
+    require_number,
+    require_one_of,
+    require_whole,
+)
 from fivefold.files import read_json
-from fivefold.network.topology._build import Builder, check_count
-from fivefold.network.topology._graph import Link
+from fivefold.network.topology._build import Builder, Wire, check_count
 from fivefold.network.topology._machines import DGX1_PAIRS
 from fivefold.network.topology._topology import Topology
+from fivefold.network.topology.arrays import FloatArray
 from fivefold.units import parse_bytes
 
 Connections = Mapping[int, Sequence[int]] | Literal["relay", "direct-map", "fully-connected"]
 _MICRO = 1e-6
 _SOURCE = "microsoft/taccl on GitHub (taccl/examples/topo), NSDI 2023, arXiv 2111.04867"
-_REQUIRED = ("gpus_per_node", "alpha", "remote_alpha", "remote_beta", "remote_invbw")
+_LISTS = ("node_betas_list", "node_invbws_list")
+_NUMBERS = ("gpus_per_node", "alpha", "remote_alpha", "remote_beta", "remote_invbw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,40 +91,37 @@ class TacclProfile:
             time_scale: What microseconds were multiplied by; known for the published ones.
 
         Raises:
-            ConfigurationError: The name is unknown, or ``chunk_bytes`` is missing.
+            ConfigurationError: The name is unknown, ``chunk_bytes`` is missing, or it or
+                ``time_scale`` is not above zero.
             DataError: The file cannot be read, a key is missing, or a matrix has the wrong shape.
         """
         named = isinstance(source, str) and not source.endswith(".json")
         if named and (source in PUBLISHED or not Path(str(source)).exists()):
             require_one_of(source, PUBLISHED, f"there is no published TACCL profile {source!r}")
             keys, own_bytes, time_scale = PUBLISHED[str(source)]
-            table: Mapping[str, Any] = {"name": source, **keys}
+            table: Any = {"name": source, **keys}
             chunk_bytes = own_bytes if chunk_bytes is None else chunk_bytes
         else:
-            table = source if isinstance(source, Mapping) else _read_json(Path(source))
+            table = source
+            if not isinstance(source, Mapping):
+                table = read_json(Path(source), what="TACCL profile")
+            if not isinstance(table, Mapping):
+                message = f"TACCL profile {source} is no table of keys"
+                raise DataError(message, hint="see its examples/topo")
         if chunk_bytes is None:
             message = "a TACCL profile gives times for one chunk and does not say of what size"
             raise ConfigurationError(message, hint='say it, such as chunk_bytes="1 MiB"')
-        for key in _REQUIRED:
-            value = table.get(key)
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise DataError(f"the TACCL profile has no number {key}", hint="add the key")
+        for key in _NUMBERS:
+            _times(table, key)
         if not table["remote_beta"]:
             message = "remote_beta of the TACCL profile is 0: a chunk would take no time"
             raise DataError(message, hint="give its microseconds")
         gpus, nics = table["gpus_per_node"], table.get("nics_per_node", 1)
         for key, count in (("gpus_per_node", gpus), ("nics_per_node", nics)):
             check_count(f"{key} of the TACCL profile", count)
-        if "links" in table:
-            betas, steps = (_matrix(table, key, gpus) for key in ("betas", "invbws"))
-            if any(link and not beta for rows in zip(table["links"], betas, strict=True)
-                   for link, beta in zip(*rows, strict=True)):  # fmt: skip
-                message = "betas of the TACCL profile are 0 where there are links"
-                raise DataError(message, hint="give the microseconds of a chunk, or no link")
-            switched = False
-        else:
-            betas, steps = (_classes(table, key, gpus) for key in _LISTS)
-            switched = len(table[_LISTS[0]]) == 1
+        read = _matrix if "links" in table else _classes
+        keys = ("betas", "invbws") if "links" in table else _LISTS
+        betas, steps = (read(table, key, gpus) for key in keys)
         return cls(
             name=str(table.get("name", "taccl")),
             gpus_per_node=gpus,
@@ -126,9 +132,9 @@ class TacclProfile:
             remote_alpha=float(table["remote_alpha"]),
             remote_beta=float(table["remote_beta"]),
             remote_step=float(table["remote_invbw"]),
-            switched=switched,
-            chunk_bytes=parse_bytes(chunk_bytes),
-            time_scale=float(time_scale),
+            switched="links" not in table and len(table[_LISTS[0]]) == 1,
+            chunk_bytes=require_whole("chunk_bytes of a TACCL profile", parse_bytes(chunk_bytes)),
+            time_scale=require_number("time_scale of a TACCL profile", time_scale, positive=True),
         )
 
     def to_topology(
@@ -159,9 +165,10 @@ class TacclProfile:
         label = f"{self.name}:{boxes}" if boxes > 1 else self.name
         return builder.done(label, source=f"TACCL profile {self.name}: {_SOURCE}")
 
-    def _link(self, ends: tuple[str, str], times: tuple[float, float]) -> Link:
+    def _send(self, builder: Builder, ends: tuple[str, str], times: tuple[float, float]) -> None:
+        """Add a link of this latency and time of a chunk."""
         latency, beta = (time * _MICRO / self.time_scale for time in times)
-        return Link(*ends, bandwidth_bytes_per_s=self.chunk_bytes / beta, latency_s=latency)
+        builder.send(*ends, Wire(self.chunk_bytes / beta, latency))
 
     def _add_box(self, builder: Builder, box: int, boxes: int, *, as_solved: bool) -> list[str]:
         prefix, host = (f"box{box}/" if boxes > 1 else ""), f"box{box}"
@@ -173,15 +180,12 @@ class TacclProfile:
             # A message passes two links, and the latency is that of the whole connection.
             for name in names if beta else ():
                 for ends in ((name, plane), (plane, name)):
-                    builder.links.append(self._link(ends, (alpha / 2, beta)))
+                    self._send(builder, ends, (alpha / 2, beta))
             return names
-        for target, row in enumerate(self.betas):
-            for source, beta in enumerate(row):
-                if beta > 0:
-                    step = self.steps[target][source]
-                    alpha = step - beta if as_solved else self.alpha
-                    ends = (names[source], names[target])
-                    builder.links.append(self._link(ends, (alpha, beta)))
+        for target, source in np.argwhere(np.array(self.betas) > 0).tolist():
+            beta = self.betas[target][source]
+            alpha = self.steps[target][source] - beta if as_solved else self.alpha
+            self._send(builder, (names[source], names[target]), (alpha, beta))
         return names
 
     def _join_boxes(
@@ -192,15 +196,12 @@ class TacclProfile:
         *,
         as_solved: bool,
     ) -> None:
-        number = sum(len(receivers) for receivers in connections.values())
-        beta = self.remote_beta * max(number / self.nics_per_node, 1.0)
+        pairs = [(sender, one) for sender, several in connections.items() for one in several]
+        beta = self.remote_beta * max(len(pairs) / self.nics_per_node, 1.0)
         alpha = self.remote_step - self.remote_beta if as_solved else self.remote_alpha
-        for first in rows:
-            for second in rows:
-                for sender, receivers in connections.items() if first is not second else ():
-                    for receiver in receivers:
-                        ends = (first[sender], second[receiver])
-                        builder.links.append(self._link(ends, (alpha, beta)))
+        for first, second in itertools.permutations(rows, 2):
+            for sender, receiver in pairs:
+                self._send(builder, (first[sender], second[receiver]), (alpha, beta))
 
     def _connections(self, wanted: Connections) -> Mapping[int, Sequence[int]]:
         gpus = range(self.gpus_per_node)
@@ -221,66 +222,51 @@ class TacclProfile:
         return table
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
-    table = read_json(path, what="TACCL profile")
-    if not isinstance(table, dict):
-        raise DataError(f"TACCL profile {path} is no table of keys", hint="see its examples/topo")
-    return table
+def _times(table: Mapping[str, Any], key: str, *shapes: tuple[int, ...]) -> FloatArray:
+    """Return what a key holds: one number, or numbers in one of some shapes."""
+    try:
+        found = np.array(table.get(key))
+    except ValueError:  # rows of several lengths
+        found = np.array(None)
+    numbers = found.dtype.kind in "iuf" and bool((np.isfinite(found) & (found >= 0)).all())
+    if not numbers or found.shape not in (shapes or ((),)):
+        if not shapes:
+            raise DataError(f"the TACCL profile has no number {key}", hint="add the key")
+        shown = " or ".join(" rows of ".join(map(str, shape)) for shape in shapes)
+        raise DataError(
+            f"{key} of the TACCL profile must be {shown} numbers from 0",
+            hint="microseconds of a chunk, without infinite ones",
+        )
+    return found
 
 
 def _matrix(table: Mapping[str, Any], key: str, size: int) -> tuple[tuple[float, ...], ...]:
-    rows = table.get(key)
-    links = table["links"]
-    for name, matrix in ((key, rows), ("links", links)):
-        if not _is_square(matrix, size):
-            raise DataError(
-                f"{name} of the TACCL profile must be {size} rows of {size} numbers from 0",
-                hint="there is one row for each GPU of a box",
-            )
-    assert isinstance(rows, list), "looked at above"
-    return tuple(
-        tuple(value if links[target][source] else 0 for source, value in enumerate(row))
-        for target, row in enumerate(rows)
-    )
-
-
-def _is_square(rows: object, size: int) -> bool:
-    if not isinstance(rows, list) or len(rows) != size:
-        return False
-    return all(isinstance(row, list) and len(row) == size and _are_times(row) for row in rows)
-
-
-def _are_times(values: Sequence[object]) -> bool:
-    return all(isinstance(value, int | float) and 0 <= value < math.inf for value in values)
+    """Return times by target and source, 0 where there is no link."""
+    times, links = (_times(table, name, (size, size)) for name in (key, "links"))
+    if key == "betas" and ((links != 0) & (times == 0)).any():
+        message = "betas of the TACCL profile are 0 where there are links"
+        raise DataError(message, hint="give the microseconds of a chunk, or no link")
+    return tuple(map(tuple, np.where(links != 0, times, 0).tolist()))
 
 
 def _classes(table: Mapping[str, Any], key: str, size: int) -> tuple[tuple[float, ...], ...]:
-    values = table.get(key)
-    if not isinstance(values, list) or len(values) not in (1, 2) or not _are_times(values):
-        raise DataError(f"{key} of the TACCL profile must list one or two numbers")
-    if len(values) == 1:
-        return tuple(
-            tuple(0 if source == target else values[0] for source in range(size))
-            for target in range(size)
-        )
-    if size != 1 + max(second for _, second, _ in DGX1_PAIRS):
-        raise DataError(f"two classes of links are those of an NDv2 box; got {size} GPUs")
-    double, single = values
+    """Return times of GPUs on a switch, or of an NDv2 box with its double and single links."""
+    values = _times(table, key, (1,), (2,)).tolist()
     rows = [[0.0] * size for _ in range(size)]
-    for first, second, count in DGX1_PAIRS:
-        rows[first][second] = rows[second][first] = double if count == 2 else single
+    if len(values) == 1:
+        pairs = [(*ends, 1) for ends in itertools.combinations(range(size), 2)]
+    elif size != 1 + max(second for _, second, _ in DGX1_PAIRS):
+        raise DataError(f"two classes of links are those of an NDv2 box; got {size} GPUs")
+    else:
+        pairs = DGX1_PAIRS
+    for first, second, count in pairs:
+        rows[first][second] = rows[second][first] = values[0 if count == 2 else -1]
     return tuple(map(tuple, rows))
 
 
-_LISTS = ("node_betas_list", "node_invbws_list")
 _KEYS = (
-    "gpus_per_node",
-    "nics_per_node",
-    "alpha",
-    *_LISTS,
-    "remote_alpha",
-    "remote_beta",
-    "remote_invbw",
+    *("gpus_per_node", "nics_per_node", "alpha", *_LISTS),
+    *("remote_alpha", "remote_beta", "remote_invbw"),
 )
 
 

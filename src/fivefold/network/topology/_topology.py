@@ -9,34 +9,31 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_number
 from fivefold.network.topology._graph import (
     Aggregation,
-    FloatArray,
     Link,
     LinkGraph,
     Node,
     SwitchAbility,
-    frozen,
-    group_by,
     listed,
     nearest_node,
-    reachable,
 )
+from fivefold.network.topology.arrays import FloatArray, frozen, group_by, reachable
 from fivefold.network.topology.routes import RankGraph, Router, Routes, build_rank_graph
 from fivefold.units import parse_bytes_per_s, parse_duration_s
 
 _Element = TypeVar("_Element")
-_RATES = (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3))
-_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+_RATES = {"TB/s": 1e12, "GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3}
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def _check_topology(
@@ -75,7 +72,7 @@ def _check_topology(
 
 def _tuple_of(kind: type[_Element], values: Iterable[Any], what: str) -> tuple[_Element, ...]:
     """Return the values as a tuple of one class."""
-    found = tuple(values)
+    found = tuple(values) if isinstance(values, Iterable) else (values,)
     wrong = next((value for value in found if not isinstance(value, kind)), None)
     if wrong is not None:
         raise ConfigurationError(
@@ -129,21 +126,20 @@ class Topology(LinkGraph):
         switches: Iterable[SwitchAbility] = (),
         source: str = "",
     ) -> None:
-        fields = {
+        given = {
             "name": name,
             "nodes": _tuple_of(Node, nodes, "nodes"),
             "links": _tuple_of(Link, links, "links"),
             "switches": _tuple_of(SwitchAbility, switches, "switches"),
             "source": source,
         }
-        for key, value in fields.items():
+        for key, value in given.items():
             object.__setattr__(self, key, value)
         _check_topology(self.name, self.nodes, self.links, self.switches)
 
     # Cached views are made anew in another process: arrays would come back writable.
-    def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self.name, self.nodes, self.links, self.switches, self.source)
-        return _rebuild, arguments
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Topology) and self.fingerprint == other.fingerprint
@@ -267,7 +263,13 @@ class Topology(LinkGraph):
 
     def without_links(self, indices: Collection[int]) -> Topology:
         """Leave out some links, such as those that failed; the others move up."""
-        gone = {range(self.num_links)[index] for index in indices}
+        gone = set(indices)
+        for index in gone:
+            if not isinstance(index, int | np.integer) or not 0 <= index < self.num_links:
+                raise ConfigurationError(
+                    f"topology {self.name!r} has no link {index!r}",
+                    hint=f"links are numbered from 0 to {self.num_links - 1}",
+                )
         kept = [link for index, link in enumerate(self.links) if index not in gone]
         return self._changed(self.name, links=kept)
 
@@ -366,6 +368,8 @@ class Topology(LinkGraph):
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Topology:
         """Multiply all bandwidths and all latencies by a factor each."""
+        bandwidth = require_number("bandwidth of scaled()", bandwidth, positive=True)
+        latency = require_number("latency of scaled()", latency)
         links = [
             replace(
                 link,
@@ -415,84 +419,64 @@ class Topology(LinkGraph):
 
     def to_toml(self) -> str:
         """Write TOML text; :func:`read_topology` reads it back, equal to the last bit."""
-        lines = [f"name = {_quoted(self.name)}"]
-        if self.source:
-            lines.append(f"source = {_quoted(self.source)}")
-        lines += ["", "nodes = [", *map(_node_line, self.nodes), "]"]
-        lines += ["", "links = [", *map(_link_line, self.links), "]"]
+        nodes = [_keys(name=node.name, kind=node.kind, host=node.host) for node in self.nodes]
+        links = [
+            _keys(
+                source=link.source,
+                target=link.target,
+                bandwidth=_rate(link.bandwidth_bytes_per_s),
+                latency=_time(link.latency_s) if link.latency_s > 0 else None,
+                count=link.count if link.count > 1 else None,
+            )
+            for link in self.links
+        ]
+        lines = _keys(name=self.name, source=self.source or None)
+        for name, entries in (("nodes", nodes), ("links", links)):
+            lines += ["", f"{name} = [", *(f"  {{ {', '.join(keys)} }}," for keys in entries), "]"]
         for ability in self.switches:
-            lines += ["", *_switch_lines(ability)]
+            lines += ["", "[[switches]]"]
+            lines += _keys(node=ability.node, multicast=ability.multicast)
+            if (unit := ability.aggregation) is not None:
+                rate = unit.rate_bytes_per_s
+                lines += ["[switches.aggregation]"]
+                lines += _keys(
+                    slots=unit.slots,
+                    slot_size=f"{unit.slot_bytes} B",
+                    rate=None if rate is None else _rate(rate),
+                    dtypes=unit.dtypes or None,
+                )
         return "\n".join(lines) + "\n"
 
 
-def _rebuild(
-    name: str,
-    nodes: tuple[Node, ...],
-    links: tuple[Link, ...],
-    switches: tuple[SwitchAbility, ...],
-    source: str,
-) -> Topology:
-    return Topology(name, nodes, links, switches=switches, source=source)
-
-
-def _quoted(text: str) -> str:
+def _keys(**values: Any) -> list[str]:
+    """Write keys of a TOML table; None leaves one out."""
     # JSON's escapes are TOML's, but for DEL, which TOML wants escaped as well.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _node_line(node: Node) -> str:
-    host = f", host = {_quoted(node.host)}" if node.host is not None else ""
-    return f"  {{ name = {_quoted(node.name)}, kind = {_quoted(node.kind)}{host} }},"
-
-
-def _link_line(link: Link) -> str:
-    parts = [
-        f"source = {_quoted(link.source)}",
-        f"target = {_quoted(link.target)}",
-        f'bandwidth = "{_rate(link.bandwidth_bytes_per_s)}"',
+    return [
+        f"{key} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
+        for key, value in values.items()
+        if value is not None
     ]
-    if link.latency_s > 0:
-        parts.append(f'latency = "{_time(link.latency_s)}"')
-    if link.count > 1:
-        parts.append(f"count = {link.count}")
-    return f"  {{ {', '.join(parts)} }},"
-
-
-def _switch_lines(ability: SwitchAbility) -> Iterator[str]:
-    yield "[[switches]]"
-    yield f"node = {_quoted(ability.node)}"
-    yield f"multicast = {str(ability.multicast).lower()}"
-    if (unit := ability.aggregation) is not None:
-        yield "[switches.aggregation]"
-        yield f"slots = {unit.slots}"
-        yield f'slot_size = "{unit.slot_bytes} B"'
-        if unit.rate_bytes_per_s is not None:
-            yield f'rate = "{_rate(unit.rate_bytes_per_s)}"'
-        if unit.dtypes:
-            yield f"dtypes = [{', '.join(map(_quoted, unit.dtypes))}]"
 
 
 def _rate(bytes_per_s: float) -> str:
-    for unit, scale in _RATES:
-        if bytes_per_s >= scale:
-            text = f"{_shortest(bytes_per_s / scale)} {unit}"
-            if parse_bytes_per_s(text) == bytes_per_s:
-                return text
-    return f"{_shortest(bytes_per_s)} B/s"
+    return _written(bytes_per_s, _RATES, parse_bytes_per_s, exact="B/s")
 
 
 def _time(seconds: float) -> str:
-    for unit, scale in _TIMES:
-        if seconds >= scale:
-            text = f"{_shortest(seconds / scale)} {unit}"
-            if len(text) < 12 and parse_duration_s(text) == seconds:
+    return _written(seconds, _TIMES, parse_duration_s, exact="s")
+
+
+def _written(
+    value: float, units: Mapping[str, float], parse: Callable[[str], float], *, exact: str
+) -> str:
+    """Write a quantity in the largest unit in which it is short and is read back the same."""
+    for unit, scale in units.items():
+        for number in (_shortest(value / scale), f"{value / scale:.6g}"):
+            text = f"{number} {unit}"
+            if value >= scale and len(text) < 12 and parse(text) == value:
                 return text
-            rounded = f"{seconds / scale:.6g} {unit}"
-            if parse_duration_s(rounded) == seconds:
-                return rounded
-    return f"{_shortest(seconds)} s"
+    return f"{_shortest(value)} {exact}"
 
 
 def _shortest(number: float) -> str:
-    text = repr(float(number))
-    return text.removesuffix(".0")
+    return repr(float(number)).removesuffix(".0")

@@ -1,26 +1,25 @@
 """Shortest routes between ranks: least latency, fewest links, wide ones first, spread over equals.
 
-Latencies are compared as whole numbers of a fine tick, so that two routes over the same links in
-another order are exactly equal. The tree of distances is found per source (Dijkstra); a route is
-then walked back from its destination. Where several links are equally good the widest are taken,
-and of those the destination's rank decides, digit by digit, as in static routing of fat-trees
-(destination modulo k): flows to different destinations meet on as few links as can be without
-knowing the traffic.
+Latencies are compared as whole ticks, so that two routes over the same links in another order are
+equal. Of equally good links the destination's rank chooses, digit by digit, as in static routing of
+fat-trees: flows to different destinations meet on as few links as can be.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.topology._graph import IntArray, LinkGraph, LinksAtNodes, group_by
+from fivefold.network.topology._graph import LinkGraph
+from fivefold.network.topology.arrays import FloatArray, IntArray, LongArray, offsets_of, places_of
 
 _TICKS_PER_S = 1e15
 _MAX_TICKS = 2**60  # sums over a route stay well inside int64
@@ -48,18 +47,14 @@ class Routes:
 
 
 class Router:
-    """Finds the shortest routes of one network; distances from recent sources are kept.
-
-    Args:
-        graph: The network.
-    """
+    """Finds the shortest routes of one network; distances from recent sources are kept."""
 
     def __init__(self, graph: LinkGraph) -> None:
         self._graph = graph
-        rate = _tick_rate(graph.latencies_s, graph.num_nodes)
-        self._ticks = np.rint(graph.latencies_s * rate).astype(np.int64)
-        self._kept: OrderedDict[tuple[int, bool], tuple[npt.NDArray[np.int64], IntArray]]
-        self._kept = OrderedDict()
+        longest_s = float(graph.latencies_s.max(initial=0.0)) * graph.num_nodes
+        self._ticks_per_s = min(_TICKS_PER_S, _MAX_TICKS / longest_s) if longest_s else _TICKS_PER_S
+        self._ticks = np.rint(graph.latencies_s * self._ticks_per_s).astype(np.int64)
+        self._kept: OrderedDict[tuple[int, bool], tuple[LongArray, IntArray]] = OrderedDict()
         # Classes of equal capacity, and each node's entering links with the widest first.
         capacities = graph.capacities_bytes_per_s
         self._widths = np.unique(capacities, return_inverse=True)[1].astype(np.int64)
@@ -78,49 +73,49 @@ class Router:
         """Return the routes of many pairs, see :meth:`Topology.routes`."""
         first, last = self._pairs(sources, targets)
         lengths = np.zeros(len(first), np.int64)
-        pieces: list[tuple[npt.NDArray[np.int64], IntArray]] = []
+        pieces: list[tuple[LongArray, IntArray]] = []
         order = np.argsort(first, kind="stable")
-        bounds = np.flatnonzero(np.diff(first[order], prepend=-1, append=-1))
-        few: list[npt.NDArray[np.int64]] = []
-        for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            wanted = order[start:end]
+        few: list[LongArray] = []
+        for wanted in np.split(order, np.flatnonzero(np.diff(first[order])) + 1):
+            if not wanted.size:
+                continue
             rank = int(first[wanted[0]])
-            if end - start <= self._few and (rank, through_ranks) not in self._kept:
+            if wanted.size <= self._few and (rank, through_ranks) not in self._kept:
                 few.append(wanted)
                 continue
-            lengths[wanted], links = self._from_one(rank, last[wanted], through_ranks)
+            ends = first[wanted], last[wanted]
+            lengths[wanted], links = self._from_one(*ends, through_ranks=through_ranks)
             pieces.append((wanted, links))
         if few:
             wanted = np.concatenate(few)
-            lengths[wanted], links = self._from_both(first[wanted], last[wanted], through_ranks)
+            ends = first[wanted], last[wanted]
+            lengths[wanted], links = self._from_both(*ends, through_ranks=through_ranks)
             pieces.append((wanted, links))
-        return _gathered(first, last, lengths, pieces)
+        offsets = offsets_of(lengths)
+        found = np.empty(offsets[-1], np.int32)
+        for wanted, links in pieces:
+            found[places_of(offsets[wanted], lengths[wanted])] = links
+        return Routes(first, last, offsets, found)
 
-    def distances(
-        self, rank: int, *, through_ranks: bool = True
-    ) -> tuple[npt.NDArray[np.int64], IntArray]:
+    def distances(self, rank: int, *, through_ranks: bool = True) -> tuple[LongArray, IntArray]:
         """Return the ticks of latency and number of links from a rank to each node, or -1."""
-        from fivefold.network.topology._searches import (  # noqa: PLC0415 - brings numba
-            shortest_distances,
-        )
-
         key = (rank, through_ranks)
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        if key not in self._kept:
+            self._kept[key] = _searches().shortest_distances(
+                *self._outgoing,
+                self._blocked(through_ranks=through_ranks),
+                int(self._graph.rank_nodes[rank]),
+            )
+            if len(self._kept) > _KEPT_SOURCES:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    @property
+    def _outgoing(self) -> tuple[IntArray, IntArray, IntArray, LongArray]:
+        """Return the network as searches read it: by node its links, their ends, their ticks."""
         graph = self._graph
-        found: tuple[npt.NDArray[np.int64], IntArray] = shortest_distances(
-            graph.outgoing.offsets,
-            graph.outgoing.links,
-            graph.link_targets,
-            self._ticks,
-            self._blocked(through_ranks),
-            int(graph.rank_nodes[rank]),
-        )
-        self._kept[key] = found
-        if len(self._kept) > _KEPT_SOURCES:
-            self._kept.popitem(last=False)
-        return found
+        return graph.outgoing.offsets, graph.outgoing.links, graph.link_targets, self._ticks
 
     def eccentricities_s(self) -> npt.NDArray[np.float64]:
         """Return the largest latency from each rank to any; infinite where one is cut off."""
@@ -137,26 +132,16 @@ class Router:
 
     def nearest_tour(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return ranks from the first one on, each followed by the nearest one left."""
-        from fivefold.network.topology._searches import (  # noqa: PLC0415 - brings numba
-            nearest_neighbour_tour,
-        )
-
-        graph = self._graph
-        out = (graph.outgoing.offsets, graph.outgoing.links, graph.link_targets, self._ticks)
-        order, reached = nearest_neighbour_tour(out, graph.rank_nodes[np.asarray(ranks)])
+        nodes = self._graph.rank_nodes[np.asarray(ranks)]
+        order, reached = _searches().nearest_neighbour_tour(self._outgoing, nodes)
         if reached < len(ranks):
-            left = set(ranks) - {ranks[place] for place in order[:reached].tolist()}
-            lost = min(left)
+            lost = min(set(ranks) - {ranks[place] for place in order[:reached].tolist()})
             raise self._no_route(ranks[order[reached - 1]], lost, through_ranks=True)
         return tuple(ranks[place] for place in order.tolist())
 
     def seconds(self, ticks: int) -> float:
         """Return a sum of ticks in seconds."""
         return ticks / self._ticks_per_s
-
-    @property
-    def _ticks_per_s(self) -> float:
-        return _tick_rate(self._graph.latencies_s, self._graph.num_nodes)
 
     def _pairs(
         self, sources: npt.ArrayLike | None, targets: npt.ArrayLike | None
@@ -176,63 +161,55 @@ class Router:
                 hint="give one source and one target per route",
             )
         for ranks in (first, last):
-            if len(ranks) and not (ranks.min() >= 0 and ranks.max() < num_ranks):
+            whole = ranks.dtype.kind in "iu" or not ranks.size
+            if not whole or ranks.min(initial=0) < 0 or ranks.max(initial=0) >= num_ranks:
                 raise ConfigurationError(
-                    f"routes got ranks {ranks.min()} to {ranks.max()}",
+                    f"routes got ranks {ranks.tolist()!r:.60}",
                     hint=f"the ranks are 0 to {num_ranks - 1}",
                 )
         return first.astype(np.int32), last.astype(np.int32)
 
     def _from_one(
-        self,
-        rank: int,
-        targets: IntArray,
-        through_ranks: bool,  # noqa: FBT001 - passed on
+        self, sources: IntArray, targets: IntArray, *, through_ranks: bool
     ) -> tuple[IntArray, IntArray]:
-        from fivefold.network.topology._searches import walk_back  # noqa: PLC0415 - brings numba
-
-        graph = self._graph
+        """Walk routes from one source, by the distances from it."""
+        graph, rank = self._graph, int(sources[0])
         ticks, hops = self.distances(rank, through_ranks=through_ranks)
         nodes = graph.rank_nodes[targets]
         counts = hops[nodes]
         if (counts < 0).any():
-            raise self._no_route(rank, int(targets[int(np.argmin(counts))]), through_ranks)
-        links: IntArray = walk_back(
+            lost = int(targets[int(np.argmin(counts))])
+            raise self._no_route(rank, lost, through_ranks=through_ranks)
+        links: IntArray = _searches().walk_back(
             (graph.incoming.offsets, self._entering, graph.link_sources, self._widths),
-            (self._ticks, ticks, hops, self._blocked(through_ranks)),
+            (self._ticks, ticks, hops, self._blocked(through_ranks=through_ranks)),
             int(graph.rank_nodes[rank]),
             nodes,
-            self._selectors(np.full(len(targets), rank, np.int32), targets),
+            self._selectors(sources, targets),
         )
         return counts, links
 
     def _from_both(
-        self,
-        first: IntArray,
-        last: IntArray,
-        through_ranks: bool,  # noqa: FBT001 - passed on
-    ) -> tuple[npt.NDArray[np.int64], IntArray]:
-        from fivefold.network.topology._searches import (  # noqa: PLC0415 - brings numba
-            meeting_routes,
-        )
-
+        self, sources: IntArray, targets: IntArray, *, through_ranks: bool
+    ) -> tuple[LongArray, IntArray]:
+        """Find routes one by one, by searches from both ends."""
         graph = self._graph
-        leave, enter, nodes = graph.outgoing, graph.incoming, graph.rank_nodes
-        offsets, links, lost = meeting_routes(
-            (leave.offsets, leave.links, graph.link_targets, self._ticks),
-            (enter.offsets, self._entering, graph.link_sources, self._ticks, self._widths),
-            self._blocked(through_ranks),
-            (nodes[first], nodes[last]),
-            self._selectors(first, last),
+        offsets, links, lost = _searches().meeting_routes(
+            self._outgoing,
+            (graph.incoming.offsets, self._entering, graph.link_sources, self._ticks, self._widths),
+            self._blocked(through_ranks=through_ranks),
+            (graph.rank_nodes[sources], graph.rank_nodes[targets]),
+            self._selectors(sources, targets),
         )
         if lost >= 0:
-            raise self._no_route(int(first[lost]), int(last[lost]), through_ranks)
+            pair = int(sources[lost]), int(targets[lost])
+            raise self._no_route(*pair, through_ranks=through_ranks)
         return np.diff(offsets), links
 
     def _selectors(self, sources: IntArray, targets: IntArray) -> IntArray:
-        """Return what decides among equals: the target where switches are, else a hash of the pair.
+        """Return what decides among equals: the target where switches are, else a hash of both.
 
-        In a grid of ranks the target alone would send all its traffic through the same neighbour.
+        In a grid of ranks the target alone would lead all through the same neighbour.
         """
         if not self._graph.is_rank.all():
             return targets
@@ -248,16 +225,10 @@ class Router:
         """Up to so many routes from a source are found one by one, not by its whole tree."""
         return self._graph.num_nodes // _NODES_PER_SEARCH
 
-    def _blocked(self, through_ranks: bool) -> npt.NDArray[np.bool_]:  # noqa: FBT001 - passed on
-        graph = self._graph
-        return np.zeros(graph.num_nodes, np.bool_) if through_ranks else graph.is_rank
+    def _blocked(self, *, through_ranks: bool) -> npt.NDArray[np.bool_]:
+        return np.zeros_like(self._graph.is_rank) if through_ranks else self._graph.is_rank
 
-    def _no_route(
-        self,
-        rank: int,
-        lost: int,
-        through_ranks: bool,  # noqa: FBT001 - passed on
-    ) -> InfeasibleError:
+    def _no_route(self, rank: int, lost: int, *, through_ranks: bool) -> InfeasibleError:
         ranks = self._graph.ranks
         through = "" if through_ranks else " through switches only"
         return InfeasibleError(
@@ -267,70 +238,20 @@ class Router:
         )
 
 
-def _gathered(
-    first: IntArray,
-    last: IntArray,
-    lengths: npt.NDArray[np.int64],
-    pieces: list[tuple[npt.NDArray[np.int64], IntArray]],
-) -> Routes:
-    """Put routes found in pieces into the order that they were asked for."""
-    offsets = np.zeros(len(first) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    links_of_all = np.empty(offsets[-1], np.int32)
-    for wanted, links in pieces:
-        each = lengths[wanted]
-        within = np.arange(len(links)) - np.repeat(np.cumsum(each) - each, each)
-        links_of_all[np.repeat(offsets[wanted], each) + within] = links
-    return Routes(first, last, offsets, links_of_all)
-
-
-def _tick_rate(latencies_s: npt.NDArray[np.float64], num_nodes: int) -> float:
-    longest_s = float(latencies_s.max(initial=0.0)) * num_nodes
-    return min(_TICKS_PER_S, _MAX_TICKS / longest_s) if longest_s > 0 else _TICKS_PER_S
+def _searches() -> Any:
+    """Return the compiled searches, loaded when one is needed: they bring numba."""
+    return importlib.import_module("fivefold.network.topology._searches")
 
 
 @dataclass(frozen=True)
-class RankGraph:
-    """Logical links between ranks, ordered by source, then target, direct ones first."""
+class RankGraph(Routes):
+    """Logical links between ranks, ordered by source, then target, direct ones first.
 
-    sources: IntArray
-    targets: IntArray
-    route_offsets: npt.NDArray[np.int64]
-    route_links: IntArray
-    capacities_bytes_per_s: npt.NDArray[np.float64]
-    latencies_s: npt.NDArray[np.float64]
-    counts: IntArray
+    Each is the route of physical links that it stands for.
+    """
 
-    def __len__(self) -> int:
-        return len(self.sources)
-
-    def route(self, edge: int) -> IntArray:
-        """Return the physical links of one logical link, in order."""
-        return self.route_links[self.route_offsets[edge] : self.route_offsets[edge + 1]]
-
-    def is_direct(self, edge: int) -> bool:
-        """Return whether it is one physical link."""
-        return int(self.route_offsets[edge + 1] - self.route_offsets[edge]) == 1
-
-    @cached_property
-    def outgoing(self) -> LinksAtNodes:
-        """Logical links that leave each rank."""
-        return group_by(self.sources, num_groups=self._num_ranks)
-
-    @cached_property
-    def incoming(self) -> LinksAtNodes:
-        """Logical links that enter each rank."""
-        return group_by(self.targets, num_groups=self._num_ranks)
-
-    def between(self, rank_a: int, rank_b: int) -> IntArray:
-        """Return the logical links from one rank to another."""
-        leaving = self.outgoing.of(rank_a)
-        found: IntArray = leaving[self.targets[leaving] == rank_b]
-        return found
-
-    @property
-    def _num_ranks(self) -> int:
-        return 1 + int(max(self.sources.max(initial=0), self.targets.max(initial=0)))
+    capacities_bytes_per_s: FloatArray
+    latencies_s: FloatArray
 
 
 def build_rank_graph(graph: LinkGraph) -> RankGraph:
@@ -342,48 +263,24 @@ def build_rank_graph(graph: LinkGraph) -> RankGraph:
     router = Router(
         LinkGraph(graph.name, graph.nodes, tuple(graph.links[i] for i in switched.tolist()))
     )
-    first, last = _reachable_pairs(graph, router)
+    reached = [
+        router.distances(rank, through_ranks=False)[1][graph.rank_nodes] > 0
+        for rank in range(graph.num_ranks)
+    ]
+    first, last = np.nonzero(reached)
     routes = router.routes(first, last, through_ranks=False)
-    sources = np.concatenate([graph.rank_of_node[graph.link_sources[direct]], first])
-    targets = np.concatenate([graph.rank_of_node[graph.link_targets[direct]], last])
+    sources = np.concatenate([graph.rank_of_node[graph.link_sources[direct]], routes.sources])
+    targets = np.concatenate([graph.rank_of_node[graph.link_targets[direct]], routes.targets])
     lengths = np.concatenate([np.ones(len(direct), np.int64), np.diff(routes.offsets)])
     links = np.concatenate([direct, switched[routes.links]])
-    return _ordered(graph, (sources, targets), lengths, links)
-
-
-def _reachable_pairs(graph: LinkGraph, router: Router) -> tuple[IntArray, IntArray]:
-    found: list[IntArray] = []
-    for rank in range(graph.num_ranks):
-        _, hops = router.distances(rank, through_ranks=False)
-        found.append(np.flatnonzero(hops[graph.rank_nodes] > 0).astype(np.int32))
-    counts = [len(targets) for targets in found]
-    first = np.repeat(np.arange(graph.num_ranks, dtype=np.int32), counts)
-    return first, np.concatenate(found)
-
-
-def _ordered(
-    graph: LinkGraph,
-    ends: tuple[IntArray, IntArray],
-    lengths: npt.NDArray[np.int64],
-    links: IntArray,
-) -> RankGraph:
-    sources, targets = ends
     order = np.lexsort((lengths > 1, targets, sources))
-    starts = np.cumsum(lengths) - lengths
-    lengths, starts = lengths[order], starts[order]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-    links = links[np.repeat(starts, lengths) + within].astype(np.int32)
-    if len(order) == 0:
-        nothing = np.zeros(0)
-        none = np.zeros(0, np.int32)
-        return RankGraph(none, none, offsets, links, nothing, nothing, none)
+    links = links[places_of(offsets_of(lengths)[:-1][order], lengths[order])]
+    offsets = offsets_of(lengths[order])
     return RankGraph(
-        sources[order].astype(np.int32),
-        targets[order].astype(np.int32),
+        sources[order],
+        targets[order],
         offsets,
         links,
         np.minimum.reduceat(graph.capacities_bytes_per_s[links], offsets[:-1]),
         np.add.reduceat(graph.latencies_s[links], offsets[:-1]),
-        np.minimum.reduceat(graph.link_counts[links], offsets[:-1]),
     )

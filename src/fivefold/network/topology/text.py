@@ -10,33 +10,15 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fivefold.errors import ConfigurationError, FivefoldError, require_one_of
 from fivefold.files import parse_toml, read_toml
+from fivefold.network.topology import _direct, _fabrics
 from fivefold.network.topology._build import HostSpec
-from fivefold.network.topology._direct import (
-    dragonfly,
-    fully_connected,
-    hypercube,
-    line,
-    mesh,
-    ring,
-    star,
-    switch,
-    torus,
-)
-from fivefold.network.topology._fabrics import (
-    Port,
-    clos,
-    dual_plane,
-    fat_tree,
-    leaf_spine,
-    rail_only,
-    rail_optimized,
-)
+from fivefold.network.topology._fabrics import Port, clos
 from fivefold.network.topology._graph import Aggregation, Link, Node, SwitchAbility
 from fivefold.network.topology._machines import MACHINES, load_lingjun, named_topology
 from fivefold.network.topology._taccl import PUBLISHED, TacclProfile
@@ -75,25 +57,23 @@ class _Generator:
 
 
 _GENERATORS: Mapping[str, _Generator] = {
-    example.partition(":")[0]: _Generator(build, example)
-    for build, example in (
-        (ring, "ring:8"),
-        (line, "line:8"),
-        (mesh, "mesh:4x4"),
-        (torus, "torus:4x4x4"),
-        (hypercube, "hypercube:6"),
-        (fully_connected, "fully_connected:8"),
-        (star, "star:8"),
-        (switch, "switch:8"),
-        (fat_tree, "fat_tree:8,gpus=8,nics=4"),
-        (leaf_spine, "leaf_spine:16,leaves=4,spines=2"),
-        (clos, "clos:4x8x16,aggs=8,cores=32,gpus=8"),
-        (rail_optimized, "rail_optimized:16,spines=8"),
-        (rail_only, "rail_only:16"),
-        (dual_plane, "dual_plane:16,hosts_per_segment=8,aggs_per_plane=4"),
-        (dragonfly, "dragonfly:4"),
+    (name := example.partition(":")[0]): _Generator(getattr(module, name), example)
+    for module, examples in (
+        (
+            _direct,
+            ("ring:8", "line:8", "mesh:4x4", "torus:4x4x4", "hypercube:6", "fully_connected:8",
+             "star:8", "switch:8"),
+        ),
+        (
+            _fabrics,
+            ("fat_tree:8,gpus=8,nics=4", "leaf_spine:16,leaves=4,spines=2",
+             "clos:4x8x16,aggs=8,cores=32,gpus=8", "rail_optimized:16,spines=8", "rail_only:16",
+             "dual_plane:16,hosts_per_segment=8,aggs_per_plane=4"),
+        ),
+        (_direct, ("dragonfly:4",)),
     )
-}
+    for example in examples
+}  # fmt: skip
 
 
 class Catalogue(NamedTuple):
@@ -139,6 +119,8 @@ def parse_topology(
         >>> parse_topology("dgx_h100:2").num_ranks, parse_topology("fat_tree:4,gpus=2").num_ranks
         (16, 32)
     """
+    if not isinstance(text, str):
+        raise ConfigurationError(f"{text!r:.60} is no topology", hint='such as "ring:8"')
     name, _, rest = text.strip().partition(":")
     if name in _GENERATORS:
         return _generate(name, rest, {"bandwidth": bandwidth, "latency": latency})
@@ -184,6 +166,7 @@ def _generate(name: str, rest: str, given: Mapping[str, str | float | None]) -> 
 
 
 def _accepted(generator: _Generator) -> list[str]:
+    """Return the keys that a generator takes: its own, and those of its host and port."""
     own = list(inspect.signature(generator.build).parameters)
     for key, expanded in (("host", _HOST_KEYS), ("port", _PORT_KEYS)):
         if key in own:
@@ -199,14 +182,10 @@ def _call(generator: _Generator, values: dict[str, Any]) -> Topology:
     if generator.first == "shape" and not isinstance(first, tuple):
         first = (first,)
     if generator.build is clos:
-        if len(first) != 3:
-            message = "clos needs pods x racks x hosts"
-            raise ConfigurationError(message, hint=f"write {generator.example}")
         own["port"] = Port(**{key: value for key, value in values.items() if key in _PORT_KEYS})
     host = {key: value for key, value in values.items() if key in _HOST_KEYS}
     if host and "host" in parameters:
-        default = parameters["host"].default or HostSpec()
-        own["host"] = HostSpec(**{**{k: getattr(default, k) for k in _HOST_KEYS}, **host})
+        own["host"] = replace(parameters["host"].default or HostSpec(), **host)
     missing = [
         key
         for key, parameter in parameters.items()
@@ -277,13 +256,7 @@ def describes_graph(tables: Mapping[str, Any]) -> bool:
 
 
 def topology_from_tables(tables: Mapping[str, Any], *, default_name: str) -> Topology:
-    """Return the topology of a file's tables; what it says of GPUs and software is passed over.
-
-    Args:
-        tables: ``generate``, or ``nodes`` and ``links``, with ``switches`` and ``changes``; or
-            ``topology``, text that ``parse_topology`` takes.
-        default_name: Of the topology, where the tables have none.
-    """
+    """Return the topology of a file's tables; what it says of GPUs and software is passed over."""
     machine = [key for key in _MACHINE_KEYS if key in tables]
     _check_keys(tables, (*_TOP_KEYS, *_MACHINE_KEYS) if machine else _TOP_KEYS, "the file")
     if machine and not describes_graph(tables):
@@ -358,31 +331,25 @@ def _changed(topology: Topology, entry: Mapping[str, Any], place: str) -> Topolo
     kept = [link for link in topology.links if (link.source, link.target) not in gone]
     if len(kept) == topology.num_links:
         message = f"{place}: there is no link {ends[0]!r} -> {ends[1]!r} to remove"
-        raise ConfigurationError(message, hint=_near_links(topology, ends))
+        leaving = topology.out_links(ends[0])  # or says that there is no such node
+        targets = sorted({topology.links[link].target for link in leaving.tolist()})
+        shown = ", ".join(targets[:6]) or "nowhere"
+        raise ConfigurationError(message, hint=f"from {ends[0]!r} links lead to {shown}")
     return topology.with_links(kept)
-
-
-def _near_links(topology: Topology, ends: tuple[str, str]) -> str:
-    """Return what leads from the node, or that there is no such node."""
-    if ends[0] not in {node.name for node in topology.nodes}:
-        return f"there is no node {ends[0]!r} either"
-    targets = sorted({link.target for link in topology.links if link.source == ends[0]})
-    return f"from {ends[0]!r} links lead to {', '.join(targets[:6]) or 'nowhere'}"
 
 
 def _links(entry: Mapping[str, Any], place: str) -> Iterator[Link]:
     ends = _text(entry, "source", place), _text(entry, "target", place)
     both_ways = _boolean(entry, "both_ways", place, default=False)
-    for first, second in (ends, ends[::-1]) if both_ways else (ends,):
+    rate = parse_bytes_per_s(_quantity(entry, "bandwidth", place, "25 GB/s"))
+    latency_s = 0.0
+    if "latency" in entry:
+        latency_s = parse_duration_s(_quantity(entry, "latency", place, "1 us"))
+    for pair in (ends, ends[::-1]) if both_ways else (ends,):
         yield Link(
-            first,
-            second,
-            bandwidth_bytes_per_s=parse_bytes_per_s(
-                _quantity(entry, "bandwidth", place, "25 GB/s")
-            ),
-            latency_s=parse_duration_s(
-                _quantity({"latency": "0 s", **entry}, "latency", place, "1 us")
-            ),
+            *pair,
+            bandwidth_bytes_per_s=rate,
+            latency_s=latency_s,
             count=entry.get("count", 1),
         )
 
@@ -396,20 +363,16 @@ def _switch(entry: Mapping[str, Any], place: str) -> SwitchAbility:
     if not isinstance(table, dict):
         raise ConfigurationError(f"{place} must be a table; got {table!r}")
     _check_keys(table, _AGGREGATION_KEYS, place)
-    _require(table, "slots", place)
-    rate = (
-        parse_bytes_per_s(_quantity(table, "rate", place, "25 GB/s")) if "rate" in table else None
+    rate = None
+    if "rate" in table:
+        rate = parse_bytes_per_s(_quantity(table, "rate", place, "25 GB/s"))
+    unit = Aggregation(
+        slots=_require(table, "slots", place),
+        slot_bytes=parse_bytes(_quantity(table, "slot_size", place, "256 B")),
+        rate_bytes_per_s=rate,
+        dtypes=table.get("dtypes", ()),
     )
-    return SwitchAbility(
-        node,
-        multicast=multicast,
-        aggregation=Aggregation(
-            slots=table["slots"],
-            slot_bytes=parse_bytes(_quantity(table, "slot_size", place, "256 B")),
-            rate_bytes_per_s=rate,
-            dtypes=table.get("dtypes", ()),
-        ),
-    )
+    return SwitchAbility(node, multicast=multicast, aggregation=unit)
 
 
 def _entries(
