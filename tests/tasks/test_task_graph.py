@@ -107,7 +107,15 @@ def test_an_expert_layer_exchanges_twice_per_pass():
 
 
 @pytest.mark.parametrize(
-    "change", [{"iterations": 0}, {"bucket_bytes": 0}, {"layers": []}, {"cost_s_per_byte": -1.0}]
+    "change",
+    [
+        {"iterations": 0},
+        {"iterations": "2"},
+        {"bucket_bytes": 0},
+        {"layers": []},
+        {"cost_s_per_byte": -1.0},
+        {"cost_s_per_byte": "1"},
+    ],
 )
 def test_bad_iterations_are_refused(change):
     values = {"layers": [LayerCost(forward_s=1, backward_s=1, gradient_bytes=1)]}

@@ -47,7 +47,10 @@ def iteration_of(job: JobSpec, plan: JobPlan, quote: Quote) -> TaskGraph:
     layers = chosen.layers
     if len(chosen.ranks) == 1:  # nobody to talk to
         layers = tuple(replace(x, gradient_bytes=0, all_to_all_bytes=0) for x in layers)
-    return rotated_iteration(layers, quote, bucket_bytes=bucket, overlap_forward=overlap)
+    return rotated_iteration(
+        layers, lambda kind, size: (quote(kind, size), 0.0),
+        bucket_bytes=bucket, overlap_forward=overlap,
+    )  # fmt: skip
 
 
 def schedule_iteration(job: JobSpec, plan: JobPlan, quote: Quote) -> TaskSchedule:

@@ -1,10 +1,7 @@
 """The running half: a DDP communication hook that follows a planned order of chunks.
 
-Plain DDP all-reduces each bucket whole, in the order in which gradients become ready, and waits for
-all of them before the optimizer. The hook cuts buckets into chunks and sends them in the planned
-order. With ``update`` the wait at the end of the backward pass is gone as well: the optimizer
-works bucket by bucket as they arrive, and each layer's forward pass waits for its own buckets
-only (P3, arXiv 1905.03960; ByteScheduler, SOSP 2019).
+With ``update`` the wait at the end of the backward pass is gone as well: the optimizer works bucket
+by bucket as they arrive, and each layer's forward pass waits for its own buckets only.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from fivefold.errors import (
     ConfigurationError,
     FivefoldError,
     UnsupportedError,
+    require_number,
     require_whole,
 )
 from fivefold.tasks.schedule import BucketCost, Ordering, SendOrder, plan_send_order
@@ -52,7 +50,7 @@ class Bucket:
     left: int = 0
     done: threading.Event = field(default_factory=threading.Event)
     future: torch.futures.Future[torch.Tensor] | None = None
-    error: FivefoldError | None = None
+    error: Exception | None = None
 
 
 class ChunkSender:
@@ -162,15 +160,13 @@ class ChunkSender:
                 bucket.future.set_result(bucket.buffer)
 
     def _fail(self, error: Exception) -> None:
+        shown = error
         if not isinstance(error, FivefoldError):
-            rank = dist.get_rank()
             shown = CommunicationError(
-                f"rank {rank}: all-reduce of gradients failed: {error}",
+                f"rank {dist.get_rank()}: all-reduce of gradients failed: {error}",
                 hint="look at the other ranks' output: one of them probably ended first",
             )
             shown.__cause__ = error
-        else:
-            shown = error  # type: ignore[assignment]
         with self._changed:
             self._closed = True
             waiting, self._ready = list(self._ready.values()), {}
@@ -228,6 +224,7 @@ class ScheduledReduction:
         timeout_s: float = 300.0,
     ) -> None:
         _check(model, chunk_bytes, credit)
+        require_number("timeout_s", timeout_s, positive=True)
         self._model, self._update, self._timeout_s = model, update, timeout_s
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._ranks = self._group.size()
@@ -235,7 +232,6 @@ class ScheduledReduction:
             self._group, chunk_bytes=chunk_bytes, credit=credit, timeout_s=timeout_s
         )
         self._order: SendOrder | None = None
-        self._chunk_bytes = chunk_bytes
         self._flying: dict[int, Bucket] = {}  # those whose parameters are not updated yet
         # One per parameter: DDP arranges its buckets anew after the first pass.
         self._optimizers = {
@@ -245,11 +241,9 @@ class ScheduledReduction:
         }
         self._members: dict[int, list[torch.Tensor]] = {}  # of each bucket
         self._owner: dict[int, int] = {}  # parameter id to its bucket
-        self._sizes: list[int] = []  # of the last whole pass
-        self._ready_s: list[float] = []
         self._passes = 0
-        self._pass_sizes: list[int] = []
-        self._pass_ready_s: list[float] = []
+        self._ready: list[tuple[int, float]] = []  # bytes of each bucket, and when it was ready
+        self._last_ready: list[tuple[int, float]] = []  # of the last whole pass
         self._forward_ends_s = time.perf_counter()
         self._waits: list[tuple[float, float]] = []
         self.handed_over_s = 0.0
@@ -297,7 +291,7 @@ class ScheduledReduction:
         }
         return [
             BucketCost(size_bytes=size, ready_s=ready_s, forward_s=forward_s.get(number, 0.0))
-            for number, (size, ready_s) in enumerate(zip(self._sizes, self._ready_s, strict=True))
+            for number, (size, ready_s) in enumerate(self._last_ready)
         ]
 
     def plan(
@@ -339,7 +333,7 @@ class ScheduledReduction:
             raise made[0]
         order: SendOrder = made[0]
         self._sender.set_chunk_bytes(order.chunk_bytes)
-        self._order, self._chunk_bytes = order, order.chunk_bytes
+        self._order = order
         return order
 
     def step(self) -> None:
@@ -391,7 +385,7 @@ class ScheduledReduction:
         chunk_bytes: int | None,
     ) -> SendOrder | ConfigurationError:
         """Return the plan, or what is wrong, for the other ranks must hear of it too."""
-        if not self._sizes:
+        if not self._last_ready:
             message = "no backward pass was seen yet"
             return ConfigurationError(message, hint="train a step or two, then plan")
         try:
@@ -414,8 +408,7 @@ class ScheduledReduction:
         now_s = time.perf_counter()
         if number == 0:
             self._begin_pass()
-        self._pass_sizes.append(buffer.nbytes)
-        self._pass_ready_s.append(now_s - self._forward_ends_s)
+        self._ready.append((buffer.nbytes, now_s - self._forward_ends_s))
         self._members[number] = bucket.parameters()
         self._owner |= {id(parameter): number for parameter in self._members[number]}
         buffer.div_(self._ranks)
@@ -432,18 +425,19 @@ class ScheduledReduction:
         self._sender.add(entry)
         if bucket.is_last():
             self.handed_over_s = now_s
-            self._sizes, self._ready_s = self._pass_sizes, self._pass_ready_s
+            self._last_ready = self._ready
             self._passes += 1
         return future
 
     def _begin_pass(self) -> None:
         self.finish()  # nothing of the pass before may be left when gradients are overwritten
-        self._pass_sizes, self._pass_ready_s = [], []
+        self._ready = []
         if self._order is not None:
             chunks = {bucket for bucket, _ in self._order.chunks}
-            if len(chunks) != len(self._sizes):
+            if len(chunks) != len(self._last_ready):
                 raise ConfigurationError(
-                    f"the order is for {len(chunks)} buckets, the model has {len(self._sizes)}",
+                    f"the order is for {len(chunks)} buckets, the model has "
+                    f"{len(self._last_ready)}",
                     hint="call plan() again",
                 )
             self._sender.begin(self._order.chunks)

@@ -7,12 +7,11 @@ nothing of orderings.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +36,7 @@ class ComputeTask:
     release_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_common(self)
-        _check_number(self, "duration_s")
+        _check(self, "duration_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +82,7 @@ class CommunicationTask:
     divisible: bool = True
 
     def __post_init__(self) -> None:
-        _check_common(self)
-        for name in ("size_bytes", "cost_s_per_byte", "latency_s"):
-            _check_number(self, name)
+        _check(self, "size_bytes", "cost_s_per_byte", "latency_s")
 
     @property
     def duration_s(self) -> float:
@@ -219,29 +215,23 @@ class TaskGraph:
         return tails
 
 
-def _check_common(task: Task) -> None:
+def _check(task: Task, *numbers: str) -> None:
+    """Check what all tasks have, and further numbers that are not negative."""
     if not isinstance(task.task_id, str) or not task.task_id:
         message = "a task needs a name"
         raise ConfigurationError(message, hint="give task_id")
+    who = f"task {task.task_id!r}"
     if not task.resource:
-        raise ConfigurationError(
-            f"task {task.task_id!r} names no resource", hint='such as "compute" or "network"'
-        )
+        message = f"{who} names no resource"
+        raise ConfigurationError(message, hint='such as "compute" or "network"')
     names = task.depends_on
     if isinstance(names, Iterable) and not isinstance(names, str):
         names = tuple(names)
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigurationError(
-            f"depends_on of task {task.task_id!r} must be names; got {task.depends_on!r}",
+            f"depends_on of {who} must be names; got {task.depends_on!r}",
             hint='write a tuple, such as ("forward 0",)',
         )
     object.__setattr__(task, "depends_on", names)
-    _check_number(task, "release_s")
-
-
-def _check_number(task: Task, name: str) -> None:
-    value = getattr(task, name)
-    if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ConfigurationError(
-            f"{name} of task {task.task_id!r} must be finite and not negative; got {value!r}"
-        )
+    for name in ("release_s", *numbers):
+        require_number(f"{name} of {who}", getattr(task, name))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from fivefold.collectives.pricing.fabric import Quote
 from fivefold.errors import ConfigurationError, require_whole
 from fivefold.tasks.graph import CommunicationTask, ComputeTask, Task, TaskGraph
+
+Price = Callable[[str, int], tuple[float, float]]
+"""Latency and cost per byte of a communication, by its kind and bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,82 +65,98 @@ def iteration_graph(
         >>> [task.task_id for task in graph.communication]
         ['reduce 1 of 0', 'reduce 0 of 0']
     """
-    if not layers or iterations < 1:
-        raise ConfigurationError(
-            f"a graph needs layers and iterations; got {len(layers)} and {iterations}"
-        )
+    require_whole("iterations", iterations)
+    if not layers:
+        message = "a graph needs layers"
+        raise ConfigurationError(message, hint="give a LayerCost for each")
     if bucket_bytes is not None:
         require_whole("bucket_bytes", bucket_bytes, hint="None for no buckets")
-    builder = _Builder(layers, lambda _kind, _size: (latency_s, cost_s_per_byte), bucket_bytes)
-    marks = []
+    program = _Layers(layers, lambda _kind, _size: (latency_s, cost_s_per_byte), bucket_bytes)
+    marks: list[str] = []
     for number in range(iterations):
-        builder.forward(f" of {number}", overlap=True)
-        builder.backward(f" of {number}")
-        marks.append(builder.last)
-    return TaskGraph(tuple(builder.tasks), marks=tuple(marks))
+        program.forward(f" of {number}", overlap=True)
+        program.backward(f" of {number}")
+        marks += program.last
+    return TaskGraph(tuple(program.tasks), marks=tuple(marks))
 
 
 def rotated_iteration(
-    layers: Sequence[LayerCost], quote: Quote, *, bucket_bytes: int | None, overlap_forward: bool
+    layers: Sequence[LayerCost], price: Price, *, bucket_bytes: int | None, overlap_forward: bool
 ) -> TaskGraph:
-    """Return one iteration that begins with the backward pass and ends with the forward pass.
+    """Return one iteration from its backward pass to the next forward pass.
 
-    So the overlap of reductions with the next forward pass lies within one iteration, and
-    iterations can simply follow one another.
-
-    Args:
-        layers: From the input to the output.
-        quote: Price of a collective.
-        bucket_bytes: Bytes from which a bucket is full; None reduces each layer by itself, 0 all
-            of them together.
-        overlap_forward: Whether a layer's forward pass waits for its own gradients only.
+    So reductions overlap with the forward pass behind them within one iteration. Buckets are full
+    from ``bucket_bytes``: None reduces each layer by itself, 0 all of them together.
 
     Examples:
         >>> layer = LayerCost(forward_s=0.1, backward_s=0.2, gradient_bytes=10)
-        >>> graph = rotated_iteration([layer] * 2, lambda kind, size: 0.0, bucket_bytes=None,
-        ...                           overlap_forward=True)
+        >>> graph = rotated_iteration([layer] * 2, lambda kind, size: (0.0, 0.0),
+        ...                           bucket_bytes=None, overlap_forward=True)
         >>> [task.task_id for task in graph.tasks]
         ['backward 1', 'reduce 1', 'backward 0', 'reduce 0', 'forward 0', 'forward 1']
     """
-    builder = _Builder(layers, lambda kind, size: (quote(kind, size), 0.0), bucket_bytes)
-    builder.backward()
-    builder.forward(overlap=overlap_forward)
-    return TaskGraph(tuple(builder.tasks))
+    program = _Layers(layers, price, bucket_bytes)
+    program.backward()
+    program.forward(overlap=overlap_forward)
+    return TaskGraph(tuple(program.tasks))
 
 
-def bucket_is_full(bucket_bytes: int | None, held_bytes: int) -> bool:
+def _is_full(bucket_bytes: int | None, held_bytes: int) -> bool:
     """Return whether gradients that wait are sent now: None always, 0 never."""
     return bucket_bytes is None or 0 < bucket_bytes <= held_bytes
 
 
-def bucket_name(bucket: Sequence[int]) -> str:
-    """Return the name of a bucket by its first and last layer."""
+def _bucket_name(bucket: Sequence[int]) -> str:
     return f"{bucket[0]}" if len(bucket) == 1 else f"{bucket[0]}-{bucket[-1]}"
 
 
-class _Builder:
-    """Adds passes, each waiting for the one before.
+class _Program:
+    """Tasks in the order of the program; compute waits for what came last."""
 
-    ``price`` has latency and cost per byte of a communication.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[LayerCost],
-        price: Callable[[str, int], tuple[float, float]],
-        bucket_bytes: int | None,
-    ) -> None:
-        self._layers, self._price, self._bucket_bytes = layers, price, bucket_bytes
+    def __init__(self, price: Price) -> None:
         self.tasks: list[Task] = []
-        self.last = ""
+        self.last: tuple[str, ...] = ()
+        self._price = price
+
+    def compute(self, name: str, seconds: float, awaited: Sequence[str] = ()) -> None:
+        """Add compute behind what came last and what else it waits for."""
+        after = tuple(dict.fromkeys((*self.last, *awaited)))
+        self.tasks.append(ComputeTask(task_id=name, duration_s=seconds, depends_on=after))
+        self.last = (name,)
+
+    def send(
+        self, name: str, kind: str, size_bytes: int, after: Sequence[str], channel: str = "network"
+    ) -> str:
+        """Add a communication; gives its name back."""
+        latency_s, cost_s_per_byte = self._price(kind, size_bytes)
+        self.tasks.append(
+            CommunicationTask(
+                task_id=name,
+                kind=kind,
+                size_bytes=size_bytes,
+                cost_s_per_byte=cost_s_per_byte,
+                latency_s=latency_s,
+                resource=channel,
+                depends_on=tuple(dict.fromkeys(after)),
+            )
+        )
+        return name
+
+
+class _Layers(_Program):
+    """Passes over layers that differ, each waiting for the one before."""
+
+    def __init__(self, layers: Sequence[LayerCost], price: Price, bucket_bytes: int | None) -> None:
+        super().__init__(price)
+        self._layers, self._bucket_bytes = layers, bucket_bytes
         self._reduced: dict[int, str] = {}  # layer to the task that brings its gradients
 
     def forward(self, suffix: str = "", *, overlap: bool) -> None:
         """Add the forward passes; with ``overlap`` each waits for its own gradients alone."""
-        everything = tuple(dict.fromkeys(self._reduced.values()))
         for index, layer in enumerate(self._layers):
-            own = (self._reduced[index],) if index in self._reduced else ()
-            awaited = own if overlap else everything
+            awaited = [self._reduced[index]] if index in self._reduced else []
+            if not overlap:
+                awaited = list(self._reduced.values())
             self._pass(f"forward {index}{suffix}", layer, layer.forward_s, awaited)
 
     def backward(self, suffix: str = "") -> None:
@@ -150,45 +169,24 @@ class _Builder:
             if layer.gradient_bytes:
                 bucket.append(index)
             held = sum(self._layers[i].gradient_bytes for i in bucket)
-            if bucket and (index == 0 or bucket_is_full(self._bucket_bytes, held)):
-                name = f"reduce {bucket_name(bucket)}{suffix}"
-                self._communicate(name, "all_reduce", held)
+            if bucket and (index == 0 or _is_full(self._bucket_bytes, held)):
+                name = f"reduce {_bucket_name(bucket)}{suffix}"
+                self.send(name, "all_reduce", held, self.last)
                 self._reduced |= dict.fromkeys(bucket, name)
                 bucket = []
 
     def _pass(
-        self, name: str, layer: LayerCost, seconds: float, awaited: tuple[str, ...] = ()
+        self, name: str, layer: LayerCost, seconds: float, awaited: Sequence[str] = ()
     ) -> None:
-        if not layer.all_to_all_bytes:
-            self._compute(name, seconds, awaited)
+        size_bytes = layer.all_to_all_bytes
+        if not size_bytes:
+            self.compute(name, seconds, awaited)
             return
-        self._compute(f"{name}, before", seconds / 4, awaited)
-        self._exchange(f"{name}, dispatch", layer)
-        self._compute(f"{name}, experts", seconds / 2)
-        self._exchange(f"{name}, combine", layer)
-        self._compute(name, seconds / 4)
-
-    def _exchange(self, name: str, layer: LayerCost) -> None:
-        self._communicate(name, "all_to_all", layer.all_to_all_bytes)
-        self.last = name
-
-    def _compute(self, name: str, seconds: float, awaited: tuple[str, ...] = ()) -> None:
-        after = ((self.last,) if self.last else ()) + awaited
-        self.tasks.append(ComputeTask(task_id=name, duration_s=seconds, depends_on=after))
-        self.last = name
-
-    def _communicate(self, name: str, kind: str, size_bytes: int) -> None:
-        latency_s, cost_s_per_byte = self._price(kind, size_bytes)
-        self.tasks.append(
-            CommunicationTask(
-                task_id=name,
-                kind=kind,
-                size_bytes=size_bytes,
-                cost_s_per_byte=cost_s_per_byte,
-                latency_s=latency_s,
-                depends_on=(self.last,),
-            )
-        )
+        self.compute(f"{name}, before", seconds / 4, awaited)
+        self.last = (self.send(f"{name}, dispatch", "all_to_all", size_bytes, self.last),)
+        self.compute(f"{name}, experts", seconds / 2)
+        self.last = (self.send(f"{name}, combine", "all_to_all", size_bytes, self.last),)
+        self.compute(name, seconds / 4)
 
 
 Phase = Literal["forward", "backward", "reduce", "gather"]
@@ -198,24 +196,15 @@ STATE_AXES = ("data", "shard", "replica", "expert_data", "expert_shard", "expert
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A collective that a run of layers needs.
+    """A collective that a run of layers needs."""
 
-    Attributes:
-        axis: Axis of the mesh, as ``ParallelPlan.group`` names it.
-        kind: ``"all_reduce"``, ``"reduce_scatter"``, ``"all_gather"``, ``"all_to_all"``,
-            ``"send"`` (to the next stage) or ``"return"`` (to the one before).
-        size_bytes: The logical buffer per GPU; of an all-gather its output.
-        phase: Once per micro-batch in ``"forward"`` or ``"backward"``; once per iteration after
-            the last backward (``"reduce"``) or before the first forward (``"gather"``).
-        hidden: Whether it runs beside compute instead of holding it up; of local updates, beside
-            the whole iteration.
-    """
-
-    axis: str
-    kind: str
-    size_bytes: int
+    axis: str  # of the mesh, as ``ParallelPlan.group`` names it
+    kind: str  # a collective, "send" (to the next stage) or "return" (to the one before)
+    size_bytes: int  # the logical buffer per GPU; of an all-gather its output
+    # Once per micro-batch in "forward" or "backward"; once per iteration after the last backward
+    # ("reduce") or before the first forward ("gather").
     phase: Phase
-    hidden: bool = False
+    hidden: bool = False  # beside compute; of local updates, beside the whole iteration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,28 +212,17 @@ class IterationDemand:
     """Compute and messages of one rank in one iteration of a split job.
 
     A rank runs ``micro_batches`` times through ``segments`` equal runs of layers.
-
-    Attributes:
-        segments: How many runs of layers.
-        micro_batches: How many micro-batches a rank works on.
-        forward_s: Compute of a segment's forward, per micro-batch.
-        backward_s: Compute of its backward, recomputation included.
-        messages: What each segment sends.
-        p2p: What the last segment sends to its neighbour stage, per micro-batch.
-        bubble_s: Waiting in the pipeline, on free links.
-        optimizer_s: The optimizer's step.
-        overhead_s: Everything else, such as transfers to the host.
     """
 
     segments: int
     micro_batches: int
-    forward_s: float
-    backward_s: float
-    messages: tuple[Message, ...]
-    p2p: tuple[Message, ...] = ()
-    bubble_s: float = 0.0
+    forward_s: float  # of a segment, per micro-batch
+    backward_s: float  # recomputation included
+    messages: tuple[Message, ...]  # of each segment
+    p2p: tuple[Message, ...] = ()  # of the last segment to the neighbour stage, per micro-batch
+    bubble_s: float = 0.0  # waiting in the pipeline, on free links
     optimizer_s: float = 0.0
-    overhead_s: float = 0.0
+    overhead_s: float = 0.0  # everything else, such as transfers to the host
 
     @property
     def compute_s(self) -> float:
@@ -258,12 +236,8 @@ def mesh_iteration(
 ) -> TaskGraph:
     """Return the rotated iteration of a split job.
 
-    Args:
-        demand: What a rank computes and sends.
-        quote: Price of a collective, named by kind and axis, such as ``"all_reduce over data"``.
-        bucket_bytes: Bytes from which a bucket of gradients is full; None sends each run of layers
-            by itself, 0 all of them together.
-        overlap_forward: Whether a forward pass waits for its own gradients only.
+    ``quote`` prices collectives by kind and axis, such as ``"all_reduce over data"``; buckets are
+    full as in :func:`rotated_iteration`, a run of layers being what a layer is there.
 
     Examples:
         >>> send = Message(axis="data", kind="all_reduce", size_bytes=8, phase="reduce")
@@ -274,155 +248,116 @@ def mesh_iteration(
         >>> [task.task_id for task in graph.tasks]
         ['backward 0', 'reduce 0 data', 'update 0', 'forward 0']
     """
-    return _MeshBuilder(demand, quote, bucket_bytes, overlap_forward=overlap_forward).graph()
+    program = _Segments(demand, quote)
+    program.iteration(bucket_bytes, overlap_forward=overlap_forward)
+    return TaskGraph(tuple(program.tasks))
 
 
-class _MeshBuilder:
-    def __init__(
-        self,
-        demand: IterationDemand,
-        quote: Quote,
-        bucket_bytes: int | None,
-        *,
-        overlap_forward: bool,
-    ) -> None:
-        self._demand, self._quote, self._bucket_bytes = demand, quote, bucket_bytes
-        self._overlap_forward = overlap_forward
-        self._tasks: list[ComputeTask | CommunicationTask] = []
-        self._last: tuple[str, ...] = ()
-        self._reduced: dict[int, list[str]] = {i: [] for i in range(demand.segments)}
-        self._states = [m for m in demand.messages if m.phase in {"reduce", "gather"}]
-        self._updated: dict[int, list[str]] = {}
+class _Segments(_Program):
+    """Passes over equal runs of layers with the messages of their axes."""
 
-    def graph(self) -> TaskGraph:
-        """Return backward, reductions, update, forward and the other micro-batches."""
-        demand = self._demand
-        segments = range(demand.segments)
-        last_of_all = demand.segments - 1
-        for m in self._states:
-            if m.hidden:
-                self._message(f"{m.phase} beside, {m.axis} {m.kind}", m, demand.segments, ())
-        self._states = [m for m in self._states if not m.hidden]
+    def __init__(self, demand: IterationDemand, quote: Quote) -> None:
+        super().__init__(lambda kind, size: (quote(kind, size), 0.0))
+        self._demand = demand
+        # Of gradients and parameters: those beside the whole iteration, and all others.
+        states = [m for m in demand.messages if m.phase in {"reduce", "gather"}]
+        self._beside = [m for m in states if m.hidden]
+        self._reductions = [m for m in states if m.phase == "reduce" and not m.hidden]
+        self._gathers = [m for m in states if m.phase == "gather" and not m.hidden]
+
+    def iteration(self, bucket_bytes: int | None, *, overlap_forward: bool) -> None:
+        """Add backward, reductions, update, forward and the other micro-batches."""
+        demand, last = self._demand, self._demand.segments - 1
+        for m in self._beside:
+            self._message(f"{m.phase} beside, {m.axis} {m.kind}", m, demand.segments, ())
         if demand.micro_batches == 1:
             self._p2p("return")
+        each = sum(m.size_bytes for m in self._reductions)
+        reduced: dict[int, list[str]] = {}
         bucket: list[int] = []
-        for i in reversed(segments):
+        for i in range(last, -1, -1):
             self._block(f"backward {i}", demand.backward_s, "backward")
             bucket.append(i)
-            if i == 0 or self._is_full(bucket):
-                self._reduce(bucket)
+            if i == 0 or _is_full(bucket_bytes, len(bucket) * each):
+                reduced |= dict.fromkeys(bucket, self._reduce(bucket))
                 bucket = []
-        self._update()
-        for i in segments:
-            awaited = self._updated[i]
-            if not self._overlap_forward:
-                awaited = [name for names in self._updated.values() for name in names]
+        updated = self._update(reduced, overlap_forward=overlap_forward)
+        for i in range(demand.segments):
+            awaited = updated[i] if overlap_forward else [n for u in updated for n in u]
             self._block(f"forward {i}", demand.forward_s, "forward", awaited=awaited)
-        others = demand.micro_batches - 1
-        if others:
-            self._others(others)
+        if demand.micro_batches > 1:
+            self._others(demand.micro_batches - 1)
         else:
             self._p2p("send")
-        waiting_s = demand.bubble_s + demand.overhead_s
-        if waiting_s:
-            self._compute(f"wait after {last_of_all}", waiting_s, self._last)
-        return TaskGraph(tuple(self._tasks))
+        if demand.bubble_s + demand.overhead_s:
+            self.compute(f"wait after {last}", demand.bubble_s + demand.overhead_s)
 
     def _others(self, count: int) -> None:
         """Add forward and backward of the micro-batches between the first and the last."""
         demand = self._demand
-        before = self._last
-        p2p = [
-            self._message(f"p2p {m.phase}", m, demand.micro_batches, before)
-            for m in demand.p2p
-            if m.hidden
-        ]
+        times = demand.micro_batches
+        p2p = [self._message(f"p2p {m.phase}", m, times, self.last) for m in demand.p2p if m.hidden]
         for i in range(demand.segments):
             self._block(f"forward {i}, others", count * demand.forward_s, "forward", times=count)
         for m in demand.p2p:
             if not m.hidden:
-                name = f"p2p {m.phase}"
-                self._last = (self._message(name, m, demand.micro_batches, self._last),)
+                self.last = (self._message(f"p2p {m.phase}", m, times, self.last),)
         for i in reversed(range(demand.segments)):
             self._block(f"backward {i}, others", count * demand.backward_s, "backward", times=count)
-        self._last = (*self._last, *p2p)
+        self.last = (*self.last, *p2p)
 
     def _p2p(self, kind: str) -> None:
         for m in self._demand.p2p:
             if m.kind == kind:
-                self._last = (self._message(f"p2p {m.phase}", m, 1, self._last),)
+                self.last = (self._message(f"p2p {m.phase}", m, 1, self.last),)
 
     def _block(
         self, name: str, seconds: float, phase: str, *, times: int = 1, awaited: Sequence[str] = ()
     ) -> None:
         """Compute of a run of layers, what it sends beside that, and what it waits for after."""
-        before = (*self._last, *awaited)
+        before = (*self.last, *awaited)
         own = [m for m in self._demand.messages if m.phase == phase]
         beside = [
             self._message(f"{name}, {m.axis} {m.kind}", m, times, before) for m in own if m.hidden
         ]
-        self._compute(name, seconds, before)
+        self.compute(name, seconds, awaited)
         for m in own:
             if not m.hidden:
-                message = self._message(f"{name}, {m.axis} {m.kind}", m, times, self._last)
-                self._last = (message,)
-        self._last = (*self._last, *beside)
+                message = self._message(f"{name}, {m.axis} {m.kind}", m, times, self.last)
+                self.last = (message,)
+        self.last = (*self.last, *beside)
 
-    def _is_full(self, bucket: Sequence[int]) -> bool:
-        each = sum(m.size_bytes for m in self._states if m.phase == "reduce")
-        return bucket_is_full(self._bucket_bytes, len(bucket) * each)
-
-    def _reduce(self, bucket: Sequence[int]) -> None:
-        after: tuple[str, ...] = self._last
-        for m in self._states:
-            if m.phase != "reduce":
-                continue
-            name = self._message(f"reduce {bucket_name(bucket)} {m.axis}", m, len(bucket), after)
+    def _reduce(self, bucket: Sequence[int]) -> list[str]:
+        after, names = self.last, []
+        for m in self._reductions:
+            name = f"reduce {_bucket_name(bucket)} {m.axis}"
+            names.append(self._message(name, m, len(bucket), after))
             if m.kind == "reduce_scatter" and m.axis == "shard":
                 after = (name,)  # replicas sum what was scattered
-            for i in bucket:
-                self._reduced[i].append(name)
+        return names
 
-    def _update(self) -> None:
-        """Add the optimizer: all at once, or run by run where forward waits for its own only."""
-        demand, segments = self._demand, range(self._demand.segments)
-        together = not self._overlap_forward
-        everything = tuple(dict.fromkeys(n for names in self._reduced.values() for n in names))
-        share_s = demand.optimizer_s / demand.segments
-        for i in segments:
-            awaited = everything if together else tuple(self._reduced[i])
-            self._updated[i] = list(awaited)
-            if share_s:
-                name = f"update {i}"
-                # Beside the compute stream's order: an update waits for nothing but its sums.
-                self._tasks.append(
-                    ComputeTask(task_id=name, duration_s=share_s, resource="compute",
-                                depends_on=(*self._last, *awaited))
-                )  # fmt: skip
-                self._updated[i] = [name]
-            for m in self._states:
-                if m.phase == "gather":
-                    after = (*self._last, *self._updated[i])
-                    self._updated[i].append(self._message(f"gather {i} {m.axis}", m, 1, after))
+    def _update(
+        self, reduced: Mapping[int, list[str]], *, overlap_forward: bool
+    ) -> list[list[str]]:
+        """Add the optimizer: all at once, or run by run where forward waits for its own only.
 
-    def _compute(self, name: str, seconds: float, after: Sequence[str]) -> None:
-        self._tasks.append(
-            ComputeTask(task_id=name, duration_s=seconds, depends_on=tuple(dict.fromkeys(after)))
-        )
-        self._last = (name,)
+        Gives what brings the parameters of each run.
+        """
+        demand, before = self._demand, self.last
+        everything = [name for i in range(demand.segments) for name in reduced[i]]
+        updated = []
+        for i in range(demand.segments):
+            brought = list(reduced[i] if overlap_forward else everything)
+            if demand.optimizer_s:
+                self.compute(f"update {i}", demand.optimizer_s / demand.segments, brought)
+                brought, self.last = [f"update {i}"], before  # updates wait for their sums only
+            for m in self._gathers:
+                after = (*before, *brought)
+                brought.append(self._message(f"gather {i} {m.axis}", m, 1, after))
+            updated.append(brought)
+        return updated
 
     def _message(self, name: str, message: Message, times: int, after: Sequence[str]) -> str:
         kind, size = f"{message.kind} over {message.axis}", times * message.size_bytes
         channel = "network" if message.axis in STATE_AXES else f"network {message.axis}"
-        self._tasks.append(
-            CommunicationTask(
-                task_id=name,
-                kind=kind,
-                size_bytes=size,
-                cost_s_per_byte=0.0,
-                latency_s=self._quote(kind, size),
-                resource=channel,
-                depends_on=tuple(dict.fromkeys(after)),
-            )
-        )
-        return name
+        return self.send(name, kind, size, after, channel)

@@ -1,16 +1,8 @@
 """When everything happens, by list scheduling, and what of the communication is left exposed.
 
-Compute tasks go in the order of the program. Communications are cut into chunks; at the end of
-each chunk the channel takes the most urgent one that waits, so an urgent task overtakes a long one
-at a chunk's boundary. With a credit, chunks that were handed over are sent in that order whatever
-comes after, as an asynchronous library does (ByteScheduler's window).
-
-Collectives must be issued in one order everywhere, or they meet the wrong partners. So a
-``SendOrder`` is not decided while sending, when ranks see different moments, but planned before
-from one rank's measurements; every rank then follows it and waits where its gradients are late.
-
-References:
-    ByteScheduler, SOSP 2019 (partition, priority, credit).
+At the end of each chunk a channel takes the most urgent one that waits. Collectives must be issued
+in one order everywhere, or they meet the wrong partners: so a ``SendOrder`` is planned before, from
+one rank's measurements, and every rank follows it.
 """
 
 from __future__ import annotations
@@ -28,6 +20,7 @@ import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.tasks.graph import CommunicationTask, ComputeTask, Task, TaskGraph
+from fivefold.tasks.iteration import LayerCost, rotated_iteration
 
 Floats = npt.NDArray[np.float64]
 Ordering = Literal["fifo", "priority", "all_to_all_first", "critical_path"]
@@ -91,11 +84,9 @@ class TaskSchedule:
 
     @cached_property
     def exposed_s(self) -> Mapping[str, float]:
-        """Return seconds for which compute stood still, by the communication that it waited for.
-
-        A gap on a compute resource is charged to the communication whose end allowed the task
-        behind the gap to start; gaps that other compute tasks caused are charged to nobody.
-        """
+        """Return seconds for which compute stood still, by the communication that it waited for."""
+        # A gap is charged to the communication whose end allowed the task behind it to start; gaps
+        # that other compute tasks caused are charged to nobody.
         charged = {task.task_id: 0.0 for task in self.graph.communication}
         for resource in {task.resource for task in self.graph.compute}:
             free_s = 0.0
@@ -190,6 +181,9 @@ def schedule_tasks(
 
     Raises:
         ConfigurationError: The ordering, the chunk size or the credit is not allowed.
+
+    References:
+        ByteScheduler, SOSP 2019 (partition, priority, credit).
 
     Examples:
         >>> from fivefold.tasks import LayerCost, iteration_graph
@@ -331,55 +325,27 @@ def plan_send_order(
     if not buckets or not in_order:
         message = "buckets must be given in the order in which they become ready"
         raise ConfigurationError(message, hint="the last layers of the model come first")
-    graph = _graph(buckets, cost_s_per_byte, latency_s, overlap_forward=overlap_forward)
-    schedule = schedule_tasks(graph, ordering=ordering, chunk_bytes=chunk_bytes)
-    sends = sorted(
-        (span for span in schedule.spans if span.resource == "network"),
-        key=lambda span: (span.start_s, span.end_s),
-    )
-    chunks = tuple((int(span.task_id.removeprefix("reduce ")), span.chunk) for span in sends)
-    return SendOrder(chunks, chunk_bytes, schedule.end_s)
-
-
-def _graph(
-    buckets: Sequence[BucketCost],
-    cost_s_per_byte: float,
-    latency_s: float,
-    *,
-    overlap_forward: bool,
-) -> TaskGraph:
-    """Return a backward pass, the reductions, and the forward pass behind it."""
+    # The last layers' gradients come first: bucket n is layer last - n of the rotated iteration.
     last = len(buckets) - 1
-    tasks: list[Task] = []
-    ready_s = 0.0
-    for number, bucket in enumerate(buckets):
-        before = (f"backward {number - 1}",) if number else ()
-        tasks.append(
-            ComputeTask(
-                task_id=f"backward {number}", duration_s=bucket.ready_s - ready_s, depends_on=before
-            )
+    begins_s = [0.0, *(bucket.ready_s for bucket in buckets)]
+    layers = [
+        LayerCost(
+            forward_s=bucket.forward_s,
+            backward_s=bucket.ready_s - begin_s,
+            gradient_bytes=bucket.size_bytes,
         )
-        ready_s = bucket.ready_s
-    reductions = tuple(f"reduce {number}" for number in range(len(buckets)))
-    for number in reversed(range(len(buckets))):  # the forward pass needs the last bucket first
-        needed = (f"reduce {number}",) if overlap_forward else reductions
-        before = (f"forward {number + 1}",) if number < last else (f"backward {last}",)
-        tasks.append(
-            ComputeTask(
-                task_id=f"forward {number}",
-                duration_s=buckets[number].forward_s,
-                depends_on=(*before, *needed),
-            )
-        )
-    tasks += [
-        CommunicationTask(
-            task_id=f"reduce {number}",
-            kind="all_reduce",
-            size_bytes=bucket.size_bytes,
-            cost_s_per_byte=cost_s_per_byte,
-            latency_s=latency_s,
-            depends_on=(f"backward {number}",),
-        )
-        for number, bucket in enumerate(buckets)
+        for bucket, begin_s in zip(buckets, begins_s, strict=False)
     ]
-    return TaskGraph(tuple(tasks))
+    graph = rotated_iteration(
+        layers[::-1],
+        lambda _kind, _size: (latency_s, cost_s_per_byte),
+        bucket_bytes=None,
+        overlap_forward=overlap_forward,
+    )
+    schedule = schedule_tasks(graph, ordering=ordering, chunk_bytes=chunk_bytes)
+    chunks = tuple(
+        (last - int(span.task_id.removeprefix("reduce ")), span.chunk)
+        for span in schedule.spans
+        if span.resource == "network"
+    )
+    return SendOrder(chunks, chunk_bytes, schedule.end_s)
