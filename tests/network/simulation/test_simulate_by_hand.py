@@ -9,6 +9,7 @@ from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.simulation import (
     AggregationRequest,
     Compute,
+    CoupledFlows,
     Flow,
     FlowTable,
     simulate,
@@ -300,11 +301,21 @@ def test_empty_flows_and_empty_simulations():
         ),
         (lambda t: [Flow("f", *t.ranks, 1.0, ())], "ends at .*, not at"),
         (lambda t: [Flow("f", *t.ranks, 1.0, (9,))], "uses link 9"),
+        (lambda t: [Flow("f", *t.ranks, 1.0, ("a",))], "uses link 'a'"),
+        (lambda _: [CoupledFlows("f", 1.0, ("a",))], "uses link 'a'"),
         (lambda t: [Flow("f", *t.ranks[::-1], 1.0, t.shortest_route(0, 1))], "its next link"),
-        (lambda t: [Flow("f", *t.ranks, -1.0, (0,))], "size_bytes must be a number from 0 up"),
-        (lambda t: [Flow("f", *t.ranks, 1.0, (0,), weight=0)], "weight must be more than zero"),
+        (
+            lambda t: [Flow("f", *t.ranks, -1.0, (0,))],
+            "size_bytes must be a number, finite and at least 0; got -1.0",
+        ),
+        (
+            lambda t: [Flow("f", *t.ranks, 1.0, (0,), weight=0)],
+            "weight must be a number, finite and above 0; got 0",
+        ),
         (lambda _: [Compute("a", 1, priority=0.5)], "priority must be a whole number"),
         (lambda _: [Compute("a", 1, depends_on="b")], "must be a list of ids"),
+        (lambda _: [Compute("a", "1")], "duration_s must be a number, finite and at least 0"),
+        (lambda _: [Compute("a", 1, depends_on=["a"])], "in a circle: 'a'"),
         (lambda _: ["a"], "must be a Flow"),
     ],
 )
@@ -321,10 +332,21 @@ def test_bad_requests_are_named():
         simulate(topology, tasks, iterations=2)
     with pytest.raises(ConfigurationError, match="which has no task"):
         simulate(topology, tasks, iterations={"y": 2})
-    with pytest.raises(ConfigurationError, match="tolerance"):
-        simulate(topology, tasks, tolerance=0.7)
+    for wrong in ({"tolerance": 0.7}, {"tolerance": "0"}, {"until_s": "1"}, {"until_s": -1.0}):
+        with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+            simulate(topology, tasks, **wrong)
     with pytest.raises(ConfigurationError, match="has no column 'rates'"):
         FlowTable.build(sizes=[1.0], routes=[[0]], rates=[1.0])
+    for columns in (
+        {"priorities": ["a"]},
+        {"weights": ["a"]},
+        {"sizes": ["a"]},
+        {"routes": [["a"]]},
+        {"dependencies": [["a"]]},
+        {"dependencies": 5},
+    ):
+        with pytest.raises(ConfigurationError, match=f"{next(iter(columns))} must be"):
+            FlowTable.build(**{"sizes": [1.0], "routes": [[0]], **columns})
     with pytest.raises(ConfigurationError, match="2 roots"):
         AggregationRequest("s", {"a": "x", "b": "y"}, ["a", "b"], 1.0, slots=1)
     star = one_switch()

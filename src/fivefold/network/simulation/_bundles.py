@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fivefold._compiler import njit
+from fivefold.errors import ConfigurationError
 from fivefold.network.simulation._state import (
     BLANK,
     BUNDLE,
@@ -25,6 +27,7 @@ from fivefold.network.simulation._state import (
     ROUNDING,
     Loads,
 )
+from fivefold.network.topology.arrays import FloatArray, LongArray, offsets_of
 
 _LONG_ROW = 64  # links; a ring over thousands of ranks is not compared link by link
 
@@ -45,26 +48,39 @@ class Bundles(NamedTuple):
     row_offsets: Any  # slice of ``row_entries`` of each flow; int64 [flows + 1]
     row_entries: Any  # entries that each flow loads; int64
     row_usages: Any  # load per level: weight times amount; float64
-    first_rows: Any  # A flow of each bundle; int64 [bundles]
+    priorities: Any  # class of each bundle, from 0; int64 [bundles]
     member_offsets: Any  # slice of ``members`` of each bundle; int64 [bundles + 1]
     members: Any  # flows by bundle; int64
 
 
 def form_bundles(
-    routes: Incidence, capacities: Any, *, keys: Any, groups: Any, weights: Any
+    routes: Incidence,
+    capacities: FloatArray,
+    *,
+    weights: FloatArray,
+    caps: FloatArray,
+    priorities: LongArray,
+    groups: LongArray,
+    flows: npt.NDArray[np.bool_] | None = None,
 ) -> Bundles:
-    """Bundle flows."""
+    """Bundle flows; where ``flows`` is given, only those that it marks."""
+    ranks = np.unique(priorities, return_inverse=True)[1]
+    _check_groups(groups, ranks)
+    groups = np.where(groups < 0, -1, np.unique(np.maximum(groups, -1), return_inverse=True)[1])
+    cap_levels, cap_keys = np.unique(caps / weights, return_inverse=True)
+    limited = (np.diff(routes.offsets) > 0) | np.isfinite(caps)
+    limited = limited if flows is None else limited & flows
+    keys = np.where(limited, ranks * len(cap_levels) + cap_keys, -1)
     merged = _merged(routes, len(capacities))
     by_link = _transposed(merged, len(capacities))
-    alike = _tightest_alike(np.asarray(capacities), _signatures(by_link))
-    kept = _undominated(merged, np.asarray(capacities), by_link, alike)
-    reduced = _without(merged, kept)
+    alike = _tightest_alike(capacities, _signatures(by_link))
+    stays = _undominated(merged, capacities, by_link, alike)[merged.links]
+    reduced = Incidence(
+        offsets_of(stays)[merged.offsets], merged.links[stays], merged.amounts[stays]
+    )
     table = np.empty(1 << max(4, (2 * len(keys)).bit_length()), np.int64)
     of_row, first_rows = _classes(reduced, keys, groups, table)
-    order = np.argsort(of_row, kind="stable")
-    members = order[np.searchsorted(of_row[order], 0) :]
-    counts = np.bincount(of_row[members], minlength=len(first_rows))
-    member_offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    member_offsets, members = grouped(of_row, len(first_rows))
     offsets, links, row_entries = _entries(reduced, member_offsets, members, len(capacities))
     return Bundles(
         of_row=of_row,
@@ -72,20 +88,39 @@ def form_bundles(
         row_offsets=reduced.offsets,
         row_entries=row_entries,
         row_usages=reduced.amounts * np.repeat(weights, np.diff(reduced.offsets)),
-        first_rows=first_rows,
+        priorities=ranks[first_rows],
         member_offsets=member_offsets,
         members=members,
     )
 
 
-def make_loads(bundles: Bundles, capacities: Any, *, priorities: Any, queue_room: int) -> Loads:
+def _check_groups(groups: LongArray, ranks: LongArray) -> None:
+    coupled = np.flatnonzero(groups >= 0)
+    numbers, firsts = np.unique(groups[coupled], return_index=True)
+    own = ranks[coupled]
+    wrong = own != own[firsts][np.searchsorted(numbers, groups[coupled])]
+    if wrong.any():
+        raise ConfigurationError(
+            f"flows of group {groups[coupled][wrong][0]} have different priorities",
+            hint="coupled flows share one rate, so they need one priority",
+        )
+
+
+def grouped(keys: Any, count: int) -> tuple[LongArray, LongArray]:
+    """Return offsets by key, and positions in order of their keys; negative keys are left out."""
+    order = np.argsort(keys, kind="stable")
+    order = order[np.searchsorted(keys[order], 0) :]
+    return offsets_of(np.bincount(keys[order], minlength=count)), order
+
+
+def make_loads(bundles: Bundles, capacities: FloatArray, *, queue_room: int = 0) -> Loads:
     """Make the solver's arrays, with no member under way."""
-    num_links, num_bundles = len(capacities), len(bundles.first_rows)
+    num_links, num_bundles = len(capacities), len(bundles.priorities)
     entry_links = bundles.entries.links
     records = np.zeros(num_bundles + 1, BUNDLE)
     records["first_entry"] = bundles.entries.offsets
     records["first_member"] = num_links + num_bundles + bundles.member_offsets
-    records["priority"][:-1] = priorities
+    records["priority"][:-1] = bundles.priorities
     records["bottleneck"] = BLANK
     records["cap"] = np.inf
     links = np.zeros(num_links + 1, LINK)
@@ -105,7 +140,7 @@ def make_loads(bundles: Bundles, capacities: Any, *, priorities: Any, queue_room
         # Bundles are no more than flows; as many requests may stand in line.
         lists=np.zeros((LISTS, max(num_links, len(bundles.of_row), 1)), np.int64),
         heaps=np.zeros(room, PAIR),
-        classes=np.zeros(int(np.max(priorities, initial=0)) + 1, LEVEL_CLASS),
+        classes=np.zeros(int(np.max(bundles.priorities, initial=0)) + 1, LEVEL_CLASS),
         counts=np.zeros(COUNTERS, np.int64),
         tolerance=ROUNDING,
     )
@@ -227,12 +262,6 @@ def _covers(routes: Incidence, capacities: Any, by_link: Incidence, pair: tuple[
         equal = equal and routes.amounts[place] == by_link.amounts[at]
     # Of two that are the same for everyone the first stays.
     return not equal or other < link
-
-
-def _without(routes: Incidence, kept: Any) -> Incidence:
-    stays = kept[routes.links]
-    offsets = np.concatenate([[0], np.cumsum(stays)]).astype(np.int64)[routes.offsets]
-    return Incidence(offsets, routes.links[stays], routes.amounts[stays])
 
 
 @njit

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.simulation._bundles import Incidence
 from fivefold.network.simulation._tasks import (
     AggregationRequest,
     Compute,
@@ -19,13 +19,13 @@ from fivefold.network.simulation._tasks import (
     FlowTable,
     Task,
 )
+from fivefold.network.topology.arrays import LongArray, offsets_of
 
 if TYPE_CHECKING:
     from fivefold.network.topology import Topology
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(NamedTuple):
     """A request in terms of links and switches."""
 
     # every link of the tree, up and (for an all-reduce) down, then the adders as links behind
@@ -34,14 +34,14 @@ class Tree:
     latency_s: float  # from the last byte sent to the last received
     # what the slots allow: pool over round trip; ``inf`` without latency
     pool_rate_bytes_per_s: float
-    slots: tuple[tuple[int, float], ...]  # (switch ability, slots) of each aggregating switch
+    switches: tuple[int, ...]  # abilities of the switches that aggregate
+    slots: int  # of each of them
 
 
 def plan_tree(topology: Topology, request: AggregationRequest) -> Tree:
     """Find a request's links, latency, rate and slots."""
-    edges = request.tree.items()
-    up = {child: _link(topology, request, (child, parent)) for child, parent in edges}
-    down = {child: _link(topology, request, (parent, child)) for child, parent in edges}
+    up = {edge[0]: _link(topology, request, edge) for edge in request.tree.items()}
+    down = {edge[0]: _link(topology, request, edge[::-1]) for edge in request.tree.items()}
     links = [*up.values(), *(down.values() if request.broadcast else ())]
     numbers = {ability.node: number for number, ability in enumerate(topology.switches)}
     impossible = _why_impossible(topology, request, numbers)
@@ -52,18 +52,27 @@ def plan_tree(topology: Topology, request: AggregationRequest) -> Tree:
                 hint="give it a fallback, fewer slots or another tree",
             )
         # One slot of a switch that has none: the fallback always runs.
-        return Tree(tuple(links), 0.0, np.inf, ((len(topology.switches), 1.0),))
-    # Adders at line rate limit nothing.
-    adders = [
-        topology.num_links + numbers[node] for node in request.aggregators if _adds(topology, node)
-    ]
-    rise = max(_path_s(topology, request, (up, leaf)) for leaf in request.leaves)
-    fall = max(_path_s(topology, request, (down, leaf)) for leaf in request.leaves)
+        return Tree(tuple(links), 0.0, math.inf, (len(topology.switches),), 1)
+    switches = tuple(numbers[node] for node in request.aggregators)
+    pools = [pool for n in switches if (pool := topology.switches[n].aggregation) is not None]
+    rise_s, fall_s = (
+        max(_path_s(topology, request, way, leaf) for leaf in request.leaves) for way in (up, down)
+    )
+    pool_bytes = request.slots * min(pool.slot_bytes for pool in pools)
     return Tree(
-        route=(*links, *adders),
-        latency_s=rise + fall if request.broadcast else rise,
-        pool_rate_bytes_per_s=_pool_rate(topology, request, rise + fall),
-        slots=tuple((numbers[node], float(request.slots)) for node in request.aggregators),
+        # Adders at line rate limit nothing.
+        route=(
+            *links,
+            *(
+                topology.num_links + n
+                for n, pool in zip(switches, pools, strict=True)
+                if pool.rate_bytes_per_s is not None
+            ),
+        ),
+        latency_s=rise_s + fall_s if request.broadcast else rise_s,
+        pool_rate_bytes_per_s=pool_bytes / (rise_s + fall_s) if rise_s + fall_s else math.inf,
+        switches=switches,
+        slots=request.slots,
     )
 
 
@@ -77,6 +86,17 @@ def _link(topology: Topology, request: AggregationRequest, ends: tuple[str, str]
             hint="a tree's edges are links of the topology, both ways",
         )
     return int(found[np.argmax(topology.capacities_bytes_per_s[found])])
+
+
+def _path_s(
+    topology: Topology, request: AggregationRequest, links: Mapping[str, int], node: str
+) -> float:
+    """Return the latency between a node and the root."""
+    total_s = 0.0
+    while node in request.tree:
+        total_s += float(topology.latencies_s[links[node]])
+        node = request.tree[node]
+    return total_s
 
 
 def _why_impossible(
@@ -93,49 +113,49 @@ def _why_impossible(
     return None
 
 
-def _adds(topology: Topology, node: str) -> bool:
-    pool = topology.ability_of(node).aggregation
-    return pool is not None and pool.rate_bytes_per_s is not None
-
-
-def _path_s(
-    topology: Topology, request: AggregationRequest, path: tuple[dict[str, int], str]
-) -> float:
-    links, node = path
-    total = 0.0
-    while node in request.tree:
-        total += float(topology.latencies_s[links[node]])
-        node = request.tree[node]
-    return total
-
-
-def _pool_rate(topology: Topology, request: AggregationRequest, round_trip_s: float) -> float:
-    if round_trip_s == 0.0:
-        return float("inf")
-    sizes = [
-        pool.slot_bytes
-        for node in request.aggregators
-        if (pool := topology.ability_of(node).aggregation) is not None
-    ]
-    return request.slots * min(sizes) / round_trip_s
-
-
 @dataclass(frozen=True, eq=False)
 class Requests:
     """Slots and fallbacks of in-network aggregations, beside a table."""
 
-    slots: Incidence
-    fallbacks: Incidence
-    fallback_of: npt.NDArray[np.int64]
-    free_slots: npt.NDArray[np.int64]
+    slot_offsets: LongArray  # slice of what follows of each task
+    slot_switches: LongArray
+    slots: LongArray
+    fallback_offsets: LongArray
+    fallbacks: LongArray
+    fallback_of: LongArray
+    free_slots: LongArray
     adder_rates_bytes_per_s: npt.NDArray[np.float64]
 
-    @classmethod
-    def none(cls, tasks: int) -> Requests:
-        """Return the slots and fallbacks of tasks of which none asks for a sum."""
-        empty = _incidence([], tasks)
-        nothing = np.zeros(0, np.int64)
-        return cls(empty, empty, np.full(tasks, -1, np.int64), nothing, np.zeros(0))
+
+def requests_of(
+    topology: Topology,
+    count: int,
+    trees: Mapping[int, Tree] | None = None,
+    fallbacks: Mapping[int, Sequence[int]] | None = None,
+) -> Requests:
+    """Return what tasks ask of switches: trees and fallbacks by position, in ascending order."""
+    trees, fallbacks = trees or {}, fallbacks or {}
+    slot_counts, fallback_counts = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    fallback_of = np.full(count, -1, np.int64)
+    for position, tree in trees.items():
+        slot_counts[position] = len(tree.switches)
+    for position, chosen in fallbacks.items():
+        fallback_counts[position] = len(chosen)
+        fallback_of[list(chosen)] = position
+    pools = [ability.aggregation for ability in topology.switches]
+    return Requests(
+        slot_offsets=offsets_of(slot_counts),
+        slot_switches=np.array([one for t in trees.values() for one in t.switches], np.int64),
+        slots=np.array([t.slots for t in trees.values() for _ in t.switches], np.int64),
+        fallback_offsets=offsets_of(fallback_counts),
+        fallbacks=np.array([one for chosen in fallbacks.values() for one in chosen], np.int64),
+        fallback_of=fallback_of,
+        # The last is the switch of requests that can never run: it has none.
+        free_slots=np.array([*(pool.slots if pool else 0 for pool in pools), 0], np.int64),
+        adder_rates_bytes_per_s=np.array(
+            [pool.rate_bytes_per_s or np.inf if pool else np.inf for pool in pools], np.float64
+        ),
+    )
 
 
 def compile_tasks(
@@ -150,17 +170,28 @@ def compile_tasks(
                 f"{task!r}"
             )
     requests = [task for task in listed if isinstance(task, AggregationRequest)]
-    stand_ins = [
-        replace(flow, job=request.job) for request in requests for flow in request.fallback or ()
-    ]
-    every: list[Any] = [*listed, *stand_ins]
-    names = tuple(_id_of(task) for task in every)
-    positions = _positions(names)
-    _check_fallbacks(listed, requests, positions)
+    fallbacks = {
+        request.request_id: [replace(flow, job=request.job) for flow in request.fallback or ()]
+        for request in requests
+    }
+    every: list[Any] = [*listed, *(flow for flows in fallbacks.values() for flow in flows)]
+    positions: dict[Hashable, int] = {}
+    for position, task in enumerate(every):
+        if positions.setdefault(_id_of(task), position) != position:
+            raise ConfigurationError(
+                f"two tasks have the id {_id_of(task)!r}", hint="give each task its own id"
+            )
+    _check_dependencies(every, fallbacks, positions)
     trees = {request.request_id: plan_tree(topology, request) for request in requests}
     jobs = _numbers(task.job for task in every)
-    table = _table(topology, every, (names, positions, trees, jobs))
-    return table, _requests(topology, every, trees, positions), tuple(jobs)
+    table = _table(topology, every, positions, trees, jobs)
+    found = requests_of(
+        topology,
+        len(every),
+        {positions[name]: tree for name, tree in trees.items()},
+        {positions[n]: [positions[f.flow_id] for f in flows] for n, flows in fallbacks.items()},
+    )
+    return table, found, tuple(jobs)
 
 
 def _id_of(task: Task) -> Hashable:
@@ -171,23 +202,13 @@ def _id_of(task: Task) -> Hashable:
     return task.task_id if isinstance(task, Compute) else task.request_id
 
 
-def _positions(names: tuple[Hashable, ...]) -> dict[Hashable, int]:
-    positions: dict[Hashable, int] = {}
-    for position, name in enumerate(names):
-        if positions.setdefault(name, position) != position:
-            raise ConfigurationError(
-                f"two tasks have the id {name!r}", hint="give each task its own id"
-            )
-    return positions
-
-
-def _check_fallbacks(
-    listed: list[Any], requests: list[AggregationRequest], positions: dict[Hashable, int]
+def _check_dependencies(
+    every: Iterable[Any],
+    fallbacks: Mapping[Hashable, Sequence[Flow]],
+    positions: Mapping[Hashable, int],
 ) -> None:
-    owner = {
-        flow.flow_id: request.request_id for request in requests for flow in request.fallback or ()
-    }
-    for task in [*listed, *(flow for request in requests for flow in request.fallback or ())]:
+    owner = {flow.flow_id: name for name, flows in fallbacks.items() for flow in flows}
+    for task in every:
         mine = owner.get(_id_of(task))
         for needed in task.depends_on:
             if needed not in positions:
@@ -210,65 +231,50 @@ def _numbers(keys: Iterable[Hashable | None]) -> dict[Hashable, int]:
     return found
 
 
-def _table(topology: Topology, every: list[Any], known: tuple[Any, ...]) -> FlowTable:
-    names, positions, trees, jobs = known
+def _table(
+    topology: Topology,
+    every: Sequence[Any],
+    positions: Mapping[Hashable, int],
+    trees: Mapping[Hashable, Tree],
+    jobs: Mapping[Hashable, int],
+) -> FlowTable:
     groups = _numbers(getattr(task, "group", None) for task in every)
     processors = _numbers(getattr(task, "processor", None) for task in every)
     checked: dict[Any, Sequence[int]] = {}  # a job's collectives go the same ways again and again
-    routes = [_route_of(topology, task, trees, checked) for task in every]
-
-    def column(read: Callable[[Any], Any]) -> list[Any]:
-        return [read(task) for task in every]
-
+    rows = [_row(topology, task, trees, checked) for task in every]
+    sizes, routes, latencies_s, caps = zip(*rows, strict=True) if rows else ((), (), (), ())
     return FlowTable.build(
-        sizes=column(_size_of),
-        routes=routes,
-        names=names,
-        dependencies=column(lambda task: [positions[name] for name in task.depends_on]),
-        is_compute=column(lambda task: isinstance(task, Compute)),
-        latencies_s=column(lambda task: _latency_of(task, trees)),
-        weights=column(lambda task: getattr(task, "weight", 1.0)),
-        rate_caps_bytes_per_s=column(lambda task: _cap_of(task, trees)),
-        priorities=column(lambda task: task.priority),
-        groups=column(lambda task: groups.get(getattr(task, "group", None), -1)),
-        jobs=column(lambda task: jobs.get(task.job, -1)),
-        releases_s=column(lambda task: task.release_s),
-        processors=column(lambda task: processors.get(getattr(task, "processor", None), -1)),
+        sizes=sizes,
+        routes=list(routes),
+        names=tuple(positions),
+        dependencies=[[positions[name] for name in task.depends_on] for task in every],
+        is_compute=[isinstance(task, Compute) for task in every],
+        latencies_s=latencies_s,
+        weights=[getattr(task, "weight", 1.0) for task in every],
+        rate_caps_bytes_per_s=caps,
+        priorities=[task.priority for task in every],
+        groups=[groups.get(getattr(task, "group", None), -1) for task in every],
+        jobs=[jobs.get(task.job, -1) for task in every],
+        releases_s=[task.release_s for task in every],
+        processors=[processors.get(getattr(task, "processor", None), -1) for task in every],
     )
 
 
-def _size_of(task: Any) -> float:
-    return float(task.duration_s if isinstance(task, Compute) else task.size_bytes)
-
-
-def _latency_of(task: Any, trees: Mapping[Hashable, Tree]) -> float:
-    if isinstance(task, AggregationRequest):
-        return trees[task.request_id].latency_s
-    if isinstance(task, CoupledFlows):
-        return float(task.latency_s)
-    return 0.0 if isinstance(task, Compute) else float("nan")
-
-
-def _cap_of(task: Any, trees: Mapping[Hashable, Tree]) -> float:
-    if isinstance(task, AggregationRequest):
-        return trees[task.request_id].pool_rate_bytes_per_s
-    cap = getattr(task, "rate_cap_bytes_per_s", None)
-    return float("inf") if cap is None else float(cap)
-
-
-def _route_of(
+def _row(
     topology: Topology, task: Any, trees: Mapping[Hashable, Tree], checked: dict[Any, Sequence[int]]
-) -> Sequence[int]:
-    if isinstance(task, AggregationRequest):
-        return trees[task.request_id].route
+) -> tuple[float, Sequence[int], float, float]:
+    """Return a task's size, links, latency (NaN: that of its route) and highest rate."""
     if isinstance(task, Compute):
-        return ()
+        return task.duration_s, (), 0.0, math.inf
+    if isinstance(task, AggregationRequest):
+        tree = trees[task.request_id]
+        return task.size_bytes, tree.route, tree.latency_s, tree.pool_rate_bytes_per_s
     if isinstance(task, CoupledFlows):
         for link in task.links:
-            if not 0 <= link < topology.num_links:
-                raise _unknown_link(topology, task.flows_id, link)
-        return task.links
-    return _checked_route(topology, task, checked)
+            _check_link(topology, task.flows_id, link)
+        return task.size_bytes, task.links, task.latency_s, math.inf
+    cap = math.inf if task.rate_cap_bytes_per_s is None else task.rate_cap_bytes_per_s
+    return task.size_bytes, _checked_route(topology, task, checked), math.nan, cap
 
 
 def _checked_route(
@@ -280,8 +286,7 @@ def _checked_route(
         return checked[key]
     here, target = topology.index(task.source), topology.index(task.target)
     for link in route:
-        if isinstance(link, bool) or not 0 <= link < topology.num_links:
-            raise _unknown_link(topology, task.flow_id, link)
+        _check_link(topology, task.flow_id, link)
         if topology.link_sources[link] != here:
             raise ConfigurationError(
                 f"the route of flow {task.flow_id!r} is at {topology.nodes[here].name!r}, but its "
@@ -299,46 +304,11 @@ def _checked_route(
     return route
 
 
-def _unknown_link(topology: Topology, flow: Hashable, link: int) -> ConfigurationError:
-    return ConfigurationError(
-        f"flow {flow!r} uses link {link!r}, but {topology.name!r} has {topology.num_links} links",
-        hint=f"links are numbered from 0 to {topology.num_links - 1}",
-    )
-
-
-def _requests(
-    topology: Topology,
-    every: list[Any],
-    trees: Mapping[Hashable, Tree],
-    positions: Mapping[Hashable, int],
-) -> Requests:
-    slots: list[Sequence[tuple[int, float]]] = [()] * len(every)
-    fallbacks: list[Sequence[tuple[int, float]]] = [()] * len(every)
-    fallback_of = np.full(len(every), -1, np.int64)
-    for request_id, tree in trees.items():
-        position = positions[request_id]
-        slots[position] = tree.slots
-        chosen = [positions[flow.flow_id] for flow in every[position].fallback or ()]
-        fallbacks[position] = [(flow, 1.0) for flow in chosen]
-        fallback_of[chosen] = position
-    pools = [ability.aggregation for ability in topology.switches]
-    rates = [
-        np.inf if pool is None or pool.rate_bytes_per_s is None else pool.rate_bytes_per_s
-        for pool in pools
-    ]
-    return Requests(
-        slots=_incidence(slots, len(every)),
-        fallbacks=_incidence(fallbacks, len(every)),
-        fallback_of=fallback_of,
-        # The last is the switch of requests that can never run: it has none.
-        free_slots=np.array([*(0 if pool is None else pool.slots for pool in pools), 0], np.int64),
-        adder_rates_bytes_per_s=np.array(rates, np.float64),
-    )
-
-
-def _incidence(rows: Sequence[Sequence[tuple[int, float]]], count: int) -> Incidence:
-    lengths = [len(row) for row in rows] or [0] * count
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
-    flat = [pair for row in rows for pair in row]
-    links = np.array([link for link, _ in flat], np.int32)
-    return Incidence(offsets, links, np.array([amount for _, amount in flat], np.float64))
+def _check_link(topology: Topology, flow: Hashable, link: object) -> None:
+    whole = isinstance(link, int | np.integer) and not isinstance(link, bool)
+    if not whole or not 0 <= link < topology.num_links:  # type: ignore[operator]
+        raise ConfigurationError(
+            f"flow {flow!r} uses link {link!r}, but {topology.name!r} has {topology.num_links} "
+            "links",
+            hint=f"links are numbered from 0 to {topology.num_links - 1}",
+        )

@@ -1,16 +1,9 @@
 """The event loop: releases, rates, ends, slots, processors and repeated iterations, compiled.
 
-Between two events every rate is constant. A bundle advances by virtual time, the integral of its
-level: a member of weight w that joins at virtual time V with n bytes is through at V + n / w,
-whatever the level does meanwhile. So a change of level touches one number a bundle, not each of
-its members, and each bundle has one pending event.
-
-A job that shares no link, processor or switch with an unfinished one has the network to itself.
-Its iterations then begin in the same state and are all alike, so what is left of them is counted
-and not run: see ``_skip_iterations``.
-
-Events of the same time, up to rounding, are processed together before rates are solved again.
-Ends never begin another task in the same call: they put it into the queue. So nothing recurses.
+A bundle advances by virtual time, the integral of its level: a member of weight w that joins at
+virtual time V with n bytes is through at V + n / w, whatever the level does meanwhile. So a change
+of level touches one number a bundle, and each has one pending event. All events of one time come
+before rates are solved again; ends only put tasks into the queue, so nothing recurses.
 """
 
 from __future__ import annotations
@@ -65,35 +58,23 @@ def carry(world: World, task: int, size_bytes: float) -> None:
 
 
 @njit
-def enter_links(world: World, task: int, now_s: float) -> None:
-    """Count a flow that gets under way on its links."""
+def count_on_links(world: World, task: int, change: int, now_s: float) -> None:
+    """Count a flow that gets under way on its links, or (-1) has sent its last byte."""
     alone = world.tasks[task].alone
     for at in range(world.tasks[task].first_use, world.tasks[task + 1].first_use):
         use = world.uses[at]
         row = world.book[use.link]
-        row[FLOWS] += 1
-        if row[FLOWS] == 1:
-            row[BUSY_SINCE_S] = now_s
-        row[DEMAND] += alone * use.amount
-        over = row[DEMAND] > world.loads.links[use.link].capacity * (1.0 + _OVER)
-        if over and row[OVER_SINCE_S] < 0.0:
-            row[OVER_SINCE_S] = now_s
-
-
-@njit
-def exit_links(world: World, task: int, now_s: float) -> None:
-    """Take a flow that has sent its last byte off its links."""
-    alone = world.tasks[task].alone
-    for at in range(world.tasks[task].first_use, world.tasks[task + 1].first_use):
-        use = world.uses[at]
-        row = world.book[use.link]
-        row[FLOWS] -= 1
-        row[DEMAND] -= alone * use.amount
+        row[FLOWS] += change
+        row[DEMAND] += change * alone * use.amount
         if row[FLOWS] == 0:
             row[BUSY_S] += now_s - row[BUSY_SINCE_S]
             row[DEMAND] = 0.0
+        elif row[FLOWS] == 1 and change == 1:
+            row[BUSY_SINCE_S] = now_s
         over = row[DEMAND] > world.loads.links[use.link].capacity * (1.0 + _OVER)
-        if not over and row[OVER_SINCE_S] >= 0.0:
+        if over and row[OVER_SINCE_S] < 0.0:
+            row[OVER_SINCE_S] = now_s
+        elif not over and row[OVER_SINCE_S] >= 0.0:
             row[OVER_S] += now_s - row[OVER_SINCE_S]
             row[OVER_SINCE_S] = -1.0
 
@@ -363,7 +344,7 @@ def _join(world: World, number: int, now_s: float) -> None:
     bundle.cap = min(bundle.cap, task.cap_level)
     for at in range(task.first_row, world.tasks[number + 1].first_row):
         join_entry(loads, world.rows[at].entry, world.rows[at].usage)
-    enter_links(world, number, now_s)
+    count_on_links(world, number, 1, now_s)
 
 
 @njit
@@ -404,7 +385,7 @@ def _leave(world: World, number: int, now_s: float) -> None:
         bundle.cap = np.inf
         for place in range(first, first + bundle.members):
             bundle.cap = min(bundle.cap, world.tasks[loads.heaps[place].id].cap_level)
-    exit_links(world, number, now_s)
+    count_on_links(world, number, -1, now_s)
 
 
 @njit

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
-from fivefold._compiler import njit
-from fivefold.errors import ConfigurationError, InfeasibleError
-from fivefold.network.simulation._bundles import Bundles, make_loads
-from fivefold.network.simulation._compile import Requests, compile_tasks
+from fivefold.errors import ConfigurationError, InfeasibleError, require_number
+from fivefold.network.simulation._bundles import Bundles, form_bundles, grouped, make_loads
+from fivefold.network.simulation._compile import Requests, compile_tasks, requests_of
 from fivefold.network.simulation._events import (
     BOOK_COLUMNS,
     BUSY_S,
@@ -29,7 +30,6 @@ from fivefold.network.simulation._events import (
 )
 from fivefold.network.simulation._state import (
     EVENTS,
-    FILLED,
     JOB,
     LINK_USE,
     LOG,
@@ -48,7 +48,7 @@ from fivefold.network.simulation._state import (
     empty_queue,
 )
 from fivefold.network.simulation._tasks import FlowTable, Task
-from fivefold.network.simulation.rates import bundle_flows, check_links
+from fivefold.network.simulation.rates import check_links
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -96,7 +96,6 @@ class SimulationResult:
         events: Number of events that were processed; iterations that repeat exactly are counted
             without being run, and have none.
         solves: Number of times that rates were solved.
-        filled: Bundles whose level was found anew, over all solves.
         rates: Changes of rate, where they were recorded.
     """
 
@@ -116,7 +115,6 @@ class SimulationResult:
     refusals: int = 0
     events: int = 0
     solves: int = 0
-    filled: int = 0
     rates: RateRecord | None = None
 
     @cached_property
@@ -277,18 +275,24 @@ def simulate(
         >>> round(result.finish_of("a"), 6)
         0.002001
     """
+    end_s = np.inf if until_s is None else require_number("until_s", until_s)
+    if require_number("tolerance", tolerance) >= 0.5:
+        raise ConfigurationError(
+            f"tolerance must be a share below 0.5; got {tolerance!r}",
+            hint="0 is exact; 1e-3 lets a rate stay a thousandth away",
+        )
     if not isinstance(flows, FlowTable):
         table, requests, jobs = compile_tasks(topology, flows)
     else:
         check_links(flows.routes, topology.num_links)
-        table, requests = flows, Requests.none(len(flows))
+        table, requests = flows, requests_of(topology, len(flows))
         jobs = tuple(range(int(flows.jobs.max(initial=-1)) + 1))
     repeats = _iterations(iterations, jobs)
     _check_jobs(table, repeats)
+    _require_no_circle(table)
     world = _build_world(topology, table, requests, iterations=repeats)
-    world = world._replace(loads=world.loads._replace(tolerance=_checked_tolerance(tolerance)))
+    world = world._replace(loads=world.loads._replace(tolerance=max(float(tolerance), ROUNDING)))
     release_roots(world)
-    end_s = np.inf if until_s is None else float(until_s)
     if tolerance == 0.0 and not record_rates:
         world.horizon_s[0] = end_s
     stopped, records = _run(world, end_s, record_rates=record_rates)
@@ -315,15 +319,6 @@ def _iterations(iterations: int | Mapping[Hashable, int], jobs: tuple[Hashable, 
         if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
             raise ConfigurationError(f"iterations must be whole numbers from 1; got {count!r}")
     return np.array(counts, np.int64)
-
-
-def _checked_tolerance(tolerance: float) -> float:
-    if not 0.0 <= tolerance < 0.5:
-        raise ConfigurationError(
-            f"tolerance must be a share from 0 to below 0.5; got {tolerance!r}",
-            hint="0 is exact; 1e-3 lets a rate stay a thousandth away",
-        )
-    return max(float(tolerance), ROUNDING)
 
 
 def _check_jobs(table: FlowTable, repeats: IntArray) -> None:
@@ -407,7 +402,6 @@ def _result(
         refusals=int(counts[REFUSALS]),
         events=int(counts[EVENTS]),
         solves=int(counts[SOLVES]),
-        filled=int(counts[FILLED]),
         rates=records,
     )
 
@@ -419,7 +413,7 @@ def _build_world(
     adders = requests.adder_rates_bytes_per_s
     capacities = np.concatenate([topology.capacities_bytes_per_s, adders])
     latencies = np.concatenate([topology.latencies_s, np.zeros(len(adders))])
-    bundles, classes = bundle_flows(
+    bundles = form_bundles(
         table.routes,
         capacities,
         weights=table.weights,
@@ -428,12 +422,11 @@ def _build_world(
         groups=table.groups,
         flows=~table.is_compute,
     )
-    queues, _ = _grouped(table.processors, int(table.processors.max(initial=-1)) + 1)
-    loads = make_loads(bundles, capacities, priorities=classes, queue_room=int(queues[-1]))
+    queues, _ = grouped(table.processors, int(table.processors.max(initial=-1)) + 1)
+    loads = make_loads(bundles, capacities, queue_room=int(queues[-1]))
     _mark_caps(loads.bundles, bundles, table)
     others, offsets = _others(table, requests, len(iterations))
     tasks = _tasks(table, requests, (bundles, capacities, latencies, offsets))
-    _require_no_circle(tasks, others, table)
     first_queue = len(loads.heaps) - int(queues[-1])
     processors = np.zeros(len(queues), PROCESSOR)
     processors["first_place"] = first_queue + queues
@@ -448,8 +441,8 @@ def _build_world(
         uses=_records(LINK_USE, link=table.routes.links, amount=table.routes.amounts),
         rows=_records(ROW, entry=bundles.row_entries, usage=bundles.row_usages),
         others=others,
-        slots=_records(SLOT_NEED, switch=requests.slots.links, slots=requests.slots.amounts),
-        events=empty_queue(len(table) + len(bundles.first_rows)),
+        slots=_records(SLOT_NEED, switch=requests.slot_switches, slots=requests.slots),
+        events=empty_queue(len(table) + len(bundles.priorities)),
         jobs=_jobs(iterations, offsets[2], first_uses),
         iteration_finish_s=np.full(int(iterations.sum()), np.nan),
         processors=processors,
@@ -471,12 +464,12 @@ def _shares(
     users = np.concatenate([
         np.repeat(tasks, np.diff(table.routes.offsets)),
         np.flatnonzero(table.processors >= 0),
-        np.repeat(tasks, np.diff(requests.slots.offsets)),
+        np.repeat(tasks, np.diff(requests.slot_offsets)),
     ])  # fmt: skip
     things = np.concatenate([
         table.routes.links.astype(np.int64),
         num_links + table.processors[table.processors >= 0],
-        num_links + processors + requests.slots.links.astype(np.int64),
+        num_links + processors + requests.slot_switches,
     ])  # fmt: skip
     total = num_links + processors + len(requests.free_slots)
     pairs = np.unique((table.jobs[users] + 1) * total + things)
@@ -497,15 +490,6 @@ def _records(kind: Any, **columns: Any) -> Any:
     return made
 
 
-def _grouped(keys: Any, count: int) -> tuple[IntArray, IntArray]:
-    """Return offsets by key, and positions in order of their keys; negative keys are left out."""
-    order = np.argsort(keys, kind="stable")
-    order = order[np.searchsorted(keys[order], 0) :]
-    offsets = np.zeros(count + 1, np.int64)
-    np.cumsum(np.bincount(keys[order], minlength=count), out=offsets[1:])
-    return offsets, order
-
-
 def _mark_caps(records: Any, bundles: Bundles, table: FlowTable) -> None:
     levels = table.rate_caps_bytes_per_s / table.weights
     lowest, highest = np.full(len(records), np.inf), np.zeros(len(records))
@@ -520,10 +504,10 @@ def _others(
 ) -> tuple[npt.NDArray[np.int32], tuple[IntArray, IntArray, IntArray]]:
     """Return dependents, fallbacks, then tasks of jobs, in one array; and where each begins."""
     waiting = np.repeat(np.arange(len(table)), np.diff(table.dependency_offsets))
-    dependents, order = _grouped(table.dependencies, len(table))
-    jobs, members = _grouped(table.jobs, num_jobs)
-    fallbacks = dependents[-1] + requests.fallbacks.offsets
-    parts = [waiting[order], requests.fallbacks.links, members]
+    dependents, order = grouped(table.dependencies, len(table))
+    jobs, members = grouped(table.jobs, num_jobs)
+    fallbacks = dependents[-1] + requests.fallback_offsets
+    parts = [waiting[order], requests.fallbacks, members]
     others = np.concatenate(parts).astype(np.int32)
     return others, (dependents, fallbacks, jobs + fallbacks[-1])
 
@@ -551,7 +535,7 @@ def _tasks(table: FlowTable, requests: Requests, made: tuple[Any, ...]) -> Any:
     one["priority"] = np.unique(table.priorities, return_inverse=True)[1]
     tasks["first_use"], tasks["first_row"] = routes.offsets, bundles.row_offsets
     tasks["first_dependent"], tasks["first_fallback"] = dependents, fallbacks
-    tasks["first_slot"] = requests.slots.offsets
+    tasks["first_slot"] = requests.slot_offsets
     return tasks
 
 
@@ -564,46 +548,23 @@ def _jobs(iterations: IntArray, offsets: IntArray, first_uses: IntArray) -> Any:
     return jobs
 
 
-@njit
-def _open_tasks(tasks: Any, others: Any) -> Any:
-    """Open dependencies of each task after all that can ever start has ended."""
-    pending = tasks["needs"][:-1].copy()
-    stack = np.empty(pending.size, np.int64)
-    size = 0
-    for task in range(pending.size):
-        if pending[task] == 0:
-            stack[size] = task
-            size += 1
-    while size > 0:
-        size -= 1
-        task = stack[size]
-        for which in range(2):
-            first, end = tasks[task].first_dependent, tasks[task + 1].first_dependent
-            if which == 1:
-                first, end = tasks[task].first_fallback, tasks[task + 1].first_fallback
-            for at in range(first, end):
-                pending[others[at]] -= 1
-                if pending[others[at]] == 0:
-                    stack[size] = others[at]
-                    size += 1
-    return pending
-
-
-def _require_no_circle(tasks: Any, others: Any, table: FlowTable) -> None:
-    stuck = _open_tasks(tasks, others) > 0
-    if not stuck.any():
-        return
-    # Every stuck task waits for a stuck one, so going back comes round. A fallback that only
-    # waits for its request has none: begin where there is one.
+def _require_no_circle(table: FlowTable) -> None:
     waiting = np.repeat(np.arange(len(table)), np.diff(table.dependency_offsets))
-    held = stuck[waiting] & stuck[table.dependencies]
-    before = dict(zip(waiting[held].tolist(), table.dependencies[held].tolist(), strict=True))
+    graph = coo_array(
+        (np.ones(len(waiting), np.bool_), (waiting, table.dependencies)), shape=(len(table),) * 2
+    )
+    part = connected_components(graph, connection="strong")[1]
+    inside = part[waiting] == part[table.dependencies]
+    if not inside.any():
+        return
+    # Inside a strongly connected part everything waits for something, so going back comes round.
+    before = dict(zip(waiting[inside].tolist(), table.dependencies[inside].tolist(), strict=True))
     task = next(iter(before))
     path: dict[int, int] = {}
-    while task in before and task not in path:
+    while task not in path:
         path[task] = len(path)
         task = before[task]
-    circle = [table.name_of(found) for found in list(path)[path.get(task, 0) :]]
+    circle = [table.name_of(found) for found in list(path)[path[task] :]]
     shown = ", ".join(repr(name) for name in circle[:_NAMED_IN_ERRORS])
     more = f" and {len(circle) - _NAMED_IN_ERRORS} more" if len(circle) > _NAMED_IN_ERRORS else ""
     raise ConfigurationError(

@@ -1,17 +1,9 @@
-"""The state of a simulation: a handful of record arrays, one record a thing.
+"""The state of a simulation: a handful of record arrays, for each more costs compiling time.
 
 A *bundle* is what shares one level: flows over the same links, or a coupled group. Its members run
-at weight times level, and it loads link l with usage(l) times level. An *entry* is a pair of a
-bundle and a link. Records keep what belongs to one thing in one cache line, and the compiler's
-time grows with the number of arrays that are handed about, so there are few.
-
-Names that begin with ``first_`` are offsets: what belongs to record i lies from ``first_x`` of i
-to that of i + 1, so these arrays have one record more than there are things.
-
-The two binary heaps are plain arrays as well. The event queue is indexed: each slot (a task or a
-bundle) has at most one pending event, which can be moved or taken out. The pair heap keeps
-(key, id) in a slice of a shared array, so that thousands of small heaps need no memory of their
-own. Both break ties by the smaller id, which makes every run repeatable.
+at weight times level; an *entry* is a pair of a bundle and a link that it loads. Names that begin
+with ``first_`` are offsets: what belongs to record i lies from ``first_x`` of i to that of i + 1.
+Both heaps break ties by the smaller id, which makes every run repeatable.
 """
 
 from __future__ import annotations
@@ -33,9 +25,8 @@ REGION, DIRTY, TOUCHED, FILLING, LINE, ASKED = range(6)
 LISTS = 6
 # Further counters: requests in line share the place of their list.
 IN_LINE = LINE
-PASS, SOLVES, ROUNDS, FILLED = 6, 7, 8, 9
-EVENTS, TICKETS, SCANS, WAITS, REFUSALS, LOGGED, PENDING, JOINS = 10, 11, 12, 13, 14, 15, 16, 17
-COUNTERS = 18
+PASS, SOLVES, EVENTS, TICKETS, SCANS, WAITS, REFUSALS, LOGGED, PENDING, JOINS = range(6, 16)
+COUNTERS = 16
 
 BUNDLE = np.dtype(
     [

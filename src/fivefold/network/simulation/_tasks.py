@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError, require_one_of, require_whole
+from fivefold.errors import ConfigurationError, require_number, require_one_of, require_whole
 from fivefold.network.simulation._bundles import Incidence
 from fivefold.network.simulation.rates import (
     RoutesLike,
     positive_array,
     routes_of,
+    rows_of,
     sized_array,
     whole_array,
 )
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-_NEUTRAL: dict[str, float] = {
-    "is_compute": 0,
-    "latencies_s": np.nan,
-    "weights": 1.0,
-    "rate_caps_bytes_per_s": np.inf,
-    "priorities": 0,
-    "groups": -1,
-    "jobs": -1,
-    "releases_s": 0.0,
-    "processors": -1,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +35,10 @@ class _Released:
     priority: int = 0
     job: Hashable | None = None
 
-    def _check_release(self, name: str) -> None:
-        _check_number(f"{name}: release_s", self.release_s, low=0.0)
+    def _check(self, name: str, *numbers: str) -> None:
+        """Check what all tasks have, and further numbers that are not negative."""
+        for key in ("release_s", *numbers):
+            require_number(f"{name}: {key}", getattr(self, key))
         if isinstance(self.depends_on, str):
             raise ConfigurationError(
                 f"{name}: depends_on must be a list of ids; got {self.depends_on!r}",
@@ -107,11 +99,11 @@ class Flow(_Released):
         ):
             return
         name = f"flow {self.flow_id!r}"
-        self._check_release(name)
-        _check_number(f"{name}: size_bytes", self.size_bytes, low=0.0)
-        _check_positive(f"{name}: weight", self.weight)
+        self._check(name, "size_bytes")
+        require_number(f"{name}: weight", self.weight, positive=True)
         if self.rate_cap_bytes_per_s is not None:
-            _check_positive(f"{name}: rate_cap_bytes_per_s", self.rate_cap_bytes_per_s)
+            cap = self.rate_cap_bytes_per_s
+            require_number(f"{name}: rate_cap_bytes_per_s", cap, positive=True)
 
 
 @dataclass(frozen=True)
@@ -144,10 +136,7 @@ class CoupledFlows(_Released):
     group: Hashable | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        name = f"flows {self.flows_id!r}"
-        self._check_release(name)
-        _check_number(f"{name}: size_bytes", self.size_bytes, low=0.0)
-        _check_number(f"{name}: latency_s", self.latency_s, low=0.0)
+        self._check(f"flows {self.flows_id!r}", "size_bytes", "latency_s")
 
 
 @dataclass(frozen=True)
@@ -177,9 +166,7 @@ class Compute(_Released):
     processor: Hashable | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        name = f"task {self.task_id!r}"
-        self._check_release(name)
-        _check_number(f"{name}: duration_s", self.duration_s, low=0.0)
+        self._check(f"task {self.task_id!r}", "duration_s")
 
 
 @dataclass(frozen=True)
@@ -228,8 +215,7 @@ class AggregationRequest(_Released):
 
     def __post_init__(self) -> None:
         name = f"request {self.request_id!r}"
-        self._check_release(name)
-        _check_number(f"{name}: size_bytes", self.size_bytes, low=0.0)
+        self._check(name, "size_bytes")
         require_whole(f"{name}: slots", self.slots)
         if len(set(self.leaves)) != len(self.leaves) or not self.leaves:
             raise ConfigurationError(
@@ -256,13 +242,10 @@ class AggregationRequest(_Released):
                 raise ConfigurationError(
                     f"{name}: leaf {leaf!r} has no parent", hint="add it to the tree"
                 )
-            self._check_path(name, leaf)
-
-    def _check_path(self, name: str, leaf: str) -> None:
-        node, steps = leaf, 0
-        while node in self.tree:
-            node, steps = self.tree[node], steps + 1
-            if steps > len(self.tree):
+            above = leaf
+            for _ in self.tree:
+                above = self.tree.get(above, above)
+            if above in self.tree:
                 raise ConfigurationError(f"{name}: the tree has a circle above {leaf!r}")
 
     @property
@@ -283,23 +266,6 @@ class AggregationRequest(_Released):
 
 
 Task = Flow | CoupledFlows | Compute | AggregationRequest
-
-
-def _check_number(name: str, value: Any, *, low: float) -> None:
-    """Refuse what is not a finite number from ``low`` up."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    number = number or type(value).__module__ == "numpy"
-    if not number or not math.isfinite(value) or value < low:
-        raise ConfigurationError(
-            f"{name} must be a number from {low:g} up; got {value!r}", hint="use plain numbers"
-        )
-
-
-def _check_positive(name: str, value: Any) -> None:
-    """Refuse what is not a finite number above zero."""
-    _check_number(name, value, low=0.0)
-    if value <= 0:
-        raise ConfigurationError(f"{name} must be more than zero; got {value!r}")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -377,60 +343,62 @@ class FlowTable:
         """
         size = _at_least_zero("sizes", sizes, None)
         for column in columns:
-            require_one_of(column, _NEUTRAL, f"a flow table has no column {column!r}")
-        given = {key: columns.get(key, neutral) for key, neutral in _NEUTRAL.items()}
+            require_one_of(column, _COLUMNS, f"a flow table has no column {column!r}")
         count = len(size)
         offsets, needed = _dependency_arrays(dependencies, count)
         table = routes_of(routes)
         if table.offsets.size - 1 != count:
             raise ConfigurationError(f"there are {count} sizes and {table.offsets.size - 1} routes")
-        cap = "rate_caps_bytes_per_s"
+        given = {
+            name: read(name, columns.get(name, neutral), count)
+            for name, (read, neutral) in _COLUMNS.items()
+        }
+        given["is_compute"] = given["is_compute"].astype(np.bool_)
         return cls(
             sizes=size,
-            is_compute=whole_array("is_compute", given["is_compute"], count).astype(np.bool_),
             routes=table,
-            latencies_s=_latencies(given["latencies_s"], count),
-            weights=positive_array("weights", given["weights"], count),
-            rate_caps_bytes_per_s=positive_array(cap, given[cap], count),
-            priorities=whole_array("priorities", given["priorities"], count),
-            groups=whole_array("groups", given["groups"], count),
-            jobs=whole_array("jobs", given["jobs"], count),
-            releases_s=_at_least_zero("releases_s", given["releases_s"], count),
-            processors=whole_array("processors", given["processors"], count),
             dependency_offsets=offsets,
             dependencies=needed,
             names=names,
+            **given,
         )
 
 
 def _at_least_zero(name: str, values: npt.ArrayLike, size: int | None) -> FloatArray:
-    array = sized_array(name, np.asarray(values, np.float64), size)
+    array: FloatArray = sized_array(name, values, size, np.float64)
     wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if wrong.size:
         raise ConfigurationError(
             f"{name} of task {wrong[0]} is {array[wrong[0]]}", hint="use finite numbers from 0 up"
         )
-    return np.array(array, np.float64, order="C")
+    return array
 
 
-def _latencies(values: npt.ArrayLike, count: int) -> FloatArray:
-    array = np.asarray(values, np.float64)
-    known = np.nan_to_num(array, nan=0.0)
-    _at_least_zero("latencies_s", known, count)
-    return np.full(count, array) if array.ndim == 0 else np.array(array, order="C")
+def _latencies(name: str, values: npt.ArrayLike, count: int) -> FloatArray:
+    array: FloatArray = sized_array(name, values, count, np.float64)
+    _at_least_zero(name, np.nan_to_num(array, nan=0.0), count)
+    return array
+
+
+# How each column that may be left out is read, and what it then is.
+_COLUMNS: dict[str, tuple[Callable[[str, Any, int], Any], float]] = {
+    "is_compute": (whole_array, 0),
+    "latencies_s": (_latencies, np.nan),
+    "weights": (positive_array, 1.0),
+    "rate_caps_bytes_per_s": (positive_array, np.inf),
+    "priorities": (whole_array, 0),
+    "groups": (whole_array, -1),
+    "jobs": (whole_array, -1),
+    "releases_s": (_at_least_zero, 0.0),
+    "processors": (whole_array, -1),
+}
 
 
 def _dependency_arrays(given: Any, count: int) -> tuple[IntArray, IntArray]:
     if given is None:
         return np.zeros(count + 1, np.int64), np.zeros(0, np.int64)
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], np.ndarray):
-        offsets = np.array(given[0], np.int64, order="C")
-        needed = np.array(given[1], np.int64, order="C")
-    else:
-        lengths = [len(tasks) for tasks in given]
-        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
-        needed = np.fromiter((task for tasks in given for task in tasks), np.int64)
-    if offsets.size != count + 1 or offsets[-1] != needed.size or np.any(np.diff(offsets) < 0):
+    offsets, needed = rows_of("dependencies", given, np.int64)
+    if offsets.size != count + 1:
         raise ConfigurationError(
             f"dependencies must have one list for each of the {count} tasks",
             hint="an empty list is a task that waits for none",

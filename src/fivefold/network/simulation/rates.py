@@ -1,18 +1,13 @@
 """Max-min fair rates of flows by progressive filling, of all or only of what a change reaches.
 
-A bundle's level is fair when it has a bottleneck: its own cap, or a full link on which no bundle
-of its priority is above it. An allocation in which every bundle has one is the max-min fair
-allocation, and there is only one. That test is local, and so is the repair: bundles whose
-bottleneck was touched are filled anew while all others stand still; whoever then lacks a
-bottleneck joins them, until nobody does. The work is that of the bundles that change, not of all.
-Strict priorities are filled top down.
-
-References:
-    D. Bertsekas, R. Gallager, Data Networks, section 6.5.2 (progressive filling and the test).
+A bundle's level is fair when it has a bottleneck: its own cap, or a full link on which no bundle of
+its priority is above it. That test is local, and so is the repair: bundles whose bottleneck was
+touched are filled anew while all others stand still; whoever then lacks one joins them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,17 +20,16 @@ from fivefold.network.simulation._bundles import Bundles, Incidence, form_bundle
 from fivefold.network.simulation._state import (
     CAPPED,
     DIRTY,
-    FILLED,
     FILLING,
     PASS,
     REGION,
-    ROUNDS,
     SOLVES,
     TOUCHED,
     Loads,
     pop_pair,
     push_pair,
 )
+from fivefold.network.topology.arrays import offsets_of
 from fivefold.network.topology.routes import Routes
 
 FloatArray = npt.NDArray[np.float64]
@@ -102,9 +96,7 @@ def change_bundle(loads: Loads, bundle: int, mark: int) -> None:
 def resolve(loads: Loads) -> None:
     """Make all levels fair again after members came and went.
 
-    Afterwards the list REGION holds the bundles that were filled anew, and ``before`` their
-    earlier levels; the caller reads them and then sets ``inside`` of each and the length of the
-    list back to zero.
+    The list REGION then holds the bundles that were filled anew, ``before`` their earlier levels.
     """
     for at in range(loads.counts[DIRTY]):
         link = loads.lists[DIRTY, at]
@@ -118,8 +110,6 @@ def resolve(loads: Loads) -> None:
     loads.counts[SOLVES] += 1
     grown = loads.counts[REGION] > 0
     while grown:
-        loads.counts[ROUNDS] += 1
-        loads.counts[FILLED] += loads.counts[REGION]
         loads.counts[TOUCHED] = 0
         loads.counts[PASS] += 1
         round_mark = loads.counts[PASS]
@@ -316,28 +306,34 @@ def _take_in(loads: Loads, link: int) -> None:
 
 def routes_of(routes: RoutesLike) -> Incidence:
     """Return the links of flows as the solver reads them."""
-    offsets: Any
-    links: Any
-    amounts: Any = None
-    if isinstance(routes, Routes):
-        offsets, links = routes.offsets, routes.links
-    elif isinstance(routes, tuple) and routes and isinstance(routes[0], np.ndarray):
-        offsets, links, amounts = (*routes, None)[:3]
-    else:
-        lists: Any = routes
-        offsets = np.cumsum([0, *map(len, lists)], dtype=np.int64)
-        links = np.fromiter((link for route in lists for link in route), np.int32)
-    # Copies: an array that is read-only has another type for the compiler.
-    offsets, links = np.array(offsets, np.int64, order="C"), np.array(links, np.int32, order="C")
-    fits = offsets.ndim == 1 and offsets.size > 0 and offsets[0] == 0
-    if not fits or offsets[-1] != links.size or np.any(np.diff(offsets) < 0):
-        msg = "the offsets of routes must rise from 0 to the number of links"
-        raise ConfigurationError(msg, hint="or give one list of links for each flow")
-    amounts = np.array(np.ones(links.size) if amounts is None else amounts, np.float64, order="C")
+    given: Any = (routes.offsets, routes.links) if isinstance(routes, Routes) else routes
+    offsets, links = rows_of("routes", given, np.int32)
+    whole = isinstance(given, tuple) and len(given) == 3 and isinstance(given[0], np.ndarray)
+    amounts = np.array(given[2] if whole else np.ones(links.size), np.float64, order="C")
     if amounts.shape != links.shape or not np.all(amounts > 0):
         msg = "amounts of routes must be positive and as many as links"
         raise ConfigurationError(msg, hint="leave a link out that carries nothing")
     return Incidence(offsets, links, amounts)
+
+
+def rows_of(what: str, given: Any, dtype: Any) -> tuple[Any, Any]:
+    """Read one list of whole numbers for each row, or arrays (offsets, numbers): as the latter."""
+    try:
+        if isinstance(given, tuple) and given and isinstance(given[0], np.ndarray):
+            # Copies: an array that is read-only has another type for the compiler.
+            offsets = np.array(given[0], np.int64, order="C")
+            flat = np.array(given[1], dtype, order="C")
+        else:
+            offsets = offsets_of([len(row) for row in given])
+            flat = np.fromiter(itertools.chain.from_iterable(given), dtype)
+    except (TypeError, ValueError):
+        message = f"{what} must be one list of whole numbers for each task; got {given!r:.60}"
+        raise ConfigurationError(message) from None
+    fits = offsets.ndim == 1 and offsets.size > 0 and offsets[0] == 0
+    if not fits or offsets[-1] != flat.size or np.any(np.diff(offsets) < 0):
+        msg = f"the offsets of {what} must rise from 0 to how many numbers there are"
+        raise ConfigurationError(msg, hint="or give one list for each task")
+    return offsets, flat
 
 
 def check_links(routes: Incidence, num_links: int) -> None:
@@ -403,10 +399,10 @@ def max_min_rates(
     )
     priority = whole_array("priorities", 0 if priorities is None else priorities, count)
     group = whole_array("groups", -1 if groups is None else groups, count)
-    bundles, classes = bundle_flows(
+    bundles = form_bundles(
         table, capacities, weights=weight, caps=cap, priorities=priority, groups=group
     )
-    loads = make_loads(bundles, capacities, priorities=classes, queue_room=0)
+    loads = make_loads(bundles, capacities)
     _join_all(bundles, loads, cap / weight)
     resolve(loads)
     levels = np.append(loads.bundles["level"][:-1], np.inf)
@@ -414,68 +410,36 @@ def max_min_rates(
     return np.asarray(rates, np.float64)
 
 
-def bundle_flows(
-    routes: Incidence,
-    capacities: FloatArray,
-    *,
-    weights: FloatArray,
-    caps: FloatArray,
-    priorities: npt.NDArray[np.int64],
-    groups: npt.NDArray[np.int64],
-    flows: npt.NDArray[np.bool_] | None = None,
-) -> tuple[Bundles, npt.NDArray[np.int64]]:
-    """Form the bundles of flows and their priority classes."""
-    ranks = np.unique(priorities, return_inverse=True)[1]
-    _check_groups(groups, ranks)
-    groups = np.where(groups < 0, -1, np.unique(np.maximum(groups, -1), return_inverse=True)[1])
-    cap_levels, cap_keys = np.unique(caps / weights, return_inverse=True)
-    keys = ranks * len(cap_levels) + cap_keys
-    limited = (np.diff(routes.offsets) > 0) | np.isfinite(caps)
-    limited = limited if flows is None else limited & flows
-    bundles = form_bundles(
-        routes, capacities, keys=np.where(limited, keys, -1), groups=groups, weights=weights
-    )
-    return bundles, ranks[bundles.first_rows]
-
-
 def positive_array(name: str, values: npt.ArrayLike, size: int | None) -> FloatArray:
     """Return float64 values, checked to be more than zero."""
-    array = sized_array(name, np.asarray(values, np.float64), size)
+    array: FloatArray = sized_array(name, values, size, np.float64)
     if not np.all(array > 0):  # False for NaN as well
         raise ConfigurationError(
             f"{name} must all be more than zero", hint="leave out what carries nothing"
         )
-    return np.array(array, np.float64, order="C")
+    return array
 
 
 def whole_array(name: str, values: npt.ArrayLike, size: int) -> npt.NDArray[np.int64]:
     """Return int64 values, checked to be whole."""
-    array = sized_array(name, np.asarray(values), size)
-    if array.dtype.kind not in "iu" and not (array.size == 0 or np.all(array == np.rint(array))):
+    array = sized_array(name, values, size)
+    if array.dtype.kind not in "biuf" or (array.dtype.kind == "f" and np.any(array % 1)):
         raise ConfigurationError(f"{name} must be whole numbers")
-    return np.array(array, np.int64, order="C")
+    return array.astype(np.int64)  # type: ignore[no-any-return]
 
 
-def sized_array(name: str, array: Any, size: int | None) -> Any:
-    """Return one value for each of ``size`` flows, checked; None takes a list of any length."""
+def sized_array(name: str, values: Any, size: int | None, dtype: Any = None) -> Any:
+    """Return a copy, one value for each of ``size`` flows; None takes a list of any length."""
+    try:
+        array = np.array(values, dtype, order="C")
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"{name} must be numbers; got {values!r:.60}") from None
     if size is not None and array.ndim == 0:
         return np.full(size, array)
     if array.ndim != 1 or (size is not None and array.size != size):
         wanted = "a list" if size is None else f"{size} values, one for each flow"
         raise ConfigurationError(f"{name} must be {wanted}; got shape {array.shape}")
     return array
-
-
-def _check_groups(groups: npt.NDArray[np.int64], ranks: npt.NDArray[np.int64]) -> None:
-    coupled = np.flatnonzero(groups >= 0)
-    numbers, firsts = np.unique(groups[coupled], return_index=True)
-    own = ranks[coupled]
-    wrong = own != own[firsts][np.searchsorted(numbers, groups[coupled])]
-    if wrong.any():
-        raise ConfigurationError(
-            f"flows of group {groups[coupled][wrong][0]} have different priorities",
-            hint="coupled flows share one rate, so they need one priority",
-        )
 
 
 @njit
