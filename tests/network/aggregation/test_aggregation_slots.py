@@ -326,14 +326,23 @@ class Alone:
         return ordered_sum([values], dtype)
 
 
+@pytest.mark.parametrize("port", [-1, 70_000, "80"])
+def test_a_switch_refuses_what_is_no_port(port):
+    with pytest.raises(ConfigurationError, match="port must be a whole number from 0 to 65,535"):
+        AggregationSwitch(port=port)
+
+
 def test_bad_arguments_of_a_client():
     with pytest.raises(ConfigurationError, match="rank 2"):
         AggregationClient("127.0.0.1:1", job="a", rank=2, size=2, fallback=Alone())
-    for address in ("nowhere", "host:", ":5", "host:x", "host:99999"):
+    for rank, size in (("0", 2), (0, "2"), (-1, 2)):
+        with pytest.raises(ConfigurationError, match="must be a whole number"):
+            AggregationClient("127.0.0.1:1", job="a", rank=rank, size=size, fallback=Alone())
+    for address in ("nowhere", "host:", ":5", "host:x", "host:99999", 5):
         with pytest.raises(ConfigurationError, match="no address"):
             AggregationClient(address, job="a", rank=0, size=2, fallback=Alone())
-    for options in ({"window": 0}, {"retry_every": 0}, {"timeout_s": 0.0}):
-        with pytest.raises(ConfigurationError):
+    for options in ({"window": 0}, {"retry_every": "a"}, {"timeout_s": 0.0}, {"timeout_s": "1"}):
+        with pytest.raises(ConfigurationError, match=next(iter(options))):
             AggregationOptions(**options)
     client = AggregationClient("127.0.0.1:1", job="a", rank=0, size=2, fallback=Alone())
     assert not client.is_connected

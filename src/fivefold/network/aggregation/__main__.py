@@ -6,6 +6,7 @@ import argparse
 import json
 import signal
 import sys
+from dataclasses import asdict
 from typing import get_args
 
 from fivefold.errors import FivefoldError
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
             signal.signal(number, lambda *_: switch.stop())
         _say({"address": switch.address})
         switch.serve()
-        _say(switch.state().to_dict())
+        _say(asdict(switch.state()))
     return 0
 
 

@@ -14,15 +14,16 @@ import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from fivefold.errors import CommunicationError, FivefoldError
+from fivefold.errors import CommunicationError, FivefoldError, require_whole
 from fivefold.network.aggregation.pool import Reply, Sharing, SlotPool, SwitchState
 from fivefold.network.aggregation.wire import Frame, FrameReader, FrameWriter, Kind
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.25
+_MOST_PORTS = (1 << 16) - 1
 _MOST_WAITING_SLOTS = 4  # a client may leave so many times the pool unread
 _LONGEST_NAME = 256
 _MOST_RANKS = 1 << 16  # the switch keeps a list of a job's ranks
@@ -77,6 +78,7 @@ class AggregationSwitch:
         self._pool = SlotPool(
             slots=slots, slot_bytes=slot_bytes, sharing=sharing, expire_s=expire_s
         )
+        require_whole("port", port, least=0, most=_MOST_PORTS)
         self._most_waiting = _MOST_WAITING_SLOTS * max(slots, 1) * slot_bytes
         try:
             self._listener = socket.create_server((host, port), backlog=1024)
@@ -217,7 +219,7 @@ class AggregationSwitch:
         elif frame.kind is Kind.JOIN and peer.member is None:
             self._join(peer, frame.content())
         elif frame.kind is Kind.STATE:
-            self._put(peer, Frame.of_text(Kind.STATE, self._pool.state().to_dict()))
+            self._put(peer, Frame.of_text(Kind.STATE, asdict(self._pool.state())))
         else:
             raise CommunicationError(f"it sent {frame.kind.name} out of turn")
         return peer in self._peers

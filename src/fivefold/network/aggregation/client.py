@@ -1,25 +1,18 @@
 """All-reduce through a switch, with the hosts' own algorithm for whatever it does not sum.
 
-At most a window of chunks of a collective is in flight, and each sum that comes back lets the next
-chunk go: the switch never holds more than a window for a job, however far its ranks drift apart.
-
-No rank alone knows whether a sum has reached all: the switch may die between two of its messages.
-So after the exchange the ranks take the minimum of their flags over the network of the hosts. A
-chunk counts as summed only where every rank has it; all others are summed by the hosts, from the
-same contributions, in the same order of ranks: the bits are the same either way.
-
-The same minimum says whether every rank is still connected. If not, the switch is left alone for a
-number of collectives, then all ranks try to join again; the count is the same on all, so no
-message is needed to agree on it.
+The switch may die between two of its messages, so no rank alone knows whether a sum has reached
+all: a chunk counts as summed where the minimum of the ranks' flags, taken over the hosts, says so.
+All others are summed by the hosts, in the same order of ranks: the bits are the same either way.
 """
 
 from __future__ import annotations
 
 import logging
-import selectors
+import select
 import socket
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +22,8 @@ from fivefold.errors import (
     ConfigurationError,
     FivefoldError,
     UnsupportedError,
+    require_number,
+    require_whole,
 )
 from fivefold.network.aggregation.pool import SwitchState
 from fivefold.network.aggregation.wire import (
@@ -44,20 +39,17 @@ _MOST_SLOT_BYTES = 1 << 26
 _OPEN, _SUMMED, _REFUSED = 0, 1, 2
 
 
-@dataclass
 class Exchange:
     """One collective: what goes out, what comes back."""
 
-    own: memoryview
-    results: memoryview
-    chunk_bytes: int
-    dtype: str
-    sequence: int
-    reasons: list[dict[str, Any]] = field(default_factory=list)
-    lost: str | None = None
-
-    def __post_init__(self) -> None:
-        self.chunks = -(-len(self.own) // self.chunk_bytes)
+    def __init__(
+        self, own: memoryview, results: memoryview, chunk_bytes: int, dtype: str, sequence: int
+    ) -> None:
+        self.own, self.results, self.chunk_bytes = own, results, chunk_bytes
+        self.dtype, self.sequence = dtype, sequence
+        self.reasons: list[dict[str, Any]] = []
+        self.lost: str | None = None
+        self.chunks = -(-len(own) // chunk_bytes)
         self._states = np.zeros(self.chunks, np.uint8)
         self._sent = np.zeros(self.chunks, np.bool_)
         self._next = 0
@@ -129,8 +121,6 @@ class Connection:
         self._writer = FrameWriter()
         self._exchange: Exchange | None = None
         self._reader = FrameReader(self.slot_bytes, self._place)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ)
 
     def _place(self, frame: Frame, length: int) -> memoryview | None:
         return None if self._exchange is None else self._exchange.place(frame, length)
@@ -164,12 +154,9 @@ class Connection:
         self._writer.flush(self._socket)
 
     def _wait(self, timeout_s: float) -> bool:
-        wanted = selectors.EVENT_READ
-        if self._writer.waiting_bytes:
-            wanted |= selectors.EVENT_WRITE
-        if self._selector.get_key(self._socket).events != wanted:
-            self._selector.modify(self._socket, wanted)
-        return bool(self._selector.select(timeout_s))
+        poller, waiting = select.poll(), self._writer.waiting_bytes
+        poller.register(self._socket, select.POLLIN | (select.POLLOUT if waiting else 0))
+        return bool(poller.poll(1000 * timeout_s))
 
     def _receive(self, exchange: Exchange) -> None:
         while exchange.lost is None:
@@ -180,7 +167,6 @@ class Connection:
 
     def close(self) -> None:
         """End it; the switch tells the other ranks."""
-        self._selector.close()
         self._socket.close()
 
 
@@ -261,16 +247,6 @@ class HostGroup(Protocol):
     """Sums without a switch; every rank of the job calls the same in one order.
 
     Both must end in bounded time, with an ``OSError`` or a ``RuntimeError`` where a rank is gone.
-
-    Examples:
-        >>> class Alone:
-        ...     def minimum(self, flags):
-        ...         return flags
-        ...     def sum(self, values, dtype):
-        ...         return values
-        >>> client = AggregationClient("localhost:1", job="a", rank=0, size=1, fallback=Alone())
-        >>> client.all_reduce(np.ones(3)).chunks
-        0
     """
 
     def minimum(self, flags: np.ndarray) -> np.ndarray:
@@ -303,11 +279,9 @@ class AggregationOptions:
 
     def __post_init__(self) -> None:
         for name in ("window", "retry_every"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}; use at least 1")
+            require_whole(name, getattr(self, name))
         for name in ("timeout_s", "connect_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}; use more than 0")
+            require_number(name, getattr(self, name), positive=True)
 
 
 @dataclass(frozen=True)
@@ -359,7 +333,8 @@ class AggregationClient:
         fallback: HostGroup,
         options: AggregationOptions | None = None,
     ) -> None:
-        if not 0 <= rank < size:
+        require_whole("size of the job", size)
+        if require_whole("rank", rank, least=0) >= size:
             raise ConfigurationError(f"rank {rank} is not among {size}", hint="count from 0")
         parse_address(address)  # a wrong one is told at once, not taken for a switch that is down
         self._address, self._job, self._rank, self._size = address, job, rank, size
@@ -412,8 +387,8 @@ class AggregationClient:
             self._join()
         self._sequence += 1
         if self._connection is None or not self._usable:
-            self._agree_on(self._minimum(_twice(label)))
-            flat[:] = self._host_sum(flat, name)
+            self._agree_on(self._by_hosts(self._hosts.minimum, _twice(label)))
+            flat[:] = self._by_hosts(self._hosts.sum, flat, name)
             return AggregationOutcome(0, 0, self._trouble)
         return self._through_switch(self._connection, flat, name, label)
 
@@ -427,13 +402,8 @@ class AggregationClient:
     def _join(self) -> None:
         """Connect, and find out whether all ranks have, to switches that say the same."""
         if self._connection is None:
-            said = {
-                "job": self._job,
-                "rank": self._rank,
-                "size": self._size,
-                "window": self._options.window,
-                "sequence": self._sequence,
-            }
+            said = {"job": self._job, "rank": self._rank, "size": self._size}
+            said |= {"window": self._options.window, "sequence": self._sequence}
             limit_s = self._options.connect_timeout_s
             try:
                 self._connection = Connection(self._address, said, timeout_s=limit_s)
@@ -444,7 +414,7 @@ class AggregationClient:
         told = 0 if found is None else found.slot_bytes
         number = np.frombuffer(told.to_bytes(8, "little"), np.uint8)
         flags = np.concatenate([np.array([found is not None], np.uint8), number, 255 - number])
-        least = self._minimum(flags)
+        least = self._by_hosts(self._hosts.minimum, flags)
         if least[0] and not np.array_equal(least[1:9], 255 - least[9:]):
             self._trouble = "the ranks are connected to different switches"
             least[0] = 0
@@ -481,13 +451,14 @@ class AggregationClient:
         if not whole:  # at once: the switch then tells the others not to wait
             self._drop_connection()
         reason = self._explain(exchange)
-        least = self._minimum(np.concatenate([_twice(label), exchange.summed, [np.uint8(whole)]]))
+        flags = np.concatenate([_twice(label), exchange.summed, [np.uint8(whole)]])
+        least = self._by_hosts(self._hosts.minimum, flags)
         self._agree_on(least[: 2 * _LABEL_BYTES])
         agreed = least[2 * _LABEL_BYTES :].astype(np.bool_)
         self._settle(usable=bool(agreed[-1]))
         mine = np.repeat(agreed[:-1], connection.slot_bytes // flat.itemsize)[: flat.size]
         if not mine.all():
-            results[~mine] = self._host_sum(flat[~mine], name)
+            results[~mine] = self._by_hosts(self._hosts.sum, flat[~mine], name)
             reason = reason or "another rank did not get them all"
         flat[:] = results
         return AggregationOutcome(exchange.chunks, int(agreed[:-1].sum()), reason)
@@ -528,27 +499,18 @@ class AggregationClient:
 
     # -- the hosts -----------------------------------------------------------------------------
 
-    def _minimum(self, flags: np.ndarray) -> np.ndarray:
+    def _by_hosts(self, call: Callable[..., np.ndarray], *arguments: Any) -> np.ndarray:
         try:
-            return self._hosts.minimum(flags)
+            return call(*arguments)
         except (OSError, RuntimeError) as error:
-            raise self._failed(error) from error
-
-    def _host_sum(self, values: np.ndarray, name: str) -> np.ndarray:
-        try:
-            return self._hosts.sum(values, name)
-        except (OSError, RuntimeError) as error:
-            raise self._failed(error) from error
-
-    def _failed(self, error: Exception) -> CommunicationError:
-        self.close()
-        said = f"; of the switch this rank knows: {self._trouble}" if self._trouble else ""
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return CommunicationError(
-            f"all-reduce {self._sequence} of job {self._job!r} failed on rank {self._rank}: the "
-            f"hosts could not agree or sum: {cause}{said}",
-            hint="a rank ended, is stuck, or called something else; the job cannot go on",
-        )
+            self.close()
+            said = f"; of the switch this rank knows: {self._trouble}" if self._trouble else ""
+            cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise CommunicationError(
+                f"all-reduce {self._sequence} of job {self._job!r} failed on rank {self._rank}: "
+                f"the hosts could not agree or sum: {cause}{said}",
+                hint="a rank ended, is stuck, or called something else; the job cannot go on",
+            ) from error
 
 
 def _twice(label: int) -> np.ndarray:

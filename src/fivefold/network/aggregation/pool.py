@@ -1,22 +1,24 @@
 """The slots of a switch and what becomes of each chunk: pure decisions, no sockets, no clock.
 
-A chunk takes a slot with the first part that comes and gives it back with its sum. Where no slot
-is free the chunk is refused, and all ranks of the job are told: they sum it themselves. With
-``sharing="dynamic"`` all jobs draw on one pool, first come first served (ATP); with ``"reserved"``
-each job gets its slots when it joins and keeps them to its end (SwitchML, SHARP).
-
-A job's collectives have numbers. A rank begins one only when all ranks have left the one before, so
-the first chunk of a new one ends whatever is left of the old.
+A chunk takes a slot with the first part that comes and gives it back with its sum; where none is
+free all ranks of the job are told, and sum it themselves. A rank begins a collective only when all
+have left the one before, so the first chunk of a new one ends whatever is left of the old.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import (
+    ConfigurationError,
+    InfeasibleError,
+    require_number,
+    require_one_of,
+    require_whole,
+)
 from fivefold.network.aggregation.wire import Frame, Kind, OrderedSum, stored_as
 
 Sharing = Literal["dynamic", "reserved"]
@@ -24,7 +26,7 @@ _MOST_NAMED = 16  # ranks in a message: thousands would not fit
 Reply = tuple[str, tuple[int, ...], Frame]  # job, ranks, frame
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SwitchState:
     """Report of a switch about itself.
 
@@ -47,10 +49,6 @@ class SwitchState:
     hits: int = 0
     misses: int = 0
     expired: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        """Return the state as JSON can hold it."""
-        return asdict(self)
 
 
 @dataclass
@@ -76,20 +74,16 @@ class SlotPool:
     def __init__(
         self, *, slots: int, slot_bytes: int, sharing: Sharing = "dynamic", expire_s: float = 30.0
     ) -> None:
-        if slots < 0 or slot_bytes < 8 or slot_bytes % 8:
-            raise ConfigurationError(
-                f"slots is {slots}, slot_bytes {slot_bytes}",
-                hint="slots is at least 0, slot_bytes a positive multiple of 8",
-            )
-        if sharing not in get_args(Sharing) or not expire_s > 0:
-            raise ConfigurationError(
-                f"sharing is {sharing!r}, expire_s {expire_s}",
-                hint="sharing is 'dynamic' or 'reserved', expire_s more than zero",
-            )
+        require_whole("slots", slots, least=0, hint="0 refuses all chunks")
+        if require_whole("slot_bytes", slot_bytes, least=8) % 8:
+            message = f"slot_bytes is {slot_bytes}"
+            raise ConfigurationError(message, hint="use a positive multiple of 8")
+        require_one_of(sharing, get_args(Sharing), f"sharing is {sharing!r}")
         self._slots, self.slot_bytes = slots, slot_bytes
-        self._sharing, self._expire_s = sharing, expire_s
+        self._sharing = sharing
+        self._expire_s = require_number("expire_s", expire_s, positive=True)
         self._jobs: dict[str, _Job] = {}
-        self._most_used = self._hits = self._misses = self._expired = 0
+        self._state = SwitchState(slots_total=slots, slots_free=slots, slot_bytes=slot_bytes)
 
     # -- jobs ----------------------------------------------------------------------------------
 
@@ -147,7 +141,7 @@ class SlotPool:
             total = OrderedSum(frame.dtype, entry.size)
             slot = entry.slots[frame.chunk] = _Slot(total, _shape(frame), now_s)
             used = sum(len(one.slots) for one in self._jobs.values())
-            self._most_used = max(self._most_used, used)
+            self._state.most_used = max(self._state.most_used, used)
         if slot.shape != _shape(frame):
             del entry.slots[frame.chunk]
             what = {"reason": "mismatch", "rank": rank, "shapes": [slot.shape, _shape(frame)]}
@@ -156,7 +150,7 @@ class SlotPool:
         if not slot.total.add(rank, values):
             return []
         del entry.slots[frame.chunk]
-        self._hits += 1
+        self._state.hits += 1
         result = Frame(
             Kind.RESULT, slot.total.result(), frame.dtype, frame.chunk, frame.sequence, frame.total
         )
@@ -169,23 +163,14 @@ class SlotPool:
             for chunk, slot in list(entry.slots.items()):
                 if now_s - slot.began_s > self._expire_s:
                     del entry.slots[chunk]
-                    self._expired += 1
+                    self._state.expired += 1
                     late = slot.total.missing[:_MOST_NAMED]
                     replies.append(self._refuse(job, chunk, reason="late", ranks=late))
         return replies
 
     def state(self) -> SwitchState:
         """Return what the switch reports."""
-        return SwitchState(
-            slots_total=self._slots,
-            slots_free=self._free(),
-            slot_bytes=self.slot_bytes,
-            most_used=self._most_used,
-            jobs=len(self._jobs),
-            hits=self._hits,
-            misses=self._misses,
-            expired=self._expired,
-        )
+        return replace(self._state, slots_free=self._free(), jobs=len(self._jobs))
 
     def _why_not(self, entry: _Job) -> dict[str, Any] | None:
         if len(entry.ranks) < entry.size:
@@ -194,7 +179,7 @@ class SlotPool:
         free = entry.reserved - len(entry.slots) if entry.reserved else self._free()
         if free > 0:
             return None
-        self._misses += 1
+        self._state.misses += 1
         return {"reason": "slots"}
 
     def _refuse(self, job: str, chunk: int, **why: Any) -> Reply:

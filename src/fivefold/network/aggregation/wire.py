@@ -1,17 +1,14 @@
 """Frames between clients and a switch, and sums of the elements in them.
 
-A frame is a header of fixed size, in network byte order, then a payload: the elements as they lie
-in memory. Whatever a peer sends is checked before memory is set aside for it.
-
-Floating-point sums depend on their order, so the order is fixed: rank 0, then 1, and so on; the
-same bits whoever adds and whatever arrives first. Half precision is added in single precision and
-rounded once at the end; integers are exact and wrap. bfloat16, which numpy does not have, travels
-as ``uint16``.
+A frame is a header of fixed size, in network byte order, then the elements as they lie in memory.
+Floating-point sums depend on their order, so it is fixed: rank 0, then 1, and so on. Half precision
+is added in single precision and rounded once at the end; bfloat16 travels as ``uint16``.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import socket
 import struct
@@ -60,17 +57,14 @@ def dtype_name(array: np.ndarray, dtype: str | None) -> str:
 
 
 class OrderedSum:
-    """A sum whose parts come in any order and are added in the order of ranks.
-
-    A part that comes early is kept until its turn.
-    """
+    """A sum whose parts come in any order and are added in the order of ranks."""
 
     def __init__(self, dtype: str, parts: int) -> None:
         self._dtype = dtype
         self._parts = parts
         self._total: np.ndarray | None = None
         self._next = 0
-        self._early: dict[int, np.ndarray] = {}
+        self._early: dict[int, np.ndarray] = {}  # parts that came before their turn
 
     @property
     def missing(self) -> list[int]:
@@ -97,15 +91,7 @@ class OrderedSum:
 
 
 def ordered_sum(parts: Sequence[np.ndarray], dtype: str | None = None) -> np.ndarray:
-    """Sum of arrays as the switch forms it.
-
-    Args:
-        parts: Arrays of one type and shape, by rank.
-        dtype: ``"bfloat16"`` for arrays of ``uint16`` that hold such numbers; None reads the type
-            from the arrays.
-
-    Raises:
-        ConfigurationError: There are no parts.
+    """Sum arrays by rank as the switch does; ``dtype`` is ``"bfloat16"`` where ``uint16`` holds it.
 
     Examples:
         >>> ordered_sum([np.array([1e8], np.float32), np.float32([1.0]), np.float32([-1e8])])
@@ -182,16 +168,8 @@ class FrameWriter:
     def put(self, frame: Frame) -> None:
         """Add a frame to those that wait; its payload is not copied."""
         payload = memoryview(frame.payload).cast("B")
-        header = _HEADER.pack(
-            _MAGIC,
-            frame.kind,
-            DTYPES.index(frame.dtype),
-            0,
-            frame.chunk,
-            frame.sequence,
-            frame.total,
-            len(payload),
-        )
+        dtype, rest = DTYPES.index(frame.dtype), (frame.chunk, frame.sequence, frame.total)
+        header = _HEADER.pack(_MAGIC, frame.kind, dtype, 0, *rest, len(payload))
         for buffer in (memoryview(header), payload):
             if len(buffer):
                 self._buffers.append(buffer)
@@ -200,9 +178,8 @@ class FrameWriter:
     def flush(self, connection: socket.socket) -> None:
         """Send what the socket takes now."""
         while self._buffers:
-            some = [self._buffers[at] for at in range(min(len(self._buffers), _MOST_BUFFERS))]
             try:
-                sent = connection.sendmsg(some)
+                sent = connection.sendmsg(itertools.islice(self._buffers, _MOST_BUFFERS))
             except BlockingIOError:
                 return
             self.waiting_bytes -= sent
@@ -263,7 +240,7 @@ class FrameReader:
 
 def parse_address(text: str) -> tuple[str, int]:
     """Return the host and port of a switch's address, ``"host:port"``."""
-    host, colon, port = text.rpartition(":")
+    host, colon, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ConfigurationError(f"{text!r} is no address", hint="write it as host:port")
     return host.strip("[]"), int(port)
