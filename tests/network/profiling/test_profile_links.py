@@ -87,7 +87,14 @@ def test_a_dead_peer_is_an_error_that_names_the_place():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"sizes_bytes": (64,)}, {"sizes_bytes": (0, 64)}, {"repetitions": 0}],
+    [
+        {"sizes_bytes": (64,)},
+        {"sizes_bytes": (0, 64)},
+        {"sizes_bytes": ("a", 64)},
+        {"sizes_bytes": 64},
+        {"repetitions": 0},
+        {"repetitions": "5"},
+    ],
 )
 @pytest.mark.alone
 @pytest.mark.distributed

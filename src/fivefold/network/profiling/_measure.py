@@ -1,10 +1,7 @@
 """Measures the links between running ranks with point-to-point messages.
 
-A message of n bytes is answered by one of one byte, and half of the time of an empty exchange is
-taken off: clocks of different hosts are never compared. So what is called the latency of one
-direction is half of the round trip. Pairs are measured one after the other while the rest wait.
-
-Every rank must call :func:`profile_links` with the same arguments, at the same time.
+A message is answered by one byte, and half of the time of an empty exchange is taken off: clocks of
+different hosts are never compared. Pairs are measured one after the other while the rest wait.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,8 +61,14 @@ def profile_links(
     if not dist.is_initialized():
         message = "there is no process group to measure"
         raise ConfigurationError(message, hint="call torch.distributed.init_process_group first")
-    sizes = tuple(sorted(set(sizes_bytes)))
-    _check(sizes, repetitions)
+    given = sizes_bytes if isinstance(sizes_bytes, Iterable) else (sizes_bytes,)
+    sizes = tuple(sorted({require_whole("a size in sizes_bytes", size) for size in given}))
+    if len(sizes) < 2:
+        raise ConfigurationError(
+            f"sizes_bytes must be two or more different sizes; got {sizes}",
+            hint="for example (64, 65536, 4194304)",
+        )
+    require_whole("repetitions", repetitions, hint="5 is usual")
     probe = _Probe(process_group, max(sizes))
     hosts = probe.agree((sizes, repetitions, contention))
     pairs = [(a, b) for a in range(probe.size) for b in range(probe.size) if a < b]
@@ -83,16 +86,6 @@ def profile_links(
     return Profile(
         hosts=hosts, backend=probe.backend, sizes_bytes=sizes, times_s=times, contention=crowded
     )
-
-
-def _check(sizes: tuple[int, ...], repetitions: int) -> None:
-    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
-    if not whole or len(sizes) < 2 or sizes[0] < 1:
-        raise ConfigurationError(
-            f"sizes_bytes must be two or more different whole numbers from 1; got {sizes}",
-            hint="for example (64, 65536, 4194304)",
-        )
-    require_whole("repetitions", repetitions, hint="5 is usual")
 
 
 def _contention(probe: _Probe, hosts: tuple[str, ...], repetitions: int) -> Contention:

@@ -1,17 +1,15 @@
 """Alpha and beta of measured links, and the topology that explains them.
 
-T(n) = alpha + beta n is fitted as a line that no outlier bends: beta is the median slope over all
-pairs of sizes in the upper half, where bandwidth dominates (Theil and Sen); alpha is what the
-smallest sizes take beyond beta. Where a link lets a burst through before it is slow, as token
-buckets do, beta is still the rate of the link, and the residuals show the burst.
-
-References:
-    P. K. Sen, Estimates of the regression coefficient based on Kendall's tau, JASA 1968.
+T(n) = alpha + beta n is a line that no outlier bends: beta is the median slope over pairs of the
+larger sizes, where bandwidth dominates (P. K. Sen, JASA 1968); alpha is what the smallest take
+beyond it. Where token buckets let a burst through, the residuals show it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,31 +27,15 @@ _NEAR_BEST = 0.9
 
 
 class LineFit(NamedTuple):
-    """A fitted link.
-
-    Attributes:
-        alpha_s: Time of an empty message.
-        beta_s_per_byte: Time of each further byte.
-        residuals: (measured - fitted) / the larger of both, of each size: from -1 to 1.
-    """
+    """A fitted link."""
 
     alpha_s: float
     beta_s_per_byte: float
-    residuals: tuple[float, ...]
+    residuals: tuple[float, ...]  # (measured - fitted) / the larger of both, of each size
 
 
 def fit_line(sizes_bytes: npt.ArrayLike, times_s: npt.ArrayLike) -> LineFit:
-    """Fit alpha and beta.
-
-    Args:
-        sizes_bytes: At least two different sizes.
-        times_s: Time of each.
-
-    Returns:
-        Alpha (at least 0), beta (at least 0) and relative residuals.
-
-    Raises:
-        DataError: There are fewer than two sizes, or a time is not a number above zero.
+    """Fit alpha and beta, both at least 0, to times at two different sizes or more.
 
     Examples:
         >>> fit = fit_line([0, 1000, 2000, 4000], [1e-6, 2e-6, 3e-6, 5e-6])
@@ -194,7 +176,7 @@ class Profile:
         """
         if self.contention is None or self.num_ranks < 3:
             return True
-        best = self._off_diagonal(self.usable_rates_bytes_per_s)
+        best = np.nan_to_num(self.usable_rates_bytes_per_s)
         gain_out = self.contention.out_bytes_per_s / best.max(axis=1)
         gain_in = self.contention.in_bytes_per_s / best.max(axis=0)
         return float(np.median(np.concatenate([gain_out, gain_in]))) < _ONE_PORT
@@ -205,14 +187,6 @@ class Profile:
         with np.errstate(invalid="ignore"):
             bounds = self.sizes_bytes[-1] / self.times_s[:, :, -1]
         return np.where(np.isinf(self.rates_bytes_per_s), bounds, self.rates_bytes_per_s)
-
-    def _between(self, values: FloatArray) -> FloatArray:
-        """Return what concerns two ranks, without the diagonal."""
-        return values[~np.eye(self.num_ranks, dtype=bool)]
-
-    @staticmethod
-    def _off_diagonal(values: FloatArray) -> FloatArray:
-        return np.where(np.eye(len(values), dtype=bool), -np.inf, values)
 
     def to_topology(self, name: str = "profiled") -> Topology:
         """Return the topology that explains the measurements.
@@ -233,71 +207,57 @@ class Profile:
             switches, links = self._joined_hosts()
             how = "direct links inside hosts, one network card a host"
         elif self.num_ranks > 2 and self.shares_one_port():
-            switches, links = [Node("switch", "switch")], self._star(range(self.num_ranks))
+            pairs = self._to_hubs(["switch"] * self.num_ranks, ~np.eye(self.num_ranks, dtype=bool))
+            switches, links = [Node("switch", "switch")], list(itertools.chain.from_iterable(pairs))
             how = "one port a rank on one switch"
         else:
             switches, links = [], self._direct(range(self.num_ranks))
             how = "a direct link for each ordered pair"
         source = f"measured with {self.backend} between {self.num_ranks} ranks; {how}"
-        unseen = int(np.count_nonzero(np.isinf(self._between(self.rates_bytes_per_s))))
+        unseen = int(np.isinf(self.rates_bytes_per_s).sum()) - self.num_ranks  # the diagonal is
         if unseen:
             source += f"; {unseen} rates are lower bounds: measure with larger sizes"
         return Topology(name, [*nodes, *switches], links, source=source)
 
-    def _direct(self, ranks: Any) -> list[Link]:
-        rates = self.usable_rates_bytes_per_s
+    def _direct(self, ranks: Sequence[int]) -> list[Link]:
+        rates, alphas = self.usable_rates_bytes_per_s, self.alpha_s
         return [
-            Link(
-                f"rank{a}",
-                f"rank{b}",
-                bandwidth_bytes_per_s=float(rates[a, b]),
-                latency_s=float(self.alpha_s[a, b]),
-            )
-            for a in ranks
-            for b in ranks
-            if a != b
+            _link(f"rank{a}", f"rank{b}", rates[a, b], alphas[a, b])
+            for a, b in itertools.permutations(ranks, 2)
         ]
 
-    def _star(self, ranks: Any, hub: str = "switch") -> list[Link]:
-        chosen = list(ranks)
-        rates, alphas = self.usable_rates_bytes_per_s, self.alpha_s
-        rise_s, fall_s = split_latencies(alphas[np.ix_(chosen, chosen)])
-        links = []
-        for place, rank in enumerate(chosen):
-            others = [other for other in chosen if other != rank]
-            up, down = _best(rates[rank, others]), _best(rates[others, rank])
-            name = f"rank{rank}"
-            links.append(Link(name, hub, bandwidth_bytes_per_s=up, latency_s=float(rise_s[place])))
-            links.append(
-                Link(hub, name, bandwidth_bytes_per_s=down, latency_s=float(fall_s[place]))
-            )
-        return links
+    def _to_hubs(self, hubs: Sequence[str], partners: npt.NDArray[np.bool_]) -> list[list[Link]]:
+        """Return each rank's link to its hub and back, by what it reaches with its partners."""
+        rates = self.usable_rates_bytes_per_s
+        rise_s, fall_s = split_latencies(np.where(partners, self.alpha_s, np.nan))
+        return [
+            [
+                _link(f"rank{rank}", hub, _best(rates[rank, partners[rank]]), rise_s[rank]),
+                _link(hub, f"rank{rank}", _best(rates[partners[:, rank], rank]), fall_s[rank]),
+            ]
+            for rank, hub in enumerate(hubs)
+        ]
 
     def _joined_hosts(self) -> tuple[list[Node], list[Link]]:
         hosts = np.array(self.hosts)
-        rates, alphas = self.usable_rates_bytes_per_s, self.alpha_s
-        outside = hosts[:, None] != hosts[None, :]
-        rise_s, fall_s = split_latencies(np.where(outside, alphas, np.nan))
+        pairs = self._to_hubs([f"{host} card" for host in hosts], hosts[:, None] != hosts[None, :])
         nodes, links = [Node("switch", "switch")], []
         for host in dict.fromkeys(self.hosts):
-            ranks = np.flatnonzero(hosts == host).tolist()
-            card = f"{host} card"
+            ranks, card = np.flatnonzero(hosts == host).tolist(), f"{host} card"
             nodes.append(Node(card, "nic", host=host))
-            links += self._direct(ranks)
-            ups = [_best(rates[rank, outside[rank]]) for rank in ranks]
-            downs = [_best(rates[outside[:, rank], rank]) for rank in ranks]
-            for rank, up, down in zip(ranks, ups, downs, strict=True):
-                here, up_s, down_s = f"rank{rank}", float(rise_s[rank]), float(fall_s[rank])
-                links.append(Link(here, card, bandwidth_bytes_per_s=up, latency_s=up_s))
-                links.append(Link(card, here, bandwidth_bytes_per_s=down, latency_s=down_s))
+            links += [*self._direct(ranks), *(link for rank in ranks for link in pairs[rank])]
+            ups, downs = (
+                [pairs[rank][way].bandwidth_bytes_per_s for rank in ranks] for way in (0, 1)
+            )
             shared = None if self.contention is None else self.contention.host_out_bytes_per_s
             port = max([*ups, shared[host]] if shared else ups)
-            links.append(Link(card, "switch", bandwidth_bytes_per_s=port))
-            links.append(Link("switch", card, bandwidth_bytes_per_s=max(port, *downs)))
+            links.append(_link(card, "switch", port))
+            links.append(_link("switch", card, max(port, *downs)))
         return nodes, links
 
     def to_dict(self) -> dict[str, Any]:
         """Return all that was measured and fitted, as JSON can hold it."""
+        crowded = None if self.contention is None else dataclasses.asdict(self.contention)
         found: dict[str, Any] = {
             "hosts": list(self.hosts),
             "backend": self.backend,
@@ -305,16 +265,15 @@ class Profile:
             "times_s": np.nan_to_num(self.times_s).tolist(),
             "alpha_s": self.alpha_s.tolist(),
             "beta_s_per_byte": self.beta_s_per_byte.tolist(),
-            "contention": None,
+            "contention": crowded,
         }
-        if self.contention is not None:
-            found["contention"] = {
-                "out_bytes_per_s": self.contention.out_bytes_per_s.tolist(),
-                "in_bytes_per_s": self.contention.in_bytes_per_s.tolist(),
-                "all_bytes_per_s": self.contention.all_bytes_per_s,
-                "host_out_bytes_per_s": dict(self.contention.host_out_bytes_per_s),
-            }
+        for key in ("out_bytes_per_s", "in_bytes_per_s") if crowded is not None else ():
+            crowded[key] = crowded[key].tolist()
         return found
+
+
+def _link(source: str, target: str, rate: float, latency_s: float = 0.0) -> Link:
+    return Link(source, target, bandwidth_bytes_per_s=rate, latency_s=latency_s)
 
 
 def _best(rates: FloatArray) -> float:
@@ -323,10 +282,7 @@ def _best(rates: FloatArray) -> float:
 
 
 def split_latencies(alpha_s: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Share each pair's latency out to the way up and the way down.
-
-    The least squares of alpha[a, b] = up[a] + down[b], with the sum split evenly between the two.
-    """
+    """Share each pair's latency out: least squares of alpha[a, b] = up[a] + down[b]."""
     count = len(alpha_s)
     known = ~np.isnan(alpha_s) & ~np.eye(count, dtype=bool)
     rows, columns = np.nonzero(known)
