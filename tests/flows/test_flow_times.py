@@ -143,7 +143,15 @@ def test_jobs_that_only_compute_or_do_nothing_need_no_shift():
 
 
 @pytest.mark.parametrize(
-    "change", [{"slots_per_period": 1}, {"period_tolerance": 1.0}, {"period_s": {}}]
+    "change",
+    [
+        {"slots_per_period": 1},
+        {"slots_per_period": "9"},
+        {"period_tolerance": 1.0},
+        {"period_tolerance": "0"},
+        {"period_s": {}},
+        {"period_s": {"a": "1", "b": 1.0}},
+    ],
 )
 def test_bad_settings_of_shifts_are_refused(change):
     with pytest.raises(ConfigurationError):
@@ -183,7 +191,7 @@ def test_jobs_on_other_links_change_no_shift():
 @pytest.mark.parametrize("period_s", [-1.0, float("nan"), float("inf")])
 def test_periods_that_are_none_are_refused(period_s):
     job = JobTraffic(job_id="a", compute_s=1.0, flows=())
-    with pytest.raises(ConfigurationError, match="period_s of job 'a' is"):
+    with pytest.raises(ConfigurationError, match="period_s of job 'a' must be a number"):
         time_shifts(route_flows(switch(2), [job]), period_s={"a": period_s})
 
 

@@ -7,14 +7,14 @@ References:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import require_whole
 from fivefold.flows.routing import Routing
 
 _ORDERS = 32
@@ -63,8 +63,7 @@ def priority_classes(routing: Routing, *, classes: int = 8, seed: int = 0) -> Pr
         >>> dict(priority_classes(route_flows(switch(2), jobs)).classes)
         {'slow': 1, 'fast': 0}
     """
-    if classes < 1:
-        raise ConfigurationError(f"there must be a class; got classes={classes}")
+    require_whole("classes", classes)
     names = [job.job_id for job in routing.traffic]
     priority = np.array([
         routing.jobs[name].weight * routing.intensity(name) for name in names
@@ -73,19 +72,15 @@ def priority_classes(routing: Routing, *, classes: int = 8, seed: int = 0) -> Pr
     finite = np.where(np.isfinite(priority), priority, 0.0)
     lost = _pair_losses(routing, names, finite)
     total = float(lost.sum())
-    best: tuple[float, list[int]] | None = None
+    best, found = np.inf, dict.fromkeys(names, 0)
     for order in _orders(finite, lost > 0, seed):
         cost, cut = _cut(lost[np.ix_(order, order)], classes)
-        if best is None or cost < best[0] - 1e-12:
-            found = [0] * len(names)
-            for place, index in enumerate(order):
-                found[index] = cut[place]
-            best = cost, found
-    chosen = best if best is not None else (0.0, [])
+        if cost < best - 1e-12:
+            best, found = cost, {names[i]: run for i, run in zip(order, cut, strict=True)}
     return PriorityClasses(
-        dict(zip(names, chosen[1], strict=True)),
+        {name: found[name] for name in names},
         dict(zip(names, priority.tolist(), strict=True)),
-        chosen[0] / total if total > 0 else 0.0,
+        best / total if total > 0 else 0.0,
     )
 
 
@@ -96,11 +91,10 @@ BoolArray = npt.NDArray[np.bool_]
 def _pair_losses(routing: Routing, names: list[str], priority: FloatArray) -> FloatArray:
     """Return by [urgent, less urgent] the urgent one's priority where they share links, else 0."""
     lost = np.zeros((len(names), len(names)))
-    for a, name in enumerate(names):
-        for b in range(a + 1, len(names)):
-            if len(routing.shared_links(name, names[b])):
-                first, second = (a, b) if priority[a] >= priority[b] else (b, a)
-                lost[first, second] = priority[first]
+    for a, b in itertools.combinations(range(len(names)), 2):
+        if len(routing.shared_links(names[a], names[b])):
+            first, second = (a, b) if priority[a] >= priority[b] else (b, a)
+            lost[first, second] = priority[first]
     return lost
 
 
@@ -146,5 +140,5 @@ def _cut(lost: FloatArray, classes: int) -> tuple[float, list[int]]:
     for run in range(runs, 0, -1):
         bounds.append(int(came[run, bounds[-1]]))
     bounds.reverse()
-    found = [run for run, (a, b) in enumerate(pairwise(bounds)) for _ in range(b - a)]
+    found = [run for run, (a, b) in enumerate(itertools.pairwise(bounds)) for _ in range(b - a)]
     return float(best[runs, number]), found

@@ -1,14 +1,8 @@
 """Time shifts that let the communication of one job fall into the compute of another.
 
 Each job's demand on a link repeats with its iteration, so it lives on a circle; jobs of one link
-share a circle whose perimeter is the least common multiple of their periods. A job's shift turns
-its demand on all its links at once. The shifts sought are those for which the demand above capacity
-is least, summed over links.
-
-References:
-    CASSINI, NSDI 2024, arXiv 2308.00852: circles, affinity graph, compatibility score. There the
-    graph is walked link by link; here the shifts of a component are searched together: the whole
-    grid where it is small, else from several starts one job at a time.
+share one whose perimeter is the least common multiple of their periods. A job's shift turns its
+demand on all its links at once, so the shifts of all jobs that links join are sought together.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError
+from fivefold.errors import ConfigurationError, require_number, require_whole
 from fivefold.flows.routing import Routing
 
 FloatArray = npt.NDArray[np.float64]
@@ -76,6 +70,11 @@ def time_shifts(
     Raises:
         ConfigurationError: The number of slots or the tolerance is not allowed.
 
+    References:
+        CASSINI, NSDI 2024, arXiv 2308.00852: circles, affinity graph, compatibility score. There
+        the graph is walked link by link; here a component is searched together: the whole grid
+        where it is small, else from several starts one job at a time.
+
     Examples:
         >>> from fivefold.flows import FlowDemand, JobTraffic, route_flows
         >>> from fivefold.network.topology import switch
@@ -87,11 +86,9 @@ def time_shifts(
         >>> found.score_before, found.score, found.shift_s["b"] - found.shift_s["a"]
         (0.5, 1.0, 1.0)
     """
-    if slots_per_period < 2 or not 0 <= period_tolerance < 1:
-        raise ConfigurationError(
-            f"slots_per_period must be at least 2 and period_tolerance in [0, 1); got "
-            f"{slots_per_period} and {period_tolerance}"
-        )
+    require_whole("slots_per_period", slots_per_period, least=2)
+    if require_number("period_tolerance", period_tolerance) >= 1:
+        raise ConfigurationError(f"period_tolerance must be below 1; got {period_tolerance}")
     periods = _periods(routing, period_s)
     turning = {name: period for name, period in periods.items() if period > 0}
     shifts = dict.fromkeys(periods, 0.0)
@@ -118,29 +115,30 @@ def time_shifts(
             after += sum(circle.excess(steps) for circle in own)
             demand += sum(circle.demand for circle in own)
             shifts |= {name: (steps[name] * grid.slot_s) % periods[name] for name in component}
+    # A forest of jobs and links: each edge joins two parts.
+    jobs = set[str]().union(*jobs_of)
+    joins = sum(len(members) - 1 for members in jobs_of if members)
+    loop_free = joins == len(jobs) - len(_components(jobs_of))
     return Shifts(
         shifts,
         periods,
         1.0 - after / demand if demand else 1.0,
         1.0 - before / demand if demand else 1.0,
-        _loop_free(jobs_of),
+        loop_free,
         tuple(sorted(left_out)),
     )
 
 
 def _periods(routing: Routing, given: Mapping[str, float] | None) -> dict[str, float]:
-    if given is not None:
-        missing = [job.job_id for job in routing.traffic if job.job_id not in given]
-        if missing:
-            raise ConfigurationError(f"period_s has no job {missing[0]!r}")
-        for name, period in given.items():
-            if not 0 <= period < math.inf:
-                message = f"period_s of job {name!r} is {period}"
-                raise ConfigurationError(message, hint="give seconds, at least 0")
-        return {job.job_id: float(given[job.job_id]) for job in routing.traffic}
-    return {
-        job.job_id: job.compute_s + routing.communication_s(job.job_id) for job in routing.traffic
-    }
+    if given is None:
+        return {
+            job.job_id: job.compute_s + routing.communication_s(job.job_id)
+            for job in routing.traffic
+        }
+    for name in routing.jobs:
+        if name not in given:
+            raise ConfigurationError(f"period_s has no job {name!r}")
+    return {name: require_number(f"period_s of job {name!r}", given[name]) for name in routing.jobs}
 
 
 class _Grid:
@@ -240,13 +238,6 @@ def _components(jobs_of: Sequence[set[str]]) -> list[set[str]]:
         found = [jobs for jobs in found if jobs not in joined[1:]]
         found += [joined[0]] * (joined[0] not in found)
     return found
-
-
-def _loop_free(jobs_of: Sequence[set[str]]) -> bool:
-    """Return whether the graph of jobs and links is a forest: each edge joins two parts."""
-    jobs = set[str]().union(*jobs_of)
-    joins = sum(len(members) - 1 for members in jobs_of if members)
-    return joins == len(jobs) - len(_components(jobs_of))
 
 
 def _search(

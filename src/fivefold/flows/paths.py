@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import ConfigurationError, InfeasibleError, require_whole
 from fivefold.network.topology import Topology
 from fivefold.network.topology.routes import Routes
 
@@ -21,17 +21,6 @@ def default_paths(topology: Topology, sources: npt.ArrayLike, targets: npt.Array
 
     Neighbours use the widest link that joins them, others the route of least latency; ranks on the
     way forward.
-
-    Returns:
-        The paths, in the order asked for.
-
-    Raises:
-        InfeasibleError: Two ranks have no route.
-
-    Examples:
-        >>> from fivefold.network.topology import ring
-        >>> default_paths(ring(4), [0, 0], [1, 2]).offsets.tolist()
-        [0, 1, 3]
     """
     first, last = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
     joined, widest = _direct_links(topology)
@@ -62,16 +51,10 @@ def _direct_links(topology: Topology) -> tuple[npt.NDArray[np.int64], npt.NDArra
 
 @dataclass(frozen=True)
 class PathChoices(Sequence[tuple[int, ...]]):
-    """The paths of fewest links between two ranks: how all begin, where they differ, how all end.
-
-    Attributes:
-        first: Links that every path begins with.
-        middle: Links of each path between these ends; shared by all ranks behind the same gateways.
-        last: Links that every path ends with.
-    """
+    """Paths of fewest links between two ranks: how all begin, where they differ, how all end."""
 
     first: tuple[int, ...]
-    middle: tuple[tuple[int, ...], ...]
+    middle: tuple[tuple[int, ...], ...]  # shared by all ranks behind the same gateways
     last: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -111,11 +94,10 @@ def equal_cost_paths(
         >>> list(equal_cost_paths(switch(3), 0, 1))
         [(0, 3)]
     """
-    if source == target or limit < 1:
-        raise ConfigurationError(
-            f"paths lead from one rank to another, and at least one is asked for; got {source} to "
-            f"{target}, limit {limit}"
-        )
+    require_whole("limit", limit, hint="at least one path is asked for")
+    if source == target:
+        message = f"paths lead from one rank to another; got {source} to {target}"
+        raise ConfigurationError(message)
     begin, end = topology.node_of_rank(source), topology.node_of_rank(target)
     host = topology.nodes[begin].host
     if host is not None and topology.nodes[end].host == host:
@@ -198,11 +180,9 @@ _Reached = dict[int, list[tuple[int, int]]]
 
 
 def _onward(topology: Topology, begin: int, end: int) -> _Reached:
-    """Return the links of all shortest paths, with where they lead, by where they start.
-
-    Both ends search, always the one with less to look at: the widest switches lie in the middle,
-    and are met rather than searched.
-    """
+    """Return the links of all shortest paths, with where they lead, by where they start."""
+    # Both ends search, always the one with less to look at: the widest switches lie in the middle,
+    # and are met rather than searched.
     sides: list[_Reached] = [{begin: []}, {end: []}]
     fronts = [[begin], [end]]
     met: list[int] = []

@@ -51,49 +51,32 @@ class Routing:
         return {job.job_id: job for job in self.traffic}
 
     def link_bytes(self, job_id: str) -> FloatArray:
-        """Return the bytes that one iteration of a job puts on each link, float64 [num_links].
-
-        Raises:
-            ConfigurationError: There is no such job.
-        """
-        return self._link_bytes[self._known(job_id)]
+        """Return the bytes that one iteration of a job puts on each link, float64 [num_links]."""
+        require_one_of(job_id, self.jobs, f"there is no job {job_id!r}")
+        return self._link_bytes[job_id]
 
     @cached_property
     def _link_bytes(self) -> dict[str, FloatArray]:
-        return {
-            job.job_id: _loads(job, self.paths[job.job_id], self.topology.num_links)
-            for job in self.traffic
-        }
+        found = {job.job_id: np.zeros(self.topology.num_links) for job in self.traffic}
+        for job in self.traffic:
+            for flow, path in zip(job.flows, self.paths[job.job_id], strict=True):
+                np.add.at(found[job.job_id], np.asarray(path, np.intp), flow.size_bytes)
+            found[job.job_id].flags.writeable = False
+        return found
 
     def communication_s(self, job_id: str) -> float:
-        """Return the seconds of a job's communication with the network to itself: its fullest link.
-
-        Raises:
-            ConfigurationError: There is no such job.
-        """
+        """Return seconds of a job's communication with the network to itself: its fullest link."""
         loads = self.link_bytes(job_id)
         return float((loads / self.topology.capacities_bytes_per_s).max(initial=0.0))
 
     def intensity(self, job_id: str) -> float:
-        """Return compute work per second of communication; infinite for a job that sends nothing.
-
-        Raises:
-            ConfigurationError: There is no such job.
-        """
+        """Return compute work per second of communication; infinite where nothing is sent."""
         seconds = self.communication_s(job_id)
         return self.jobs[job_id].gpu_work / seconds if seconds > 0 else float("inf")
 
     def shared_links(self, job_a: str, job_b: str) -> npt.NDArray[np.intp]:
-        """Return the links that both jobs use.
-
-        Raises:
-            ConfigurationError: There is no such job.
-        """
+        """Return the links that both jobs use."""
         return np.flatnonzero((self.link_bytes(job_a) > 0) & (self.link_bytes(job_b) > 0))
-
-    def _known(self, job_id: str) -> str:
-        require_one_of(job_id, self.jobs, f"there is no job {job_id!r}")
-        return job_id
 
 
 def route_flows(
@@ -152,8 +135,7 @@ def route_flows(
     if policy == "intensity":
         # Work per second of communication with the network to itself, on hashed paths, as
         # published; equal jobs in the order given.
-        ordered = sorted(traffic, key=lambda job: -start.intensity(job.job_id))
-        groups = [[job] for job in ordered]
+        groups = [[job] for job in sorted(traffic, key=lambda job: -start.intensity(job.job_id))]
     return Routing(topology, tuple(traffic), _least_loaded(start, groups, choices), policy)
 
 
@@ -214,36 +196,20 @@ def _hashed(paths: PathChoices, key: tuple[int, ...]) -> Path:
 def _least_loaded(
     hashed: Routing, groups: Sequence[Sequence[JobTraffic]], choices: _Choices
 ) -> dict[str, tuple[Path, ...]]:
-    """Group by group, the largest flows first; each where the fullest link stays emptiest.
-
-    Among equals the hashed path is taken, so that jobs that do not see one another do not all
-    choose the first one.
-    """
-    topology = hashed.topology
-    busy_s = np.zeros(topology.num_links)  # seconds that the bytes put on each link so far take
-    chosen: dict[str, dict[int, Path]] = {}
+    """Group by group, the largest flows first; each where the fullest link stays emptiest."""
+    # Among equals the hashed path is taken, so that jobs that do not see one another do not all
+    # choose the first one.
+    capacities = hashed.topology.capacities_bytes_per_s
+    busy_s = np.zeros(len(capacities))  # seconds that the bytes put on each link so far take
+    chosen = {name: list(paths) for name, paths in hashed.paths.items()}
     for group in groups:
-        flows = [(job, n, flow) for job in group for n, flow in enumerate(job.flows)]
-        flows.sort(key=lambda entry: -entry[2].size_bytes)
-        for job, number, flow in flows:
-            preferred = hashed.paths[job.job_id][number]
-            path = choices.least_loaded(flow, preferred, busy_s)
+        flows = [(job.job_id, n, flow) for job in group for n, flow in enumerate(job.flows)]
+        for name, n, flow in sorted(flows, key=lambda entry: -entry[2].size_bytes):
+            path = choices.least_loaded(flow, chosen[name][n], busy_s)
             links = np.asarray(path)
-            busy_s[links] += flow.size_bytes / topology.capacities_bytes_per_s[links]
-            chosen.setdefault(job.job_id, {})[number] = path
-    return {
-        job.job_id: tuple(chosen[job.job_id][n] for n in range(len(job.flows))) if job.flows else ()
-        for group in groups
-        for job in group
-    }
-
-
-def _loads(job: JobTraffic, paths: Sequence[Path], num_links: int) -> FloatArray:
-    loads = np.zeros(num_links)
-    for flow, path in zip(job.flows, paths, strict=True):
-        np.add.at(loads, np.asarray(path, np.intp), flow.size_bytes)
-    loads.flags.writeable = False
-    return loads
+            busy_s[links] += flow.size_bytes / capacities[links]
+            chosen[name][n] = path
+    return {name: tuple(paths) for name, paths in chosen.items()}
 
 
 @dataclass(frozen=True)
@@ -304,9 +270,12 @@ class JobTraffic:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flows", tuple(self.flows))
-        if not self.job_id:
-            message = "a job needs a name"
-            raise ConfigurationError(message, hint="give job_id")
+        if not isinstance(self.job_id, str) or not self.job_id:
+            message = f"a job needs a name; got {self.job_id!r}"
+            raise ConfigurationError(message, hint="give job_id as text")
+        for flow in self.flows:
+            if not isinstance(flow, FlowDemand):
+                raise ConfigurationError(f"flows of job {self.job_id!r} hold {flow!r:.40}")
         who = f"of job {self.job_id!r}"
         for name in ("compute_s", "arrival_s"):
             require_number(f"{name} {who}", getattr(self, name))
