@@ -2,8 +2,11 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fivefold.cli._main import app
@@ -95,6 +98,23 @@ def test_drawn_jobs_depend_on_the_seed_only():
     assert len({rank for job in once for rank in job.ranks}) == 16
     with pytest.raises(InfeasibleError):
         synthetic_jobs(topology, number=1, seed=0, sizes=(32,))
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    st.integers(0, 99),
+    st.sampled_from([CoDesigns.none(), CoDesigns.all()]),
+    st.permutations("wxyz"),
+)
+def test_simulated_times_do_not_depend_on_what_jobs_are_called(seed, co_designs, names):
+    cluster = leaf_spine(8, leaves=4, spines=2, host=HostSpec(gpus=2), bandwidth="12.5 GB/s")
+    jobs = synthetic_jobs(cluster, number=4, seed=seed, sizes=(2, 4), iterations=3)
+    renamed = [replace(job, job_id=name) for job, name in zip(jobs, names, strict=True)]
+    first, second = (
+        plan_cluster(cluster, own, co_designs, seed=seed).outcome.completion_s
+        for own in (jobs, renamed)
+    )
+    assert [first[job.job_id] for job in jobs] == [second[name] for name in names]
 
 
 def test_an_ablation_has_a_row_for_each_combination_and_nobody_worse():

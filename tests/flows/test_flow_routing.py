@@ -183,8 +183,8 @@ def test_nothing_depends_on_what_jobs_are_called(cluster, names, policy):
 
     def decided(names):
         jobs = [
-            job(name, *flows, compute_s=seconds, iterations=1 + place)
-            for place, (name, (flows, seconds)) in enumerate(zip(names, kinds, strict=False))
+            job(name, *flows, compute_s=seconds)
+            for name, (flows, seconds) in zip(names, kinds, strict=False)
         ]
         routing = route_flows(topology, jobs, policy=policy, seed=1)
         classes = priority_classes(routing, classes=2).classes
@@ -216,8 +216,6 @@ def test_nothing_depends_on_what_jobs_are_called(cluster, names, policy):
         (lambda _: JobTraffic(job_id="a", compute_s=1.0, flows=(5,)), "flows of job 'a' hold 5"),
         (lambda _: job("a", compute_s=-1.0), "compute_s of job 'a'"),
         (lambda _: job("a", compute_s="1"), "compute_s of job 'a' must be a number"),
-        (lambda _: job("a", iterations=0), "iterations"),
-        (lambda _: job("a", iterations="2"), "iterations of job 'a' must be a whole number"),
         (lambda _: job("a", weight=None), "weight of job 'a'"),
         (lambda _: job("a", weight=0.0), "weight"),
         (lambda _: job("a", work=-1.0), "work of job"),

@@ -24,26 +24,22 @@ def graphs(draw, most=8):
         after = tuple(
             sorted(draw(st.sets(st.sampled_from([t.task_id for t in tasks])))) if tasks else ()
         )
-        release_s = draw(st.sampled_from([0.0, 0.0, 2.0]))
         if draw(st.booleans()):
             resource = draw(st.sampled_from(["compute", "compute 2"]))
             duration_s = draw(st.integers(0, 4))
-            task = compute(f"t{number}", duration_s, after, resource=resource, release_s=release_s)
+            task = compute(f"t{number}", duration_s, after, resource=resource)
         else:
             latency_s = draw(st.sampled_from([0.0, 1.0]))
-            task = send(
-                f"t{number}", draw(st.integers(0, 5)), after, latency_s=latency_s,
-                release_s=release_s,
-            )  # fmt: skip
+            task = send(f"t{number}", draw(st.integers(0, 5)), after, latency_s=latency_s)
         tasks.append(task)
     return TaskGraph(tuple(tasks))
 
 
 def earliest_end_s(graph):
-    """The end of the longest chain, releases included, as if every task had its own resource."""
+    """The end of the longest chain, as if every task had its own resource."""
     ends = {}
     for name in graph.order:
         task = graph.by_id[name]
-        start_s = max([task.release_s, *(ends[other] for other in task.depends_on)])
+        start_s = max((ends[other] for other in task.depends_on), default=0.0)
         ends[name] = start_s + task.duration_s
     return max(ends.values())

@@ -73,7 +73,6 @@ def test_chunks_cover_the_task():
     assert task.chunks(5) == (5, 5)
     assert task.chunks(None) == task.chunks(10) == task.chunks(11) == (10,)
     assert send("a", 0).chunks(4) == (0,)
-    assert send("a", 10, divisible=False).chunks(4) == (10,)
 
 
 def test_buckets_fill_in_the_order_of_the_backward_pass():

@@ -273,7 +273,7 @@ class Arbiter:
     def _by_size(self) -> list[JobSpec]:
         return sorted(
             self.jobs,
-            key=lambda job: (-job.gradient_bytes * len(job.ranks), tuple(job.ranks), job.job_id),
+            key=lambda job: (-job.gradient_bytes * len(job.ranks), tuple(job.ranks)),
         )
 
     def _give_slots_to(self, job: JobSpec) -> bool:

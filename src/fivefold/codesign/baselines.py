@@ -82,8 +82,6 @@ def job_traffic(topology: Topology, job: JobSpec, plan: JobPlan) -> JobTraffic:
             FlowDemand(key // topology.num_ranks, key % topology.num_ranks, size)
             for key, size in zip(keys[order].tolist(), total[order].tolist(), strict=True)
         ),
-        iterations=job.iterations,
-        arrival_s=job.arrival_s,
         weight=job.weight,
         work=chosen.compute_s * len(job.ranks),
     )

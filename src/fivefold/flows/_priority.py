@@ -35,7 +35,7 @@ class PriorityClasses:
     lost: float
 
 
-def priority_classes(routing: Routing, *, classes: int = 8, seed: int = 0) -> PriorityClasses:
+def priority_classes(routing: Routing, *, classes: int = 8) -> PriorityClasses:
     """Give each job one of a few strict classes.
 
     Jobs that share no link may share a class without loss, so only pairs that contend count: a
@@ -45,7 +45,6 @@ def priority_classes(routing: Routing, *, classes: int = 8, seed: int = 0) -> Pr
     Args:
         routing: Paths of all jobs.
         classes: How many classes there are.
-        seed: Of the orders that are tried.
 
     Returns:
         The classes; with as many classes as contending jobs nothing is lost.
@@ -73,7 +72,7 @@ def priority_classes(routing: Routing, *, classes: int = 8, seed: int = 0) -> Pr
     lost = _pair_losses(routing, names, finite)
     total = float(lost.sum())
     best, found = np.inf, dict.fromkeys(names, 0)
-    for order in _orders(finite, lost > 0, seed):
+    for order in _orders(finite, lost > 0):
         cost, cut = _cut(lost[np.ix_(order, order)], classes)
         if cost < best - 1e-12:
             best, found = cost, {names[i]: run for i, run in zip(order, cut, strict=True)}
@@ -98,12 +97,12 @@ def _pair_losses(routing: Routing, names: list[str], priority: FloatArray) -> Fl
     return lost
 
 
-def _orders(priority: FloatArray, before: BoolArray, seed: int) -> list[list[int]]:
+def _orders(priority: FloatArray, before: BoolArray) -> list[list[int]]:
     """Return the orders in which of each contending pair the more urgent job comes first."""
     number = len(priority)
     plain = sorted(range(number), key=lambda i: (-priority[i], i))
     orders = [plain]
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     for _ in range(_ORDERS if number > 2 else 0):
         waiting = before.sum(axis=0)
         ready = [i for i in range(number) if waiting[i] == 0]

@@ -33,8 +33,6 @@ class Shifts:
         score: 1 less the demand above capacity over all demand, on links that jobs share; 1 where
             the jobs fit beside each other.
         score_before: The same with no shift.
-        loop_free: Whether the graph of jobs and shared links has no loop, so that link by link
-            solutions would have fitted together.
         left_out: Pairs of jobs whose periods have no common multiple that is short enough: no
             constant shift keeps them apart.
     """
@@ -43,7 +41,6 @@ class Shifts:
     period_s: Mapping[str, float]
     score: float
     score_before: float
-    loop_free: bool
     left_out: tuple[tuple[str, str], ...]
 
 
@@ -52,8 +49,6 @@ def time_shifts(
     *,
     slots_per_period: int = 48,
     period_tolerance: float = 0.01,
-    period_s: Mapping[str, float] | None = None,
-    seed: int = 0,
 ) -> Shifts:
     """Find the shifts of least demand above capacity.
 
@@ -61,8 +56,6 @@ def time_shifts(
         routing: Paths of all jobs.
         slots_per_period: Places on the circle of the shortest period.
         period_tolerance: Periods that differ by this share are taken for equal.
-        period_s: Seconds of an iteration by job; None takes compute plus communication alone.
-        seed: Of the starts of the search.
 
     Returns:
         The shifts; never of a lower score than no shift.
@@ -89,10 +82,11 @@ def time_shifts(
     require_whole("slots_per_period", slots_per_period, least=2)
     if require_number("period_tolerance", period_tolerance) >= 1:
         raise ConfigurationError(f"period_tolerance must be below 1; got {period_tolerance}")
-    periods = _periods(routing, period_s)
+    periods = {
+        job.job_id: job.compute_s + routing.communication_s(job.job_id) for job in routing.traffic
+    }
     turning = {name: period for name, period in periods.items() if period > 0}
     shifts = dict.fromkeys(periods, 0.0)
-    jobs_of: list[set[str]] = []
     left_out: list[tuple[str, str]] = []
     before = after = demand = 0.0
     for group in _components(_sharing(routing, list(turning))):
@@ -101,8 +95,7 @@ def time_shifts(
         grid = _Grid(own_periods, slots_per_period, period_tolerance)
         circles, without = _circles(routing, grid)
         left_out += without
-        jobs_of += (own_jobs := [set(circle.jobs) for circle in circles])
-        for component in _components(own_jobs):
+        for component in _components([set(circle.jobs) for circle in circles]):
             own = [circle for circle in circles if component & set(circle.jobs)]
             names = sorted(
                 (name for name in own_periods if name in component),
@@ -110,35 +103,18 @@ def time_shifts(
                     periods[name], routing.jobs[name].compute_s, routing.link_bytes(name).tobytes()
                 ),
             )  # fmt: skip
-            steps = _search(names, own, grid, seed)
+            steps = _search(names, own, grid)
             before += sum(circle.excess({}) for circle in own)
             after += sum(circle.excess(steps) for circle in own)
             demand += sum(circle.demand for circle in own)
             shifts |= {name: (steps[name] * grid.slot_s) % periods[name] for name in component}
-    # A forest of jobs and links: each edge joins two parts.
-    jobs = set[str]().union(*jobs_of)
-    joins = sum(len(members) - 1 for members in jobs_of if members)
-    loop_free = joins == len(jobs) - len(_components(jobs_of))
     return Shifts(
         shifts,
         periods,
         1.0 - after / demand if demand else 1.0,
         1.0 - before / demand if demand else 1.0,
-        loop_free,
         tuple(sorted(left_out)),
     )
-
-
-def _periods(routing: Routing, given: Mapping[str, float] | None) -> dict[str, float]:
-    if given is None:
-        return {
-            job.job_id: job.compute_s + routing.communication_s(job.job_id)
-            for job in routing.traffic
-        }
-    for name in routing.jobs:
-        if name not in given:
-            raise ConfigurationError(f"period_s has no job {name!r}")
-    return {name: require_number(f"period_s of job {name!r}", given[name]) for name in routing.jobs}
 
 
 class _Grid:
@@ -240,9 +216,7 @@ def _components(jobs_of: Sequence[set[str]]) -> list[set[str]]:
     return found
 
 
-def _search(
-    names: Sequence[str], circles: Sequence[_Circle], grid: _Grid, seed: int
-) -> dict[str, int]:
+def _search(names: Sequence[str], circles: Sequence[_Circle], grid: _Grid) -> dict[str, int]:
     """Search the least excess; the first job stays, for only differences count."""
 
     def cost(steps: Mapping[str, int]) -> float:
@@ -253,7 +227,7 @@ def _search(
     if math.prod(sizes) <= _GRID_MOST:
         tried = (still | dict(zip(names[1:], steps, strict=True)) for steps in np.ndindex(*sizes))
         return min(tried, key=lambda steps: (round(cost(steps), 12), sum(steps.values())))
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     starts = [still] + [
         {name: int(draw.integers(grid.slots[name])) for name in names} for _ in range(4)
     ]

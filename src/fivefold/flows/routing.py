@@ -85,7 +85,6 @@ def route_flows(
     *,
     policy: RoutePolicy = "hash",
     seed: int = 0,
-    limit: int = 64,
 ) -> Routing:
     """Choose a path for each flow among those of fewest links.
 
@@ -96,7 +95,6 @@ def route_flows(
         traffic: The jobs.
         policy: What chooses.
         seed: Of the hash.
-        limit: Most paths to choose among, per flow.
 
     Raises:
         ConfigurationError: The policy is unknown, two jobs have one name, a rank does not exist.
@@ -116,7 +114,7 @@ def route_flows(
         raise ConfigurationError(
             f"two jobs are called {twice!r}", hint="give each a name of its own"
         )
-    choices = _Choices(topology, limit)
+    choices = _Choices(topology)
     # Of several flows between two ranks each has a number, so that a hash can tell them apart.
     # Names are no part of it: what a job is called changes no time.
     met: Counter[tuple[int, int]] = Counter()
@@ -142,8 +140,8 @@ def route_flows(
 class _Choices:
     """Paths between ranks, found once per pair."""
 
-    def __init__(self, topology: Topology, limit: int) -> None:
-        self._topology, self._limit = topology, limit
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
         self._found: dict[tuple[int, int], PathChoices] = {}
         # What lies between two gateways, as an array, by the tuple's identity.
         self._middles: dict[int, tuple[object, npt.NDArray[np.int64]]] = {}
@@ -152,9 +150,7 @@ class _Choices:
         """Return the paths between two ranks, each pair looked up once."""
         pair = source, target
         if pair not in self._found:
-            self._found[pair] = equal_cost_paths(
-                self._topology, *pair, limit=self._limit, relay=True
-            )
+            self._found[pair] = equal_cost_paths(self._topology, *pair, relay=True)
         return self._found[pair]
 
     def least_loaded(self, flow: FlowDemand, preferred: Path, busy_s: FloatArray) -> Path:
@@ -250,8 +246,6 @@ class JobTraffic:
         job_id: Its name.
         compute_s: Seconds of compute per iteration that no communication overlaps.
         flows: What it sends after computing, all at once.
-        iterations: How many it does.
-        arrival_s: When it arrives.
         weight: How much a second of it counts.
         work: Compute work of an iteration, in any unit that all jobs share (GPU seconds, FLOP);
             None takes the GPU seconds: ``compute_s`` times the ranks that take part.
@@ -263,8 +257,6 @@ class JobTraffic:
     job_id: str
     compute_s: float
     flows: tuple[FlowDemand, ...]
-    iterations: int = 1
-    arrival_s: float = 0.0
     weight: float = 1.0
     work: float | None = None
 
@@ -277,9 +269,7 @@ class JobTraffic:
             if not isinstance(flow, FlowDemand):
                 raise ConfigurationError(f"flows of job {self.job_id!r} hold {flow!r:.40}")
         who = f"of job {self.job_id!r}"
-        for name in ("compute_s", "arrival_s"):
-            require_number(f"{name} {who}", getattr(self, name))
-        require_whole(f"iterations {who}", self.iterations)
+        require_number(f"compute_s {who}", self.compute_s)
         require_number(f"weight {who}", self.weight, positive=True)
         if self.work is not None:
             require_number(f"work {who}", self.work)

@@ -23,7 +23,6 @@ class ComputeTask:
         duration_s: Seconds on its resource.
         resource: The stream that it occupies.
         depends_on: Names of the tasks that must have ended before.
-        release_s: It starts no sooner, in seconds from the start of the graph.
 
     Raises:
         ConfigurationError: A value is not allowed.
@@ -33,7 +32,6 @@ class ComputeTask:
     duration_s: float
     resource: str = "compute"
     depends_on: tuple[str, ...] = ()
-    release_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self, "duration_s")
@@ -41,7 +39,7 @@ class ComputeTask:
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationTask:
-    """One communication operation; it may be cut into chunks.
+    """One communication operation, which may be cut into chunks.
 
     Its time is ``latency_s + size_bytes * cost_s_per_byte``, each chunk paying the latency again:
     the form in which ``collectives`` quotes a price.
@@ -54,10 +52,6 @@ class CommunicationTask:
         cost_s_per_byte: Seconds per byte.
         resource: The channel that it occupies.
         depends_on: Names of the tasks that must have ended before.
-        release_s: It starts no sooner, in seconds from the start of the graph.
-        priority: Rank in the order of need, 0 for what is needed first; None derives it from
-            the first task that waits for it.
-        divisible: Whether it may be cut into chunks.
 
     Raises:
         ConfigurationError: A value is not allowed.
@@ -77,9 +71,6 @@ class CommunicationTask:
     latency_s: float = 0.0
     resource: str = "network"
     depends_on: tuple[str, ...] = ()
-    release_s: float = 0.0
-    priority: int | None = None
-    divisible: bool = True
 
     def __post_init__(self) -> None:
         _check(self, "size_bytes", "cost_s_per_byte", "latency_s")
@@ -99,7 +90,7 @@ class CommunicationTask:
         Args:
             chunk_bytes: Largest chunk; None for one piece.
         """
-        if chunk_bytes is None or not self.divisible or self.size_bytes <= chunk_bytes:
+        if chunk_bytes is None or self.size_bytes <= chunk_bytes:
             return (self.size_bytes,)
         whole, rest = divmod(self.size_bytes, chunk_bytes)
         return (chunk_bytes,) * whole + ((rest,) if rest else ())
@@ -216,7 +207,7 @@ class TaskGraph:
 
 
 def _check(task: Task, *numbers: str) -> None:
-    """Check what all tasks have, and further numbers that are not negative."""
+    """Check what all tasks have, and numbers that are not negative."""
     if not isinstance(task.task_id, str) or not task.task_id:
         message = "a task needs a name"
         raise ConfigurationError(message, hint="give task_id")
@@ -233,5 +224,5 @@ def _check(task: Task, *numbers: str) -> None:
             hint='write a tuple, such as ("forward 0",)',
         )
     object.__setattr__(task, "depends_on", names)
-    for name in ("release_s", *numbers):
+    for name in numbers:
         require_number(f"{name} of {who}", getattr(task, name))

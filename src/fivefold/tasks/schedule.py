@@ -157,10 +157,7 @@ def _by_need(graph: TaskGraph) -> dict[str, float]:
             for follower in graph.followers[name]
         ]
         needed[name] = min(below, default=math.inf)  # what nobody waits for goes last
-    return {
-        task.task_id: needed[task.task_id] if task.priority is None else float(task.priority)
-        for task in graph.communication
-    }
+    return {task.task_id: needed[task.task_id] for task in graph.communication}
 
 
 def schedule_tasks(
@@ -230,48 +227,44 @@ class _Run:
         self._waits_for = [len(set(task.depends_on)) for task in graph.tasks]
         self._left = [len(chunks) for chunks in self._chunks]
         self._resources = {task.resource: _Resource() for task in graph.tasks}
-        # (time, 0 for an end and 1 for a release, place, chunk): ends come before releases.
-        self._events: list[tuple[float, int, int, int]] = []
+        self._ends: list[tuple[float, int]] = []  # when a chunk ends, place of its task
         self._spans: list[TaskSpan] = []
 
     def until_done(self) -> list[TaskSpan]:
         """Handle events until no task is left; return all spans."""
-        for place, task in enumerate(self._tasks):
-            if self._waits_for[place] == 0:
-                heapq.heappush(self._events, (task.release_s, 1, place, 0))
-        while self._events:
-            now_s = self._events[0][0]
-            touched: set[str] = set()
-            while self._events and self._events[0][0] == now_s:
-                _, kind, place, _ = heapq.heappop(self._events)
-                if kind == 0:
-                    self._end_chunk(place, now_s)
-                else:
-                    self._enter(place, now_s)
-                touched.add(self._tasks[place].resource)
+        touched = {self._enter(p, 0.0) for p, number in enumerate(self._waits_for) if not number}
+        now_s = 0.0
+        while touched:
             for name in sorted(touched):
                 self._start_next(self._resources[name], now_s)
+            touched = set()
+            now_s = self._ends[0][0] if self._ends else now_s
+            while self._ends and self._ends[0][0] == now_s:
+                touched |= self._end_chunk(heapq.heappop(self._ends)[1], now_s)
         return self._spans
 
-    def _end_chunk(self, place: int, now_s: float) -> None:
-        self._resources[self._tasks[place].resource].busy = False
+    def _end_chunk(self, place: int, now_s: float) -> set[str]:
+        """Free the resource and let followers in; gives the resources that may go on."""
+        task = self._tasks[place]
+        self._resources[task.resource].busy = False
+        touched = {task.resource}
         self._left[place] -= 1
-        if self._left[place]:
-            return
-        for name in self._graph.followers[self._tasks[place].task_id]:
+        for name in self._graph.followers[task.task_id] if self._left[place] == 0 else ():
             follower = self._place[name]
             self._waits_for[follower] -= 1
             if self._waits_for[follower] == 0:
-                release_s = max(now_s, self._tasks[follower].release_s)
-                heapq.heappush(self._events, (release_s, 1, follower, 0))
+                touched.add(self._enter(follower, now_s))
+        return touched
 
-    def _enter(self, place: int, now_s: float) -> None:
+    def _enter(self, place: int, now_s: float) -> str:
+        """Put a task into the queue of its resource; gives the resource."""
         task = self._tasks[place]
         key = self._keys.get(task.task_id, 0.0)
         # Compute goes as the program has it; communication of one key as it became ready.
         ready_s = now_s if isinstance(task, CommunicationTask) else 0.0
         for chunk in range(len(self._chunks[place])):
             heapq.heappush(self._resources[task.resource].waiting, (key, ready_s, place, chunk))
+        return task.resource
 
     def _start_next(self, resource: _Resource, now_s: float) -> None:
         while resource.waiting and len(resource.handed) + resource.busy < self._credit:
@@ -290,7 +283,7 @@ class _Run:
         end_s = now_s + duration_s
         resource.busy = True
         self._spans.append(TaskSpan(task.task_id, task.resource, now_s, end_s, chunk))
-        heapq.heappush(self._events, (end_s, 0, place, chunk))
+        heapq.heappush(self._ends, (end_s, place))
 
 
 @dataclass(frozen=True, kw_only=True)
