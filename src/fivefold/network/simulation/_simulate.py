@@ -12,7 +12,7 @@ import numpy.typing as npt
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from fivefold.errors import ConfigurationError, InfeasibleError, require_number
+from fivefold.errors import ConfigurationError, InfeasibleError, require_number, require_whole
 from fivefold.network.simulation._bundles import Bundles, form_bundles, grouped, make_loads
 from fivefold.network.simulation._compile import Requests, compile_tasks, requests_of
 from fivefold.network.simulation._events import (
@@ -67,10 +67,8 @@ class Span(NamedTuple):
 class RateRecord(NamedTuple):
     """Every change of a bundle's level, in order of time."""
 
-    times_s: FloatArray
-    bundles: npt.NDArray[np.int64]
-    levels: FloatArray
-    of_task: npt.NDArray[np.int64]
+    changes: Any  # LOG
+    of_task: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -209,8 +207,8 @@ class SimulationResult:
         if np.isnan(start) or record.of_task[task] < 0:
             return np.zeros(0), np.zeros(0)
         end = self.total_s if np.isnan(end) else end
-        own = np.flatnonzero(record.bundles == record.of_task[task])
-        times, levels = record.times_s[own], record.levels[own]
+        own = record.changes[record.changes["bundle"] == record.of_task[task]]
+        times, levels = own["time_s"], own["level"]
         # From the last change up to the start, to the last before the end.
         first = max(0, int(np.searchsorted(times, start, side="right")) - 1)
         last = int(np.searchsorted(times, end, side="left"))
@@ -315,15 +313,12 @@ def _iterations(iterations: int | Mapping[Hashable, int], jobs: tuple[Hashable, 
         counts = [iterations.get(job, 1) for job in jobs]
     else:
         counts = [iterations] * len(jobs)
-    for count in counts:
-        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
-            raise ConfigurationError(f"iterations must be whole numbers from 1; got {count!r}")
-    return np.array(counts, np.int64)
+    return np.array([require_whole("iterations", count) for count in counts], np.int64)
 
 
 def _check_jobs(table: FlowTable, repeats: IntArray) -> None:
     """Refuse to wait for a repeated task of another job: it has no single end."""
-    waiting = np.repeat(np.arange(len(table)), np.diff(table.dependency_offsets))
+    waiting = table.waiting
     own, other = table.jobs[waiting], table.jobs[table.dependencies]
     often = np.append(repeats, 1)  # the last is for tasks without a job
     wrong = np.flatnonzero((own != other) & ((often[own] > 1) | (often[other] > 1)))
@@ -346,11 +341,7 @@ def _run(world: World, end_s: float, *, record_rates: bool) -> tuple[bool, RateR
         world.loads.counts[LOGGED] = 0
         status = run(world._replace(log=log), end_s)
         chunks.append(log[: world.loads.counts[LOGGED]])
-    found = np.concatenate(chunks)
-    of_task = world.tasks["bundle"][:-1].astype(np.int64)
-    record = RateRecord(
-        found["time_s"].copy(), found["bundle"].copy(), found["level"].copy(), of_task
-    )
+    record = RateRecord(np.concatenate(chunks), world.tasks["bundle"][:-1].copy())
     return status == STOPPED, record
 
 
@@ -503,7 +494,7 @@ def _others(
     table: FlowTable, requests: Requests, num_jobs: int
 ) -> tuple[npt.NDArray[np.int32], tuple[IntArray, IntArray, IntArray]]:
     """Return dependents, fallbacks, then tasks of jobs, in one array; and where each begins."""
-    waiting = np.repeat(np.arange(len(table)), np.diff(table.dependency_offsets))
+    waiting = table.waiting
     dependents, order = grouped(table.dependencies, len(table))
     jobs, members = grouped(table.jobs, num_jobs)
     fallbacks = dependents[-1] + requests.fallback_offsets
@@ -549,7 +540,7 @@ def _jobs(iterations: IntArray, offsets: IntArray, first_uses: IntArray) -> Any:
 
 
 def _require_no_circle(table: FlowTable) -> None:
-    waiting = np.repeat(np.arange(len(table)), np.diff(table.dependency_offsets))
+    waiting = table.waiting
     graph = coo_array(
         (np.ones(len(waiting), np.bool_), (waiting, table.dependencies)), shape=(len(table),) * 2
     )

@@ -316,6 +316,11 @@ class FlowTable:
         """Return the id of a task by position."""
         return task if self.names is None else self.names[task]
 
+    @property
+    def waiting(self) -> IntArray:
+        """Return the task that each of the dependencies belongs to."""
+        return np.repeat(np.arange(len(self)), np.diff(self.dependency_offsets))
+
     @classmethod
     def build(
         cls,
