@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from fivefold.errors import ConfigurationError, InfeasibleError, require_whole
 from fivefold.network.topology import Topology
+from fivefold.network.topology.arrays import IntArray
 from fivefold.network.topology.routes import Routes
 
 
@@ -49,19 +50,26 @@ def _direct_links(topology: Topology) -> tuple[npt.NDArray[np.int64], npt.NDArra
     return unique, between[order][where].astype(np.int32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PathChoices(Sequence[tuple[int, ...]]):
     """Paths of fewest links between two ranks: how all begin, where they differ, how all end."""
 
     first: tuple[int, ...]
-    middle: tuple[tuple[int, ...], ...]  # shared by all ranks behind the same gateways
+    middle: IntArray  # [paths, links]; shared by all ranks behind the same gateways
     last: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.middle)
 
     def __getitem__(self, place: Any) -> Any:
-        return (*self.first, *self.middle[place], *self.last)
+        return (*self.first, *self.middle[place].tolist(), *self.last)
+
+    def links(self) -> IntArray:
+        """Return the links of all paths, int32 [paths, links]."""
+        first, last = (
+            np.tile(np.array(x, np.int32), (len(self), 1)) for x in (self.first, self.last)
+        )
+        return np.concatenate([first, self.middle, last], axis=1)
 
 
 def equal_cost_paths(
@@ -112,7 +120,8 @@ def equal_cost_paths(
     if found:
         return found
     if relay:
-        return PathChoices((), (topology.shortest_route(source, target),), ())
+        route = np.array([topology.shortest_route(source, target)], np.int32)
+        return PathChoices((), route, ())
     raise InfeasibleError(
         f"there is no path from rank {source} to rank {target} in {topology.name!r}",
         hint="ranks do not forward here; add a link or a switch between them",
@@ -149,31 +158,28 @@ def _gateway(topology: Topology, node: int, side: int) -> _Gateway:
 
 
 @functools.lru_cache(maxsize=1 << 17)  # planners ask for the same gateways again and again
-def _between(topology: Topology, begin: int, end: int, limit: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shortest paths from one node to another, in the order of their link numbers."""
-    if begin == end:
-        return ((),)
-    onward = _onward(topology, begin, end)
+def _between(topology: Topology, begin: int, end: int, limit: int) -> IntArray:
+    """Return shortest paths from one node to another, in the order of their link numbers."""
+    onward = _onward(topology, begin, end) if begin != end else {}
     found: list[tuple[int, ...]] = []
-    stack: list[tuple[int, tuple[int, ...]]] = [(begin, ())] if onward else []
+    stack: list[tuple[int, tuple[int, ...]]] = [(begin, ())] if onward or begin == end else []
     while stack and len(found) < limit:
         node, path = stack.pop()
         if node == end:
             found.append(path)
             continue
         stack.extend((further, (*path, link)) for link, further in reversed(onward[node]))
-    return tuple(found)
+    return np.array(found, np.int32) if found else np.empty((0, 0), np.int32)
 
 
-def _inside(topology: Topology, begin: int, end: int, limit: int) -> tuple[tuple[int, ...], ...]:
+def _inside(topology: Topology, begin: int, end: int, limit: int) -> IntArray:
     """Return only the paths that stay in the host of both ends, where there are such."""
     paths, host = _between(topology, begin, end, limit), topology.nodes[begin].host
-    kept = [
-        path
-        for path in paths
-        if all(topology.nodes[int(topology.link_targets[link])].host == host for link in path)
+    inside = [
+        all(topology.nodes[node].host == host for node in nodes)
+        for nodes in topology.link_targets[paths].tolist()
     ]
-    return tuple(kept) or paths
+    return paths[inside] if any(inside) else paths
 
 
 _Reached = dict[int, list[tuple[int, int]]]

@@ -143,8 +143,6 @@ class _Choices:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._found: dict[tuple[int, int], PathChoices] = {}
-        # What lies between two gateways, as an array, by the tuple's identity.
-        self._middles: dict[int, tuple[object, npt.NDArray[np.int64]]] = {}
 
     def of(self, source: int, target: int) -> PathChoices:
         """Return the paths between two ranks, each pair looked up once."""
@@ -161,26 +159,13 @@ class _Choices:
         paths = self.of(flow.source, flow.target)
         if len(paths) == 1:
             return preferred
-        links = self._links(paths)
+        links = paths.links()
         after = busy_s[links] + flow.size_bytes / self._topology.capacities_bytes_per_s[links]
         fullest, total = after.max(axis=1), after.sum(axis=1)
-        begun, ended = len(paths.first), len(preferred) - len(paths.last)
-        at = paths.middle.index(preferred[begun:ended])
+        at = int(np.flatnonzero((links == preferred).all(axis=1))[0])
         turned = (np.arange(len(paths)) - at) % len(paths)
         chosen: Path = paths[int(np.lexsort((turned, total, fullest))[0])]
         return chosen
-
-    def _links(self, paths: PathChoices) -> npt.NDArray[np.int64]:
-        """Return the links of each path: all are as long."""
-        known = self._middles.get(id(paths.middle))
-        if known is None:
-            known = self._middles[id(paths.middle)] = paths.middle, np.array(paths.middle)
-        middle, begun = known[1], len(paths.first)
-        links = np.empty((len(middle), begun + middle.shape[1] + len(paths.last)), np.int64)
-        links[:, :begun] = paths.first
-        links[:, begun : begun + middle.shape[1]] = middle
-        links[:, begun + middle.shape[1] :] = paths.last
-        return links
 
 
 def _hashed(paths: PathChoices, key: tuple[int, ...]) -> Path:

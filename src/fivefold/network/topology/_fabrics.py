@@ -6,6 +6,7 @@ capacity upwards as downwards.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,15 +90,15 @@ def leaf_spine(
     for what, value in (("hosts", hosts), ("leaves", leaves), ("spines", spines)):
         check_count(what, value)
     port, spec, builder = Port(bandwidth, latency, oversubscription), host or HostSpec(), Builder()
-    shares = [hosts // leaves + (leaf < hosts % leaves) for leaf in range(leaves)]
+    names = [f"host{number}" for number in range(hosts)]
+    share, more = divmod(hosts, leaves)
     tops: list[str] = []
-    first = 0
-    for leaf, count in enumerate(shares):
-        places = [(f"host{first + index}", spec) for index in range(count)]
-        first += count
-        tops.append(_add_rack(builder, f"leaf{leaf}", places, port))
+    for leaf in range(leaves):
+        first = leaf * share + min(leaf, more)
+        rack = names[first : first + share + (leaf < more)]
+        tops.append(_add_rack(builder, f"leaf{leaf}", rack, spec, port))
     # All uplinks are those of a full rack, so that racks differ in hosts only.
-    uplink = port.uplink(max(shares) * spec.ports, uplinks=spines)
+    uplink = port.uplink(-(-hosts // leaves) * spec.ports, uplinks=spines)
     _add_tier(builder, "spine", spines, kind="core", below=tops, wire=uplink)
     return builder.done(f"leaf_spine:{hosts}x{leaves}x{spines}")
 
@@ -179,24 +180,23 @@ def clos(
     pods, racks, hosts = shape
     for what, value in zip(("pods", "racks", "hosts"), shape, strict=True):
         check_count(f"{what} of a clos", value)
-    spec = host or HostSpec()
-    places: dict[str, dict[str, list[tuple[str, HostSpec]]]] = {}
-    number = 0
-    for pod in range(pods):
-        places[f"pod{pod}"] = {}
-        for rack in range(racks):
-            names = [f"host{number + index}" for index in range(hosts)]
-            number += hosts
-            places[f"pod{pod}"][f"pod{pod}/tor{rack}"] = [(one, spec) for one in names]
+    names = iter(f"host{number}" for number in range(pods * racks * hosts))
+    places = {
+        f"pod{pod}": {
+            f"pod{pod}/tor{rack}": list(itertools.islice(names, hosts)) for rack in range(racks)
+        }
+        for pod in range(pods)
+    }
     builder = Builder()
-    add_clos(builder, places, fabric=(aggs, cores, planes), port=port)
+    add_clos(builder, places, host or HostSpec(), fabric=(aggs, cores, planes), port=port)
     label = name or f"clos:{pods}x{racks}x{hosts},aggs={aggs},cores={cores}"
     return builder.done(label)
 
 
 def add_clos(
     builder: Builder,
-    pods: Mapping[str, Mapping[str, Sequence[tuple[str, HostSpec]]]],
+    pods: Mapping[str, Mapping[str, Sequence[str]]],
+    host: HostSpec,
     *,
     fabric: tuple[int, int, str],
     port: Port,
@@ -211,16 +211,15 @@ def add_clos(
             f"{cores} cores cannot be split evenly among {aggs} aggregation switches",
             hint=f"use a multiple of {aggs} cores, or planes = full",
         )
-    racks = [rack for pod in pods.values() for rack in pod.values()]
     # Every rack switch has the uplinks of the fullest rack, and every pod those of the fullest pod.
-    fullest = max(sum(spec.ports for _, spec in rack) for rack in racks)
-    to_agg = port.uplink(fullest, uplinks=aggs)
+    fullest = max(len(rack) for pod in pods.values() for rack in pod.values())
+    to_agg = port.uplink(fullest * host.ports, uplinks=aggs)
     per_agg = cores // aggs if planes == "split" else cores
     most_racks = max(len(pod) for pod in pods.values())
     to_core = Port(to_agg.bandwidth, port.latency).uplink(most_racks, uplinks=per_agg)
     switches: list[list[str]] = []
     for pod, rack_hosts in pods.items():
-        tors = [_add_rack(builder, rack, hosts, port) for rack, hosts in rack_hosts.items()]
+        tors = [_add_rack(builder, rack, names, host, port) for rack, names in rack_hosts.items()]
         switches.append(_add_tier(builder, f"{pod}/agg", aggs, kind="agg", below=tors, wire=to_agg))
     for core, name in enumerate(builder.row("core", cores, kind="core")):
         for row in switches:
@@ -228,10 +227,8 @@ def add_clos(
                 builder.join(agg, name, to_core)
 
 
-def _add_rack(
-    builder: Builder, name: str, hosts: Sequence[tuple[str, HostSpec]], port: Port
-) -> str:
-    ends = [end for host, spec in hosts for end in add_host(builder, host, spec)]
+def _add_rack(builder: Builder, name: str, hosts: Sequence[str], spec: HostSpec, port: Port) -> str:
+    ends = [end for host in hosts for end in add_host(builder, host, spec)]
     switch = builder.node(name, "tor")
     for end in ends:
         builder.join(end, switch, port.wire)

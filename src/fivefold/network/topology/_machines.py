@@ -275,13 +275,13 @@ def load_lingjun(
         rows = [row for row in rows if row["PSW"] in pods]
     rows.sort(key=lambda row: (_natural(row["PSW"]), _natural(row["ASW"])))
     names = _short_names([row["ip"] for row in rows], file)
-    places: dict[str, dict[str, list[tuple[str, HostSpec]]]] = {}
+    places: dict[str, dict[str, list[str]]] = {}
     for row in rows:
         rack = f"{row['PSW']}/{row['ASW']}"
         in_pod = places.setdefault(row["PSW"], {})
-        in_pod.setdefault(rack, []).append((f"{rack}/{names[row['ip']]}", host))
+        in_pod.setdefault(rack, []).append(f"{rack}/{names[row['ip']]}")
     builder = Builder()
-    add_clos(builder, places, fabric=(aggs, cores, "split"), port=port)
+    add_clos(builder, places, host, fabric=(aggs, cores, "split"), port=port)
     source = (
         f"Alibaba Lingjun 2023 data set ({file.name}, {len(rows)} hosts), published with Crux, "
         f"SIGCOMM 2024. Assumed, not in the data: {host.gpus} GPUs and {host.ports} ports per "

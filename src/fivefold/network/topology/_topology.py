@@ -255,11 +255,11 @@ class Topology(LinkGraph):
     def reversed(self) -> Topology:
         """Turn every link round; link indices stay."""
         turned = [replace(link, source=link.target, target=link.source) for link in self.links]
-        return self._changed(f"{self.name} reversed", links=turned)
+        return replace(self, name=f"{self.name} reversed", links=turned)
 
     def with_links(self, links: Iterable[Link]) -> Topology:
         """Return the same nodes with other links."""
-        return self._changed(self.name, links=links)
+        return replace(self, links=links)
 
     def without_links(self, indices: Collection[int]) -> Topology:
         """Leave out some links, such as those that failed; the others move up."""
@@ -270,8 +270,9 @@ class Topology(LinkGraph):
                     f"topology {self.name!r} has no link {index!r}",
                     hint=f"links are numbered from 0 to {self.num_links - 1}",
                 )
-        kept = [link for index, link in enumerate(self.links) if index not in gone]
-        return self._changed(self.name, links=kept)
+        return replace(
+            self, links=[link for index, link in enumerate(self.links) if index not in gone]
+        )
 
     def with_changed_link(
         self,
@@ -317,11 +318,11 @@ class Topology(LinkGraph):
             replace(link, **new) if match else link  # type: ignore[arg-type]
             for link, match in zip(self.links, matches, strict=True)
         ]
-        return self._changed(self.name, links=changed)
+        return replace(self, links=changed)
 
     def with_switches(self, switches: Iterable[SwitchAbility]) -> Topology:
         """Return the same graph with other switch abilities, in place of all it had."""
-        return Topology(self.name, self.nodes, self.links, switches=switches, source=self.source)
+        return replace(self, switches=switches)
 
     def with_aggregation(
         self, aggregation: Aggregation, *, kinds: Collection[str] = ("tor",), multicast: bool = True
@@ -358,12 +359,12 @@ class Topology(LinkGraph):
             )
             for link in self.links
         ]
-        return Topology(
-            name or self.name,
-            [replace(node, name=names.get(node.name, node.name)) for node in self.nodes],
-            links,
+        return replace(
+            self,
+            name=name or self.name,
+            nodes=[replace(node, name=names.get(node.name, node.name)) for node in self.nodes],
+            links=links,
             switches=[replace(one, node=names.get(one.node, one.node)) for one in self.switches],
-            source=self.source,
         )
 
     def scaled(self, *, bandwidth: float = 1.0, latency: float = 1.0) -> Topology:
@@ -378,7 +379,7 @@ class Topology(LinkGraph):
             )
             for link in self.links
         ]
-        return self._changed(self.name, links=links)
+        return replace(self, links=links)
 
     def subset(self, ranks: Iterable[int]) -> Topology:
         """Keep only some ranks, numbered in the order given, and the switches that still join them.
@@ -406,16 +407,13 @@ class Topology(LinkGraph):
         first = [self.nodes[index] for index in wanted]
         switches = [self.nodes[index] for index in np.flatnonzero(keep & ~self.is_rank).tolist()]
         kept = {node.name for node in [*first, *switches]}
-        return Topology(
-            f"{self.name} ({len(first)} of {self.num_ranks} ranks)",
-            [*first, *switches],
-            [link for link in self.links if link.source in kept and link.target in kept],
+        return replace(
+            self,
+            name=f"{self.name} ({len(first)} of {self.num_ranks} ranks)",
+            nodes=[*first, *switches],
+            links=[link for link in self.links if link.source in kept and link.target in kept],
             switches=[ability for ability in self.switches if ability.node in kept],
-            source=self.source,
         )
-
-    def _changed(self, name: str, *, links: Iterable[Link]) -> Topology:
-        return Topology(name, self.nodes, links, switches=self.switches, source=self.source)
 
     def to_toml(self) -> str:
         """Write TOML text; :func:`read_topology` reads it back, equal to the last bit."""
