@@ -6,10 +6,11 @@ different hosts are never compared. Pairs are measured one after the other while
 
 from __future__ import annotations
 
+import itertools
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ def profile_links(
     sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES,
     repetitions: int = 5,
     contention: bool = True,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Measure alpha and beta between each pair of ranks, and rates under contention.
 
@@ -41,7 +41,6 @@ def profile_links(
         sizes_bytes: Two or more message sizes. The largest should take well over a millisecond.
         repetitions: Exchanges of each size; the median counts.
         contention: Whether to measure transfers at the same time as well.
-        progress: Called with the number of steps done and of all steps.
 
     Returns:
         The profile, the same on all ranks.
@@ -71,18 +70,11 @@ def profile_links(
     require_whole("repetitions", repetitions, hint="5 is usual")
     probe = _Probe(process_group, max(sizes))
     hosts = probe.agree((sizes, repetitions, contention))
-    pairs = [(a, b) for a in range(probe.size) for b in range(probe.size) if a < b]
-    steps = len(pairs) + (1 if contention else 0)
     times = np.full((probe.size, probe.size, len(sizes)), np.nan)
-    for done, (low, high) in enumerate(pairs):
-        for source, target in ((low, high), (high, low)):
-            found = probe.guarded(probe.pair, source, target, (sizes, repetitions))
-            times[source, target] = found
-        if progress is not None:
-            progress(done + 1, steps)
+    for pair in itertools.combinations(range(probe.size), 2):
+        for ends in (pair, pair[::-1]):
+            times[ends] = probe.guarded(probe.pair, *ends, (sizes, repetitions))
     crowded = _contention(probe, hosts, repetitions) if contention and probe.size > 1 else None
-    if progress is not None and contention:
-        progress(steps, steps)
     return Profile(
         hosts=hosts, backend=probe.backend, sizes_bytes=sizes, times_s=times, contention=crowded
     )
@@ -97,7 +89,7 @@ def _contention(probe: _Probe, hosts: tuple[str, ...], repetitions: int) -> Cont
 
     out = [rate([(rank, other) for other in ranks if other != rank]) for rank in ranks]
     into = [rate([(other, rank) for other in ranks if other != rank]) for rank in ranks]
-    everyone = rate([(a, b) for a in ranks for b in ranks if a != b]) / probe.size
+    everyone = rate(list(itertools.permutations(ranks, 2))) / probe.size
     names = list(dict.fromkeys(hosts))
     by_host = {}
     if 1 < len(names) < probe.size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from fivefold.errors import ConfigurationError, require_one_of, require_whole
 from fivefold.network.topology._graph import COMPUTE_KINDS, Link, Node, NodeKind, SwitchAbility
@@ -24,22 +25,13 @@ class Wire:
     count: int = 1
 
     @cached_property
-    def _bandwidth_bytes_per_s(self) -> float:
-        return parse_bytes_per_s(self.bandwidth)
-
-    @cached_property
-    def _latency_s(self) -> float:
-        return parse_duration_s(self.latency)
-
-    def link(self, source: str, target: str) -> Link:
-        """Return the link of this kind between two nodes."""
-        return Link(
-            source,
-            target,
-            bandwidth_bytes_per_s=self._bandwidth_bytes_per_s,
-            latency_s=self._latency_s,
-            count=self.count,
-        )
+    def values(self) -> dict[str, Any]:
+        """Return what every link of this kind has."""
+        return {
+            "bandwidth_bytes_per_s": parse_bytes_per_s(self.bandwidth),
+            "latency_s": parse_duration_s(self.latency),
+            "count": self.count,
+        }
 
 
 @dataclass
@@ -71,7 +63,7 @@ class Builder:
             raise ConfigurationError(
                 f"the topology has more than {_MOST_LINKS:,} links", hint="describe a smaller one"
             )
-        self.links.append(wire.link(source, target))
+        self.links.append(Link(source, target, **wire.values))
 
     def join(self, first: str, second: str, wire: Wire) -> None:
         """Add a link in each direction."""
