@@ -88,7 +88,7 @@ class TaskSchedule:
         # A gap is charged to the communication whose end allowed the task behind it to start; gaps
         # that other compute tasks caused are charged to nobody.
         charged = {task.task_id: 0.0 for task in self.graph.communication}
-        for resource in {task.resource for task in self.graph.compute}:
+        for resource in dict.fromkeys(task.resource for task in self.graph.compute):
             free_s = 0.0
             for span in (span for span in self.spans if span.resource == resource):
                 gap_s = span.start_s - free_s
