@@ -9,7 +9,8 @@ import csv
 import io
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from fivefold.errors import DataError, require_one_of
@@ -87,74 +88,56 @@ def named_topology(name: str, *, boxes: int = 1) -> Topology:
 
 
 def _wired_box(
-    table: str, wire: Wire, *, device: str = "gpu"
-) -> Callable[[Builder, str, str], list[str]]:
-    """Return what adds a box whose devices are joined by direct links."""
+    table: str, wire: Wire, device: str, builder: Builder, prefix: str, host: str
+) -> list[str]:
+    """Add a box whose devices are joined by direct links."""
     pairs = _pairs(table)
-    size = 1 + max(second for _, second, _ in pairs)
-
-    def add(builder: Builder, prefix: str, host: str) -> list[str]:
-        names = builder.row(f"{prefix}{device}", size, host=host)
-        for first, second, count in pairs:
-            wide = Wire(wire.bandwidth, wire.latency, count)
-            builder.join(names[first], names[second], wide)
-        return names
-
-    return add
+    names = builder.row(f"{prefix}{device}", 1 + max(b for _, b, _ in pairs), host=host)
+    for first, second, count in pairs:
+        builder.join(names[first], names[second], replace(wire, count=count))
+    return names
 
 
 def _switched_box(
-    size: int, wire: Wire, *, sums: bool = False
-) -> Callable[[Builder, str, str], list[str]]:
-    """Return what adds a box whose GPUs sit on one non-blocking NVSwitch plane."""
-
-    def add(builder: Builder, prefix: str, host: str) -> list[str]:
-        names = builder.row(f"{prefix}gpu", size, host=host)
-        plane = builder.node(f"{prefix}nvswitch0", "nvswitch", host=host)
-        for name in names:
-            builder.join(name, plane, wire)
-        if sums:
-            builder.switches.append(SwitchAbility(plane, multicast=True, aggregation=_NVLS))
-        return names
-
-    return add
+    size: int, wire: Wire, unit: Aggregation | None, builder: Builder, prefix: str, host: str
+) -> list[str]:
+    """Add a box whose GPUs sit on one non-blocking NVSwitch plane, which may sum."""
+    names = builder.row(f"{prefix}gpu", size, host=host)
+    plane = builder.node(f"{prefix}nvswitch0", "nvswitch", host=host)
+    for name in names:
+        builder.join(name, plane, wire)
+    if unit is not None:
+        builder.switches.append(SwitchAbility(plane, multicast=True, aggregation=unit))
+    return names
 
 
 def _relay(
-    pairs: list[tuple[int, int]], wire: Wire, *, switched: Wire
-) -> Callable[[Builder, list[list[str]]], None]:
-    """Return what joins a sender of each box to a receiver of each other box.
-
-    Two boxes are joined by links, more by a switch for each pair of sender and receiver, so that a
-    NIC has its rate once, however many boxes there are.
-    """
-
-    def add(builder: Builder, boxes: list[list[str]]) -> None:
-        if len(boxes) == 2:
-            for sending, receiving in (boxes, boxes[::-1]):
-                for sender, receiver in pairs:
-                    builder.send(sending[sender], receiving[receiver], wire)
-            return
-        for middle, (sender, receiver) in zip(
-            builder.row("ib", len(pairs), kind="tor"), pairs, strict=True
-        ):
-            for names in boxes:
-                builder.send(names[sender], middle, switched)
-                builder.send(middle, names[receiver], switched)
-
-    return add
-
-
-def _planes(count: int, wire: Wire) -> Callable[[Builder, list[list[str]]], None]:
-    """Return what joins GPU i of every box to switch i mod ``count``."""
-
-    def add(builder: Builder, boxes: list[list[str]]) -> None:
-        planes = builder.row("ib", count, kind="tor")
+    pairs: list[tuple[int, int]],
+    wire: Wire,
+    switched: Wire,
+    builder: Builder,
+    boxes: list[list[str]],
+) -> None:
+    """Join a sender of each box to a receiver of each other box."""
+    if len(boxes) == 2:
+        for sending, receiving in (boxes, boxes[::-1]):
+            for sender, receiver in pairs:
+                builder.send(sending[sender], receiving[receiver], wire)
+        return
+    # A switch for each pair, so that a NIC has its rate once, however many boxes there are.
+    switches = builder.row("ib", len(pairs), kind="tor")
+    for middle, (sender, receiver) in zip(switches, pairs, strict=True):
         for names in boxes:
-            for index, name in enumerate(names):
-                builder.join(name, planes[index % count], wire)
+            builder.send(names[sender], middle, switched)
+            builder.send(middle, names[receiver], switched)
 
-    return add
+
+def _planes(count: int, wire: Wire, builder: Builder, boxes: list[list[str]]) -> None:
+    """Join GPU i of every box to switch i mod ``count``."""
+    planes = builder.row("ib", count, kind="tor")
+    for names in boxes:
+        for index, name in enumerate(names):
+            builder.join(name, planes[index % count], wire)
 
 
 def _dgx1_fabric(builder: Builder, boxes: list[list[str]]) -> None:
@@ -180,7 +163,7 @@ class _Machine:
 
 MACHINES: Mapping[str, _Machine] = {
     "dgx1": _Machine(
-        _wired_box(_DGX1_NVLINKS, Wire("25 GB/s")),
+        partial(_wired_box, _DGX1_NVLINKS, Wire("25 GB/s"), "gpu"),
         _dgx1_fabric,
         "8 V100, 6 NVLinks of 25 GB/s each: link counts in microsoft/sccl (topologies/nvidia.py) "
         "and microsoft/TE-CCL (topologies/dgx1.py). Between boxes: 4 EDR InfiniBand ports of 12.5 "
@@ -188,11 +171,12 @@ MACHINES: Mapping[str, _Machine] = {
         "white paper), PCIe taken at 16 GB/s; all ports on one switch.",
     ),
     "dgx2": _Machine(
-        _switched_box(16, Wire("125 GB/s", "0.35 us")),
-        _relay(
+        partial(_switched_box, 16, Wire("125 GB/s", "0.35 us"), None),
+        partial(
+            _relay,
             [(odd, odd - 1) for odd in range(1, 16, 2)],
             Wire("12.5 GB/s", "2.6 us"),
-            switched=Wire("12.5 GB/s", "1.3 us"),
+            Wire("12.5 GB/s", "1.3 us"),
         ),
         "16 V100 on one NVSwitch plane, 125 GB/s per GPU: microsoft/TE-CCL (topologies/dgx2.py). "
         "Between boxes: odd GPU to the even GPU below it, 8 NICs, as there and in the sketch "
@@ -200,29 +184,29 @@ MACHINES: Mapping[str, _Machine] = {
         "for each such pair, with the latency shared by its two links).",
     ),
     "ndv2": _Machine(
-        _wired_box(_DGX1_NVLINKS, Wire("25 GB/s", "0.7 us")),
-        _relay([(0, 1)], Wire("12.5 GB/s", "1.3 us"), switched=Wire("12.5 GB/s", "1.3 us")),
+        partial(_wired_box, _DGX1_NVLINKS, Wire("25 GB/s", "0.7 us"), "gpu"),
+        partial(_relay, [(0, 1)], Wire("12.5 GB/s", "1.3 us"), Wire("12.5 GB/s", "1.3 us")),
         "Azure NDv2: the NVLink graph of DGX-1, one 12.5 GB/s NIC: GPU 0 sends to GPU 1 of other "
         "boxes, through one switch from 3 boxes on; microsoft/TE-CCL (topologies/ndv2.py, after "
         "the transposition it applies).",
     ),
     "dgx_a100": _Machine(
-        _switched_box(8, Wire("300 GB/s")),
-        _planes(2, Wire("25 GB/s")),
+        partial(_switched_box, 8, Wire("300 GB/s"), None),
+        partial(_planes, 2, Wire("25 GB/s")),
         "8 A100 on one NVSwitch plane, 300 GB/s per GPU; one 25 GB/s NIC per GPU, even and odd "
         "GPUs on an InfiniBand plane each: liangyuRain/ForestColl (topologies.py); its NIC nodes "
         "lie in series at the same rate and are left out.",
     ),
     "dgx_h100": _Machine(
-        _switched_box(8, Wire("450 GB/s"), sums=True),
-        _planes(8, Wire("50 GB/s")),
+        partial(_switched_box, 8, Wire("450 GB/s"), _NVLS),
+        partial(_planes, 8, Wire("50 GB/s")),
         "8 H100 on one NVSwitch plane, 18 NVLinks of 25 GB/s per GPU and direction, one 400 Gbit/s "
         "NIC per GPU: NVIDIA DGX H100 user guide. Between boxes: one switch per rail, as in the "
         "DGX SuperPOD reference architecture (leaf switches only).",
     ),
     "mi250": _Machine(
-        _wired_box(_MI250_XGMI, Wire("50 GB/s"), device="gcd"),
-        _planes(1, Wire("16 GB/s")),
+        partial(_wired_box, _MI250_XGMI, Wire("50 GB/s"), "gcd"),
+        partial(_planes, 1, Wire("16 GB/s")),
         "16 GCDs, 7 xGMI links of 50 GB/s each; 16 GB/s per GCD to one InfiniBand switch: "
         "liangyuRain/ForestColl (topologies.py). The fabric of microsoft/TE-CCL (topologies/amd.py)"
         " differs: GCDs 2i and 2i + 1 share a 25 GB/s NIC.",
