@@ -273,7 +273,7 @@ def simulate(
         >>> round(result.finish_of("a"), 6)
         0.002001
     """
-    end_s = np.inf if until_s is None else require_number("until_s", until_s)
+    end_s = np.inf if until_s in {None, np.inf} else require_number("until_s", until_s)
     if require_number("tolerance", tolerance) >= 0.5:
         raise ConfigurationError(
             f"tolerance must be a share below 0.5; got {tolerance!r}",

@@ -381,7 +381,7 @@ def _at_least_zero(name: str, values: npt.ArrayLike, size: int | None) -> FloatA
 
 def _latencies(name: str, values: npt.ArrayLike, count: int) -> FloatArray:
     array: FloatArray = sized_array(name, values, count, np.float64)
-    _at_least_zero(name, np.nan_to_num(array, nan=0.0), count)
+    _at_least_zero(name, np.where(np.isnan(array), 0.0, array), count)
     return array
 
 
