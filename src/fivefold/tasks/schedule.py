@@ -92,7 +92,8 @@ class TaskSchedule:
             free_s = 0.0
             for span in (span for span in self.spans if span.resource == resource):
                 gap_s = span.start_s - free_s
-                cause = self._last_awaited(span.task_id)
+                awaited = self.graph.by_id[span.task_id].depends_on
+                cause = max(awaited, key=lambda other: self.ends_s[other], default="")
                 if gap_s > 0 and cause in charged and self.ends_s[cause] > free_s:
                     charged[cause] += min(gap_s, self.ends_s[cause] - free_s)
                 free_s = max(free_s, span.end_s)
@@ -109,11 +110,6 @@ class TaskSchedule:
         if total_s <= 0:
             return 1.0
         return max(0.0, 1.0 - sum(self.exposed_s.values()) / total_s)
-
-    def _last_awaited(self, name: str) -> str | None:
-        return max(
-            self.graph.by_id[name].depends_on, key=lambda other: self.ends_s[other], default=None
-        )
 
 
 def exposed_s(
