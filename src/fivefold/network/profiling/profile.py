@@ -27,53 +27,48 @@ _NEAR_BEST = 0.9
 
 
 class LineFit(NamedTuple):
-    """A fitted link."""
+    """Fitted lines."""
 
-    alpha_s: float
-    beta_s_per_byte: float
-    residuals: tuple[float, ...]  # (measured - fitted) / the larger of both, of each size
+    alpha_s: FloatArray  # [...]
+    beta_s_per_byte: FloatArray  # [...]
+    residuals: FloatArray  # (measured - fitted) / the larger of both; [..., sizes]
 
 
 def fit_line(sizes_bytes: npt.ArrayLike, times_s: npt.ArrayLike) -> LineFit:
-    """Fit alpha and beta, both at least 0, to times at two different sizes or more.
+    """Fit alpha and beta, both at least 0, to times [..., sizes] at two sizes or more, ascending.
 
     Examples:
         >>> fit = fit_line([0, 1000, 2000, 4000], [1e-6, 2e-6, 3e-6, 5e-6])
-        >>> round(fit.alpha_s, 12), round(fit.beta_s_per_byte, 15)
+        >>> round(float(fit.alpha_s), 12), round(float(fit.beta_s_per_byte), 15)
         (1e-06, 1e-09)
     """
     sizes, times = np.asarray(sizes_bytes, np.float64), np.asarray(times_s, np.float64)
-    if sizes.shape != times.shape or np.unique(sizes).size < 2:
+    if sizes.ndim != 1 or sizes.shape != times.shape[-1:] or sizes.size < 2:
         raise DataError(
             f"a line needs times at two different sizes or more; got {sizes.tolist()}",
             hint="measure for example 1 KB and 1 MB",
         )
+    if not (np.diff(sizes) > 0).all():
+        raise DataError(f"sizes must rise; got {sizes.tolist()}", hint="give each size once")
     if not (np.isfinite(times).all() and (times > 0).all()):
         raise DataError(f"times must be more than zero; got {times.tolist()}")
-    order = np.argsort(sizes)
-    sizes, times = sizes[order], times[order]
-    upper = slice(min(sizes.size // 2, sizes.size - 2), None)
-    beta = _median_slope(sizes[upper], times[upper])
-    if beta <= 0.0:  # noise was larger than the differences: the whole range is the longest lever
-        beta = max(0.0, float((times[-1] - times[0]) / (sizes[-1] - sizes[0])))
-    small = times[: max(1, sizes.size // 3)] - beta * sizes[: max(1, sizes.size // 3)]
-    alpha = max(0.0, float(np.median(small)))
-    fitted = alpha + beta * sizes
-    residuals = np.empty(sizes.size)
-    residuals[order] = (times - fitted) / np.maximum(times, fitted)
-    return LineFit(alpha, beta, tuple(residuals.tolist()))
-
-
-def _median_slope(sizes: npt.NDArray[np.float64], times: npt.NDArray[np.float64]) -> float:
-    low, high = np.triu_indices(sizes.size, 1)
-    apart = sizes[high] > sizes[low]
-    low, high = low[apart], high[apart]
-    slopes = (times[high] - times[low]) / (sizes[high] - sizes[low])
+    upper = min(sizes.size // 2, sizes.size - 2)
+    low, high = np.triu_indices(sizes.size - upper, 1) + np.array(upper)
+    span = sizes[high] - sizes[low]
+    slopes = (times[..., high] - times[..., low]) / span
     # Long levers are worth more: each slope counts by the distance that it spans.
-    order = np.argsort(slopes)
-    weights = np.cumsum((sizes[high] - sizes[low])[order])
-    middle = int(np.searchsorted(weights, weights[-1] / 2.0))
-    return float(slopes[order][middle])
+    order = np.argsort(slopes, axis=-1)
+    weights = np.cumsum(span[order], axis=-1)
+    middle = np.argmax(weights >= weights[..., -1:] / 2.0, axis=-1, keepdims=True)
+    beta = np.take_along_axis(np.take_along_axis(slopes, order, -1), middle, -1)[..., 0]
+    # Where noise was larger than the differences the whole range is the longest lever.
+    whole = (times[..., -1] - times[..., 0]) / (sizes[-1] - sizes[0])
+    beta = np.where(beta > 0.0, beta, np.maximum(whole, 0.0))
+    small = slice(max(1, sizes.size // 3))
+    beyond = times[..., small] - beta[..., None] * sizes[small]
+    alpha = np.maximum(0.0, np.median(beyond, axis=-1))
+    fitted = alpha[..., None] + beta[..., None] * sizes
+    return LineFit(alpha, beta, (times - fitted) / np.maximum(times, fitted))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -127,17 +122,15 @@ class Profile:
         shape = (self.num_ranks, self.num_ranks, len(self.sizes_bytes))
         if self.times_s.shape != shape:
             raise DataError(f"times_s must have shape {shape}; got {self.times_s.shape}")
-        _ = self._fits  # refuses data that no line fits
+        _ = self._fit  # refuses data that no line fits
 
     @cached_property
-    def _fits(self) -> list[list[LineFit]]:
-        ranks = range(self.num_ranks)
-        return [[self._fit(source, target) for target in ranks] for source in ranks]
-
-    def _fit(self, source: int, target: int) -> LineFit:
-        if source == target:
-            return LineFit(0.0, 0.0, (0.0,) * len(self.sizes_bytes))
-        return fit_line(self.sizes_bytes, self.times_s[source, target])
+    def _fit(self) -> LineFit:
+        apart = ~np.eye(self.num_ranks, dtype=bool)
+        fit = fit_line(self.sizes_bytes, np.where(apart[..., None], self.times_s, 1.0))
+        return LineFit(
+            fit.alpha_s * apart, fit.beta_s_per_byte * apart, fit.residuals * apart[..., None]
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -147,20 +140,17 @@ class Profile:
     @property
     def alpha_s(self) -> FloatArray:
         """Latency from each rank to each other; float64 [ranks, ranks]."""
-        return self._table(lambda fit: fit.alpha_s)
+        return self._fit.alpha_s
 
     @property
     def beta_s_per_byte(self) -> FloatArray:
         """Time of a byte from each rank to each other; float64 [ranks, ranks]."""
-        return self._table(lambda fit: fit.beta_s_per_byte)
+        return self._fit.beta_s_per_byte
 
     @property
     def residuals(self) -> FloatArray:
         """(measured - fitted) / the larger of both; float64 [ranks, ranks, sizes]."""
-        return self._table(lambda fit: fit.residuals)
-
-    def _table(self, read: Any) -> FloatArray:
-        return np.array([[read(fit) for fit in row] for row in self._fits], np.float64)
+        return self._fit.residuals
 
     @property
     def rates_bytes_per_s(self) -> FloatArray:
