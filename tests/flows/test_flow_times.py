@@ -146,8 +146,6 @@ def test_jobs_that_only_compute_or_do_nothing_need_no_shift():
         {"slots_per_period": "9"},
         {"period_tolerance": 1.0},
         {"period_tolerance": "0"},
-        {"period_s": {}},
-        {"period_s": {"a": "1", "b": 1.0}},
     ],
 )
 def test_bad_settings_of_shifts_are_refused(change):

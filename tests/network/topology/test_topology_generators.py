@@ -257,7 +257,7 @@ def test_a_full_dragonfly_is_three_router_hops_wide():
         (lambda: ring(3, bandwidth=0), "bandwidth of .* got 0"),
         (lambda: ring(3, latency="-1 us"), "not a duration"),
         (lambda: fat_tree(3), "even; got 3"),
-        (lambda: fat_tree(4, oversubscription=0), "positive number; got 0"),
+        (lambda: fat_tree(4, oversubscription=0), "oversubscription must be a number.* got 0"),
         (lambda: clos((1, 1, 1), aggs=2, cores=3), "3 cores cannot be split evenly among 2"),
         (lambda: clos((1, 1, 1), aggs=1, cores=1, planes="half"), "planes is 'half'"),
         (lambda: leaf_spine(2, leaves=0, spines=1), "leaves"),
