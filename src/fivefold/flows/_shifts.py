@@ -90,10 +90,11 @@ def time_shifts(
     left_out: list[tuple[str, str]] = []
     before = after = demand = 0.0
     for group in _components(_sharing(routing, list(turning))):
-        # A grid of its own: no period of jobs on other links makes its circles longer.
+        # Slots of its own: no period of jobs on other links makes its circles longer.
         own_periods = {name: period for name, period in turning.items() if name in group}
-        grid = _Grid(own_periods, slots_per_period, period_tolerance)
-        circles, without = _circles(routing, grid)
+        slot_s = min(own_periods.values()) / slots_per_period
+        slots = _in_slots(own_periods, slot_s, period_tolerance)
+        circles, without = _circles(routing, slots)
         left_out += without
         for component in _components([set(circle.jobs) for circle in circles]):
             own = [circle for circle in circles if component & set(circle.jobs)]
@@ -103,11 +104,11 @@ def time_shifts(
                     periods[name], routing.jobs[name].compute_s, routing.link_bytes(name).tobytes()
                 ),
             )  # fmt: skip
-            steps = _search(names, own, grid)
+            steps = _search(names, own, slots)
             before += sum(circle.excess({}) for circle in own)
             after += sum(circle.excess(steps) for circle in own)
             demand += sum(circle.demand for circle in own)
-            shifts |= {name: (steps[name] * grid.slot_s) % periods[name] for name in component}
+            shifts |= {name: (steps[name] * slot_s) % periods[name] for name in component}
     return Shifts(
         shifts,
         periods,
@@ -117,25 +118,18 @@ def time_shifts(
     )
 
 
-class _Grid:
-    """Time in slots, in which every period is a whole number of them."""
-
-    def __init__(self, periods: Mapping[str, float], slots: int, tolerance: float) -> None:
-        shortest_s = min(periods.values())
-        self.slot_s = shortest_s / slots
-        self.slots: dict[str, int] = {}
-        known: list[int] = []
-        for name, period in sorted(periods.items(), key=lambda item: item[1]):
-            number = max(1, round(period / self.slot_s))
-            # Nearly equal periods, and nearly whole multiples, are made so.
-            near = [k * m for k in known for m in range(1, 9)]
-            number = min(
-                (n for n in near if abs(n - number) <= tolerance * number),
-                key=lambda n: abs(n - number),
-                default=number,
-            )
-            self.slots[name] = number
-            known.append(number)
+def _in_slots(periods: Mapping[str, float], slot_s: float, tolerance: float) -> dict[str, int]:
+    """Return each period as a whole number of slots; near ones, and near multiples, are made so."""
+    found: dict[str, int] = {}
+    for name, period in sorted(periods.items(), key=lambda item: item[1]):
+        number = max(1, round(period / slot_s))
+        near = [k * m for k in found.values() for m in range(1, 9)]
+        found[name] = min(
+            (n for n in near if abs(n - number) <= tolerance * number),
+            key=lambda n: abs(n - number),
+            default=number,
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -168,9 +162,11 @@ def _sharing(routing: Routing, names: Sequence[str]) -> list[set[str]]:
     return [{names[i] for i in np.flatnonzero(users).tolist()} for users in meeting]
 
 
-def _circles(routing: Routing, grid: _Grid) -> tuple[list[_Circle], tuple[tuple[str, str], ...]]:
+def _circles(
+    routing: Routing, slots: Mapping[str, int]
+) -> tuple[list[_Circle], tuple[tuple[str, str], ...]]:
     """Return links that several jobs use; links with the same jobs at the same demand are one."""
-    names = [job.job_id for job in routing.traffic if job.job_id in grid.slots]
+    names = [job.job_id for job in routing.traffic if job.job_id in slots]
     capacities = routing.topology.capacities_bytes_per_s
     loads = np.array([routing.link_bytes(name) for name in names]) / capacities
     alone_s = [routing.communication_s(name) for name in names]
@@ -186,18 +182,17 @@ def _circles(routing: Routing, grid: _Grid) -> tuple[list[_Circle], tuple[tuple[
     circles, left_out = [], set()
     for key, count in kinds.items():
         members = [name for name, _ in key]
-        perimeter = math.lcm(*(grid.slots[name] for name in members))
+        perimeter = math.lcm(*(slots[name] for name in members))
         if perimeter > _LONGEST_CIRCLE:
             left_out |= {(a, b) for i, a in enumerate(members) for b in members[i + 1 :]}
             continue
-        waves = tuple(_wave(routing, name, rate, grid, perimeter) for name, rate in key)
+        waves = tuple(_wave(routing, name, rate, slots[name], perimeter) for name, rate in key)
         circles.append(_Circle(tuple(members), waves, count))
     return circles, tuple(sorted(left_out))
 
 
-def _wave(routing: Routing, name: str, rate: float, grid: _Grid, perimeter: int) -> FloatArray:
+def _wave(routing: Routing, name: str, rate: float, slots: int, perimeter: int) -> FloatArray:
     """Return the demand in each slot: nothing while computing, then the rate until all is sent."""
-    slots = grid.slots[name]
     scale = slots / (routing.jobs[name].compute_s + routing.communication_s(name))
     start = routing.jobs[name].compute_s * scale  # in slots, as is the end of the period
     edges = np.arange(slots + 1)
@@ -216,28 +211,31 @@ def _components(jobs_of: Sequence[set[str]]) -> list[set[str]]:
     return found
 
 
-def _search(names: Sequence[str], circles: Sequence[_Circle], grid: _Grid) -> dict[str, int]:
+def _search(
+    names: Sequence[str], circles: Sequence[_Circle], slots: Mapping[str, int]
+) -> dict[str, int]:
     """Search the least excess; the first job stays, for only differences count."""
 
     def cost(steps: Mapping[str, int]) -> float:
         return sum(circle.excess(steps) for circle in circles)
 
     still = dict.fromkeys(names, 0)
-    sizes = [grid.slots[name] for name in names[1:]]
+    sizes = [slots[name] for name in names[1:]]
     if math.prod(sizes) <= _GRID_MOST:
         tried = (still | dict(zip(names[1:], steps, strict=True)) for steps in np.ndindex(*sizes))
         return min(tried, key=lambda steps: (round(cost(steps), 12), sum(steps.values())))
     draw = np.random.default_rng(0)
-    starts = [still] + [
-        {name: int(draw.integers(grid.slots[name])) for name in names} for _ in range(4)
-    ]
-    found = [_descend(start, names, circles, grid) for start in starts]
+    starts = [still] + [{name: int(draw.integers(slots[name])) for name in names} for _ in range(4)]
+    found = [_descend(start, names, circles, slots) for start in starts]
     best = min(found, key=cost)
     return best if cost(best) < cost(still) - 1e-12 else still
 
 
 def _descend(
-    start: dict[str, int], names: Sequence[str], circles: Sequence[_Circle], grid: _Grid
+    start: dict[str, int],
+    names: Sequence[str],
+    circles: Sequence[_Circle],
+    slots: Mapping[str, int],
 ) -> dict[str, int]:
     """Move one job at a time to its best step, until none moves."""
     steps = dict(start)
@@ -247,7 +245,7 @@ def _descend(
             own = [circle for circle in circles if name in circle.jobs]
             costs = [
                 sum(circle.excess(steps | {name: step}) for circle in own)
-                for step in range(grid.slots[name])
+                for step in range(slots[name])
             ]
             best = int(np.argmin(costs))
             if costs[best] < costs[steps[name]] - 1e-12:
