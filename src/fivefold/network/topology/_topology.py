@@ -262,7 +262,11 @@ class Topology(LinkGraph):
         return replace(self, links=links)
 
     def without_links(self, indices: Collection[int]) -> Topology:
-        """Leave out some links, such as those that failed; the others move up."""
+        """Leave out some links, such as those that failed; the others move up.
+
+        Raises:
+            ConfigurationError: There is no such link.
+        """
         gone = set(indices)
         for index in gone:
             if not isinstance(index, int | np.integer) or not 0 <= index < self.num_links:
