@@ -319,7 +319,7 @@ class FlowTable:
     @property
     def waiting(self) -> IntArray:
         """Return the task that each of the dependencies belongs to."""
-        return np.repeat(np.arange(len(self)), np.diff(self.dependency_offsets))
+        return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.dependency_offsets))
 
     @classmethod
     def build(

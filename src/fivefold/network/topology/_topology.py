@@ -255,11 +255,11 @@ class Topology(LinkGraph):
     def reversed(self) -> Topology:
         """Turn every link round; link indices stay."""
         turned = [replace(link, source=link.target, target=link.source) for link in self.links]
-        return replace(self, name=f"{self.name} reversed", links=turned)
+        return self._with(name=f"{self.name} reversed", links=turned)
 
     def with_links(self, links: Iterable[Link]) -> Topology:
         """Return the same nodes with other links."""
-        return replace(self, links=links)
+        return self._with(links=links)
 
     def without_links(self, indices: Collection[int]) -> Topology:
         """Leave out some links, such as those that failed; the others move up.
@@ -274,8 +274,8 @@ class Topology(LinkGraph):
                     f"topology {self.name!r} has no link {index!r}",
                     hint=f"links are numbered from 0 to {self.num_links - 1}",
                 )
-        return replace(
-            self, links=[link for index, link in enumerate(self.links) if index not in gone]
+        return self._with(
+            links=[link for index, link in enumerate(self.links) if index not in gone]
         )
 
     def with_changed_link(
@@ -322,11 +322,11 @@ class Topology(LinkGraph):
             replace(link, **new) if match else link  # type: ignore[arg-type]
             for link, match in zip(self.links, matches, strict=True)
         ]
-        return replace(self, links=changed)
+        return self._with(links=changed)
 
     def with_switches(self, switches: Iterable[SwitchAbility]) -> Topology:
         """Return the same graph with other switch abilities, in place of all it had."""
-        return replace(self, switches=switches)
+        return self._with(switches=switches)
 
     def with_aggregation(
         self, aggregation: Aggregation, *, kinds: Collection[str] = ("tor",), multicast: bool = True
@@ -363,8 +363,7 @@ class Topology(LinkGraph):
             )
             for link in self.links
         ]
-        return replace(
-            self,
+        return self._with(
             name=name or self.name,
             nodes=[replace(node, name=names.get(node.name, node.name)) for node in self.nodes],
             links=links,
@@ -383,7 +382,7 @@ class Topology(LinkGraph):
             )
             for link in self.links
         ]
-        return replace(self, links=links)
+        return self._with(links=links)
 
     def subset(self, ranks: Iterable[int]) -> Topology:
         """Keep only some ranks, numbered in the order given, and the switches that still join them.
@@ -411,13 +410,15 @@ class Topology(LinkGraph):
         first = [self.nodes[index] for index in wanted]
         switches = [self.nodes[index] for index in np.flatnonzero(keep & ~self.is_rank).tolist()]
         kept = {node.name for node in [*first, *switches]}
-        return replace(
-            self,
+        return self._with(
             name=f"{self.name} ({len(first)} of {self.num_ranks} ranks)",
             nodes=[*first, *switches],
             links=[link for link in self.links if link.source in kept and link.target in kept],
             switches=[ability for ability in self.switches if ability.node in kept],
         )
+
+    def _with(self, **changes: Any) -> Topology:
+        return replace(self, **changes)
 
     def to_toml(self) -> str:
         """Write TOML text; :func:`read_topology` reads it back, equal to the last bit."""
