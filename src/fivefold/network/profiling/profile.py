@@ -247,8 +247,12 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all that was measured and fitted, as JSON can hold it."""
-        crowded = None if self.contention is None else dataclasses.asdict(self.contention)
-        found: dict[str, Any] = {
+        crowded = None
+        if self.contention is not None:
+            crowded = dataclasses.asdict(self.contention)
+            for key in ("out_bytes_per_s", "in_bytes_per_s"):
+                crowded[key] = crowded[key].tolist()
+        return {
             "hosts": list(self.hosts),
             "backend": self.backend,
             "sizes_bytes": list(self.sizes_bytes),
@@ -257,9 +261,6 @@ class Profile:
             "beta_s_per_byte": self.beta_s_per_byte.tolist(),
             "contention": crowded,
         }
-        for key in ("out_bytes_per_s", "in_bytes_per_s") if crowded is not None else ():
-            crowded[key] = crowded[key].tolist()
-        return found
 
 
 def _link(source: str, target: str, rate: float, latency_s: float = 0.0) -> Link:

@@ -120,8 +120,8 @@ class TacclProfile:
         for key, count in (("gpus_per_node", gpus), ("nics_per_node", nics)):
             check_count(f"{key} of the TACCL profile", count)
         read = _matrix if "links" in table else _classes
-        keys = ("betas", "invbws") if "links" in table else _LISTS
-        betas, steps = (read(table, key, gpus) for key in keys)
+        lists = ("betas", "invbws") if "links" in table else _LISTS
+        betas, steps = (read(table, key, gpus) for key in lists)
         return cls(
             name=str(table.get("name", "taccl")),
             gpus_per_node=gpus,

@@ -47,8 +47,9 @@ def offsets_of(lengths: npt.ArrayLike) -> LongArray:
 
 def places_of(starts: npt.ArrayLike, lengths: npt.ArrayLike) -> LongArray:
     """Return the places start, start + 1, ... of each run, one run behind the other; int64."""
-    offsets = offsets_of(lengths)
-    return np.arange(offsets[-1]) + np.repeat(np.asarray(starts) - offsets[:-1], lengths)
+    counts = np.asarray(lengths, np.int64)
+    offsets = offsets_of(counts)
+    return np.arange(offsets[-1]) + np.repeat(np.asarray(starts) - offsets[:-1], counts)
 
 
 def reachable(
@@ -57,7 +58,7 @@ def reachable(
     """Return which nodes can be reached from ``start``, following links to their ``ends``."""
     num_nodes = len(adjacency.offsets) - 1
     seen = np.zeros(num_nodes, np.bool_)
-    frontier = np.fromiter(start, np.int64)
+    frontier: IntArray | LongArray = np.fromiter(start, np.int64)
     seen[frontier] = True
     while len(frontier):
         first = adjacency.offsets[frontier]
