@@ -9,6 +9,7 @@ from fivefold.strategy import ModelSpec, ParallelPlan, evaluate_plan, load_clust
 from fivefold.strategy._operators import LayerShape, layer_operators
 from fivefold.strategy.parts import MixtureOfExperts
 
+DEVICE = load_cluster("a100-megatron").device
 # Korthikanti et al., arXiv 2205.05198: model, tensor, pipeline, virtual, micro-batch.
 MODELS = {
     "22B": ((6144, 48, 64), 8, 1, 1, 4),
@@ -36,7 +37,9 @@ def gpt(h, layers, a):
 
 
 def stored(model, *, tensor, micro_batch, sequence, selective):
-    shape = LayerShape(micro_batch=micro_batch, tensor=tensor, sequence_parallel=sequence)
+    shape = LayerShape(
+        device=DEVICE, micro_batch=micro_batch, tensor=tensor, sequence_parallel=sequence
+    )
     return sum(
         op.stored_bytes
         for op in layer_operators(model, shape, "*-")
@@ -47,7 +50,7 @@ def stored(model, *, tensor, micro_batch, sequence, selective):
 def test_a_norm_reads_and_writes_its_input_and_keeps_it():
     """Backward it reads the input and the gradient, and writes one."""
     size = 2 * 2048 * 1024  # two bytes an element
-    shape = LayerShape(micro_batch=1, tensor=1)
+    shape = LayerShape(device=DEVICE, micro_batch=1, tensor=1)
     operators = layer_operators(gpt(1024, 1, 8), shape, "*-")
     norms = [op for op in operators if op.name.endswith("norm")]
     assert [(op.moved_bytes, op.backward_moved_bytes, op.stored_bytes) for op in norms] == [

@@ -88,7 +88,7 @@ def _adapted(model: ModelSpec, shape: LayerShape, op: Operator) -> Iterator[Oper
         yield Operator(
             name=f"{op.name} widened", kind="memory", moved_bytes=moved, backward_moved_bytes=moved
         )
-    if op.name == "attention projection" and shape.fused_attention and not adapted:
+    if op.name == "attention projection" and shape.device.fused_attention and not adapted:
         # The backward of fused attention reads its own result.
         yield Operator(
             name="attention result", kind="memory", kernels=0, stored_bytes=op.stored_bytes

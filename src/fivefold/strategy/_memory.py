@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fivefold.strategy._columns import Columns, Floats
+from fivefold.strategy._columns import Columns
+from fivefold.strategy._layer import Floats
 from fivefold.strategy._muon import spared_bytes
 from fivefold.strategy.pipeline import stored_at
 
@@ -78,32 +79,29 @@ def _total_bytes(parts: dict[str, Floats]) -> Floats:
 def stage_bytes(columns: Columns, stage: int) -> dict[str, Floats]:
     """Return the fields of ``MemoryUse`` of the first (0), middle (1) or last (2) stage."""
     t, device = columns.table, columns.device
-    kept, routed = columns.parameters(stage)
-    states, shared = kept + routed, kept / columns.shards + routed / columns.expert_shards
+    states, held = columns.parameters(stage), columns.held
     copies = np.where(t.is_word("schedule", "dualpipe") & (t.pipeline > 1), 2.0, 1.0)
     width = columns.element_bytes
     frozen = columns.frozen_bytes(stage, width=width)
-    held, spread = sum(frozen), frozen[0] / columns.shards + frozen[1] / columns.expert_shards
-    weights = copies * width * np.where(t.zero >= 3, shared, states)
-    weights = weights + copies * np.where(t.zero >= 3, spread, held)
-    gradients = copies * device.gradient_bytes * np.where(t.zero >= 2, shared, states)
-    optimizer = columns.state_bytes * np.where(t.zero >= 1, shared, states)
-    optimizer = optimizer - spared_bytes(columns, stage)
+    weights = copies * (width * held(states, zero=3) + held(frozen, zero=3))
+    gradients = copies * device.gradient_bytes * held(states, zero=2)
+    optimizer = columns.state_bytes * held(states) - spared_bytes(columns, stage)
     stored = stored_bytes(columns, stage)
-    layers = np.maximum(columns.model.num_layers / t.pipeline, 1.0)
-    gathered = device.gathered_layers * (width + device.gradient_bytes) * states / layers
-    gathered = gathered + device.gathered_layers * held / layers
+    layers = columns.each
+    gathered = (width + device.gradient_bytes) * states.sum(0) + frozen.sum(0)
+    gathered = device.gathered_layers * gathered / layers
     again = np.where(columns.counts[stage] > 0, columns.layer["working_bytes"], 0.0)
     working = again + np.where(t.zero == 3, gathered, 0.0)
-    workers = np.where(t.zero >= 3, columns.replicas / columns.shards, columns.replicas)
+    workers = np.where(t.zero >= 3, columns.replicas / columns.shards[0], columns.replicas)
+    # Ranks that share states are one worker.
     outer = device.outer_state_bytes + device.outer_owned_bytes / workers
-    outer = outer * np.where(t.zero >= 3, shared, states)  # ranks that share states are one worker
+    outer = outer * held(states, zero=3)
     working = working + np.where(t.tau > 1, outer, 0.0)
     host = np.zeros(len(t))
     if t.offload_weights.any() or t.offload_optimizer.any() or t.offload_activations.any():
         host = np.where(t.offload_weights == 1, weights, 0.0)
-        kept = np.minimum(_LAYERS_AT_WORK / layers, 1.0)
-        weights = np.where(t.offload_weights == 1, weights * kept, weights)
+        at_work = weights * np.minimum(_LAYERS_AT_WORK / layers, 1.0)
+        weights = np.where(t.offload_weights == 1, at_work, weights)
         host = host + np.where(t.offload_optimizer == 1, optimizer, 0.0)
         optimizer = np.where(t.offload_optimizer == 1, 0.0, optimizer)
         heads = _head_bytes(columns, stage)  # the loss reads them at once
@@ -130,8 +128,8 @@ def _fullest_moment(
     That is the loss, the first layer of backward, the last (whose own gradients and the embedding's
     are still to come), or the end. Both gradients of a tied matrix stay until their sum is there.
     """
-    t, model, (shared, routed) = columns.table, columns.model, columns.parameters(stage)
-    whole, one, none = shared + routed, t.pipeline == 1, np.zeros(len(t))
+    t, model, whole = columns.table, columns.model, columns.parameters(stage).sum(0)
+    one, none = t.pipeline == 1, np.zeros(len(t))
     embedding = head = none
     if model.adapters is None and not model.stages:
         embedding = np.where(one | (stage == 0), model.embedding_parameters / t.tensor, 0.0)

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.strategy._columns import MASTER_BYTES, Columns, Floats
+from fivefold.strategy._columns import MASTER_BYTES, Columns
+from fivefold.strategy._layer import Floats
 from fivefold.strategy.cluster import DeviceSpec, gemm_time_s
 from fivefold.strategy.model import BLOCKS, ModelSpec
 from fivefold.strategy.parts import WeightMatrix
@@ -34,9 +35,7 @@ def spared_bytes(columns: Columns, stage: int) -> Floats | float:
     muon = columns.table.is_word("optimizer", "muon")
     if not muon.any():
         return 0.0
-    kept, routed = columns.matrix_parameters(stage)
-    shared = kept / columns.shards + routed / columns.expert_shards
-    count = np.where(columns.table.zero >= 1, shared, kept + routed)
+    count = columns.held(columns.matrix_parameters(stage))
     return np.where(muon, moment_bytes(columns.device) * count, 0.0)
 
 
@@ -47,35 +46,20 @@ def muon_s(columns: Columns) -> Floats | float:
     if not muon.any():
         return 0.0
     stage = 1  # as many layers as any
-    kept, routed = columns.matrix_parameters(stage)
-    shared = t.zero >= 1
-    kept_shards = np.where(shared, columns.shards, 1)
-    routed_shards = np.where(shared, columns.expert_shards, 1)
+    shards = np.where(t.zero >= 1, columns.shards, 1)
     each = _layers_s(columns)
-    count = columns.counts[stage]
-    products_s = np.maximum(
-        count * (each[:, 0] / kept_shards + each[:, 1] / routed_shards), each[:, 2]
-    )
+    products_s = columns.counts[stage] * (each[:, 0] / shards[0] + each[:, 1] / shards[1])
+    products_s = np.maximum(products_s, each[:, 2])
     rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
-    read = 2 * moment_bytes(device) * (kept / kept_shards + routed / routed_shards)
-    share, whole = (
-        columns.group(columns.shards, columns.data_stride),
-        columns.group(columns.expert_shards, columns.expert_stride * t.expert),
-    )
-    sent = whole_bytes(columns)
-    sent_s = columns.time_s("all_to_all", sent[0], share)
-    sent_s = sent_s + columns.time_s("all_to_all", sent[1], whole)
+    read = 2 * moment_bytes(device) * columns.held(columns.matrix_parameters(stage))
+    sent_s = columns.both_s("all_to_all", whole_bytes(columns), "shard")
     added_s = products_s - read / rate + np.where(t.zero == 3, sent_s, 0.0)
     return np.where(muon, added_s, 0.0)
 
 
-def whole_bytes(columns: Columns) -> tuple[Floats, Floats]:
-    """Return the bytes of momenta, kept and routed, sent to make matrices whole, and back."""
-    kept, routed = columns.matrix_parameters(1)
-    return (
-        2 * _MOMENTUM_BYTES * kept / columns.shards,
-        2 * _MOMENTUM_BYTES * routed / columns.expert_shards,
-    )
+def whole_bytes(columns: Columns) -> Floats:
+    """Return the bytes of momenta that are sent to make matrices whole, and back."""
+    return 2 * _MOMENTUM_BYTES * columns.matrix_parameters(1) / columns.shards
 
 
 def _layers_s(columns: Columns) -> Floats:

@@ -2,20 +2,25 @@
 
 Every cost and every stored byte of a layer is a sum over these operators, so that the model of
 time and that of memory cannot disagree about what is computed. Sizes follow Megatron-LM's tensor
-and sequence parallelism (Korthikanti et al., arXiv 2205.05198). The module knows no device.
+and sequence parallelism (Korthikanti et al., arXiv 2205.05198).
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from fivefold.strategy.cluster import DeviceSpec, element_bytes
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import MambaMixer, MixtureOfExperts
 
 ELEMENT_BYTES = 2.0
 """Width of activations and parameters in a step of 16 bits or fewer; of 32 bits it is 4."""
+WIDE_BYTES = 4.0
+NARROW = ("fp8", "mxfp8", "nvfp4")
+"""Types of products whose inputs are cast from 16 bits."""
 _MASK_BYTES = 1.0
 # A clamped gate is ten kernels, most in 32 bits, as PyTorch runs the activation of GPT-OSS.
 _CLAMPED_PASSES = (40, 80)
@@ -23,21 +28,32 @@ _CLAMPED_PASSES = (40, 80)
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """The share of a layer that one GPU works on."""
+    """The share of a layer that one GPU works on: all that its cost depends on, but the model."""
 
+    device: DeviceSpec
     micro_batch: int
     tensor: int = 1
     context: int = 1
     expert: int = 1
     expert_tensor: int | None = None
     sequence_parallel: bool = False
-    fused_attention: bool = False
-    imbalance: float = 1.0
-    expert_passes: float = 1.0
-    element_bytes: float = ELEMENT_BYTES
-    stream_bytes: float = ELEMENT_BYTES
-    fused_elementwise: bool = True
-    pads_experts: bool = False
+    regather: bool = True
+    recompute: str = "none"
+    tensor_overlap: str = "none"
+    dtype: str = "bf16"
+    shared_overlap: bool = False
+    data_stride: int = 0
+    ranks: int = 1
+
+    @functools.cached_property
+    def element_bytes(self) -> float:
+        """Return the width of activations and messages."""
+        return element_bytes(self.dtype)
+
+    @functools.cached_property
+    def stream_bytes(self) -> float:
+        """Return the width of the stream between blocks."""
+        return WIDE_BYTES if self.device.autocast else self.element_bytes
 
     @property
     def cast_bytes(self) -> float:
@@ -91,22 +107,12 @@ class Operator:
 
 def layer_operators(model: ModelSpec, shape: LayerShape, kind: str = "*-") -> tuple[Operator, ...]:
     """Return the forward operators of one layer of a kind, such as ``"*-"``, on one GPU."""
-    if model.stages:
-        return _convolution_operators(model, shape)
-    attention = _latent_operators if model.latent is not None else _attention_operators
-    blocks = {
-        "*": ("attention", attention), "M": ("mamba", _mamba_operators),
-        "-": ("feed-forward", _dense_operators), "E": ("feed-forward", _expert_operators),
-    }  # fmt: skip
-    return tuple(
-        op
-        for name, operators_of in map(blocks.__getitem__, kind)
-        for op in (
-            *_norm_operators(model, shape, name),
-            *operators_of(model, shape),
-            *_residual_operators(model, shape, name),
-        )
-    )
+    return _Share(model, shape).layer(kind)
+
+
+def head_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
+    """Return last norm, head and loss, with the vocabulary split over the tensor group."""
+    return _Share(model, shape).head()
 
 
 def tokens_of(model: ModelSpec, shape: LayerShape) -> float:
@@ -114,213 +120,9 @@ def tokens_of(model: ModelSpec, shape: LayerShape) -> float:
     return shape.micro_batch * model.seq_len / shape.context
 
 
-def _norm_operators(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Operator, ...]:
-    elements = tokens_of(model, shape) * model.hidden / shape.sequence_split
-    size, cast = shape.stream_bytes * elements, shape.cast_bytes * elements
-    # A second kernel reads input and gradient again for the weight's gradient.
-    passes = 3 if shape.fused_elementwise else 5
-    return (
-        Operator(
-            name=f"{name} norm", kind="memory", moved_bytes=2 * size + cast,
-            backward_moved_bytes=passes * size + cast, stored_bytes=size,
-            kernels=2 if cast else 1,
-        ),
-    )  # fmt: skip
-
-
-def _residual_operators(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Operator, ...]:
-    elements = tokens_of(model, shape) * model.hidden / shape.sequence_split
-    mask = _MASK_BYTES * elements if model.dropout else 0.0
-    width, stream = shape.element_bytes, shape.stream_bytes
-    # The gradients of both branches are added: beside the norm's backward, or in a kernel.
-    added = stream if shape.fused_elementwise else 3 * stream
-    return (
-        Operator(
-            name=f"{name} residual", kind="memory", stored_bytes=mask,
-            moved_bytes=(2 * stream + width) * elements + mask,
-            backward_moved_bytes=(added + model.dropout * width + shape.cast_bytes) * elements
-            + mask,
-        ),
-    )  # fmt: skip
-
-
-def _tensor_message(model: ModelSpec, shape: LayerShape, name: str) -> tuple[Operator, ...]:
-    if shape.tensor == 1:
-        return ()
-    size = shape.element_bytes * tokens_of(model, shape) * model.hidden
-    return (tensor_message(name, size),)
-
-
 def tensor_message(name: str, size_bytes: float) -> Operator:
     """Return a message of the tensor group, of whole tokens."""
     return Operator(name=name, kind="message", message="tensor", message_bytes=size_bytes)
-
-
-def _input_bytes(model: ModelSpec, shape: LayerShape) -> float:
-    """Return a column-parallel product's input, stored as the norm's output is split."""
-    return shape.element_bytes * tokens_of(model, shape) * model.hidden / shape.sequence_split
-
-
-def _attention_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    tokens, h, t = tokens_of(model, shape), model.hidden, shape.tensor
-    width = model.head_width
-    queries = model.num_heads * width / t
-    # A key head that fewer ranks share than there are tensor ranks is held by several.
-    keys = max(model.kv_heads / t, 1.0) * width
-    rotated = not model.learned_positions and model.embeds_tokens
-    return (
-        Operator(
-            name="query, key, value", kind="gemm", m=tokens, n=queries + 2 * keys, k=h,
-            after="norm",
-            stored_bytes=_input_bytes(model, shape),
-        ),
-        *(_rotary_operators(tokens, shape, queries=queries, keys=keys) if rotated else ()),
-        *_core_operators(model, shape, queries=queries, keys=keys, values=queries),
-        Operator(
-            name="attention projection", kind="gemm", m=tokens, n=h, k=queries,
-            stored_bytes=shape.element_bytes * tokens * queries,
-        ),
-        *_tensor_message(model, shape, "attention"),
-    )  # fmt: skip
-
-
-def _rotary_operators(
-    tokens: float, shape: LayerShape, *, queries: float, keys: float
-) -> tuple[Operator, ...]:
-    size = shape.element_bytes * tokens * (queries + keys)
-    if shape.fused_elementwise:
-        return (
-            Operator(name="rotary", kind="memory", moved_bytes=2 * size,
-                     backward_moved_bytes=2 * size),
-        )  # fmt: skip
-    # x cos + cat(-x2, x1) sin: 2 passes, 1 for half of it, 2, 2, 3; backward as many. What comes
-    # of it is kept beside the product's result, which the values still are part of. Then gradients
-    # of the three are joined, and copied into the product's order.
-    joined = 4 * shape.element_bytes * tokens * (queries + 2 * keys)
-    return (
-        Operator(name="rotary", kind="memory", moved_bytes=10 * size, stored_bytes=size,
-                 backward_moved_bytes=10 * size + joined, kernels=10),
-    )  # fmt: skip
-
-
-def _core_operators(
-    model: ModelSpec, shape: LayerShape, *, queries: float, keys: float, values: float
-) -> tuple[Operator, ...]:
-    """Return scores, softmax, dropout and weighted values, in one kernel or in several."""
-    tokens, heads = tokens_of(model, shape), model.num_heads / shape.tensor
-    inputs = shape.element_bytes * tokens * (queries + 2 * keys)
-    flops = 2.0 * tokens * model.seq_len * (queries + values) * model.attention_share
-    ring = shape.element_bytes * 2 * keys * tokens * shape.context
-    context = (
-        Operator(name="keys, values", kind="message", message="context", message_bytes=ring),
-    ) * (shape.context > 1)
-    if shape.fused_attention:
-        moved = inputs + shape.element_bytes * tokens * values
-        statistics = 4.0 * tokens * heads
-        core = Operator(
-            name="attention", kind="attention", flops=flops, moved_bytes=moved,
-            backward_moved_bytes=2 * moved, stored_bytes=inputs + statistics,
-            m=tokens, n=model.seq_len, k=(queries + values) / 2,
-            after="latent" if model.latent is not None else "",
-        )  # fmt: skip
-        return (*context, core)
-    scores = heads * tokens * model.seq_len
-    width, drop = shape.element_bytes, 1 if model.dropout else 0
-    dropped = drop * (2 * width + _MASK_BYTES)
-    return (
-        *context,
-        Operator(
-            name="attention", kind="attention", flops=flops, stored_bytes=inputs,
-            m=tokens / shape.micro_batch, n=model.seq_len, k=queries / heads,
-            batch=heads * shape.micro_batch, kernels=4,
-        ),
-        # Softmax reads and writes, dropout reads, writes and marks; twice of each is stored.
-        Operator(
-            name="scores", kind="memory", scores=True, kernels=2 + drop,
-            moved_bytes=scores * (2 * width + dropped),
-            backward_moved_bytes=scores * (3 * width + dropped),
-            stored_bytes=scores * (width + drop * (width + _MASK_BYTES)),
-        ),
-    )  # fmt: skip
-
-
-def _latent_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    lat = model.latent
-    assert lat is not None, "only called with latent attention"
-    tokens, t, h = tokens_of(model, shape), shape.tensor, model.hidden
-    heads = model.num_heads / t
-    query = heads * (model.head_width + lat.rope_dim)
-    down = lat.q_rank + lat.kv_rank + lat.rope_dim
-    value = heads * lat.value_dim
-    query_in = lat.q_rank or h
-    return (
-        Operator(
-            name="compression", kind="gemm", m=tokens, n=down, k=h, after="norm",
-            stored_bytes=_input_bytes(model, shape),
-        ),
-        Operator(
-            name="queries", kind="gemm", m=tokens, n=query, k=query_in, after="expands",
-            stored_bytes=shape.element_bytes * tokens * query_in,
-        ),
-        Operator(
-            name="keys, values", kind="gemm", m=tokens, n=heads * model.head_width + value,
-            k=lat.kv_rank, after="expands", stored_bytes=shape.element_bytes * tokens * lat.kv_rank,
-        ),
-        *_core_operators(model, shape, queries=query, keys=(query + value) / 2, values=value),
-        Operator(
-            name="attention projection", kind="gemm", m=tokens, n=h, k=value,
-            stored_bytes=shape.element_bytes * tokens * value,
-        ),
-        *_tensor_message(model, shape, "attention"),
-    )  # fmt: skip
-
-
-def _mamba_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    """Return projection in, convolution, scan, gate and projection out.
-
-    The fused kernel keeps what comes out of the first projection and the scan's result, and
-    computes the convolution again; a tensor group splits heads and groups.
-    """
-    ssm = model.mamba
-    assert ssm is not None, "only called for Mamba layers"
-    tokens, t, h = tokens_of(model, shape), shape.tensor, model.hidden
-    inner, convolved = ssm.inner / t, ssm.convolved / t
-    size = shape.element_bytes * tokens * inner
-    steps: tuple[Operator, ...] = ()
-    kept = shape.element_bytes * tokens * ssm.projected / t + size
-    if ssm.step_rank:
-        rank = ssm.step_rank
-        steps = (
-            Operator(name="mamba step, B, C", kind="gemm", m=tokens, n=rank + 2 * ssm.state,
-                     k=inner),
-            *((tensor_message("mamba", shape.element_bytes * tokens * (rank + 2 * ssm.state)),)
-              if t > 1 else ()),
-            Operator(name="mamba step", kind="gemm", m=tokens, n=inner, k=rank,
-                     stored_bytes=shape.element_bytes * tokens * (rank + 2 * ssm.state)),
-        )  # fmt: skip
-        kept += size  # the step sizes
-    moved, again = _scan_bytes(ssm, shape.element_bytes)
-    return (
-        Operator(
-            name="mamba in", kind="gemm", m=tokens, n=ssm.projected / t, k=h, after="norm",
-            stored_bytes=_input_bytes(model, shape),
-        ),
-        Operator(
-            name="convolution", kind="memory",
-            moved_bytes=2 * shape.element_bytes * tokens * convolved,
-            backward_moved_bytes=5 * shape.element_bytes * tokens * convolved,
-        ),
-        *steps,
-        Operator(
-            name="scan", kind="scan", flops=tokens * ssm.scan_flops / t, vector=ssm.step_rank > 0,
-            flops_again=tokens * again / t, moved_bytes=tokens * moved / t,
-            backward_moved_bytes=3 * tokens * moved / t, stored_bytes=kept,
-            kernels=1 if ssm.step_rank else 5,
-        ),
-        Operator(name="gate", kind="memory", moved_bytes=3 * size, backward_moved_bytes=6 * size),
-        Operator(name="mamba out", kind="gemm", m=tokens, n=h, k=inner, stored_bytes=size),
-        *_tensor_message(model, shape, "mamba"),
-    )  # fmt: skip
 
 
 def _scan_bytes(ssm: MambaMixer, width: float) -> tuple[float, float]:
@@ -337,151 +139,282 @@ def _scan_bytes(ssm: MambaMixer, width: float) -> tuple[float, float]:
     return moved, 2.0 * ssm.chunk * ssm.groups * ssm.state + 2.0 * ssm.state * ssm.inner
 
 
-def _feed_forward(
-    model: ModelSpec, shape: LayerShape, *, rows: float, inner: float, name: str, batch: float = 1.0
-) -> tuple[Operator, ...]:
-    """Return two products and the activation between; the first one's input is not counted."""
-    elements = rows * inner * batch
-    gates = 2 if model.gated else 1
-    passes, backward_passes = _CLAMPED_PASSES if model.clamped else (gates + 1, 2 * gates + 1)
-    kept, kernels = gates, 1
-    if model.gated and not shape.fused_elementwise:
-        # silu (2), product (3); backward: of the product (6) and of silu (3), both joined (4).
-        passes, backward_passes = max(passes, 5), max(backward_passes, 13)
-        kept, kernels = 3, 2
-    return (
-        Operator(name=f"{name} up", kind="gemm", m=rows, n=gates * inner, k=model.hidden,
-                 batch=batch),
-        Operator(
-            name=f"{name} activation", kind="memory",
-            moved_bytes=passes * shape.element_bytes * elements,
-            backward_moved_bytes=backward_passes * shape.element_bytes * elements,
-            stored_bytes=kept * shape.element_bytes * elements, kernels=kernels,
-        ),
-        Operator(
-            name=f"{name} down", kind="gemm", m=rows, n=model.hidden, k=inner, batch=batch,
-            stored_bytes=shape.element_bytes * elements, after="activation",
-        ),
-    )  # fmt: skip
+def _gemm(
+    name: str, m: float, n: float, k: float, stored_bytes: float = 0.0, **more: Any
+) -> Operator:
+    return Operator(name=name, kind="gemm", m=m, n=n, k=k, stored_bytes=stored_bytes, **more)
 
 
-def _dense_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    inner = model.ffn_width / shape.tensor
-    tokens = tokens_of(model, shape)
-    up, *rest = _feed_forward(model, shape, rows=tokens, inner=inner, name="feed-forward")
-    return (
-        dataclasses.replace(up, stored_bytes=_input_bytes(model, shape), after="norm"),
-        *rest,
-        *_tensor_message(model, shape, "feed-forward"),
+def _moving(name: str, moved: float, backward: float, **more: Any) -> Operator:
+    return Operator(
+        name=name, kind="memory", moved_bytes=moved, backward_moved_bytes=backward, **more
     )
 
 
-def _storing(operator: Operator, stored_bytes: float, **changed: float) -> Operator:
-    return dataclasses.replace(operator, stored_bytes=stored_bytes, **changed)  # type: ignore[arg-type]
+class _Share:
+    """One GPU's share of a model; ``width`` is of an element, ``stream`` between blocks."""
 
+    def __init__(self, model: ModelSpec, shape: LayerShape) -> None:
+        self.model, self.shape, self.device = model, shape, shape.device
+        self.width, self.stream = shape.element_bytes, shape.stream_bytes
+        self.tokens = tokens_of(model, shape)
+        self.normed = self.tokens * model.hidden / shape.sequence_split
+        # A column-parallel product's input is stored as the norm's output is split.
+        self.input_bytes = self.width * self.normed
 
-def _expert_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    """Return router, exchange of tokens, experts on even loads, exchange back."""
-    moe = model.experts
-    assert moe is not None, "only called for expert layers"
-    tokens, t = tokens_of(model, shape), shape.tensor
-    busy = shape.imbalance if shape.expert > 1 else 1.0  # the group waits for its fullest rank
-    visits = busy * tokens * moe.top_k / (t if shape.sequence_parallel else 1)
-    visit_bytes = shape.element_bytes * visits * model.hidden
-    local = moe.num_experts / shape.expert
-    # The whole expert group's tokens meet this rank's experts. Either t ranks split each expert and
-    # have all tokens, or each has its own experts and its share of the tokens.
-    inner_split = t if shape.expert_tensor is None else shape.expert_tensor
-    rows = busy * tokens * moe.top_k * shape.expert / moe.num_experts / (t / inner_split)
-    exchange = (
-        Operator(
-            name="exchange",
-            kind="message",
-            message="expert",
-            message_bytes=visit_bytes,
-            experts=moe,
-        ),
-    ) * (shape.expert > 1)
-    # Tokens are sorted by rank before the exchange, and by expert after it where there are several.
-    sorts = 2 if shape.expert > 1 and local > 1 else 1
-    moves = Operator(
-        name="permutation", kind="memory", kernels=3 * sorts,
-        moved_bytes=2 * sorts * shape.expert_passes * visit_bytes,
-        backward_moved_bytes=2 * sorts * shape.expert_passes * visit_bytes,
-    )  # fmt: skip
-    up, *rest = _feed_forward(
-        model, shape, rows=rows, inner=moe.expert_ffn / inner_split, name="experts", batch=local
-    )
-    up = dataclasses.replace(up, grouped=True)
-    rest = [dataclasses.replace(op, grouped=op.kind == "gemm") for op in rest]
-    shared: tuple[Operator, ...] = ()
-    if moe.shared_ffn:
-        inner = moe.shared_ffn / t
-        shared = _feed_forward(model, shape, rows=tokens, inner=inner, name="shared expert")
-        if inner_split < t:
-            shared = (*shared, *_tensor_message(model, shape, "shared expert"))
-    gathered = _visit_message(model, shape, busy * moe.top_k) if inner_split == t else ()
-    # Narrow products want rows in multiples of their scales' blocks: each expert's are copied into
-    # such a place, and back out of it.
-    copied = 2 * shape.element_bytes * rows * local * model.hidden
-    padding = (
-        Operator(name="padding", kind="memory", moved_bytes=copied, backward_moved_bytes=copied),
-    ) * shape.pads_experts
-    return (
-        Operator(
-            name="router", kind="gemm", m=tokens / shape.sequence_split, n=moe.num_experts,
-            k=model.hidden, stored_bytes=_input_bytes(model, shape), kernels=6,
-        ),
-        moves, *exchange, *gathered,
-        *padding, _storing(up, shape.element_bytes * rows * local * model.hidden), *rest, *padding,
-        *exchange, moves, *shared,
-    )  # fmt: skip
+    def layer(self, kind: str) -> tuple[Operator, ...]:
+        """Return the operators of one layer."""
+        if self.model.stages:
+            return tuple(self._convolutions())
+        attention = self._latent if self.model.latent is not None else self._attention
+        blocks = {
+            "*": ("attention", attention), "M": ("mamba", self._mamba),
+            "-": ("feed-forward", self._dense), "E": ("feed-forward", self._experts),
+        }  # fmt: skip
+        return tuple(
+            op
+            for name, operators in map(blocks.__getitem__, kind)
+            for op in (self._norm(name), *operators(), self._residual(name))
+        )
 
+    def head(self) -> tuple[Operator, ...]:
+        """Return last norm, head and loss, with the vocabulary split over the tensor group."""
+        model, shape = self.model, self.shape
+        tokens = self.tokens if model.embeds_tokens else float(shape.micro_batch)
+        columns = model.vocab / shape.tensor
+        logits = 4.0 * tokens * columns
+        return (
+            self._norm("last"),
+            _gemm("head", tokens, columns, model.hidden, self.input_bytes),
+            # Logits widened to 32 bits (6 bytes), largest (4), difference (8), exponentials (8),
+            # sum (4); backward: the softmax's gradient (8), its scaling (8), narrowed again (6).
+            _moving("loss", 7.5 * logits, 5.5 * logits, stored_bytes=logits, kernels=6),
+            *self._tensor_message("head"),
+        )
 
-def _visit_message(model: ModelSpec, shape: LayerShape, visits: float) -> tuple[Operator, ...]:
-    """Return the gather of tokens by tensor ranks: each as often as it visits an expert."""
-    return tuple(
-        _storing(op, 0.0, message_bytes=op.message_bytes * visits)
-        for op in _tensor_message(model, shape, "experts")
-    )
+    def _tensor_message(self, name: str, visits: float = 1.0) -> tuple[Operator, ...]:
+        """Return the message of whole tokens, each as often as it visits something."""
+        if self.shape.tensor == 1:
+            return ()
+        return (tensor_message(name, self.width * self.tokens * self.model.hidden * visits),)
 
+    def _norm(self, name: str) -> Operator:
+        size, cast = self.stream * self.normed, self.shape.cast_bytes * self.normed
+        # A second kernel reads input and gradient again for the weight's gradient.
+        passes = 3 if self.device.fused_elementwise else 5
+        return _moving(
+            f"{name} norm", 2 * size + cast, passes * size + cast, stored_bytes=size,
+            kernels=2 if cast else 1,
+        )  # fmt: skip
 
-def _convolution_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    """Return a mean residual block: each stage's products, weighted by its share of the blocks."""
-    ops: list[Operator] = []
-    for stage in model.stages:
-        share = stage.blocks / model.num_layers
-        pixels = shape.micro_batch * stage.size**2
-        for name, n, k in (
-            ("reduce", stage.width, stage.outputs),
-            ("convolution", stage.width, 9 * stage.width),
-            ("expand", stage.outputs, stage.width),
-        ):
-            size = shape.element_bytes * pixels * n * share
-            ops.append(Operator(name=name, kind="gemm", m=pixels, n=n, k=k, batch=share,
-                                stored_bytes=shape.element_bytes * pixels * k * share / (
-                                    9 if name == "convolution" else 1)))  # fmt: skip
-            ops.append(Operator(name=f"{name} norm", kind="memory", moved_bytes=4 * size,
-                                backward_moved_bytes=6 * size, stored_bytes=size))  # fmt: skip
-    return tuple(ops)
+    def _residual(self, name: str) -> Operator:
+        drop, stream = self.model.dropout, self.stream
+        mask = _MASK_BYTES * self.normed if drop else 0.0
+        # The gradients of both branches are added: beside the norm's backward, or in a kernel.
+        added = stream if self.device.fused_elementwise else 3 * stream
+        backward = (added + drop * self.width + self.shape.cast_bytes) * self.normed + mask
+        moved = (2 * stream + self.width) * self.normed + mask
+        return _moving(f"{name} residual", moved, backward, stored_bytes=mask)
 
+    def _attention(self) -> tuple[Operator, ...]:
+        model, tokens, h, t = self.model, self.tokens, self.model.hidden, self.shape.tensor
+        queries = model.num_heads * model.head_width / t
+        # A key head that fewer ranks share than there are tensor ranks is held by several.
+        keys = max(model.kv_heads / t, 1.0) * model.head_width
+        rotated = not model.learned_positions and model.embeds_tokens
+        return (
+            _gemm("query, key, value", tokens, queries + 2 * keys, h, self.input_bytes,
+                  after="norm"),
+            *((self._rotary(queries, keys),) if rotated else ()),
+            *self._core(queries=queries, keys=keys, values=queries),
+            _gemm("attention projection", tokens, h, queries, self.width * tokens * queries),
+            *self._tensor_message("attention"),
+        )  # fmt: skip
 
-def head_operators(model: ModelSpec, shape: LayerShape) -> tuple[Operator, ...]:
-    """Return last norm, head and loss, with the vocabulary split over the tensor group."""
-    tokens = tokens_of(model, shape) if model.embeds_tokens else float(shape.micro_batch)
-    columns = model.vocab / shape.tensor
-    logits = 4.0 * tokens * columns
-    return (
-        *_norm_operators(model, shape, "last"),
-        Operator(
-            name="head", kind="gemm", m=tokens, n=columns, k=model.hidden,
-            stored_bytes=_input_bytes(model, shape),
-        ),
-        # Logits widened to 32 bits (6 bytes), largest (4), difference (8), exponentials (8), sum
-        # (4); backward: the softmax's gradient (8), its scaling (8), narrowed again (6).
-        Operator(
-            name="loss", kind="memory", moved_bytes=7.5 * logits, backward_moved_bytes=5.5 * logits,
-            stored_bytes=logits, kernels=6,
-        ),
-        *_tensor_message(model, shape, "head"),
-    )  # fmt: skip
+    def _rotary(self, queries: float, keys: float) -> Operator:
+        size = self.width * self.tokens * (queries + keys)
+        if self.device.fused_elementwise:
+            return _moving("rotary", 2 * size, 2 * size)
+        # x cos + cat(-x2, x1) sin: 2 passes, 1 for half of it, 2, 2, 3; backward as many. What
+        # comes of it is kept beside the product's result, which the values still are part of. Then
+        # gradients of the three are joined, and copied into the product's order.
+        joined = 4 * self.width * self.tokens * (queries + 2 * keys)
+        return _moving("rotary", 10 * size, 10 * size + joined, stored_bytes=size, kernels=10)
+
+    def _core(self, *, queries: float, keys: float, values: float) -> tuple[Operator, ...]:
+        """Return scores, softmax, dropout and weighted values, in one kernel or in several."""
+        model, shape, tokens, width = self.model, self.shape, self.tokens, self.width
+        heads, length = model.num_heads / shape.tensor, model.seq_len
+        inputs = width * tokens * (queries + 2 * keys)
+        flops = 2.0 * tokens * length * (queries + values) * model.attention_share
+        ring = width * 2 * keys * tokens * shape.context
+        context = (
+            Operator(name="keys, values", kind="message", message="context", message_bytes=ring),
+        ) * (shape.context > 1)
+        if self.device.fused_attention:
+            moved = inputs + width * tokens * values
+            core = Operator(
+                name="attention", kind="attention", flops=flops, moved_bytes=moved,
+                backward_moved_bytes=2 * moved, stored_bytes=inputs + 4.0 * tokens * heads,
+                m=tokens, n=length, k=(queries + values) / 2,
+                after="latent" if model.latent is not None else "",
+            )  # fmt: skip
+            return (*context, core)
+        scores, drop = heads * tokens * length, 1 if model.dropout else 0
+        dropped = drop * (2 * width + _MASK_BYTES)
+        return (
+            *context,
+            Operator(
+                name="attention", kind="attention", flops=flops, stored_bytes=inputs,
+                m=tokens / shape.micro_batch, n=length, k=queries / heads,
+                batch=heads * shape.micro_batch, kernels=4,
+            ),
+            # Softmax reads and writes, dropout reads, writes and marks; twice of each is stored.
+            _moving(
+                "scores", scores * (2 * width + dropped), scores * (3 * width + dropped),
+                scores=True, kernels=2 + drop,
+                stored_bytes=scores * (width + drop * (width + _MASK_BYTES)),
+            ),
+        )  # fmt: skip
+
+    def _latent(self) -> tuple[Operator, ...]:
+        lat, model, tokens, h = self.model.latent, self.model, self.tokens, self.model.hidden
+        assert lat is not None, "only called with latent attention"
+        heads = model.num_heads / self.shape.tensor
+        query = heads * (model.head_width + lat.rope_dim)
+        value = heads * lat.value_dim
+        query_in, size = lat.q_rank or h, self.width * tokens
+        return (
+            _gemm("compression", tokens, lat.q_rank + lat.kv_rank + lat.rope_dim, h,
+                  self.input_bytes, after="norm"),
+            _gemm("queries", tokens, query, query_in, size * query_in, after="expands"),
+            _gemm("keys, values", tokens, heads * model.head_width + value, lat.kv_rank,
+                  size * lat.kv_rank, after="expands"),
+            *self._core(queries=query, keys=(query + value) / 2, values=value),
+            _gemm("attention projection", tokens, h, value, size * value),
+            *self._tensor_message("attention"),
+        )  # fmt: skip
+
+    def _mamba(self) -> tuple[Operator, ...]:
+        """Return projection in, convolution, scan, gate and projection out.
+
+        The fused kernel keeps what comes out of the first projection and the scan's result, and
+        computes the convolution again; a tensor group splits heads and groups.
+        """
+        ssm, tokens, t, h = self.model.mamba, self.tokens, self.shape.tensor, self.model.hidden
+        assert ssm is not None, "only called for Mamba layers"
+        inner, convolved = ssm.inner / t, self.width * tokens * ssm.convolved / t
+        size = self.width * tokens * inner
+        steps: tuple[Operator, ...] = ()
+        kept = self.width * tokens * ssm.projected / t + size
+        if rank := ssm.step_rank:
+            steps_bytes = self.width * tokens * (rank + 2 * ssm.state)
+            steps = (
+                _gemm("mamba step, B, C", tokens, rank + 2 * ssm.state, inner),
+                *((tensor_message("mamba", steps_bytes),) if t > 1 else ()),
+                _gemm("mamba step", tokens, inner, rank, steps_bytes),
+            )
+            kept += size  # the step sizes
+        moved, again = _scan_bytes(ssm, self.width)
+        return (
+            _gemm("mamba in", tokens, ssm.projected / t, h, self.input_bytes, after="norm"),
+            _moving("convolution", 2 * convolved, 5 * convolved),
+            *steps,
+            Operator(
+                name="scan", kind="scan", flops=tokens * ssm.scan_flops / t,
+                vector=ssm.step_rank > 0, flops_again=tokens * again / t,
+                moved_bytes=tokens * moved / t, backward_moved_bytes=3 * tokens * moved / t,
+                stored_bytes=kept, kernels=1 if ssm.step_rank else 5,
+            ),
+            _moving("gate", 3 * size, 6 * size),
+            _gemm("mamba out", tokens, h, inner, size),
+            *self._tensor_message("mamba"),
+        )  # fmt: skip
+
+    def _feed_forward(
+        self, name: str, *, rows: float, inner: float, stored: float = 0.0, batch: float = 1.0,
+        **more: Any,
+    ) -> tuple[Operator, ...]:  # fmt: skip
+        """Return two products and the activation between; ``stored`` of the first one's input."""
+        model, size = self.model, self.width * rows * inner * batch
+        gates = kept = 2 if model.gated else 1
+        passes, back = _CLAMPED_PASSES if model.clamped else (gates + 1, 2 * gates + 1)
+        kernels = 1
+        if model.gated and not self.device.fused_elementwise:
+            # silu (2), product (3); backward: of the product (6) and of silu (3), both joined (4).
+            passes, back = max(passes, 5), max(back, 13)
+            kept, kernels = 3, 2
+        after = more.pop("after", "")
+        return (
+            _gemm(f"{name} up", rows, gates * inner, model.hidden, stored, batch=batch,
+                  after=after, **more),
+            _moving(f"{name} activation", passes * size, back * size, stored_bytes=kept * size,
+                    kernels=kernels),
+            _gemm(f"{name} down", rows, model.hidden, inner, size, batch=batch,
+                  after="activation", **more),
+        )  # fmt: skip
+
+    def _dense(self) -> tuple[Operator, ...]:
+        inner, stored = self.model.ffn_width / self.shape.tensor, self.input_bytes
+        return (
+            *self._feed_forward(
+                "feed-forward", rows=self.tokens, inner=inner, stored=stored, after="norm"
+            ),
+            *self._tensor_message("feed-forward"),
+        )
+
+    def _experts(self) -> tuple[Operator, ...]:
+        """Return router, exchange of tokens, experts on even loads, exchange back."""
+        moe, shape, device = self.model.experts, self.shape, self.device
+        assert moe is not None, "only called for expert layers"
+        tokens, t, h = self.tokens, shape.tensor, self.model.hidden
+        # The group waits for its fullest rank.
+        visits = (device.expert_imbalance if shape.expert > 1 else 1.0) * tokens * moe.top_k
+        sent = self.width * visits / shape.sequence_split * h
+        local = moe.num_experts / shape.expert
+        # The whole expert group's tokens meet this rank's experts. Either t ranks split each expert
+        # and have all tokens, or each has its own experts and its share of the tokens.
+        split = t if shape.expert_tensor is None else shape.expert_tensor
+        rows = visits * shape.expert / moe.num_experts / (t / split)
+        exchange = (
+            Operator(name="exchange", kind="message", message="expert", message_bytes=sent,
+                     experts=moe),
+        ) * (shape.expert > 1)  # fmt: skip
+        # Tokens are sorted by rank before the exchange, and where there are several experts by
+        # expert after it.
+        sorts = 2 if shape.expert > 1 and local > 1 else 1
+        sorted_bytes = 2 * sorts * device.expert_passes * sent
+        moves = _moving("permutation", sorted_bytes, sorted_bytes, kernels=3 * sorts)
+        shared: tuple[Operator, ...] = ()
+        if moe.shared_ffn:
+            shared = self._feed_forward("shared expert", rows=tokens, inner=moe.shared_ffn / t)
+            shared += self._tensor_message("shared expert") if split < t else ()
+        gathered = self._tensor_message("experts", visits / tokens) if split == t else ()
+        # Narrow products want rows in multiples of their scales' blocks: each expert's are copied
+        # into such a place, and back out of it.
+        entered = self.width * rows * local * h
+        pads = device.dropless and shape.dtype in NARROW
+        padding = (_moving("padding", 2 * entered, 2 * entered),) * pads
+        return (
+            _gemm("router", tokens / shape.sequence_split, moe.num_experts, h, self.input_bytes,
+                  kernels=6),
+            moves, *exchange, *gathered, *padding,
+            *self._feed_forward("experts", rows=rows, inner=moe.expert_ffn / split, stored=entered,
+                                batch=local, grouped=True),
+            *padding, *exchange, moves, *shared,
+        )  # fmt: skip
+
+    def _convolutions(self) -> Iterator[Operator]:
+        """Yield a mean residual block: each stage's products, by its share of the blocks."""
+        for stage in self.model.stages:
+            share = stage.blocks / self.model.num_layers
+            pixels = self.shape.micro_batch * stage.size**2
+            for name, n, k, taps in (
+                ("reduce", stage.width, stage.outputs, 1),
+                ("convolution", stage.width, 9 * stage.width, 9),
+                ("expand", stage.outputs, stage.width, 1),
+            ):
+                size = self.width * pixels * n * share
+                read = self.width * pixels * k * share / taps
+                yield _gemm(name, pixels, n, k, read, batch=share)
+                yield _moving(f"{name} norm", 4 * size, 6 * size, stored_bytes=size)

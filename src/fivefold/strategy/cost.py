@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,8 @@ import numpy as np
 from fivefold.collectives.pricing import FabricSpec
 from fivefold.collectives.pricing.closed_form import chain_time_s
 from fivefold.errors import ConfigurationError
-from fivefold.strategy._columns import Columns, Floats
+from fivefold.strategy._columns import Columns
+from fivefold.strategy._layer import Floats
 from fivefold.strategy._memory import MemoryUse, fullest_bytes, memory_use
 from fivefold.strategy._muon import muon_s
 from fivefold.strategy.cluster import Cluster, DeviceSpec
@@ -254,13 +254,13 @@ def _time_columns(columns: Columns, layer: dict[str, Floats]) -> tuple[dict[str,
     # What hides pipeline p2p hides no gradients: both leave by the same ports.
     left = 1.0 - share * np.minimum(p2p_s / each_s, 1.0)
     bubble_s = bubble_s + 2.0 * through_s
-    kept, routed = columns.outer_parameters()
+    states = columns.outer_parameters()
     offload_s = m * sum(waits_s) + _offload_optimizer_s(columns)
-    optimizer_s = _optimizer_s(columns, kept, routed)
+    optimizer_s = _optimizer_s(columns, states)
     local_s = m * slowest_s + bubble_s + sent_s + offload_s + optimizer_s
     tied_s = _tied_s(columns)
-    data_s = _data_s(columns, kept, routed, left * passes_s)
-    nodes = np.maximum(columns.num_gpus / columns.fabric.gpus_per_node, 1.0)
+    data_s = _data_s(columns, states, left * passes_s)
+    nodes = np.maximum(t.num_gpus / columns.fabric.gpus_per_node, 1.0)
     lag = device.jitter * np.log2(nodes)
     # Local updates synchronise once in tau iterations, hidden behind as many as the rule gives.
     local = t.tau > 1
@@ -329,13 +329,10 @@ def _message_s(columns: Columns) -> tuple[Floats, Floats]:
     whole = columns.element_bytes * t.micro_batch * model.seq_len / t.context * model.hidden
     parallel = t.sequence_parallel == 1
     split = ~parallel & (t.tensor > 1) & columns.device.splits_stage_messages
-    tensor = columns.group(t.tensor, np.ones_like(t.tensor))
-    gather_s = columns.time_s("all_gather", whole, tensor)
+    gather_s = columns.time_s("all_gather", whole, "tensor")
     gather_s = np.where(split & (t.pipeline > 1), gather_s, 0.0)
     size = np.where(parallel | split, whole / t.tensor, whole)
-    slowest_s, through_s = chain_time_s(
-        fabric, size_bytes=size, groups=columns.group(t.pipeline, columns.pipe_stride)
-    )
+    slowest_s, through_s = chain_time_s(fabric, size_bytes=size, groups=columns.group("pipeline"))
     return gather_s + slowest_s, (t.pipeline - 1) * gather_s + through_s
 
 
@@ -345,12 +342,11 @@ def _offload_waits_s(columns: Columns, layer: dict[str, Floats], slow: Floats) -
     Weights come twice, activations go and come again, each time beside one of the passes.
     """
     t, device = columns.table, columns.device
-    kept, routed = columns.parameters(1)
     stored = columns.model.num_layers / t.pipeline * layer["stored_bytes"]
     stored = stored * columns.share_of_layers("offload_layers")
     width = columns.element_bytes
-    weights = width * (kept + routed) + sum(columns.frozen_bytes(1, width=width))
-    moved = np.where(t.offload_weights == 1, weights, 0.0)
+    weights = width * columns.parameters(1) + columns.frozen_bytes(1, width=width)
+    moved = np.where(t.offload_weights == 1, weights.sum(0), 0.0)
     moved = moved + np.where(t.offload_activations == 1, stored, 0.0)
     moved_s = moved / device.host_bandwidth_bytes_per_s
     backward_s = exposed_s(moved_s, slow[1] + slow[2])
@@ -358,33 +354,30 @@ def _offload_waits_s(columns: Columns, layer: dict[str, Floats], slow: Floats) -
 
 
 def _offload_optimizer_s(columns: Columns) -> Floats:
-    t, states = columns.table, sum(columns.parameters(1))
-    states = states / np.where(t.zero > 0, columns.shards, 1)
-    host_s = 24.0 * states / columns.device.host_bandwidth_bytes_per_s
+    t, device = columns.table, columns.device
+    states = columns.parameters(1).sum(0) / np.where(t.zero > 0, columns.shards[0], 1)
+    host_s = 24.0 * states / device.host_bandwidth_bytes_per_s
     return np.where(t.offload_optimizer == 1, host_s, 0.0)
 
 
-def _optimizer_s(columns: Columns, kept: Floats, routed: Floats) -> Floats:
+def _optimizer_s(columns: Columns, states: Floats) -> Floats:
     device = columns.device
-    shared = kept / columns.shards + routed / columns.expert_shards
-    count = np.where(columns.table.zero > 0, shared, kept + routed)
     rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
-    return device.optimizer_bytes_per_parameter * count / rate + muon_s(columns)
+    return device.optimizer_bytes_per_parameter * columns.held(states) / rate + muon_s(columns)
 
 
-def _data_s(columns: Columns, kept: Floats, routed: Floats, slow: Floats) -> Floats:
+def _data_s(columns: Columns, states: Floats, slow: Floats) -> Floats:
     t, device = columns.table, columns.device
-    reduce_s, gather_s = _state_messages_s(columns, kept, routed)
-    starts_s = _bucket_starts_s(columns, kept + routed)
+    reduce_s, gather_s = _state_messages_s(columns, states)
+    starts_s = _bucket_starts_s(columns, states.sum(0))
     reduce_s = reduce_s + np.where(t.zero < 3, starts_s, 0.0)
     gather_s = gather_s + np.where((t.zero == 1) | (t.zero == 2), starts_s, 0.0)
     rounds = np.maximum(1.0, np.minimum(t.pipeline, columns.micro_batches) * (1 - 1 / t.virtual))
     rounds = np.where(t.virtual > 1, rounds, 1.0)
-    layers = np.maximum(columns.model.num_layers / t.pipeline, 1.0)
     hidden_s = np.zeros(len(t))
     for sent_s, window_s in ((reduce_s, slow[1] + slow[2]), (gather_s, slow[0])):
         hidden_s = hidden_s + exposed_s(
-            sent_s, rounds * window_s, pieces=layers, slowdown=device.overlap_slowdown
+            sent_s, rounds * window_s, pieces=columns.each, slowdown=device.overlap_slowdown
         )
     plain = (t.data_overlap == 0) | (t.tau > 1)
     return np.where(plain, reduce_s + gather_s, hidden_s)
@@ -397,9 +390,8 @@ def _bucket_starts_s(columns: Columns, parameters: Floats) -> Floats:
         device.bucket_parameters, device.bucket_parameters_per_rank * columns.replicas
     )
     buckets = np.where((t.data_overlap == 1) & (t.tau == 1), np.ceil(parameters / bucket), 1.0)
-    group = columns.group(columns.shards, columns.data_stride)
-    nothing = np.full(len(t), 1.0)
-    return np.maximum(buckets - 1.0, 0.0) * columns.time_s("all_gather", nothing, group)
+    start_s = columns.time_s("all_gather", np.full(len(t), 1.0), "shard")
+    return np.maximum(buckets - 1.0, 0.0) * start_s
 
 
 def _tied_s(columns: Columns) -> Floats:
@@ -407,43 +399,21 @@ def _tied_s(columns: Columns) -> Floats:
     if not model.tied or model.stages or model.adapters is not None:
         return np.zeros(len(t))
     size = columns.device.gradient_wire_bytes * model.vocab * model.hidden / t.tensor
-    return columns.time_s(
-        "all_reduce_of_ends", size, columns.group(t.pipeline, columns.pipe_stride)
-    )
+    return columns.time_s("all_reduce_of_ends", size, "pipeline")
 
 
-def _state_messages_s(columns: Columns, kept: Floats, routed: Floats) -> tuple[Floats, Floats]:
+def _state_messages_s(columns: Columns, states: Floats) -> tuple[Floats, Floats]:
     """Return the seconds of gradients reduced and parameters gathered once an iteration."""
-    t = columns.table
-    device, parameters = columns.device, columns.parameter_wire_bytes
+    t, device = columns.table, columns.device
     wide = np.where(t.tau > 1, device.outer_wire_bytes, device.gradient_wire_bytes)
-    whole = columns.group(columns.replicas, columns.data_stride)
-    experts = columns.group(columns.expert_replicas, columns.expert_stride * t.expert)
-    plain_s = columns.time_s("all_reduce", wide * kept, whole)
-    plain_s = plain_s + columns.time_s("all_reduce", wide * routed, experts)
-    copies = np.maximum(columns.replicas // columns.shards, 1)
-    replica = columns.group(copies, columns.data_stride * columns.shards)
-    across_s = columns.time_s("all_reduce", wide * kept / columns.shards, replica)
-    sharing = columns.expert_shards
-    copies = np.maximum(columns.expert_replicas // sharing, 1)
-    replica = columns.group(copies, columns.expert_stride * t.expert * sharing)
-    across_s = across_s + columns.time_s("all_reduce", wide * routed / sharing, replica)
-    scatter_s = np.where(t.zero == 2, columns.micro_batches, 1) * _sharing_s(
-        columns, wide * kept, wide * routed
+    across_s = columns.both_s("all_reduce", wide * states / columns.shards, "replica")
+    scatter_s = np.where(t.zero == 2, columns.micro_batches, 1) * columns.both_s(
+        "all_gather", wide * states, "shard"
     )
     reduce_s = np.where(t.zero == 3, across_s, scatter_s + across_s)
-    reduce_s = np.where(t.zero == 0, plain_s, reduce_s)
-    gather_s = _sharing_s(columns, parameters * kept, parameters * routed)
+    reduce_s = np.where(t.zero == 0, columns.both_s("all_reduce", wide * states, "data"), reduce_s)
+    gather_s = columns.both_s("all_gather", columns.parameter_wire_bytes * states, "shard")
     return reduce_s, np.where((t.zero == 1) | (t.zero == 2), gather_s, 0.0)
-
-
-def _sharing_s(columns: Columns, kept_bytes: Floats, routed_bytes: Floats) -> Floats:
-    """Gather or scatter what ranks that share states hold, kept and routed parameters."""
-    expert = columns.table.expert
-    shard = columns.group(columns.shards, columns.data_stride)
-    experts = columns.group(columns.expert_shards, columns.expert_stride * expert)
-    kept_s = columns.time_s("all_gather", kept_bytes, shard)
-    return kept_s + columns.time_s("all_gather", routed_bytes, experts)
 
 
 def exchanging_layer(columns: Columns) -> dict[str, Floats]:
@@ -473,9 +443,8 @@ def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Fl
     if not shared.any():
         return layer
     count = columns.counts[1]
-    kept, routed = columns.parameters(1)
-    frozen = [size / count for size in columns.frozen_bytes(1, width=columns.parameter_wire_bytes)]
-    gather_s, scatter_s = _shared_s(columns, kept / count, routed / count, frozen=frozen)
+    frozen = columns.frozen_bytes(1, width=columns.parameter_wire_bytes) / count
+    gather_s, scatter_s = _shared_s(columns, columns.parameters(1) / count, frozen)
     backward_s = layer["input_s"] + layer["weight_s"]
     forward_s = _beside(columns, layer["forward_s"], gather_s)
     sent_s = gather_s + scatter_s
@@ -492,18 +461,14 @@ def _gathering_layer(columns: Columns, layer: dict[str, Floats]) -> dict[str, Fl
     }
 
 
-def _shared_s(
-    columns: Columns, kept: Floats, routed: Floats, *, frozen: Sequence[Floats]
-) -> tuple[Floats, Floats]:
+def _shared_s(columns: Columns, states: Floats, frozen: Floats) -> tuple[Floats, Floats]:
     """Gather ZeRO-3's parameters, trained ones and bytes of frozen ones; scatter gradients."""
     share = columns.device.shard_gather_share
-    gather, scatter = (
-        columns.parameter_wire_bytes / share,
-        columns.device.gradient_wire_bytes / share,
-    )
+    gathered = columns.parameter_wire_bytes / share * states + frozen / share
+    scattered = columns.device.gradient_wire_bytes / share * states
     return (
-        _sharing_s(columns, gather * kept + frozen[0] / share, gather * routed + frozen[1] / share),
-        _sharing_s(columns, scatter * kept, scatter * routed),
+        columns.both_s("all_gather", gathered, "shard"),
+        columns.both_s("all_gather", scattered, "shard"),
     )
 
 
@@ -516,16 +481,16 @@ def _outside_s(
         return 0.0, 0.0
     count = columns.counts[number]
     each = count / columns.counts[1]
-    outside = columns.parameters(number)[0] - each * columns.parameters(1)[0]
+    outside = columns.parameters(number) - each * columns.parameters(1)
     frozen, layers = (
-        columns.frozen_bytes(place, width=columns.parameter_wire_bytes)[0] for place in (number, 1)
+        columns.frozen_bytes(place, width=columns.parameter_wire_bytes) for place in (number, 1)
     )
     frozen = frozen - each * layers
-    # With one stage they are in the layers' share already.
-    waits = (t.zero == 3) & (t.pipeline > 1) & (outside + frozen > 0)
-    none = np.zeros(len(t))
+    # With one stage they are in the layers' share already; experts lie in layers.
+    waits = (t.zero == 3) & (t.pipeline > 1) & (outside[0] + frozen[0] > 0)
+    own, none = np.stack([waits, np.zeros_like(waits)]), np.zeros(len(t))
     gather_s, scatter_s = _shared_s(
-        columns, np.where(waits, outside, 0.0), none, frozen=(np.where(waits, frozen, 0.0), none)
+        columns, np.where(own, outside, 0.0), np.where(own, frozen, 0.0)
     )
     forward_s = _beside(columns, none, gather_s, spare_s=count * layer["spare_forward_s"])
     both_s = gather_s + scatter_s

@@ -12,9 +12,8 @@ from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import require_whole
 from fivefold.strategy._adapters import trained_head, trained_operators
 from fivefold.strategy._columns import Columns
-from fivefold.strategy._layer import LayerKey
 from fivefold.strategy._muon import whole_bytes
-from fivefold.strategy._operators import Operator
+from fivefold.strategy._operators import LayerShape
 from fivefold.strategy.cluster import DeviceSpec, element_bytes
 from fivefold.strategy.cost import evaluate_plan
 from fivefold.strategy.model import ModelSpec
@@ -57,7 +56,9 @@ def plan_demand(
         forward_s=forward_share * once_s,
         backward_s=(1 - forward_share) * once_s,
         messages=(
-            *_layer_messages(model, device, plan, share=layers / segments, segments=segments),
+            *_layer_messages(
+                model, columns.shape(0), plan, share=layers / segments, segments=segments
+            ),
             *_state_messages(columns, plan, segments=segments),
         ),
         p2p=_pipeline_messages(model, device, plan),
@@ -83,25 +84,17 @@ def _free_fabric(gpus: int, gpus_per_node: int) -> FabricSpec:
     )  # fmt: skip
 
 
-def _operators(
-    model: ModelSpec, device: DeviceSpec, plan: ParallelPlan
-) -> list[tuple[float, tuple[Operator, ...]]]:
-    """Return the operators of each kind of layer, with its share of all layers."""
-    shape = LayerKey.of(plan).shape(device)
-    return [(share, trained_operators(model, shape, kind)) for share, kind in model.layer_kinds]
-
-
 def _layer_messages(
-    model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, share: float, segments: int
+    model: ModelSpec, shape: LayerShape, plan: ParallelPlan, *, share: float, segments: int
 ) -> tuple[Message, ...]:
     """Return what ``share`` mean layers send per micro-batch, axis by axis."""
     sizes: dict[str, float] = {}
-    for weight, operators in _operators(model, device, plan):
-        for op in operators:
+    for weight, kind in model.layer_kinds:
+        for op in trained_operators(model, shape, kind):
             if op.message:
                 sizes[op.message] = sizes.get(op.message, 0.0) + weight * share * op.message_bytes
     if plan.tensor > 1 and plan.pipeline == 1 and not model.stages:
-        head = trained_head(model, LayerKey.of(plan).shape(device))
+        head = trained_head(model, shape)
         sizes["tensor"] += sum(op.message_bytes for op in head) / segments
     kinds = {"tensor": "all_reduce", "context": "all_gather", "expert": "all_to_all"}
     hidden = {"tensor": plan.tensor_overlap != "none", "context": True, "expert": False}
@@ -123,14 +116,14 @@ def _layer_messages(
 def _state_messages(columns: Columns, plan: ParallelPlan, *, segments: int) -> tuple[Message, ...]:
     """Return the gradients and parameters of a segment."""
     device = columns.device
-    kept, routed = (float(count[0]) for count in columns.outer_parameters())
+    kept, routed = columns.outer_parameters()[:, 0].tolist()
     found: list[Message] = []
     local = plan.tau > 1
     wide = device.outer_wire_bytes / plan.tau if local else device.gradient_wire_bytes
-    frozen, wire = (0.0, 0.0), float(columns.parameter_wire_bytes[0])
-    if plan.zero == 3:  # gathered, and never summed
-        sizes = columns.frozen_bytes(0, width=columns.parameter_wire_bytes)
-        frozen = (float(sizes[0][0]), float(sizes[1][0]))
+    wire = float(columns.parameter_wire_bytes[0])
+    frozen = columns.frozen_bytes(0, width=columns.parameter_wire_bytes)[:, 0].tolist()
+    if plan.zero < 3:  # not gathered, and never summed
+        frozen = [0.0, 0.0]
     for count, fixed, whole, shards, replica in (
         (kept, frozen[0], "data", "shard", "replica"),
         (routed, frozen[1], "expert_data", "expert_shard", "expert_replica"),
@@ -150,7 +143,7 @@ def _state_messages(columns: Columns, plan: ParallelPlan, *, segments: int) -> t
                         hidden=local)
             )  # fmt: skip
     if plan.zero == 3 and plan.optimizer == "muon":
-        wholes = [round(float(size[0]) / segments) for size in whole_bytes(columns)]
+        wholes = [round(size / segments) for size in whole_bytes(columns)[:, 0].tolist()]
         found += [
             Message(axis=axis, kind="all_to_all", size_bytes=size, phase="reduce")
             for axis, size in zip(("shard", "expert_shard"), wholes, strict=True)

@@ -9,6 +9,7 @@ fits a model, memory or a cluster is asked elsewhere.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -31,6 +32,7 @@ Optimizer = Literal["adamw", "muon"]
 DTYPES = ("bf16", "fp8", "fp32", "mxfp8", "nvfp4")
 WAITING_SCHEDULES = ("gpipe", "1f1b")
 """Schedules whose stages wait for their messages, whatever ``pipeline_overlap`` says."""
+Column = npt.NDArray[np.int64]
 _TWO_CHUNKS = {"zb_v", "v_half", "v_min", "dualpipe_v"}
 
 
@@ -150,6 +152,10 @@ class ParallelPlan:
         """Return the ranks that share states under ZeRO."""
         return self.data * self.context if self.shard is None else self.shard
 
+    @functools.cached_property
+    def _axes(self) -> dict[str, tuple[Column, Column]]:
+        return PlanTable.of([self]).axes
+
     def group(self, axis: str) -> Group:
         """Return the ranks of one axis: their number and how far they lie apart.
 
@@ -161,31 +167,9 @@ class ParallelPlan:
         Raises:
             ConfigurationError: There is no such axis.
         """
-        inner = self.tensor
-        replicas = self.data * self.context
-        data_stride = inner if self.order == "tcdp" else inner * self.pipeline
-        pipe_stride = inner * (replicas if self.order == "tcdp" else 1)
-        expert_stride, expert_ranks, expert_shards = data_stride, replicas, self.shards
-        if self.expert_tensor == 1:
-            expert_stride, expert_ranks = 1, replicas * inner
-            expert_shards = self.shards * inner
-        sharing = max(expert_shards // self.expert, 1)
-        holding = max(expert_ranks // self.expert, 1)
-        sizes = {
-            "tensor": (self.tensor, 1),
-            "context": (self.context, data_stride),
-            "data": (replicas, data_stride),
-            "expert": (self.expert, expert_stride),
-            "expert_data": (holding, expert_stride * self.expert),
-            "expert_shard": (sharing, expert_stride * self.expert),
-            "expert_replica": (max(holding // sharing, 1), expert_stride * self.expert * sharing),
-            "pipeline": (self.pipeline, pipe_stride),
-            "shard": (self.shards, data_stride),
-            "replica": (max(replicas // self.shards, 1), data_stride * self.shards),
-        }
-        require_one_of(axis, sizes, f"axis {axis!r} is unknown")
-        size, stride = sizes[axis]
-        return Group(size=size, stride=stride, ranks=self.num_gpus)
+        require_one_of(axis, self._axes, f"axis {axis!r} is unknown")
+        size, stride = self._axes[axis]
+        return Group(size=int(size[0]), stride=int(stride[0]), ranks=self.num_gpus)
 
 
 def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
@@ -297,7 +281,6 @@ def _expert_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
     return None
 
 
-Column = npt.NDArray[np.int64]
 _WORDS: Mapping[str, tuple[Any, ...]] = {
     "schedule": get_args(PipelineSchedule),
     "recompute": get_args(Recompute),
@@ -336,6 +319,37 @@ class PlanTable:
         if name.startswith("_") or name not in _NAMES:
             raise AttributeError(name)
         return self.columns[name]
+
+    @functools.cached_property
+    def num_gpus(self) -> Column:
+        """Return the GPUs of each plan."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @functools.cached_property
+    def axes(self) -> dict[str, tuple[Column, Column]]:
+        """Return the size of each axis's groups in every plan's mesh, and the stride in them."""
+        inner, replicas, expert = self.tensor, self.data * self.context, self.expert
+        tcdp = self.is_word("order", "tcdp")
+        stride = np.where(tcdp, inner, inner * self.pipeline)
+        shards = np.where(self.shard == 0, replicas, self.shard)
+        # Experts that tensor ranks do not split lie on neighbours, tensor ranks included.
+        own = self.expert_tensor == 1
+        widened, expert_stride = np.where(own, inner, 1), np.where(own, 1, stride)
+        holding = np.maximum(replicas * widened // expert, 1)
+        sharing = np.maximum(shards * widened // expert, 1)
+        across = expert_stride * expert
+        return {
+            "tensor": (inner, np.ones_like(inner)),
+            "context": (self.context, stride),
+            "data": (replicas, stride),
+            "expert": (expert, expert_stride),
+            "expert_data": (holding, across),
+            "expert_shard": (sharing, across),
+            "expert_replica": (np.maximum(holding // sharing, 1), across * sharing),
+            "pipeline": (self.pipeline, np.where(tcdp, inner * replicas, inner)),
+            "shard": (shards, stride),
+            "replica": (np.maximum(replicas // shards, 1), stride * shards),
+        }
 
     @classmethod
     def of(cls, plans: Iterable[ParallelPlan]) -> PlanTable:

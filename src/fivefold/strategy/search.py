@@ -12,14 +12,16 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fivefold.collectives.pricing import FabricSpec
 from fivefold.errors import FivefoldError, InfeasibleError
-from fivefold.strategy._columns import Columns, Floats
+from fivefold.strategy._columns import Columns
+from fivefold.strategy._layer import Floats
 from fivefold.strategy._memory import stored_bytes
 from fivefold.strategy._muon import moment_bytes
 from fivefold.strategy._space import (
@@ -72,85 +74,6 @@ class PlanSearchResult:
     seconds: float
 
 
-@dataclass
-class _Found:
-    """The state of a search."""
-
-    model: ModelSpec
-    device: DeviceSpec
-    fabric: FabricSpec
-    top: int
-    times: Floats = field(default_factory=lambda: np.zeros(0))
-    memory: Floats = field(default_factory=lambda: np.zeros(0))
-    plans: list[ParallelPlan] = field(default_factory=list)
-    front: list[tuple[float, float, ParallelPlan]] = field(default_factory=list)
-    evaluated: int = 0
-    over: int = 0
-    longer: int = 0
-    least_bytes: float = np.inf
-    least_plan: ParallelPlan | None = None
-
-    @property
-    def worst_s(self) -> float:
-        """Return the time that a plan must beat to be kept."""
-        return float(self.times[-1]) if len(self.times) == self.top else np.inf
-
-    def look_at(self, table: PlanTable, *, front: bool, taus: Sequence[int]) -> None:
-        """Evaluate a block and keep what is best."""
-        if not len(table):
-            return
-        costs = evaluate_table(self.model, self.device, self.fabric, table=table)
-        fits = costs.memory_bytes <= self.device.memory_bytes
-        self.evaluated += len(table)
-        self.over += int((~fits).sum())
-        least = int(np.argmin(costs.memory_bytes))
-        if costs.memory_bytes[least] < self.least_bytes:
-            self.least_bytes = float(costs.memory_bytes[least])
-            self.least_plan = table.plan(least)
-        # A longer round disturbs compute less often and learns less of a token: it is for plans
-        # whose outer updates a shorter one does not hide.
-        shorter = np.r_[0, taus][np.searchsorted(taus, table.tau)]
-        longer = fits & (shorter > 1) & (shorter >= costs.least_tau)
-        self.longer += int(longer.sum())
-        rows = np.flatnonzero(fits & ~longer)
-        if not len(rows):
-            return
-        self._keep_best(table, rows, costs.time_s[rows])
-        if front:
-            self._keep_front(table, rows, costs.time_s[rows], costs.memory_bytes[rows])
-
-    def _keep_best(self, table: PlanTable, rows: npt.NDArray[np.int64], times: Floats) -> None:
-        # Switches without effect (selective recomputation of fused attention) give equal times:
-        # the first, plainest one of each is kept.
-        unique, first = np.unique(times, return_index=True)
-        few = first[(unique < self.worst_s) & ~np.isin(unique, self.times)][: self.top]
-        if not len(few):
-            return
-        self.plans += [table.plan(int(rows[i])) for i in few]
-        merged = np.concatenate([self.times, times[few]])
-        order = np.argsort(merged, kind="stable")[: self.top]
-        self.times = merged[order]
-        self.plans = [self.plans[i] for i in order]
-
-    def _keep_front(
-        self, table: PlanTable, rows: npt.NDArray[np.int64], times: Floats, memory: Floats
-    ) -> None:
-        order = np.lexsort((memory, times))
-        lowest = np.minimum.accumulate(memory[order])
-        better = np.r_[True, lowest[1:] < lowest[:-1]]
-        for i in order[better]:
-            point = (float(times[i]), float(memory[i]))
-            if not any(t <= point[0] and m <= point[1] for t, m, _ in self.front):
-                self.front = [old for old in self.front if old[0] < point[0] or old[1] < point[1]]
-                self.front.append((*point, table.plan(int(rows[i]))))
-
-    def beats(self, time_s: float, memory_bytes: float, *, front: bool) -> bool:
-        """Return whether what was found makes plans with these bounds pointless."""
-        if time_s < self.worst_s:
-            return False
-        return not front or any(t <= time_s and m <= memory_bytes for t, m, _ in self.front)
-
-
 def search_plans(
     model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, space: SearchSpace, top: int = 1,
     front: bool = False, bounds: bool = True,
@@ -182,139 +105,198 @@ def search_plans(
     if space.num_gpus > fabric.num_gpus:
         message = f"the job wants {space.num_gpus} GPUs, {fabric.name!r} has {fabric.num_gpus}"
         raise InfeasibleError(message, hint=f"use at most {fabric.num_gpus} GPUs")
-    space = _with_workers(space, fabric)
-    outer = outer_choices(model, space, fabric=fabric)
-    if not outer.plans:
-        _raise_no_choice(outer, space)
-    found = _Found(model=model, device=device, fabric=fabric, top=top)
-    walk = _Walk(found, space, outer.plans, front=front, bounds=bounds)
-    walk.run()
-    ruled_out = walk.ruled_out
-    num_bounded = sum(ruled_out.values())
+    if max(space.tau) > 1 and space.shards == (None,):
+        # Ranks of a node may share states where local updates are asked for and nothing is said.
+        inside = [size for size in divisors(fabric.gpus_per_node) if size > 1]
+        space = dataclasses.replace(space, shards=(None, *inside))
+    found = _Search(model, device, fabric, space, top=top, front=front, bounds=bounds)
+    if not found.choices:
+        _raise_no_choice(found.outer, space)
+    found.run()
     if not found.plans:
-        _raise_no_fit(found, space)
+        _raise_no_fit(found)
+    ruled_out, num_bounded = found.bounded, found.bounded.total()
     ruled_out["memory: more than the device has"] += found.over
     if found.longer:
         ruled_out["tau: a shorter round hides its outer updates too"] = found.longer
-    ruled_out.update({f"cannot run: {reason}": n for reason, n in outer.ruled_out.items()})
+    ruled_out.update({f"cannot run: {reason}": n for reason, n in found.outer.ruled_out.items()})
     listed = sorted(found.front, key=lambda point: point[0])
     return PlanSearchResult(
         best=tuple(evaluate_plan(model, device, fabric, plan=plan) for plan in found.plans),
         front=tuple(evaluate_plan(model, device, fabric, plan=plan) for *_, plan in listed),
-        num_plans=walk.num_plans, num_evaluated=found.evaluated, num_over_memory=found.over,
+        num_plans=found.num_plans, num_evaluated=found.evaluated, num_over_memory=found.over,
         num_bounded=num_bounded, ruled_out=dict(ruled_out),
         seconds=time.perf_counter() - started_s,
     )  # fmt: skip
 
 
-def _with_workers(space: SearchSpace, fabric: FabricSpec) -> SearchSpace:
-    """Let ranks of a node share states where local updates are asked for and nothing is said."""
-    if max(space.tau) == 1 or space.shards != (None,):
-        return space
-    inside = [size for size in divisors(fabric.gpus_per_node) if size > 1]
-    return dataclasses.replace(space, shards=(None, *inside))
-
-
-class _Walk:
-    """Goes through the outer choices in the order of their bounds."""
+class _Search:
+    """Goes through the outer choices of a space in the order of their bounds; keeps the best."""
 
     def __init__(
-        self, found: _Found, space: SearchSpace, plans: list[ParallelPlan], *, front: bool,
-        bounds: bool,
+        self, model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, space: SearchSpace, *,
+        top: int = 1, front: bool = False, bounds: bool = True,
     ) -> None:  # fmt: skip
-        self.found, self.plans, self.front = found, plans, front
+        self.model, self.device, self.fabric, self.space = model, device, fabric, space
+        self.top, self.with_front = top, front
+        self.outer = outer_choices(model, space, fabric=fabric)
+        self.choices = self.outer.plans
         self.taus = sorted(set(space.tau))
-        self.ruled_out: Counter[str] = Counter()
-        self.patterns = [Pattern.of(found.model, space, plan) for plan in plans]
+        self.patterns = [Pattern.of(model, space, plan) for plan in self.choices]
         self.inner = {pattern: inner_table(space, pattern) for pattern in set(self.patterns)}
-        self.time_s = np.zeros(len(plans))
-        self.memory_bytes = np.zeros(len(plans))
+        self.bound_s, self.bound_bytes = np.zeros(len(self.choices)), np.zeros(len(self.choices))
         if bounds:
-            self.time_s, self.memory_bytes = _lower_bounds(
-                found.model, found.device, found.fabric, space=space, plans=plans,
-                patterns=self.patterns,
-            )  # fmt: skip
-
-    def size(self, i: int) -> int:
-        """Return the plans of an outer choice."""
-        return len(self.inner[self.patterns[i]]["recompute"])
+            self._set_bounds()
+        self.times = np.zeros(0)
+        self.plans: list[ParallelPlan] = []
+        self.front: list[tuple[float, float, ParallelPlan]] = []
+        self.bounded: Counter[str] = Counter()
+        self.evaluated = self.over = self.longer = 0
+        self.least_bytes = np.inf
 
     @property
     def num_plans(self) -> int:
         """Return the plans of the space."""
-        return sum(self.size(i) for i in range(len(self.plans)))
+        return sum(self._size(i) for i in range(len(self.choices)))
+
+    def _size(self, i: int) -> int:
+        """Return the plans of an outer choice."""
+        return len(self.inner[self.patterns[i]]["recompute"])
 
     def run(self) -> None:
         """Evaluate what no bound rules out."""
         waiting: list[int] = []
         rows = 0
-        for i in np.argsort(self.time_s, kind="stable"):
-            waiting.append(int(i))
-            rows += self.size(int(i))
+        for i in np.argsort(self.bound_s, kind="stable").tolist():
+            waiting.append(i)
+            rows += self._size(i)
             # Small blocks first: a good plan found early rules out most of the rest.
-            if rows >= min(_BLOCK_ROWS, _FIRST_ROWS + self.found.evaluated):
-                self.look_at(waiting)
+            if rows >= min(_BLOCK_ROWS, _FIRST_ROWS + self.evaluated):
+                self._look_at(waiting)
                 waiting, rows = [], 0
-        self.look_at(waiting)
+        self._look_at(waiting)
 
-    def look_at(self, chosen: list[int]) -> None:
+    def fits(self) -> bool:
+        """Return whether any plan of the space fits in memory."""
+        for i in np.argsort(self.bound_bytes, kind="stable")[:_MOST_TRIED].tolist():
+            if self.bound_bytes[i] > self.device.memory_bytes:
+                return False
+            self._look_at([i])
+            if self.plans:
+                return True
+        return False
+
+    def _look_at(self, chosen: list[int]) -> None:
         """Evaluate some outer choices with all their switches, or say why not."""
         by_pattern: dict[Pattern, list[ParallelPlan]] = {}
         for i in chosen:
-            if self.memory_bytes[i] > self.found.device.memory_bytes:
+            if self.bound_bytes[i] > self.device.memory_bytes:
                 reason = "memory: more than the device has, whatever the switches"
-            elif self.found.beats(self.time_s[i], self.memory_bytes[i], front=self.front):
+            elif self._beats(self.bound_s[i], self.bound_bytes[i]):
                 reason = "time: the bound is above the best found"
             else:
-                by_pattern.setdefault(self.patterns[i], []).append(self.plans[i])
+                by_pattern.setdefault(self.patterns[i], []).append(self.choices[i])
                 continue
-            self.ruled_out[reason] += self.size(i)
+            self.bounded[reason] += self._size(i)
         for pattern, plans in by_pattern.items():
-            table = block_table(plans, self.inner[pattern])
-            self.found.look_at(table, front=self.front, taus=self.taus)
+            self._evaluate(block_table(plans, self.inner[pattern]))
 
+    def _beats(self, time_s: float, memory_bytes: float) -> bool:
+        """Return whether what was found makes plans with these bounds pointless."""
+        if time_s < self._worst_s:
+            return False
+        return not self.with_front or any(
+            t <= time_s and m <= memory_bytes for t, m, _ in self.front
+        )
 
-def _lower_bounds(
-    model: ModelSpec, device: DeviceSpec, fabric: FabricSpec, *, space: SearchSpace,
-    plans: list[ParallelPlan], patterns: list[Pattern],
-) -> tuple[Floats, Floats]:  # fmt: skip
-    """Return the least seconds and bytes of every outer choice, whatever its switches.
+    @property
+    def _worst_s(self) -> float:
+        """Return the time that a plan must beat to be kept."""
+        return float(self.times[-1]) if len(self.times) == self.top else np.inf
 
-    Time: every micro-batch on a stage of mean speed at the fastest layer that any switch gives, and
-    the bubble at that speed. The slowest stage is no faster than the mean, messages and the
-    optimizer only add. Memory: states shared and offloaded as far as the space allows, the least
-    stored activations of any switch.
-    """
-    time_s, memory_bytes = np.zeros(len(plans)), np.zeros(len(plans))
-    for pattern in set(patterns):
-        rows = np.array([i for i, p in enumerate(patterns) if p == pattern])
-        inner = layer_table(space, pattern)
-        table = block_table([plans[i] for i in rows], inner)
-        columns = Columns(model, device, fabric, table)
-        shape = (len(rows), len(inner["recompute"]))
-        time_s[rows] = least_time_s(columns).reshape(shape).min(axis=1)
-        stored = stored_bytes(columns, stage=0)
-        if True in space.offload:
-            stored = np.minimum(stored, 2.0 * columns.layer["stored_bytes"])
-        working = 0.0 if device.frees_gradients else columns.layer["working_bytes"]
-        least = (stored + working).reshape(shape).min(axis=1)
-        states = _least_states(columns, space, pattern).reshape(shape).min(axis=1)
-        memory_bytes[rows] = least + states + device.reserved_bytes
-    return time_s * (1 - _ROUNDING), memory_bytes * (1 - _ROUNDING)
+    def _evaluate(self, table: PlanTable) -> None:
+        """Evaluate a block and keep what is best."""
+        if not len(table):
+            return
+        costs = evaluate_table(self.model, self.device, self.fabric, table=table)
+        fits = costs.memory_bytes <= self.device.memory_bytes
+        self.evaluated += len(table)
+        self.over += int((~fits).sum())
+        self.least_bytes = min(self.least_bytes, float(costs.memory_bytes.min()))
+        # A longer round disturbs compute less often and learns less of a token: it is for plans
+        # whose outer updates a shorter one does not hide.
+        shorter = np.r_[0, self.taus][np.searchsorted(self.taus, table.tau)]
+        longer = fits & (shorter > 1) & (shorter >= costs.least_tau)
+        self.longer += int(longer.sum())
+        rows = np.flatnonzero(fits & ~longer)
+        if not len(rows):
+            return
+        self._keep_best(table, rows, costs.time_s[rows])
+        if self.with_front:
+            self._keep_front(table, rows, costs.time_s[rows], costs.memory_bytes[rows])
+
+    def _keep_best(self, table: PlanTable, rows: npt.NDArray[np.int64], times: Floats) -> None:
+        # Switches without effect (selective recomputation of fused attention) give equal times:
+        # the first, plainest one of each is kept.
+        unique, first = np.unique(times, return_index=True)
+        few = first[(unique < self._worst_s) & ~np.isin(unique, self.times)][: self.top]
+        if not len(few):
+            return
+        self.plans += [table.plan(int(rows[i])) for i in few]
+        merged = np.concatenate([self.times, times[few]])
+        order = np.argsort(merged, kind="stable")[: self.top]
+        self.times = merged[order]
+        self.plans = [self.plans[i] for i in order]
+
+    def _keep_front(
+        self, table: PlanTable, rows: npt.NDArray[np.int64], times: Floats, memory: Floats
+    ) -> None:
+        order = np.lexsort((memory, times))
+        lowest = np.minimum.accumulate(memory[order])
+        better = np.r_[True, lowest[1:] < lowest[:-1]]
+        for i in order[better]:
+            point = (float(times[i]), float(memory[i]))
+            if not any(t <= point[0] and m <= point[1] for t, m, _ in self.front):
+                self.front = [old for old in self.front if old[0] < point[0] or old[1] < point[1]]
+                self.front.append((*point, table.plan(int(rows[i]))))
+
+    def _set_bounds(self) -> None:
+        """Set the least seconds and bytes of every outer choice, whatever its switches.
+
+        Time: every micro-batch on a stage of mean speed at the fastest layer that any switch gives,
+        and the bubble at that speed. The slowest stage is no faster than the mean, messages and the
+        optimizer only add. Memory: states shared and offloaded as far as the space allows, the
+        least stored activations of any switch.
+        """
+        device, space = self.device, self.space
+        for pattern in self.inner:
+            rows = np.array([i for i, p in enumerate(self.patterns) if p == pattern])
+            inner = layer_table(space, pattern)
+            table = block_table([self.choices[i] for i in rows], inner)
+            columns = Columns(self.model, device, self.fabric, table)
+            shape = (len(rows), len(inner["recompute"]))
+            self.bound_s[rows] = least_time_s(columns).reshape(shape).min(axis=1)
+            stored = stored_bytes(columns, stage=0)
+            if True in space.offload:
+                stored = np.minimum(stored, 2.0 * columns.layer["stored_bytes"])
+            working = 0.0 if device.frees_gradients else columns.layer["working_bytes"]
+            least = (stored + working).reshape(shape).min(axis=1)
+            states = _least_states(columns, space, pattern).reshape(shape).min(axis=1)
+            self.bound_bytes[rows] = least + states + device.reserved_bytes
+        self.bound_s *= 1 - _ROUNDING
+        self.bound_bytes *= 1 - _ROUNDING
 
 
 def _least_states(columns: Columns, space: SearchSpace, pattern: Pattern) -> Floats:
     """Return the states of the first stage, whose activations the bound takes too."""
-    kept, routed = columns.parameters(0)
-    whole = kept + routed
-    levels = space.zero if pattern.copies else (0,)
-    most = max(levels)
-    shards = columns.replicas
-    shared = kept / shards + routed / np.maximum(shards / columns.table.expert, 1.0)
-    frozen = columns.frozen_bytes(0, width=columns.element_bytes)
-    frozen_shared = frozen[0] / shards + frozen[1] / np.maximum(shards / columns.table.expert, 1.0)
-    weights = columns.element_bytes * (shared if most >= 3 else whole)
-    weights = weights + (frozen_shared if most >= 3 else sum(frozen))
+    states, width = columns.parameters(0), columns.element_bytes
+    frozen = columns.frozen_bytes(0, width=width)
+    most = max(space.zero) if pattern.copies else 0
+    replicas = columns.replicas
+    shards = np.stack([replicas, np.maximum(replicas / columns.table.expert, 1.0)])
+    whole, shared = states.sum(0), (states / shards).sum(0)
+    weights = width * (shared if most >= 3 else whole)
+    weights = weights + ((frozen / shards) if most >= 3 else frozen).sum(0)
     gradients = columns.device.gradient_bytes * (shared if most >= 2 else whole)
     if columns.device.frees_gradients:  # activations may be what is there instead
         gradients = np.zeros(len(whole))
@@ -323,8 +305,7 @@ def _least_states(columns: Columns, space: SearchSpace, pattern: Pattern) -> Flo
         bytes_each = bytes_each - moment_bytes(columns.device)
     optimizer = bytes_each * (shared if most >= 1 else whole)
     if True in space.offload:
-        layers = np.maximum(columns.model.num_layers / columns.table.pipeline, 1.0)
-        return weights * np.minimum(2.0 / layers, 1.0) + gradients
+        return weights * np.minimum(2.0 / columns.each, 1.0) + gradients
     return weights + gradients + optimizer
 
 
@@ -338,62 +319,32 @@ def _raise_no_choice(outer: Outer, space: SearchSpace) -> None:
     raise InfeasibleError(message, hint=hint)
 
 
-def _raise_no_fit(found: _Found, space: SearchSpace) -> None:
+def _raise_no_fit(found: _Search) -> None:
     """Say what binds, and look for the nearest change that helps."""
-    device = found.device
+    device, space, fabric = found.device, found.space, found.fabric
+
+    def fits(**changed: Any) -> bool:
+        wider = dataclasses.replace(space, **changed)
+        return _Search(found.model, device, fabric, wider).fits()
+
     changes = []
-    if space.offload == (False,) and _fits(
-        found, dataclasses.replace(space, offload=(False, True))
-    ):
+    if space.offload == (False,) and fits(offload=(False, True)):
         changes.append("allow offloading to host memory")
-    if 3 not in space.zero and _fits(found, dataclasses.replace(space, zero=(0, 1, 2, 3))):
+    if 3 not in space.zero and fits(zero=(0, 1, 2, 3)):
         changes.append("allow ZeRO-3")
-    if "full" not in space.recompute:
-        wider = dataclasses.replace(space, recompute=("none", "selective", "full"))
-        if _fits(found, wider):
-            changes.append("allow full recomputation")
-    for doubling in range(1, _MOST_DOUBLINGS):
-        count = space.num_gpus << doubling
-        larger = dataclasses.replace(space, num_gpus=count)
-        if count <= found.fabric.num_gpus and _fits(found, larger):
-            changes.append(f"use {count} GPUs")
-            break
-    needed = found.least_bytes
-    if found.least_plan is None:
-        table = _bytes_bounds(found, space)
-        needed = float(table.min())
+    if "full" not in space.recompute and fits(recompute=("none", "selective", "full")):
+        changes.append("allow full recomputation")
+    larger = (space.num_gpus << doubling for doubling in range(1, _MOST_DOUBLINGS))
+    count = next((n for n in larger if n <= fabric.num_gpus and fits(num_gpus=n)), None)
+    if count is not None:
+        changes.append(f"use {count} GPUs")
+    needed = found.least_bytes if found.evaluated else float(found.bound_bytes.min())
     message = (
         f"no plan fits: memory binds; the least that any plan needs is {format_bytes(needed)} "
         f"a GPU, {device.name!r} has {format_bytes(device.memory_bytes)}"
     )
     hint = "nearest changes: " + ("; or ".join(changes) or "a device with more memory")
     raise InfeasibleError(message, hint=hint)
-
-
-def _bytes_bounds(found: _Found, space: SearchSpace) -> Floats:
-    """Return lower bounds of memory over a space."""
-    plans = outer_choices(found.model, space, fabric=found.fabric).plans
-    patterns = [Pattern.of(found.model, space, plan) for plan in plans]
-    return _lower_bounds(
-        found.model, found.device, found.fabric, space=space, plans=plans, patterns=patterns
-    )[1]
-
-
-def _fits(found: _Found, space: SearchSpace) -> bool:
-    """Return whether any plan of a space fits in memory."""
-    outer = outer_choices(found.model, space, fabric=found.fabric)
-    if not outer.plans:
-        return False
-    state = _Found(model=found.model, device=found.device, fabric=found.fabric, top=1)
-    walk = _Walk(state, space, outer.plans, front=False, bounds=True)
-    order = np.argsort(walk.memory_bytes, kind="stable")
-    for i in order[:_MOST_TRIED]:
-        if walk.memory_bytes[i] > found.device.memory_bytes:
-            return False
-        walk.look_at([int(i)])
-        if state.plans:
-            return True
-    return False
 
 
 RATES = (0.5, 2.0)
@@ -460,16 +411,18 @@ def compare_clusters(pairs: Sequence[tuple[Job, Cluster]]) -> list[ClusterOutcom
 
 
 def _outcome(job: Job, cluster: Cluster) -> ClusterOutcome:
-    known = {"cluster": cluster, "model": job.model, "num_gpus": job.space.num_gpus}
+    outcome = ClusterOutcome(
+        cluster=cluster, model=job.model, num_gpus=job.space.num_gpus, best=None
+    )
     try:
         best = _fastest(job, cluster, cluster.fabric)
     except FivefoldError as error:  # of one cluster: the others are still compared
-        return ClusterOutcome(**known, best=None, problem=error.message)  # type: ignore[arg-type]
+        return dataclasses.replace(outcome, problem=error.message)
     at_rate_s: dict[float, float] = {}
     if job.space.num_gpus > cluster.fabric.gpus_per_node:
         for rate in RATES:
             at_rate_s[rate] = _fastest(job, cluster, _at_rate(cluster.fabric, rate)).time_s
-    return ClusterOutcome(**known, best=best, at_rate_s=at_rate_s)  # type: ignore[arg-type]
+    return dataclasses.replace(outcome, best=best, at_rate_s=at_rate_s)
 
 
 def _fastest(job: Job, cluster: Cluster, fabric: FabricSpec) -> PlanPrediction:
