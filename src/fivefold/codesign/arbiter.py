@@ -130,15 +130,10 @@ class Arbiter:
             self.history.append(candidate)
         self.log.append(
             DecisionRecord(
-                layer=layer,
-                entity=entity,
-                decision=decision if taken else f"not {decision}",
-                alternatives={"as before": before, decision: after},
-                inputs=_INPUTS[layer],
-                co_designs=(*tags, "H"),
-                round=len(self.history) - 1,
+                layer, entity, decision if taken else f"not {decision}", _INPUTS[layer],
+                (*tags, "H"), {"as before": before, decision: after}, round=len(self.history) - 1,
             )
-        )
+        )  # fmt: skip
         return taken
 
     def _late(self, candidate: _Judged) -> list[str]:

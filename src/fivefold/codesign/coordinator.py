@@ -18,7 +18,7 @@ from fivefold.codesign.jobs import JobSpec, check_jobs
 from fivefold.codesign.plans import ClusterPlan, CoDesigns, DecisionRecord, JobPlan
 from fivefold.codesign.simulate import Outcome, alone_quote, run_plan, schedule_iteration
 from fivefold.codesign.steps import job_groups
-from fivefold.codesign.trees import SwitchState, nearest_roots, spread_trees
+from fivefold.codesign.trees import SwitchState, TreeChoice, nearest_roots, spread_trees
 from fivefold.collectives.pricing.phases import host_groups
 from fivefold.network.topology import Topology
 from fivefold.tasks.iteration import STATE_AXES
@@ -27,29 +27,25 @@ from fivefold.tasks.schedule import Ordering
 _BUCKETS: tuple[int | None, ...] = (None, 25_000_000, 100_000_000, 0)
 
 
+_LINKS = ("ClusterGraph.links", "network")
+_QUOTE = ("CostQuote.time_s", "collectives")
+
+
 @dataclass(frozen=True)
 class _Option:
-    name: str
-    plan: JobPlan
-    co_designs: tuple[str, ...]
+    """A plan of layers 1 to 3, in what each of them chose; seconds where it was priced."""
 
-
-@dataclass(frozen=True)
-class _Weighed:
-    """An option of all three layers, with its price."""
-
-    seconds: float
-    split: str
     algorithm: str
-    tasks: str
     plan: JobPlan
-    co_designs: tuple[str, ...]
+    co_designs: tuple[str, ...] = ()
+    split: str = ""
+    tasks: str = ""
+    seconds: float = 0.0
 
     @property
     def name(self) -> str:
         """Return the names of split, algorithm and tasks."""
-        parts = (self.split, self.algorithm, self.tasks)
-        return ", ".join(part for part in parts if part)
+        return ", ".join(part for part in (self.split, self.algorithm, self.tasks) if part)
 
 
 @dataclass(frozen=True)
@@ -70,14 +66,25 @@ def plan_single(
 ) -> SinglePlan:
     """Plan layers 1 to 3 of one job, as if it were alone; aggregating switches know their trees."""
     if not co_designs.vertical:
-        return _by_rule(topology, job, start, co_designs, switches)
-    weighed = list(_weighed(topology, job, start, co_designs, switches))
-    best = min(weighed, key=lambda one: one.seconds)
-    of_splits: dict[str, _Weighed] = {}
-    for one in sorted(weighed, key=lambda one: one.seconds):
+        # Without prices: the last collective on offer, and layer 1's favourite.
+        chosen = [*collective_options(topology, job, start, co_designs, switches)][-1]
+        records = [nominal_record(job)] if job.splits else []
+        if chosen.plan != start:
+            nodes = (("ClusterGraph.nodes", "network"),)
+            rule = f"{chosen.algorithm}, by rule"
+            records.append(
+                DecisionRecord("collectives", job.job_id, rule, nodes, chosen.co_designs)
+            )
+        return SinglePlan(chosen.plan, tuple(records))
+    weighed = sorted(
+        _weighed(topology, job, start, co_designs, switches), key=lambda one: one.seconds
+    )
+    best = weighed[0]
+    of_splits: dict[str, _Option] = {}
+    for one in weighed:
         of_splits.setdefault(one.split, one)
     others = tuple(one.plan for one in of_splits.values() if one.split != best.split)
-    return SinglePlan(best.plan, tuple(_records(job, best, weighed, of_splits)), others)
+    return SinglePlan(best.plan, tuple(_records(job, weighed, of_splits)), others)
 
 
 def _weighed(
@@ -86,7 +93,7 @@ def _weighed(
     start: JobPlan,
     co_designs: CoDesigns,
     switches: SwitchState | None,
-) -> Iterator[_Weighed]:
+) -> Iterator[_Option]:
     """Yield every option of layers 1 to 3 at the price that the layers below ask for it."""
     for number in range(max(1, len(job.splits))):
         split = job.splits[number].name if job.splits else ""
@@ -95,84 +102,33 @@ def _weighed(
             begin = replace(start, split=number, order=job.splits[number].ranks, paths={})
         for option in collective_options(topology, job, begin, co_designs, switches):
             quote = alone_quote(topology, job, option.plan)
-            for tasks in task_options(option.plan):
-                seconds = schedule_iteration(job, tasks, quote).end_s
-                name = _task_name(tasks)
-                yield _Weighed(seconds, split, option.name, name, tasks, option.co_designs)
+            for plan in task_options(option.plan):
+                seconds = schedule_iteration(job, plan, quote).end_s
+                tasks = _task_name(plan)
+                yield replace(option, plan=plan, split=split, tasks=tasks, seconds=seconds)
 
 
 def _records(
-    job: JobSpec, best: _Weighed, weighed: Sequence[_Weighed], of_splits: Mapping[str, _Weighed]
+    job: JobSpec, weighed: Sequence[_Option], of_splits: Mapping[str, _Option]
 ) -> Iterator[DecisionRecord]:
+    """Yield who decided for the first of the options, and against which others."""
+    best, name = weighed[0], job.job_id
     if job.splits:
-        yield DecisionRecord(
-            layer="strategy",
-            entity=job.job_id,
-            decision=best.split,
-            alternatives={name: one.seconds for name, one in of_splits.items()},
-            inputs=(
-                ("JobSpec.model", "strategy"),
-                ("PlanReport.iteration_s", "tasks"),
-                ("CostQuote.time_s", "collectives"),
-                ("ClusterGraph.links", "network"),
-            ),
-            co_designs=("V",),
-        )
+        known = (("JobSpec.model", "strategy"), ("PlanReport.iteration_s", "tasks"), _QUOTE, _LINKS)
+        seconds = {name: one.seconds for name, one in of_splits.items()}
+        yield DecisionRecord("strategy", name, best.split, known, ("V",), seconds)
     same = {one.name: one.seconds for one in weighed if one.split == best.split}
-    yield DecisionRecord(
-        layer="collectives",
-        entity=job.job_id,
-        decision=best.algorithm,
-        alternatives=same,
-        inputs=(("ClusterGraph.links", "network"), ("CommTask.criticality", "tasks")),
-        co_designs=("V", *best.co_designs),
-    )
-    yield DecisionRecord(
-        layer="tasks",
-        entity=job.job_id,
-        decision=best.tasks,
-        alternatives=same,
-        inputs=(("CostQuote.time_s", "collectives"),),
-        co_designs=("V",),
-    )
-
-
-def _by_rule(
-    topology: Topology,
-    job: JobSpec,
-    start: JobPlan,
-    co_designs: CoDesigns,
-    switches: SwitchState | None,
-) -> SinglePlan:
-    """Take, without asking for prices, the last collective on offer and layer 1's favourite."""
-    chosen = list(collective_options(topology, job, start, co_designs, switches))[-1]
-    records = []
-    if job.splits:
-        records.append(nominal_record(job))
-    if chosen.plan != start:
-        records.append(
-            DecisionRecord(
-                layer="collectives",
-                entity=job.job_id,
-                decision=f"{chosen.name}, by rule",
-                alternatives={},
-                inputs=(("ClusterGraph.nodes", "network"),),
-                co_designs=chosen.co_designs,
-            )
-        )
-    return SinglePlan(chosen.plan, tuple(records))
+    known = (_LINKS, ("CommTask.criticality", "tasks"))
+    tags = ("V", *best.co_designs)
+    yield DecisionRecord("collectives", name, best.algorithm, known, tags, same)
+    yield DecisionRecord("tasks", name, best.tasks, (_QUOTE,), ("V",), same)
 
 
 def nominal_record(job: JobSpec) -> DecisionRecord:
     """Record layer 1's choice by itself: the cheapest split by the devices' nominal constants."""
-    return DecisionRecord(
-        layer="strategy",
-        entity=job.job_id,
-        decision=job.splits[0].name,
-        alternatives={split.name: split.nominal_s for split in job.splits},
-        inputs=(("JobSpec.model", "strategy"), ("nominal bandwidth", "strategy")),
-        co_designs=(),
-    )
+    known = (("JobSpec.model", "strategy"), ("nominal bandwidth", "strategy"))
+    seconds = {split.name: split.nominal_s for split in job.splits}
+    return DecisionRecord("strategy", job.job_id, job.splits[0].name, known, (), seconds)
 
 
 def collective_options(
@@ -183,11 +139,11 @@ def collective_options(
     switches: SwitchState | None = None,
 ) -> Iterator[_Option]:
     """Yield what layer 3 may choose among; the plan so far comes first."""
-    yield _Option("ring in the order given", start, ())
+    yield _Option("ring in the order given", start)
     ranks = start.order
     order = local_order(topology, ranks) if co_designs.vertical else ranks
     if order != start.order:
-        yield _Option("ring along the topology", replace(start, order=order, paths={}), ())
+        yield _Option("ring along the topology", replace(start, order=order, paths={}))
     groups = _reducing_groups(job.split_as(start.split), replace(start, order=order))
     by_host = [host_groups(topology, group) for group in groups]
     even = all(hosts is not None for hosts in by_host)
@@ -198,30 +154,24 @@ def collective_options(
     # Several ranks of a host reduce inside it first, which only Intra-Inter may plan.
     single = even and all(len(hosts[0]) == 1 for hosts in by_host if hosts)
     if co_designs.host_net and even and (single or co_designs.intra_inter):
-        begin = replace(start, order=order)
         tags = ("HN",) if single else ("II", "HN")
         state = SwitchState(topology) if switches is None else switches
-        yield from _aggregation_options(topology, job, begin, (tags, state), co_designs.vertical)
+        start = replace(start, order=order)
+        for choice in _tree_choices(topology, job, start, state, everywhere=co_designs.vertical):
+            plan = replace(start, **choice.changes())  # type: ignore[arg-type]
+            yield _Option(f"in the network at {choice.name}", plan, tags)
 
 
-def _aggregation_options(
-    topology: Topology,
-    job: JobSpec,
-    start: JobPlan,
-    how: tuple[tuple[str, ...], SwitchState],
-    vertical: bool,  # noqa: FBT001 - passed on
-) -> Iterator[_Option]:
-    """Yield trees where switches carry least; with Vertical also all at one that serves nobody."""
-    tags, switches = how
+def _tree_choices(
+    topology: Topology, job: JobSpec, start: JobPlan, switches: SwitchState, *, everywhere: bool
+) -> Iterator[TreeChoice]:
+    """Yield trees where switches carry least; everywhere: also all at one that serves nobody."""
     apart = spread_trees(topology, job, start, loads=switches.loads, free=switches.free)
-    choices = [apart] if apart is not None else []
-    if vertical:
-        idle = switches.serving_nobody
-        nearest = nearest_roots(topology, job, start)
-        choices += [one for one in nearest if one not in choices and idle(one.roots)]
-    for choice in choices:
-        plan = replace(start, **choice.changes())  # type: ignore[arg-type]
-        yield _Option(f"in the network at {choice.name}", plan, tags)
+    if apart is not None:
+        yield apart
+    for one in nearest_roots(topology, job, start) if everywhere else ():
+        if one != apart and switches.serving_nobody(one.roots):
+            yield one
 
 
 def _reducing_groups(job: JobSpec, plan: JobPlan) -> list[tuple[int, ...]]:
@@ -467,16 +417,9 @@ def _plan_singles(
         decisions += found.decisions
     if allowed.vertical and plan != baseline:
         plan = routed_one_by_one(topology, jobs, plan, seed=seed)
-        decisions.append(
-            DecisionRecord(
-                layer="flows",
-                entity="each job",
-                decision="paths by the job's own load",
-                alternatives={},
-                inputs=(("FlowSet.flows", "collectives"), ("ClusterGraph.links", "network")),
-                co_designs=("V",),
-            )
-        )
+        known = (("FlowSet.flows", "collectives"), _LINKS)
+        how = "paths by the job's own load"
+        decisions.append(DecisionRecord("flows", "each job", how, known, ("V",)))
     return _Singles(plan, tuple(decisions), splits)
 
 

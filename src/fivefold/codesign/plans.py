@@ -153,16 +153,16 @@ class ClusterPlan:
 Layer = Literal["strategy", "tasks", "collectives", "flows", "network", "coordinator"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DecisionRecord:
-    """One decision."""
+    """One decision, of a layer about an entity; alternatives with their seconds."""
 
     layer: Layer
     entity: str
     decision: str
-    alternatives: Mapping[str, float]
     inputs: tuple[tuple[str, str], ...]
-    co_designs: tuple[str, ...]
+    co_designs: tuple[str, ...] = ()
+    alternatives: Mapping[str, float] = field(default_factory=dict)
     round: int = 0
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any, get_args
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from fivefold.errors import ConfigurationError, require_whole
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import (
     DTYPES,
+    TWO_CHUNKS,
     WAITING_SCHEDULES,
     Optimizer,
     Order,
@@ -32,7 +34,6 @@ from fivefold.strategy.plan import (
     plan_problem,
 )
 
-_TWO_CHUNKS = ("zb_v", "v_half", "v_min", "dualpipe_v")
 _BOTH = (False, True)
 _DEGREES = ("tensor", "pipeline", "context", "expert", "micro_batch", "virtual")
 _SWITCHES = ("embedding_layers", "sequence_parallel", "regather", "data_overlap",
@@ -111,7 +112,10 @@ class SearchSpace:
             if values == ():
                 message = f"{name} of the search space is empty"
                 raise ConfigurationError(message, hint="give at least one value, or leave it out")
-        _check_degrees(self)
+        for name in (*_DEGREES, "tau", "shards"):
+            for value in getattr(self, name) or ():
+                if name != "shards" or value is not None:
+                    require_whole(f"each {name} of the search space", value)
         for name, known in _KNOWN.items():
             for value in getattr(self, name):
                 if not any(value is one or value == one for one in known):
@@ -127,144 +131,132 @@ def _check_degrees(space: SearchSpace) -> None:
                 require_whole(f"each {name} of the search space", value)
 
 
-@dataclass
-class Outer:
-    """Outer choices that can run, and why others cannot."""
-
-    plans: list[ParallelPlan] = field(default_factory=list)
-    ruled_out: Counter[str] = field(default_factory=Counter)
-
-
 def divisors(number: int) -> list[int]:
     """Return all divisors, in order."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
     return sorted({*small, *(number // i for i in small)})
 
 
-def outer_choices(model: ModelSpec, space: SearchSpace, *, fabric: FabricSpec) -> Outer:
-    """Return every combination of degrees, micro-batch and schedule that can run the model.
+def outer_choices(
+    model: ModelSpec, space: SearchSpace, *, fabric: FabricSpec
+) -> tuple[list[ParallelPlan], Counter[str]]:
+    """Return the degrees, micro-batches and schedules that can run the model; why others cannot.
 
     Tensor groups lie inside nodes, unless the space names their degrees.
     """
-    outer = Outer()
+    found = list(_choices(model, space, fabric))
+    plans = [one for one in found if isinstance(one, ParallelPlan)]
+    return plans, Counter(one for one in found if isinstance(one, str))
+
+
+def _choices(
+    model: ModelSpec, space: SearchSpace, fabric: FabricSpec
+) -> Iterator[ParallelPlan | str]:
+    """Yield each outer choice, or what rules it out."""
     for tensor in _degrees(space.tensor, space.num_gpus):
         if model.num_heads % tensor or (model.stages and tensor > 1):
-            outer.ruled_out[f"tensor={tensor} does not divide the heads"] += 1
+            yield f"tensor={tensor} does not divide the heads"
             continue
         if space.tensor is None and not fabric.holds_in_node(tensor, space.num_gpus):
-            outer.ruled_out[f"tensor={tensor} would lie across nodes: name it to allow it"] += 1
+            yield f"tensor={tensor} would lie across nodes: name it to allow it"
             continue
         for pipeline in _degrees(space.pipeline, space.num_gpus // tensor):
             if pipeline > model.num_layers:
-                outer.ruled_out["more pipeline stages than layers"] += 1
+                yield "more pipeline stages than layers"
                 continue
-            _add_replicas(model, space, outer, tensor=tensor, pipeline=pipeline)
-    return outer
+            yield from _replicated(model, space, {"tensor": tensor, "pipeline": pipeline})
 
 
 def _degrees(chosen: tuple[int, ...] | None, number: int) -> list[int]:
     return [d for d in divisors(number) if chosen is None or d in chosen]
 
 
-def _add_replicas(
-    model: ModelSpec, space: SearchSpace, outer: Outer, *, tensor: int, pipeline: int
-) -> None:
-    rest = space.num_gpus // (tensor * pipeline)
+def _replicated(
+    model: ModelSpec, space: SearchSpace, split: dict[str, int]
+) -> Iterator[ParallelPlan | str]:
+    experts = model.experts.num_experts if model.experts is not None else 1
+    rest = space.num_gpus // (split["tensor"] * split["pipeline"])
     for context in _degrees(space.context, rest):
         data = rest // context
         if space.global_batch % data:
-            outer.ruled_out["the batch is not a multiple of the data-parallel replicas"] += 1
+            yield "the batch is not a multiple of the data-parallel replicas"
             continue
-        most = model.experts.num_experts if model.experts is not None else 1
         for expert in _degrees(space.expert, rest):
-            if most % expert:
-                if model.experts is not None:
-                    outer.ruled_out["experts are not split evenly"] += 1
-                continue
-            degrees = {
-                "tensor": tensor, "pipeline": pipeline, "context": context, "data": data,
-                "expert": expert,
-            }  # fmt: skip
-            _add_schedules(model, space, outer, degrees=degrees)
+            if experts % expert == 0:
+                degrees = {**split, "context": context, "data": data, "expert": expert}
+                yield from _scheduled(model, space, degrees)
+            elif model.experts is not None:
+                yield "experts are not split evenly"
 
 
-def _add_schedules(
-    model: ModelSpec, space: SearchSpace, outer: Outer, *, degrees: dict[str, Any]
-) -> None:
-    local = space.global_batch // degrees["data"]
-    for micro_batch in _degrees(space.micro_batch, local):
-        for schedule, virtual, ends in _schedules(model, space, degrees["pipeline"]):
-            for order in space.orders if degrees["pipeline"] > 1 else space.orders[:1]:
+def _scheduled(
+    model: ModelSpec, space: SearchSpace, degrees: dict[str, Any]
+) -> Iterator[ParallelPlan | str]:
+    stages = degrees["pipeline"]
+    for micro_batch in _degrees(space.micro_batch, space.global_batch // degrees["data"]):
+        for schedule, virtual, ends in _schedules(model, space, stages):
+            for order in space.orders if stages > 1 else space.orders[:1]:
                 words: dict[str, Any] = {"schedule": schedule, "order": order}
                 plan = ParallelPlan(
                     global_batch=space.global_batch, micro_batch=micro_batch, virtual=virtual,
                     embedding_layers=ends, **degrees, **words,
                 )  # fmt: skip
                 problem = plan_problem(model, plan)
-                if problem is None:
-                    outer.plans.append(plan)
-                else:
-                    outer.ruled_out[problem.split("; ")[0]] += 1
+                yield plan if problem is None else problem.split("; ")[0]
 
 
-def _schedules(model: ModelSpec, space: SearchSpace, stages: int) -> list[tuple[str, int, bool]]:
-    """Return schedules, their chunks, and whether embedding and head count as layers."""
+def _schedules(
+    model: ModelSpec, space: SearchSpace, stages: int
+) -> Iterator[tuple[str, int, bool]]:
+    """Yield schedules, their chunks, and whether embedding and head count as layers."""
     if stages == 1:
-        return [("1f1b", 1, False)]
-    found: list[tuple[str, int, bool]] = []
+        yield "1f1b", 1, False
+        return
+    uneven = model.num_layers % stages > 0 and not model.stages
+    evened = uneven and (model.num_layers + 2) % stages == 0
     for ends in space.embedding_layers:
-        layers = model.num_layers + 2 * ends
-        if ends and False in space.embedding_layers and not _evens_out(model, stages):
+        if ends and False in space.embedding_layers and not evened:
             continue
         for schedule in space.schedules:
-            if schedule == "interleaved":
-                chunks = divisors(layers // stages) if space.virtual is None else space.virtual
-                found += [(schedule, v, ends) for v in chunks if v > 1]
-            else:
-                found.append((schedule, 2 if schedule in _TWO_CHUNKS else 1, ends))
-    return found
+            if schedule != "interleaved":
+                yield schedule, 2 if schedule in TWO_CHUNKS else 1, ends
+                continue
+            layers = model.num_layers + 2 * ends
+            chunks = divisors(layers // stages) if space.virtual is None else space.virtual
+            yield from ((schedule, v, ends) for v in chunks if v > 1)
 
 
-def _evens_out(model: ModelSpec, stages: int) -> bool:
-    """Return whether layers divide over stages only with embedding and head among them."""
-    uneven = model.num_layers % stages > 0 and not model.stages
-    return uneven and (model.num_layers + 2) % stages == 0
-
-
-@dataclass(frozen=True)
-class Pattern:
+class Pattern(NamedTuple):
     """Facts of an outer choice that decide which switches mean something."""
 
     split: bool
     copies: bool
     overlaps: bool
     sequences: bool
-    shares: bool
+    shares: bool  # shared experts have an exchange to compute beside
     shards: tuple[int | None, ...]
     workers: tuple[int, ...]
 
-    @classmethod
-    def of(cls, model: ModelSpec, space: SearchSpace, plan: ParallelPlan) -> Pattern:
-        """Return the pattern of an outer choice."""
-        replicas = plan.data * plan.context
-        return cls(
-            split=plan.tensor > 1,
-            copies=replicas > 1,
-            overlaps=plan.pipeline > 1 and plan.schedule not in WAITING_SCHEDULES,
-            sequences=plan.tensor > 1 and model.seq_len % (plan.context * plan.tensor) == 0,
-            shares=_shares(model, plan),
-            shards=tuple(s for s in space.shards if s is None or replicas % s == 0),
-            workers=tuple(s for s in space.shards if s and replicas % s == 0 and s < replicas),
-        )
 
-
-def _shares(model: ModelSpec, plan: ParallelPlan) -> bool:
-    """Return whether shared experts have an exchange to compute beside."""
+def pattern_of(model: ModelSpec, space: SearchSpace, plan: ParallelPlan) -> Pattern:
+    """Return the pattern of an outer choice."""
+    replicas = plan.data * plan.context
     shared = model.experts is not None and model.experts.shared_ffn > 0
-    return shared and plan.expert > 1 and plan.schedule not in {"dualpipe", "dualpipe_v"}
+    return Pattern(
+        split=plan.tensor > 1,
+        copies=replicas > 1,
+        overlaps=plan.pipeline > 1 and plan.schedule not in WAITING_SCHEDULES,
+        sequences=plan.tensor > 1 and model.seq_len % (plan.context * plan.tensor) == 0,
+        shares=shared and plan.expert > 1 and not plan.schedule.startswith("dualpipe"),
+        shards=tuple(s for s in space.shards if s is None or replicas % s == 0),
+        workers=tuple(s for s in space.shards if s and replicas % s == 0 and s < replicas),
+    )
 
 
-def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[np.int64]]:
+Switches = dict[str, npt.NDArray[np.int64]]
+
+
+def inner_table(space: SearchSpace, pattern: Pattern) -> Switches:
     """Return the switches that mean something for a pattern, as columns."""
     zeros = [
         (zero, shard)
@@ -289,26 +281,25 @@ def inner_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[n
         # The last of what may be in host memory are optimizer states.
         if not (optimizer == "muon" and rest[-1])
     ]
-    names = (*LAYER_SWITCHES, "zero", "shard", "data_overlap", "pipeline_overlap",
-             "offload_weights", "offload_activations", "offload_optimizer", "tau",
-             "optimizer")  # fmt: skip
-    return {
-        name: np.array([encode(name, row[i]) for row in rows], np.int64)
-        for i, name in enumerate(names)
-    }
+    names = ("zero", "shard", "data_overlap", "pipeline_overlap", "offload_weights",
+             "offload_activations", "offload_optimizer", "tau", "optimizer")  # fmt: skip
+    return _as_columns((*_LAYER_SWITCHES, *names), rows)
 
 
-LAYER_SWITCHES = (
+_LAYER_SWITCHES = (
     "recompute", "sequence_parallel", "regather", "tensor_overlap", "dtype", "shared_overlap",
 )  # fmt: skip
 
 
-def layer_table(space: SearchSpace, pattern: Pattern) -> dict[str, npt.NDArray[np.int64]]:
+def layer_table(space: SearchSpace, pattern: Pattern) -> Switches:
     """Return only the switches that change a layer's own time, as columns."""
-    rows = _layer_switches(space, pattern)
+    return _as_columns(_LAYER_SWITCHES, _layer_switches(space, pattern))
+
+
+def _as_columns(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> Switches:
     return {
         name: np.array([encode(name, row[i]) for row in rows], np.int64)
-        for i, name in enumerate(LAYER_SWITCHES)
+        for i, name in enumerate(names)
     }
 
 
@@ -324,11 +315,8 @@ def _layer_switches(space: SearchSpace, pattern: Pattern) -> list[tuple[Any, ...
     ]
 
 
-def block_table(plans: list[ParallelPlan], inner: dict[str, npt.NDArray[np.int64]]) -> PlanTable:
+def block_table(plans: list[ParallelPlan], inner: Switches) -> PlanTable:
     """Return all combinations of some outer choices with one set of switches."""
-    outer = PlanTable.of(plans)
-    count = len(inner["recompute"])
-    columns = {name: np.repeat(column, count) for name, column in outer.columns.items()}
-    for name, column in inner.items():
-        columns[name] = np.tile(column, len(plans))
-    return PlanTable(columns)
+    outer, count = PlanTable.of(plans).columns, len(inner["recompute"])
+    columns = {name: np.repeat(column, count) for name, column in outer.items()}
+    return PlanTable(columns | {name: np.tile(c, len(plans)) for name, c in inner.items()})

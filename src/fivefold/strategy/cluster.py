@@ -15,7 +15,7 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -348,20 +348,22 @@ def _cluster(
         raise ConfigurationError(message, hint='write [sources] and key = "where it comes from"')
     stack, stack_sources = _stack(str(table["stack"])) if "stack" in table else ({}, {})
     sources = dict(fields.get("sources", ())) | stack_sources | given
-    fields |= stack | _read(table.get("device", {}), DeviceSpec, _TEXT_DEVICE, where="device")
+    fields |= stack | read_fields(
+        table.get("device", {}), DeviceSpec, where="device", texts=_TEXT_DEVICE
+    )
     entries = table.get("tier", [])
     if not isinstance(entries, list):
         message = f"tier of {name!r} must be tables; got {entries!r:.60}"
         raise ConfigurationError(message, hint="write [[tier]] and its keys below")
     for entry in entries:
-        values = _read(entry, Tier, _TEXT_TIER, where="tier")
+        values = read_fields(entry, Tier, where="tier", texts=_TEXT_TIER)
         named = str(values.get("name", ""))
         _refuse_beside_links(table, values, name=name)
         tiers[named] = tiers.get(named, {}) | values
     if name in named_clusters():
         fields["gpu"] = name.partition("-")[0]
     fields |= {"name": table.get("name", name), "sources": tuple(sorted(sources.items()))}
-    device = _build(DeviceSpec, fields, where="device")
+    device = build_spec(DeviceSpec, fields, where=f"device {fields['name']!r}")
     topology = _topology(table, name=str(fields["name"]))
     tiers = _with_cards(table, tiers, name=name, topology=topology)
     fabric = _fabric(topology, tiers, name=str(fields["name"]))
@@ -447,6 +449,10 @@ def _tiers(table: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 _READINGS = {"_bytes_per_s": ("Gbit/s", "GB/s"), "_bytes": ("GB", "GiB"), "_s": ("us", "ms")}
+_PARSERS: Mapping[str, Callable[[Any], float]] = {
+    "_bytes_per_s": parse_bytes_per_s, "_bytes": lambda text: float(parse_bytes(text)),
+    "_s": parse_duration_s,
+}  # fmt: skip
 
 
 def _with_unit(value: Any, key: str, ending: str, *, where: str) -> Any:
@@ -475,7 +481,7 @@ def _stack(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     text = (files("fivefold.strategy") / "stacks" / f"{name}.toml").read_text()
     table = tomllib.loads(text)
     sources = dict(table.pop("sources", {}))
-    fields = _read(table, StackSpec, _TEXT_DEVICE, where=f"stack {name!r}")
+    fields = read_fields(table, StackSpec, where=f"stack {name!r}", texts=_TEXT_DEVICE)
     return dataclasses.asdict(StackSpec(**{**fields, "stack": name})), sources
 
 
@@ -485,7 +491,9 @@ def _fabric(
     """Return the tiers of a topology, if one is named, changed by what the file says of them."""
     if topology is not None:
         return _reached(fabric_from_topology(topology), tiers)
-    joined = tuple(_build(Tier, tier, where="tier") for tier in tiers.values())
+    joined = tuple(
+        build_spec(Tier, tier, where=f"tier {tier.get('name', '')!r}") for tier in tiers.values()
+    )
     return FabricSpec(name=name, tiers=tuple(sorted(joined, key=lambda tier: tier.gpus)))
 
 
@@ -567,47 +575,35 @@ def _fits(value: Any, hint: Any) -> bool:
     return not isinstance(hint, type) or isinstance(value, hint)
 
 
-def _read(
-    table: Mapping[str, Any], kind: type, texts: Mapping[str, str], *, where: str
+def read_fields(
+    table: Mapping[str, Any], kind: type, *, where: str, texts: Mapping[str, str] = {}
 ) -> dict[str, Any]:
+    """Return fields of a dataclass from a table, with those whose text in ``texts`` has a unit."""
     names = {field.name for field in dataclasses.fields(kind)} - {"sources"}
     check_keys(table, names | set(texts), where=where)
     values = {}
     for key, value in table.items():
         name = texts.get(key, key)
-        if key not in texts:
-            values[name] = value
-            continue
-        ending = next(ending for ending in _READINGS if name.endswith(ending))
-        said = _with_unit(value, key, ending, where=where)
-        if ending == "_bytes_per_s":
-            values[name] = parse_bytes_per_s(said)
-        elif ending == "_bytes":
-            values[name] = float(parse_bytes(said))
-        else:
-            values[name] = parse_duration_s(said)
+        values[name] = value
+        if key in texts:
+            ending = next(ending for ending in _READINGS if name.endswith(ending))
+            values[name] = _PARSERS[ending](_with_unit(value, key, ending, where=where))
     check_types(values, kind, where=where)
     return values
 
 
-def _build(kind: type, fields: Mapping[str, Any], *, where: str) -> Any:
-    require_fields(kind, fields, where=f"{where} {fields.get('name', '')!r}")
-    return kind(**fields)
-
-
-def require_fields(kind: type, values: Mapping[str, Any], *, where: str) -> None:
-    """Refuse a table that lacks a field without a default."""
-    fields = dataclasses.fields(kind)
+def build_spec(kind: type, values: Mapping[str, Any], *, where: str) -> Any:
+    """Return a dataclass, or refuse a table that lacks a field without a default."""
     missing = [
         field.name
-        for field in fields
+        for field in dataclasses.fields(kind)
         if field.name not in values
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
+        and field.default is field.default_factory is dataclasses.MISSING
     ]
     if missing:
         message = f"{where} is incomplete: it does not say {', '.join(map(_key_of, missing))}"
         raise ConfigurationError(message, hint="give every size that has no default")
+    return kind(**values)
 
 
 def _key_of(name: str) -> str:

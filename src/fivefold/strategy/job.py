@@ -12,7 +12,7 @@ from fivefold.errors import ConfigurationError, InfeasibleError, require_whole
 from fivefold.files import read_toml
 from fivefold.runs import format_toml
 from fivefold.strategy._space import SearchSpace
-from fivefold.strategy.cluster import Cluster, check_keys, check_types
+from fivefold.strategy.cluster import Cluster, check_keys, read_fields
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.plan import ParallelPlan
 from fivefold.strategy.presets import load_model, model_from_table, with_adapters
@@ -84,49 +84,41 @@ def job_from_table(
     model = with_adapters(model, table.get("adapters"))
     search = _search_of(table)
     space = SearchSpace(**{"num_gpus": gpus, "global_batch": table["global_batch"], **search})
-    plan = None
-    if "plan" in table:
-        check_keys(table["plan"], _names(ParallelPlan), where="[plan]")
-        check_types(table["plan"], ParallelPlan, where="[plan]")
-        given = {name: table[name] for name in ("global_batch", "optimizer") if name in table}
-        plan = ParallelPlan(**(given | table["plan"]))
-        for name, said in given.items():
-            if getattr(plan, name) != said:
-                message = f"{where} says {name} = {said}, its [plan] {getattr(plan, name)}"
-                raise ConfigurationError(
-                    message, hint="leave one of the two out, or make them equal"
-                )
-        if plan.num_gpus != space.num_gpus:
-            message = f"[plan] takes {plan.num_gpus} GPUs, the job has {space.num_gpus}"
-            replicas = plan.data * space.num_gpus / plan.num_gpus
-            near = f"data = {replicas:.0f}" if replicas.is_integer() else f"gpus = {plan.num_gpus}"
-            raise InfeasibleError(
-                message, hint=f"data x tensor x pipeline x context = gpus; nearest: {near}"
-            )
+    plan = None if "plan" not in table else _plan_of(table, where=where, num_gpus=space.num_gpus)
     return Job(model=model, space=space, plan=plan)
+
+
+def _plan_of(table: Mapping[str, Any], *, where: str, num_gpus: int) -> ParallelPlan:
+    given = {name: table[name] for name in ("global_batch", "optimizer") if name in table}
+    plan = ParallelPlan(**(given | read_fields(table["plan"], ParallelPlan, where="[plan]")))
+    for name, said in given.items():
+        if getattr(plan, name) != said:
+            message = f"{where} says {name} = {said}, its [plan] {getattr(plan, name)}"
+            raise ConfigurationError(message, hint="leave one of the two out, or make them equal")
+    if plan.num_gpus != num_gpus:
+        message = f"[plan] takes {plan.num_gpus} GPUs, the job has {num_gpus}"
+        replicas = plan.data * num_gpus / plan.num_gpus
+        near = f"data = {replicas:.0f}" if replicas.is_integer() else f"gpus = {plan.num_gpus}"
+        raise InfeasibleError(
+            message, hint=f"data x tensor x pipeline x context = gpus; nearest: {near}"
+        )
+    return plan
 
 
 def _search_of(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the search space that the file gives."""
-    search = _tuples(table.get("search", {}), SearchSpace, where="[search]")
+    given = table.get("search", {})
+    check_keys(given, {field.name for field in dataclasses.fields(SearchSpace)}, where="[search]")
+    search = {  # SearchSpace looks at each value
+        name: tuple(value) if isinstance(value, list)
+        else value if name in {"num_gpus", "global_batch"} else (value,)
+        for name, value in given.items()
+    }  # fmt: skip
     if "shards" in search:  # TOML has no None: 0 stands for all replicas
         search["shards"] = tuple(count or None for count in search["shards"])
     if "optimizer" in table:
         search["optimizers"] = (table["optimizer"],)
     return search
-
-
-def _names(kind: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)}
-
-
-def _tuples(table: Mapping[str, Any], kind: type, *, where: str) -> dict[str, Any]:
-    check_keys(table, _names(kind), where=where)
-    return {  # SearchSpace looks at each value
-        name: tuple(value) if isinstance(value, list)
-        else value if name in {"num_gpus", "global_batch"} else (value,)
-        for name, value in table.items()
-    }  # fmt: skip
 
 
 def _model(source: Any, *, seq_len: int | None, folder: Path) -> ModelSpec:
@@ -146,7 +138,7 @@ def plan_to_toml(plan: ParallelPlan) -> str:
         >>> print(plan_to_toml(ParallelPlan(global_batch=8, data=4)).splitlines()[1])
         global_batch = 8
     """
-    values = {name: getattr(plan, name) for name in sorted(_names(ParallelPlan))}
+    values = dict(sorted(dataclasses.asdict(plan).items()))
     order = ("global_batch", "micro_batch", "data", "tensor", "pipeline", "context", "expert")
     ordered = {name: values.pop(name) for name in order} | values
     return format_toml({"plan": {k: v for k, v in ordered.items() if v is not None}})

@@ -33,7 +33,7 @@ DTYPES = ("bf16", "fp8", "fp32", "mxfp8", "nvfp4")
 WAITING_SCHEDULES = ("gpipe", "1f1b")
 """Schedules whose stages wait for their messages, whatever ``pipeline_overlap`` says."""
 Column = npt.NDArray[np.int64]
-_TWO_CHUNKS = {"zb_v", "v_half", "v_min", "dualpipe_v"}
+TWO_CHUNKS = {"zb_v", "v_half", "v_min", "dualpipe_v"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,11 +181,11 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
         (plan.global_batch % unit > 0,
          f"global_batch={plan.global_batch} is not a multiple of data x micro_batch = {unit}",
          "every rank runs equally many whole micro-batches"),
-        (plan.virtual > 1 and plan.schedule not in {"interleaved", *_TWO_CHUNKS},
+        (plan.virtual > 1 and plan.schedule not in {"interleaved", *TWO_CHUNKS},
          f"schedule {plan.schedule!r} has no virtual stages", "use 'interleaved'"),
         (plan.schedule == "interleaved" and plan.virtual == 1,
          "schedule 'interleaved' needs virtual > 1", "use '1f1b' or give virtual stages"),
-        (plan.schedule in _TWO_CHUNKS and plan.virtual != 2,
+        (plan.schedule in TWO_CHUNKS and plan.virtual != 2,
          f"schedule {plan.schedule!r} has two chunks per stage", "set virtual=2"),
         (plan.sequence_parallel and plan.tensor == 1,
          "sequence_parallel needs tensor > 1", "it splits over the tensor group"),

@@ -21,7 +21,7 @@ from typing import Any
 
 from fivefold.errors import ConfigurationError, DataError, FivefoldError, UnsupportedError
 from fivefold.files import read_json
-from fivefold.strategy.cluster import check_keys, check_types, require_fields
+from fivefold.strategy.cluster import build_spec, check_keys, read_fields
 from fivefold.strategy.model import ModelSpec
 from fivefold.strategy.parts import (
     ConvolutionStage,
@@ -396,12 +396,12 @@ def model_from_table(table: Any, *, where: str) -> ModelSpec:
     values = dict(table)
     for name, kind in _NESTED.items():
         if name in values:
-            values[name] = _build(kind, values[name], where=f"[model.{name}]")
+            values[name] = _built(kind, values[name], where=f"[model.{name}]")
     values["stages"] = tuple(
-        _build(ConvolutionStage, stage, where="[[model.stages]]")
+        _built(ConvolutionStage, stage, where="[[model.stages]]")
         for stage in values.get("stages", ())
     )
-    model: ModelSpec = _build(ModelSpec, values, where=where)
+    model: ModelSpec = _built(ModelSpec, values, where=where)
     return model
 
 
@@ -409,15 +409,11 @@ def with_adapters(model: ModelSpec, table: Any) -> ModelSpec:
     """Return the model with the adapters of ``[adapters]`` of a job file; None for none."""
     if table is None:
         return model
-    adapters = _build(LowRankAdapters, table, where="[adapters]")
-    return dataclasses.replace(model, adapters=adapters)
+    return dataclasses.replace(model, adapters=_built(LowRankAdapters, table, where="[adapters]"))
 
 
-def _build(kind: type, values: Any, *, where: str) -> Any:
-    check_keys(values, {field.name for field in dataclasses.fields(kind)}, where=where)
-    check_types(values, kind, where=where)
-    require_fields(kind, values, where=where)
-    return kind(**values)
+def _built(kind: type, table: Any, *, where: str) -> Any:
+    return build_spec(kind, read_fields(table, kind, where=where), where=where)
 
 
 def load_model(source: str, *, seq_len: int | None = None) -> ModelSpec:

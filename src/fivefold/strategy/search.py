@@ -25,7 +25,6 @@ from fivefold.strategy._layer import Floats
 from fivefold.strategy._memory import stored_bytes
 from fivefold.strategy._muon import moment_bytes
 from fivefold.strategy._space import (
-    Outer,
     Pattern,
     SearchSpace,
     block_table,
@@ -33,6 +32,7 @@ from fivefold.strategy._space import (
     inner_table,
     layer_table,
     outer_choices,
+    pattern_of,
 )
 from fivefold.strategy.cluster import Cluster, DeviceSpec
 from fivefold.strategy.cost import PlanPrediction, evaluate_plan, evaluate_table, least_time_s
@@ -111,7 +111,7 @@ def search_plans(
         space = dataclasses.replace(space, shards=(None, *inside))
     found = _Search(model, device, fabric, space, top=top, front=front, bounds=bounds)
     if not found.choices:
-        _raise_no_choice(found.outer, space)
+        _raise_no_choice(found.impossible, space)
     found.run()
     if not found.plans:
         _raise_no_fit(found)
@@ -119,7 +119,7 @@ def search_plans(
     ruled_out["memory: more than the device has"] += found.over
     if found.longer:
         ruled_out["tau: a shorter round hides its outer updates too"] = found.longer
-    ruled_out.update({f"cannot run: {reason}": n for reason, n in found.outer.ruled_out.items()})
+    ruled_out.update({f"cannot run: {reason}": n for reason, n in found.impossible.items()})
     listed = sorted(found.front, key=lambda point: point[0])
     return PlanSearchResult(
         best=tuple(evaluate_plan(model, device, fabric, plan=plan) for plan in found.plans),
@@ -139,10 +139,9 @@ class _Search:
     ) -> None:  # fmt: skip
         self.model, self.device, self.fabric, self.space = model, device, fabric, space
         self.top, self.with_front = top, front
-        self.outer = outer_choices(model, space, fabric=fabric)
-        self.choices = self.outer.plans
+        self.choices, self.impossible = outer_choices(model, space, fabric=fabric)
         self.taus = sorted(set(space.tau))
-        self.patterns = [Pattern.of(model, space, plan) for plan in self.choices]
+        self.patterns = [pattern_of(model, space, plan) for plan in self.choices]
         self.inner = {pattern: inner_table(space, pattern) for pattern in set(self.patterns)}
         self.bound_s, self.bound_bytes = np.zeros(len(self.choices)), np.zeros(len(self.choices))
         if bounds:
@@ -309,8 +308,8 @@ def _least_states(columns: Columns, space: SearchSpace, pattern: Pattern) -> Flo
     return weights + gradients + optimizer
 
 
-def _raise_no_choice(outer: Outer, space: SearchSpace) -> None:
-    reasons = "; ".join(reason for reason, _ in outer.ruled_out.most_common(3))
+def _raise_no_choice(impossible: Counter[str], space: SearchSpace) -> None:
+    reasons = "; ".join(reason for reason, _ in impossible.most_common(3))
     reasons = reasons or f"no degrees of the search space multiply to {space.num_gpus}"
     message = (
         f"no split of {space.num_gpus} GPUs and {space.global_batch} samples can run: {reasons}"
