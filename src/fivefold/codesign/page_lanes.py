@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from operator import itemgetter
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +16,7 @@ import numpy.typing as npt
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan
 from fivefold.codesign.simulate import Outcome, SimulatorTask, compile_job
-from fivefold.network.simulation import (
-    AggregationRequest,
-    Compute,
-    CoupledFlows,
-    Flow,
-    SimulationResult,
-    simulate,
-)
+from fivefold.network.simulation import AggregationRequest, Compute, SimulationResult, simulate
 from fivefold.network.topology import Topology
 from fivefold.report.page import Folded, LaneLoad, LaneSpan, Timeline, TimelineLane
 from fivefold.units import format_bytes_per_s
@@ -59,21 +53,14 @@ def unrolled(
             break
     else:
         return None
-    tasks: list[SimulatorTask] = []
-    for job in jobs:
-        tasks += _written_out(job.job_id, once[job.job_id], counts[job.job_id])
+    tasks = [task for name in once for task in _written_out(name, once[name], counts[name])]
     result = simulate(topology, tasks, record_rates=True)
     whole = start_s == last_s and all(
         begins_s[name] + outcome.iteration_s[name] * counts[name] > start_s for name in begins_s
     )
     end_s = min(start_s + length_s, result.total_s)
-    return Window(
-        result=result,
-        start_s=start_s if end_s > start_s else 0.0,
-        end_s=end_s,
-        iterations=counts,
-        whole=whole,
-    )
+    return Window(result=result, start_s=start_s if end_s > start_s else 0.0, end_s=end_s,
+                  iterations=counts, whole=whole)  # fmt: skip
 
 
 def _iterations(job: JobSpec, begin_s: float, until_s: float, outcome: Outcome) -> int:
@@ -84,46 +71,34 @@ def _iterations(job: JobSpec, begin_s: float, until_s: float, outcome: Outcome) 
     return min(job.iterations, started)
 
 
-def _written_out(job_id: str, once: Sequence[SimulatorTask], count: int) -> list[SimulatorTask]:
+def _written_out(job_id: str, once: Sequence[SimulatorTask], count: int) -> Iterator[SimulatorTask]:
     """Repeat an iteration: each begins when all tasks of the one before have ended."""
-    found: list[SimulatorTask] = []
     before: tuple[Hashable, ...] = ()
     for number in range(count):
         copies = [_copy(task, number, before) for task in once]
-        end: Hashable = (number, (job_id, "iteration"))
-        ids = tuple(_name(task) for task in copies)
-        found += [*copies, Compute(end, 0.0, depends_on=ids, job=job_id)]
-        before = (end,)
-    return found
+        yield from copies
+        before = ((number, (job_id, "iteration")),)
+        yield Compute(before[0], 0.0, depends_on=tuple(map(_name, copies)), job=job_id)
 
 
 def _copy(task: SimulatorTask, number: int, before: tuple[Hashable, ...]) -> SimulatorTask:
     after = tuple((number, name) for name in task.depends_on) or before
-    if isinstance(task, Compute):
-        return replace(task, task_id=(number, task.task_id), depends_on=after)
-    if isinstance(task, Flow):
-        return _copied_flow(task, number, after)
-    if isinstance(task, CoupledFlows):
-        group = None if task.group is None else (number, task.group)
-        return replace(task, flows_id=(number, task.flows_id), depends_on=after, group=group)
-    fallback = task.fallback
-    if fallback is not None:
-        fallback = [_copied_flow(flow, number, ()) for flow in fallback]
-    name = (number, task.request_id)
-    return replace(task, request_id=name, depends_on=after, fallback=fallback)
-
-
-def _copied_flow(flow: Flow, number: int, after: tuple[Hashable, ...]) -> Flow:
-    group = None if flow.group is None else (number, flow.group)
-    return replace(flow, flow_id=(number, flow.flow_id), depends_on=after, group=group)
+    changes: dict[str, Any] = {_id_field(task): (number, _name(task)), "depends_on": after}
+    if getattr(task, "group", None) is not None:
+        changes["group"] = (number, task.group)  # type: ignore[union-attr]
+    if isinstance(task, AggregationRequest) and task.fallback is not None:
+        changes["fallback"] = [_copy(flow, number, ()) for flow in task.fallback]
+    return replace(task, **changes)
 
 
 def _name(task: SimulatorTask) -> Hashable:
-    if isinstance(task, Compute):
-        return task.task_id
-    if isinstance(task, CoupledFlows):
-        return task.flows_id
-    return task.request_id if isinstance(task, AggregationRequest) else task.flow_id
+    name: Hashable = getattr(task, _id_field(task))
+    return name
+
+
+def _id_field(task: SimulatorTask) -> str:
+    names = ("task_id", "flow_id", "flows_id", "request_id")
+    return next(name for name in names if hasattr(task, name))
 
 
 _MOST_JOBS = 12
@@ -151,15 +126,11 @@ def job_timeline(window: Window, jobs: Sequence[JobSpec]) -> Timeline:
     times = _task_times(window)
     lanes: list[TimelineLane] = []
     for job in _largest(jobs):
-        found = times.get(job.job_id, {})
-        sent = [s for s in _spans(found) if s.kind in _SENT]
-        computed = [s for s in _spans(found) if s.kind not in _SENT]
-        lanes += [
-            TimelineLane(
-                name="compute", group=job.job_id, spans=tuple(computed + _waits(computed, window))
-            ),
-            TimelineLane(name="network", spans=tuple(sent)),
-        ]
+        spans = _spans(times.get(job.job_id, {}))
+        computed = [s for s in spans if s.kind not in _SENT]
+        computed += _waits(computed, window)
+        lanes.append(TimelineLane(name="compute", group=job.job_id, spans=tuple(computed)))
+        lanes.append(TimelineLane(name="network", spans=tuple(s for s in spans if s.kind in _SENT)))
     more = len(jobs) - _MOST_JOBS
     left = f" {more} more jobs are not drawn." if more > 0 else ""
     return Timeline(
@@ -213,7 +184,7 @@ def _task_times(window: Window) -> dict[str, Times]:
     table = window.result.table
     found: dict[str, Times] = {}
     for place in range(len(table)):
-        number, name = _parts(table.name_of(place))
+        number, name = cast("tuple[int, tuple[Any, ...]]", table.name_of(place))
         start_s, end_s = window.result.start_s[place], window.result.finish_s[place]
         if name[1] == "iteration" or np.isnan(start_s) or window.result.skipped[place]:
             continue
@@ -226,51 +197,36 @@ def _task_times(window: Window) -> dict[str, Times]:
     return found
 
 
-def _parts(name: Any) -> tuple[int, tuple[Any, ...]]:
-    number, rest = name
-    return number, rest
-
-
 def _spans(times: Times) -> list[LaneSpan]:
     return [
-        _span(key, *ends)
-        for key, ends in sorted(times.items(), key=lambda item: item[1])
-        if ends[1] > ends[0]
-    ]
+        LaneSpan(
+            start_s=start_s, end_s=end_s, kind=_kind_of(name, computes=computes),
+            title=f"iteration {number + 1}: {name}",
+            label=layer.group() if (layer := _LAYERS.search(name)) else "",
+        )
+        for (number, name, computes), (start_s, end_s) in sorted(times.items(), key=itemgetter(1))
+        if end_s > start_s
+    ]  # fmt: skip
 
 
-def _span(key: tuple[int, str, bool], start_s: float, end_s: float) -> LaneSpan:
-    number, name, computes = key
+def _kind_of(name: str, *, computes: bool) -> str:
     word = name.partition(" ")[0]
     if computes:
-        kind = word if word in {"backward", "forward"} else "other"
-    else:
-        kind = "reduce" if word == "reduce" else "exchange"
-    layer = _LAYERS.search(name)
-    return LaneSpan(
-        start_s=start_s,
-        end_s=end_s,
-        kind=kind,
-        title=f"iteration {number + 1}: {name}",
-        label=layer.group() if layer else "",
-    )
+        return word if word in {"backward", "forward"} else "other"
+    return "reduce" if word == "reduce" else "exchange"
 
 
 def _waits(computed: Sequence[LaneSpan], window: Window) -> list[LaneSpan]:
     """Return what lies between one layer and the next: nothing else holds compute up."""
-    gaps = []
     least_s = 1e-6 * (window.end_s - window.start_s)
-    for before, after in pairwise(computed):
-        if after.start_s - before.end_s > least_s:
-            gaps.append(
-                LaneSpan(
-                    start_s=before.end_s,
-                    end_s=after.start_s,
-                    kind="exposed_communication",
-                    title=f"waits before {after.title.partition(': ')[2]}",
-                )
-            )
-    return gaps
+    return [
+        LaneSpan(
+            start_s=before.end_s, end_s=after.start_s, kind="exposed_communication",
+            title=f"waits before {after.title.partition(': ')[2]}",
+        )
+        for before, after in pairwise(computed)
+        if after.start_s - before.end_s > least_s
+    ]  # fmt: skip
 
 
 def _kinds_of(lanes: Iterable[TimelineLane]) -> tuple[tuple[str, str], ...]:
@@ -292,32 +248,20 @@ def _layers(job: JobSpec, window: Window, times: Times) -> Folded | None:
     start_s, end_s = begins[number], max(ends[1] for ends in own.values())
     if not end_s > start_s:
         return None
-    lanes, more = _layer_lanes(_spans(own))
+    rows: dict[int, list[LaneSpan]] = {}
+    for span in _spans(own):  # of layer 3: ``backward 3``; of layers 4 to 7: ``reduce 7-4``
+        ends = [int(part) for part in span.label.split("-") if part]
+        for layer in range(min(ends), max(ends) + 1) if ends else ():
+            rows.setdefault(layer, []).append(span)
+    lanes = tuple(
+        TimelineLane(name=f"layer {n}", spans=tuple(spans))
+        for n, spans in sorted(rows.items())[:_MOST_LAYERS]
+    )
+    more = len(rows) - len(lanes)
     left = f"; {more} more layers are not drawn" if more > 0 else ""
     timeline = Timeline(lanes=lanes, start_s=start_s, end_s=end_s, kinds=_kinds_of(lanes))
     title = f"{job.job_id}: iteration {number + 1} by layer{left}"
     return Folded(title=title, part=timeline)
-
-
-def _layer_lanes(spans: Sequence[LaneSpan]) -> tuple[tuple[TimelineLane, ...], int]:
-    """Return a row per layer, and how many layers were left out."""
-    rows: dict[int, list[LaneSpan]] = {}
-    for span in spans:
-        for layer in _layers_of(span):
-            rows.setdefault(layer, []).append(span)
-    lanes = tuple(
-        TimelineLane(name=f"layer {n}", spans=tuple(own))
-        for n, own in sorted(rows.items())[:_MOST_LAYERS]
-    )
-    return lanes, len(rows) - len(lanes)
-
-
-def _layers_of(span: LaneSpan) -> range:
-    """Return the layers of a task: 3 of ``backward 3``, 4 to 7 of ``reduce 7-4``."""
-    if not span.label:
-        return range(0)
-    ends = [int(part) for part in span.label.split("-")]
-    return range(min(ends), max(ends) + 1)
 
 
 class _Rates:
@@ -335,7 +279,8 @@ class _Rates:
         # Names of jobs by the simulator's own numbers, which go by first appearance.
         numbered: dict[int, str] = {}
         for task in np.unique(self._tasks).tolist():
-            numbered.setdefault(int(table.jobs[task]), _job_of(table.name_of(task)))
+            name = cast("tuple[int, tuple[Any, ...]]", table.name_of(task))
+            numbered.setdefault(int(table.jobs[task]), str(name[1][0]))
         self._numbered = numbered
 
     def busiest(self) -> list[int]:
@@ -382,8 +327,3 @@ class _Rates:
             times_s=tuple(moments.tolist()),
             shares=tuple(shares[:-1].tolist()),
         )
-
-
-def _job_of(name: Any) -> str:
-    """Return the job of a task by its id, ``(iteration, (job, ...))``."""
-    return str(_parts(name)[1][0])
