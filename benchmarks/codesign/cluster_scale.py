@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.results_file import BenchmarkRow, write_results
 from fivefold.codesign import JobSpec, plan_cluster, run_plan, synthetic_jobs
 from fivefold.codesign.baselines import null_plan
-from fivefold.codesign.workloads import ModelJob, job_from_plan
+from fivefold.codesign.workloads import job_from_plan
 from fivefold.network.topology import HostSpec, Topology, load_lingjun, parse_topology
 from fivefold.strategy import Job, SearchSpace, load_cluster, load_model
 from fivefold.tasks import LayerCost
@@ -42,8 +42,8 @@ def described_job(topology: Topology) -> list[JobSpec]:
     """Return a model over all ranks, as layer 1 splits it."""
     space = SearchSpace(num_gpus=topology.num_ranks, global_batch=topology.num_ranks)
     job = Job(model=load_model("llama3-70b"), space=space)
-    described = ModelJob(job_id="llama", job=job, devices=load_cluster("h100-nemo"))
-    return [job_from_plan(topology, described, range(topology.num_ranks))]
+    devices, ranks = load_cluster("h100-nemo"), range(topology.num_ranks)
+    return [job_from_plan(topology, job, devices, ranks, job_id="llama")]
 
 
 def measure(

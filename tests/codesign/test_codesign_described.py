@@ -14,7 +14,8 @@ from fivefold.codesign.coordinator import plan_single
 from fivefold.codesign.jobs import Split, mesh_ranks
 from fivefold.codesign.simulate import alone_quote, iteration_of, schedule_iteration
 from fivefold.codesign.steps import steps_of
-from fivefold.codesign.workloads import ModelJob, job_from_plan, load_jobs
+from fivefold.codesign.workloads import job_from_plan as job_of
+from fivefold.codesign.workloads import load_jobs
 from fivefold.collectives.pricing import FabricSpec, Tier
 from fivefold.errors import ConfigurationError, InfeasibleError
 from fivefold.network.topology import HostSpec, leaf_spine, line, switch
@@ -58,12 +59,16 @@ def hosts(number=4, gpus=4):
     )  # fmt: skip
 
 
+def job_from_plan(topology, described, ranks):
+    return job_of(topology, *described, ranks, job_id="a", iterations=2)
+
+
 def described(plan=None, *, gpus=16, batch=16, **space):
     job = strategy.Job(
         model=GPT, plan=plan, space=strategy.SearchSpace(num_gpus=gpus, global_batch=batch, **space)
     )
     devices = strategy.Cluster(name="even", device=DEVICE, fabric=fabric())
-    return ModelJob(job_id="a", job=job, devices=devices, iterations=2)
+    return job, devices
 
 
 def ring_s(size, number, rate, rounds):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fivefold.codesign import run_plan
 from fivefold.codesign.baselines import null_plan
-from fivefold.codesign.workloads import ModelJob, job_from_plan
+from fivefold.codesign.workloads import job_from_plan
 from fivefold.collectives.pricing import fabric_from_topology
 from fivefold.network.topology import HostSpec, leaf_spine
 from fivefold.strategy import (
@@ -51,8 +51,8 @@ def simulated_s(topology, plan, model=MODEL, ranks=None, where=None):
         model=model, plan=plan,
         space=SearchSpace(num_gpus=plan.num_gpus, global_batch=plan.global_batch),
     )  # fmt: skip
-    described = ModelJob(job_id="a", job=job, devices=where or devices(topology))
-    jobs = [job_from_plan(topology, described, ranks or range(plan.num_gpus))]
+    ranks = ranks or range(plan.num_gpus)
+    jobs = [job_from_plan(topology, job, where or devices(topology), ranks, job_id="a")]
     return run_plan(topology, jobs, null_plan(topology, jobs)).iteration_s["a"]
 
 

@@ -12,8 +12,8 @@ change.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,6 +42,7 @@ from fivefold.strategy import (
 from fivefold.strategy.cluster import reached_tiers
 from fivefold.strategy.demand import plan_demand
 from fivefold.strategy.job import job_from_table
+from fivefold.strategy.plan import degrees_of, settings_of
 from fivefold.tasks import LayerCost, schedule_tasks
 from fivefold.tasks.iteration import IterationDemand, mesh_iteration
 from fivefold.units import format_bytes, parse_duration_s
@@ -52,75 +53,64 @@ _MOST_LOOKS, _ALIKE = 8, 1e-6
 _LEAST_S = 1e-12
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelJob:
-    """A job as ``fivefold plan`` takes it, with when it runs."""
+def job_from_plan(
+    topology: Topology,
+    job: Job,
+    devices: Cluster,
+    ranks: Sequence[int],
+    *,
+    job_id: str,
+    **when: Any,
+) -> JobSpec:
+    """Return a job of the cluster, with the ways to split it that layer 1 holds to be best.
 
-    job_id: str
-    job: Job
-    devices: Cluster
-    iterations: int = 1
-    arrival_s: float = 0.0
-    weight: float = 1.0
-
-
-def job_from_plan(topology: Topology, described: ModelJob, ranks: Sequence[int]) -> JobSpec:
-    """Return a job of the cluster, with the ways to split it that layer 1 holds to be best."""
-    wanted = described.job.space.num_gpus
+    ``when`` are the fields of ``JobSpec`` that say when it runs.
+    """
+    wanted = job.space.num_gpus
     if len(ranks) != wanted:
         raise ConfigurationError(
-            f"job {described.job_id!r} has {wanted} GPUs and {len(ranks)} ranks",
+            f"job {job_id!r} has {wanted} GPUs and {len(ranks)} ranks",
             hint="give it as many ranks as GPUs",
         )
     topology.require_connected()
     refused: list[InfeasibleError] = []
     splits: list[Split] = []
-    for prediction in _candidates(topology, described):
+    for prediction in _candidates(topology, job, devices, job_id):
         try:
-            splits.append(_split(topology, described, prediction, ranks))
+            splits.append(_split(topology, job.model, devices, prediction, ranks, job_id))
         except InfeasibleError as error:
             refused.append(error)
     if not splits:
         raise refused[0]
-    return JobSpec(
-        job_id=described.job_id,
-        ranks=splits[0].ranks,
-        iterations=described.iterations,
-        arrival_s=described.arrival_s,
-        weight=described.weight,
-        splits=tuple(splits),
-    )
+    return JobSpec(job_id=job_id, ranks=splits[0].ranks, splits=tuple(splits), **when)
 
 
-def _candidates(topology: Topology, described: ModelJob) -> list[PlanPrediction]:
+def _candidates(
+    topology: Topology, job: Job, devices: Cluster, job_id: str
+) -> list[PlanPrediction]:
     """Return plans that fit in memory in layer 1's order, then those the topology suggests."""
-    job, devices = described.job, described.devices
+
+    def priced(plan: ParallelPlan) -> PlanPrediction:
+        return evaluate_plan(job.model, devices.device, devices.fabric, plan=plan)
+
     if job.plan is not None:
-        return [_judged(described, job.plan)]
+        found = priced(job.plan)
+        if not found.fits:
+            raise InfeasibleError(
+                f"the plan of job {job_id!r} does not fit: memory binds; it needs "
+                f"{format_bytes(found.memory.total_bytes)} a GPU, {devices.name!r} has "
+                f"{format_bytes(devices.device.memory_bytes)}",
+                hint="leave out its plan to search for one that fits",
+            )
+        return [found]
     own = _of_different_mesh(_fastest(job, devices, devices.fabric), _NOMINAL)
     informed: list[PlanPrediction] = []
     tiers = _fabric_below(topology, devices, job.space.num_gpus)
     if tiers != devices.fabric:
         informed = _of_different_mesh(_fastest(job, devices, tiers), _INFORMED)
     seen = {_mesh(one.plan) for one in own}
-    more = [one for one in informed if _mesh(one.plan) not in seen]
-    # Their nominal price, so that all are in one currency.
-    return own + [
-        evaluate_plan(job.model, devices.device, devices.fabric, plan=one.plan) for one in more
-    ]
-
-
-def _judged(described: ModelJob, plan: ParallelPlan) -> PlanPrediction:
-    devices = described.devices
-    found = evaluate_plan(described.job.model, devices.device, devices.fabric, plan=plan)
-    if not found.fits:
-        raise InfeasibleError(
-            f"the plan of job {described.job_id!r} does not fit: memory binds; it needs "
-            f"{format_bytes(found.memory.total_bytes)} a GPU, {devices.name!r} has "
-            f"{format_bytes(devices.device.memory_bytes)}",
-            hint="leave out its plan to search for one that fits",
-        )
-    return found
+    # At their nominal price, so that all are in one currency.
+    return own + [priced(one.plan) for one in informed if _mesh(one.plan) not in seen]
 
 
 def _fastest(job: Job, devices: Cluster, fabric: FabricSpec) -> Sequence[PlanPrediction]:
@@ -141,44 +131,36 @@ def _mesh(plan: ParallelPlan) -> tuple[int, ...]:
     return (plan.data, plan.tensor, plan.pipeline, plan.context, plan.expert, plan.zero)
 
 
-@functools.lru_cache(maxsize=32)
-def _tiers(topology: Topology) -> FabricSpec | None:
-    """Return what layer 1 can know of the topology; None where its hosts are unequal."""
-    try:
-        return fabric_from_topology(topology)
-    except ConfigurationError:
-        return None
-
-
 def _split(
-    topology: Topology, described: ModelJob, prediction: PlanPrediction, ranks: Sequence[int]
-) -> Split:
-    plan, devices = prediction.plan, described.devices
-    who = f"job {described.job_id!r}"
+    topology: Topology, model: ModelSpec, devices: Cluster, prediction: PlanPrediction,
+    ranks: Sequence[int], job_id: str,
+) -> Split:  # fmt: skip
+    plan = prediction.plan
     hosts = {topology.host_of(rank) for rank in ranks}
-    demand = plan_demand(
-        described.job.model,
-        devices.device,
-        plan,
-        gpus_per_node=max(1, len(ranks) // len(hosts)) if None not in hosts else 1,
-    )
+    per_node = max(1, len(ranks) // len(hosts)) if None not in hosts else 1
+    demand = plan_demand(model, devices.device, plan, gpus_per_node=per_node)
     tiers = devices.fabric.tiers[0], devices.fabric.tiers[-1]
     fabric = _fabric_below(topology, devices, plan.num_gpus)
+    settings = settings_of(plan)
     return Split(
-        name=split_name(plan),
+        name=degrees_of(plan) + (f", {settings}" if settings != "plain" else ""),
         plan=plan,
-        demand=_priced_alike(described.job.model, devices, fabric, plan, demand),
-        ranks=mesh_ranks(topology, ranks, tensor=plan.tensor, who=who),
+        demand=_priced_alike(model, devices, fabric, plan, demand),
+        ranks=mesh_ranks(topology, ranks, tensor=plan.tensor, who=f"job {job_id!r}"),
         nominal_s=prediction.time_s,
         memory_bytes=prediction.memory.total_bytes,
         reached=tuple((t.efficiency, t.exchange_share) for t in tiers),  # type: ignore[arg-type]
     )
 
 
+@functools.lru_cache(maxsize=32)
 def _fabric_below(topology: Topology, devices: Cluster, num_gpus: int) -> FabricSpec:
     """Return the topology's tiers at the rates that the devices' software reaches."""
-    tiers = _tiers(topology)
-    if tiers is None or tiers.num_gpus < num_gpus:
+    try:
+        tiers = fabric_from_topology(topology)
+    except ConfigurationError:  # its hosts are unequal
+        return devices.fabric
+    if tiers.num_gpus < num_gpus:
         return devices.fabric
     return reached_tiers(tiers, devices.fabric)
 
@@ -228,22 +210,10 @@ def _with_waits(demand: IterationDemand, more_s: float) -> IterationDemand:
     )
 
 
-def split_name(plan: ParallelPlan) -> str:
-    """Describe a split in a few words: degrees over 1, micro-batch and settings."""
-    degrees = (("d", plan.data), ("t", plan.tensor), ("p", plan.pipeline), ("c", plan.context),
-               ("e", plan.expert))  # fmt: skip
-    words = [f"{letter}{degree}" for letter, degree in degrees if degree > 1]
-    words.append(f"b{plan.micro_batch}")
-    switches: list[str] = [plan.schedule] * (plan.pipeline > 1)
-    switches += [f"ZeRO-{plan.zero}"] * (plan.zero > 0)
-    switches += [f"recompute {plan.recompute}"] * (plan.recompute != "none")
-    switches += ["sequence parallel"] * plan.sequence_parallel
-    return ", ".join([" ".join(words), *switches])
-
-
 Placement = Literal["packed", "random"]
 """``"packed"``: jobs fill the hosts in order. ``"random"``: hosts are drawn."""
 
+_LAYERS = 4
 _BACKWARD_SHARE = 2 / 3  # of an iteration's compute: the usual ratio of 1 to 2
 
 
@@ -290,7 +260,7 @@ class _Job(Section):
     """the plan of a model's job, instead of a search"""
     all_to_all: Bytes = 0
     """bytes of each all-to-all of a layer, four per iteration"""
-    layers: Positive = 4
+    layers: Positive = _LAYERS
     """layers among which compute and gradients are divided evenly"""
     iterations: Positive = 100
     """iterations that it does"""
@@ -343,24 +313,22 @@ def load_jobs(
     found = check_tables(tables, _File, source=path)
     for job in found.jobs:
         _check_job(job, str(path))
-    taken = {rank for job in found.jobs for rank in job.ranks or ()}
+    taken = sorted({rank for job in found.jobs for rank in job.ranks or ()})
     wanted = {job.id: job.gpus for job in found.jobs if job.gpus is not None}
-    placed = place_jobs(
-        topology,
-        wanted,
-        policy=found.placement.policy,
-        seed=found.placement.seed,
-        taken=sorted(taken),
-    )
+    how = found.placement
+    placed = place_jobs(topology, wanted, policy=how.policy, seed=how.seed, taken=taken)
     jobs = []
     for number, job in enumerate(found.jobs):
         if progress is not None:
             progress("jobs read", number, len(found.jobs))
         ranks = job.ranks or placed[job.id]
-        if job.model is None:
-            jobs.append(_spec(job, ranks))
-        else:
-            jobs.append(_modelled(topology, job, ranks, Path(path)))
+        when = {"iterations": job.iterations, "arrival_s": job.arrival, "weight": job.weight}
+        if job.model is not None:
+            jobs.append(_modelled(topology, job, ranks, Path(path), when))
+            continue
+        assert job.compute is not None and job.gradients is not None, "checked before"  # noqa: PT018
+        layers = _even(job.compute, job.gradients, number=job.layers, all_to_all=job.all_to_all)
+        jobs.append(JobSpec(job_id=job.id, ranks=tuple(ranks), layers=layers, **when))
     check_jobs(topology, jobs)
     return jobs
 
@@ -440,15 +408,12 @@ def synthetic_jobs(
         )
     placed = place_jobs(topology, wanted, policy="random", seed=seed)
     return [
-        _even(
-            name,
-            ranks,
-            compute_s=float(draw.uniform(0.1, 0.5)),
-            gradient_bytes=int(draw.uniform(0.5e9, 3e9)),
-            iterations=iterations,
+        JobSpec(
+            job_id=name, ranks=ranks, iterations=iterations,
+            layers=_even(float(draw.uniform(0.1, 0.5)), int(draw.uniform(0.5e9, 3e9))),
         )
         for name, ranks in placed.items()
-    ]
+    ]  # fmt: skip
 
 
 def _check_job(job: _Job, source: str) -> None:
@@ -475,7 +440,9 @@ def _check_job(job: _Job, source: str) -> None:
         )
 
 
-def _modelled(topology: Topology, job: _Job, ranks: Sequence[int], path: Path) -> JobSpec:
+def _modelled(
+    topology: Topology, job: _Job, ranks: Sequence[int], path: Path, when: Mapping[str, Any]
+) -> JobSpec:
     """Return a job that is described by a model and devices."""
     assert job.devices is not None, "checked before"
     check_ranks(topology, job.id, ranks)
@@ -484,39 +451,18 @@ def _modelled(topology: Topology, job: _Job, ranks: Sequence[int], path: Path) -
     table = {"model": job.model, "gpus": len(ranks), "global_batch": job.batch}
     more = {"seq_len": job.seq_len, "search": job.search, "plan": job.plan}
     table |= {name: value for name, value in more.items() if value is not None}
-    where = f"job {job.id!r} of {path}"
-    what = job_from_table(table, where=where, folder=path.parent)
-    described = ModelJob(
-        job_id=job.id,
-        job=what,
-        devices=devices,
-        iterations=job.iterations,
-        arrival_s=job.arrival,
-        weight=job.weight,
-    )
-    return job_from_plan(topology, described, ranks)
-
-
-def _spec(job: _Job, ranks: Sequence[int]) -> JobSpec:
-    assert job.compute is not None and job.gradients is not None, "checked before"  # noqa: PT018
-    layer = LayerCost(
-        forward_s=(1 - _BACKWARD_SHARE) * job.compute / job.layers,
-        backward_s=_BACKWARD_SHARE * job.compute / job.layers,
-        gradient_bytes=round(job.gradients / job.layers),
-        all_to_all_bytes=job.all_to_all,
-    )
-    return JobSpec(
-        job_id=job.id,
-        ranks=tuple(ranks),
-        layers=(layer,) * job.layers,
-        iterations=job.iterations,
-        arrival_s=job.arrival,
-        weight=job.weight,
-    )
+    what = job_from_table(table, where=f"job {job.id!r} of {path}", folder=path.parent)
+    return job_from_plan(topology, what, devices, ranks, job_id=job.id, **when)
 
 
 def _even(
-    name: str, ranks: Sequence[int], *, compute_s: float, gradient_bytes: int, iterations: int
-) -> JobSpec:
-    job = _Job(id=name, gpus=1, compute=compute_s, gradients=gradient_bytes, iterations=iterations)
-    return _spec(job, ranks)
+    compute_s: float, gradient_bytes: float, *, number: int = _LAYERS, all_to_all: int = 0
+) -> tuple[LayerCost, ...]:
+    """Divide compute and gradients among layers."""
+    layer = LayerCost(
+        forward_s=(1 - _BACKWARD_SHARE) * compute_s / number,
+        backward_s=_BACKWARD_SHARE * compute_s / number,
+        gradient_bytes=round(gradient_bytes / number),
+        all_to_all_bytes=all_to_all,
+    )
+    return (layer,) * number
