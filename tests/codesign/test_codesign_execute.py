@@ -60,7 +60,7 @@ def test_an_order_survives_its_file(tmp_path):
     assert read_topology(order.topology) == switch(4)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "fivefold.codesign.order/1"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "fivefold.codesign.order/2"}'])
 def test_a_file_that_is_no_order_is_refused(tmp_path, text):
     path = tmp_path / "order.json"
     path.write_text(text)

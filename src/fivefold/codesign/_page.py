@@ -14,8 +14,8 @@ from fivefold.codesign.arbiter import objective_s
 from fivefold.codesign.coordinator import CoDesignResult
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.page_lanes import job_timeline, layer_timelines, link_timeline, unrolled
-from fivefold.codesign.plans import ClusterPlan, DecisionRecord, JobPlan
-from fivefold.codesign.simulate import Outcome, iteration_of
+from fivefold.codesign.plans import DecisionRecord, JobPlan
+from fivefold.codesign.simulate import iteration_of
 from fivefold.errors import ConfigurationError
 from fivefold.network.topology import Topology, draw_topology
 from fivefold.report.page import (
@@ -67,11 +67,6 @@ def flow_words(plan: JobPlan, baseline: JobPlan) -> str:
     if moved:
         words.append(f"{moved} path{'s' if moved != 1 else ''} not as hashed")
     return ", ".join(words) or "as today"
-
-
-def choice_log(records: Sequence[DecisionRecord]) -> DecisionLog:
-    """Return the decision log for a page."""
-    return DecisionLog(decisions=tuple(_choice(record) for record in records))
 
 
 def _choice(record: DecisionRecord) -> Decision:
@@ -154,242 +149,221 @@ def plan_page(
     missing = [job.job_id for job in jobs if measured is not None and job.job_id not in measured]
     if missing:
         raise ConfigurationError(f"job {missing[0]!r} was not measured", hint="measure all jobs")
-    before = objective_s(jobs, found.baseline_outcome.completion_s)
-    after = found.mean_completion_s(jobs)
-    sections = [] if measured is None else [_reality(jobs, found.outcome, measured)]
-    sections.append(
-        PageSection(
-            heading="Jobs",
-            parts=(_job_table(topology, jobs, found), _job_bars(jobs, found)),
-        )
-    )
+    drawn = _PlanPage(topology, jobs, found, measured)
+    sections = [] if measured is None else [drawn.reality(measured)]
+    sections.append(PageSection(heading="Jobs", parts=(drawn.job_table(), drawn.job_bars())))
     if pictures:
-        sections += [_pictures(topology, found), *_timelines(topology, jobs, found)]
+        sections += [drawn.pictures(), *drawn.timelines()]
     sections.append(
         PageSection(
             heading="Who decided what",
             how="In the order in which layers spoke, with what they knew and whose it was. Seconds "
             "of a job's own layer are those of its iteration alone on the network; seconds of all "
             "jobs are their weighted mean completion.",
-            parts=(choice_log(found.decisions),),
+            parts=(DecisionLog(decisions=tuple(map(_choice, found.decisions))),),
         )
     )
     return Page(
         title=f"{len(jobs)} job{'s' if len(jobs) != 1 else ''} on {topology.name}",
-        finding=_finding(jobs, found, (before, after), measured),
-        tiles=_tiles(jobs, found, before, after, measured),
+        finding=drawn.finding(),
+        tiles=drawn.tiles(),
         caveats=() if measured is not None else (SIMULATED,),
         sections=tuple(sections),
         command=command,
     )
 
 
-def _finding(
-    jobs: Sequence[JobSpec],
-    found: CoDesignResult,
-    seconds: tuple[float, float],
-    measured: Mapping[str, float] | None,
-) -> str:
-    before_s, after_s = seconds
-    many = len(jobs) > 1
-    who, mean = ("Jobs complete", " on average") if many else ("The job completes", "")
-    after = format_duration_s(after_s)
-    if after_s >= before_s * (1 - 1e-9):
-        text = f"The plan is the baseline: nothing was found that helps. {who} in {after}{mean}."
-    else:
-        share = 100 * (1 - after_s / before_s)
-        times = f"{after} instead of {format_duration_s(before_s)}{mean}"
-        text = f"{who} in {times}, {share:.1f} % sooner."
-        worse = ", ".join(found.worse)
-        text += (f" Worse off: {worse}." if worse else " Nobody is worse off.") if many else ""
-    if measured is None:
-        return text
-    off = _errors(jobs, found, measured)
-    real = f"Measured iterations are {100 * float(np.mean(off)):.1f} % off the predicted ones"
-    return f"{real}{' in the mean' if many else ''}. {text}"
+class _PlanPage:
+    """What a page says of a planned cluster."""
 
+    def __init__(
+        self, topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult,
+        measured: Mapping[str, float] | None,
+    ) -> None:  # fmt: skip
+        self.topology, self.jobs, self.found = topology, jobs, found
+        self.before_s = objective_s(jobs, found.baseline_outcome.completion_s)
+        self.after_s = found.mean_completion_s(jobs)
+        iteration_s = found.outcome.iteration_s
+        # How far each measured iteration is off the predicted one, as a share.
+        self.errors = [abs(measured[n] / iteration_s[n] - 1) for n in iteration_s if measured]
+        self.variants = [("planned", found.plan, found.outcome)]
+        if found.plan != found.baseline:
+            self.variants.append(("baseline", found.baseline, found.baseline_outcome))
 
-def _errors(
-    jobs: Sequence[JobSpec], found: CoDesignResult, measured: Mapping[str, float]
-) -> list[float]:
-    """Return how far each job's measured iteration is off the predicted one, as a share."""
-    return [abs(measured[j.job_id] / found.outcome.iteration_s[j.job_id] - 1) for j in jobs]
+    def finding(self) -> str:
+        """Return the page in a sentence or two."""
+        many = len(self.jobs) > 1
+        who, mean = ("Jobs complete", " on average") if many else ("The job completes", "")
+        after = format_duration_s(self.after_s)
+        if self.after_s >= self.before_s * (1 - 1e-9):
+            text = "The plan is the baseline: nothing was found that helps. "
+            text += f"{who} in {after}{mean}."
+        else:
+            share = 100 * (1 - self.after_s / self.before_s)
+            times = f"{after} instead of {format_duration_s(self.before_s)}{mean}"
+            text = f"{who} in {times}, {share:.1f} % sooner."
+            worse = ", ".join(self.found.worse)
+            text += (f" Worse off: {worse}." if worse else " Nobody is worse off.") if many else ""
+        if not self.errors:
+            return text
+        off = f"{100 * float(np.mean(self.errors)):.1f} %"
+        real = f"Measured iterations are {off} off the predicted ones"
+        return f"{real}{' in the mean' if many else ''}. {text}"
 
-
-def _tiles(
-    jobs: Sequence[JobSpec],
-    found: CoDesignResult,
-    before_s: float,
-    after_s: float,
-    measured: Mapping[str, float] | None,
-) -> tuple[tuple[str, str, str], ...]:
-    tiles = [
-        (change(after_s / before_s), "mean completion", "planned against baseline"),
-        (f"{len(found.worse)} of {len(jobs)}", "jobs worse off", "than under the baseline"),
-    ]
-    if measured is not None:
-        off = _errors(jobs, found, measured)
-        tiles.insert(
-            0,
-            (f"{100 * float(np.mean(off)):.1f} %", "off in the mean", "measured against predicted"),
+    def tiles(self) -> tuple[tuple[str, str, str], ...]:
+        """Return the figures on top."""
+        found = self.found
+        tiles = [
+            (change(self.after_s / self.before_s), "mean completion", "planned against baseline"),
+            (f"{len(found.worse)} of {len(self.jobs)}", "jobs worse off",
+             "than under the baseline"),
+        ]  # fmt: skip
+        if self.errors:
+            against = "measured against predicted"
+            mean, most = float(np.mean(self.errors)), max(self.errors)
+            return ((f"{100 * mean:.1f} %", "off in the mean", against),
+                    (f"{100 * most:.1f} %", "off at worst", against), *tiles)  # fmt: skip
+        return (
+            *tiles,
+            (str(len(found.decisions)), "decisions", "each with its reasons, below"),
+            (str(found.simulations), "simulations", "while planning"),
         )
-        tiles.insert(1, (f"{100 * max(off):.1f} %", "off at worst", "measured against predicted"))
-    else:
-        tiles.append((str(len(found.decisions)), "decisions", "each with its reasons, below"))
-        tiles.append((str(found.simulations), "simulations", "while planning"))
-    return tuple(tiles)
 
+    def job_table(self) -> DataTable:
+        """Return times and decisions of each job."""
+        jobs, found = self.jobs, self.found
+        split = any(job.splits for job in jobs)
+        rows = []
+        for job in jobs:
+            before = found.baseline_outcome.iteration_s[job.job_id]
+            after = found.outcome.iteration_s[job.job_id]
+            plan = found.plan.jobs[job.job_id]
+            computes = _compute_s(job, plan) / after
+            rows.append(
+                (
+                    job.job_id, f"{len(job.ranks)}", format_duration_s(before),
+                    format_duration_s(after), change(after / before), f"{100 * computes:.0f} %",
+                    *((job.splits[plan.split].name if job.splits else "data",) if split else ()),
+                    ordering_words(plan),
+                    plan.algorithm.replace("_", " ") + (f" at {plan.root}" if plan.root else ""),
+                    flow_words(plan, found.baseline.jobs[job.job_id]),
+                )
+            )  # fmt: skip
+        first = (("layer 1: split", "d data, t tensor, p pipeline, c context, e expert"),)
+        columns = (*_JOB_COLUMNS, *(first if split else ()), *_LAYER_COLUMNS)
+        return DataTable(
+            columns=columns,
+            rows=tuple(rows),
+            caption=f"Seconds per iteration on {self.topology.name}, simulated",
+            text_columns=tuple(range(len(_JOB_COLUMNS), len(columns))),
+        )
 
-def _job_table(topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult) -> DataTable:
-    split = any(job.splits for job in jobs)
-    rows = []
-    for job in jobs:
-        before = found.baseline_outcome.iteration_s[job.job_id]
-        after = found.outcome.iteration_s[job.job_id]
-        plan = found.plan.jobs[job.job_id]
-        computes = _compute_s(job, plan) / after
-        rows.append(
-            (
-                job.job_id, f"{len(job.ranks)}", format_duration_s(before),
-                format_duration_s(after), change(after / before), f"{100 * computes:.0f} %",
-                *((job.splits[plan.split].name if job.splits else "data",) if split else ()),
-                ordering_words(plan),
-                plan.algorithm.replace("_", " ") + (f" at {plan.root}" if plan.root else ""),
-                flow_words(plan, found.baseline.jobs[job.job_id]),
+    def job_bars(self) -> BarChart:
+        """Compute and waiting of an iteration, baseline above plan."""
+        rows, found = [], self.found
+        before_s, after_s = found.baseline_outcome.iteration_s, found.outcome.iteration_s
+        variants = (("baseline", before_s, found.baseline), ("planned", after_s, found.plan))
+        chosen = sorted(
+            self.jobs, key=lambda job: -abs(after_s[job.job_id] / before_s[job.job_id] - 1)
+        )[:_MOST_BARS]
+        for job in (job for job in self.jobs if job in chosen):
+            for name, iteration_s, plan in variants:
+                total_s = iteration_s[job.job_id]
+                compute_s = min(total_s, _compute_s(job, plan.jobs[job.job_id]))
+                waits_s = total_s - compute_s
+                share = 100 * waits_s / total_s
+                rows.append(
+                    BarRow(
+                        label=f"{job.job_id}, {name}",
+                        total=f"{format_duration_s(total_s)}, waits {share:.0f} %",
+                        segments=(
+                            ("compute", compute_s, f"computes {format_duration_s(compute_s)}"),
+                            (
+                                "exposed_communication",
+                                waits_s,
+                                f"waits {format_duration_s(waits_s)}",
+                            ),
+                        ),
+                    )
+                )
+        kinds = (("compute", "compute"), ("exposed_communication", "waiting for communication"))
+        caption = "Where an iteration's time goes."
+        if len(self.jobs) > _MOST_BARS:
+            caption += f" The {_MOST_BARS} jobs that the plan changes most."
+        return BarChart(rows=tuple(rows), kinds=kinds, caption=caption)
+
+    def pictures(self) -> PageSection:
+        """Draw the share of each link in use."""
+        parts = []
+        for name, _, outcome in self.variants:
+            rates = self.topology.capacities_bytes_per_s
+            shares = outcome.result.link_bytes / rates / outcome.result.total_s
+            heading = f"{name.capitalize()}: {_LOADS.lower()}"
+            loads = np.minimum(shares, 1.0)
+            parts.append(
+                picture_of(draw_topology(self.topology, link_loads=loads, title=heading), heading)
             )
-        )  # fmt: skip
-    first = (("layer 1: split", "d data, t tensor, p pipeline, c context, e expert"),)
-    columns = (*_JOB_COLUMNS, *(first if split else ()), *_LAYER_COLUMNS)
-    return DataTable(
-        columns=columns,
-        rows=tuple(rows),
-        caption=f"Seconds per iteration on {topology.name}, simulated",
-        text_columns=tuple(range(len(_JOB_COLUMNS), len(columns))),
-    )
+        return PageSection(
+            heading="What the links carry",
+            how=f"{_LOADS}: what is dark is the bottleneck. Every direction has its own line, to "
+            "the right as seen by the traffic.",
+            parts=tuple(parts),
+        )
+
+    def timelines(self) -> list[PageSection]:
+        """Return compute, messages and links over time."""
+        sections, jobs, topology = [], self.jobs, self.topology
+        for name, plan, outcome in self.variants:
+            window = unrolled(topology, jobs, plan, outcome)
+            if window is None:
+                how = "One iteration of all jobs has too many transfers to be drawn here; the "
+                how += "Perfetto timeline of fivefold simulate --output has them."
+                sections.append(PageSection(heading=f"Over time, {name}", how=how, parts=()))
+                continue
+            links = link_timeline(window, jobs, topology)
+            parts: list[PagePart] = [job_timeline(window, jobs), *([links] if links else [])]
+            parts += layer_timelines(window, jobs) if name == "planned" else []
+            until = format_duration_s(window.end_s - window.start_s)
+            how = f"{until}, from {format_duration_s(window.start_s)} after the start on."
+            if not window.whole:
+                how += " Not all jobs run within it."
+            sections.append(PageSection(heading=f"Over time, {name}", how=how, parts=tuple(parts)))
+        return sections
+
+    def reality(self, measured: Mapping[str, float]) -> PageSection:
+        """Compare predicted and measured iterations."""
+        bars, rows = [], []
+        for job in self.jobs:
+            predicted, real = self.found.outcome.iteration_s[job.job_id], measured[job.job_id]
+            off = change(real / predicted)
+            for kind, value in (("predicted", predicted), ("measured", real)):
+                text = format_duration_s(value)
+                total = text if kind == "predicted" else f"{text}, {off}"
+                bars.append(
+                    BarRow(
+                        label=job.job_id if kind == "predicted" else "",
+                        total=f"{total} {kind}",
+                        segments=((kind, value, f"{kind} {text}"),),
+                    )
+                )
+            rows.append((job.job_id, format_duration_s(predicted), format_duration_s(real), off))
+        return PageSection(
+            heading="Predicted and measured",
+            how="Seconds per iteration. Compute is a sleep of the planned length, reductions are "
+            "real messages over links of the emulated cluster, each with its own rate.",
+            parts=(
+                BarChart(
+                    rows=tuple(bars), kinds=(("predicted", "predicted"), ("measured", "measured"))
+                ),
+                DataTable(
+                    columns=(("job", ""), ("predicted", ""), ("measured", ""), ("off", "")),
+                    rows=tuple(rows),
+                ),
+            ),
+        )
 
 
 def _compute_s(job: JobSpec, plan: JobPlan) -> float:
     """Return seconds per iteration in which a rank of the job computes, whatever it waits for."""
     graph = iteration_of(job, plan, lambda _kind, _size_bytes: 0.0)  # messages are not asked
     return sum(task.duration_s for task in graph.compute if not task.task_id.startswith("wait"))
-
-
-def _job_bars(jobs: Sequence[JobSpec], found: CoDesignResult) -> BarChart:
-    """Compute and waiting of an iteration, baseline above plan."""
-    rows = []
-    variants = (
-        ("baseline", found.baseline_outcome, found.baseline),
-        ("planned", found.outcome, found.plan),
-    )
-    for job in _most_changed(jobs, found):
-        for name, outcome, plan in variants:
-            total_s = outcome.iteration_s[job.job_id]
-            compute_s = min(total_s, _compute_s(job, plan.jobs[job.job_id]))
-            waits_s = total_s - compute_s
-            rows.append(
-                BarRow(
-                    label=f"{job.job_id}, {name}",
-                    total=f"{format_duration_s(total_s)}, waits {100 * waits_s / total_s:.0f} %",
-                    segments=(
-                        ("compute", compute_s, f"computes {format_duration_s(compute_s)}"),
-                        ("exposed_communication", waits_s, f"waits {format_duration_s(waits_s)}"),
-                    ),
-                )
-            )
-    kinds = (("compute", "compute"), ("exposed_communication", "waiting for communication"))
-    caption = "Where an iteration's time goes."
-    if len(jobs) > _MOST_BARS:
-        caption += f" The {_MOST_BARS} jobs that the plan changes most."
-    return BarChart(rows=tuple(rows), kinds=kinds, caption=caption)
-
-
-def _most_changed(jobs: Sequence[JobSpec], found: CoDesignResult) -> list[JobSpec]:
-    """Return the jobs to draw, in their own order."""
-
-    def changed(job: JobSpec) -> float:
-        before = found.baseline_outcome.iteration_s[job.job_id]
-        return -abs(found.outcome.iteration_s[job.job_id] / before - 1)
-
-    chosen = {job.job_id for job in sorted(jobs, key=changed)[:_MOST_BARS]}
-    return [job for job in jobs if job.job_id in chosen]
-
-
-def _pictures(topology: Topology, found: CoDesignResult) -> PageSection:
-    parts = []
-    for name, outcome in (("Planned", found.outcome), ("Baseline", found.baseline_outcome)):
-        total_s = outcome.result.total_s
-        shares = outcome.result.link_bytes / topology.capacities_bytes_per_s / total_s
-        heading = f"{name}: {_LOADS.lower()}"
-        figure = draw_topology(topology, link_loads=np.minimum(shares, 1.0), title=heading)
-        parts.append(picture_of(figure, heading))
-        if found.plan == found.baseline:
-            break
-    return PageSection(
-        heading="What the links carry",
-        how=f"{_LOADS}: what is dark is the bottleneck. Every direction has its own line, to the "
-        "right as seen by the traffic.",
-        parts=tuple(parts),
-    )
-
-
-def _timelines(
-    topology: Topology, jobs: Sequence[JobSpec], found: CoDesignResult
-) -> list[PageSection]:
-    sections = []
-    for name, plan, outcome in _variants(found):
-        window = unrolled(topology, jobs, plan, outcome)
-        if window is None:
-            how = "One iteration of all jobs has too many transfers to be drawn here; the Perfetto "
-            how += "timeline of fivefold simulate --output has them."
-            sections.append(PageSection(heading=f"Over time, {name}", how=how, parts=()))
-            continue
-        links = link_timeline(window, jobs, topology)
-        parts: list[PagePart] = [job_timeline(window, jobs), *([links] if links else [])]
-        parts += layer_timelines(window, jobs) if name == "planned" else []
-        until = format_duration_s(window.end_s - window.start_s)
-        how = f"{until}, from {format_duration_s(window.start_s)} after the start on."
-        if not window.whole:
-            how += " Not all jobs run within it."
-        sections.append(PageSection(heading=f"Over time, {name}", how=how, parts=tuple(parts)))
-    return sections
-
-
-def _variants(found: CoDesignResult) -> list[tuple[str, ClusterPlan, Outcome]]:
-    planned = ("planned", found.plan, found.outcome)
-    if found.plan == found.baseline:
-        return [planned]
-    return [planned, ("baseline", found.baseline, found.baseline_outcome)]
-
-
-def _reality(
-    jobs: Sequence[JobSpec], outcome: Outcome, measured: Mapping[str, float]
-) -> PageSection:
-    bars, rows = [], []
-    for job in jobs:
-        predicted, real = outcome.iteration_s[job.job_id], measured[job.job_id]
-        off = change(real / predicted)
-        for kind, value in (("predicted", predicted), ("measured", real)):
-            text = format_duration_s(value)
-            total = text if kind == "predicted" else f"{text}, {off}"
-            bars.append(
-                BarRow(
-                    label=job.job_id if kind == "predicted" else "",
-                    total=f"{total} {kind}",
-                    segments=((kind, value, f"{kind} {text}"),),
-                )
-            )
-        rows.append((job.job_id, format_duration_s(predicted), format_duration_s(real), off))
-    return PageSection(
-        heading="Predicted and measured",
-        how="Seconds per iteration. Compute is a sleep of the planned length, reductions are real "
-        "messages over links of the emulated cluster, each with its own rate.",
-        parts=(
-            BarChart(
-                rows=tuple(bars), kinds=(("predicted", "predicted"), ("measured", "measured"))
-            ),
-            DataTable(
-                columns=(("job", ""), ("predicted", ""), ("measured", ""), ("off", "")),
-                rows=tuple(rows),
-            ),
-        ),
-    )

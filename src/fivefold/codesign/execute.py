@@ -12,6 +12,7 @@ when jobs wait for the network and for one another.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -40,9 +41,9 @@ from fivefold.errors import (
 from fivefold.files import read_json
 from fivefold.network.topology import Topology
 from fivefold.runs import write_text
-from fivefold.tasks import CommunicationTask, LayerCost, TaskGraph
+from fivefold.tasks import LayerCost, TaskGraph
 
-_SCHEMA = "fivefold.codesign.order/1"
+_SCHEMA = "fivefold.codesign.order/2"
 _WRITE = "write one with fivefold execute --output"
 _LEAST_SLOT_BYTES = 4096  # below that the software switch is slower than any link worth shaping
 _START_IN_S = 1.0  # after all ranks are ready: enough for the news to reach the last one
@@ -84,15 +85,19 @@ def lab_options(topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan) 
     check_executable(jobs, plan, topology=topology)
     plans = [(job, plan.jobs[job.job_id]) for job in jobs]
     classes = 1 + max((own.priority for _, own in plans), default=0)
-    aggregating = {str(own.root) for _, own in plans if own.algorithm == "in_network"}
+    roots = sorted({str(own.root) for _, own in plans if own.algorithm == "in_network"})
+    pools = {root: topology.ability_of(root).aggregation for root in roots}
     return {
         "classes": classes,
         "host_classes": {rank: own.priority for job, own in plans for rank in job.ranks}
         if classes > 1
         else {},
-        "aggregators": {root: _pool(topology, root) for root in sorted(aggregating)},
-        "routes": {edge: route for job, own in plans for edge, route in _routes(topology, own)},
-    }
+        "aggregators": {
+            root: {"slots": pool.slots, "slot_bytes": pool.slot_bytes}
+            for root, pool in pools.items() if pool is not None
+        },
+        "routes": {edge: route for _, own in plans for edge, route in _routes(topology, own)},
+    }  # fmt: skip
 
 
 def write_order(
@@ -104,23 +109,11 @@ def write_order(
     another one.
     """
     check_executable(jobs, plan, topology=topology)
-    record = [
-        {
-            "job_id": job.job_id,
-            "ranks": job.ranks,
-            "iterations": job.iterations,
-            "arrival_s": job.arrival_s,
-            "layers": [
-                [layer.forward_s, layer.backward_s, layer.gradient_bytes] for layer in job.layers
-            ],
-            "channel": planned_order(topology, job, plan.jobs[job.job_id]),
-        }
-        for job in jobs
-    ]
     order = {
         "schema": _SCHEMA,
         "topology": topology.to_toml(),
-        "jobs": record,
+        "jobs": [dataclasses.asdict(job) for job in jobs],
+        "channels": {j.job_id: planned_order(topology, j, plan.jobs[j.job_id]) for j in jobs},
         "plan": json.loads(plan.to_json()),
     }
     write_text(path, json.dumps({**order, "sha256": _checksum(order)}, indent=1) + "\n")
@@ -143,30 +136,20 @@ def read_order(path: Path) -> Order:
             raise ConfigurationError(
                 f"{path} is no plan to be run: it was changed after it was written", hint=_WRITE
             )
-        return Order(
-            str(record["topology"]),
-            tuple(_read_job(entry) for entry in record["jobs"]),
-            ClusterPlan.from_json(json.dumps(record["plan"])),
-            {entry["job_id"]: tuple(entry["channel"]) for entry in record["jobs"]},
+        jobs = tuple(
+            JobSpec(**{**entry, "layers": tuple(LayerCost(**one) for one in entry["layers"])})
+            for entry in record["jobs"]
         )
+        return Order(
+            topology=str(record["topology"]), jobs=jobs,
+            plan=ClusterPlan.from_json(json.dumps(record["plan"])),
+            channels={name: tuple(order) for name, order in record["channels"].items()},
+        )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigurationError) and str(path) in error.message:
             raise
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigurationError(f"{path} is no plan to be run: {why}", hint=_WRITE) from error
-
-
-def _read_job(entry: Mapping[str, Any]) -> JobSpec:
-    return JobSpec(
-        job_id=entry["job_id"],
-        ranks=tuple(entry["ranks"]),
-        iterations=entry["iterations"],
-        arrival_s=entry["arrival_s"],
-        layers=tuple(
-            LayerCost(forward_s=forward_s, backward_s=backward_s, gradient_bytes=size)
-            for forward_s, backward_s, size in entry["layers"]
-        ),
-    )
 
 
 def execution_command(path: Path) -> list[str]:
@@ -185,26 +168,27 @@ def read_measurements(lines: Sequence[str]) -> Mapping[str, float]:
 
 def _check_job(topology: Topology, job: JobSpec, plan: JobPlan) -> None:
     who = f"job {job.job_id!r}"
-    if job.splits:
-        raise UnsupportedError(
-            f"{who} is split as layer 1 chose, and only jobs that are given by their layers are "
-            "run here",
-            hint="give the job's layers",
-        )
-    if any(layer.all_to_all_bytes for layer in job.layers):
-        raise UnsupportedError(
-            f"{who} sends all-to-all, and only reductions are run here",
-            hint="leave out its all_to_all_bytes",
-        )
     groups = host_groups(topology, plan.order)
-    if plan.algorithm != "ring" and (groups is None or len(groups[0]) > 1):
-        raise UnsupportedError(
-            f"{who} is planned with {plan.algorithm} over hosts of several ranks, and only rings "
-            "are run there",
-            hint="plan without II",
-        )
+    several = groups is None or len(groups[0]) > 1
+    _refuse(
+        (bool(job.splits),
+         f"{who} is split as layer 1 chose, and only jobs given by their layers are run here",
+         "give the job's layers"),
+        (any(layer.all_to_all_bytes for layer in job.layers),
+         f"{who} sends all-to-all, and only reductions are run here",
+         "leave out its all_to_all_bytes"),
+        (plan.algorithm != "ring" and several,
+         f"{who} is planned with {plan.algorithm}; over hosts of several ranks only rings are run",
+         "plan without II"),
+    )  # fmt: skip
     if plan.algorithm == "in_network":
         _check_aggregation(topology, who, plan)
+
+
+def _refuse(*rules: tuple[bool, str, str]) -> None:
+    for broken, message, hint in rules:
+        if broken:
+            raise UnsupportedError(message, hint=hint)
 
 
 def _check_aggregation(topology: Topology, who: str, plan: JobPlan) -> None:
@@ -216,30 +200,19 @@ def _check_aggregation(topology: Topology, who: str, plan: JobPlan) -> None:
         )
     streams = Counter(parent for _, parent in tree)
     aggregating = sorted({root, *(node for node, number in streams.items() if number > 1)})
-    if aggregating != [root]:
-        raise UnsupportedError(
-            f"{who} is aggregated at {', '.join(aggregating)}, and a job has one such switch here",
-            hint="allow it only in switches where all hosts of a job meet, or plan without HN",
-        )
     pool = topology.ability_of(root).aggregation
     assert pool is not None, "aggregation_tree asked"
-    if pool.rate_bytes_per_s is not None:
-        raise UnsupportedError(
-            f"switch {root!r} is said to add at a rate of its own, which is not emulated",
-            hint="leave the rate of its aggregation out",
-        )
-    if pool.slot_bytes < _LEAST_SLOT_BYTES or pool.slot_bytes % 8:
-        raise UnsupportedError(
-            f"switch {root!r} has slots of {pool.slot_bytes} bytes, for which the software switch "
-            "is too slow",
-            hint=f"say at least {_LEAST_SLOT_BYTES}, a multiple of 8; 65536 does well",
-        )
-
-
-def _pool(topology: Topology, root: str) -> dict[str, int]:
-    pool = topology.ability_of(root).aggregation
-    assert pool is not None, "checked before"
-    return {"slots": pool.slots, "slot_bytes": pool.slot_bytes}
+    _refuse(
+        (aggregating != [root],
+         f"{who} is aggregated at {', '.join(aggregating)}, and a job has one such switch here",
+         "allow it only in switches where all hosts of a job meet, or plan without HN"),
+        (pool.rate_bytes_per_s is not None,
+         f"switch {root!r} is said to add at a rate of its own, which is not emulated",
+         "leave the rate of its aggregation out"),
+        (pool.slot_bytes < _LEAST_SLOT_BYTES or pool.slot_bytes % 8 > 0,
+         f"switch {root!r} has slots of {pool.slot_bytes} bytes: the software switch is too slow",
+         f"say at least {_LEAST_SLOT_BYTES}, a multiple of 8; 65536 does well"),
+    )  # fmt: skip
 
 
 def _routes(topology: Topology, plan: JobPlan) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
@@ -285,19 +258,18 @@ class _Rank:
         for name in self._order:
             self._sends.put(name)
         at_s = time.monotonic()
+        sent = {task.task_id for task in self._graph.communication}
         for task in self._graph.compute:
             for awaited in task.depends_on:
                 self._wait(awaited)
-            at_s = max(at_s, time.monotonic()) if self._communicates(task.depends_on) else at_s
+            if sent.intersection(task.depends_on):
+                at_s = max(at_s, time.monotonic())
             # Sleeps end late; the next one starts from where this one should have ended.
             at_s += task.duration_s
             _sleep_until(at_s)
             self._done[task.task_id].set()
         for name in self._order:
             self._wait(name)
-
-    def _communicates(self, names: Sequence[str]) -> bool:
-        return any(isinstance(self._graph.by_id[name], CommunicationTask) for name in names)
 
     def _wait(self, name: str) -> None:
         while not self._done[name].wait(1.0):
@@ -329,9 +301,7 @@ def _check_result(name: str, buffer: Any, number: int) -> None:
 
 
 def _sleep_until(moment_s: float) -> None:
-    left_s = moment_s - time.monotonic()
-    if left_s > 0:
-        time.sleep(left_s)
+    time.sleep(max(moment_s - time.monotonic(), 0.0))
 
 
 def _reduction(job: JobSpec, plan: JobPlan, rank: int) -> Reduce:
@@ -340,22 +310,18 @@ def _reduction(job: JobSpec, plan: JobPlan, rank: int) -> Reduce:
 
     if len(job.ranks) == 1:
         return lambda _buffer: None
-    reduce = (
-        _aggregation(job, plan, rank) if plan.algorithm == "in_network" else _ring(job, plan, rank)
-    )
+    if plan.algorithm == "in_network":
+        reduce = _aggregation(job, plan, rank)
+    else:
+        # gloo's ring sends from each member to the one before it; torch's new_group would also
+        # sort the ranks. Members are counted against the planned order: bytes flow along it.
+        group = _group(f"ring of {job.job_id}", tuple(reversed(plan.order)), rank)
+
+        def reduce(buffer: Any) -> None:
+            group.allreduce([buffer]).wait()
+
     for _ in range(_WARM_UP):
         reduce(torch.ones(1 << 14))
-    return reduce
-
-
-def _ring(job: JobSpec, plan: JobPlan, rank: int) -> Reduce:
-    # gloo's ring sends from each member to the one before it; torch's new_group would also sort
-    # the ranks. Members are counted against the planned order, so that bytes flow along it.
-    group = _group(f"ring of {job.job_id}", tuple(reversed(plan.order)), rank)
-
-    def reduce(buffer: Any) -> None:
-        group.allreduce([buffer]).wait()
-
     return reduce
 
 

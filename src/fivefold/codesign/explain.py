@@ -37,10 +37,15 @@ _SEARCHED_TAUS = (8, 64)
 _TAUS = (2, 4, 8, 16, 32, 64, 128, 256)
 _HIDDEN = 0.01  # of the iteration: what may be left of a message that counts as hidden
 _FREE = 1e9  # times the rate of a link: messages take no time
+_HOW = (
+    "each line is the prediction asked again with that one change; savings do not add up, and "
+    "nothing was run"
+)
+_IDLE = "the links are taken to be idle but for this job: fivefold simulate plans several"
 _SPLIT = ("recompute_s", "pipeline_bubble_s", "offload_s")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Change:
     """One change, with what the prediction says of the run that has it.
 
@@ -48,18 +53,18 @@ class Change:
         layer: Whose it is; "compute" for what no layer answers for.
         action: What to change, in words.
         seconds: Predicted seconds of an iteration after it.
-        saves_s: By how much that is less than before; negative where it is more.
         kind: Whether it is a setting, one that changes convergence, other hardware, a bound that
             nothing passes, or a risk.
         settings: Fields of ``ParallelPlan`` that differ, where it is a setting.
+        saves_s: By how much ``seconds`` is less than before; negative where it is more.
     """
 
     layer: str
     action: str
     seconds: float
-    saves_s: float
     kind: Kind = "setting"
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    saves_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +109,8 @@ class Explanation:
 
 def worth_saying(changes: Iterable[Change], seconds: float) -> tuple[Change, ...]:
     """Return the changes that make a difference, the most saving first."""
-    counted = [one for one in changes if abs(one.saves_s) >= _LEAST_SHARE * seconds]
+    found = (dataclasses.replace(one, saves_s=seconds - one.seconds) for one in changes)
+    counted = [one for one in found if abs(one.saves_s) >= _LEAST_SHARE * seconds]
     return tuple(sorted(counted, key=lambda one: -one.saves_s))
 
 
@@ -128,6 +134,7 @@ def explain_plan(job: Job, cluster: Cluster) -> Explanation:
     asked = _Question(job, cluster)
     now = asked.now
     changes = [change for make in _LAYERS_ASKED for change in make(asked)]
+    linked = len(cluster.fabric.tiers) > 1 and now.plan.num_gpus > 1
     searched = "the fastest plan of the space" if job.plan is None else "the plan given"
     return Explanation(
         subject=f"{job.model.name} on {now.plan.num_gpus} GPUs of {cluster.name}, {searched}: "
@@ -135,7 +142,7 @@ def explain_plan(job: Job, cluster: Cluster) -> Explanation:
         seconds=now.time_s,
         parts_s=_parts(asked),
         changes=worth_saying(changes, now.time_s),
-        notes=tuple(_notes(asked)),
+        notes=(_HOW, _IDLE) if linked else (_HOW,),
     )
 
 
@@ -184,21 +191,11 @@ class _Question:
         except ConfigurationError:
             return
         if found.fits:
-            yield self.change(layer, action, found.time_s, kind, fields)
+            yield Change(layer, action, found.time_s, kind, fields)
 
     def hardware(self, layer: str, action: str, kind: Kind, **changed: Any) -> Change:
         """Return the change to other hardware under the same plan."""
-        return self.change(layer, action, self.with_plan(self.plan, **changed).time_s, kind)
-
-    def change(
-        self, layer: str, action: str, seconds: float, kind: Kind,
-        settings: Mapping[str, Any] | None = None,
-    ) -> Change:  # fmt: skip
-        """Return a change by the time that it leads to."""
-        return Change(
-            layer=layer, action=action, seconds=seconds, saves_s=self.now.time_s - seconds,
-            kind=kind, settings=settings or {},
-        )  # fmt: skip
+        return Change(layer, action, self.with_plan(self.plan, **changed).time_s, kind)
 
     def tiers(self, change: Callable[[int, Tier], Tier]) -> FabricSpec:
         """Return the fabric with every tier changed."""
@@ -219,7 +216,7 @@ def _parts(asked: _Question) -> dict[str, float]:
 
 def _searches(asked: _Question) -> Iterator[Change]:
     """Yield layer 1's fastest split: of the space, a wider one, and one with local updates."""
-    space = asked.job.space
+    job, cluster, space = asked.job, asked.cluster, asked.job.space
     wide = dataclasses.replace(
         space, schedules=tuple(dict.fromkeys((*space.schedules, *_SCHEDULES))),
         tensor_overlap=tuple(dict.fromkeys((*space.tensor_overlap, "pipe"))),
@@ -227,11 +224,10 @@ def _searches(asked: _Question) -> Iterator[Change]:
     spaces: list[tuple[Kind, SearchSpace]] = [("setting", wide)]
     if max(space.tau) == 1:
         spaces.append(("convergence", dataclasses.replace(space, tau=_SEARCHED_TAUS)))
-    if asked.job.plan is not None:
+    if job.plan is not None:
         spaces.insert(0, ("setting", space))
-    seen = {asked.plan}
+    now, seen = dataclasses.asdict(asked.plan), {asked.plan}
     for kind, choices in spaces:
-        job, cluster = asked.job, asked.cluster
         try:
             found = search(job.model, cluster.device, cluster.fabric, space=choices, top=1)
         except InfeasibleError:  # the space of the file may be too small for what its plan does
@@ -240,12 +236,9 @@ def _searches(asked: _Question) -> Iterator[Change]:
         if best.plan not in seen:
             seen.add(best.plan)
             named = f"split it as {degrees_of(best.plan)}, {settings_of(best.plan)}"
-            yield asked.change("strategy", named, best.time_s, kind, _differences(asked, best.plan))
-
-
-def _differences(asked: _Question, plan: ParallelPlan) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(plan)]
-    return {n: getattr(plan, n) for n in names if getattr(plan, n) != getattr(asked.plan, n)}
+            new = dataclasses.asdict(best.plan)
+            other = {name: value for name, value in new.items() if value != now[name]}
+            yield Change("strategy", named, best.time_s, kind, other)
 
 
 def _strategy(asked: _Question) -> Iterator[Change]:
@@ -270,7 +263,7 @@ def _strategy(asked: _Question) -> Iterator[Change]:
     if spent_s > 0:
         left_s = asked.now.time_s - spent_s
         bound = "no bubble, no recomputation, no transfers to the host"
-        yield asked.change("strategy", bound, left_s, "bound")
+        yield Change("strategy", bound, left_s, "bound")
 
 
 def _schedules(asked: _Question) -> Iterator[Change]:
@@ -292,12 +285,15 @@ def _schedules(asked: _Question) -> Iterator[Change]:
 
 def _local_updates(asked: _Question) -> Iterator[Change]:
     """Yield the smallest tau that hides the gradients, or the best of those that fit."""
-    if asked.plan.data * asked.plan.context == 1 or asked.plan.tau > 1:
+    plan, node = asked.plan, asked.cluster.fabric.gpus_per_node
+    if plan.data * plan.context == 1 or plan.tau > 1:
         return
+    # The data-parallel ranks of a node may share the states of one worker.
+    in_node = math.gcd(plan.data * plan.context, max(node // plan.group("data").stride, 1))
     found: list[Change] = []
     for tau in _TAUS:
         action = f"local updates: synchronise every {tau} iterations"
-        for zero, shard in ((0, None), (3, _ranks_of_a_node(asked))):
+        for zero, shard in ((0, None), (3, in_node)):
             fields: dict[str, Any] = {"tau": tau, "zero": zero, "shard": shard}
             if one := list(asked.setting("strategy", action, "convergence", **fields)):
                 found += one
@@ -306,12 +302,6 @@ def _local_updates(asked: _Question) -> Iterator[Change]:
             yield found[-2]
             return
     yield from found[-1:]
-
-
-def _ranks_of_a_node(asked: _Question) -> int:
-    """Return the data-parallel ranks of a node, which may share the states of one worker."""
-    plan, node = asked.plan, asked.cluster.fabric.gpus_per_node
-    return math.gcd(plan.data * plan.context, max(node // plan.group("data").stride, 1))
 
 
 def _tasks(asked: _Question) -> Iterator[Change]:
@@ -336,7 +326,7 @@ def _tasks(asked: _Question) -> Iterator[Change]:
     sent_s = asked.with_plan(plain).time_s - free_s
     least_s = free_s + float(exposed_s(max(sent_s, 0.0), free_s))
     if least_s < asked.now.time_s:  # some plans send over several links at once
-        yield asked.change("tasks", "all communication beside compute", least_s, "bound")
+        yield Change("tasks", "all communication beside compute", least_s, "bound")
 
 
 def _collectives(asked: _Question) -> Iterator[Change]:
@@ -430,16 +420,6 @@ def _faster(tier: Tier, *, rate: float = 1.0, latency: float = 1.0) -> Tier:
         hop_s=latency * tier.hop_s,
         fill_s=latency * tier.fill_s,
     )
-
-
-def _notes(asked: _Question) -> Iterator[str]:
-    yield (
-        "each line is the prediction asked again with that one change; savings do not add up, "
-        "and nothing was run"
-    )
-    if len(asked.cluster.fabric.tiers) == 1 or asked.plan.num_gpus == 1:
-        return
-    yield "the links are taken to be idle but for this job: fivefold simulate plans several"
 
 
 _LAYERS_ASKED = (

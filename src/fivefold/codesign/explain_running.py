@@ -16,7 +16,7 @@ from typing import Any
 from fivefold.codesign.arbiter import objective_s
 from fivefold.codesign.baselines import null_plan, routed_one_by_one
 from fivefold.codesign.coordinator import collective_options, plan_cluster, task_options
-from fivefold.codesign.explain import Change, Explanation, Kind, worth_saying
+from fivefold.codesign.explain import Change, Explanation, worth_saying
 from fivefold.codesign.jobs import JobSpec, check_jobs
 from fivefold.codesign.plans import ClusterPlan, CoDesigns, JobPlan
 from fivefold.codesign.simulate import alone_quote, run_plan, schedule_iteration
@@ -129,12 +129,6 @@ class _Question:
         found = run_plan(topology, self.jobs, plan, iterations=_ITERATIONS)
         return objective_s(self.jobs, found.completion_s)
 
-    def change(self, layer: str, action: str, seconds: float, kind: Kind = "setting") -> Change:
-        """Return a change by the objective that it leads to."""
-        return Change(
-            layer=layer, action=action, seconds=seconds, saves_s=self.now_s - seconds, kind=kind
-        )
-
     def best_alone(
         self, layer: str, action: str, options: Sequence[tuple[JobSpec, Sequence[JobPlan]]]
     ) -> Iterator[Change]:
@@ -149,7 +143,7 @@ class _Question:
             )
             plan = ClusterPlan({**plan.jobs, job.job_id: best})
         if plan != self.plan:
-            yield self.change(layer, action, self.seconds(self.topology, plan))
+            yield Change(layer, action, self.seconds(self.topology, plan))
 
 
 def _strategy(asked: _Question) -> Iterator[Change]:
@@ -191,15 +185,13 @@ def _collectives(asked: _Question) -> Iterator[Change]:
 
 def _flows(asked: _Question) -> Iterator[Change]:
     routed = routed_one_by_one(asked.topology, asked.jobs, asked.plan)
-    yield asked.change(
-        "flows", "paths by load instead of by hash", asked.seconds(asked.topology, routed)
-    )
+    yield Change("flows", "paths by load instead of by hash", asked.seconds(asked.topology, routed))
     try:
         found = plan_cluster(asked.topology, asked.jobs, CoDesigns(horizontal=True))
     except FivefoldError:  # what cannot be planned together is planned alone
         return
     together_s = asked.seconds(asked.topology, found.plan)
-    yield asked.change("flows", "paths, classes and offsets planned over all jobs", together_s)
+    yield Change("flows", "paths, classes and offsets planned over all jobs", together_s)
     alone = {
         job.job_id: run_plan(
             asked.topology, [job], ClusterPlan({job.job_id: asked.plan.jobs[job.job_id]}),
@@ -207,14 +199,12 @@ def _flows(asked: _Question) -> Iterator[Change]:
         ).completion_s[job.job_id]
         for job in asked.jobs
     }  # fmt: skip
-    yield asked.change("flows", "every job alone", objective_s(asked.jobs, alone), "bound")
+    yield Change("flows", "every job alone", objective_s(asked.jobs, alone), "bound")
 
 
 def _network(asked: _Question) -> Iterator[Change]:
     twice = _scaled(asked.topology, 2.0)
-    yield asked.change(
-        "network", "all links twice as fast", asked.seconds(twice, asked.plan), "purchase"
-    )
+    yield Change("network", "all links twice as fast", asked.seconds(twice, asked.plan), "purchase")
 
 
 def _compute(asked: _Question) -> Iterator[Change]:
@@ -231,7 +221,7 @@ def _compute(asked: _Question) -> Iterator[Change]:
     )
     if len(jobs) == len(asked.jobs):
         seconds = _Question(asked.topology, jobs, asked.plan).now_s
-        yield asked.change("compute", "GPUs twice as fast", seconds, "purchase")
+        yield Change("compute", "GPUs twice as fast", seconds, "purchase")
 
 
 def _scaled(topology: Topology, factor: float) -> Topology:
@@ -333,34 +323,30 @@ def _tau_of(config: dict[str, Any], logged: Sequence[int | None]) -> int:
 
 
 def _changes(step: MeasuredStep, method: str) -> Iterator[Change]:
-    def change(layer: str, action: str, seconds: float, kind: Kind = "setting") -> Change:
-        saves_s = step.seconds - seconds
-        return Change(layer=layer, action=action, seconds=seconds, saves_s=saves_s, kind=kind)
-
     if step.sent_s > 0:
         least_s = step.with_messages(step.sent_s, beside_s=step.rest_s)
         if least_s < step.seconds:
-            yield change("tasks", "all communication beside compute", least_s, "bound")
+            yield Change("tasks", "all communication beside compute", least_s, "bound")
         if method == "ddp":
             tau = max(2, math.ceil(_MARGIN * step.sent_s / step.rest_s))
             seconds = step.with_messages(step.sent_s / tau, beside_s=step.rest_s)
             action = f'local updates: method = "delay_corrected", tau = {tau}'
-            yield change("strategy", action, seconds, "convergence")
+            yield Change("strategy", action, seconds, "convergence")
         elif step.waits_s > 0 and method != "none":
             tau = max(step.tau + 1, math.ceil(_MARGIN * step.tau * step.sent_s / step.rest_s))
             seconds = step.with_messages(step.sent_s * step.tau / tau)
-            yield change("strategy", f"tau = {tau} instead of {step.tau}", seconds, "convergence")
+            yield Change("strategy", f"tau = {tau} instead of {step.tau}", seconds, "convergence")
         if step.least_sent_s is not None and step.least_sent_s < step.sent_s:
-            yield change(
+            yield Change(
                 "collectives", "all-reduces at the link's full rate",
                 step.with_messages(step.least_sent_s), "bound",
             )  # fmt: skip
         half_s = step.with_messages(step.sent_s / 2)
-        yield change("collectives", "half as many bytes (16 bits for 32)", half_s, "convergence")
-        yield change("network", "links twice as fast", half_s, "purchase")
+        yield Change("collectives", "half as many bytes (16 bits for 32)", half_s, "convergence")
+        yield Change("network", "links twice as fast", half_s, "purchase")
         crowded_s = step.with_messages(2 * step.sent_s)
-        yield change("flows", "a neighbour takes half of the links", crowded_s, "risk")
+        yield Change("flows", "a neighbour takes half of the links", crowded_s, "risk")
     if step.loading_s > 0:
         ready_s = replace(step, loading_s=0.0).seconds
-        yield change("compute", "data that is there in time", ready_s, "bound")
-    yield change("compute", "a processor twice as fast", step.seconds - step.rest_s / 2, "purchase")
+        yield Change("compute", "data that is there in time", ready_s, "bound")
+    yield Change("compute", "a processor twice as fast", step.seconds - step.rest_s / 2, "purchase")

@@ -16,7 +16,12 @@ from typing import Any
 
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
-from fivefold.codesign.simulate import Outcome, alone_quote, communication_order, schedule_iteration
+from fivefold.codesign.simulate import (
+    Outcome,
+    alone_quote,
+    channel_predecessors,
+    schedule_iteration,
+)
 from fivefold.collectives.algorithms import build_algorithm
 from fivefold.collectives.lowering import lower, to_msccl_xml
 from fivefold.collectives.pricing.phases import host_groups
@@ -24,7 +29,6 @@ from fivefold.collectives.schedules import Schedule, all_reduce, all_to_all
 from fivefold.errors import UnsupportedError
 from fivefold.network.topology import Topology
 from fivefold.tasks import ComputeTask
-from fivefold.tasks.schedule import TaskSchedule
 
 _KINDS = {
     "all_reduce": "ALL_REDUCE", "all_to_all": "ALL_TO_ALL", "all_gather": "ALL_GATHER",
@@ -93,7 +97,7 @@ def _nodes(schema: Any, topology: Topology, job: JobSpec, plan: JobPlan, group: 
         )
     schedule = schedule_iteration(job, plan, alone_quote(topology, job, plan))
     numbers = {name: place for place, name in enumerate(schedule.graph.order, start=1)}
-    before = _before(schedule)
+    before = channel_predecessors(schedule)
     nodes = []
     begin_s = job.arrival_s + plan.shift_s
     if begin_s > 0:
@@ -109,24 +113,14 @@ def _nodes(schema: Any, topology: Topology, job: JobSpec, plan: JobPlan, group: 
             node.attr.add(name="comm_type", int64_val=kind)
             node.attr.add(name="comm_size", int64_val=task.size_bytes)
             node.attr.add(name="pg_name", string_val=group)
-        awaited = [numbers[other] for other in (*task.depends_on, *before.get(name, ()))]
+        awaited = {numbers[other] for other in task.depends_on}
+        if name in before:
+            awaited.add(numbers[before[name]])
         if not awaited and begin_s > 0:
-            awaited = [0]
-        node.data_deps.extend(sorted(set(awaited)))
+            awaited = {0}
+        node.data_deps.extend(sorted(awaited))
         nodes.append(node)
     return nodes
-
-
-def _before(schedule: TaskSchedule) -> Mapping[str, tuple[str, ...]]:
-    """Return what each communication follows on its channel."""
-    found: dict[str, tuple[str, ...]] = {}
-    last: dict[str, str] = {}
-    for name in communication_order(schedule):
-        channel = schedule.graph.by_id[name].resource
-        if channel in last:
-            found[name] = (last[channel],)
-        last[channel] = name
-    return found
 
 
 def _compute(schema: Any, number: int, name: str, seconds: float) -> Any:
@@ -177,9 +171,8 @@ def msccl_programs(topology: Topology, job: JobSpec, plan: JobPlan) -> Mapping[s
         ['all_reduce']
     """
     if job.split_as(plan.split).mesh is not None or plan.algorithm == "in_network":
-        reason = (
-            "it aggregates in switches" if plan.algorithm == "in_network" else "it has several axes"
-        )
+        in_switches = plan.algorithm == "in_network"
+        reason = "it aggregates in switches" if in_switches else "it has several axes"
         raise UnsupportedError(
             f"job {job.job_id!r} has no MSCCL program: {reason}",
             hint="plan with the co-designs V, H and II, for data-parallel jobs",
@@ -187,9 +180,10 @@ def msccl_programs(topology: Topology, job: JobSpec, plan: JobPlan) -> Mapping[s
     number = len(job.ranks)
     programs: dict[str, str] = {}
     if number > 1 and any(layer.gradient_bytes for layer in job.layers):
-        programs["all_reduce"] = _text(_reduction(topology, job, plan))
+        programs["all_reduce"] = to_msccl_xml(lower(_reduction(topology, job, plan)))
     if number > 1 and any(layer.all_to_all_bytes for layer in job.layers):
-        programs["all_to_all"] = _text(build_algorithm("direct", all_to_all(number)))
+        direct = build_algorithm("direct", all_to_all(number))
+        programs["all_to_all"] = to_msccl_xml(lower(direct))
     return programs
 
 
@@ -208,10 +202,6 @@ def _reduction(topology: Topology, job: JobSpec, plan: JobPlan) -> Schedule:
     return build_algorithm("hierarchical", collective, groups=own)
 
 
-def _text(schedule: Schedule) -> str:
-    return to_msccl_xml(lower(schedule))
-
-
 def timeline_of(outcome: Outcome) -> dict[str, Any]:
     """Return the last iteration of every job as a Chrome trace, which Perfetto opens.
 
@@ -221,11 +211,9 @@ def timeline_of(outcome: Outcome) -> dict[str, Any]:
     jobs = {job: place for place, job in enumerate(outcome.completion_s)}
     for job, place in jobs.items():
         events.append({"ph": "M", "pid": place, "name": "process_name", "args": {"name": job}})
-        for thread, name in enumerate(("compute", "network")):
-            label = {"name": name}
-            events.append(
-                {"ph": "M", "pid": place, "tid": thread, "name": "thread_name", "args": label}
-            )
+        for tid, name in enumerate(("compute", "network")):
+            thread = {"ph": "M", "pid": place, "tid": tid, "name": "thread_name"}
+            events.append(thread | {"args": {"name": name}})
     shown: set[tuple[Any, ...]] = set()
     for span in outcome.result.timeline():
         parts = span.name if isinstance(span.name, tuple) else (span.name,)
@@ -238,15 +226,9 @@ def timeline_of(outcome: Outcome) -> dict[str, Any]:
         if key in shown:
             continue
         shown.add(key)
-        events.append(
-            {
-                "name": name,
-                "ph": "X",
-                "ts": span.start_s * 1e6,
-                "dur": length_s * 1e6,
-                "pid": jobs[parts[0]],
-                "tid": int(span.kind != "compute"),
-                "args": {"id": str(span.name)},
-            }
-        )
+        events.append({
+            "name": name, "ph": "X", "ts": span.start_s * 1e6, "dur": length_s * 1e6,
+            "pid": jobs[parts[0]], "tid": int(span.kind != "compute"),
+            "args": {"id": str(span.name)},
+        })  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -63,6 +63,18 @@ def communication_order(schedule: TaskSchedule) -> list[str]:
     return [span.task_id for span in schedule.spans if span.resource.startswith("network")]
 
 
+def channel_predecessors(schedule: TaskSchedule) -> dict[str, str]:
+    """Return what each communication follows: a channel takes one at a time, as planned."""
+    found: dict[str, str] = {}
+    last: dict[str, str] = {}
+    for name in communication_order(schedule):
+        channel = schedule.graph.by_id[name].resource
+        if channel in last:
+            found[name] = last[channel]
+        last[channel] = name
+    return found
+
+
 SimulatorTask = Flow | CoupledFlows | Compute | AggregationRequest
 
 
@@ -205,71 +217,53 @@ class _Compiler:
 
     def tasks(self, rows: Mapping[Part, list[Row]]) -> list[SimulatorTask]:
         """Return the iteration, each part of it as the rows that stand for it."""
-        self._rows = rows
-        graph = self._schedule.graph
-        # A channel takes one communication at a time, in the planned order.
-        before: dict[str, str] = {}
-        channel: dict[str, str | None] = {}
-        for name in communication_order(self._schedule):
-            resource = graph.by_id[name].resource
-            channel[name] = before.get(resource)
-            before[resource] = name
-        for name in graph.order:
-            self._ends[name] = (self._job.job_id, name, "end")
+        self._rows, job_id = rows, self._job.job_id
+        graph, before = self._schedule.graph, channel_predecessors(self._schedule)
+        self._ends = {name: (job_id, name, "end") for name in graph.order}
         for name in graph.order:
             task = graph.by_id[name]
             after = [self._ends[other] for other in task.depends_on]
             if isinstance(task, ComputeTask):
-                self._compute(task, after)
-            else:
-                previous = channel[name]
-                if previous is not None:
-                    after.append(self._ends[previous])
-                self._communicate(task, after)
+                self._wait(self._ends[name], task.duration_s, after, processor=job_id)
+                continue
+            if name in before:
+                after.append(self._ends[before[name]])
+            self._communicate(task, after)
         return self._out
-
-    def _compute(self, task: ComputeTask, after: Sequence[Hashable]) -> None:
-        job = self._job
-        self._out.append(
-            Compute(
-                self._ends[task.task_id],
-                task.duration_s,
-                processor=job.job_id,
-                depends_on=tuple(after),
-                release_s=job.arrival_s + self._plan.shift_s,
-                job=job.job_id,
-            )
-        )
 
     def _communicate(self, task: CommunicationTask, after: Sequence[Hashable]) -> None:
         steps = self._steps(task)
         last = len(steps) - 1
         end = self._ends[task.task_id]
         if not steps:
-            self._delay(end, 0.0, after)
+            self._wait(end, 0.0, after)
         for number, groups in enumerate(steps):
             start = (self._job.job_id, task.task_id, number, "start")
             # A flow adds its route's latency once, at its end; the other steps pay it before.
-            self._delay(start, self._waits_s(groups), after)
+            self._wait(start, self._waits_s(groups), after)
             flows = [
                 name
                 for place, group in enumerate(groups)
                 for name in self._phases(group, (task.task_id, number, place), start)
             ]
             joint = end if number == last else (self._job.job_id, task.task_id, number, "end")
-            self._delay(joint, 0.0, flows)
+            self._wait(joint, 0.0, flows)
             after = [joint]
 
-    def _delay(self, name: Hashable, seconds: float, after: Sequence[Hashable]) -> None:
+    def _wait(
+        self,
+        name: Hashable,
+        seconds: float,
+        after: Sequence[Hashable],
+        processor: str | None = None,
+    ) -> None:
+        """Add compute, or what only takes time where no processor is given."""
         self._out.append(
             Compute(
-                name,
-                seconds,
-                depends_on=tuple(after),
-                job=self._job.job_id,
-                release_s=self._job.arrival_s + self._plan.shift_s,
+                name, seconds, depends_on=tuple(after), job=self._job.job_id,
+                release_s=self._job.arrival_s + self._plan.shift_s, processor=processor,
             )
-        )
+        )  # fmt: skip
 
     def _waits_s(self, groups: Sequence[PhaseGroup]) -> float:
         paid = [group for group in groups if group.tree is None and group.steps > 1]

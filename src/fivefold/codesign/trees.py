@@ -170,15 +170,11 @@ def free_slots(
     topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan, *, without: str
 ) -> dict[str, int]:
     """Return the slots of each switch that other jobs leave."""
-    left = dict(_pools(topology))
+    others = SwitchState(topology)
     for job in jobs:
-        own = plan.jobs[job.job_id]
-        if job.job_id == without or own.algorithm != "in_network":
-            continue
-        for tree in job_trees(topology, job, own):
-            for name in tree_switches(tree):
-                left[name] = max(0, left[name] - own.slots)
-    return left
+        if job.job_id != without:
+            others.admit(job, plan.jobs[job.job_id])
+    return others.free
 
 
 def job_trees(topology: Topology, job: JobSpec, plan: JobPlan) -> list[Tree]:
