@@ -184,5 +184,5 @@ def test_experts_whose_states_a_part_of_the_ranks_shares_have_one_price(zero, ta
             assert found == pytest.approx(wanted, rel=0.05)
         assert found >= 0.97 * wanted  # outer updates are in the way of others' messages
     apart = dataclasses.replace(plan, shard=2)  # experts are shared by nobody, and summed by eight
-    sent = 2 * model.num_expert_layers * model.routed_parameters / 2 / tau
+    sent = 2 * (model.num_layers * model.share_of("E")) * model.routed_parameters / 2 / tau
     assert planned_s(slow, apart, model) > sent / 5e9

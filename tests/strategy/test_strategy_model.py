@@ -57,7 +57,7 @@ def test_nvidia_form_of_llama_flops():
 
 def test_deepseek_activates_its_published_37_billion():
     model = load_model("deepseek-v3")
-    idle = model.num_expert_layers * model.routed_parameters * (1 - 8 / 256)
+    idle = (model.num_layers * model.share_of("E")) * model.routed_parameters * (1 - 8 / 256)
     assert (model.num_parameters - idle) / 1e9 == pytest.approx(37.5, rel=0.02)
 
 

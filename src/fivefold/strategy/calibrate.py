@@ -26,6 +26,7 @@ from importlib.resources import files
 
 from fivefold.collectives.pricing import FabricSpec, Group, collective_time_s
 from fivefold.errors import ConfigurationError
+from fivefold.strategy._operators import NARROW
 from fivefold.strategy.cluster import Cluster, DeviceSpec
 from fivefold.strategy.cost import evaluate_plan
 from fivefold.strategy.model import ModelSpec
@@ -35,7 +36,6 @@ _GENERATIONS = {
     "v100": "Volta", "a100": "Ampere", "h100": "Hopper", "h200": "Hopper", "h800": "Hopper",
     "b200": "Blackwell", "b300": "Blackwell", "gb200": "Blackwell", "gb300": "Blackwell",
 }  # fmt: skip
-_NARROW = {"fp8", "mxfp8", "nvfp4"}
 _SMALL_STEP_S = 0.5
 _FEWEST_PAIRS = 5
 # Student's t at 95 % on one side, by pairs: 90 % of rows like these lie inside.
@@ -46,19 +46,12 @@ _STUDENT = ((5, 2.02), (6, 1.94), (8, 1.86), (10, 1.81), (15, 1.75), (20, 1.72),
 def kinds_of(
     model: ModelSpec, device: DeviceSpec, plan: ParallelPlan, *, time_s: float
 ) -> tuple[str, ...]:
-    """Return keys of the table, from the rows most like a run to all of its kind.
-
-    Args:
-        model: What is trained: dense or with experts.
-        device: On which GPU and stack; its name begins with the GPU's.
-        plan: Split how; products in 16 bits or narrow.
-        time_s: Seconds of an iteration; small steps are below half a second.
-    """
+    """Return keys of the table, from the rows most like a run of ``time_s`` to all of its kind."""
     gpu = device.gpu or device.name.partition("-")[0]
     parts = (
         "dense" if model.experts is None else "experts",
         _GENERATIONS.get(gpu, "other"),
-        "narrow" if plan.dtype in _NARROW else "16 bits",
+        "narrow" if plan.dtype in NARROW else "16 bits",
         "small steps" if time_s < _SMALL_STEP_S else "steps",
     )
     return tuple(", ".join(parts[:count]) for count in range(len(parts), 0, -1))
@@ -81,22 +74,11 @@ class ErrorBar:
     like: str
 
     def interval_s(self, time_s: float) -> tuple[float, float]:
-        """Return the lowest and the highest time.
-
-        Examples:
-            >>> ErrorBar(share=0.25, plan_share=0.1, count=12, like="dense").interval_s(10.0)
-            (8.0, 12.5)
-        """
+        """Return the lowest and the highest time."""
         return time_s / (1.0 + self.share), time_s * (1.0 + self.share)
 
     def equal(self, first_s: float, second_s: float) -> bool:
-        """Return whether two plans of one job cannot be told apart.
-
-        Examples:
-            >>> bar = ErrorBar(share=0.25, plan_share=0.1, count=12, like="dense")
-            >>> bar.equal(10.0, 10.5), bar.equal(10.0, 12.0)
-            (True, False)
-        """
+        """Return whether two plans of one job cannot be told apart."""
         return max(first_s, second_s) <= min(first_s, second_s) * (1.0 + self.plan_share)
 
 
@@ -134,15 +116,11 @@ def error_bar(
     # Two rows of one pair differ by both their errors, and never by more than strangers do.
     between = min(between, error) * math.sqrt(2.0)
     share = math.expm1(min(between, error) if device.anchor != 1.0 else error)
-    like = "; ".join([key, *(f"none with {what}" for what in _unseen(model, plan))])
+    # What of a run none of the table's rows has.
+    unseen = (("adapters", model.adapters), ("layers of Mamba", model.mamba),
+              ("Muon", plan.optimizer == "muon"))  # fmt: skip
+    like = "; ".join([key, *(f"none with {what}" for what, has in unseen if has)])
     return ErrorBar(share=share, plan_share=math.expm1(between), count=count, like=like)
-
-
-def _unseen(model: ModelSpec, plan: ParallelPlan) -> list[str]:
-    """Return what of a run none of the table's rows has."""
-    parts = (("adapters", model.adapters), ("layers of Mamba", model.mamba),
-             ("Muon", plan.optimizer == "muon"))  # fmt: skip
-    return [what for what, has in parts if has]
 
 
 _EFFICIENCIES = (
@@ -169,29 +147,8 @@ def calibrated_device(
 ) -> DeviceSpec:
     """Return the device with which a step of one replica takes what was measured.
 
-    All rates are scaled by predicted over measured time of the passes; times that depend on the
-    device by the inverse, so that the prediction of this job becomes the measurement.
-
-    Args:
-        cluster: Where the constants begin.
-        model: What was trained.
-        plan: Of one rank: its micro-batch and as many samples as it takes in a step.
-        model_s: Forward and backward passes of a step, seconds.
-        optimizer_s: The optimizer's update, seconds.
-        rest_s: What else a step takes, seconds.
-        memory_bytes: Most memory that a rank held; None leaves the stack's own as it is.
-
-    Raises:
-        ConfigurationError: A time is not positive, or the plan is of several ranks.
-
-    Examples:
-        >>> from fivefold.strategy import load_cluster, load_model
-        >>> cluster, model = load_cluster("cpu-lab"), load_model("gpt3-1.3b")
-        >>> plan = ParallelPlan(global_batch=1)
-        >>> device = calibrated_device(cluster, model, plan, model_s=60.0, optimizer_s=2.0,
-        ...                            rest_s=0.1)
-        >>> round(evaluate_plan(model, device, cluster.fabric, plan=plan).time_s, 6)
-        62.1
+    All rates are scaled by predicted over measured time of the passes; ``rest_s`` is what else a
+    step takes, ``memory_bytes`` the most that a rank held (None: the stack's own stays as it is).
     """
     if plan.num_gpus != 1 or min(model_s, optimizer_s) <= 0 or rest_s < 0:
         message = f"a step of {plan.num_gpus} ranks took {model_s:g} and {optimizer_s:g} s"
@@ -214,10 +171,9 @@ def calibrated_device(
 
 def _faster(device: DeviceSpec, factor: float) -> DeviceSpec:
     """Return the device with all rates times ``factor``: as efficiencies where they stay shares."""
-    shares = {name: getattr(device, name) * factor for name in _EFFICIENCIES}
-    rates = shares if max(shares.values()) <= 1 else {
-        name: getattr(device, name) * factor for name in _PEAKS
-    }  # fmt: skip
+    stays = max(getattr(device, name) * factor for name in _EFFICIENCIES) <= 1
+    names = _EFFICIENCIES if stays else _PEAKS
+    rates = {name: getattr(device, name) * factor for name in names}
     return dataclasses.replace(
         device, **rates, **{name: getattr(device, name) / factor for name in _FIXED}
     )
@@ -229,16 +185,7 @@ def calibrated_fabric(
     """Return the fabric on which an all-reduce over all ranks takes what was measured.
 
     The outermost tier's efficiency follows from the slope between the smallest and the largest
-    size, its fixed time from what is left of the largest.
-
-    Args:
-        cluster: Where the constants begin.
-        ranks: Ranks that took part.
-        sizes_bytes: Payloads, ascending.
-        times_s: Seconds of an all-reduce of each.
-
-    Raises:
-        ConfigurationError: Times do not grow with the size, or there are fewer than two.
+    size (``sizes_bytes`` ascend), its fixed time from what is left of the largest.
     """
     rise_s = times_s[-1] - times_s[0]
     if len(sizes_bytes) < 2 or rise_s <= 0:

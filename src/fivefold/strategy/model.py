@@ -162,25 +162,10 @@ class ModelSpec:
         """Return the share of a sequence's scores that a mean layer computes, causal mask apart."""
         if not self.window:
             return 1.0
-        attending = self.num_attention_layers
+        attending = self._blocks("*")
         layers = attending if self.windowed_layers is None else self.windowed_layers
         seen = min(self.window / self.seq_len * (2 if self.causal else 1), 1.0)
         return 1.0 - min(layers / max(attending, 1), 1.0) * (1.0 - seen)
-
-    @property
-    def num_attention_layers(self) -> int:
-        """Return the blocks of attention."""
-        return self._blocks("*")
-
-    @property
-    def num_expert_layers(self) -> int:
-        """Return the layers whose feed-forward part is a mixture of experts."""
-        return self._blocks("E")
-
-    @property
-    def num_dense_layers(self) -> int:
-        """Return the layers with a dense feed-forward part."""
-        return self._blocks("-")
 
     def _blocks(self, letter: str) -> int:
         return round(self.num_layers * self.share_of(letter))

@@ -1,4 +1,4 @@
-"""Closed forms of pipeline schedules: bubble, stored micro-batches, copies of parameters.
+"""Closed forms of pipeline schedules: bubble, stored micro-batches, layers of stages.
 
 Times are of one micro-batch on one whole stage: forward f, backward for inputs i, for weights w.
 For uniform stages the forms are exact; where stages differ, every micro-batch but one costs the
@@ -17,19 +17,17 @@ from fivefold.errors import require_one_of
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape:
-    """Bubble, stored activations and messages of a pipeline schedule."""
+    """Bubble of a pipeline schedule, and messages per pair of stages and micro-batch."""
 
     bubble_s: Any
-    stored: Any
-    parameter_copies: float = 1.0
-    p2p_messages: Any = 1.0
+    p2p_messages: Any
 
 
 def pipeline_shape(
     schedule: str, *, stages: Any, micro_batches: Any, forward_s: Any, input_s: Any,
     weight_s: Any, virtual: Any = 1,
 ) -> PipelineShape:  # fmt: skip
-    """Return the bubble and the memory of a schedule on uniform stages."""
+    """Return the bubble and the messages of a schedule on uniform stages."""
     p, full = stages, (stages - 1) * (forward_s + input_s + weight_s)
 
     def filled(idle_s: Any, weights: Any) -> Any:
@@ -59,9 +57,6 @@ def pipeline_shape(
     messages = {"interleaved": virtual, "zb_v": 2, "v_half": 2, "v_min": 2, "dualpipe_v": 2}
     return PipelineShape(
         bubble_s=np.where(p == 1, 0.0, forms[schedule]()),
-        stored=stored_at(schedule, after=p - 1, stages=p, micro_batches=micro_batches,
-                         virtual=virtual),
-        parameter_copies=2.0 if schedule == "dualpipe" else 1.0,
         p2p_messages=np.where(p == 1, 0.0, messages.get(schedule, 1)),
     )  # fmt: skip
 

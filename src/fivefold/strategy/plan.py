@@ -404,12 +404,7 @@ DEGREES = "d data, t tensor, p pipeline, c context, e expert, b micro-batch"
 
 
 def degrees_of(plan: ParallelPlan) -> str:
-    """Return the degrees over 1, and the micro-batch.
-
-    Examples:
-        >>> degrees_of(ParallelPlan(global_batch=64, data=4, tensor=8, micro_batch=2))
-        'd4 t8 b2'
-    """
+    """Return the degrees over 1, and the micro-batch, such as ``d4 t8 b2``."""
     degrees = (("d", plan.data), ("t", plan.tensor), ("p", plan.pipeline), ("c", plan.context),
                ("e", plan.expert))  # fmt: skip
     words = [f"{letter}{degree}" for letter, degree in degrees if degree > 1]
@@ -417,12 +412,7 @@ def degrees_of(plan: ParallelPlan) -> str:
 
 
 def settings_of(plan: ParallelPlan) -> str:
-    """Return the schedule, sharding, recomputation, local updates and offloading of a plan.
-
-    Examples:
-        >>> settings_of(ParallelPlan(global_batch=8, data=8, zero=3, recompute="full"))
-        'ZeRO-3, recompute full'
-    """
+    """Return schedule, sharding, recomputation, local updates and offloading of a plan."""
     words = []
     if plan.pipeline > 1:
         words.append(plan.schedule + (f" x{plan.virtual}" if plan.virtual > 1 else ""))
@@ -445,12 +435,7 @@ def settings_of(plan: ParallelPlan) -> str:
 
 
 def overlap_of(plan: ParallelPlan) -> str:
-    """Return which communication runs beside compute.
-
-    Examples:
-        >>> overlap_of(ParallelPlan(global_batch=8, data=8, data_overlap=True))
-        'gradients'
-    """
+    """Return which communication runs beside compute."""
     words = []
     if plan.tensor > 1 and plan.tensor_overlap != "none":
         words.append("tensor")

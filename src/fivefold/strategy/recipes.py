@@ -77,18 +77,9 @@ class RecipeVerdict:
 
 
 def check_recipes(folder: Path, cluster: Cluster) -> Iterator[RecipeVerdict]:
-    """Check every recipe of a folder, or one file.
+    """Check every recipe of a folder at any depth, or one file, in the order of their names.
 
-    Args:
-        folder: Searched at any depth for recipes of Megatron-LM (scripts, YAML), torchtitan (TOML,
-            Python), NeMo (YAML) and fivefold (TOML). What is none of them is passed over.
-        cluster: Where they are to run.
-
-    Yields:
-        A verdict for each, in the order of their names.
-
-    Raises:
-        ConfigurationError: The folder holds no recipe.
+    What is no recipe of Megatron-LM, torchtitan, NeMo or fivefold is passed over.
     """
     paths = [folder] if folder.is_file() else sorted(folder.rglob("*"))
     count = 0

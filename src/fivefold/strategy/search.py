@@ -384,28 +384,12 @@ class ClusterOutcome:
 
 
 def tokens_per_s(model: ModelSpec, found: PlanPrediction) -> float:
-    """Return the tokens of an iteration over its seconds, of all GPUs together.
-
-    Examples:
-        >>> from fivefold.strategy import ParallelPlan, evaluate_plan, load_cluster, load_model
-        >>> model, cluster = load_model("gpt3-1.3b"), load_cluster("a100-megatron")
-        >>> plan = ParallelPlan(global_batch=8, data=8)
-        >>> found = evaluate_plan(model, cluster.device, cluster.fabric, plan=plan)
-        >>> tokens_per_s(model, found) == 8 * model.seq_len / found.time_s
-        True
-    """
+    """Return the tokens of an iteration over its seconds, of all GPUs together."""
     return found.plan.global_batch * model.seq_len / found.time_s
 
 
 def compare_clusters(pairs: Sequence[tuple[Job, Cluster]]) -> list[ClusterOutcome]:
-    """Plan each job on its cluster, and again with slower and faster links between nodes.
-
-    Args:
-        pairs: A job for each cluster: GPUs may differ.
-
-    Returns:
-        An outcome each, in the same order; where no plan fits it says why.
-    """
+    """Plan each job on its cluster, and again with slower and faster links between nodes."""
     return [_outcome(job, cluster) for job, cluster in pairs]
 
 
