@@ -16,11 +16,20 @@ from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import CoDesigns
 from fivefold.errors import ConfigurationError, optional_module
 from fivefold.network.topology import Topology
-from fivefold.report.page import DataTable, Page, PageSection, RangeChart, RangeRow, TextBlock
+from fivefold.report.page import (
+    DataTable,
+    Page,
+    PagePart,
+    PageSection,
+    RangeChart,
+    RangeRow,
+    TextBlock,
+)
 
 FloatArray = npt.NDArray[np.float64]
 Progress = Callable[[int, int], None]
 _DRAWS = 2000
+_NEAR = 0.06
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,14 +205,21 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
     combined = [row for row in rows if row.label != "B1"]
     best = min(combined or rows, key=lambda row: row.to_null)
     alone = next((row for row in rows if row.label == "B1"), None)
+    marks = [("B0", 1.0)]
+    if alone is not None:  # names that would lie on one another share one
+        marks.append(("" if abs(1.0 - alone.to_null) < _NEAR else "B1", alone.to_null))
+    bars = _ratio_chart(rows, "to_null", marks)
+    against = _ratio_chart([row for row in rows if row.label != "B1"], "to_best", [("B1", 1.0)])
+    table: list[PagePart] = [_ablation_table(rows)]
+    if rows[0].seeds == 1:
+        table.append(TextBlock(text="One seed has no interval; --seeds 5 gives one."))
+    interval = _interval(best.to_null_interval)
+    interval = interval and f" (95 % interval {interval})"
     finding = (
         f"With {best.label} jobs complete in {best.to_null:.3f} of the time that today's "
-        f"uncoordinated stack needs{_in_brackets(best.to_null_interval)}, and in "
+        f"uncoordinated stack needs{interval}, and in "
         f"{best.to_best:.3f} of what every layer at its best alone needs."
     )
-    marks = [("B0", 1.0)] if alone is None else [("B0", 1.0), ("B1", alone.to_null)]
-    bars = RangeChart(rows=_ratio_rows(rows, best=False), marks=_apart(marks))
-    against = RangeChart(rows=_ratio_rows(rows, best=True), marks=(("B1", 1.0),))
     size = f"{rows[0].seeds} seed{'s' if rows[0].seeds != 1 else ''}, {rows[0].jobs} jobs"
     return Page(
         title=f"what each co-design buys on {cluster}",
@@ -226,27 +242,21 @@ def ablation_page(rows: Sequence[AblationRow], *, cluster: str, command: str = "
             PageSection(
                 heading="The same over every layer at its best alone (B1)", parts=(against,)
             ),
-            PageSection(heading="All figures", parts=(_ablation_table(rows), *_one_seed(rows))),
+            PageSection(heading="All figures", parts=tuple(table)),
         ),
         command=command,
     )
 
 
-def _apart(marks: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """Let lines whose names would lie on one another share one."""
-    if len(marks) == 2 and abs(marks[0][1] - marks[1][1]) < 0.06:
-        return ((marks[0][0], marks[0][1]), ("", marks[1][1]))
-    return tuple(marks)
-
-
-def _ratio_rows(rows: Sequence[AblationRow], *, best: bool) -> tuple[RangeRow, ...]:
-    shown = [row for row in rows if not (best and row.label == "B1")]
-    values = [_with_ends(r.to_best, r.to_best_interval) if best
-              else _with_ends(r.to_null, r.to_null_interval) for r in shown]  # fmt: skip
-    return tuple(
-        RangeRow(label=row.label, value=value, low=low, high=high, text=f"{value:.3f}")
-        for row, (value, low, high) in zip(shown, values, strict=True)
-    )
+def _ratio_chart(
+    rows: Sequence[AblationRow], of: str, marks: Sequence[tuple[str, float]]
+) -> RangeChart:
+    bars = []
+    for row in rows:
+        value, ends = getattr(row, of), getattr(row, f"{of}_interval")
+        low, high = ends or (value, value)
+        bars.append(RangeRow(label=row.label, value=value, low=low, high=high, text=f"{value:.3f}"))
+    return RangeChart(rows=tuple(bars), marks=tuple(marks))
 
 
 def _ablation_table(rows: Sequence[AblationRow]) -> DataTable:
@@ -265,20 +275,6 @@ def _ablation_table(rows: Sequence[AblationRow]) -> DataTable:
         for row in rows
     )  # fmt: skip
     return DataTable(columns=columns, rows=cells)
-
-
-def _one_seed(rows: Sequence[AblationRow]) -> tuple[TextBlock, ...]:
-    return (TextBlock(text="One seed has no interval; --seeds 5 gives one."),) * (
-        rows[0].seeds == 1
-    )
-
-
-def _with_ends(value: float, ends: tuple[float, float] | None) -> tuple[float, float, float]:
-    return (value, *(ends or (value, value)))
-
-
-def _in_brackets(ends: tuple[float, float] | None) -> str:
-    return "" if ends is None else f" (95 % interval {_interval(ends)})"
 
 
 def _interval(ends: tuple[float, float] | None) -> str:
