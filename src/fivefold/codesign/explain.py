@@ -197,6 +197,10 @@ class _Question:
         """Return the change to other hardware under the same plan."""
         return Change(layer, action, self.with_plan(self.plan, **changed).time_s, kind)
 
+    def at(self, place: int, **changes: float) -> FabricSpec:
+        """Return the fabric with one tier faster, or changed otherwise."""
+        return self.tiers(lambda n, tier: _faster(tier, **changes) if n == place else tier)
+
     def tiers(self, change: Callable[[int, Tier], Tier]) -> FabricSpec:
         """Return the fabric with every tier changed."""
         fabric = self.cluster.fabric
@@ -332,8 +336,8 @@ def _tasks(asked: _Question) -> Iterator[Change]:
 def _collectives(asked: _Question) -> Iterator[Change]:
     """Yield layer 3's changes: an algorithm that wastes nothing of the links, and fewer bytes."""
     full = asked.tiers(
-        lambda _, tier: dataclasses.replace(
-            _faster(tier, latency=0.0), efficiency=max(1.0, tier.efficiency), exchange_efficiency=1
+        lambda _, tier: _faster(
+            tier, latency=0.0, efficiency=max(1.0, tier.efficiency), exchange_efficiency=1.0
         )
     )
     yield asked.hardware(
@@ -341,9 +345,7 @@ def _collectives(asked: _Question) -> Iterator[Change]:
     )
     for place, tier in enumerate(asked.cluster.fabric.tiers):
         if tier.all_reduce_gain == 1.0:
-            summed = asked.tiers(lambda at, own, place=place: dataclasses.replace(  # type: ignore[misc]
-                own, all_reduce_gain=2.0 if at == place else own.all_reduce_gain
-            ))  # fmt: skip
+            summed = asked.at(place, all_reduce_gain=2.0)
             yield asked.hardware(
                 "collectives", f"switches of {tier.name!r} that reduce (in-network aggregation)",
                 "purchase", fabric=summed,
@@ -383,42 +385,30 @@ def _flows(asked: _Question) -> Iterator[Change]:
 def _network(asked: _Question) -> Iterator[Change]:
     """Yield layer 5's changes: each tier twice as fast, or at half the latency."""
     for place, tier in enumerate(asked.cluster.fabric.tiers):
-        for factor, what in (
-            ({"rate": 2.0}, "links of {} twice as fast"),
-            ({"latency": 0.5}, "latency of {} halved"),
-        ):
-            changed = asked.tiers(
-                lambda at, own, place=place, factor=factor: (  # type: ignore[misc]
-                    _faster(own, **factor) if at == place else own
-                )
-            )
-            yield asked.hardware(
-                "network", what.format(repr(tier.name)), "purchase", fabric=changed
-            )
+        for what, factor in (("links of {} twice as fast", {"rate": 2.0}),
+                             ("latency of {} halved", {"latency": 0.5})):  # fmt: skip
+            named, changed = what.format(repr(tier.name)), asked.at(place, **factor)
+            yield asked.hardware("network", named, "purchase", fabric=changed)
 
 
 def _compute(asked: _Question) -> Iterator[Change]:
     device = asked.cluster.device
+    rates = ("peak_flops", "peak_flops_fp8", "peak_flops_fp4", "peak_flops_fp32",
+             "memory_bandwidth_bytes_per_s")  # fmt: skip
     fast = dataclasses.replace(
         device,
-        peak_flops=2 * device.peak_flops,
-        peak_flops_fp8=2 * device.peak_flops_fp8,
-        peak_flops_fp4=2 * device.peak_flops_fp4,
-        peak_flops_fp32=2 * device.peak_flops_fp32,
-        memory_bandwidth_bytes_per_s=2 * device.memory_bandwidth_bytes_per_s,
+        **{name: 2 * getattr(device, name) for name in rates},
         host_kernel_s=device.host_kernel_s / 2,
         kernel_gap_s=device.kernel_gap_s / 2,
     )
     yield asked.hardware("compute", "a GPU twice as fast", "purchase", device=fast)
 
 
-def _faster(tier: Tier, *, rate: float = 1.0, latency: float = 1.0) -> Tier:
+def _faster(tier: Tier, *, rate: float = 1.0, latency: float = 1.0, **more: float) -> Tier:
+    """Return a tier at so many times its rate and its fixed times."""
+    times: Any = {name: latency * getattr(tier, name) for name in ("base_s", "hop_s", "fill_s")}
     return dataclasses.replace(
-        tier,
-        bandwidth_bytes_per_s=rate * tier.bandwidth_bytes_per_s,
-        base_s=latency * tier.base_s,
-        hop_s=latency * tier.hop_s,
-        fill_s=latency * tier.fill_s,
+        tier, bandwidth_bytes_per_s=rate * tier.bandwidth_bytes_per_s, **times, **more
     )
 
 

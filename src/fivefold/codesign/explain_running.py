@@ -8,8 +8,9 @@ messages in flight, waits) are put through layer 2's own law of what stays expos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def explain_jobs(
     if plan is not None:
         _check_plan(topology, jobs, plan)
     asked = _Question(topology, tuple(jobs), plan or null_plan(topology, jobs, seed=seed))
-    makers = (_strategy, _tasks, _collectives, _flows, _network, _compute)
+    makers = (_own_layers, _flows, _network, _compute)
     changes = [one for make in makers for one in make(asked)]
     free_s = asked.seconds(_scaled(topology, _MOST_FACTOR), asked.plan)
     how = "as planned" if plan else "as today, uncoordinated"
@@ -105,9 +106,8 @@ def _check_plan(topology: Topology, jobs: Sequence[JobSpec], plan: ClusterPlan) 
 
 def _leads(topology: Topology, edge: tuple[int, int], path: Sequence[int]) -> bool:
     """Return whether links lead from one rank to another."""
-    if not all(0 <= link < len(topology.links) for link in path):
-        return False
-    if not all(0 <= rank < topology.num_ranks for rank in edge):
+    known = all(0 <= link < len(topology.links) for link in path)
+    if not known or not all(0 <= rank < topology.num_ranks for rank in edge):
         return False
     at, end = (topology.ranks[rank] for rank in edge)
     for link in path:
@@ -129,99 +129,85 @@ class _Question:
         found = run_plan(topology, self.jobs, plan, iterations=_ITERATIONS)
         return objective_s(self.jobs, found.completion_s)
 
-    def best_alone(
-        self, layer: str, action: str, options: Sequence[tuple[JobSpec, Sequence[JobPlan]]]
-    ) -> Iterator[Change]:
-        """Yield all jobs with the option that each finds best for itself, if that is another."""
-        plan = self.plan
-        for job, choices in options:
-            best = min(
-                choices,
-                key=lambda one, job=job: (  # type: ignore[misc]
-                    schedule_iteration(job, one, alone_quote(self.topology, job, one)).end_s
-                ),
-            )
-            plan = ClusterPlan({**plan.jobs, job.job_id: best})
-        if plan != self.plan:
+    def best_alone(self, layer: str, action: str, choices: _Choices) -> Iterator[Change]:
+        """Yield all jobs with the choice that each finds best for itself, if that is another."""
+        best = {}
+        for job in self.jobs:
+            priced = [
+                (schedule_iteration(job, one, alone_quote(self.topology, job, one)).end_s, one)
+                for one in choices(job, self.plan.jobs[job.job_id])
+            ]
+            best[job.job_id] = min(priced, key=itemgetter(0))[1]
+        if (plan := ClusterPlan(best)) != self.plan:
             yield Change(layer, action, self.seconds(self.topology, plan))
 
 
-def _strategy(asked: _Question) -> Iterator[Change]:
-    options = []
-    for job in asked.jobs:
-        start = asked.plan.jobs[job.job_id]
-        options.append((job, [
-            start,
-            *(
-                replace(start, split=number, order=split.ranks, paths={})
-                for number, split in enumerate(job.splits)
-                if number != start.split
-            ),
-        ]))  # fmt: skip
-    yield from asked.best_alone("strategy", "the split that each job's prices favour", options)
+_Choices = Callable[[JobSpec, JobPlan], Iterable[JobPlan]]
+"""What a job may choose among; the plan so far comes first."""
 
 
-def _tasks(asked: _Question) -> Iterator[Change]:
-    options = [(job, list(task_options(asked.plan.jobs[job.job_id]))) for job in asked.jobs]
-    yield from asked.best_alone("tasks", "buckets and order of need, as each job's best", options)
+def _splits(job: JobSpec, start: JobPlan) -> Iterator[JobPlan]:
+    yield start
+    for number, split in enumerate(job.splits):
+        if number != start.split:
+            yield replace(start, split=number, order=split.ranks, paths={})
 
 
-def _collectives(asked: _Question) -> Iterator[Change]:
-    for action, co_designs in (
-        ("rings along the topology", CoDesigns(vertical=True)),
-        ("hierarchical all-reduces", CoDesigns(vertical=True, intra_inter=True)),
-        (
-            "in-network aggregation where switches can",
-            CoDesigns(vertical=True, intra_inter=True, host_net=True),
-        ),
-    ):
-        options = []
-        for job in asked.jobs:
-            start = asked.plan.jobs[job.job_id]
-            found = collective_options(asked.topology, job, start, co_designs)
-            options.append((job, [option.plan for option in found]))
-        yield from asked.best_alone("collectives", action, options)
+def _own_layers(asked: _Question) -> Iterator[Change]:
+    """Yield what each job would choose for itself in layers 1 to 3."""
+    yield from asked.best_alone("strategy", "the split that each job's prices favour", _splits)
+    buckets = "buckets and order of need, as each job's best"
+    yield from asked.best_alone("tasks", buckets, lambda _, start: task_options(start))
+    vertical = CoDesigns(vertical=True)
+    for action, allowed in (
+        ("rings along the topology", vertical),
+        ("hierarchical all-reduces", replace(vertical, intra_inter=True)),
+        ("in-network aggregation where switches can",
+         replace(vertical, intra_inter=True, host_net=True)),
+    ):  # fmt: skip
+
+        def choices(
+            job: JobSpec, start: JobPlan, allowed: CoDesigns = allowed
+        ) -> Iterator[JobPlan]:
+            options = collective_options(asked.topology, job, start, allowed)
+            return (option.plan for option in options)
+
+        yield from asked.best_alone("collectives", action, choices)
 
 
 def _flows(asked: _Question) -> Iterator[Change]:
-    routed = routed_one_by_one(asked.topology, asked.jobs, asked.plan)
-    yield Change("flows", "paths by load instead of by hash", asked.seconds(asked.topology, routed))
+    topology, jobs, plan = asked.topology, asked.jobs, asked.plan
+    routed_s = asked.seconds(topology, routed_one_by_one(topology, jobs, plan))
+    yield Change("flows", "paths by load instead of by hash", routed_s)
     try:
-        found = plan_cluster(asked.topology, asked.jobs, CoDesigns(horizontal=True))
+        found = plan_cluster(topology, jobs, CoDesigns(horizontal=True))
     except FivefoldError:  # what cannot be planned together is planned alone
         return
-    together_s = asked.seconds(asked.topology, found.plan)
+    together_s = asked.seconds(topology, found.plan)
     yield Change("flows", "paths, classes and offsets planned over all jobs", together_s)
-    alone = {
-        job.job_id: run_plan(
-            asked.topology, [job], ClusterPlan({job.job_id: asked.plan.jobs[job.job_id]}),
-            iterations=_ITERATIONS,
-        ).completion_s[job.job_id]
-        for job in asked.jobs
-    }  # fmt: skip
-    yield Change("flows", "every job alone", objective_s(asked.jobs, alone), "bound")
+    alone: dict[str, float] = {}
+    for job in jobs:
+        own = ClusterPlan({job.job_id: plan.jobs[job.job_id]})
+        alone |= run_plan(topology, [job], own, iterations=_ITERATIONS).completion_s
+    yield Change("flows", "every job alone", objective_s(jobs, alone), "bound")
 
 
 def _network(asked: _Question) -> Iterator[Change]:
-    twice = _scaled(asked.topology, 2.0)
-    yield Change("network", "all links twice as fast", asked.seconds(twice, asked.plan), "purchase")
+    twice_s = asked.seconds(_scaled(asked.topology, 2.0), asked.plan)
+    yield Change("network", "all links twice as fast", twice_s, "purchase")
 
 
 def _compute(asked: _Question) -> Iterator[Change]:
-    jobs = tuple(
-        replace(
-            job,
-            layers=tuple(
-                replace(x, forward_s=x.forward_s / 2, backward_s=x.backward_s / 2)
-                for x in job.layers
-            ),
-        )
+    if any(job.splits for job in asked.jobs):
+        return
+    jobs = [
+        replace(job, layers=tuple(
+            replace(x, forward_s=x.forward_s / 2, backward_s=x.backward_s / 2) for x in job.layers
+        ))
         for job in asked.jobs
-        if not job.splits
-    )
-    if len(jobs) == len(asked.jobs):
-        seconds = _Question(asked.topology, jobs, asked.plan).now_s
-        yield Change("compute", "GPUs twice as fast", seconds, "purchase")
+    ]  # fmt: skip
+    seconds = _Question(asked.topology, tuple(jobs), asked.plan).now_s
+    yield Change("compute", "GPUs twice as fast", seconds, "purchase")
 
 
 def _scaled(topology: Topology, factor: float) -> Topology:

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from fivefold.codesign.jobs import JobSpec
 from fivefold.codesign.plans import ClusterPlan, JobPlan
@@ -32,7 +31,6 @@ from fivefold.network.topology import Topology
 _MOST_ROOTS = 4
 _MOST_WEIGHED = 16  # roots that are weighed for each tree
 _MOST_SAMPLED = 8  # ranks whose distance to a switch is looked at
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,31 +228,12 @@ def _trees(topology: Topology, column: tuple[int, ...]) -> tuple[tuple[str, Tree
 @functools.lru_cache(maxsize=4096)
 def _nearby(topology: Topology, column: tuple[int, ...]) -> tuple[str, ...]:
     """Order aggregation switches by the links to the furthest of some ranks."""
-    step = max(1, len(column) // _MOST_SAMPLED)
-    links = [_links_from(topology, rank) for rank in column[::step]]
-    far = {
-        name: max(int(from_rank[topology.index(name)]) for from_rank in links)
-        for name in _pools(topology)
-    }
-    return tuple(sorted(far, key=lambda name: (far[name], name))[:_MOST_WEIGHED])
-
-
-@functools.lru_cache(maxsize=2048)
-def _links_from(topology: Topology, rank: int) -> IntArray:
-    """Count links on a shortest way from a rank to every node; ranks do not forward."""
-    distance = np.full(topology.num_nodes, topology.num_nodes, np.int64)
-    start = topology.node_of_rank(rank)
-    distance[start] = 0
-    frontier = np.array([start])
-    for links in range(1, topology.num_nodes):
-        out = np.isin(topology.link_sources, frontier)
-        reached = np.unique(topology.link_targets[out])
-        reached = reached[distance[reached] > links]
-        if not len(reached):
-            break
-        distance[reached] = links
-        frontier = reached[~topology.is_rank[reached]]
-    return distance
+    far = np.zeros(topology.num_nodes)
+    for rank in column[:: max(1, len(column) // _MOST_SAMPLED)]:
+        _, links = topology.router.distances(rank, through_ranks=False)
+        far = np.maximum(far, np.where(links < 0, topology.num_nodes, links))
+    names = sorted(_pools(topology), key=lambda name: (far[topology.index(name)], name))
+    return tuple(names[:_MOST_WEIGHED])
 
 
 @functools.lru_cache(maxsize=64)
