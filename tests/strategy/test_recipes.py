@@ -161,6 +161,7 @@ def test_both_forms_of_nemo(tmp_path):
     [
         ("a.sh", MEGATRON, "TP=8", "TP=5", "32 GPUs are not a multiple", None),
         ("a.sh", MEGATRON, "TP=8", "TP=32", "not a multiple", None),
+        ("a.sh", MEGATRON, "TP=8", "TP=0", "tensor parallel degree must be", None),
         ("a.sh", MEGATRON, "size=128", "size=127", "global_batch=127 is not a multiple",
          "--micro-batch-size 1"),
         ("a.sh", MEGATRON, "--num-attention-heads 32", "--num-attention-heads 30", "heads",
@@ -174,7 +175,7 @@ def test_both_forms_of_nemo(tmp_path):
          "micro_batch_size must be a whole number; got 'one'", "micro_batch_size: one"),
         ("n.yaml", NEMO, "trainer:", "trainer: [", "is not YAML", None),
     ],
-    ids=range(9),
+    ids=range(10),
 )  # fmt: skip
 def test_a_fault_is_found_and_its_line(tmp_path, name, text, old, new, said, line):
     assert old in text

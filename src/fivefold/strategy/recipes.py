@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fivefold.errors import ConfigurationError, FivefoldError, UnsupportedError
+from fivefold.errors import ConfigurationError, FivefoldError, UnsupportedError, require_whole
 from fivefold.files import parse_toml, read_text
 from fivefold.strategy._launchers import chunk_layout, megatron_flags, torchtitan_config
 from fivefold.strategy._recipe_texts import (
@@ -109,11 +109,12 @@ def check_recipe(path: Path, cluster: Cluster) -> RecipeVerdict | None:
         return None
     program, settings = found
     known: dict[str, Any] = {"path": path, "program": program}
+    told = _Told(settings, path, cluster)
     try:
-        recipe = _READERS[program](settings, path, cluster)
-        prediction = evaluate_plan(recipe.model, cluster.device, cluster.fabric, plan=recipe.plan)
-        cluster.require(recipe.plan.num_gpus)
-        _ask_the_program(program, recipe)
+        model, plan = _READERS[program](told)
+        prediction = evaluate_plan(model, cluster.device, cluster.fabric, plan=plan)
+        cluster.require(plan.num_gpus)
+        _ask_the_program(program, model, plan)
     except FivefoldError as error:
         return RecipeVerdict(
             **known,
@@ -122,7 +123,7 @@ def check_recipe(path: Path, cluster: Cluster) -> RecipeVerdict | None:
             hint=error.hint or "",
             line=_line_of(text, error.message),
         )
-    known |= {"prediction": prediction, "model": recipe.model, "assumed": tuple(recipe.assumed)}
+    known |= {"prediction": prediction, "model": model, "assumed": tuple(told.assumed)}
     needs, has = prediction.memory.total_bytes, cluster.device.memory_bytes
     message = f"needs {format_bytes(needs)} of {format_bytes(has)} a GPU"
     if prediction.fits:
@@ -139,13 +140,6 @@ def check_recipe(path: Path, cluster: Cluster) -> RecipeVerdict | None:
 
 class _UnknownError(FivefoldError):
     """A recipe says too little to be checked."""
-
-
-@dataclass
-class _Recipe:
-    model: ModelSpec
-    plan: ParallelPlan
-    assumed: list[str]
 
 
 def _program_of(path: Path) -> Program:
@@ -186,10 +180,27 @@ def _recognised_yaml(path: Path, text: str) -> tuple[Program, dict[str, Any]] | 
     return "nemo", toml_settings(table)
 
 
-def _whole(settings: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    for name in names:
-        if settings.get(name) is not None:
-            value = settings[name]
+_DEGREES = {
+    "tensor": ("tensor_model_parallel_size", "tensor_parallel_degree", "tp_size"),
+    "pipeline": ("pipeline_model_parallel_size", "pipeline_parallel_degree", "pp_size"),
+    "context": ("context_parallel_size", "context_parallel_degree", "cp_size"),
+    "expert": ("expert_model_parallel_size", "expert_parallel_degree", "ep_size"),
+}
+
+
+class _Told:
+    """What a recipe says, and what was assumed where it says nothing."""
+
+    def __init__(self, settings: Mapping[str, Any], path: Path, cluster: Cluster) -> None:
+        self.settings, self.path, self.cluster = settings, path, cluster
+        self.get = settings.get
+        self.assumed: list[str] = []
+
+    def whole(self, *names: str, default: int | None = None) -> int:
+        """Return the first of some settings that is given, a whole number."""
+        for name in names:
+            if (value := self.get(name)) is None:
+                continue
             try:
                 return int(str(value).replace("_", ""))
             except ValueError:
@@ -198,203 +209,196 @@ def _whole(settings: Mapping[str, Any], *names: str, default: int | None = None)
                     raise _UnknownError(message, hint="give it a value in the file") from None
                 message = f"{name} must be a whole number; got {value!r}"
                 raise ConfigurationError(message, hint="such as 8") from None
-    if default is None:
-        message = f"the recipe does not say {names[0]}"
-        raise _UnknownError(message, hint=f"add {names[0]}, or check it with its base")
-    return default
+        if default is None:
+            message = f"the recipe does not say {names[0]}"
+            raise _UnknownError(message, hint=f"add {names[0]}, or check it with its base")
+        return default
+
+    def on(self, *names: str) -> bool:
+        """Return whether one of some switches is on."""
+        return any(str(self.get(name, False)).lower() in {"true", "1", "yes"} for name in names)
+
+    def degrees(self, *, less_is_one: bool = False) -> dict[str, int]:
+        """Return the degrees of the model's split."""
+        found = {axis: self.whole(*names, default=1) for axis, names in _DEGREES.items()}
+        if less_is_one:
+            return {axis: max(degree, 1) for axis, degree in found.items()}
+        for axis, degree in found.items():
+            require_whole(f"the {axis} parallel degree", degree, hint="1 leaves it whole")
+        return found
+
+    def replicas(self, degrees: Mapping[str, int], *, copies: int = 1) -> int:
+        """Return the data-parallel ranks: what is left of the GPUs, as told or as there are."""
+        split = copies * math.prod(degrees[axis] for axis in ("tensor", "pipeline", "context"))
+        per_node = self.whole("nproc_per_node", "gpus_per_node", "devices", "gpus", "ngpu",
+                              "ntasks_per_node", default=0)  # fmt: skip
+        nodes = self.whole("nnodes", "num_nodes", "nodes", default=1)
+        gpus = self.whole("world_size", default=per_node * nodes)
+        if not gpus:
+            gpus = self.cluster.num_gpus or max(split, self.cluster.fabric.gpus_per_node)
+            self.assumed.append(f"{gpus} GPUs")
+        if gpus % split:
+            what = (
+                "tensor x pipeline x context"
+                if copies == 1
+                else ("replicate x tensor x pipeline x context")
+            )
+            raise ConfigurationError(
+                f"{gpus} GPUs are not a multiple of {what} = {split}",
+                hint="data parallelism takes what is left: degrees must divide the GPUs",
+            )
+        return gpus // split
 
 
-def _on(settings: Mapping[str, Any], *names: str) -> bool:
-    return any(str(settings.get(name, False)).lower() in {"true", "1", "yes"} for name in names)
+_Recipe = tuple[ModelSpec, ParallelPlan]
 
 
-def _gpus(settings: Mapping[str, Any], cluster: Cluster, split: int, assumed: list[str]) -> int:
-    """Return how many GPUs a recipe runs on: as it says, as the cluster has, or as few as do."""
-    per_node = _whole(settings, "nproc_per_node", "gpus_per_node", "devices", "gpus", "ngpu",
-                      "ntasks_per_node", default=0)  # fmt: skip
-    nodes = _whole(settings, "nnodes", "num_nodes", "nodes", default=1)
-    if world := _whole(settings, "world_size", default=per_node * nodes):
-        return world
-    chosen = cluster.num_gpus or max(split, cluster.fabric.gpus_per_node)
-    assumed.append(f"{chosen} GPUs")
-    return chosen
-
-
-def _replicas(gpus: int, split: int, what: str) -> int:
-    if gpus % split:
-        raise ConfigurationError(
-            f"{gpus} GPUs are not a multiple of {what} = {split}",
-            hint="data parallelism takes what is left: degrees must divide the GPUs",
-        )
-    return gpus // split
-
-
-def _megatron(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Recipe:
-    assumed: list[str] = []
-    tensor = _whole(settings, "tensor_model_parallel_size", default=1)
-    pipeline = _whole(settings, "pipeline_model_parallel_size", default=1)
-    context = _whole(settings, "context_parallel_size", default=1)
-    split = tensor * pipeline * context
-    gpus = _gpus(settings, cluster, split, assumed)
-    data = _replicas(gpus, split, "tensor x pipeline x context")
-    model = _megatron_model(settings, path, assumed)
-    micro = _whole(settings, "micro_batch_size")
-    whole = _whole(settings, "global_batch_size", default=micro * data)
-    virtual, ends = _megatron_chunks(settings, model, pipeline, assumed)
-    how = str(settings.get("recompute_granularity",
-                           settings.get("activations_checkpoint_granularity", "")))  # fmt: skip
-    kept = "selective" if _on(settings, "recompute_activations") else "none"
-    distributed = _on(settings, "use_distributed_optimizer") or "distributed" in str(
-        settings.get("optim.name", "")
+def _megatron(told: _Told) -> _Recipe:
+    degrees = told.degrees()
+    tensor, pipeline = degrees["tensor"], degrees["pipeline"]
+    data, model = told.replicas(degrees), _megatron_model(told)
+    micro = told.whole("micro_batch_size")
+    whole = told.whole("global_batch_size", default=micro * data)
+    virtual, ends = _megatron_chunks(told, model, pipeline)
+    how = str(told.get("recompute_granularity",
+                           told.get("activations_checkpoint_granularity", "")))  # fmt: skip
+    kept = "selective" if told.on("recompute_activations") else "none"
+    distributed = told.on("use_distributed_optimizer") or "distributed" in str(
+        told.get("optim.name", "")
     )
     interleaved = pipeline > 1 and virtual > 1
     recompute = how if how in {"full", "selective"} else kept
-    some = _whole(settings, "recompute_num_layers", default=0) * virtual
-    split_experts = _whole(settings, "expert_tensor_parallel_size", default=tensor)
+    some = told.whole("recompute_num_layers", default=0) * virtual
+    split_experts = told.whole("expert_tensor_parallel_size", default=tensor)
     plan = ParallelPlan(
-        global_batch=whole, micro_batch=micro, data=data, tensor=tensor, pipeline=pipeline,
-        context=context, expert=_whole(settings, "expert_model_parallel_size", default=1),
+        global_batch=whole, micro_batch=micro, data=data, **degrees,
         expert_tensor=1 if split_experts == 1 < tensor else None,
-        shared_overlap=_on(settings, "moe_shared_expert_overlap")
-        and _whole(settings, "expert_model_parallel_size", default=1) > 1,
+        shared_overlap=told.on("moe_shared_expert_overlap") and degrees["expert"] > 1,
         virtual=virtual if interleaved else 1,
         schedule="interleaved" if interleaved else "1f1b",
         zero=1 if distributed else 0,
         recompute=recompute,  # type: ignore[arg-type]
         recompute_layers=some or None
-        if recompute == "full" and settings.get("recompute_method") == "block" else None,
+        if recompute == "full" and told.get("recompute_method") == "block" else None,
         embedding_layers=ends,
-        offload_optimizer=_on(settings, "optimizer_cpu_offload"),
-        order="tcpd" if _on(settings, "use_tp_pp_dp_mapping") else "tcdp",
-        sequence_parallel=_on(settings, "sequence_parallel"),
-        tensor_overlap="pipe" if _on(settings, "tp_comm_overlap") and tensor > 1 else "none",
-        data_overlap=_on(settings, "overlap_grad_reduce"),
-        pipeline_overlap=interleaved and not _on(settings, "no_overlap_p2p_communication"),
-        dtype=_megatron_type(settings, assumed),
+        offload_optimizer=told.on("optimizer_cpu_offload"),
+        order="tcpd" if told.on("use_tp_pp_dp_mapping") else "tcdp",
+        sequence_parallel=told.on("sequence_parallel"),
+        tensor_overlap="pipe" if told.on("tp_comm_overlap") and tensor > 1 else "none",
+        data_overlap=told.on("overlap_grad_reduce"),
+        pipeline_overlap=interleaved and not told.on("no_overlap_p2p_communication"),
+        dtype=_megatron_type(told),
     )  # fmt: skip
-    return _Recipe(model, plan, assumed)
+    return model, plan
 
 
-def _megatron_chunks(
-    settings: Mapping[str, Any], model: ModelSpec, stages: int, assumed: list[str]
-) -> tuple[int, bool]:
+def _megatron_chunks(told: _Told, model: ModelSpec, stages: int) -> tuple[int, bool]:
     """Return chunks of a stage, and whether embedding and head count as layers."""
-    ends = _on(settings, "account_for_embedding_in_pipeline_split")
-    if layout := str(settings.get("pipeline_model_parallel_layout", "")):
+    ends = told.on("account_for_embedding_in_pipeline_split")
+    if layout := str(told.get("pipeline_model_parallel_layout", "")):
         chunks = layout.count("|") + 1
         for ends in (False, True):
             if layout == chunk_layout(model.num_layers, chunks, embedding_layers=ends):
                 return max(1, chunks // stages), ends
-        assumed.append("layers dealt out evenly")
+        told.assumed.append("layers dealt out evenly")
         return max(1, chunks // stages), "t" not in layout.partition("|")[0]
-    if a_chunk := _whole(settings, "num_layers_per_virtual_pipeline_stage", default=0):
+    if a_chunk := told.whole("num_layers_per_virtual_pipeline_stage", default=0):
         whole = model.num_layers // stages // a_chunk * a_chunk * stages == model.num_layers
         ends = ends or not whole
         return max(1, (model.num_layers + 2 * ends) // stages // a_chunk), ends
-    return _whole(settings, "virtual_pipeline_model_parallel_size", default=1), ends
+    return told.whole("virtual_pipeline_model_parallel_size", default=1), ends
 
 
-def _megatron_type(settings: Mapping[str, Any], assumed: list[str]) -> str:
+def _megatron_type(told: _Told) -> str:
     """Return the type of matrix products."""
-    if settings.get("fp4_format", settings.get("fp4")):
+    if told.get("fp4_format", told.get("fp4")):
         return "nvfp4"
-    if settings.get("fp8_format", settings.get("fp8")):
-        return "mxfp8" if str(settings.get("fp8_recipe")) == "mxfp8" else "fp8"
-    if not _on(settings, "bf16", "fp16") and "16" not in str(settings.get("precision", "")):
-        assumed.append("products in 16 bits")
+    if told.get("fp8_format", told.get("fp8")):
+        return "mxfp8" if str(told.get("fp8_recipe")) == "mxfp8" else "fp8"
+    if not told.on("bf16", "fp16") and "16" not in str(told.get("precision", "")):
+        told.assumed.append("products in 16 bits")
     return "bf16"
 
 
-def _megatron_model(settings: Mapping[str, Any], path: Path, assumed: list[str]) -> ModelSpec:
+def _megatron_model(told: _Told) -> ModelSpec:
     for name in _UNREAD:
-        value = str(settings.get(name, "")).lower()
+        value = str(told.get(name, "")).lower()
         if value not in {"", "none", "null", "false", "0"} and not _ALL_LAYERS.fullmatch(value):
             message = f"{name} {value} is not read: what it makes of the layers has no price here"
             raise _UnknownError(message, hint="plan the model from its config.json")
-    hidden = _whole(settings, "hidden_size")
-    activation = str(settings.get("activation", ""))
-    gated = _on(settings, "swiglu") or "swiglu" in activation or "geglu" in activation
+    hidden = told.whole("hidden_size")
+    activation = str(told.get("activation", ""))
+    gated = told.on("swiglu") or "swiglu" in activation or "geglu" in activation
     ffn = 4 * hidden if not gated else int(4 * hidden * 2 / 3 / 64) * 64
-    vocab = _whole(settings, "vocab_size", "padded_vocab_size", default=0)
+    vocab = told.whole("vocab_size", "padded_vocab_size", default=0)
     if not vocab:
         vocab = 51200
-        assumed.append("a vocabulary of 51,200")
-    heads = _whole(settings, "num_attention_heads")
-    experts = _whole(settings, "num_experts", "num_moe_experts", default=0)
-    inner = _whole(settings, "ffn_hidden_size", default=ffn)
-    positions = str(settings.get("position_embedding_type", "learned_absolute"))
-    plain_bias = _on(settings, "disable_bias_linear") or settings.get("bias") is False
-    tied = settings.get("share_embeddings_and_output_weights", True)
+        told.assumed.append("a vocabulary of 51,200")
+    heads = told.whole("num_attention_heads")
+    experts = told.whole("num_experts", "num_moe_experts", default=0)
+    inner = told.whole("ffn_hidden_size", default=ffn)
+    positions = str(told.get("position_embedding_type", "learned_absolute"))
+    plain_bias = told.on("disable_bias_linear") or told.get("bias") is False
+    tied = told.get("share_embeddings_and_output_weights", True)
     # Megatron-LM's number of groups counts beside its flag alone.
-    grouped = path.suffix not in {".sh", ".txt"} or _on(settings, "group_query_attention")
+    grouped = told.path.suffix not in {".sh", ".txt"} or told.on("group_query_attention")
     return ModelSpec(
-        name=path.stem, num_layers=_whole(settings, "num_layers"), hidden=hidden,
+        name=told.path.stem, num_layers=told.whole("num_layers"), hidden=hidden,
         num_heads=heads, vocab=vocab, ffn=inner, gated=gated,
-        seq_len=_whole(settings, "seq_length", "encoder_seq_length"),
-        num_kv_heads=_whole(settings, "num_query_groups", default=heads) if grouped else None,
-        head_dim=_whole(settings, "kv_channels", default=0) or None,
-        tied=not _on(settings, "untie_embeddings_and_output_weights") and tied is not False,
+        seq_len=told.whole("seq_length", "encoder_seq_length"),
+        num_kv_heads=told.whole("num_query_groups", default=heads) if grouped else None,
+        head_dim=told.whole("kv_channels", default=0) or None,
+        tied=not told.on("untie_embeddings_and_output_weights") and tied is not False,
         learned_positions=positions == "learned_absolute", biases=not plain_bias,
-        dropout=float(settings.get("hidden_dropout", 0.1)) > 0,
+        dropout=float(told.get("hidden_dropout", 0.1)) > 0,
         experts=None if not experts else MixtureOfExperts(
-            num_experts=experts, top_k=_whole(settings, "moe_router_topk", default=2),
-            expert_ffn=_whole(settings, "moe_ffn_hidden_size", default=inner),
-            shared_ffn=_whole(settings, "moe_shared_expert_intermediate_size", default=0),
+            num_experts=experts, top_k=told.whole("moe_router_topk", default=2),
+            expert_ffn=told.whole("moe_ffn_hidden_size", default=inner),
+            shared_ffn=told.whole("moe_shared_expert_intermediate_size", default=0),
         ),
     )  # fmt: skip
 
 
-def _torchtitan(settings: Mapping[str, Any], _: Path, cluster: Cluster) -> _Recipe:
-    assumed: list[str] = []
-    model = _named_model(_titan_name(settings))
-    if length := _whole(settings, "seq_len", "max_context_length", default=0):
+def _torchtitan(told: _Told) -> _Recipe:
+    name, flavor = told.get("model.name"), told.get("model.flavor")
+    named = told.get("config_function", name or "") if flavor is None else f"{name}-{flavor}"
+    model = _named_model(str(named))
+    if length := told.whole("seq_len", "max_context_length", default=0):
         model = dataclasses.replace(model, seq_len=length)
-    degree: dict[str, int] = {
-        name: _whole(settings, f"{name}_parallel_degree", default=1)
-        for name in ("tensor", "pipeline", "context", "expert")
-    }
-    split = math.prod(degree[name] for name in ("tensor", "pipeline", "context"))
-    copies = _whole(settings, "data_parallel_replicate_degree", default=1)
-    shards = _whole(settings, "data_parallel_shard_degree", default=-1)
+    degree: dict[str, Any] = told.degrees()
+    copies = told.whole("data_parallel_replicate_degree", default=1)
+    shards = told.whole("data_parallel_shard_degree", default=-1)
     if shards < 0:
-        gpus = _gpus(settings, cluster, split * copies, assumed)
-        shards = _replicas(gpus, split * copies, "replicate x tensor x pipeline x context")
+        shards = told.replicas(degree, copies=copies)
     data = copies * shards
-    local, whole = _titan_batch(settings, model, data)
-    schedule, virtual = _titan_schedule(settings, model, degree["pipeline"])
-    always = str(settings.get("fsdp_reshard_after_forward", "default"))
+    local, whole = _titan_batch(told, model, data)
+    schedule, virtual = _titan_schedule(told, model, degree["pipeline"])
+    always = str(told.get("fsdp_reshard_after_forward", "default"))
     pipelined = degree["pipeline"] > 1
     gathers_again = always == "always" or (always == "default" and not pipelined)
-    async_tensor = _on(settings, "enable_async_tensor_parallel")
-    in_parts = pipelined and "num_tokens_per_microbatch_per_dp_rank" not in settings
-    micro = _whole(settings, "pipeline_parallel_microbatch_size", default=1 if in_parts else local)
+    async_tensor = told.on("enable_async_tensor_parallel")
+    in_parts = pipelined and "num_tokens_per_microbatch_per_dp_rank" not in told.settings
+    micro = told.whole("pipeline_parallel_microbatch_size", default=1 if in_parts else local)
     sharing = shards * degree["context"]
-    less = _whole(settings, "pipeline_parallel_first_stage_less_layers", default=1)
+    less = told.whole("pipeline_parallel_first_stage_less_layers", default=1)
     plan = ParallelPlan(
         global_batch=whole, micro_batch=micro, data=data, **degree, schedule=schedule,  # type: ignore[arg-type]
         virtual=virtual, zero=0 if sharing == 1 else 3 if gathers_again else 2,
         shard=sharing if copies > 1 and sharing > 1 else None,
         embedding_layers=pipelined and less > 0,
-        recompute=_titan_recompute(settings),  # type: ignore[arg-type]
+        recompute=_titan_recompute(told),  # type: ignore[arg-type]
         sequence_parallel=degree["tensor"] > 1
-        and str(settings.get("enable_sequence_parallel", True)).lower() != "false",
+        and str(told.get("enable_sequence_parallel", True)).lower() != "false",
         tensor_overlap="pipe" if async_tensor and degree["tensor"] > 1 else "none",
         data_overlap=data * degree["context"] > 1,
         pipeline_overlap=pipelined and schedule not in {"gpipe", "1f1b"},
     )  # fmt: skip
-    return _Recipe(model, plan, assumed)
+    return model, plan
 
 
-def _titan_name(settings: Mapping[str, Any]) -> str:
-    name, flavor = settings.get("model.name"), settings.get("model.flavor")
-    if flavor is None:
-        return str(settings.get("config_function", name or ""))
-    return f"{name}-{flavor}"
-
-
-def _titan_recompute(settings: Mapping[str, Any]) -> str:
-    mode = str(settings.get("activation_checkpoint.mode", settings.get("mode", "selective")))
-    each = str(settings.get("selective_ac_option", "op")) if mode == "selective" else "op"
+def _titan_recompute(told: _Told) -> str:
+    mode = str(told.get("activation_checkpoint.mode", told.get("mode", "selective")))
+    each = str(told.get("selective_ac_option", "op")) if mode == "selective" else "op"
     if mode not in {"none", "selective", "full"} or each not in {"op", "1"}:
         message = (
             f"activation_checkpoint.mode {mode!r} with selective_ac_option {each!r} is not read"
@@ -403,13 +407,13 @@ def _titan_recompute(settings: Mapping[str, Any]) -> str:
     return mode if each == "op" else "full"
 
 
-def _titan_batch(settings: Mapping[str, Any], model: ModelSpec, data: int) -> tuple[int, int]:
+def _titan_batch(told: _Told, model: ModelSpec, data: int) -> tuple[int, int]:
     """Return the samples of a rank's batch, and of an iteration."""
-    if tokens := _whole(settings, "num_tokens_per_microbatch_per_dp_rank", default=0):
+    if tokens := told.whole("num_tokens_per_microbatch_per_dp_rank", default=0):
         local = max(1, tokens // model.seq_len)
-        return local, _whole(settings, "num_tokens_per_train_step") // model.seq_len
-    local = _whole(settings, "local_batch_size", "batch_size", default=8)
-    whole = _whole(settings, "global_batch_size", default=-1)
+        return local, told.whole("num_tokens_per_train_step") // model.seq_len
+    local = told.whole("local_batch_size", "batch_size", default=8)
+    whole = told.whole("global_batch_size", default=-1)
     return local, whole if whole > 0 else local * data
 
 
@@ -419,8 +423,8 @@ _TITAN_SCHEDULES = {
 }  # fmt: skip
 
 
-def _titan_schedule(settings: Mapping[str, Any], model: ModelSpec, stages: int) -> tuple[str, int]:
-    name = str(settings.get("pipeline_parallel_schedule", "1F1B"))
+def _titan_schedule(told: _Told, model: ModelSpec, stages: int) -> tuple[str, int]:
+    name = str(told.get("pipeline_parallel_schedule", "1F1B"))
     if stages == 1:
         return "1f1b", 1
     schedule = _TITAN_SCHEDULES.get(name.lower())
@@ -431,61 +435,47 @@ def _titan_schedule(settings: Mapping[str, Any], model: ModelSpec, stages: int) 
         return schedule, 2
     if schedule != "interleaved":
         return schedule, 1
-    a_chunk = _whole(settings, "pipeline_parallel_layers_per_stage", default=0)
+    a_chunk = told.whole("pipeline_parallel_layers_per_stage", default=0)
     less = sum(
-        _whole(settings, f"pipeline_parallel_{end}_stage_less_layers", default=1)
+        told.whole(f"pipeline_parallel_{end}_stage_less_layers", default=1)
         for end in ("first", "last")
     )
     chunks = math.ceil((model.num_layers + less) / a_chunk) if a_chunk else 2 * stages
     return schedule, max(2, chunks // stages)
 
 
-def _nemo(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Recipe:
-    if {"num_layers", "hidden_size"} <= set(settings):
-        return _megatron(settings, path, cluster)
-    assumed: list[str] = []
-    name = next(
-        (str(settings[key]) for key in ("pretrained_model_name_or_path", "hf_model_id", "model")
-         if isinstance(settings.get(key), str)), "",
-    )  # fmt: skip
-    model = _named_model(name)
-    length = _whole(settings, "packed_sequence_size", "seq_length", "seq_len", default=0)
-    if length:
+def _nemo(told: _Told) -> _Recipe:
+    if {"num_layers", "hidden_size"} <= set(told.settings):
+        return _megatron(told)
+    keys = ("pretrained_model_name_or_path", "hf_model_id", "model")
+    names = (told.get(key) for key in keys)
+    model = _named_model(next((name for name in names if isinstance(name, str)), ""))
+    if length := told.whole("packed_sequence_size", "seq_length", "seq_len", default=0):
         model = dataclasses.replace(model, seq_len=length)
-    tensor, pipeline, context, expert = (
-        max(_whole(settings, f"{short}_size", long, default=1), 1)
-        for short, long in (
-            ("tp", "tensor_model_parallel_size"), ("pp", "pipeline_model_parallel_size"),
-            ("cp", "context_parallel_size"), ("ep", "expert_model_parallel_size"),
-        )
+    degrees: dict[str, Any] = told.degrees(less_is_one=True)
+    data = told.whole("dp_size", default=0)
+    data = data if data > 0 else told.replicas(degrees)
+    micro = told.whole("local_batch_size", "micro_batch_size", default=1)
+    shared = data * degrees["context"] > 1
+    return model, ParallelPlan(
+        global_batch=told.whole("global_batch_size", default=micro * data), micro_batch=micro,
+        data=data, **degrees, zero=3 if shared else 0, data_overlap=shared,
+        recompute="full" if told.on("activation_checkpointing") else "none",
+        sequence_parallel=told.on("sequence_parallel"),
     )  # fmt: skip
-    split = tensor * pipeline * context
-    data = _whole(settings, "dp_size", default=0)
-    if data < 1:
-        gpus = _gpus(settings, cluster, split, assumed)
-        data = _replicas(gpus, split, "tp x pp x cp")
-    micro = _whole(settings, "local_batch_size", "micro_batch_size", default=1)
-    whole = _whole(settings, "global_batch_size", default=micro * data)
-    plan = ParallelPlan(
-        global_batch=whole, micro_batch=micro, data=data, tensor=tensor, pipeline=pipeline,
-        context=context, expert=expert, zero=3 if data * context > 1 else 0,
-        data_overlap=data * context > 1,
-        recompute="full" if _on(settings, "activation_checkpointing") else "none",
-        sequence_parallel=_on(settings, "sequence_parallel"),
-    )  # fmt: skip
-    return _Recipe(model, plan, assumed)
 
 
-def _fivefold(settings: Mapping[str, Any], path: Path, cluster: Cluster) -> _Recipe:
-    job = job_from_table(settings, where=str(path), folder=path.parent, cluster=cluster)
+def _fivefold(told: _Told) -> _Recipe:
+    where, cluster = str(told.path), told.cluster
+    job = job_from_table(told.settings, where=where, folder=told.path.parent, cluster=cluster)
     if job.plan is not None:
-        return _Recipe(job.model, job.plan, [])
-    fabric, device = cluster.fabric, cluster.device
-    found = search_plans(job.model, device, fabric, space=job.space, top=1).best[0]
-    return _Recipe(job.model, found.plan, ["the fastest plan of its space"])
+        return job.model, job.plan
+    told.assumed.append("the fastest plan of its space")
+    found = search_plans(job.model, cluster.device, cluster.fabric, space=job.space, top=1)
+    return job.model, found.best[0].plan
 
 
-_READERS: Mapping[Program, Callable[[Mapping[str, Any], Path, Cluster], _Recipe]] = {
+_READERS: Mapping[Program, Callable[[_Told], _Recipe]] = {
     "megatron": _megatron, "torchtitan": _torchtitan, "nemo": _nemo, "fivefold": _fivefold,
 }  # fmt: skip
 
@@ -510,13 +500,13 @@ def _letters(name: str) -> str:
     return "".join(c for c in text if c.isalnum() or c == ".")
 
 
-def _ask_the_program(program: Program, recipe: _Recipe) -> None:
+def _ask_the_program(program: Program, model: ModelSpec, plan: ParallelPlan) -> None:
     """Raise what the program itself would refuse."""
     try:
         if program == "megatron":
-            megatron_flags(recipe.model, recipe.plan)
+            megatron_flags(model, plan)
         elif program == "torchtitan":
-            torchtitan_config(recipe.model, recipe.plan, base="any.model")
+            torchtitan_config(model, plan, base="any.model")
     except UnsupportedError as error:
         raise ConfigurationError(error.message, hint=error.hint) from error
 
