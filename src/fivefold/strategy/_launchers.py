@@ -7,6 +7,7 @@ a program cannot do is refused rather than left out. This module knows no file a
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,6 @@ from fivefold.errors import ConfigurationError, InfeasibleError, UnsupportedErro
 from fivefold.runs import format_toml
 from fivefold.strategy._space import SearchSpace
 from fivefold.strategy.model import ModelSpec
-from fivefold.strategy.parts import MixtureOfExperts
 from fivefold.strategy.plan import WAITING_SCHEDULES, ParallelPlan
 
 
@@ -142,8 +142,8 @@ def megatron_flags(model: ModelSpec, plan: ParallelPlan) -> list[str]:
         (['--tensor-model-parallel-size', '8'], True)
     """
     _refuse(_megatron_problems(model, plan), "Megatron-LM has no flags for this plan")
-    split = _megatron_split(plan, model)
-    return [*split, *_megatron_memory(plan, split), *_megatron_model(model)]
+    told = _megatron_plan(model, plan) | _megatron_model(model)
+    return " ".join(words for words, holds in told.items() if holds).split()
 
 
 def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int) -> str:
@@ -161,13 +161,7 @@ def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int)
         >>> megatron_script(load_model("llama2-7b"), plan, gpus_per_node=8).splitlines()[0]
         '#!/usr/bin/env bash'
     """
-    flags = megatron_flags(model, plan)
-    lines: list[str] = []
-    for flag in flags:
-        if flag.startswith("--") or not lines:
-            lines.append(f"  {flag}")
-        else:
-            lines[-1] += f" {flag}"
+    lines = re.split(r" (?=--)", " ".join(megatron_flags(model, plan)))
     nproc = min(gpus_per_node, plan.num_gpus)
     nodes = plan.num_gpus // nproc
     return "\n".join(
@@ -180,7 +174,7 @@ def megatron_script(model: ModelSpec, plan: ParallelPlan, *, gpus_per_node: int)
             f'torchrun --nnodes "${{NNODES:-{nodes}}}" --nproc-per-node {nproc} \\',
             '  --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}" \\',
             '  --master-port "${MASTER_PORT:-29500}" pretrain_gpt.py \\',
-            *(f"{line} \\" for line in lines),
+            *(f"  {line} \\" for line in lines),
             '  "$@"',
             "",
         ]
@@ -230,45 +224,46 @@ def _megatron_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
     }
 
 
-def _megatron_split(plan: ParallelPlan, model: ModelSpec) -> list[str]:
-    flags = [
-        *("--tensor-model-parallel-size", str(plan.tensor)),
-        *("--pipeline-model-parallel-size", str(plan.pipeline)),
-        *("--context-parallel-size", str(plan.context)),
-        *("--expert-model-parallel-size", str(plan.expert)),
-        *("--micro-batch-size", str(plan.micro_batch)),
-        *("--global-batch-size", str(plan.global_batch)),
-    ]
-    if plan.schedule == "interleaved":
-        flags += _megatron_chunks(plan, model)
-        if not plan.pipeline_overlap:
-            flags.append("--no-overlap-p2p-communication")
-    if plan.expert_tensor is not None:
-        flags += ["--expert-tensor-parallel-size", str(plan.expert_tensor)]
-    if plan.order == "tcpd":
-        flags += ["--use-tp-pp-dp-mapping"]
-    if plan.sequence_parallel:
-        flags.append("--sequence-parallel")
-    if plan.tensor_overlap != "none":
-        flags.append("--tp-comm-overlap")
-    if plan.data_overlap:
-        flags.append("--overlap-grad-reduce")
-        if plan.zero:
-            flags.append("--overlap-param-gather")
-    if model.experts is not None:
-        shared = ["--moe-shared-expert-overlap"] * plan.shared_overlap
-        flags += ["--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall", *shared]
-    return flags
-
-
-def _megatron_chunks(plan: ParallelPlan, model: ModelSpec) -> list[str]:
-    """Return the flags of interleaved chunks; where layers differ, each chunk is named."""
-    chunks, ends = plan.pipeline * plan.virtual, 2 * plan.embedding_layers
-    each, rest = divmod(model.num_layers + ends, chunks)
-    if not rest:
-        return ["--num-layers-per-virtual-pipeline-stage", str(each)]
-    layout = chunk_layout(model.num_layers, chunks, embedding_layers=plan.embedding_layers)
-    return ["--pipeline-model-parallel-layout", layout]
+def _megatron_plan(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
+    """Return flags, and whether they hold; parameters are 16 bits wide with narrow products too."""
+    chunks, ends = plan.pipeline * plan.virtual, plan.embedding_layers
+    each, rest = divmod(model.num_layers + 2 * ends, chunks)
+    layout = chunk_layout(model.num_layers, chunks, embedding_layers=ends)
+    interleaved, named = plan.schedule == "interleaved", plan.schedule == "interleaved" and rest > 0
+    some = plan.recompute_layers  # of a block, so many layers of each chunk recompute
+    method, count = ("uniform", 1) if some is None else ("block", -(-some // plan.virtual))
+    return {
+        f"--tensor-model-parallel-size {plan.tensor}": True,
+        f"--pipeline-model-parallel-size {plan.pipeline}": True,
+        f"--context-parallel-size {plan.context}": True,
+        f"--expert-model-parallel-size {plan.expert}": True,
+        f"--micro-batch-size {plan.micro_batch}": True,
+        f"--global-batch-size {plan.global_batch}": True,
+        # Where layers differ, each chunk is named.
+        f"--num-layers-per-virtual-pipeline-stage {each}": interleaved and not rest,
+        f"--pipeline-model-parallel-layout {layout}": named,
+        "--no-overlap-p2p-communication": interleaved and not plan.pipeline_overlap,
+        f"--expert-tensor-parallel-size {plan.expert_tensor}": plan.expert_tensor is not None,
+        "--use-tp-pp-dp-mapping": plan.order == "tcpd",
+        "--sequence-parallel": plan.sequence_parallel,
+        "--tp-comm-overlap": plan.tensor_overlap != "none",
+        "--overlap-grad-reduce": plan.data_overlap,
+        "--overlap-param-gather": plan.data_overlap and plan.zero > 0,
+        "--moe-grouped-gemm --moe-token-dispatcher-type alltoall": model.experts is not None,
+        "--moe-shared-expert-overlap": plan.shared_overlap,
+        "--use-distributed-optimizer": plan.zero > 0,
+        "--optimizer-cpu-offload --use-precision-aware-optimizer": plan.offload_optimizer,
+        "--recompute-granularity selective": plan.recompute == "selective",
+        f"--recompute-granularity full --recompute-method {method} "
+        f"--recompute-num-layers {count}": plan.recompute == "full",
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split": (
+            ends and not named
+        ),
+        "--bf16": plan.dtype != "fp32",
+        "--fp8-format hybrid": plan.dtype == "fp8",
+        "--fp8-format e4m3 --fp8-recipe mxfp8": plan.dtype == "mxfp8",
+        "--fp4-format e2m1": plan.dtype == "nvfp4",
+    }
 
 
 def chunk_layout(num_layers: int, chunks: int, *, embedding_layers: bool) -> str:
@@ -305,36 +300,27 @@ def _megatron_memory(plan: ParallelPlan, split: list[str]) -> list[str]:
     return flags + types[plan.dtype]
 
 
-def _megatron_model(model: ModelSpec) -> list[str]:
-    flags = [
-        *("--num-layers", str(model.num_layers)),
-        *("--hidden-size", str(model.hidden)),
-        *("--num-attention-heads", str(model.num_heads)),
-        *("--ffn-hidden-size", str(model.ffn_width)),
-        *("--seq-length", str(model.seq_len)),
-        *("--max-position-embeddings", str(model.seq_len)),
-    ]
-    if model.kv_heads != model.num_heads:
-        flags += ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
-    if model.head_dim is not None:
-        flags += ["--kv-channels", str(model.head_dim)]
-    if model.gated:
-        flags.append("--swiglu")
-    if not model.tied:
-        flags.append("--untie-embeddings-and-output-weights")
-    if not model.learned_positions:
-        flags += ["--position-embedding-type", "rope"]
-    if not model.biases:
-        flags += ["--disable-bias-linear", "--normalization", "RMSNorm"]
-    if not model.dropout:
-        flags += ["--attention-dropout", "0.0", "--hidden-dropout", "0.0"]
-    if model.experts is not None:
-        flags += ["--num-experts", str(model.experts.num_experts)]
-        flags += ["--moe-router-topk", str(model.experts.top_k)]
-        flags += ["--moe-ffn-hidden-size", str(model.experts.expert_ffn)]
-        if model.experts.shared_ffn:
-            flags += ["--moe-shared-expert-intermediate-size", str(model.experts.shared_ffn)]
-    return flags
+def _megatron_model(model: ModelSpec) -> dict[str, bool]:
+    moe = model.experts
+    return {
+        f"--num-layers {model.num_layers} --hidden-size {model.hidden} "
+        f"--num-attention-heads {model.num_heads} --ffn-hidden-size {model.ffn_width} "
+        f"--seq-length {model.seq_len} --max-position-embeddings {model.seq_len}": True,
+        f"--group-query-attention --num-query-groups {model.kv_heads}": (
+            model.kv_heads != model.num_heads
+        ),
+        f"--kv-channels {model.head_dim}": model.head_dim is not None,
+        "--swiglu": model.gated,
+        "--untie-embeddings-and-output-weights": not model.tied,
+        "--position-embedding-type rope": not model.learned_positions,
+        "--disable-bias-linear --normalization RMSNorm": not model.biases,
+        "--attention-dropout 0.0 --hidden-dropout 0.0": not model.dropout,
+        f"--num-experts {moe and moe.num_experts} --moe-router-topk {moe and moe.top_k} "
+        f"--moe-ffn-hidden-size {moe and moe.expert_ffn}": moe is not None,
+        f"--moe-shared-expert-intermediate-size {moe and moe.shared_ffn}": (
+            moe is not None and moe.shared_ffn > 0
+        ),
+    }
 
 
 _SCHEDULES = {
@@ -384,7 +370,8 @@ def torchtitan_config(model: ModelSpec, plan: ParallelPlan, *, base: str | None 
     layout = "".join(
         f"        {name}={value!r},\n" for name, value in _degrees(model, plan).items()
     )
-    recompute = {"none": "None", "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}
+    kind = {"selective": "SelectiveAC", "full": "FullAC"}.get(plan.recompute)
+    overlapped = plan.tensor_overlap != "none"
     tokens = plan.micro_batch * model.seq_len
     lines = [
         f'"""{_clean(model.name)} on {plan.num_gpus} GPUs, planned by fivefold.',
@@ -394,7 +381,7 @@ def torchtitan_config(model: ModelSpec, plan: ParallelPlan, *, base: str | None 
         'Names are those of torchtitan b5bcd76 (2026-08)."""',
         "",
         "from torchtitan.config import ParallelismConfig",
-        *_imports(plan),
+        *([f"from torchtitan.distributed.activation_checkpoint import {kind}"] if kind else []),
         f"from torchtitan.models.{package}.config_registry import {function}",
         "from torchtitan.trainer import Trainer",
         "",
@@ -405,8 +392,10 @@ def torchtitan_config(model: ModelSpec, plan: ParallelPlan, *, base: str | None 
         f"    config.training.num_tokens_per_microbatch_per_dp_rank = {tokens}",
         f"    config.training.num_tokens_per_train_step = {plan.global_batch * model.seq_len}",
         f"    config.training.max_context_length = {model.seq_len}",
-        f"    config.activation_checkpoint = {recompute[plan.recompute]}",
-        *_more(plan),
+        f"    config.activation_checkpoint = {f'{kind}.Config()' if kind else None}",
+        *["    config.training.enable_cpu_offload = True"] * plan.offload_weights,
+        *["    config.compile.enable = True"] * overlapped,
+        *["    config.compile.enable_async_tensor_parallel = True"] * overlapped,
         "    return config",
     ]
     return "\n".join(lines) + "\n"
@@ -504,25 +493,6 @@ def _degrees(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
     return degrees
 
 
-def _imports(plan: ParallelPlan) -> list[str]:
-    kinds = {"selective": "SelectiveAC", "full": "FullAC"}
-    if plan.recompute == "none":
-        return []
-    return [f"from torchtitan.distributed.activation_checkpoint import {kinds[plan.recompute]}"]
-
-
-def _more(plan: ParallelPlan) -> list[str]:
-    lines = []
-    if plan.offload_weights:
-        lines.append("    config.training.enable_cpu_offload = True")
-    if plan.tensor_overlap != "none":
-        lines += [
-            "    config.compile.enable = True",
-            "    config.compile.enable_async_tensor_parallel = True",
-        ]
-    return lines
-
-
 def _clean(name: str) -> str:
     """Return a name that can stand in a docstring."""
     return name.replace("\\", "/").replace('"', "'")
@@ -557,13 +527,13 @@ def trainer_config(
         "layers": model.num_layers, "width": model.hidden, "heads": model.num_heads,
         "ffn_width": model.ffn_width,
     }  # fmt: skip
-    if model.experts is not None:
+    if (moe := model.experts) is not None:
         shape["moe"] = {
-            "experts": model.experts.num_experts, "top_k": model.experts.top_k,
-            "expert_width": model.experts.expert_ffn, "expert_parallel": plan.expert,
-            "every": model.experts.every,
-            **({"shared": shared} if (shared := _shared_experts(model.experts)) else {}),
+            "experts": moe.num_experts, "top_k": moe.top_k, "expert_width": moe.expert_ffn,
+            "expert_parallel": plan.expert, "every": moe.every,
         }  # fmt: skip
+        if shared := moe.shared_ffn // moe.expert_ffn:  # as wide as a routed one
+            shape["moe"]["shared"] = shared
     sync: dict[str, Any] = {"method": "ddp" if plan.data > 1 else "none"}
     if plan.tau > 1:
         sync = {"method": "delay_corrected", "tau": plan.tau}
@@ -584,11 +554,6 @@ def trainer_config(
     for name, keys in (more or {}).items():
         tables[name] = tables.get(name, {}) | dict(keys)
     return format_toml(tables)
-
-
-def _shared_experts(experts: MixtureOfExperts) -> int:
-    """Return how many experts every token visits, each as wide as a routed one."""
-    return experts.shared_ffn // experts.expert_ffn
 
 
 def _trainer_problems(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
