@@ -194,22 +194,35 @@ def _time_parts(columns: Columns) -> dict[str, Floats]:
     return {"compute_s": times.pop("busy_s") - sum(parts.values()), **parts, **times}
 
 
-def _stage_times(columns: Columns, layer: dict[str, Floats]) -> list[tuple[Floats, Floats, Floats]]:
-    head, one = columns.head, columns.table.pipeline == 1
-    embedding_s = _embedding_s(columns)
-    stages = []
-    for number, count in enumerate(columns.counts):
-        is_first, is_last = one | (number == 0), one | (number == 2)
-        opening_s = np.where(is_first, embedding_s, 0.0)
-        parts = [
-            count * layer[name] + np.where(is_last, head[name], 0.0)
-            for name in ("forward_s", "input_s", "weight_s")
-        ]
-        outside_s = _outside_s(columns, layer, number)
-        parts[0], parts[1] = parts[0] + outside_s[0], parts[1] + outside_s[1]
-        closing_s = opening_s if columns.model.adapters is None else 0.0  # nothing is learned
-        stages.append((parts[0] + opening_s, parts[1], parts[2] + closing_s))
-    return stages
+def _stage_times(columns: Columns, layer: dict[str, Floats]) -> list[list[Floats]]:
+    one = columns.table.pipeline == 1
+    return [
+        _passes(columns, layer, count, opening=one | (number == 0), closing=one | (number == 2),
+                outside_s=_outside_s(columns, layer, number))
+        for number, count in enumerate(columns.counts)
+    ]  # fmt: skip
+
+
+def _mean_stage(columns: Columns, layer: dict[str, Floats]) -> list[Floats]:
+    p = columns.table.pipeline
+    outside_s = [_outside_s(columns, layer, number) / p for number in (0, 2)]
+    count = columns.model.num_layers / p
+    return _passes(columns, layer, count, opening=1 / p, closing=1 / p, outside_s=sum(outside_s))
+
+
+def _passes(
+    columns: Columns, layer: dict[str, Floats], count: Floats, *, opening: Floats, closing: Floats,
+    outside_s: Floats,
+) -> list[Floats]:  # fmt: skip
+    """Return forward, and both halves of backward, of layers with shares of embedding and head."""
+    embedding_s = opening * _embedding_s(columns)
+    forward_s, input_s, weight_s = (
+        count * layer[name] + closing * columns.head[name]
+        for name in ("forward_s", "input_s", "weight_s")
+    )
+    # Of a frozen embedding nothing is learned.
+    learned_s = embedding_s if columns.model.adapters is None else 0.0
+    return [forward_s + outside_s[0] + embedding_s, input_s + outside_s[1], weight_s + learned_s]
 
 
 def _embedding_s(columns: Columns) -> Floats:
@@ -283,19 +296,6 @@ def least_time_s(columns: Columns) -> Floats:
     mean = _mean_stage(columns, exchanging_layer(columns))
     least_s: Floats = columns.micro_batches * sum(mean) + _schedule_columns(columns, mean)[0]
     return columns.device.anchor * least_s
-
-
-def _mean_stage(columns: Columns, layer: dict[str, Floats]) -> list[Floats]:
-    p, head = columns.table.pipeline, columns.head
-    each, embedding_s = columns.model.num_layers / p, _embedding_s(columns) / p
-    forward_s, input_s, weight_s = (
-        each * layer[name] + head[name] / p for name in ("forward_s", "input_s", "weight_s")
-    )
-    for number in (0, 2):
-        outside_s = _outside_s(columns, layer, number)
-        forward_s, input_s = forward_s + outside_s[0] / p, input_s + outside_s[1] / p
-    closing_s = embedding_s if columns.model.adapters is None else 0.0
-    return [forward_s + embedding_s, input_s, weight_s + closing_s]
 
 
 def _schedule_columns(columns: Columns, mean: list[Floats]) -> tuple[Floats, Floats]:
@@ -472,13 +472,11 @@ def _shared_s(columns: Columns, states: Floats, frozen: Floats) -> tuple[Floats,
     )
 
 
-def _outside_s(
-    columns: Columns, layer: dict[str, Floats], number: int
-) -> tuple[Floats | float, Floats | float]:
+def _outside_s(columns: Columns, layer: dict[str, Floats], number: int) -> Floats:
     """Return ZeRO-3's waits of both passes for embedding or head on a stage."""
     t = columns.table
     if "spare_forward_s" not in layer or number == 1:
-        return 0.0, 0.0
+        return np.zeros((2, len(t)))
     count = columns.counts[number]
     each = count / columns.counts[1]
     outside = columns.parameters(number) - each * columns.parameters(1)
@@ -495,7 +493,7 @@ def _outside_s(
     forward_s = _beside(columns, none, gather_s, spare_s=count * layer["spare_forward_s"])
     both_s = gather_s + scatter_s
     backward_s = _beside(columns, none, both_s, spare_s=count * layer["spare_backward_s"])
-    return np.where(waits, forward_s, 0.0), np.where(waits, backward_s, 0.0)
+    return np.where(waits, (forward_s, backward_s), 0.0)
 
 
 def _beside(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -224,61 +225,45 @@ def _contradiction(plan: ParallelPlan) -> tuple[str, str] | None:
 
 def plan_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
     """Return why ``plan`` cannot run ``model``, whatever the memory; None where it can."""
+    return next(chain(_axis_problems(model, plan), _layer_problems(model, plan)), None)
+
+
+def _axis_problems(model: ModelSpec, plan: ParallelPlan) -> Iterator[str]:
+    adapters, mamba, tensor = model.adapters, model.mamba, plan.tensor
     if model.stages and plan.optimizer == "muon":
-        return "optimizer 'muon' is priced for transformers only"
-    for check in (_axis_problem, _mamba_problem, _pipeline_problem, _expert_problem):
-        problem = check(model, plan)
-        if problem is not None:
-            return problem
-    return None
+        yield "optimizer 'muon' is priced for transformers only"
+    if model.stages and (tensor > 1 or plan.context > 1):
+        yield "a convolution network is not split by tensor or context"
+    if model.num_heads % tensor:
+        yield f"tensor={tensor} does not divide num_heads={model.num_heads}"
+    if adapters is not None and adapters.rank % tensor:
+        yield f"tensor={tensor} does not divide rank={adapters.rank} of the adapters"
+    if model.seq_len % (plan.context * (tensor if plan.sequence_parallel else 1)):
+        yield f"the sequence of {model.seq_len} is not split evenly"
+    if mamba is not None and plan.context > 1:
+        yield "layers of Mamba are not split by context: their scan crosses the sequence"
+    groups = 0 if mamba is None else mamba.heads if mamba.step_rank else mamba.groups
+    if groups % tensor:
+        yield f"tensor={tensor} does not divide groups={groups} of the Mamba layers"
 
 
-def _axis_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
-    if model.stages and (plan.tensor > 1 or plan.context > 1):
-        return "a convolution network is not split by tensor or context"
-    if model.num_heads % plan.tensor:
-        return f"tensor={plan.tensor} does not divide num_heads={model.num_heads}"
-    if model.adapters is not None and model.adapters.rank % plan.tensor:
-        return f"tensor={plan.tensor} does not divide rank={model.adapters.rank} of the adapters"
-    if model.seq_len % (plan.context * (plan.tensor if plan.sequence_parallel else 1)):
-        return f"the sequence of {model.seq_len} is not split evenly"
-    return None
-
-
-def _mamba_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
-    if model.mamba is None:
-        return None
-    if plan.context > 1:
-        return "layers of Mamba are not split by context: their scan crosses the sequence"
-    groups = model.mamba.heads if model.mamba.step_rank else model.mamba.groups
-    if groups % plan.tensor:
-        return f"tensor={plan.tensor} does not divide groups={groups} of the Mamba layers"
-    return None
-
-
-def _pipeline_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
-    chunks = plan.pipeline * plan.virtual
-    layers = model.num_layers + (2 if plan.embedding_layers else 0)
-    if chunks > layers:
-        return f"{chunks} pipeline chunks are more than num_layers={model.num_layers}"
+def _layer_problems(model: ModelSpec, plan: ParallelPlan) -> Iterator[str]:
+    experts, chunks = model.experts, plan.pipeline * plan.virtual
+    if chunks > model.num_layers + (2 if plan.embedding_layers else 0):
+        yield f"{chunks} pipeline chunks are more than num_layers={model.num_layers}"
     if plan.virtual > 1 and plan.pipeline == 1:
-        return "virtual stages need pipeline > 1"
+        yield "virtual stages need pipeline > 1"
     if plan.schedule == "interleaved" and plan.num_micro_batches % plan.pipeline:
-        return (
+        yield (
             f"interleaving needs a multiple of pipeline={plan.pipeline} micro-batches; "
             f"got {plan.num_micro_batches}"
         )
-    return None
-
-
-def _expert_problem(model: ModelSpec, plan: ParallelPlan) -> str | None:
-    if plan.expert > 1 and model.experts is None:
-        return "expert > 1 needs a model with experts"
-    if model.experts is not None and model.experts.num_experts % plan.expert:
-        return f"expert={plan.expert} does not divide num_experts={model.experts.num_experts}"
-    if plan.shared_overlap and (model.experts is None or not model.experts.shared_ffn):
-        return "shared_overlap needs a model with shared experts"
-    return None
+    if plan.expert > 1 and experts is None:
+        yield "expert > 1 needs a model with experts"
+    if experts is not None and experts.num_experts % plan.expert:
+        yield f"expert={plan.expert} does not divide num_experts={experts.num_experts}"
+    if plan.shared_overlap and (experts is None or not experts.shared_ffn):
+        yield "shared_overlap needs a model with shared experts"
 
 
 _WORDS: Mapping[str, tuple[Any, ...]] = {
