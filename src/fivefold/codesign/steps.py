@@ -321,27 +321,20 @@ def merged_rows(
 ) -> tuple[dict[Part, list[Row]], IntArray]:
     """Merge what colour refinement cannot tell apart into one task, and links into one of them.
 
-    Args:
-        parts: Links of every edge, of each job's different phases.
-        capacities_bytes_per_s: Of each link.
-        single: Links of everything else that is simulated, each unlike all others. None lets
-            every flow and every link stand for itself.
-
-    Returns:
-        Rows of each part; and by link its representative, which has the same load, int64
-        [links].
+    ``single`` are the links of everything else that is simulated, each unlike all others; with None
+    every flow and every link stands for itself. Also return each link's representative.
     """
-    entries = _entries(parts, () if single is None else tuple(single))
+    entries, colours = _entries(parts, () if single is None else tuple(single))
     representatives = np.arange(len(capacities_bytes_per_s))
-    rows = np.arange(len(entries.colours))
-    if single is not None:
-        rows, links = _refined(entries, capacities_bytes_per_s)
+    rows = np.arange(len(colours))
+    if single is not None and entries:
+        every = _Entries(*map(np.concatenate, zip(*entries, strict=True)))
+        rows, links = _refined(every, colours, capacities_bytes_per_s)
         first = np.full(len(representatives), len(representatives))
         np.minimum.at(first, links, representatives)
         representatives = first[links]
     found = {
-        part: _rows(entries.between(*ends), rows, representatives)
-        for part, ends in zip(parts, itertools.pairwise(entries.firsts), strict=False)
+        part: _rows(own, rows, representatives) for part, own in zip(parts, entries, strict=False)
     }
     return found, representatives
 
@@ -349,53 +342,37 @@ def merged_rows(
 class _Entries(NamedTuple):
     """Links that rows load; a row is a phase whose edges share one rate, or an edge."""
 
-    colours: IntArray  # what tells rows apart to begin with, int64 [rows]
     owners: IntArray  # row of each entry
     links: IntArray
     tags: IntArray  # entries of one row with different tags are told apart
     latencies_s: FloatArray
-    firsts: list[int]  # first entry of each part, and the end of the last
-
-    def between(self, first: int, end: int) -> _Entries:
-        """Return a slice of the entries."""
-        part = slice(first, end)
-        return self._replace(
-            owners=self.owners[part],
-            links=self.links[part],
-            tags=self.tags[part],
-            latencies_s=self.latencies_s[part],
-        )
 
 
-def _entries(parts: Mapping[Part, EdgeRoutes], single: Sequence[Sequence[int]]) -> _Entries:
+def _entries(
+    parts: Mapping[Part, EdgeRoutes], single: Sequence[Sequence[int]]
+) -> tuple[list[_Entries], IntArray]:
+    """Return the entries of each part and of each other flow, and what tells rows apart."""
     rates = np.unique(np.concatenate([[0.0], *(one.slowest_bytes_per_s for one in parts.values())]))
-    none, count, firsts = np.zeros(0, np.int64), 0, [0]
-    colours, owners, links, tags, latencies = [none], [none], [none], [none], [np.zeros(0)]
+    found: list[_Entries] = []
+    colours: list[int] = []
     for number, ((_, edges, coupled), routes) in enumerate(parts.items()):
         phases, each, _ = edges.ranks.shape
         rows = np.repeat(np.arange(phases), each) if coupled else np.arange(phases * each)
         lengths = np.diff(routes.offsets)
-        owners.append(np.repeat(count + rows, lengths))
-        links.append(routes.links)
-        tags.append(np.repeat(np.searchsorted(rates, routes.slowest_bytes_per_s), lengths))
-        latencies.append(np.repeat(routes.latencies_s, lengths))
-        colours.append(np.full(int(rows[-1]) + 1, number))
-        count += len(colours[-1])
-        firsts.append(firsts[-1] + len(routes.links))
-    for number, own in enumerate(single):
-        owners.append(np.full(len(own), count + number))
-        links.append(np.array(own, np.int64))
-        tags.append(np.zeros(len(own), np.int64))
-        latencies.append(np.zeros(len(own)))
-        colours.append(np.array([len(parts) + number]))
-    return _Entries(
-        colours=np.concatenate(colours),
-        owners=np.concatenate(owners),
-        links=np.concatenate(links),
-        tags=np.concatenate(tags),
-        latencies_s=np.concatenate(latencies),
-        firsts=firsts,
-    )
+        tags = np.searchsorted(rates, routes.slowest_bytes_per_s)
+        found.append(
+            _Entries(
+                owners=np.repeat(len(colours) + rows, lengths), links=routes.links,
+                tags=np.repeat(tags, lengths), latencies_s=np.repeat(routes.latencies_s, lengths),
+            )
+        )  # fmt: skip
+        colours += [number] * (int(rows[-1]) + 1)
+    for own in single:
+        none = np.zeros(len(own), np.int64)
+        links = np.array(own, np.int64)
+        found.append(_Entries(none + len(colours), links, tags=none, latencies_s=none * 0.0))
+        colours.append(len(found))
+    return found, np.array(colours, np.int64)
 
 
 def _rows(entries: _Entries, colours: IntArray, representatives: IntArray) -> list[Row]:
@@ -416,9 +393,11 @@ def _rows(entries: _Entries, colours: IntArray, representatives: IntArray) -> li
     ]
 
 
-def _refined(entries: _Entries, capacities_bytes_per_s: FloatArray) -> tuple[IntArray, IntArray]:
+def _refined(
+    entries: _Entries, rows: IntArray, capacities_bytes_per_s: FloatArray
+) -> tuple[IntArray, IntArray]:
     """Split colours of rows by their links and of links by their rows, until none is split."""
-    rows, before = entries.colours, -1
+    before = -1
     links: IntArray = np.unique(capacities_bytes_per_s, return_inverse=True)[1]
     while True:
         links = _split(links, entries.links, _mixed(rows[entries.owners], entries.tags))
