@@ -52,6 +52,7 @@ class ModelSpec:
         predicted_tokens: Further tokens that multi-token prediction learns at each position, with a
             layer and a loss each.
         embeds_tokens: False for vision models, whose patches come from a projection.
+        patch: Pixels along a side of such a patch.
         experts: The expert part, or None.
         latent: Latent attention, or None.
         mamba: The layers' state space part, or None.
@@ -90,6 +91,7 @@ class ModelSpec:
     biases: bool = True
     causal: bool = True
     embeds_tokens: bool = True
+    patch: int = 16
     window: int = 0
     windowed_layers: int | None = None
     predicted_tokens: int = 0
@@ -101,7 +103,7 @@ class ModelSpec:
     stages: tuple[ConvolutionStage, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        check_positive(self, "num_layers", "hidden", "num_heads", "seq_len", "vocab")
+        check_positive(self, "num_layers", "hidden", "num_heads", "seq_len", "vocab", "patch")
         check_not_negative(self, "window", "predicted_tokens")
         if self.windowed_layers is not None:
             check_not_negative(self, "windowed_layers")
@@ -301,7 +303,7 @@ class ModelSpec:
     def embedding_parameters(self) -> int:
         """Return the parameters of the embedding, with learned positions."""
         if not self.embeds_tokens:
-            return 3 * 16 * 16 * self.hidden + self.seq_len * self.hidden
+            return (3 * self.patch**2 + self.seq_len) * self.hidden
         return (self.vocab + (self.seq_len if self.learned_positions else 0)) * self.hidden
 
     @property

@@ -191,6 +191,7 @@ def model_from_hugging_face(
     gated = kind in {"silu", "swish", "swiglu"} and not gpt and not vision
     gated = family not in _UNGATED if family else gated
     head_dim = config.get("qk_nope_head_dim") or config.get("head_dim")
+    tied = config.get("tie_word_embeddings", family in _TIED or (gpt and not family))
     sizes: dict[str, Any] = {
         "hidden": hidden, "num_heads": heads, "ffn": _ffn(config),
         "seq_len": seq_len or _length(config, vision=vision),
@@ -199,10 +200,11 @@ def model_from_hugging_face(
         "head_dim": None if head_dim is None or heads == 1 else int(head_dim),
         "clamped": bool(config.get("swiglu_limit")),
         "gated": gated,
-        "tied": bool(config.get("tie_word_embeddings", family in _TIED or (gpt and not family))),
+        "tied": bool(tied) and family != "nemotron_h",  # whose code never ties
         "learned_positions": encoder or (gpt and family not in _ROTARY_GPT),
         "dropout": _dropout(config, gpt=gpt), "biases": gpt or vision or encoder,
         "causal": not vision and not encoder, "embeds_tokens": not vision,
+        "patch": _whole("patch_size", config.get("patch_size", 16)),
         "latent": _latent(config), **_windows(config, vision=vision), **layers,
     }  # fmt: skip
     if "num_layers" not in sizes:
@@ -229,6 +231,8 @@ def _check_family(config: Config, family: str) -> None:
         raise UnsupportedError(message, hint=hint)
     width = config.get("hidden_size")
     own = {"add_cross_attention": False, "moe_latent_size": 0, "word_embed_proj_dim": width}
+    if family == "helium" and width and config.get("num_attention_heads"):
+        own["head_dim"] = width // config["num_attention_heads"]  # its last product is square
     for key, plain in own.items():
         if config.get(key, plain) != plain:
             message = f"a model with {key}={config[key]!r} has products that have no price"
@@ -257,8 +261,8 @@ def _kv_heads(config: Config, family: str) -> int | None:
 
 def _ffn(config: Config) -> int | None:
     names = ["intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"]
-    if not config.get("num_local_experts", 1):  # Granite's dense hybrids
-        names.insert(0, "shared_intermediate_size")
+    if not config.get("num_local_experts", 1) and "shared_intermediate_size" in config:
+        names = ["shared_intermediate_size"]  # of Granite's dense hybrids
     named = sorted((name for name in names if name in config), key=lambda name: not config[name])
     return _whole(named[0], config[named[0]]) if named else None
 
@@ -347,6 +351,8 @@ def _experts(config: Config, dense_layers: int) -> MixtureOfExperts | None:
         shared = inner
     for key in ("shared_intermediate_size", "moe_shared_expert_intermediate_size"):
         shared = int(config.get(key) or shared)
+    if not shared and config.get("model_type") == "hy_v3":  # its code takes 0 for not said
+        shared = _size(config, "intermediate_size")
     return MixtureOfExperts(
         num_experts=int(count), top_k=_size(config, "num_experts_per_tok", "moe_topk", "moe_k"),
         expert_ffn=inner, shared_ffn=int(config.get("shared_expert_intermediate_size", shared)),
