@@ -146,6 +146,20 @@ def test_two_jobs_of_one_rank_have_no_trace(schema):
         chakra_traces(cluster, jobs, null_plan(cluster, jobs))
 
 
+def test_traces_of_a_larger_cluster_are_removed_and_nothing_else(schema, tmp_path):
+    del schema
+    jobs, folder = tmp_path / "jobs.toml", tmp_path / "traces"
+    jobs.write_text('[[jobs]]\nid="a"\ngpus=2\ncompute="1 s"\ngradients="1 MB"\niterations=2\n')
+    folder.mkdir()
+    for name in ("trace.2.et", "trace.17.et", "trace.of.et", "notes.txt"):
+        (folder / name).write_text("old")
+    asked = ["simulate", str(jobs), "--cluster", "switch:2", "--chakra", str(folder)]
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    written = {path.name for path in folder.iterdir()}
+    traces = {"trace.0.et", "trace.1.et", "comm_groups.json"}
+    assert written == {*traces, "trace.of.et", "notes.txt"}
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
 def test_msccl_programs_sum_in_the_planned_order(algorithm):
     cluster = parse_topology("fat_tree:4,gpus=2,bandwidth=12.5GB/s")

@@ -129,3 +129,10 @@ def test_bad_input_is_explained(tmp_path):
     broken.write_text("{")
     with pytest.raises(DataError, match="is not JSON"):
         load_model(str(broken))
+
+
+def test_vision_transformers_have_their_published_size():
+    for name, millions in (("vit-b16", 86), ("vit-l16", 307), ("vit-h14", 632)):
+        model = load_model(name)  # arXiv 2010.11929, table 1
+        assert model.num_parameters / 1e6 == pytest.approx(millions, rel=0.01)
+        assert model.seq_len == (224 // model.patch) ** 2 + 1
