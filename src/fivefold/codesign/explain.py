@@ -248,43 +248,40 @@ def _searches(asked: _Question) -> Iterator[Change]:
 def _strategy(asked: _Question) -> Iterator[Change]:
     """Yield layer 1's changes: each setting of this split by itself."""
     plan = asked.plan
-    for kept in ("none", "selective"):
-        yield from asked.setting("strategy", f"recompute {kept}", recompute=kept)
-    for stage in range(4 if plan.data * plan.context > 1 else 1):
-        yield from asked.setting("strategy", f"ZeRO-{stage}", zero=stage, shard=None)
-    for size in {plan.micro_batch * 2, max(plan.micro_batch // 2, 1)}:
-        yield from asked.setting("strategy", f"micro-batches of {size}", micro_batch=size)
+    options: list[tuple[str, dict[str, Any]]] = [
+        *((f"recompute {kept}", {"recompute": kept}) for kept in ("none", "selective")),
+        *((f"ZeRO-{stage}", {"zero": stage, "shard": None})
+          for stage in range(4 if plan.data * plan.context > 1 else 1)),
+        *((f"micro-batches of {size}", {"micro_batch": size})
+          for size in {plan.micro_batch * 2, max(plan.micro_batch // 2, 1)}),
+    ]  # fmt: skip
     if plan.pipeline > 1:
-        yield from _schedules(asked)
-        yield from asked.setting("strategy", "the pipeline inside the data axis", order="tcpd")
+        options += _schedules(asked)
+        options.append(("the pipeline inside the data axis", {"order": "tcpd"}))
     if plan.tensor > 1:
-        yield from asked.setting("strategy", "sequence parallelism", sequence_parallel=True)
+        options.append(("sequence parallelism", {"sequence_parallel": True}))
     for name in ("weights", "activations", "optimizer"):
         if getattr(plan, f"offload_{name}"):
-            fields: dict[str, Any] = {f"offload_{name}": False}
-            yield from asked.setting("strategy", f"{name} in device memory", **fields)
+            options.append((f"{name} in device memory", {f"offload_{name}": False}))
+    for action, fields in options:
+        yield from asked.setting("strategy", action, **fields)
     spent_s = sum(getattr(asked.now.time, name) for name in _SPLIT)
     if spent_s > 0:
-        left_s = asked.now.time_s - spent_s
         bound = "no bubble, no recomputation, no transfers to the host"
-        yield Change("strategy", bound, left_s, "bound")
+        yield Change("strategy", bound, asked.now.time_s - spent_s, "bound")
 
 
-def _schedules(asked: _Question) -> Iterator[Change]:
+def _schedules(asked: _Question) -> Iterator[tuple[str, dict[str, Any]]]:
     plan = asked.plan
     for schedule in ("1f1b", "zb_1p", "zb_v"):
-        chunks = 2 if schedule == "zb_v" else 1
         beside = plan.pipeline_overlap or schedule != "1f1b"
-        yield from asked.setting(
-            "strategy", f"schedule {schedule}",
-            schedule=schedule, virtual=chunks, pipeline_overlap=beside,
-        )  # fmt: skip
+        chunks = 2 if schedule == "zb_v" else 1
+        fields = {"schedule": schedule, "virtual": chunks, "pipeline_overlap": beside}
+        yield f"schedule {schedule}", fields
     layers = asked.job.model.num_layers // plan.pipeline
     for chunks in (count for count in range(2, layers + 1) if layers % count == 0):
-        yield from asked.setting(
-            "strategy", f"{chunks} virtual stages on a GPU (interleaved)",
-            schedule="interleaved", virtual=chunks, pipeline_overlap=True,
-        )  # fmt: skip
+        fields = {"schedule": "interleaved", "virtual": chunks, "pipeline_overlap": True}
+        yield f"{chunks} virtual stages on a GPU (interleaved)", fields
 
 
 def _local_updates(asked: _Question) -> Iterator[Change]:

@@ -33,6 +33,14 @@ Optimizer = Literal["adamw", "muon"]
 DTYPES = ("bf16", "fp8", "fp32", "mxfp8", "nvfp4")
 WAITING_SCHEDULES = ("gpipe", "1f1b")
 """Schedules whose stages wait for their messages, whatever ``pipeline_overlap`` says."""
+_WORDS: Mapping[str, tuple[Any, ...]] = {
+    "schedule": get_args(PipelineSchedule),
+    "recompute": get_args(Recompute),
+    "tensor_overlap": get_args(Overlap),
+    "order": get_args(Order),
+    "optimizer": get_args(Optimizer),
+    "dtype": DTYPES,
+}
 Column = npt.NDArray[np.int64]
 TWO_CHUNKS = {"zb_v", "v_half", "v_min", "dualpipe_v"}
 
@@ -121,12 +129,7 @@ class ParallelPlan:
         for name in ("global_batch", "micro_batch", "data", "tensor", "pipeline", "context",
                      "expert", "virtual", "tau"):  # fmt: skip
             require_whole(name, getattr(self, name))
-        for name, allowed in (
-            ("schedule", get_args(PipelineSchedule)), ("recompute", get_args(Recompute)),
-            ("tensor_overlap", get_args(Overlap)), ("order", get_args(Order)),
-            ("optimizer", get_args(Optimizer)),
-            ("zero", (0, 1, 2, 3)), ("dtype", DTYPES),
-        ):  # fmt: skip
+        for name, allowed in {**_WORDS, "zero": (0, 1, 2, 3)}.items():
             value = getattr(self, name)
             require_one_of(value, allowed, f"{name}={value!r} is unknown")
         for name in ("recompute_layers", "offload_layers"):
@@ -266,20 +269,10 @@ def _layer_problems(model: ModelSpec, plan: ParallelPlan) -> Iterator[str]:
         yield "shared_overlap needs a model with shared experts"
 
 
-_WORDS: Mapping[str, tuple[Any, ...]] = {
-    "schedule": get_args(PipelineSchedule),
-    "recompute": get_args(Recompute),
-    "tensor_overlap": get_args(Overlap),
-    "order": get_args(Order),
-    "optimizer": get_args(Optimizer),
-    "dtype": DTYPES,
-}
-_FLAGS = {
-    "sequence_parallel", "regather", "data_overlap", "pipeline_overlap", "offload_weights",
-    "offload_activations", "offload_optimizer", "embedding_layers", "shared_overlap",
-}  # fmt: skip
-_OPTIONAL = {"shard", "expert_tensor", "recompute_layers", "offload_layers"}
-_NAMES = tuple(field.name for field in dataclasses.fields(ParallelPlan))
+_FIELDS = dataclasses.fields(ParallelPlan)
+_FLAGS = {field.name for field in _FIELDS if field.type == "bool"}
+_OPTIONAL = {field.name for field in _FIELDS if field.type == "int | None"}
+_NAMES = tuple(field.name for field in _FIELDS)
 
 
 @dataclass(frozen=True)
