@@ -29,7 +29,7 @@ from fivefold.report.page import (
     PageSection,
     picture_of,
 )
-from fivefold.units import format_bytes, format_duration_s
+from fivefold.units import format_duration_s
 
 SIMULATED = (
     "Simulated by a fluid model: bandwidth-bound phases, no queues, no packet loss. Nothing was "
@@ -44,18 +44,6 @@ def change(ratio: float) -> str:
     if abs(ratio - 1) < _NO_CHANGE:
         return "0 %"
     return f"{100 * (ratio - 1):+.1f} %"
-
-
-def ordering_words(plan: JobPlan) -> str:
-    """Describe a plan's layer 2."""
-    if plan.bucket_bytes is None:
-        fused = "layer by layer"
-    elif plan.bucket_bytes == 0:
-        fused = "one bucket"
-    else:
-        fused = f"buckets of {format_bytes(plan.bucket_bytes)}"
-    waits = "each layer waits for its own" if plan.overlap_forward else "forward waits for all"
-    return f"{plan.ordering.replace('_', ' ')}, {fused}; {waits}"
 
 
 def flow_words(plan: JobPlan, baseline: JobPlan) -> str:
@@ -244,7 +232,7 @@ class _PlanPage:
                     job.job_id, f"{len(job.ranks)}", format_duration_s(before),
                     format_duration_s(after), change(after / before), f"{100 * computes:.0f} %",
                     *((job.splits[plan.split].name if job.splits else "data",) if split else ()),
-                    ordering_words(plan),
+                    plan.order_words,
                     plan.algorithm.replace("_", " ") + (f" at {plan.root}" if plan.root else ""),
                     flow_words(plan, found.baseline.jobs[job.job_id]),
                 )

@@ -8,7 +8,7 @@ predicted and rules decide. What comes out is then judged by the same full simul
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -104,8 +104,9 @@ def _weighed(
             quote = alone_quote(topology, job, option.plan)
             for plan in task_options(option.plan):
                 seconds = schedule_iteration(job, plan, quote).end_s
-                tasks = _task_name(plan)
-                yield replace(option, plan=plan, split=split, tasks=tasks, seconds=seconds)
+                yield replace(
+                    option, plan=plan, split=split, tasks=plan.order_words, seconds=seconds
+                )
 
 
 def _records(
@@ -195,14 +196,6 @@ def task_options(plan: JobPlan) -> Iterator[JobPlan]:
                 yield option
 
 
-def _task_name(plan: JobPlan) -> str:
-    size = {None: "layer by layer", 0: "all at once"}.get(
-        plan.bucket_bytes, f"buckets of {(plan.bucket_bytes or 0) / 1e6:g} MB"
-    )
-    wait = "each layer waits for its own" if plan.overlap_forward else "forward waits for all"
-    return f"{size}, {plan.ordering}, {wait}"
-
-
 Start = Literal["null", "best"]
 _MOST_EVENTS = 3e5  # of simulations in a second look at all iterations
 
@@ -288,18 +281,20 @@ def plan_cluster(
     baseline = make(topology, jobs, seed=seed)
     if allowed.horizontal:
         options = PlanningOptions() if options is None else options
-        return _plan_together(
+        plan, decisions, outcome, floor, simulations = _plan_together(
             topology, jobs, baseline, allowed, seed=seed, options=options, progress=progress
         )
-    single = _plan_singles(topology, tuple(jobs), baseline, allowed, seed)
-    outcome, floor = (_outcome(topology, tuple(jobs), one) for one in (single.plan, baseline))
+    else:
+        single = _plan_singles(topology, tuple(jobs), baseline, allowed, seed)
+        plan, decisions, simulations = single.plan, single.decisions, 0
+        outcome, floor = (_outcome(topology, tuple(jobs), one) for one in (plan, baseline))
     return CoDesignResult(
-        plan=single.plan,
+        plan=plan,
         baseline=baseline,
-        decisions=single.decisions,
+        decisions=decisions,
         outcome=_own(outcome),
         baseline_outcome=_own(floor),
-        simulations=0,
+        simulations=simulations,
     )
 
 
@@ -312,7 +307,7 @@ def _plan_together(
     seed: int,
     options: PlanningOptions,
     progress: Progress | None,
-) -> CoDesignResult:
+) -> tuple[ClusterPlan, tuple[DecisionRecord, ...], Outcome, Outcome, int]:
     """Plan with Horizontal: put before all jobs what each planned for itself."""
     subsets = [s for s in CoDesigns.combinations() if s in allowed and not s.horizontal]
     singles = {}
@@ -321,48 +316,43 @@ def _plan_together(
             progress("jobs planned alone", number, len(subsets))
         singles[subset.label] = _plan_singles(topology, tuple(jobs), baseline, subset, seed)
     arbiter = Arbiter(topology, jobs, baseline, allowed, options, progress)
-    plan, outcome, floor = _arbitrate(arbiter, jobs, singles)
+    plan, outcome, floor = _arbitrate(arbiter, singles)
     simulations = arbiter.simulations
-    longer = _judging_longer(jobs, options, floor)
-    if plan == baseline and longer is not None:
+    # All iterations, and as large a budget as their simulation allows.
+    most = max(job.iterations for job in jobs)
+    budget = min(options.budget, int(_MOST_EVENTS // max(1, floor.result.events)))
+    if plan == baseline and most > options.iterations and budget:
         # A few iterations show no gain, or none that lasts: judge by all of them.
+        longer = replace(options, iterations=most, budget=budget)
         arbiter = Arbiter(topology, jobs, baseline, allowed, longer, progress)
-        plan, outcome, floor = _arbitrate(arbiter, jobs, singles)
+        plan, outcome, floor = _arbitrate(arbiter, singles)
         simulations += arbiter.simulations
-    adopted = None if arbiter.adopted is None else singles[arbiter.adopted]
-    decisions = [nominal_record(job) for job in jobs if job.splits]  # of a baseline that is kept
-    if adopted is not None:
-        decisions = list(adopted.decisions)
-    return CoDesignResult(
-        plan=plan,
-        baseline=baseline,
-        decisions=(*decisions, *arbiter.log),
-        outcome=_own(outcome),
-        baseline_outcome=_own(floor),
-        simulations=simulations,
-    )
+    decisions = tuple(nominal_record(job) for job in jobs if job.splits)  # of a baseline kept
+    if arbiter.adopted is not None:
+        decisions = singles[arbiter.adopted].decisions
+    return plan, (*decisions, *arbiter.log), outcome, floor, simulations
 
 
 def _arbitrate(
-    arbiter: Arbiter, jobs: Sequence[JobSpec], singles: Mapping[str, _Singles]
+    arbiter: Arbiter, singles: Mapping[str, _Singles]
 ) -> tuple[ClusterPlan, Outcome, Outcome]:
-    """Let jobs share the network and keep what hurts nobody: plan, outcome, the baseline's."""
-    arbiter.improve(
-        {label: found.plan for label, found in singles.items()},
-        _other_splits(jobs, singles.values()),
-    )
-    return _keep_promise(arbiter.topology, jobs, arbiter)
+    """Let jobs share the network and keep what hurts nobody: plan, outcome, the baseline's.
 
-
-def _judging_longer(
-    jobs: Sequence[JobSpec], options: PlanningOptions, floor: Outcome
-) -> PlanningOptions | None:
-    """Return the options with all iterations and as large a budget as their simulation allows."""
-    most = max(job.iterations for job in jobs)
-    budget = min(options.budget, int(_MOST_EVENTS // max(1, floor.result.events)))
-    if most <= options.iterations or not budget:
-        return None
-    return replace(options, iterations=most, budget=budget)
+    The plan is the last accepted one that holds in full simulation; else the baseline.
+    """
+    splits: dict[str, tuple[JobPlan, ...]] = {}
+    for one in singles.values():  # combinations come in order of what they let through
+        splits |= {name: plans for name, plans in one.splits.items() if plans}
+    arbiter.improve({label: found.plan for label, found in singles.items()}, splits)
+    topology, jobs = arbiter.topology, tuple(arbiter.jobs)
+    floor = _outcome(topology, jobs, arbiter.baseline)
+    before = objective_s(jobs, floor.completion_s)
+    for accepted in reversed(arbiter.history[1:]):
+        found = _outcome(topology, jobs, accepted.plan)
+        late = arbiter.worse(found.completion_s, floor.completion_s)
+        if objective_s(jobs, found.completion_s) <= before and not (arbiter.options.guard and late):
+            return accepted.plan, found, floor
+    return arbiter.baseline, floor, floor
 
 
 @dataclass(frozen=True)
@@ -372,16 +362,6 @@ class _Singles:
     plan: ClusterPlan
     decisions: tuple[DecisionRecord, ...]
     splits: Mapping[str, tuple[JobPlan, ...]]
-
-
-def _other_splits(
-    jobs: Sequence[JobSpec], singles: Iterable[_Singles]
-) -> dict[str, tuple[JobPlan, ...]]:
-    """Return each job's other splits, as the planners with most information have them."""
-    found: dict[str, tuple[JobPlan, ...]] = {}
-    for one in singles:  # combinations come in order of what they let through
-        found |= {name: plans for name, plans in one.splits.items() if plans}
-    return {job.job_id: found.get(job.job_id, ()) for job in jobs if job.splits}
 
 
 @functools.lru_cache(maxsize=4)
@@ -421,18 +401,3 @@ def _plan_singles(
         how = "paths by the job's own load"
         decisions.append(DecisionRecord("flows", "each job", how, known, ("V",)))
     return _Singles(plan, tuple(decisions), splits)
-
-
-def _keep_promise(
-    topology: Topology, jobs: Sequence[JobSpec], arbiter: Arbiter
-) -> tuple[ClusterPlan, Outcome, Outcome]:
-    """Return the last accepted plan that hurts nobody in full simulation; else the baseline."""
-    floor = _outcome(topology, tuple(jobs), arbiter.baseline)
-    before = objective_s(jobs, floor.completion_s)
-    for accepted in reversed(arbiter.history[1:]):
-        found = _outcome(topology, tuple(jobs), accepted.plan)
-        outcome = found.completion_s
-        late = arbiter.worse(outcome, floor.completion_s)
-        if objective_s(jobs, outcome) <= before and not (arbiter.options.guard and late):
-            return accepted.plan, found, floor
-    return arbiter.baseline, floor, floor

@@ -16,6 +16,7 @@ from fivefold.errors import ConfigurationError
 from fivefold.files import parse_json
 from fivefold.strategy.cluster import check_types
 from fivefold.tasks.schedule import Ordering
+from fivefold.units import format_bytes
 
 _SCHEMA = "fivefold.codesign/1"
 Path = tuple[int, ...]
@@ -77,6 +78,15 @@ class JobPlan:
         """Everything that was decided, hashable."""
         values = (getattr(self, name) for name in self.__dataclass_fields__ if name != "paths")
         return (*values, tuple(sorted(self.paths.items())))
+
+    @property
+    def order_words(self) -> str:
+        """Layer 2 in words."""
+        fused = {None: "layer by layer", 0: "one bucket"}.get(
+            self.bucket_bytes, f"buckets of {format_bytes(self.bucket_bytes or 0)}"
+        )
+        waits = "each layer waits for its own" if self.overlap_forward else "forward waits for all"
+        return f"{self.ordering.replace('_', ' ')}, {fused}; {waits}"
 
     def root_of(self, tree: int) -> str:
         """Return the root of one of the job's trees."""
