@@ -187,12 +187,7 @@ class Columns:
     def _of_layers(self, stage: int) -> Floats:
         """Return the parameters of a stage's layers, norms apart."""
         model = self.model
-        kept = (
-            model.share_of("*") * model.attention_parameters
-            + model.share_of("-") * model.dense_parameters
-            + model.share_of("E") * model.unrouted_parameters
-            + model.share_of("M") * model.mamba_parameters
-        )
+        kept = sum(model.share_of(letter) * model.unrouted_of(letter) for letter in BLOCKS)
         return self._split(stage, kept, model.routed_parameters)
 
     def _outside(self, stage: int) -> Floats:

@@ -323,7 +323,12 @@ class ModelSpec:
             return sum(_stage_parameters(stage) for stage in self.stages) + (
                 3 * 49 * 64 + self.stages[-1].outputs * self.vocab
             )
-        blocks = sum(self._blocks(letter) * self._block_parameters(letter) for letter in BLOCKS)
+        blocks = sum(
+            self._blocks(letter)
+            * (self.unrouted_of(letter) + self.norm_parameters + self.adapter_parameters(*parts))
+            for letter, parts in BLOCKS.items()
+        )
+        blocks += self._blocks("E") * self.routed_parameters
         return blocks + self.embedding_parameters + self.head_parameters
 
     @property
@@ -336,12 +341,12 @@ class ModelSpec:
             for letter, parts in BLOCKS.items()
         )
 
-    def _block_parameters(self, letter: str) -> int:
-        own = {
+    def unrouted_of(self, letter: str) -> int:
+        """Return the parameters of a block, without norm and routed experts."""
+        return {
             "*": self.attention_parameters, "M": self.mamba_parameters, "-": self.dense_parameters,
-            "E": self.routed_parameters + self.unrouted_parameters,
+            "E": self.unrouted_parameters,
         }[letter]  # fmt: skip
-        return own + self.norm_parameters + self.adapter_parameters(*BLOCKS[letter])
 
     def flops_per_sequence(self, *, recompute: bool = False) -> float:
         """Return the FLOPs of forward and backward of one sample, as papers count them.
