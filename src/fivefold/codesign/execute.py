@@ -1,13 +1,9 @@
 """A plan run for real on the emulated cluster: its options and files, and what one rank does.
 
-A plan becomes a cluster (classes of hosts, aggregation switches, routes) and a file that every
-rank reads, started as ``python -m fivefold.codesign.execute FILE`` under torchrun or in the lab.
-What cannot be run as planned is refused, never run otherwise.
-
-A rank computes by a sleep of the planned length, so that hosts which share a processor do not
-disturb one another; reductions are gloo's ring in the planned order over the hosts' real, shaped
-links, or aggregation by the switch that the plan names. What is compared with the simulation is
-when jobs wait for the network and for one another.
+Every rank reads a file, started as ``python -m fivefold.codesign.execute FILE``. It computes by a
+sleep of the planned length, so that hosts which share a processor do not disturb one another;
+reductions are gloo's ring over shaped links, or aggregation by the planned switch. What cannot be
+run as planned is refused, never run otherwise.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """A job's collectives as flows: what is alike is one array, and replicas are simulated once.
 
-A collective of a mesh runs in thousands of groups side by side, most of them alike. Phases of one
-shape are kept as one array of edges. Before a simulation, flows and links that nothing tells apart
-are found by refining colours: a link by the flows on it, a flow by its links, until nothing
-changes. Links of one colour then carry as much of each colour of flows, so filling gives all flows
-of a colour one rate at every moment, and one of each stands for the rest.
+Before a simulation, flows and links that nothing tells apart are found by refining colours: a link
+by the flows on it, a flow by its links, until nothing changes. Filling then gives all flows of a
+colour one rate at every moment, and one of each stands for the rest.
 
 References:
     M. Grohe, K. Kersting, M. Mladenov, E. Selman, Dimension Reduction via Colour Refinement, 2014.

@@ -60,10 +60,13 @@ class TreeChoice:
 class SwitchState:
     """Knowledge of the switches: trees that they serve, so load of links and slots left."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(
+        self, topology: Topology, loads: Mapping[int, float] | None = None,
+        free: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
         self._topology = topology
-        self.loads: dict[int, float] = {}
-        self.free = dict(_pools(topology))
+        self.loads = dict(loads or {})
+        self.free = dict(_pools(topology) if free is None else free)
 
     def serving_nobody(self, names: Sequence[str]) -> bool:
         """Return whether all slots of some switches are free."""
@@ -71,15 +74,17 @@ class SwitchState:
 
     def admit(self, job: JobSpec, plan: JobPlan) -> None:
         """Count the trees of a job, if it has any."""
-        if plan.algorithm != "in_network":
-            return
-        trees = job_trees(self._topology, job, plan)
-        for tree in trees:
-            for link in tree_links(self._topology, tree):
-                rate = _tree_rate(job.split_as(plan.split), len(trees))
-                self.loads[link] = self.loads.get(link, 0.0) + rate
-            for name in tree_switches(tree):
-                self.free[name] = max(0, self.free[name] - plan.slots)
+        if plan.algorithm == "in_network":
+            trees = job_trees(self._topology, job, plan)
+            for tree in trees:
+                self.add(tree, _tree_rate(job.split_as(plan.split), len(trees)), plan.slots)
+
+    def add(self, tree: Tree, rate: float, slots: int) -> None:
+        """Count one tree."""
+        for link in tree_links(self._topology, tree):
+            self.loads[link] = self.loads.get(link, 0.0) + rate
+        for name in tree_switches(tree):
+            self.free[name] = max(0, self.free[name] - slots)
 
 
 def _tree_rate(job: JobSpec, trees: int) -> float:
@@ -140,27 +145,23 @@ def spread_trees(
     columns = aggregated_columns(topology, job, plan)
     if not columns:
         return None
-    pools = dict(_pools(topology) if free is None else free)
-    busy = dict(loads or {})
-    chosen = job.split_as(plan.split)
-    rate = _tree_rate(chosen, len(columns))
+    state = SwitchState(topology, loads, free)
+    before = dict(state.free)
+    rate = _tree_rate(job.split_as(plan.split), len(columns))
     roots, trees = [], []
     for column in columns:
         options = [
-            (_busiest(topology, tree, busy, rate), len(tree), node, tree)
+            (_busiest(topology, tree, state.loads, rate), len(tree), node, tree)
             for node, tree in _trees(topology, column)
-            if all(pools.get(name, 0) > 0 for name in tree_switches(tree))
+            if all(state.free.get(name, 0) > 0 for name in tree_switches(tree))
         ]
         if not options:
             return None
         _, _, node, tree = min(options)
-        for link in tree_links(topology, tree):
-            busy[link] = busy.get(link, 0.0) + rate
-        for name in tree_switches(tree):
-            pools[name] -= 1
+        state.add(tree, rate, slots=1)
         roots.append(node)
         trees.append(tree)
-    slots = _slots(topology, trees, _pools(topology) if free is None else free)
+    slots = _slots(topology, trees, before)
     return TreeChoice(roots=tuple(roots), slots=slots) if slots else None
 
 

@@ -1,12 +1,8 @@
 """Where jobs come from: a TOML file, or a seeded draw; and where they are placed.
 
-Placement is an input, not a co-design: all variants of a comparison get the same one.
-
-A job that is described by a model and devices becomes a job of the cluster by layer 1's answer.
-Layer 1 looks twice. From nominal constants (what the devices' file says of links) comes its own
-favourite: the null form, which nobody questions where Vertical is off. From the topology's tiers
-come further candidates; with Vertical on, the layers below price all of them, and the choice may
-change.
+Placement is an input, not a co-design. Of a job that is described by a model and devices layer 1
+looks twice: from nominal constants comes its own favourite (the null form); from the topology's
+tiers come further candidates, which the layers below price where Vertical is on.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
 """What measurements say of predictions: how far off they may be, and constants that make them true.
 
-The shipped table of errors holds, per kind of row, how many rows there are and of how many pairs of
-model and GPU, the root mean square of their errors ln(predicted / measured), every pair weighed
-alike, and that of the errors once the mean error of each pair is taken away: what is left between
-plans of one job. Rows of one pair err alike, so it is pairs that count as independent. Errors of
-dense rows to which constants were fitted are those without the pair: less the mean error of the
-other models on the same GPU, type and stack, since a fit without it would have centred those.
+The shipped table holds root mean squares of ln(predicted / measured) per kind of row, each pair of
+model and GPU weighed alike (rows of one pair err alike), and what is left between plans of a pair.
+Of dense rows that constants were fitted to, a pair's error is taken less the mean of other models
+on the same GPU and stack, as a fit without it would have centred those.
 ``benchmarks.strategy.recent`` writes it from rows that are not among those it judges.
-
-A cluster's file has constants of a kind of device; the one at hand is faster or slower, for this
-job. The rates of the device are scaled so that the job's passes take what they were measured to
-take; the optimizer's traffic, the fixed time of a step and the stack's memory likewise, and the
-outermost tier's efficiency so that an all-reduce does. Other jobs are then extrapolations.
 """
 
 from __future__ import annotations
