@@ -61,6 +61,8 @@ def test_a_cluster_file_may_name_a_topology(tmp_path):
         ('gpus = 8\n[[tier]]\nname = "x"\n', "incomplete"),
         ('base = "h100-nemo"\ngpus = 0\n', "whole number from 1 to"),
         ('base = "h100-nemo"\n[device]\ngemm_efficiency = 2\n', "between"),
+        ('base = "h100-nemo"\n[device]\ngemm_efficiency_fp8 = -0.5\n', "between"),
+        ('base = "h100-nemo"\n[device]\nepilogue_share = -1.0\n', "between"),
         ('base = "h100-nemo"\n[device]\nmemory = "many"\n', "not a size"),
     ],
 )

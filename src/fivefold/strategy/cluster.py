@@ -26,7 +26,7 @@ from fivefold.errors import ConfigurationError, InfeasibleError, require_one_of,
 from fivefold.files import read_toml
 from fivefold.network.topology import Link, Node, Topology, parse_topology
 from fivefold.network.topology.text import catalogue, describes_graph, topology_from_tables
-from fivefold.strategy.stack import StackSpec, check_range
+from fivefold.strategy.stack import StackSpec
 from fivefold.units import parse_bytes, parse_bytes_per_s, parse_duration_s
 
 # Rows, columns, share of the best tile's speed: smaller tiles reuse less of what they load.
@@ -100,15 +100,6 @@ class DeviceSpec(StackSpec):
     gpu: str = ""
     anchor: float = 1.0
     sources: tuple[tuple[str, str], ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("peak_flops", "memory_bytes", "memory_bandwidth_bytes_per_s"):
-            check_range(self, name, low=1.0, high=math.inf)
-        for name in ("gemm_efficiency", "attention_efficiency", "memory_efficiency"):
-            check_range(self, name, low=1e-6, high=1.0)
-        check_range(self, "kernel_gap_s", low=0.0, high=math.inf)
-        check_range(self, "anchor", low=1e-3, high=1e3)
 
     def peak_matrix_flops(self, *, dtype: str) -> float:
         """Return the peak of matrix products of ``dtype``."""

@@ -13,11 +13,14 @@ from fivefold.errors import ConfigurationError, require_one_of
 
 __all__ = ["StackSpec"]
 
-_NOT_NEGATIVE = (
-    "host_kernel_s", "expert_kernel_s", "step_overhead_s", "jitter", "reserved_bytes", "loss_bytes",
-    "gradient_bytes", "bucket_parameters_per_rank", "optimizer_state_bytes", "gathered_layers",
-    "outer_state_bytes", "outer_owned_bytes", "outer_wire_bytes",
-)  # fmt: skip
+_SHARES = ("fragments", "overlap_slowdown", "selective_products", "outer_window")
+_LEAST_ONE = ("bucket_parameters", "loss_chunks", "slices", "expert_imbalance", "expert_passes",
+              "peak_flops", "memory_bytes", "memory_bandwidth_bytes_per_s")  # fmt: skip
+_EFFICIENCIES = ("gemm_efficiency", "attention_efficiency", "memory_efficiency")
+_LIMITS = {  # of a stack's numbers and of a device's; others are 0 or more
+    **dict.fromkeys(_SHARES, (0.0, 1.0)), **dict.fromkeys(_LEAST_ONE, (1.0, math.inf)),
+    **dict.fromkeys(_EFFICIENCIES, (1e-6, 1.0)), "anchor": (1e-3, 1e3),
+}  # fmt: skip
 _DROPS = ("scores", "norm", "activation", "latent")
 
 
@@ -135,21 +138,13 @@ class StackSpec:
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in _NOT_NEGATIVE:
-            check_range(self, name, low=0.0, high=math.inf)
-        for name in ("fragments", "overlap_slowdown", "selective_products", "outer_window"):
-            check_range(self, name, low=0.0, high=1.0)
-        check_range(self, "bucket_parameters", low=1.0, high=math.inf)
         for drop in self.selective_drops.split():
             require_one_of(drop, _DROPS, f"selective_drops has {drop}")
-        for name in ("loss_chunks", "slices", "expert_imbalance", "expert_passes"):
-            check_range(self, name, low=1.0, high=math.inf)
-
-
-def check_range(spec: StackSpec, name: str, *, low: float, high: float) -> None:
-    """Refuse a constant outside its range, or one that is no number."""
-    value = getattr(spec, name)
-    if not low <= value <= high or not math.isfinite(value):
-        owner = getattr(spec, "name", "") or spec.stack
-        message = f"{name}={value!r} of {owner!r} is out of range"
-        raise ConfigurationError(message, hint=f"between {low:g} and {high:g}, finite")
+        for name, value in vars(self).items():
+            low, high = _LIMITS.get(name, (0.0, math.inf))
+            if isinstance(value, int | float) and not (
+                low <= value <= high and math.isfinite(value)
+            ):
+                owner = getattr(self, "name", "") or self.stack
+                message = f"{name}={value!r} of {owner!r} is out of range"
+                raise ConfigurationError(message, hint=f"between {low:g} and {high:g}, finite")
