@@ -116,12 +116,11 @@ def _records(
     best, name = weighed[0], job.job_id
     if job.splits:
         known = (("JobSpec.model", "strategy"), ("PlanReport.iteration_s", "tasks"), _QUOTE, _LINKS)
-        seconds = {name: one.seconds for name, one in of_splits.items()}
+        seconds = {split: one.seconds for split, one in of_splits.items()}
         yield DecisionRecord("strategy", name, best.split, known, ("V",), seconds)
     same = {one.name: one.seconds for one in weighed if one.split == best.split}
-    known = (_LINKS, ("CommTask.criticality", "tasks"))
-    tags = ("V", *best.co_designs)
-    yield DecisionRecord("collectives", name, best.algorithm, known, tags, same)
+    asked, tags = (_LINKS, ("CommTask.criticality", "tasks")), ("V", *best.co_designs)
+    yield DecisionRecord("collectives", name, best.algorithm, asked, tags, same)
     yield DecisionRecord("tasks", name, best.tasks, (_QUOTE,), ("V",), same)
 
 

@@ -306,19 +306,18 @@ def _reduction(job: JobSpec, plan: JobPlan, rank: int) -> Reduce:
 
     if len(job.ranks) == 1:
         return lambda _buffer: None
-    if plan.algorithm == "in_network":
-        reduce = _aggregation(job, plan, rank)
-    else:
-        # gloo's ring sends from each member to the one before it; torch's new_group would also
-        # sort the ranks. Members are counted against the planned order: bytes flow along it.
-        group = _group(f"ring of {job.job_id}", tuple(reversed(plan.order)), rank)
-
-        def reduce(buffer: Any) -> None:
-            group.allreduce([buffer]).wait()
-
+    make = _aggregation if plan.algorithm == "in_network" else _ring
+    reduce = make(job, plan, rank)
     for _ in range(_WARM_UP):
         reduce(torch.ones(1 << 14))
     return reduce
+
+
+def _ring(job: JobSpec, plan: JobPlan, rank: int) -> Reduce:
+    # gloo's ring sends from each member to the one before it; torch's new_group would also sort
+    # the ranks. Members are counted against the planned order, so that bytes flow along it.
+    group = _group(f"ring of {job.job_id}", tuple(reversed(plan.order)), rank)
+    return lambda buffer: group.allreduce([buffer]).wait()
 
 
 def _aggregation(job: JobSpec, plan: JobPlan, rank: int) -> Reduce:

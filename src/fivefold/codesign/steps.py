@@ -326,7 +326,7 @@ def merged_rows(
     representatives = np.arange(len(capacities_bytes_per_s))
     rows = np.arange(len(colours))
     if single is not None and entries:
-        every = _Entries(*map(np.concatenate, zip(*entries, strict=True)))
+        every = _Entries(*(np.concatenate(column) for column in zip(*entries, strict=True)))
         rows, links = _refined(every, colours, capacities_bytes_per_s)
         first = np.full(len(representatives), len(representatives))
         np.minimum.at(first, links, representatives)

@@ -318,7 +318,8 @@ def load_jobs(
         if progress is not None:
             progress("jobs read", number, len(found.jobs))
         ranks = job.ranks or placed[job.id]
-        when = {"iterations": job.iterations, "arrival_s": job.arrival, "weight": job.weight}
+        when: dict[str, Any] = {"iterations": job.iterations, "arrival_s": job.arrival}
+        when["weight"] = job.weight
         if job.model is not None:
             jobs.append(_modelled(topology, job, ranks, Path(path), when))
             continue

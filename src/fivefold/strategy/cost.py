@@ -197,17 +197,20 @@ def _time_parts(columns: Columns) -> dict[str, Floats]:
 def _stage_times(columns: Columns, layer: dict[str, Floats]) -> list[list[Floats]]:
     one = columns.table.pipeline == 1
     return [
-        _passes(columns, layer, count, opening=one | (number == 0), closing=one | (number == 2),
-                outside_s=_outside_s(columns, layer, number))
+        _passes(
+            columns, layer, count, outside_s=_outside_s(columns, layer, number),
+            opening=np.where(one | (number == 0), 1.0, 0.0),
+            closing=np.where(one | (number == 2), 1.0, 0.0),
+        )
         for number, count in enumerate(columns.counts)
     ]  # fmt: skip
 
 
 def _mean_stage(columns: Columns, layer: dict[str, Floats]) -> list[Floats]:
     p = columns.table.pipeline
-    outside_s = [_outside_s(columns, layer, number) / p for number in (0, 2)]
+    outside_s = (_outside_s(columns, layer, 0) + _outside_s(columns, layer, 2)) / p
     count = columns.model.num_layers / p
-    return _passes(columns, layer, count, opening=1 / p, closing=1 / p, outside_s=sum(outside_s))
+    return _passes(columns, layer, count, opening=1 / p, closing=1 / p, outside_s=outside_s)
 
 
 def _passes(

@@ -218,7 +218,7 @@ class _Told:
         """Return whether one of some switches is on."""
         return any(str(self.get(name, False)).lower() in {"true", "1", "yes"} for name in names)
 
-    def degrees(self, *, less_is_one: bool = False) -> dict[str, int]:
+    def degrees(self, *, less_is_one: bool = False) -> dict[str, Any]:
         """Return the degrees of the model's split."""
         found = {axis: self.whole(*names, default=1) for axis, names in _DEGREES.items()}
         if less_is_one:
@@ -365,7 +365,7 @@ def _torchtitan(told: _Told) -> _Recipe:
     model = _named_model(str(named))
     if length := told.whole("seq_len", "max_context_length", default=0):
         model = dataclasses.replace(model, seq_len=length)
-    degree: dict[str, Any] = told.degrees()
+    degree = told.degrees()
     copies = told.whole("data_parallel_replicate_degree", default=1)
     shards = told.whole("data_parallel_shard_degree", default=-1)
     if shards < 0:
@@ -452,7 +452,7 @@ def _nemo(told: _Told) -> _Recipe:
     model = _named_model(next((name for name in names if isinstance(name, str)), ""))
     if length := told.whole("packed_sequence_size", "seq_length", "seq_len", default=0):
         model = dataclasses.replace(model, seq_len=length)
-    degrees: dict[str, Any] = told.degrees(less_is_one=True)
+    degrees = told.degrees(less_is_one=True)
     data = told.whole("dp_size", default=0)
     data = data if data > 0 else told.replicas(degrees)
     micro = told.whole("local_batch_size", "micro_batch_size", default=1)
