@@ -350,8 +350,9 @@ class PlanTable:
 
     def is_word(self, name: str, *words: str) -> npt.NDArray[np.bool_]:
         """Return which rows have one of the words in a column."""
-        numbers = [encode(name, word) for word in words]
-        return np.isin(self.columns[name], numbers)
+        column = self.columns[name]
+        found = [column == encode(name, word) for word in words]
+        return found[0] if len(found) == 1 else np.logical_or.reduce(found)
 
     def words(self, name: str) -> list[str]:
         """Return which words occur in a column."""
