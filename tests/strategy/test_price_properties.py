@@ -268,6 +268,17 @@ CHOICES = {
 }  # fmt: skip
 
 
+def test_layers_of_large_micro_batches_are_not_mistaken_for_others():
+    cluster, model = load_cluster("a100-megatron"), load_model("vit-b16")
+    batch = 2 * 16385
+    plans = [ParallelPlan(global_batch=batch, data=2, micro_batch=16385),
+             ParallelPlan(global_batch=batch, tensor=2, micro_batch=1)]  # fmt: skip
+    device, fabric = cluster.device, cluster.fabric
+    times = evaluate_table(model, device, fabric, table=PlanTable.of(plans)).time_s
+    alone = [evaluate_plan(model, device, fabric, plan=plan).time_s for plan in plans]
+    assert times == pytest.approx(alone)
+
+
 @given(st.data(), fabrics(), st.sampled_from([1.2e9, 8e9]))
 def test_a_wider_space_never_has_a_worse_best(data, fabric, memory):
     narrow, wide = {}, {}

@@ -27,9 +27,9 @@ Ints = npt.NDArray[np.int64]
 MASTER_BYTES = 4.0
 """Width of the copy of the parameters that an optimizer of 16-bit parameters updates."""
 _COSTS = tuple(field.name for field in fields(LayerCost))
-# What of a plan a layer's cost depends on, with how many values each is packed into a number.
-_KEYED = {"micro_batch": 2**14, "sequence_parallel": 2, "regather": 2, "recompute": 4,
-          "tensor_overlap": 4, "dtype": 8, "expert_tensor": 2, "shared_overlap": 2}  # fmt: skip
+# What of a plan a layer's cost depends on, degrees and places apart.
+_KEYED = ("micro_batch", "sequence_parallel", "regather", "recompute", "tensor_overlap", "dtype",
+          "expert_tensor", "shared_overlap")  # fmt: skip
 
 
 @dataclass
@@ -117,8 +117,8 @@ class Columns:
         _, place_id = np.unique(place, return_inverse=True)
         ranks, ranks_id = np.unique(t.num_gpus, return_inverse=True)
         key = place_id.astype(np.int64) * len(ranks) + ranks_id
-        for name, size in _KEYED.items():
-            key = key * size + t.columns[name]
+        for name in _KEYED:
+            key = key * (int(t.columns[name].max(initial=0)) + 1) + t.columns[name]
         _, first, index = np.unique(key, return_index=True, return_inverse=True)
         shapes = [self.shape(int(row)) for row in first]
         costs = (
