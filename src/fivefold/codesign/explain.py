@@ -401,7 +401,7 @@ def _compute(asked: _Question) -> Iterator[Change]:
     yield asked.hardware("compute", "a GPU twice as fast", "purchase", device=fast)
 
 
-def _faster(tier: Tier, *, rate: float = 1.0, latency: float = 1.0, **more: float) -> Tier:
+def _faster(tier: Tier, *, rate: float = 1.0, latency: float = 1.0, **more: Any) -> Tier:
     """Return a tier at so many times its rate and its fixed times."""
     times: Any = {name: latency * getattr(tier, name) for name in ("base_s", "hop_s", "fill_s")}
     return dataclasses.replace(

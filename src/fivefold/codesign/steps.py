@@ -368,7 +368,9 @@ def _entries(
     for own in single:
         none = np.zeros(len(own), np.int64)
         links = np.array(own, np.int64)
-        found.append(_Entries(none + len(colours), links, tags=none, latencies_s=none * 0.0))
+        found.append(
+            _Entries(none + len(colours), links, tags=none, latencies_s=np.zeros(len(own)))
+        )
         colours.append(len(found))
     return found, np.array(colours, np.int64)
 

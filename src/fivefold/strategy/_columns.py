@@ -84,7 +84,9 @@ class Columns:
 
     def held(self, states: Floats, *, zero: int = 1) -> Floats:
         """Return what a rank holds of states that are shared from a stage of ZeRO on."""
-        return np.where(self.table.zero >= zero, (states / self.shards).sum(0), states.sum(0))
+        shared = self.table.zero >= zero
+        held: Floats = np.where(shared, (states / self.shards).sum(0), states.sum(0))
+        return held
 
     @functools.cached_property
     def layer(self) -> dict[str, Floats]:

@@ -352,7 +352,10 @@ class PlanTable:
         """Return which rows have one of the words in a column."""
         column = self.columns[name]
         found = [column == encode(name, word) for word in words]
-        return found[0] if len(found) == 1 else np.logical_or.reduce(found)
+        rows: npt.NDArray[np.bool_] = found[0]
+        if len(found) > 1:
+            rows = np.logical_or.reduce(found)
+        return rows
 
     def words(self, name: str) -> list[str]:
         """Return which words occur in a column."""

@@ -304,8 +304,10 @@ def _least_states(columns: Columns, space: SearchSpace, pattern: Pattern) -> Flo
         bytes_each = bytes_each - moment_bytes(columns.device)
     optimizer = bytes_each * (shared if most >= 1 else whole)
     if True in space.offload:
-        return weights * np.minimum(2.0 / columns.each, 1.0) + gradients
-    return weights + gradients + optimizer
+        weights = weights * np.minimum(2.0 / columns.each, 1.0)
+        optimizer = np.zeros(len(whole))
+    least: Floats = weights + gradients + optimizer
+    return least
 
 
 def _raise_no_choice(impossible: Counter[str], space: SearchSpace) -> None:
