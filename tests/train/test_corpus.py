@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -216,6 +217,13 @@ def _load_in_child(data, barrier, queue):
     barrier.wait()
     corpus = load_corpus(data, ByteTokenizer())
     queue.put((corpus.fingerprint, int(np.asarray(corpus.train, dtype=np.int64).sum())))
+
+
+def test_a_builder_may_end_while_another_looks_for_leftovers(folder, tmp_path, monkeypatch):
+    found = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda at, names: [*found(at, names), at / ".has-just-gone"])
+    data = DataConfig(path=str(folder), cache=str(tmp_path / "cache"), sequence_length=16)
+    assert load_corpus(data, ByteTokenizer()).num_files > 1
 
 
 @pytest.mark.parametrize("locks", [True, False])

@@ -129,8 +129,9 @@ def _build(
 ) -> None:
     prefix = f".{key[:16]}-"
     for leftover in folder.glob(f"{prefix}*"):  # of a builder that was killed
-        if leftover.stat().st_mtime < time.time() - _LOCK_TIMEOUT_S:
-            shutil.rmtree(leftover, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # one at work, which has just renamed it
+            if leftover.stat().st_mtime < time.time() - _LOCK_TIMEOUT_S:
+                shutil.rmtree(leftover, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
     writer = TokenWriter(temporary, dtype)
     try:

@@ -172,7 +172,6 @@ def test_ingest_command(tmp_path, capsys, monkeypatch):
         (["ingest", "{0}", "{0}/out", "--kind", "dgl"], 1, "source kind"),
         (["ingest", "{0}", "{0}/out", "--array", "colour=x.npy"], 2, "--array got"),
         (["ingest", "{0}", "{0}/out", "--memory", "lots"], 2, "'lots' is not a size"),
-        (["ingest", "wordnet", "{0}/out"], 2, "real_graphs wordnet"),
         (["generate", "{0}/out", "--nodes", "5", "--option", "p_in=many"], 2, "--option p_in"),
         (["generate", "{0}/out", "--nodes", "5", "--dtype", "int4"], 1, "dtype is"),
         (["info", "{0}"], 1, "holds no data set"),

@@ -59,6 +59,9 @@ class Budgets:
         """Return the rows that the device and the host hold beside the batches in flight.
 
         ``buffer_bytes`` are those of the batches' rows, which are on the host and on the device.
+
+        Raises:
+            InfeasibleError: The host does not hold the batches' rows.
         """
         spare_bytes = self.host_bytes - buffer_bytes
         if spare_bytes < 0:
