@@ -27,7 +27,9 @@ pytestmark = pytest.mark.distributed
 
 NAMES = "abcdefgh"
 SLOTS = 8
-UNHURRIED_S = 20.0  # of an all-reduce, where a busy machine must not cost a round
+# Of an all-reduce, where a busy machine must not cost a round; others wait for its vote for longer.
+UNHURRIED_S = 20.0
+UNHURRIED = {"timeout_s": UNHURRIED_S, "quorum_timeout_s": 2 * UNHURRIED_S}
 
 
 class Miniature:
@@ -396,7 +398,7 @@ def test_a_worker_with_other_settings_is_told_so(tmp_path):
 def test_the_lighthouse_is_killed_and_another_takes_its_place(tmp_path):
     with World(tmp_path, min_workers=2) as world:
         for name in "ab":
-            world.start(name, train, rounds=40, timeout_s=UNHURRIED_S)
+            world.start(name, train, rounds=40, **UNHURRIED)
         world.until_rounds("a", 5)
         lost = world.log("a", "round")[-1]["lost"]
         world.kill_lighthouse()
@@ -415,7 +417,7 @@ def test_a_new_lighthouse_leaves_no_healthy_worker_behind(tmp_path):
     """Its first two voters would be a quorum, but it has not heard of the third yet."""
     with World(tmp_path, min_workers=2) as world:
         for name in "abc":
-            world.start(name, train, rounds=30, timeout_s=UNHURRIED_S)
+            world.start(name, train, rounds=30, **UNHURRIED)
         world.until_rounds("a", 4)
         lost = world.log("a", "round")[-1]["lost"]
         world.kill_lighthouse()
