@@ -53,7 +53,7 @@ def test_a_taken_port_is_said():
     assert os.linesep + "hint: choose another port with --bind" in error
 
 
-@pytest.mark.parametrize("bind", ["nowhere", "0.0.0.0:"])
+@pytest.mark.parametrize("bind", ["nowhere", "0.0.0.0:", "127.0.0.1:65536"])
 def test_a_bad_address_is_said(bind):
     from fivefold.errors import ConfigurationError
     from fivefold.optim import start_lighthouse

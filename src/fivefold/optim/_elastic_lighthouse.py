@@ -16,6 +16,7 @@ from fivefold.errors import CommunicationError, ConfigurationError, optional_mod
 _LOG = logging.getLogger(__name__)
 _TICK_MS = 50
 _CHUNK_BYTES = 1 << 16
+_LAST_PORT = 65_535
 
 
 class Lighthouse:
@@ -104,8 +105,8 @@ def _port_of(server: Any) -> int:
 def host_and_port(address: str, what: str) -> tuple[str, int]:
     """Return the two parts of ``host:port``, which may be written as a URL."""
     host, _, port = address.removeprefix("http://").rstrip("/").rpartition(":")
-    if not host or not port.isdigit():
-        message = f"{what} must be host:port; got {address!r}"
+    if not host or not port.isdecimal() or int(port) > _LAST_PORT:
+        message = f"{what} must be host:port, with a port up to {_LAST_PORT}; got {address!r}"
         raise ConfigurationError(message, hint="such as 10.0.0.1:29510")
     return host, int(port)
 
@@ -120,8 +121,9 @@ def listen_at(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((address, port), family=family)
     except OSError as error:
-        message = f"cannot listen on {host}:{port}: {error.strerror or error}"
-        raise CommunicationError(message, hint="choose another address or port (--bind)") from error
+        reason = os.strerror(error.errno) if error.errno else error  # its own text names it again
+        message = f"cannot listen on {host}:{port}: {reason}"
+        raise CommunicationError(message, hint="choose another port with --bind") from error
 
 
 class HostGate:
