@@ -323,22 +323,26 @@ def _synthesize(  # noqa: PLR0913 - one parameter per option of the command line
         write_algorithm(found.schedule, output)
         facts["output"] = str(output)
     if report is not None:
-        given = {
-            "--size": size, "--method": method, "--time-limit": time_limit,
-            "--model": None if model == "serial" else model, "--root": root, "--chunks": chunks,
-            "--sketch": sketch, "--seed": seed, "--gap": None if gap == _GAP else gap,
-            "--bandwidth": bandwidth, "--latency": latency,
-        }  # fmt: skip
-        name = found.schedule.collective.name
-        words = ["fivefold", "collectives", "synthesize", name, topology]
-        words += [str(word) for pair in given.items() if pair[1] for word in pair]
         asked = Asked(
-            collective=name, size_bytes=bytes_of(size), method=method, time_limit=time_limit,
-            model=model, output=output, words=words,
+            collective=found.schedule.collective.name, size_bytes=bytes_of(size), method=method,
+            time_limit=time_limit, model=model, output=output,
+            words=_command_again(found.schedule.collective.name, topology, {
+                "--size": size, "--method": method, "--time-limit": time_limit,
+                "--model": None if model == "serial" else model, "--root": root,
+                "--chunks": chunks, "--sketch": sketch, "--seed": seed,
+                "--gap": None if gap == _GAP else gap,
+                "--bandwidth": bandwidth, "--latency": latency,
+            }),
         )  # fmt: skip
         write_html(collective_page(found, network, asked), report)
         facts["report"] = str(report)
     show_facts(facts, as_json=as_json)
+
+
+def _command_again(collective: str, topology: str, given: dict[str, Any]) -> list[str]:
+    """Return the words of the command that asked, without options at their defaults."""
+    words = ["fivefold", "collectives", "synthesize", collective, topology]
+    return words + [str(word) for pair in given.items() if pair[1] for word in pair]
 
 
 def _share_of(text: str) -> float:

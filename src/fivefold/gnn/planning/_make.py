@@ -92,18 +92,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per decision that the caller may t
         StorageError: The scratch file cannot be written.
     """
     _check(samples, features, budgets, policy)
-    for name, value, least in (
-        ("segment_batches", segment_batches, 1),
-        ("max_gap_bytes", max_gap_bytes, 0),
-        ("buffer_batches", buffer_batches, 0),
-        ("training_epochs", training_epochs, 0),
-    ):
-        if value is not None:
-            require_whole(name, value, least=least, hint="leave it out for the default")
-    if buffer_batches == 1:
-        message = "buffer_batches is 1, but a batch is prepared while another one is trained on"
-        hint = "use 2 or more, or 0 to keep no memory for batches in flight"
-        raise ConfigurationError(message, hint=hint)
+    _check_numbers(segment_batches, max_gap_bytes, buffer_batches, training_epochs)
     num_nodes, row_bytes = samples.num_nodes, features.section("x").row_bytes
     folder = samples.path.parent if scratch_folder is None else Path(scratch_folder)
     scratch = Scratch(folder=folder, most_bytes=budgets.disk_bytes)
@@ -294,3 +283,23 @@ def _check(samples: SampleFile, features: Container, budgets: object, policy: st
     if not isinstance(budgets, Budgets):
         raise ConfigurationError(f"budgets is {budgets!r:.40}", hint="give Budgets")
     require_one_of(policy, get_args(Policy), f"policy is {policy!r}")
+
+
+def _check_numbers(
+    segment_batches: int | None,
+    max_gap_bytes: int | None,
+    buffer_batches: int,
+    training_epochs: int,
+) -> None:
+    for name, value, least in (
+        ("segment_batches", segment_batches, 1),
+        ("max_gap_bytes", max_gap_bytes, 0),
+        ("buffer_batches", buffer_batches, 0),
+        ("training_epochs", training_epochs, 0),
+    ):
+        if value is not None:
+            require_whole(name, value, least=least, hint="leave it out for the default")
+    if buffer_batches == 1:
+        message = "buffer_batches is 1, but a batch is prepared while another one is trained on"
+        hint = "use 2 or more, or 0 to keep no memory for batches in flight"
+        raise ConfigurationError(message, hint=hint)
