@@ -56,7 +56,8 @@ class Change:
         kind: Whether it is a setting, one that changes convergence, other hardware, a bound that
             nothing passes, or a risk.
         settings: Fields of ``ParallelPlan`` that differ, where it is a setting.
-        saves_s: By how much ``seconds`` is less than before; negative where it is more.
+        saves_s: By how much ``seconds`` is less than before; negative where it is more. Known once
+            it stands in an ``Explanation``.
     """
 
     layer: str
@@ -108,7 +109,7 @@ class Explanation:
 
 
 def worth_saying(changes: Iterable[Change], seconds: float) -> tuple[Change, ...]:
-    """Return the changes that make a difference, the most saving first."""
+    """Return the changes that make a difference, with what each saves of ``seconds``, in order."""
     found = (dataclasses.replace(one, saves_s=seconds - one.seconds) for one in changes)
     counted = [one for one in found if abs(one.saves_s) >= _LEAST_SHARE * seconds]
     return tuple(sorted(counted, key=lambda one: -one.saves_s))

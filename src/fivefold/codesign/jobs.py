@@ -12,7 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fivefold.errors import ConfigurationError, InfeasibleError
+from fivefold.errors import (
+    ConfigurationError,
+    InfeasibleError,
+    require_number,
+    require_whole,
+)
 from fivefold.network.topology import Topology
 from fivefold.strategy import ParallelPlan
 from fivefold.strategy.demand import axis_groups
@@ -93,12 +98,8 @@ class JobSpec:
             raise ConfigurationError(f"{who} needs a name, ranks and layers", hint="give all three")
         if len(set(self.ranks)) != len(self.ranks):
             raise ConfigurationError(f"{who} names a rank twice", hint="each rank once")
-        if self.iterations < 1 or not 0 < self.weight < math.inf:
-            raise ConfigurationError(
-                f"{who} needs iterations and a finite weight above 0; got {self.iterations} and "
-                f"{self.weight}",
-                hint="give 1 or more iterations, and a weight such as 1",
-            )
+        require_whole(f"iterations of {who}", self.iterations)
+        require_number(f"weight of {who}", self.weight, positive=True)
         if not math.isfinite(self.arrival_s) or self.arrival_s < 0:
             raise ConfigurationError(f"{who} arrives at {self.arrival_s}", hint="0 or later")
         for split in self.splits:

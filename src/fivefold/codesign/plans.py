@@ -81,7 +81,7 @@ class JobPlan:
 
     @property
     def order_words(self) -> str:
-        """Layer 2 in words."""
+        """Return layer 2's choice in words."""
         fused = {None: "layer by layer", 0: "one bucket"}.get(
             self.bucket_bytes, f"buckets of {format_bytes(self.bucket_bytes or 0)}"
         )

@@ -1,8 +1,9 @@
 """A job's collectives as flows: what is alike is one array, and replicas are simulated once.
 
 Before a simulation, flows and links that nothing tells apart are found by refining colours: a link
-by the flows on it, a flow by its links, until nothing changes. Filling then gives all flows of a
-colour one rate at every moment, and one of each stands for the rest.
+by the flows on it, a flow by its links, until nothing changes. Links of one colour then carry as
+much of each colour of flows, so filling gives all flows of a colour one rate at every moment, and
+one of each stands for the rest.
 
 References:
     M. Grohe, K. Kersting, M. Mladenov, E. Selman, Dimension Reduction via Colour Refinement, 2014.
@@ -320,7 +321,7 @@ def merged_rows(
     """Merge what colour refinement cannot tell apart into one task, and links into one of them.
 
     ``single`` are the links of everything else that is simulated, each unlike all others; with None
-    every flow and every link stands for itself. Also return each link's representative.
+    every flow and every link stands for itself. Also return each link's representative, [links].
     """
     entries, colours = _entries(parts, () if single is None else tuple(single))
     representatives = np.arange(len(capacities_bytes_per_s))
@@ -349,7 +350,7 @@ class _Entries(NamedTuple):
 def _entries(
     parts: Mapping[Part, EdgeRoutes], single: Sequence[Sequence[int]]
 ) -> tuple[list[_Entries], IntArray]:
-    """Return the entries of each part and of each other flow, and what tells rows apart."""
+    """Return the entries of each part and of each other flow, and first colours of rows, [rows]."""
     rates = np.unique(np.concatenate([[0.0], *(one.slowest_bytes_per_s for one in parts.values())]))
     found: list[_Entries] = []
     colours: list[int] = []
@@ -394,10 +395,10 @@ def _rows(entries: _Entries, colours: IntArray, representatives: IntArray) -> li
 
 
 def _refined(
-    entries: _Entries, rows: IntArray, capacities_bytes_per_s: FloatArray
+    entries: _Entries, colours: IntArray, capacities_bytes_per_s: FloatArray
 ) -> tuple[IntArray, IntArray]:
     """Split colours of rows by their links and of links by their rows, until none is split."""
-    before = -1
+    rows, before = colours, -1
     links: IntArray = np.unique(capacities_bytes_per_s, return_inverse=True)[1]
     while True:
         links = _split(links, entries.links, _mixed(rows[entries.owners], entries.tags))

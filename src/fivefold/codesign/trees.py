@@ -228,7 +228,7 @@ def _trees(topology: Topology, column: tuple[int, ...]) -> tuple[tuple[str, Tree
 
 @functools.lru_cache(maxsize=4096)
 def _nearby(topology: Topology, column: tuple[int, ...]) -> tuple[str, ...]:
-    """Order aggregation switches by the links to the furthest of some ranks."""
+    """Order aggregation switches by the links on the fastest way to the furthest of some ranks."""
     far = np.zeros(topology.num_nodes)
     for rank in column[:: max(1, len(column) // _MOST_SAMPLED)]:
         _, links = topology.router.distances(rank, through_ranks=False)

@@ -259,6 +259,7 @@ def _megatron_plan(model: ModelSpec, plan: ParallelPlan) -> dict[str, bool]:
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split": (
             ends and not named
         ),
+        # Parameters stay 16 bits wide under FP8: without --bf16 they would be 32.
         "--bf16": plan.dtype != "fp32",
         "--fp8-format hybrid": plan.dtype == "fp8",
         "--fp8-format e4m3 --fp8-recipe mxfp8": plan.dtype == "mxfp8",
@@ -274,30 +275,6 @@ def chunk_layout(num_layers: int, chunks: int, *, embedding_layers: bool) -> str
     sizes[0] -= embedding_layers
     sizes[-1] -= embedding_layers
     return f"E{'|'.join('t' * size for size in sizes)}L"
-
-
-def _megatron_memory(plan: ParallelPlan, split: list[str]) -> list[str]:
-    flags = ["--use-distributed-optimizer"] if plan.zero else []
-    if plan.offload_optimizer:
-        flags += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
-    if plan.recompute == "selective":
-        flags += ["--recompute-granularity", "selective"]
-    elif plan.recompute == "full":
-        method = "uniform" if plan.recompute_layers is None else "block"
-        flags += ["--recompute-granularity", "full", "--recompute-method", method]
-        # Of a block, so many layers of each chunk recompute.
-        count = 1 if plan.recompute_layers is None else -(-plan.recompute_layers // plan.virtual)
-        flags += ["--recompute-num-layers", str(count)]
-    if plan.embedding_layers and "--pipeline-model-parallel-layout" not in split:
-        flags += ["--account-for-embedding-in-pipeline-split"]
-        flags += ["--account-for-loss-in-pipeline-split"]
-    # Parameters stay 16 bits wide under FP8: without --bf16 they would be 32.
-    types = {
-        "bf16": ["--bf16"], "fp32": [], "fp8": ["--bf16", "--fp8-format", "hybrid"],
-        "mxfp8": ["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"],
-        "nvfp4": ["--bf16", "--fp4-format", "e2m1"],
-    }  # fmt: skip
-    return flags + types[plan.dtype]
 
 
 def _megatron_model(model: ModelSpec) -> dict[str, bool]:

@@ -124,13 +124,6 @@ class SearchSpace:
                     raise ConfigurationError(message, hint=f"use some of {allowed}")
 
 
-def _check_degrees(space: SearchSpace) -> None:
-    for name in (*_DEGREES, "tau", "shards"):
-        for value in getattr(space, name) or ():
-            if name != "shards" or value is not None:
-                require_whole(f"each {name} of the search space", value)
-
-
 def divisors(number: int) -> list[int]:
     """Return all divisors, in order."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]

@@ -140,8 +140,13 @@ def calibrated_device(
 ) -> DeviceSpec:
     """Return the device with which a step of one replica takes what was measured.
 
-    All rates are scaled by predicted over measured time of the passes; ``rest_s`` is what else a
-    step takes, ``memory_bytes`` the most that a rank held (None: the stack's own stays as it is).
+    All rates are scaled by predicted over measured time of the passes; other jobs are then
+    extrapolations. ``plan`` is of one rank: its micro-batch and as many samples as it takes in a
+    step; ``rest_s`` is what else a step takes, ``memory_bytes`` the most that a rank held (None:
+    the stack's own stays as it is).
+
+    Raises:
+        ConfigurationError: A time is not positive, or the plan is of several ranks.
     """
     if plan.num_gpus != 1 or min(model_s, optimizer_s) <= 0 or rest_s < 0:
         message = f"a step of {plan.num_gpus} ranks took {model_s:g} and {optimizer_s:g} s"
@@ -179,6 +184,9 @@ def calibrated_fabric(
 
     The outermost tier's efficiency follows from the slope between the smallest and the largest
     size (``sizes_bytes`` ascend), its fixed time from what is left of the largest.
+
+    Raises:
+        ConfigurationError: There are fewer than two sizes, or the larger took no longer.
     """
     rise_s = times_s[-1] - times_s[0]
     if len(sizes_bytes) < 2 or rise_s <= 0:

@@ -80,6 +80,9 @@ def check_recipes(folder: Path, cluster: Cluster) -> Iterator[RecipeVerdict]:
     """Check every recipe of a folder at any depth, or one file, in the order of their names.
 
     What is no recipe of Megatron-LM, torchtitan, NeMo or fivefold is passed over.
+
+    Raises:
+        ConfigurationError: The folder holds no recipe.
     """
     paths = [folder] if folder.is_file() else sorted(folder.rglob("*"))
     count = 0
@@ -181,10 +184,10 @@ def _recognised_yaml(path: Path, text: str) -> tuple[Program, dict[str, Any]] | 
 
 
 _DEGREES = {
-    "tensor": ("tensor_model_parallel_size", "tensor_parallel_degree", "tp_size"),
-    "pipeline": ("pipeline_model_parallel_size", "pipeline_parallel_degree", "pp_size"),
-    "context": ("context_parallel_size", "context_parallel_degree", "cp_size"),
-    "expert": ("expert_model_parallel_size", "expert_parallel_degree", "ep_size"),
+    "tensor": ("tp_size", "tensor_model_parallel_size", "tensor_parallel_degree"),
+    "pipeline": ("pp_size", "pipeline_model_parallel_size", "pipeline_parallel_degree"),
+    "context": ("cp_size", "context_parallel_size", "context_parallel_degree"),
+    "expert": ("ep_size", "expert_model_parallel_size", "expert_parallel_degree"),
 }
 
 
@@ -238,11 +241,7 @@ class _Told:
             gpus = self.cluster.num_gpus or max(split, self.cluster.fabric.gpus_per_node)
             self.assumed.append(f"{gpus} GPUs")
         if gpus % split:
-            what = (
-                "tensor x pipeline x context"
-                if copies == 1
-                else ("replicate x tensor x pipeline x context")
-            )
+            what = "replicate x " * (copies > 1) + "tensor x pipeline x context"
             raise ConfigurationError(
                 f"{gpus} GPUs are not a multiple of {what} = {split}",
                 hint="data parallelism takes what is left: degrees must divide the GPUs",
@@ -367,6 +366,7 @@ def _torchtitan(told: _Told) -> _Recipe:
         model = dataclasses.replace(model, seq_len=length)
     degree = told.degrees()
     copies = told.whole("data_parallel_replicate_degree", default=1)
+    require_whole("the replicate degree", copies, hint="1 is for no replicas")
     shards = told.whole("data_parallel_shard_degree", default=-1)
     if shards < 0:
         shards = told.replicas(degree, copies=copies)

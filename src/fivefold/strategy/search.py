@@ -391,7 +391,10 @@ def tokens_per_s(model: ModelSpec, found: PlanPrediction) -> float:
 
 
 def compare_clusters(pairs: Sequence[tuple[Job, Cluster]]) -> list[ClusterOutcome]:
-    """Plan each job on its cluster, and again with slower and faster links between nodes."""
+    """Plan each job on its cluster, and again with slower and faster links between nodes.
+
+    Where no plan fits, an outcome has no best and says why in ``problem``.
+    """
     return [_outcome(job, cluster) for job, cluster in pairs]
 
 

@@ -6,8 +6,10 @@ GPU under two stacks refuses different plans. Known stacks lie in ``stacks/``, o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 from fivefold.errors import ConfigurationError, require_one_of
 
@@ -140,11 +142,13 @@ class StackSpec:
     def __post_init__(self) -> None:
         for drop in self.selective_drops.split():
             require_one_of(drop, _DROPS, f"selective_drops has {drop}")
-        for name, value in vars(self).items():
+        for field in dataclasses.fields(self):
+            if field.type not in {"float", "int"}:  # annotations are text
+                continue
+            name, value = field.name, getattr(self, field.name)
             low, high = _LIMITS.get(name, (0.0, math.inf))
-            if isinstance(value, int | float) and not (
-                low <= value <= high and math.isfinite(value)
-            ):
+            real = isinstance(value, Real) and not isinstance(value, bool)  # also NumPy's
+            if not real or not (low <= value <= high and math.isfinite(value)):
                 owner = getattr(self, "name", "") or self.stack
                 message = f"{name}={value!r} of {owner!r} is out of range"
                 raise ConfigurationError(message, hint=f"between {low:g} and {high:g}, finite")
