@@ -98,6 +98,9 @@ def test_drawn_jobs_depend_on_the_seed_only():
     assert len({rank for job in once for rank in job.ranks}) == 16
     with pytest.raises(InfeasibleError):
         synthetic_jobs(topology, number=1, seed=0, sizes=(32,))
+    for iterations in (0, 1.5):
+        with pytest.raises(ConfigurationError, match="iterations of job 'job0'"):
+            synthetic_jobs(topology, number=1, seed=0, sizes=(2,), iterations=iterations)
 
 
 @settings(max_examples=4, deadline=None)

@@ -153,6 +153,8 @@ def test_both_forms_of_nemo(tmp_path):
     old, new = checked(tmp_path, "old.yaml", NEMO), checked(tmp_path, "new.yaml", AUTOMODEL)
     assert (old.program, old.prediction.plan.data, old.prediction.plan.zero) == ("nemo", 2, 1)
     assert (new.status, new.prediction.plan.data, new.model.seq_len) == ("ok", 8, 4096)
+    both = AUTOMODEL.replace("tp_size: 1", "tp_size: 2, tensor_model_parallel_size: 4")
+    assert checked(tmp_path, "both.yaml", both).prediction.plan.tensor == 2
     assert new.model.num_parameters == load_model("llama3-8b").num_parameters
 
 
@@ -169,13 +171,14 @@ def test_both_forms_of_nemo(tmp_path):
         ("a.sh", MEGATRON, "--tensor-model-parallel-size ${TP}", "", "sequence_parallel needs",
          "--sequence-parallel"),
         ("t.toml", TITAN, "degree = 8", "degree = 3", "8 GPUs are not a multiple", None),
+        ("t.toml", TITAN, "replicate_degree = 1", "replicate_degree = 0", "replicate degree", None),
         ("n.yaml", NEMO, "pipeline_model_parallel_size: 2", "pipeline_model_parallel_size: 3",
          "16 GPUs are not a multiple", None),
         ("n.yaml", NEMO, "micro_batch_size: 1\n", "micro_batch_size: one\n",
          "micro_batch_size must be a whole number; got 'one'", "micro_batch_size: one"),
         ("n.yaml", NEMO, "trainer:", "trainer: [", "is not YAML", None),
     ],
-    ids=range(10),
+    ids=range(11),
 )  # fmt: skip
 def test_a_fault_is_found_and_its_line(tmp_path, name, text, old, new, said, line):
     assert old in text

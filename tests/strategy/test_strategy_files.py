@@ -1,7 +1,9 @@
 """Clusters, job files and the command line."""
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -228,3 +230,13 @@ def test_a_tier_is_described_in_the_words_of_the_file(tmp_path, line, words):
     with pytest.raises(ConfigurationError, match=words) as caught:
         load_cluster(write(tmp_path, text, "c.toml"))
     assert "__init__" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("jitter", np.float32("nan")), ("peak_flops", np.float32(-5)), ("gemm_efficiency", "0.5"),
+     ("peak_flops", None)],
+)  # fmt: skip
+def test_a_constant_that_is_no_number_in_its_range_is_refused(name, value):
+    with pytest.raises(ConfigurationError, match=f"{name}=.* is out of range"):
+        dataclasses.replace(load_cluster("h100-nemo").device, **{name: value})
