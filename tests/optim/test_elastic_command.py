@@ -53,6 +53,32 @@ def test_a_taken_port_is_said():
     assert os.linesep + "hint: choose another port with --bind" in error
 
 
+@pytest.mark.parametrize("bind", ["http://127.0.0.1:0", "127.0.0.1:0/"])
+def test_an_address_may_be_written_as_a_url(bind):
+    from fivefold.optim import start_lighthouse
+
+    lighthouse = start_lighthouse(bind)
+    try:
+        url = f"http://127.0.0.1:{lighthouse.port}/status"
+        with urllib.request.urlopen(url, timeout=10) as page:
+            assert page.status == 200
+    finally:
+        lighthouse.close()
+
+
+def test_a_worker_at_an_address_of_another_machine_is_told():
+    from fivefold.errors import CommunicationError
+    from fivefold.optim import elastic_transport, start_lighthouse
+
+    lighthouse = start_lighthouse("127.0.0.1:0")
+    try:
+        with pytest.raises(CommunicationError, match=r"cannot listen on 192\.0\.2\.1") as caught:
+            elastic_transport(lighthouse=f"127.0.0.1:{lighthouse.port}", host="192.0.2.1")
+    finally:
+        lighthouse.close()
+    assert caught.value.hint == "give an address of this machine"
+
+
 @pytest.mark.parametrize("bind", ["nowhere", "0.0.0.0:", "127.0.0.1:65536"])
 def test_a_bad_address_is_said(bind):
     from fivefold.errors import ConfigurationError

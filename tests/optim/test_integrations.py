@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (fivefold[hf])")
 from accelerate import Accelerator
@@ -14,7 +15,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from fivefold.errors import CheckpointError, ConfigurationError, UnsupportedError
 from fivefold.optim import CO2, LocalSGD
-from fivefold.optim.integrations import disable_ddp, lightning_strategy, use_outer_sync
+from fivefold.optim.integrations import (
+    _OwnFile,
+    disable_ddp,
+    lightning_strategy,
+    use_outer_sync,
+)
 
 ACCELERATE = """
 import torch
@@ -109,6 +115,17 @@ def test_a_checkpoint_without_this_ranks_part_is_refused_before_training(tmp_pat
     use_outer_sync(other, LocalSGD(tau=2))
     with pytest.raises(CheckpointError, match="no checkpoint"):
         other.train(resume_from_checkpoint=True)
+
+
+def test_an_earlier_versions_file_is_refused_before_anything_is_overwritten(tmp_path):
+    model, path = torch.nn.Linear(2, 1), tmp_path / "outer_sync_rank0_of_2.pt"
+    before = model.weight.detach().clone()
+    saved = {name: value + 1 for name, value in model.state_dict().items()}
+    torch.save({"model": saved, "optimizer": {}, "sync": {}}, path)
+    with pytest.raises(CheckpointError, match="earlier version") as caught:
+        _OwnFile(path).load(model, [], sync=None)
+    assert "load its model alone" in caught.value.hint
+    assert torch.equal(model.weight, before)
 
 
 def test_without_lightning_the_error_says_what_to_install(monkeypatch):

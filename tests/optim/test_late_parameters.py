@@ -1,7 +1,10 @@
 """Parameters that become trainable late, and parameters whose objects or storages are replaced."""
 
+import copy
+
 import pytest
 import torch
+from torch.nn.utils import parametrizations
 
 from fivefold.errors import ConfigurationError
 from fivefold.optim import (
@@ -216,6 +219,31 @@ def test_replaced_running_statistics_are_followed():
 
     first, second = run_world(2, work)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda model: model.pop(0), lambda model: parametrizations.weight_norm(model[2])],
+    ids=["module removed", "parametrized"],
+)
+def test_a_state_has_parameters_that_left_the_model(change):
+    def work(transport):
+        model, optimizer, sync = make(transport, CO2(tau=2))
+        train(model, optimizer, sync, transport.rank, 0, 3)
+        before = [entries["anchor"].clone() for entries in tensors_of(sync).values()]
+        change(model)
+        state = copy.deepcopy(sync.state_dict())
+        for entries in tensors_of(sync).values():
+            entries["anchor"].zero_()
+        sync.load_state_dict(state)
+        return before, [entries["anchor"].clone() for entries in tensors_of(sync).values()]
+
+    for before, after in run_world(2, work):
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def tensors_of(sync):
+    return sync.state_dict()["fragments"]["0"]["tensors"]
 
 
 @pytest.mark.distributed

@@ -1,5 +1,7 @@
 """Workers of several ranks: what is unusual in a model, and what users get wrong."""
 
+import copy
+import functools
 from itertools import pairwise
 
 import pytest
@@ -8,7 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fivefold.errors import ConfigurationError, ReplicaMismatchError
-from fivefold.optim import CO2, DelayCorrected, GapPenalty, LocalSGD, OuterSync, _shards
+from fivefold.optim import (
+    CO2,
+    DelayCorrected,
+    DelayedGradients,
+    GapPenalty,
+    LocalSGD,
+    OuterSync,
+    _shards,
+)
 from fivefold.testing import run_processes
 
 pytestmark = pytest.mark.distributed
@@ -95,6 +105,50 @@ def test_running_statistics_are_the_mean_over_all_ranks():
             torch.testing.assert_close(after[step], expected)
             assert torch.equal(after[step], results[0][0][step])
             assert batches == 3
+
+
+def evaluated_life(rank, *, shards, rule, evaluate):
+    """Train two workers; evaluate before the inner step, and around saving and loading."""
+    mesh = mesh_of(2, shards)
+    model = linear_stack(5, 8, 3)
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = OuterSync(model, optimizer, rule=rule, process_group=mesh["replicate"])
+
+    def look():  # what a forward without a backward gathers stays in the root's place
+        if evaluate:
+            with torch.no_grad():
+                model(torch.ones(2, 5))
+
+    for step in range(7):
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(9 * step + rank))
+        model(x).square().mean().backward()
+        if isinstance(rule, DelayedGradients):
+            look()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync.step()
+        if step == 4:
+            look()
+            state = copy.deepcopy(sync.state_dict())
+            look()
+            sync.load_state_dict(state)
+            kinds = {type(tensor) for tensor in sync._fragments[0].tensors()}
+            assert kinds == {type(p) for p in optimizer.param_groups[0]["params"]}
+    sync.finalize()
+    return [whole(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("rule", [CO2(tau=2), DelayedGradients()], ids=lambda rule: rule.name)
+def test_an_evaluation_changes_nothing(rule, shards):
+    def life(*, evaluate):
+        work = functools.partial(evaluated_life, shards=shards, rule=rule, evaluate=evaluate)
+        return run_processes(2 * shards, work)
+
+    found, expected = life(evaluate=True), life(evaluate=False)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def zero_work(rank, *, shards, rule, wrap=True, width=6):

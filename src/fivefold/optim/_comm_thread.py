@@ -1,8 +1,10 @@
 """One thread that carries out communication jobs in the order in which they came.
 
-The ranks' collectives are matched by their order, so nobody else may use the process group
+A compressed sum has stages that depend on one another, so somebody must stand by between them; and
+the ranks' collectives are matched by their order, so nobody else may use the process group
 meanwhile. A job's exception reaches whoever waits for it, and all jobs after it fail at once: on a
-group whose order is broken they could only time out.
+group whose order is broken they could only time out. On CUDA a job has a stream of its own, ordered
+by events: the device as a whole is never synchronised.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def start_lighthouse(
     from torchft.coordination import LighthouseServer  # noqa: PLC0415 - optional, slow
 
     server = LighthouseServer(
-        bind="127.0.0.1:0" if gated else bind,
+        bind="127.0.0.1:0" if gated else f"{host}:{number}",
         min_replicas=min_workers,
         join_timeout_ms=round(1000 * join_timeout_s),
         quorum_tick_ms=_TICK_MS,
@@ -123,7 +123,8 @@ def listen_at(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else error  # its own text names it again
         message = f"cannot listen on {host}:{port}: {reason}"
-        raise CommunicationError(message, hint="choose another port with --bind") from error
+        hint = "choose another port with --bind" if port else "give an address of this machine"
+        raise CommunicationError(message, hint=hint) from error
 
 
 class HostGate:

@@ -109,15 +109,17 @@ class ElasticServices:
                 time.sleep(_POLL_S)
             except (TimeoutError, RuntimeError, CommunicationError) as error:
                 if time.monotonic() >= deadline_s - _POLL_S:
-                    message = f"worker {self.worker}: no quorum for {what} in "
-                    hint = (
-                        f"too few workers are alive, or one is silent; {self._url} shows who is "
-                        "there; start the others again, or raise quorum_timeout_s"
-                    )
-                    message += f"{self.quorum_timeout_s} s"
-                    raise CommunicationError(message, hint=hint) from error
+                    raise self._no_quorum(what) from error
                 _LOG.warning("the lighthouse does not answer (%s); trying again", error)
                 time.sleep(10 * _POLL_S)
+
+    def _no_quorum(self, what: str) -> CommunicationError:
+        message = f"worker {self.worker}: no quorum for {what} in {self.quorum_timeout_s} s"
+        hint = (
+            f"too few workers are alive, or one is silent; {self._url} shows who is there; start "
+            "the others again, or raise quorum_timeout_s"
+        )
+        return CommunicationError(message, hint=hint)
 
     def _ended(self) -> set[str]:
         """Return workers that the lighthouse has not heard for longer than its timeout."""

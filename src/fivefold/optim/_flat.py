@@ -90,8 +90,10 @@ class FlatGroup:
         return (self._share.part(tensor) for tensor in (self.tensors if of is None else of))
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the live buffers by name."""
-        return {"anchor": self.anchor, "payload": self.payload} | self.extras
+        """Return the live buffers of a state by name."""
+        # An outer optimizer's gradient is none: a merge writes it before each of its steps.
+        kept = {name: buffer for name, buffer in self.extras.items() if name != "gradient"}
+        return {"anchor": self.anchor, "payload": self.payload} | kept
 
     def forget_own_part(self) -> None:
         """Stand as a worker that has done nothing since the anchor."""

@@ -80,14 +80,9 @@ class Fragment:
         self._others_lr: float | None = None
         self._optimizer: OuterOptimizerStep | None = None
         if isinstance(context.rule, OuterOptimizer) and groups:
-            both = (
-                pair
-                for group in groups
-                for pair in zip(
-                    *map(group.shaped, (group.anchor, group.extras["gradient"])), strict=True
-                )
-            )
-            self._optimizer = OuterOptimizerStep(context.rule, both)
+            anchors = [view for group in groups for view in group.shaped(group.anchor)]
+            gradients = [v for group in groups for v in group.shaped(group.extras["gradient"])]
+            self._optimizer = OuterOptimizerStep(context.rule, zip(anchors, gradients, strict=True))
         context.transport.prepare(self._payloads(), fragment=index)
 
     @property
@@ -105,9 +100,9 @@ class Fragment:
         return (tensor for group in self.all_groups for tensor in group.tensors)
 
     def names(self) -> list[str]:
-        """Return the names of the live tensors."""
-        known = self._shared.names()
-        return [known[id(tensor)] for tensor in self.tensors()]
+        """Return the names of the live tensors, all different."""
+        known, gone = self._shared.names(), f"no longer in the model: {self.index}"
+        return [known.get(id(t), f"{gone}.{number}") for number, t in enumerate(self.tensors())]
 
     def write_anchor(self) -> None:
         """Put the anchor into the model."""
@@ -458,7 +453,8 @@ class Fragment:
     def _finish_compute(self) -> None:
         """Let the local steps end on CUDA, which the host has only queued.
 
-        What is measured from here on then are the device's times and not those of the queue.
+        Once a round, so that what is measured from here on (the waits, the seconds per step that
+        ``tau="auto"`` is set by) are the device's times and not those of the queue.
         """
         if self._side is not None:
             torch.cuda.current_stream(self._side.device).synchronize()

@@ -24,7 +24,7 @@ from fivefold.optim._fragment import Fragment
 from fivefold.optim._round_choice import most_fragments
 from fivefold.optim._rules import OuterRule
 from fivefold.optim._schedule import RoundSchedule
-from fivefold.optim._shards import RowShare, WorkerGroup, local_tensor, worker_group_of
+from fivefold.optim._shards import RowShare, WorkerGroup, local_tensor, reshard, worker_group_of
 from fivefold.optim._state import EngineContext
 from fivefold.optim._update import GapPenalty, is_number
 from fivefold.optim.codecs import Codec, is_exact, resolve_codec
@@ -356,6 +356,7 @@ class LateParameters:
 
     def look(self, groups: Iterable[FlatGroup]) -> dict[str, torch.Tensor]:
         """Return what is not known yet, by name, after following replaced objects."""
+        reshard(self._model)  # FSDP's gathered parameters would look like replaced ones
         groups = list(groups)
         for name, new in self._model.named_buffers():
             old = self._buffers.get(name, new)

@@ -145,7 +145,9 @@ _ATEN = torch.ops.aten
 class SeparateRounding(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch
     """Carry out torch's fused elementwise operations as single ones, each rounded by itself.
 
-    Sums over elements and matrix products are left as they are.
+    Anchors then stay equal bit for bit across processors, if the optimizer is an elementwise one of
+    ``torch.optim`` in its plain form: ``foreach`` and ``fused`` ones have operations that are not
+    covered. Sums over elements and matrix products are left as they are.
     """
 
     def __torch_dispatch__(

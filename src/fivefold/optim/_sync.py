@@ -155,9 +155,13 @@ class OuterSync:
     ) -> None:
         self._optimizers = as_optimizers(optimizer)
         require_usable(
-            model, rule, timeout_s=timeout_s, every=check_every_rounds,
-            outer_device=outer_device, outlier_factor=outlier_factor,
-        )  # fmt: skip
+            model,
+            rule,
+            timeout_s=timeout_s,
+            every=check_every_rounds,
+            outer_device=outer_device,
+            outlier_factor=outlier_factor,
+        )
         reshard(model)
         self._model = model
         self._transport = transport or ProcessGroupTransport(
@@ -173,10 +177,12 @@ class OuterSync:
         self._late = LateParameters(model)
         self._adopting = False
         self._context = self._make_context(
-            shard_group, timeout_s=timeout_s, check_every_rounds=check_every_rounds,
+            shard_group,
+            timeout_s=timeout_s,
+            check_every_rounds=check_every_rounds,
             outer_device=torch.device("cpu") if outer_device == "cpu" else None,
             outlier_factor=outlier_factor,
-        )  # fmt: skip
+        )
         self._fragments = make_fragments(model, self._context)
         self._gradients: GradientHooks | None = None
         if isinstance(self._rule, DelayedGradients):
@@ -184,9 +190,11 @@ class OuterSync:
                 self._rule, self._optimizers, self._fragments, look=self._late.look
             )
         self._states = state_fragments(
-            average_states, self._optimizers, context=self._context,
+            average_states,
+            self._optimizers,
+            context=self._context,
             may_lose=may_lose(self._transport),
-        )  # fmt: skip
+        )
         self._averaged_states = dict(sorted((average_states or {}).items()))
         self._start_equal(model)
         self._tau = automatic_round(rule, self._fragments, context=self._context)
@@ -248,7 +256,6 @@ class OuterSync:
         counted = [(fragment, fragment.count(weight)) for fragment in self._all_fragments()]
         due = [(fragment, boundary) for fragment, boundary in counted if boundary is not None]
         if due:
-            reshard(self._model)
             self._look_for_late()
         for fragment, boundary in due:
             fragment.run(boundary)
@@ -297,7 +304,6 @@ class OuterSync:
             CommunicationError: The average failed or timed out.
         """
         self._adopting = False
-        reshard(self._model)
         found = self._look_for_late()
         require_same_names(self._transport.gather_objects(sorted(found)))
         if found:
@@ -339,6 +345,8 @@ class OuterSync:
         Printed it is a short table, which says what to change.
         """
         schedule = self._fragments[0].schedule
+        codec = None if self._tau is None else self._tau.codec  # that the automatic tau chose
+        decided = {"tau": self._tau, "codec": codec}
         return self._meter.snapshot(
             steps=self._steps,
             rounds=sum(fragment.schedule.round for fragment in self._fragments),
@@ -347,8 +355,8 @@ class OuterSync:
             rule=self._rule.name,
             fragments=self._rule.num_fragments if self._tau is None else self._tau.fragments,
             delay_steps=schedule.delay_steps,
-            codec=(self._tau and self._tau.codec) or self._codec,
-            automatic=() if self._tau is None else ("tau", *(["codec"] if self._tau.codec else [])),
+            codec=codec or self._codec,
+            automatic=tuple(name for name, by in decided.items() if by is not None),
             most_fragments=self._most_fragments(),
         )
 
@@ -433,7 +441,6 @@ class OuterSync:
         Raises:
             CommunicationError: The all-reduce failed or timed out.
         """
-        reshard(self._model)
         return self._form().spread(self.state_dict())
 
     def load_sharded_state_dict(self, state: dict[str, Any]) -> None:
@@ -451,7 +458,6 @@ class OuterSync:
         Raises:
             ConfigurationError: The state is of another rule or model.
         """
-        reshard(self._model)
         require_same(state.get("shared", {}).get("state"), self._settings())
         self.load_state_dict(self._form().collect(state, self.state_dict()))
 

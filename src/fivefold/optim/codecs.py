@@ -118,7 +118,7 @@ class CastCodec(Codec):
 
     def __post_init__(self) -> None:
         if self.dtype not in _CASTS:
-            message = f"dtype must be torch.bfloat16 or torch.float16; got {self.dtype}"
+            message = f"dtype must be {', '.join(map(str, _CASTS))}; got {self.dtype}"
             raise ConfigurationError(message, hint='codec="fp32" sends float32 as it is')
 
     @property

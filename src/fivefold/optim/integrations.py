@@ -250,6 +250,9 @@ class _OwnFile:
         """Go on from it."""
         self.require()
         state = torch.load(self.path, map_location="cpu", weights_only=True)
+        if "optimizers" not in state:  # before anything is overwritten
+            message = f"{self.path} was written by an earlier version of fivefold"
+            raise CheckpointError(message, hint="resume with that version, or load its model alone")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

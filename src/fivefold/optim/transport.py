@@ -172,14 +172,23 @@ class ProcessGroupTransport:
         return tuple(dist.get_process_group_ranks(self._group))
 
     def prepare(self, payloads: Sequence[torch.Tensor], *, fragment: int) -> None:
-        """Make the residuals of a fragment, where the codec needs them."""
+        """Make the residuals of a fragment, where the codec needs them.
+
+        Raises:
+            ConfigurationError: The codec does not take such payloads.
+        """
         if self._exchange is not None:
             self._exchange.prepare(payloads, fragment=fragment)
 
     def launch(
         self, payloads: Sequence[torch.Tensor], *, metadata: torch.Tensor, fragment: int, what: str
     ) -> PendingAllReduce:
-        """Start summing; see ``Transport.launch``."""
+        """Start summing; see ``Transport.launch``.
+
+        Raises:
+            CommunicationError: The collective could not be started.
+            ConfigurationError: The codec does not take such payloads.
+        """
         if self._exchange is not None:
             return self._exchange.launch(payloads, metadata=metadata, fragment=fragment, what=what)
         tensors = [*payloads, metadata]
@@ -187,6 +196,8 @@ class ProcessGroupTransport:
         with named_errors(self.rank, what):
             works = [dist.all_reduce(part, group=self._group, async_op=True) for part in buckets]
 
+        # The thread waits and stamps the end: on CUDA a work's own callback runs when it has been
+        # queued, not when it has ended.
         def wait() -> None:
             for work in works:
                 work.wait()
@@ -211,7 +222,15 @@ class ProcessGroupTransport:
     def measure_link(self, num_bytes: int, *, device: torch.device) -> MessageTimes:
         """Time messages of nothing and of up to 1 MiB, in each codec that it could use; collective.
 
-        All ranks get the same times, carried on to whole payloads of ``num_bytes``.
+        Args:
+            num_bytes: Size of a whole payload, to which the times are carried on.
+            device: Where payloads are.
+
+        Returns:
+            The same times on all ranks.
+
+        Raises:
+            CommunicationError: A peer ended or the network failed.
         """
         names = CODECS_TO_CHOOSE if self.chooses_codec else (self.codec.name,)
         fixed_s, whole_s = {}, {}
@@ -262,7 +281,11 @@ class ProcessGroupTransport:
             raise ConfigurationError(message, hint="resume with the codec of the save")
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite the tensors with the group's first rank's."""
+        """Overwrite the tensors with the group's first rank's.
+
+        Raises:
+            CommunicationError: A peer ended or the network failed.
+        """
 
         def run() -> None:
             for tensor in tensors:
@@ -272,7 +295,11 @@ class ProcessGroupTransport:
         self._thread.submit(run, tensors=tensors, what=what).wait()
 
     def gather_objects(self, value: object) -> list[Any]:
-        """Return every rank's value, in rank order."""
+        """Return every rank's value, in rank order.
+
+        Raises:
+            CommunicationError: A peer ended or the network failed.
+        """
         values: list[Any] = [None] * self.world_size
 
         def run() -> None:
